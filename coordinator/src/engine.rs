@@ -1,0 +1,204 @@
+//! The seam between the HTTP front end and the engine: what is asked for and what comes back.
+//!
+//! The front end (validation, templates, tokens to text) knows only these types; the engine (router,
+//! replicas, schedulers) never sees text, except that it is told by a [`StopCheck`] whether a token
+//! completes a stop string, so that the accepted-token log ends exactly there.
+use std::fmt;
+use std::time::Duration;
+
+use shared::ids::RequestId;
+use shared::protocol::TokenLogprobs;
+use shared::sampling::SamplingParams;
+use tokio::sync::mpsc;
+
+/// Decides whether a sequence ends for a reason that only text can tell (a stop string).
+///
+/// One per choice; fed every accepted token in order. Pure: no IO, no clock.
+pub trait StopCheck: Send + fmt::Debug {
+    /// Takes the next accepted token; returns true when it completes a stop string.
+    fn push(&mut self, token: u32) -> bool;
+}
+
+/// One validated, tokenized request.
+#[derive(Debug)]
+pub struct GenerateRequest {
+    /// Unique within the process.
+    pub id: RequestId,
+    /// The prompt, at least one token.
+    pub prompt: Vec<u32>,
+    /// One entry per choice (`n`), equal but for `choice`.
+    pub sampling: Vec<SamplingParams>,
+    /// One entry per choice where the request has stop strings; empty otherwise.
+    pub stop_checks: Vec<Box<dyn StopCheck>>,
+    /// Most tokens to generate per choice. 0 is legal (echo with log-probabilities only).
+    pub max_tokens: u32,
+    /// Tokens that end a sequence (the model's end tokens unless `ignore_eos`, and
+    /// `stop_token_ids`); the ending token is accepted and counted, and is not part of the text.
+    pub end_tokens: Vec<u32>,
+    /// When the HTTP layer took the request, by the process's clock.
+    pub arrived: Duration,
+}
+
+/// What happens to a request, in order. A request ends with `Finished` for each choice, or with one
+/// `Failed`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum EngineEvent {
+    /// Log-probabilities of the prompt tokens 1.., complete, before the first token.
+    PromptLogprobs(Vec<TokenLogprobs>),
+    /// One accepted token.
+    Token {
+        /// The choice it belongs to.
+        choice: u32,
+        /// The token.
+        token: u32,
+        /// Its log-probabilities, when asked for.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// One choice is complete.
+    Finished {
+        /// The choice.
+        choice: u32,
+        /// Why.
+        reason: FinishReason,
+    },
+    /// The request failed as a whole.
+    Failed(EngineError),
+}
+
+/// Why a choice ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum FinishReason {
+    /// An end token was accepted.
+    EndToken(u32),
+    /// A stop string was completed.
+    StopString,
+    /// `max_tokens` or the model's length was reached.
+    Length,
+}
+
+/// Why the engine refused or gave up a request.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EngineError {
+    /// The bounded queue is full.
+    #[error("the queue is full: {queued} requests are waiting, the bound is {max}")]
+    QueueFull {
+        /// Requests waiting now.
+        queued: u32,
+        /// The bound.
+        max: u32,
+        /// When to try again, in seconds.
+        retry_after_s: u32,
+    },
+    /// The request can never fit.
+    #[error("the request needs {needed} KV blocks, this replica has {available}")]
+    TooLarge {
+        /// Blocks for prompt and output.
+        needed: u32,
+        /// Blocks there are.
+        available: u32,
+    },
+    /// No replica can serve, and none came back in time.
+    #[error("no replica is ready: {message}")]
+    Unavailable {
+        /// What is being waited for.
+        message: String,
+    },
+    /// The model produced values that are not finite.
+    #[error("the model produced invalid numbers for this request")]
+    Corrupted,
+    /// The coordinator is shutting down.
+    #[error("the server is shutting down")]
+    ShuttingDown,
+}
+
+/// What the front end sends to the engine.
+#[derive(Debug)]
+pub enum EngineCommand {
+    /// Run a request; its events go to `events`, whose bound must hold the whole request (it is
+    /// `n * (max_tokens + 1) + 2`), so that a slow reader never blocks a step.
+    Submit {
+        /// The request.
+        request: Box<GenerateRequest>,
+        /// Where its events go. When the receiver is dropped the request is cancelled.
+        events: mpsc::Sender<EngineEvent>,
+    },
+    /// The client is gone: free everything the request holds.
+    Cancel {
+        /// The request.
+        id: RequestId,
+    },
+}
+
+/// The front end's way into the engine.
+#[derive(Clone, Debug)]
+pub struct EngineHandle {
+    commands: mpsc::Sender<EngineCommand>,
+}
+
+/// A running request. Dropping it cancels the request.
+#[derive(Debug)]
+pub struct Generation {
+    id: RequestId,
+    events: mpsc::Receiver<EngineEvent>,
+    commands: mpsc::Sender<EngineCommand>,
+    choices_left: usize,
+}
+
+/// Bound of the command channel between front end and engine.
+pub const COMMAND_QUEUE_MAX: usize = 4096;
+
+impl EngineHandle {
+    /// Makes a handle and the receiving end that the engine drains.
+    #[must_use]
+    pub fn channel() -> (Self, mpsc::Receiver<EngineCommand>) {
+        let (commands, receiver) = mpsc::channel(COMMAND_QUEUE_MAX);
+        (Self { commands }, receiver)
+    }
+
+    /// Hands a request to the engine.
+    ///
+    /// # Errors
+    /// Returns [`EngineError::QueueFull`] when the command channel is full and
+    /// [`EngineError::ShuttingDown`] when the engine is gone. Later failures arrive as events.
+    pub fn submit(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
+        let id = request.id;
+        let choices = request.sampling.len();
+        let bound = choices * (request.max_tokens as usize + 1) + 2;
+        let (sender, events) = mpsc::channel(bound);
+        let command = EngineCommand::Submit { request: Box::new(request), events: sender };
+        self.commands.try_send(command).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => EngineError::QueueFull {
+                queued: COMMAND_QUEUE_MAX as u32,
+                max: COMMAND_QUEUE_MAX as u32,
+                retry_after_s: 1,
+            },
+            mpsc::error::TrySendError::Closed(_) => EngineError::ShuttingDown,
+        })?;
+        Ok(Generation { id, events, commands: self.commands.clone(), choices_left: choices })
+    }
+}
+
+impl Generation {
+    /// Returns the next event, or `None` after the last.
+    pub async fn next(&mut self) -> Option<EngineEvent> {
+        if self.choices_left == 0 {
+            return None;
+        }
+        let event = self.events.recv().await.unwrap_or(EngineEvent::Failed(EngineError::ShuttingDown));
+        match &event {
+            EngineEvent::Finished { .. } => self.choices_left -= 1,
+            EngineEvent::Failed(_) => self.choices_left = 0,
+            EngineEvent::PromptLogprobs(_) | EngineEvent::Token { .. } => {}
+        }
+        Some(event)
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        if self.choices_left > 0 {
+            // A full channel is no loss: the engine also notices the closed event receiver.
+            let _ = self.commands.try_send(EngineCommand::Cancel { id: self.id });
+        }
+    }
+}

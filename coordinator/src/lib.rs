@@ -1,0 +1,4 @@
+//! The coordinator: HTTP in, plans out, tokens back, one `/metrics`.
+#![forbid(unsafe_code)]
+
+pub mod engine;

@@ -1,0 +1,2 @@
+//! The `tutti` binary: wiring only.
+fn main() {}

@@ -1,0 +1,353 @@
+//! The list of operations a device must offer. The decoder is written once over this trait.
+//!
+//! All activations are row-major `[rows, width]`, accumulated in f32. Weights are stored bf16 (or
+//! as the file has them). `tokens` of all sequences of a step are concatenated along the rows.
+//! Reductions run in an order that depends on the shapes of weights and of one sequence alone,
+//! never on what else is in the batch (law 7).
+//!
+//! A backend is owned by one executor thread and owns its threads, streams and collective.
+use crate::error::KernelError;
+use crate::sampling::{SampleRow, Sampled};
+
+/// Element type of a tensor in a model file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DType {
+    /// bfloat16, little endian.
+    Bf16,
+    /// IEEE half, little endian.
+    F16,
+    /// IEEE single, little endian.
+    F32,
+}
+
+impl DType {
+    /// Bytes per element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Bf16 | Self::F16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// A rectangle of a weight matrix in a (memory-mapped) model file: rows `0..rows`, columns
+/// `col_start..col_start + cols` of rows that are `row_stride` elements apart.
+#[derive(Clone, Copy, Debug)]
+pub struct HostMatrix<'a> {
+    /// Bytes, beginning at the first row's column 0.
+    pub data: &'a [u8],
+    /// Element type.
+    pub dtype: DType,
+    /// Output features taken.
+    pub rows: usize,
+    /// Input features taken.
+    pub cols: usize,
+    /// First column taken.
+    pub col_start: usize,
+    /// Elements from one row to the next.
+    pub row_stride: usize,
+}
+
+/// Sizes of a paged KV cache on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShape {
+    /// Decoder layers.
+    pub num_layers: usize,
+    /// KV heads held by this rank.
+    pub num_kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Blocks.
+    pub num_blocks: usize,
+}
+
+/// One sequence's rows in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SeqRows {
+    /// First row.
+    pub row_start: u32,
+    /// Rows (tokens computed), at least 1.
+    pub num_rows: u32,
+    /// Tokens in the KV cache after this step's K and V are written: row `i` of the sequence is the
+    /// token at position `context_len - num_rows + i`.
+    pub context_len: u32,
+    /// Where its block table begins in `Batch::block_tables`.
+    pub table_start: u32,
+    /// Blocks in it; covers at least `context_len` tokens.
+    pub table_len: u32,
+}
+
+/// What is in a step. Checked by the caller: every block id below the cache's `num_blocks`, every
+/// position below the RoPE tables' length.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Position of every row's token in its sequence, `[rows]`.
+    pub positions: &'a [u32],
+    /// Where every row's K and V are written: block id * block_size + offset, `[rows]`.
+    pub slots: &'a [u32],
+    /// The sequences, in row order, covering all rows.
+    pub seqs: &'a [SeqRows],
+    /// Block tables, concatenated.
+    pub block_tables: &'a [u32],
+}
+
+/// Activations `[rows, width]` with room for more rows.
+pub trait Buffer {
+    /// Rows in use.
+    fn rows(&self) -> usize;
+    /// Elements per row.
+    fn width(&self) -> usize;
+    /// Uses the first `rows` rows. Contents of newly used rows are undefined.
+    ///
+    /// # Errors
+    /// When `rows` exceeds the capacity given at creation.
+    fn set_rows(&mut self, rows: usize) -> Result<(), KernelError>;
+}
+
+/// RoPE tables: cos and sin of position x frequency, for half the head dimension ("rotate half":
+/// element `i` pairs with `i + head_dim / 2`).
+#[derive(Debug)]
+pub struct RopeTable<V> {
+    /// `[max_positions, head_dim / 2]`, row-major.
+    pub cos: V,
+    /// `[max_positions, head_dim / 2]`, row-major.
+    pub sin: V,
+}
+
+/// Weights of the fused QKV projection of one layer on one rank.
+#[derive(Debug)]
+pub struct QkvWeights<M, V> {
+    /// `[(num_heads + 2 * num_kv_heads) * head_dim, hidden]`: q rows, then k rows, then v rows.
+    pub weight: M,
+    /// Same number of rows, where the model has biases.
+    pub bias: Option<V>,
+    /// RMSNorm over each q head, `[head_dim]` (Qwen3), applied before RoPE.
+    pub q_norm: Option<V>,
+    /// RMSNorm over each k head, `[head_dim]`.
+    pub k_norm: Option<V>,
+}
+
+/// Shape of attention on one rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Query heads on this rank, a multiple of `num_kv_heads`.
+    pub num_heads: usize,
+    /// KV heads on this rank.
+    pub num_kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Epsilon of `q_norm` and `k_norm`.
+    pub norm_eps: f32,
+    /// Attend to the last `n` tokens only, the current one included; `None` attends to all.
+    pub sliding_window: Option<u32>,
+}
+
+/// A device. Methods are called from its executor thread alone.
+pub trait Backend {
+    /// Activations.
+    type Buffer: Buffer;
+    /// A weight matrix `[out, in]`, in the device's packed layout.
+    type Matrix;
+    /// A vector in f32: norm weights, biases, RoPE tables.
+    type Vector;
+    /// A paged KV cache.
+    type KvCache;
+
+    /// What it runs on, for the log: `cpu avx512_bf16, 2 threads`.
+    fn describe(&self) -> String;
+
+    /// This rank.
+    fn rank(&self) -> u32;
+
+    /// Ranks.
+    fn world_size(&self) -> u32;
+
+    /// Makes a buffer of `rows_max` x `width`, zeroed.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn new_buffer(&mut self, rows_max: usize, width: usize) -> Result<Self::Buffer, KernelError>;
+
+    /// Packs the vertical concatenation of `parts` (equal `cols`).
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when a part's data is too short or widths differ.
+    fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
+
+    /// Uploads a vector.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn load_vector(&mut self, values: &[f32]) -> Result<Self::Vector, KernelError>;
+
+    /// Makes a zeroed KV cache.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn new_kv_cache(&mut self, shape: KvShape) -> Result<Self::KvCache, KernelError>;
+
+    /// Bytes that one block takes over all layers, K and V together.
+    fn kv_block_bytes(&self, shape: &KvShape) -> u64;
+
+    /// `out[i] = table[ids[i] - first_id]`, or zeros when that row is not on this rank.
+    /// `table: [vocab_local, hidden]`, `out: [ids.len(), hidden]` (its rows are set).
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn embed(
+        &mut self,
+        table: &Self::Matrix,
+        ids: &[u32],
+        first_id: u32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `residual += delta` (when given), then `out = residual / rms(residual) * weight`.
+    /// All `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add_rmsnorm(
+        &mut self,
+        residual: &mut Self::Buffer,
+        delta: Option<&Self::Buffer>,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `qkv = x W^T + bias`; RMSNorm per head of q and k where the model has it; RoPE on q and k;
+    /// k and v written to the cache's `layer` at `batch.slots`; q to
+    /// `q_out: [rows, num_heads * head_dim]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    #[allow(clippy::too_many_arguments, reason = "one fused operation, one launch on a GPU")]
+    fn qkv_rope_write(
+        &mut self,
+        x: &Self::Buffer,
+        weights: &QkvWeights<Self::Matrix, Self::Vector>,
+        rope: &RopeTable<Self::Vector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &mut Self::KvCache,
+        layer: usize,
+        q_out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Causal attention of every row over its sequence's cached K and V, scaled by
+    /// `1 / sqrt(head_dim)`. `q, out: [rows, num_heads * head_dim]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn paged_attention(
+        &mut self,
+        q: &Self::Buffer,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &Self::KvCache,
+        layer: usize,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `out = x W^T + bias`. `x: [rows, in]`, `out: [rows, out]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn linear(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `out = silu(x Wg^T + bg) * (x Wu^T + bu)`, with `weight: [2 * inner, in]` = gate rows, then
+    /// up rows, and `bias` likewise. `out: [rows, inner]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn gate_up_silu(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Logits of the rows named: `out[i] = x[rows[i]] W^T`. `out: [rows.len(), vocab_local]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn lm_head(
+        &mut self,
+        x: &Self::Buffer,
+        rows: &[u32],
+        weight: &Self::Matrix,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Sums `data` over all ranks, in rank order.
+    ///
+    /// # Errors
+    /// [`KernelError::Collective`].
+    fn all_reduce(&mut self, data: &mut Self::Buffer) -> Result<(), KernelError>;
+
+    /// Collects `local: [rows, vocab_local]` of all ranks (equal widths) into rank 0's
+    /// `full: [rows, world_size * vocab_local]`; other ranks' `full` is untouched.
+    ///
+    /// # Errors
+    /// [`KernelError::Collective`].
+    fn gather_logits(
+        &mut self,
+        local: &Self::Buffer,
+        full: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Overwrites `tokens` on every rank by rank 0's.
+    ///
+    /// # Errors
+    /// [`KernelError::Collective`].
+    fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError>;
+
+    /// Samples row `first_row + i` of `logits` as `rows[i]` says; only the first `vocab` columns
+    /// count (the rest is padding). Clears and fills `out`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn sample(
+        &mut self,
+        logits: &Self::Buffer,
+        vocab: usize,
+        first_row: usize,
+        rows: &[SampleRow<'_>],
+        out: &mut Vec<Sampled>,
+    ) -> Result<(), KernelError>;
+
+    /// Log-probability and rank of `targets[i]` in row `first_row + i` of `logits`, and the `top_n`
+    /// most likely tokens there. Clears and fills `out`; `token` is the target.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn logprobs(
+        &mut self,
+        logits: &Self::Buffer,
+        vocab: usize,
+        first_row: usize,
+        targets: &[u32],
+        top_n: u32,
+        out: &mut Vec<Sampled>,
+    ) -> Result<(), KernelError>;
+
+    /// Copies a buffer's rows to the host: for tests and tools, not for the step path.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError>;
+
+    /// Time spent in collectives since the last call, and resets it.
+    fn take_collective_time(&mut self) -> std::time::Duration;
+}

@@ -1,0 +1,18 @@
+//! All arithmetic of Tutti, and the only crate with `unsafe`.
+//!
+//! Map:
+//! - [`backend`]: the list of operations a device must offer; shapes and dtypes of every argument
+//! - [`collective`]: how tensor-parallel ranks on CPUs exchange data
+//! - [`error`]: what can go wrong
+//! - [`sampling`]: the parameters and results of token sampling
+//!
+//! Names no other crate of the workspace.
+
+pub mod backend;
+pub mod collective;
+pub mod error;
+pub mod sampling;
+
+pub use backend::Backend;
+pub use collective::Collective;
+pub use error::{CollectiveError, KernelError};

@@ -1,0 +1,58 @@
+//! The parameters and results of token sampling, as kernels see them.
+
+/// Sampling parameters of one row. Meanings as in vLLM; see `shared::sampling` for the ranges.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SampleParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// 1 is off.
+    pub top_p: f32,
+    /// 0 is off.
+    pub top_k: u32,
+    /// 0 is off.
+    pub min_p: f32,
+    /// Philox key, first half.
+    pub seed: u64,
+    /// Philox key, second half.
+    pub choice: u32,
+    /// 0 is off.
+    pub presence_penalty: f32,
+    /// 0 is off.
+    pub frequency_penalty: f32,
+    /// 1 is off.
+    pub repetition_penalty: f32,
+    /// Added to the logits of these tokens first; ids beyond the vocabulary are ignored.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Cannot be chosen while fewer than `min_tokens` output tokens exist.
+    pub suppress_until_min: Vec<u32>,
+    /// See `suppress_until_min`.
+    pub min_tokens: u32,
+    /// Log-probabilities wanted: of the chosen token and of this many most likely ones.
+    pub logprobs: Option<u32>,
+}
+
+/// One row to sample.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleRow<'a> {
+    /// How.
+    pub params: &'a SampleParams,
+    /// The prompt's tokens (for the repetition penalty).
+    pub prompt: &'a [u32],
+    /// The tokens generated so far; its length is the Philox counter.
+    pub output: &'a [u32],
+}
+
+/// What sampling one row gave.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sampled {
+    /// The token; on non-finite logits 0 with `corrupted` set.
+    pub token: u32,
+    /// Some logit was NaN or +infinity, or all were -infinity.
+    pub corrupted: bool,
+    /// Natural log-probability of `token` in the unmodified distribution (when asked for).
+    pub logprob: f32,
+    /// Rank of `token` in the unmodified distribution, 1-based (when asked for).
+    pub rank: u32,
+    /// The most likely tokens of the unmodified distribution, best first, ties by lower id.
+    pub top: Vec<(u32, f32)>,
+}

@@ -1,0 +1,16 @@
+//! What every Tutti process speaks: identifiers, time, sampling parameters, the protocol between
+//! coordinator and workers, its wire form, remote actors, membership and metrics.
+//!
+//! Map:
+//! - [`ids`]: newtypes for everything that is identified across processes
+//! - [`clock`]: time as a value, so that pure cores can be simulated
+//! - [`sampling`]: the sampling parameters of one sequence
+//! - [`protocol`]: the messages on a coordinator-worker link
+//!
+//! This crate names no other crate of the workspace and contains no `unsafe`.
+#![forbid(unsafe_code)]
+
+pub mod clock;
+pub mod ids;
+pub mod protocol;
+pub mod sampling;

@@ -1,0 +1,70 @@
+//! The messages on the link between the coordinator and one worker.
+//!
+//! These types are the wire format: changing one means raising [`PROTOCOL_VERSION`]. Nothing else
+//! in the workspace is serialised between processes.
+//!
+//! Order of a worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch
+//! [`Form`] -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
+//! [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
+pub mod control;
+pub mod step;
+
+pub use control::{
+    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, Hello, LoadProgress, Start,
+    Started, Welcome, WorkerStats,
+};
+use serde::{Deserialize, Serialize};
+pub use step::{
+    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings,
+    TokenLogprobs,
+};
+
+use crate::ids::Epoch;
+
+/// Raised with every change of a type in this module; both sides must agree exactly.
+pub const PROTOCOL_VERSION: u16 = 1;
+
+/// Everything a coordinator says to a worker after the handshake.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ToWorker {
+    /// Join a replica: build the collective, load the shard.
+    Form(Form),
+    /// Allocate the KV cache and be ready for plans.
+    Start(Start),
+    /// Run one step. Plans of one epoch arrive in order of their step ids.
+    Step(StepPlan),
+    /// Leave the collective of this epoch at once, wherever the executor is in it; keep the weights.
+    Abort {
+        /// The epoch to leave; others are not disturbed.
+        epoch: Epoch,
+    },
+    /// Finish and exit with code 0.
+    Shutdown {
+        /// Why, for the worker's log.
+        reason: String,
+    },
+}
+
+/// Everything a worker says to the coordinator after the handshake.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum FromWorker {
+    /// Weights are being loaded.
+    Progress(LoadProgress),
+    /// Weights are loaded and the collective is up.
+    Formed(Formed),
+    /// The replica cannot be formed; the worker is idle again.
+    FormFailed(FormFailed),
+    /// The KV cache is allocated.
+    Started(Started),
+    /// One step's outcome.
+    Step(StepResult),
+    /// A step could not be run; the epoch is broken.
+    StepFailed(StepFailed),
+    /// Cumulative stats, sent on a timer while idle (they ride on `Step` otherwise).
+    Stats(WorkerStats),
+    /// The worker leaves on purpose; not a failure.
+    Goodbye {
+        /// Why, for the coordinator's log.
+        reason: String,
+    },
+}

@@ -1,0 +1,164 @@
+//! Messages of the control plane: who a worker is, and how a replica is formed.
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+
+/// What a worker computes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DeviceKind {
+    /// CPU cores.
+    Cpu,
+    /// One CUDA GPU.
+    Cuda,
+}
+
+/// A worker's first message.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Hello {
+    /// The node's name, unique in the cluster; a worker that restarts under the same name takes its
+    /// old slot again.
+    pub node: String,
+    /// This process run.
+    pub incarnation: Incarnation,
+    /// Identifies the host (boot id): workers with equal values can share memory.
+    pub host: String,
+    /// The process id, for the operator.
+    pub pid: u32,
+    /// What it computes on.
+    pub device: DeviceKind,
+    /// Compute threads it will use.
+    pub threads: u32,
+    /// Free memory for weights and KV cache, in bytes.
+    pub memory_bytes: u64,
+    /// Where this worker accepts the TCP collective's connections.
+    pub collective_addr: SocketAddr,
+    /// The program's version; informational.
+    pub version: String,
+}
+
+/// The coordinator's answer to [`Hello`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// The slot this worker has in the cluster.
+    pub worker: WorkerId,
+    /// Interval of the worker's idle stats reports, in milliseconds.
+    pub stats_interval_ms: u64,
+}
+
+/// How the ranks of a replica exchange partial sums.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CollectiveSpec {
+    /// One rank: nothing to exchange.
+    None,
+    /// All ranks on one host: a POSIX shared memory object, created by rank 0 and unlinked as soon
+    /// as every rank has it mapped.
+    SharedMemory {
+        /// The object's name, without a slash; unique per epoch.
+        name: String,
+    },
+    /// Ranks on several hosts.
+    Tcp {
+        /// Every rank's listening address, in rank order.
+        ranks: Vec<SocketAddr>,
+    },
+}
+
+/// Sizes that bound one engine; equal on every rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineConfig {
+    /// Tokens per KV block.
+    pub block_size: u32,
+    /// Longest sequence (prompt and output together), in tokens.
+    pub max_model_len: u32,
+    /// Most sequences in one step.
+    pub max_num_seqs: u32,
+    /// Most tokens computed in one step.
+    pub max_num_batched_tokens: u32,
+    /// Memory for the KV cache per rank, in bytes.
+    pub kv_cache_bytes: u64,
+}
+
+/// Asks a worker to become one rank of a replica.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Form {
+    /// The epoch being formed.
+    pub epoch: Epoch,
+    /// The replica.
+    pub replica: ReplicaId,
+    /// This worker's rank, 0-based.
+    pub rank: u32,
+    /// The tensor-parallel degree.
+    pub world_size: u32,
+    /// How the ranks are connected.
+    pub collective: CollectiveSpec,
+    /// Deadline of the collective's set-up and of each of its operations, in milliseconds.
+    pub collective_timeout_ms: u64,
+    /// The model folder, as a path on the worker's host.
+    pub model: String,
+    /// The sizes.
+    pub engine: EngineConfig,
+}
+
+/// How far the weights are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoadProgress {
+    /// The epoch being formed.
+    pub epoch: Epoch,
+    /// Bytes of this rank's shard packed so far.
+    pub bytes_done: u64,
+    /// Bytes of this rank's shard.
+    pub bytes_total: u64,
+}
+
+/// The weights are loaded and the collective is up.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Formed {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// How many KV blocks fit in `kv_cache_bytes` on this rank.
+    pub kv_blocks: u32,
+    /// Bytes of weights held.
+    pub weight_bytes: u64,
+    /// Seconds the load took; 0 when weights were kept from an earlier epoch.
+    pub load_seconds: f64,
+}
+
+/// Why a replica could not be formed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FormFailed {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// One sentence naming file, tensor or peer, and the reason.
+    pub message: String,
+    /// True when trying again with the same model cannot help (a corrupt file, an unsupported
+    /// architecture).
+    pub permanent: bool,
+}
+
+/// Asks a formed worker to allocate its KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// Blocks to allocate: the minimum over the ranks.
+    pub num_blocks: u32,
+}
+
+/// The KV cache is allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Started {
+    /// The epoch.
+    pub epoch: Epoch,
+}
+
+/// One worker's cumulative measurements. Totals since the process started, never differences, so a
+/// lost or repeated report does no harm.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct WorkerStats {
+    /// Grows with every report of this incarnation.
+    pub sequence: u64,
+    /// The encoded partial snapshot of the worker's series (see `shared::metrics`).
+    pub snapshot: Vec<u8>,
+}

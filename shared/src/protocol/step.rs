@@ -1,0 +1,130 @@
+//! Messages of the data plane: one plan and its result per engine step.
+use serde::{Deserialize, Serialize};
+
+use super::control::WorkerStats;
+use crate::ids::{BlockId, Epoch, SeqId, StepId};
+use crate::sampling::SamplingParams;
+
+/// What every rank of a replica computes in one step. Encoded once; every rank gets the same bytes.
+///
+/// Order of application on a worker: `finished` is forgotten, `admitted` is added, then `sequences`
+/// is run as one batch.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepPlan {
+    /// The epoch the plan belongs to.
+    pub epoch: Epoch,
+    /// The step, 1 higher than the plan before it.
+    pub step: StepId,
+    /// Sequences that will not be run again (finished, cancelled or preempted): forget them. Their
+    /// blocks may already belong to another sequence of this very plan.
+    pub finished: Vec<SeqId>,
+    /// Sequences run for the first time (or again after preemption), in full.
+    pub admitted: Vec<NewSequence>,
+    /// The batch. Each sequence occurs at most once.
+    pub sequences: Vec<SequenceStep>,
+}
+
+/// A sequence that workers have not seen, or have forgotten.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NewSequence {
+    /// The sequence.
+    pub seq: SeqId,
+    /// Prompt and, after a preemption or failover, the tokens accepted so far.
+    pub tokens: Vec<u32>,
+    /// How many of `tokens` are prompt.
+    pub num_prompt: u32,
+    /// How to choose its tokens.
+    pub sampling: SamplingParams,
+}
+
+/// One sequence's share of a step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SequenceStep {
+    /// The sequence.
+    pub seq: SeqId,
+    /// Position of the first token to compute = tokens already in the KV cache.
+    pub start: u32,
+    /// Tokens to compute, at least 1. The token at `start` may be one the worker itself sampled in
+    /// the step before and the coordinator has not seen yet.
+    pub count: u32,
+    /// Blocks appended to the sequence's block table before this step.
+    pub new_blocks: Vec<BlockId>,
+    /// Sample a token after the last one computed (false within a chunked prefill).
+    pub sample: bool,
+}
+
+/// One rank's outcome of one step. Only rank 0 fills `outputs`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepResult {
+    /// The plan's epoch.
+    pub epoch: Epoch,
+    /// The plan's step.
+    pub step: StepId,
+    /// One per sequence with `sample` set or prompt log-probabilities, in the plan's order; empty
+    /// on other ranks than 0.
+    pub outputs: Vec<SequenceOutput>,
+    /// Where the time went.
+    pub timings: StepTimings,
+    /// Cumulative stats riding along.
+    pub stats: WorkerStats,
+}
+
+/// What one sequence got in one step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SequenceOutput {
+    /// The sequence.
+    pub seq: SeqId,
+    /// Index in the sequence (prompt included) of `token`.
+    pub position: u32,
+    /// The sampled token; absent for a prefill chunk that only reports prompt log-probabilities.
+    pub token: Option<u32>,
+    /// Log-probabilities of `token`, when asked for.
+    pub logprobs: Option<TokenLogprobs>,
+    /// Log-probabilities of the prompt tokens at positions `prompt_start..`, when asked for; the
+    /// prompt's first token has none.
+    pub prompt_logprobs: Vec<TokenLogprobs>,
+    /// Position of the first entry of `prompt_logprobs`.
+    pub prompt_start: u32,
+    /// The logits were not finite: the sequence must fail, not continue.
+    pub corrupted: bool,
+}
+
+/// Log-probabilities of one token, from the model's own distribution (before temperature, penalties
+/// and truncation).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TokenLogprobs {
+    /// The token.
+    pub token: u32,
+    /// Its natural log-probability.
+    pub logprob: f32,
+    /// Its rank among all tokens; 1 is the most likely.
+    pub rank: u32,
+    /// The most likely tokens with their log-probabilities, best first, ties by lower id.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Where one rank spent one step. Durations, never points in time: clocks differ between hosts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepTimings {
+    /// Plan received to result handed to the link, in microseconds.
+    pub step_us: u64,
+    /// Forward pass without collectives.
+    pub forward_us: u64,
+    /// Waiting for and exchanging with other ranks.
+    pub collective_us: u64,
+    /// Sampling (rank 0).
+    pub sample_us: u64,
+    /// How long the executor had nothing to do before this plan.
+    pub idle_us: u64,
+}
+
+/// A step could not be run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepFailed {
+    /// The plan's epoch.
+    pub epoch: Epoch,
+    /// The plan's step.
+    pub step: StepId,
+    /// One sentence.
+    pub message: String,
+}

@@ -1,0 +1,2 @@
+//! What the test binaries share.
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! The worker: loads a shard of the model and executes step plans.
+#![forbid(unsafe_code)]
