@@ -184,7 +184,8 @@ impl Generation {
         if self.choices_left == 0 {
             return None;
         }
-        let event = self.events.recv().await.unwrap_or(EngineEvent::Failed(EngineError::ShuttingDown));
+        let event =
+            self.events.recv().await.unwrap_or(EngineEvent::Failed(EngineError::ShuttingDown));
         match &event {
             EngineEvent::Finished { .. } => self.choices_left -= 1,
             EngineEvent::Failed(_) => self.choices_left = 0,

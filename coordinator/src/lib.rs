@@ -1,4 +1,5 @@
 //! The coordinator: HTTP in, plans out, tokens back, one `/metrics`.
 #![forbid(unsafe_code)]
 
+pub mod cluster;
 pub mod engine;

@@ -1,0 +1,338 @@
+//! PURE: turns the set of live workers into replicas (tensor-parallel groups) and drives each
+//! replica's life: waiting -> forming -> starting -> serving -> broken -> waiting.
+//!
+//! Events and the time go in, [`Effect`]s come out. No socket, no clock, no actor here; the shell is
+//! `crate::coordinator`. Every formation has an epoch of its own, larger than all before it;
+//! messages that carry another epoch than the replica's present one are ignored, so a worker that
+//! returns from a pause cannot disturb anything.
+mod placement;
+mod replica;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+pub use placement::place;
+pub use replica::{ReplicaPhase, ReplicaStatus};
+use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::protocol::{
+    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, LoadProgress, Start, Started, ToWorker,
+};
+
+use self::replica::Replica;
+
+/// What the operator asked for.
+#[derive(Clone, Debug)]
+pub struct ClusterConfig {
+    /// Ranks per replica, at least 1.
+    pub tensor_parallel: u32,
+    /// The model folder, as every worker sees it.
+    pub model: String,
+    /// Sizes sent to every rank.
+    pub engine: EngineConfig,
+    /// Deadline of collective set-up and operations.
+    pub collective_timeout: Duration,
+    /// Makes names of shared memory objects unique on a host: drawn at random per coordinator run.
+    pub run: u64,
+}
+
+/// A live worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// The slot, stable over restarts of the same node name.
+    pub worker: WorkerId,
+    /// The process run.
+    pub incarnation: Incarnation,
+    /// The node's name.
+    pub node: String,
+    /// Identifies the host.
+    pub host: String,
+    /// Where the worker's TCP collective listens.
+    pub collective_addr: SocketAddr,
+}
+
+/// What the shell has to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Effect {
+    /// Send a message to a worker.
+    Send {
+        /// To whom.
+        worker: WorkerId,
+        /// In which epoch.
+        epoch: Epoch,
+        /// What.
+        message: ToWorker,
+    },
+    /// A replica can serve.
+    ReplicaReady {
+        /// Which.
+        replica: ReplicaId,
+        /// Its epoch.
+        epoch: Epoch,
+        /// Its workers, in rank order.
+        ranks: Vec<WorkerId>,
+        /// KV blocks every rank has.
+        num_blocks: u32,
+    },
+    /// A replica that was ready cannot serve any more.
+    ReplicaBroken {
+        /// Which.
+        replica: ReplicaId,
+        /// The epoch that ended.
+        epoch: Epoch,
+        /// Why.
+        reason: String,
+    },
+    /// Trying again cannot help (a corrupt model, an impossible degree).
+    Unservable {
+        /// Which replica.
+        replica: ReplicaId,
+        /// Why, in one sentence.
+        reason: String,
+    },
+}
+
+/// The cluster as the coordinator sees it.
+#[derive(Debug)]
+pub struct Cluster {
+    config: ClusterConfig,
+    members: BTreeMap<WorkerId, Member>,
+    replicas: BTreeMap<ReplicaId, Replica>,
+    epoch: Epoch,
+}
+
+impl Cluster {
+    /// Makes an empty cluster.
+    #[must_use]
+    pub fn new(config: ClusterConfig) -> Self {
+        Self { config, members: BTreeMap::new(), replicas: BTreeMap::new(), epoch: Epoch(0) }
+    }
+
+    /// The live members.
+    pub fn members(&self) -> impl Iterator<Item = &Member> {
+        self.members.values()
+    }
+
+    /// The replicas and where they are in their lives.
+    pub fn replicas(&self) -> impl Iterator<Item = ReplicaStatus> + '_ {
+        self.replicas.iter().map(|(id, replica)| replica.status(*id))
+    }
+
+    /// Sum of the loading ranks' progress: (bytes done, bytes total).
+    #[must_use]
+    pub fn load_progress(&self) -> (u64, u64) {
+        self.replicas.values().fold((0, 0), |sum, replica| {
+            let (done, total) = replica.load_progress();
+            (sum.0 + done, sum.1 + total)
+        })
+    }
+
+    /// A worker completed its handshake. An older incarnation of the same slot is gone by that.
+    pub fn worker_joined(&mut self, now: Duration, member: Member, effects: &mut Vec<Effect>) {
+        if let Some(old) = self.members.get(&member.worker)
+            && old.incarnation != member.incarnation
+        {
+            let (worker, incarnation) = (old.worker, old.incarnation);
+            self.worker_left(now, worker, incarnation, "it restarted", effects);
+        }
+        self.members.insert(member.worker, member);
+        self.reconcile(now, effects);
+    }
+
+    /// A worker's link ended or it said goodbye. Ignored unless it is the present incarnation.
+    pub fn worker_left(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
+        if self.members.get(&worker).is_none_or(|member| member.incarnation != incarnation) {
+            return;
+        }
+        let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
+        if let Some(id) = self.replica_of(worker) {
+            self.break_replica(now, id, &format!("{worker} ({node}): {reason}"), effects);
+            if let Some(replica) = self.replicas.get_mut(&id) {
+                replica.vacate(worker);
+            }
+        }
+        self.reconcile(now, effects);
+    }
+
+    /// A rank reports how far its weights are loaded.
+    pub fn load_progressed(&mut self, worker: WorkerId, progress: LoadProgress) {
+        if let Some(replica) = self.replica_in_epoch(worker, progress.epoch) {
+            replica.progress(worker, progress.bytes_done, progress.bytes_total);
+        }
+    }
+
+    /// A rank holds its weights and its collective is up.
+    pub fn worker_formed(&mut self, worker: WorkerId, formed: Formed, effects: &mut Vec<Effect>) {
+        let Some(replica) = self.replica_in_epoch(worker, formed.epoch) else { return };
+        let Some(num_blocks) = replica.formed(worker, formed.kv_blocks) else { return };
+        let (epoch, ranks) = (replica.epoch(), replica.ranks());
+        effects.extend(ranks.into_iter().map(|worker| Effect::Send {
+            worker,
+            epoch,
+            message: ToWorker::Start(Start { epoch, num_blocks }),
+        }));
+    }
+
+    /// A rank could not be formed.
+    pub fn form_failed(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        failure: &FormFailed,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(id) = self.replica_of(worker) else { return };
+        if self.replica_in_epoch(worker, failure.epoch).is_none() {
+            return;
+        }
+        let reason = failure.message.clone();
+        self.break_replica(now, id, &format!("{worker}: {reason}"), effects);
+        if failure.permanent {
+            effects.push(Effect::Unservable { replica: id, reason });
+        }
+    }
+
+    /// A rank's KV cache is allocated.
+    pub fn worker_started(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        started: Started,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(id) = self.replica_of(worker) else { return };
+        let Some(replica) = self.replica_in_epoch(worker, started.epoch) else { return };
+        if let Some(num_blocks) = replica.started(now, worker) {
+            let (epoch, ranks) = (replica.epoch(), replica.ranks());
+            effects.push(Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks });
+        }
+    }
+
+    /// A step failed, hung or came back wrong: the epoch is over.
+    pub fn epoch_failed(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        epoch: Epoch,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
+        if self.replicas.get(&id).is_some_and(|replica| replica.epoch() == epoch) {
+            self.break_replica(now, id, reason, effects);
+            self.reconcile(now, effects);
+        }
+    }
+
+    /// Time passes: retries what is due.
+    pub fn tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        self.reconcile(now, effects);
+    }
+
+    fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
+        self.replicas.iter().find(|(_, replica)| replica.has(worker)).map(|(id, _)| *id)
+    }
+
+    fn replica_in_epoch(&mut self, worker: WorkerId, epoch: Epoch) -> Option<&mut Replica> {
+        self.replicas
+            .values_mut()
+            .find(|replica| replica.has(worker) && replica.epoch() == epoch && replica.is_live())
+    }
+
+    /// Ends the replica's epoch: the survivors leave their collective and keep their weights.
+    fn break_replica(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        if !replica.is_live() {
+            return;
+        }
+        let (epoch, was_ready) = (replica.epoch(), replica.is_serving());
+        replica.broke(now, reason);
+        for worker in replica.ranks() {
+            if self.members.contains_key(&worker) {
+                effects.push(Effect::Send { worker, epoch, message: ToWorker::Abort { epoch } });
+            }
+        }
+        if was_ready {
+            effects.push(Effect::ReplicaBroken { replica: id, epoch, reason: reason.to_owned() });
+        }
+    }
+
+    /// Fills vacant ranks, makes replicas of spare workers, and forms what is complete and due.
+    fn reconcile(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let world_size = self.config.tensor_parallel as usize;
+        let mut free: Vec<&Member> = self
+            .members
+            .values()
+            .filter(|member| !self.replicas.values().any(|replica| replica.has(member.worker)))
+            .collect();
+        for replica in self.replicas.values_mut() {
+            replica.fill(&mut free);
+        }
+        let mut next = self.replicas.keys().next_back().map_or(0, |id| id.0 + 1);
+        for group in place(&free, world_size) {
+            self.replicas.insert(ReplicaId(next), Replica::new(group));
+            next += 1;
+        }
+        let due: Vec<ReplicaId> = self
+            .replicas
+            .iter()
+            .filter(|(_, replica)| replica.may_form(now))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in due {
+            self.form(id, effects);
+        }
+    }
+
+    fn form(&mut self, id: ReplicaId, effects: &mut Vec<Effect>) {
+        self.epoch.0 += 1;
+        let epoch = self.epoch;
+        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        replica.form(epoch);
+        let ranks = replica.ranks();
+        let members: Vec<&Member> =
+            ranks.iter().filter_map(|worker| self.members.get(worker)).collect();
+        let collective = collective_for(&members, self.config.run, epoch);
+        for (rank, worker) in (0u32..).zip(ranks) {
+            let message = ToWorker::Form(Form {
+                epoch,
+                replica: id,
+                rank,
+                world_size: self.config.tensor_parallel,
+                collective: collective.clone(),
+                collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
+                model: self.config.model.clone(),
+                engine: self.config.engine.clone(),
+            });
+            effects.push(Effect::Send { worker, epoch, message });
+        }
+    }
+}
+
+/// Shared memory when all ranks are on one host, TCP otherwise.
+fn collective_for(members: &[&Member], run: u64, epoch: Epoch) -> CollectiveSpec {
+    match members {
+        [] | [_] => CollectiveSpec::None,
+        [first, rest @ ..] if rest.iter().all(|member| member.host == first.host) => {
+            CollectiveSpec::SharedMemory { name: format!("tutti-{run:016x}-{}", epoch.0) }
+        }
+        _ => CollectiveSpec::Tcp {
+            ranks: members.iter().map(|member| member.collective_addr).collect(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,184 @@
+//! The replica life cycle, event by event.
+use super::*;
+
+fn config(tensor_parallel: u32) -> ClusterConfig {
+    ClusterConfig {
+        tensor_parallel,
+        model: "m".into(),
+        engine: EngineConfig {
+            block_size: 16,
+            max_model_len: 1024,
+            max_num_seqs: 8,
+            max_num_batched_tokens: 64,
+            kv_cache_bytes: 1 << 20,
+        },
+        collective_timeout: Duration::from_secs(5),
+        run: 7,
+    }
+}
+
+fn member(worker: u32, incarnation: u64, host: &str) -> Member {
+    Member {
+        worker: WorkerId(worker),
+        incarnation: Incarnation(incarnation),
+        node: format!("node-{worker}"),
+        host: host.into(),
+        collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000 + worker as u16)),
+    }
+}
+
+fn secs(s: u64) -> Duration {
+    Duration::from_secs(s)
+}
+
+/// Who is told to form which rank, in which epoch, over what.
+fn forms(effects: &[Effect]) -> Vec<(u32, u32, u64, CollectiveSpec)> {
+    effects
+        .iter()
+        .filter_map(|effect| match effect {
+            Effect::Send { worker, message: ToWorker::Form(form), .. } => {
+                Some((worker.0, form.rank, form.epoch.0, form.collective.clone()))
+            }
+            _ => None,
+        })
+        .collect()
+}
+
+fn bring_up(cluster: &mut Cluster, now: Duration, epoch: u64, workers: &[u32]) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    for (i, worker) in workers.iter().enumerate() {
+        let kv_blocks = 100 + i as u32;
+        let formed = Formed { epoch: Epoch(epoch), kv_blocks, weight_bytes: 1, load_seconds: 0.0 };
+        cluster.worker_formed(WorkerId(*worker), formed, &mut effects);
+    }
+    for worker in workers {
+        let started = Started { epoch: Epoch(epoch) };
+        cluster.worker_started(now, WorkerId(*worker), started, &mut effects);
+    }
+    effects
+}
+
+#[test]
+fn a_group_forms_when_complete_and_serves_with_the_smallest_cache() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    cluster.worker_joined(secs(0), member(0, 1, "a"), &mut effects);
+    assert!(effects.is_empty(), "one of two ranks forms nothing: {effects:?}");
+    cluster.worker_joined(secs(0), member(1, 1, "a"), &mut effects);
+    let shm = CollectiveSpec::SharedMemory { name: format!("tutti-{:016x}-1", 7) };
+    assert_eq!(forms(&effects), [(0, 0, 1, shm.clone()), (1, 1, 1, shm)]);
+    let effects = bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    let ready = Effect::ReplicaReady {
+        replica: ReplicaId(0),
+        epoch: Epoch(1),
+        ranks: vec![WorkerId(0), WorkerId(1)],
+        num_blocks: 100,
+    };
+    assert_eq!(effects.last(), Some(&ready));
+}
+
+#[test]
+fn ranks_on_two_hosts_meet_over_tcp() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    cluster.worker_joined(secs(0), member(0, 1, "a"), &mut effects);
+    cluster.worker_joined(secs(0), member(1, 1, "b"), &mut effects);
+    let forms = forms(&effects);
+    assert_eq!(forms.len(), 2);
+    assert!(matches!(&forms[0].3, CollectiveSpec::Tcp { ranks } if ranks.len() == 2));
+}
+
+#[test]
+fn a_lost_rank_breaks_the_replica_frees_the_survivor_and_its_return_forms_a_new_epoch() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    cluster.worker_joined(secs(0), member(0, 1, "a"), &mut effects);
+    cluster.worker_joined(secs(0), member(1, 1, "a"), &mut effects);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "killed", &mut effects);
+    let abort = Effect::Send {
+        worker: WorkerId(1),
+        epoch: Epoch(1),
+        message: ToWorker::Abort { epoch: Epoch(1) },
+    };
+    assert!(effects.contains(&abort), "{effects:?}");
+    assert!(effects.iter().any(|e| matches!(e, Effect::ReplicaBroken { .. })));
+    effects.clear();
+    cluster.worker_joined(secs(3), member(0, 2, "a"), &mut effects);
+    let forms = forms(&effects);
+    let ranks: Vec<(u32, u32, u64)> = forms.iter().map(|f| (f.0, f.1, f.2)).collect();
+    assert_eq!(ranks, [(0, 0, 2), (1, 1, 2)], "same ranks, next epoch");
+}
+
+#[test]
+fn a_spare_takes_the_place_of_a_lost_rank() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    for worker in 0..3 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.worker_left(secs(2), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(3), &mut effects);
+    let ranks: Vec<(u32, u32)> = forms(&effects).iter().map(|f| (f.0, f.1)).collect();
+    assert_eq!(ranks, [(0, 0), (2, 1)]);
+}
+
+#[test]
+fn messages_of_an_older_epoch_or_incarnation_change_nothing() {
+    let mut cluster = Cluster::new(config(1));
+    let mut effects = Vec::new();
+    cluster.worker_joined(secs(0), member(0, 1, "a"), &mut effects);
+    effects.clear();
+    let stale = bring_up(&mut cluster, secs(1), 99, &[0]);
+    assert!(stale.is_empty(), "{stale:?}");
+    cluster.worker_left(secs(1), WorkerId(0), Incarnation(77), "old link", &mut effects);
+    assert!(effects.is_empty() && cluster.members().count() == 1);
+    let ready = bring_up(&mut cluster, secs(1), 1, &[0]);
+    assert!(matches!(ready.last(), Some(Effect::ReplicaReady { .. })));
+}
+
+#[test]
+fn failures_in_a_row_back_off_and_a_permanent_one_is_reported() {
+    let mut cluster = Cluster::new(config(1));
+    let mut effects = Vec::new();
+    cluster.worker_joined(secs(0), member(0, 1, "a"), &mut effects);
+    let mut now = Duration::ZERO;
+    let mut waits = Vec::new();
+    for epoch in 1..=4 {
+        let failure =
+            FormFailed { epoch: Epoch(epoch), message: "busy".into(), permanent: epoch == 4 };
+        effects.clear();
+        cluster.form_failed(now, WorkerId(0), &failure, &mut effects);
+        let broke_at = now;
+        while forms(&effects).is_empty() {
+            now += Duration::from_millis(50);
+            cluster.tick(now, &mut effects);
+        }
+        waits.push((now - broke_at).as_millis());
+        let unservable = effects.iter().any(|e| matches!(e, Effect::Unservable { .. }));
+        assert_eq!(unservable, epoch == 4);
+    }
+    assert_eq!(waits, [100, 200, 400, 800]);
+}
+
+#[test]
+fn placement_keeps_groups_on_one_host_where_it_can() {
+    let members = [
+        member(0, 1, "a"),
+        member(1, 1, "b"),
+        member(2, 1, "a"),
+        member(3, 1, "b"),
+        member(4, 1, "c"),
+    ];
+    let free: Vec<&Member> = members.iter().collect();
+    let ids = |groups: Vec<Vec<WorkerId>>| -> Vec<Vec<u32>> {
+        groups.into_iter().map(|g| g.into_iter().map(|w| w.0).collect()).collect()
+    };
+    assert_eq!(ids(place(&free, 2)), [[0, 2], [1, 3]]);
+    assert_eq!(ids(place(&free, 4)), [[0, 2, 1, 3]]);
+    assert_eq!(ids(place(&free, 1)), [[0], [1], [2], [3], [4]]);
+    assert!(place(&free, 6).is_empty());
+}
