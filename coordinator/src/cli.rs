@@ -1,0 +1,82 @@
+//! The command line: parses options, lets a configuration file supply what was not given, starts
+//! the role asked for and turns its end into an exit code.
+//!
+//! Exit codes: 0 done, 1 failed, 2 bad options or configuration.
+mod config_file;
+mod logging;
+mod options;
+mod output;
+mod serve;
+mod up;
+mod work;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+pub(crate) use self::options::{Command, CoordinatorArgs, UpArgs, WorkerArgs};
+use self::output::{error_line, print_line};
+
+/// What went wrong, for the exit code.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CliError {
+    /// An option or a configuration file is wrong.
+    #[error("{0}")]
+    Usage(String),
+    /// The role failed.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// Runs the program with `args`, the first being its own name.
+pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
+    let command = match parse(&args) {
+        Ok(command) => command,
+        Err(error) => {
+            // clap prints help and version to stdout with exit code 0, errors to stderr with 2.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+        }
+    };
+    let result = match command {
+        Command::Up(args) => up::run(&args),
+        Command::Coordinator(args) => serve::run(&args),
+        Command::Worker(args) => work::run(&args),
+        Command::CheckConfig(args) => config_file::check(&args.file)
+            .map(|keys| print_line(&format!("{}: {keys} keys, all known", args.file.display()))),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(CliError::Usage(message)) => {
+            error_line(&message);
+            ExitCode::from(2)
+        }
+        Err(CliError::Failed(message)) => {
+            error_line(&message);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Parses twice when a configuration file is named: the file's values become the defaults of the
+/// second parse, so that the command line wins and every value is checked by the same rules.
+fn parse(args: &[OsString]) -> Result<Command, clap::Error> {
+    let matches = options::command().try_get_matches_from(args)?;
+    let Some((name, file)) = config_file::named_in(&matches) else {
+        return options::from_matches(&matches);
+    };
+    let command = config_file::apply(options::command(), &name, &file)?;
+    let matches = command.try_get_matches_from(args).map_err(|error| {
+        if error.use_stderr() {
+            clap::Error::raw(
+                error.kind(),
+                format!("{}(some values come from {})\n", error.render(), file.display()),
+            )
+        } else {
+            error
+        }
+    })?;
+    options::from_matches(&matches)
+}
+
+#[cfg(test)]
+mod tests;

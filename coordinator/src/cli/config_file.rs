@@ -1,0 +1,122 @@
+//! Configuration files: TOML, flat, each key the name of a command line option of some role.
+//!
+//! A file's values become the defaults of the options, so one set of rules checks both, and the
+//! command line wins. One file may serve several roles: keys of other roles are left alone.
+use std::path::{Path, PathBuf};
+
+use clap::error::ErrorKind;
+
+use super::CliError;
+
+/// Returns the subcommand and the file named by `--config`, if any.
+pub(crate) fn named_in(matches: &clap::ArgMatches) -> Option<(String, PathBuf)> {
+    let (name, matches) = matches.subcommand()?;
+    let file = matches.try_get_one::<PathBuf>("config").ok().flatten()?;
+    Some((name.to_owned(), file.clone()))
+}
+
+/// Makes the file's values the defaults of subcommand `name`.
+pub(crate) fn apply(
+    command: clap::Command,
+    name: &str,
+    file: &Path,
+) -> Result<clap::Command, clap::Error> {
+    let values = read(&command, file)
+        .map_err(|message| clap::Error::raw(ErrorKind::ValueValidation, format!("{message}\n")))?;
+    Ok(command.mut_subcommand(name, |mut subcommand| {
+        for (key, value) in values {
+            let id = key.replace('-', "_");
+            if subcommand.get_arguments().any(|arg| arg.get_id() == id.as_str()) {
+                subcommand = subcommand.mut_arg(id, |arg| arg.default_value(value));
+            }
+        }
+        subcommand
+    }))
+}
+
+/// Checks a file by the rules of every role that knows one of its keys.
+pub(crate) fn check(file: &Path) -> Result<usize, CliError> {
+    let command = super::options::command();
+    let values = read(&command, file).map_err(CliError::Usage)?;
+    for subcommand in ["up", "coordinator", "worker"] {
+        let command = apply(super::options::command(), subcommand, file)
+            .map_err(|error| CliError::Usage(error.to_string()))?;
+        command
+            .try_get_matches_from(["tutti", subcommand])
+            .map_err(|error| CliError::Usage(format!("{}: {error}", file.display())))?;
+    }
+    Ok(values.len())
+}
+
+/// Reads the file into (key, value as text) pairs; every key must be an option of some role.
+fn read(command: &clap::Command, file: &Path) -> Result<Vec<(String, String)>, String> {
+    let at = |message: String| format!("{}: {message}", file.display());
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| at(format!("cannot read the configuration file: {error}")))?;
+    let table: toml::Table = text.parse().map_err(|error| at(format!("not TOML: {error}")))?;
+    let known = known_keys(command);
+    let mut values = Vec::with_capacity(table.len());
+    for (key, value) in table {
+        if !known.contains(&key) {
+            let hint = nearest(&key, &known)
+                .map(|near| format!("; did you mean '{near}'?"))
+                .unwrap_or_default();
+            return Err(at(format!("unknown key '{key}'{hint}")));
+        }
+        let text = match value {
+            toml::Value::String(text) => text,
+            toml::Value::Integer(number) => number.to_string(),
+            toml::Value::Float(number) => number.to_string(),
+            toml::Value::Boolean(flag) => flag.to_string(),
+            other => {
+                return Err(at(format!(
+                    "key '{key}' is {} {}, expected a string, number or boolean",
+                    if other.type_str() == "array" { "an" } else { "a" },
+                    other.type_str()
+                )));
+            }
+        };
+        values.push((key, text));
+    }
+    Ok(values)
+}
+
+/// Option names of all roles, without those that make no sense in a file.
+fn known_keys(command: &clap::Command) -> Vec<String> {
+    let mut keys: Vec<String> = command
+        .get_subcommands()
+        .flat_map(clap::Command::get_arguments)
+        .filter_map(clap::Arg::get_long)
+        .filter(|key| !["config", "help", "version"].contains(key))
+        .map(str::to_owned)
+        .collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys
+}
+
+/// The known key with the smallest edit distance, if it is a likely typing error.
+fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
+    let key = key.replace('_', "-");
+    known
+        .iter()
+        .map(|candidate| (edit_distance(&key, candidate), candidate.as_str()))
+        .min()
+        .filter(|(distance, _)| *distance <= 3)
+        .map(|(_, candidate)| candidate)
+}
+
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, ca) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, cb) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(ca != *cb);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}

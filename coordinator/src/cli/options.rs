@@ -1,0 +1,196 @@
+//! Every option of every role, declared once. A configuration file uses the same names as keys.
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
+
+/// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
+#[derive(Debug, Parser)]
+#[command(name = "tutti", version, propagate_version = true)]
+#[command(after_help = "Start here:\n  tutti up                      \
+    a coordinator and two tensor-parallel CPU workers on this host\n  \
+    curl localhost:8000/v1/completions -H 'content-type: application/json' \\\n    \
+    -d '{\"prompt\": \"Once upon a time\", \"max_tokens\": 40}'")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// The roles.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Start a coordinator and local workers, restart workers that crash, stop all with Ctrl-C
+    Up(UpArgs),
+    /// Start a coordinator: HTTP, scheduling, metrics; workers dial in
+    Coordinator(CoordinatorArgs),
+    /// Start one worker and join a coordinator
+    Worker(WorkerArgs),
+    /// Check a configuration file and say what is wrong with it
+    CheckConfig(CheckConfigArgs),
+}
+
+/// Reads the parsed command line.
+pub(crate) fn from_matches(matches: &clap::ArgMatches) -> Result<Command, clap::Error> {
+    Cli::from_arg_matches(matches).map(|cli| cli.command)
+}
+
+/// The whole command line, as clap sees it.
+pub(crate) fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// What workers compute on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Device {
+    /// A GPU when one is usable, else the CPU
+    Auto,
+    /// CPU cores
+    Cpu,
+    /// A CUDA GPU
+    Cuda,
+}
+
+/// Options of `tutti up`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct UpArgs {
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+    #[command(flatten)]
+    pub(crate) serving: ServingArgs,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+    /// Local worker processes to start; more than --tensor-parallel makes more replicas
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) workers: u32,
+}
+
+/// Options of `tutti coordinator`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CoordinatorArgs {
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+    #[command(flatten)]
+    pub(crate) serving: ServingArgs,
+}
+
+/// Options of `tutti worker`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct WorkerArgs {
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+    /// The coordinator's cluster address
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8001")]
+    pub(crate) coordinator: String,
+    /// This worker's name, unique in the cluster [default: HOSTNAME-PID]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) node: Option<String>,
+    /// Where this worker accepts other ranks of its replica (TCP collective); the address other
+    /// hosts reach it at
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:0")]
+    pub(crate) collective_listen: SocketAddr,
+    /// Exit when stdin closes: how `tutti up` makes sure that no worker outlives it
+    #[arg(long, hide = true)]
+    pub(crate) exit_with_stdin: bool,
+}
+
+/// Options of `tutti check-config`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CheckConfigArgs {
+    /// The TOML file
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+}
+
+/// Options of every role.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CommonArgs {
+    /// TOML file whose keys are these options' names; the command line wins over the file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// error, warn, info, debug or trace; RUST_LOG, when set, wins
+    #[arg(long, value_name = "LEVEL", default_value = "info", value_parser = ["error", "warn", "info", "debug", "trace"])]
+    pub(crate) log_level: String,
+}
+
+/// Options of the roles that serve HTTP.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ServingArgs {
+    /// Model folder in Hugging Face format, at the same path on every worker's host
+    /// [default: models/demo]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// The model's name in the API [default: the folder's name]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) served_model_name: Option<String>,
+    /// Workers per replica: each holds 1/N of every layer
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) tensor_parallel: u32,
+    /// Where HTTP is served
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
+    pub(crate) listen: SocketAddr,
+    /// Where workers dial in [default: 127.0.0.1:8001; for `up` any free port]
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) cluster_listen: Option<SocketAddr>,
+    /// Longest prompt plus output, in tokens [default: the model's own limit]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
+    pub(crate) max_model_len: Option<u32>,
+    /// Most sequences in one engine step
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) max_num_seqs: u32,
+    /// Most tokens in one engine step (longer prompts are prefilled in chunks)
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=131_072))]
+    pub(crate) max_num_batched_tokens: u32,
+    /// Tokens per KV cache block
+    #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) block_size: u32,
+    /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
+    #[arg(long, value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
+    pub(crate) kv_cache_memory: u64,
+    /// Most requests waiting for their first step; beyond it clients get 429
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) max_queued_requests: u32,
+    /// Give up an engine step after this many seconds and form the replica again
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) step_timeout: u64,
+    /// Fail requests when no replica has been ready for this many seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) unavailable_timeout: u64,
+    /// Seconds between two lines of engine statistics in the log; 0 turns them off
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    pub(crate) log_stats_interval: u64,
+}
+
+/// Options of the roles that compute.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ComputeArgs {
+    /// What to compute on
+    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    pub(crate) device: Device,
+    /// Compute threads per worker [default: the cores, shared among this host's workers]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) threads: Option<u32>,
+}
+
+/// Parses `1073741824`, `512MiB`, `2GiB`.
+fn parse_bytes(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(split);
+    let number: u64 = digits
+        .parse()
+        .map_err(|_| "expected a number of bytes such as 1073741824 or 512MiB".to_owned())?;
+    let factor: u64 = match unit.trim() {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        "TiB" => 1 << 40,
+        unit => return Err(format!("unknown unit '{unit}': use KiB, MiB, GiB or TiB")),
+    };
+    number
+        .checked_mul(factor)
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| "must be at least 1 byte and fit in 64 bits".to_owned())
+}

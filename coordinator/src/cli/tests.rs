@@ -1,0 +1,73 @@
+//! Options and configuration files: precedence and error texts.
+use std::io::Write as _;
+
+use super::*;
+
+fn parse_words(words: &[&str]) -> Result<Command, String> {
+    let args: Vec<OsString> = words.iter().map(OsString::from).collect();
+    parse(&args).map_err(|error| error.to_string())
+}
+
+fn file(text: &str) -> tempfile::NamedTempFile {
+    let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file
+}
+
+fn up(words: &[&str], text: &str) -> Result<UpArgs, String> {
+    let file = file(text);
+    let path = file.path().to_str().unwrap();
+    let mut all = vec!["tutti", "up", "--config", path];
+    all.extend(words);
+    match parse_words(&all)? {
+        Command::Up(args) => Ok(args),
+        other => Err(format!("{other:?}")),
+    }
+}
+
+#[test]
+fn a_file_supplies_what_the_command_line_does_not_say() {
+    let args = up(&["--workers", "3"], "workers = 8\ntensor-parallel = 4\nmax-num-seqs = 7\n");
+    let args = args.unwrap();
+    assert_eq!((args.workers, args.serving.tensor_parallel), (3, 4));
+    assert_eq!(args.serving.max_num_seqs, 7);
+    assert_eq!(args.serving.block_size, 16);
+}
+
+#[test]
+fn keys_of_other_roles_are_left_alone() {
+    let args = up(&[], "coordinator = \"10.0.0.1:8001\"\nlisten = \"127.0.0.1:9\"").unwrap();
+    assert_eq!(args.serving.listen.port(), 9);
+}
+
+#[test]
+fn an_unknown_key_is_named_with_its_nearest_neighbour() {
+    let error = up(&[], "tensor_paralel = 2").unwrap_err();
+    assert!(error.contains("unknown key 'tensor_paralel'"), "{error}");
+    assert!(error.contains("did you mean 'tensor-parallel'?"), "{error}");
+    assert!(error.contains(".toml"), "{error}");
+}
+
+#[test]
+fn a_bad_value_is_named_with_its_bound_and_file() {
+    let error = up(&[], "workers = 0").unwrap_err();
+    assert!(error.contains("--workers") && error.contains("1..=256"), "{error}");
+    assert!(error.contains(".toml"), "{error}");
+    let error = up(&[], "workers = [1]").unwrap_err();
+    assert!(error.contains("'workers' is an array"), "{error}");
+    let error = up(&[], "kv-cache-memory = \"3 parsecs\"").unwrap_err();
+    assert!(error.contains("unknown unit 'parsecs'"), "{error}");
+    let error = up(&[], "workers = ").unwrap_err();
+    assert!(error.contains("not TOML"), "{error}");
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let error = parse_words(&["tutti", "worker", "--config", "/no/such.toml"]).unwrap_err();
+    assert!(error.contains("/no/such.toml") && error.contains("cannot read"), "{error}");
+}
+
+#[test]
+fn options_have_no_conflicts() {
+    options::command().debug_assert();
+}

@@ -1,0 +1,5 @@
+//! `tutti up`.
+use super::{CliError, UpArgs};
+pub(crate) fn run(_args: &UpArgs) -> Result<(), CliError> {
+    Err(CliError::Failed("x".into()))
+}
