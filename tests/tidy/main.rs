@@ -4,7 +4,12 @@
 //! and one that feeds it a violation, because a rule that cannot fail checks nothing.
 //! What rustc and clippy check already (docs on public items, `unwrap`) is not repeated here.
 #![forbid(unsafe_code)]
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test binary: failing is its job")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test binary: failing is its job"
+)]
 
 mod configs;
 mod dependencies;
