@@ -209,7 +209,7 @@ def check_choices_and_seed(client, model, texts):
 def check_stop(client, model, texts):
     """A stop string ends the text before it, whole and streamed; it never shows."""
     golden = next(golden for golden in texts if golden.finish_reason == "length")
-    # The middle of the expected text, so that the string begins inside a token.
+    # A piece from the middle of the expected text.
     middle = len(golden.text) // 2
     stop = golden.text[middle : middle + 5]
     expected = golden.text[: golden.text.index(stop)]
