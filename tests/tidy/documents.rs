@@ -125,16 +125,23 @@ fn tutti_commands(text: &str) -> Vec<(usize, String)> {
     commands
 }
 
-/// Paths below the crates that a document names: `shared/src/wire/frame.rs`, `worker/src/actor`.
+/// Paths below the crates that a document names, with 1-based lines: in full as
+/// `shared/src/wire/frame.rs`, or as `src/wire/frame.rs` below a line that begins with the crate.
 fn named_paths(text: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
+    let mut section = None;
     for (index, line) in text.lines().enumerate() {
+        let begin = line.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
+        let first = begin.split(|c: char| !c.is_ascii_alphanumeric()).next();
+        section = CRATES.into_iter().find(|name| Some(*name) == first).or(section);
         let words = line.split(|c: char| !(c.is_ascii_alphanumeric() || "_-./".contains(c)));
         for word in words {
             let path = word.trim_matches('.').trim_end_matches('/');
             let below = CRATES.iter().any(|name| path.starts_with(&format!("{name}/src/")));
             if below || path.starts_with("tests/") {
                 found.push((index + 1, path.to_owned()));
+            } else if let (true, Some(section)) = (path.starts_with("src/"), section) {
+                found.push((index + 1, format!("{section}/{path}")));
             }
         }
     }
@@ -159,7 +166,7 @@ fn architecture_gaps(
                 .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '/']))
         });
         if !is_named {
-            findings.push(format!("{}: does not name module {module}", document.path));
+            findings.push(format!("{}: does not name module `{module}`", document.path));
         }
     }
     findings
@@ -269,6 +276,8 @@ fn the_architecture_rule_can_fail() {
         |text: &str| architecture_gaps(&File::sample(ARCHITECTURE, text), &modules, exists).len();
     assert_eq!(rule("- `shared/src/ids.rs`: names\n- `worker/src/link/`: links."), 0);
     assert_eq!(rule("- `shared/src/ids`: names"), 0);
+    assert_eq!(rule("## `shared/`\n- `src/ids.rs`: names"), 0);
+    assert_eq!(rule("## `worker/`\n- `src/ids.rs`: names"), 2);
     assert_eq!(rule("nothing"), 1);
     assert_eq!(rule("- `shared/src/ids.rs` `shared/src/gone.rs`"), 1);
     assert_eq!(rule("- `shared/src/ids_old.rs`"), 2);
