@@ -8,8 +8,8 @@
 mod placement;
 mod replica;
 
+use core::net::SocketAddr;
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 pub use placement::place;
