@@ -10,7 +10,9 @@
 //! This crate names no other crate of the workspace and contains no `unsafe`.
 #![forbid(unsafe_code)]
 
+pub mod actor;
 pub mod clock;
 pub mod ids;
 pub mod protocol;
 pub mod sampling;
+pub mod wire;
