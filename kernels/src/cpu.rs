@@ -31,6 +31,7 @@ mod pack;
 mod pool;
 mod qkv;
 pub mod sample;
+mod simd;
 
 pub use buffer::{CpuBuffer, CpuVector};
 pub use isa::Isa;

@@ -168,9 +168,7 @@ fn expand(prefix: &str, tree: &str, leaves: &mut Vec<String>) {
         return;
     };
     let prefix = format!("{prefix}{}", tree[..open].trim());
-    let inner = tree[open + 1..].trim_end().trim_end_matches('}');
-    // A closing brace too many may be gone, that is balanced below by counting from the left.
-    let inner = balanced(&tree[open + 1..]).unwrap_or(inner);
+    let inner = balanced(&tree[open + 1..]).unwrap_or(&tree[open + 1..]);
     let (mut depth, mut start) = (0_usize, 0);
     for (at, c) in inner.char_indices() {
         match c {

@@ -10,7 +10,7 @@ const LINES_WARN: usize = 500;
 const SOURCE_EXTENSIONS: [&str; 5] = ["rs", "cu", "cuh", "py", "sh"];
 
 /// What stands at the top. Tools look for their own file there; all else has its place below.
-const TOP_LEVEL: [&str; 16] = [
+const TOP_LEVEL: &[&str] = &[
     ".ci",
     ".gitattributes",
     ".gitignore",
@@ -27,9 +27,12 @@ const TOP_LEVEL: [&str; 16] = [
     "models",
     "rustfmt.toml",
     "shared",
+    "tests",
+    "worker",
 ];
-/// The rest of the top level, and what tools leave there that git ignores.
-const TOP_LEVEL_MORE: [&str; 6] = ["tests", "worker", "target", ".git", ".venv", ".github"];
+
+/// What tools leave at the top and git does not keep.
+const UNTRACKED: &[&str] = &[".git", ".venv", "target"];
 
 /// Rust files that do not begin by saying what they own.
 fn headers(sources: &[File]) -> Vec<String> {
@@ -129,9 +132,7 @@ fn has_reason(source: &RustCode, line: usize) -> bool {
 fn top_level(names: &[String]) -> Vec<String> {
     names
         .iter()
-        .filter(|name| {
-            !TOP_LEVEL.contains(&name.as_str()) && !TOP_LEVEL_MORE.contains(&name.as_str())
-        })
+        .filter(|name| !TOP_LEVEL.contains(&name.as_str()) && !UNTRACKED.contains(&name.as_str()))
         .map(|name| format!("{name}: does not belong at the top of the repository"))
         .collect()
 }

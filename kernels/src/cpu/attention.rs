@@ -6,10 +6,11 @@
 //! row's result does not depend on which rows it was computed with.
 use std::ops::Range;
 
-use super::isa::{Isa, multiversion};
+use super::isa::Isa;
 use super::kv::CpuKvCache;
-use super::math::{exp, mul_add, sum_by};
+use super::math::{exp, sum_by};
 use super::memory::{Disjoint, Scratch};
+use super::simd::{Plain, Simd};
 use crate::backend::{AttentionShape, Batch, SeqRows};
 use crate::error::KernelError;
 
@@ -96,7 +97,7 @@ impl Attention<'_> {
         let positions = tile.seq.table_len as usize * view.block_size;
         let scores = scratch.scores.get(positions * QUERIES)?;
         let queries = scratch.queries.get(view.head_dim * QUERIES)?;
-        run_tile(self.isa, self, tile, &view, scores, queries);
+        run_tile(self, tile, &view, scores, queries);
         Ok(())
     }
 
@@ -148,13 +149,37 @@ struct Columns {
     stride: usize,
 }
 
-multiversion! {
-    fn run_tile(attention: &Attention<'_>, tile: RowTile, view: &View<'_>, scores: &mut [f32], queries: &mut [f32])
-        = run_tile_body
+/// Computes a tile with the vectors of an instruction set.
+fn run_tile(
+    attention: &Attention<'_>,
+    tile: RowTile,
+    view: &View<'_>,
+    scores: &mut [f32],
+    queries: &mut [f32],
+) {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+    fn avx512(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut [f32], q: &mut [f32]) {
+        run_tile_with::<std::arch::x86_64::__m512>(a, t, v, s, q);
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma")]
+    fn avx2(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut [f32], q: &mut [f32]) {
+        run_tile_with::<std::arch::x86_64::__m256>(a, t, v, s, q);
+    }
+    match attention.isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the backend refuses an instruction set that this machine lacks.
+        Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512(attention, tile, view, scores, queries) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx2Fma => unsafe { avx2(attention, tile, view, scores, queries) },
+        _ => run_tile_with::<Plain>(attention, tile, view, scores, queries),
+    }
 }
 
 #[inline(always)]
-fn run_tile_body<const FMA: bool>(
+fn run_tile_with<S: Simd>(
     attention: &Attention<'_>,
     tile: RowTile,
     view: &View<'_>,
@@ -166,17 +191,18 @@ fn run_tile_body<const FMA: bool>(
     let mut next = 0;
     while next < total {
         let query = |i| attention.query(&tile, view.kv_head, next + i);
-        next += match total - next {
-            8.. => run_queries::<FMA, 8>(attention, view, query, scores, queries),
-            4.. => run_queries::<FMA, 4>(attention, view, query, scores, queries),
-            2.. => run_queries::<FMA, 2>(attention, view, query, scores, queries),
-            _ => run_queries::<FMA, 1>(attention, view, query, scores, queries),
+        // Two vectors of sums per query.
+        next += match (total - next).min(S::ACCUMULATORS / 2) {
+            8.. => run_queries::<S, 8>(attention, view, query, scores, queries),
+            4.. => run_queries::<S, 4>(attention, view, query, scores, queries),
+            2.. => run_queries::<S, 2>(attention, view, query, scores, queries),
+            _ => run_queries::<S, 1>(attention, view, query, scores, queries),
         };
     }
 }
 
 #[inline(always)]
-fn run_queries<const FMA: bool, const Q: usize>(
+fn run_queries<S: Simd, const Q: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     query: impl Fn(usize) -> Query,
@@ -201,23 +227,24 @@ fn run_queries<const FMA: bool, const Q: usize>(
     for index in first_block..=last_block {
         let (keys, _) = view.block(index);
         let at = (index - first_block) * view.block_size;
-        score_block::<FMA, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
+        score_block::<S, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
     }
 
     let mut inverse = [0.0; Q];
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * columns.stride..][..columns.stride];
-        inverse[i] = softmax(&mut row[query.start - columns.base..query.end - columns.base]);
+        inverse[i] = softmax::<S>(&mut row[query.start - columns.base..query.end - columns.base]);
     }
 
     let mut dim = 0;
     while dim < view.head_dim {
-        dim += match view.head_dim - dim {
-            32.. => mix::<FMA, Q, 32>(attention, view, &queries, scores, columns, inverse, dim),
-            16.. => mix::<FMA, Q, 16>(attention, view, &queries, scores, columns, inverse, dim),
-            8.. => mix::<FMA, Q, 8>(attention, view, &queries, scores, columns, inverse, dim),
-            _ => mix::<FMA, Q, 1>(attention, view, &queries, scores, columns, inverse, dim),
-        };
+        if view.head_dim - dim >= 2 * S::LANES {
+            mix::<S, Q, 2>(attention, view, &queries, scores, columns, inverse, dim);
+            dim += 2 * S::LANES;
+        } else {
+            mix::<S, Q, 1>(attention, view, &queries, scores, columns, inverse, dim);
+            dim += S::LANES;
+        }
     }
     Q
 }
@@ -225,7 +252,7 @@ fn run_queries<const FMA: bool, const Q: usize>(
 /// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
 /// computed too and not looked at.
 #[inline(always)]
-fn score_block<const FMA: bool, const Q: usize>(
+fn score_block<S: Simd, const Q: usize>(
     queries: &[[f32; Q]],
     keys: &[f32],
     block_size: usize,
@@ -235,54 +262,43 @@ fn score_block<const FMA: bool, const Q: usize>(
 ) {
     let mut token = 0;
     while token < block_size {
-        let at = at + token;
-        token += match block_size - token {
-            16.. => score::<FMA, Q, 16>(queries, keys, block_size, token, scores, stride, at),
-            4.. => score::<FMA, Q, 4>(queries, keys, block_size, token, scores, stride, at),
-            _ => score::<FMA, Q, 1>(queries, keys, block_size, token, scores, stride, at),
-        };
-    }
-}
-
-/// Scores of `T` tokens.
-#[inline(always)]
-fn score<const FMA: bool, const Q: usize, const T: usize>(
-    queries: &[[f32; Q]],
-    keys: &[f32],
-    block_size: usize,
-    token: usize,
-    scores: &mut [f32],
-    stride: usize,
-    at: usize,
-) -> usize {
-    let mut sums = [[0.0f32; T]; Q];
-    for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
-        let keys = &keys[token..token + T];
-        for (sums, &query) in sums.iter_mut().zip(query) {
-            for (sum, &key) in sums.iter_mut().zip(keys) {
-                *sum = mul_add::<FMA>(query, key, *sum);
+        let end = (token + S::LANES).min(block_size);
+        let mut sums = [S::splat(0.0); Q];
+        for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
+            let keys = S::load_some(&keys[token..end]);
+            for (sum, &x) in sums.iter_mut().zip(query) {
+                *sum = S::splat(x).mul_add(keys, *sum);
             }
         }
+        for (i, sum) in sums.iter().enumerate() {
+            sum.store_some(&mut scores[i * stride + at + token..i * stride + at + end]);
+        }
+        token = end;
     }
-    for (i, sums) in sums.iter().enumerate() {
-        scores[i * stride + at..][..T].copy_from_slice(sums);
-    }
-    T
 }
 
 /// Replaces scores by `e^(score - max)` and returns 1 / their sum.
 #[inline(always)]
-fn softmax(scores: &mut [f32]) -> f32 {
-    let max = scores.iter().fold(f32::NEG_INFINITY, |max, &x| if x > max { x } else { max });
+fn softmax<S: Simd>(scores: &mut [f32]) -> f32 {
+    let mut largest = S::splat(f32::NEG_INFINITY);
+    let chunks = scores.chunks_exact(S::LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        largest = S::load(chunk).max(largest);
+    }
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    largest.store(&mut lanes);
+    let larger = |max: f32, &x: &f32| if x > max { x } else { max };
+    let max = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, larger);
     for x in scores.iter_mut() {
         *x = exp(*x - max);
     }
     1.0 / sum_by(scores, |x| x)
 }
 
-/// Weighted sums of `D` dimensions of V, from dimension `dim`, for all queries.
+/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for all queries.
 #[inline(always)]
-fn mix<const FMA: bool, const Q: usize, const D: usize>(
+fn mix<S: Simd, const Q: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     queries: &[Query; Q],
@@ -290,57 +306,67 @@ fn mix<const FMA: bool, const Q: usize, const D: usize>(
     columns: Columns,
     inverse: [f32; Q],
     dim: usize,
-) -> usize {
-    let mut sums = [[0.0f32; D]; Q];
+) {
+    let mut sums = [[S::splat(0.0); W]; Q];
     // The positions that all queries attend to are read once for all. A query's own positions
     // before and after come before and after, so that each sum is in ascending order.
     let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
     let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
+    let rows: [&[f32]; Q] =
+        std::array::from_fn(|i| &weights[i * columns.stride..][..columns.stride]);
     for (i, query) in queries.iter().enumerate() {
         let own = query.start..start.min(query.end);
-        let row = &weights[i * columns.stride..];
-        add_values::<FMA, 1, D>(view, own, row, columns, dim, std::array::from_mut(&mut sums[i]));
+        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
     }
-    add_values::<FMA, Q, D>(view, start..end, weights, columns, dim, &mut sums);
+    add_values::<S, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
     for (i, query) in queries.iter().enumerate() {
         let own = end..query.end;
-        let row = &weights[i * columns.stride..];
-        add_values::<FMA, 1, D>(view, own, row, columns, dim, std::array::from_mut(&mut sums[i]));
+        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
     }
     for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
-        // SAFETY: one task computes this head of this row, and writes it here alone.
-        let out = unsafe { attention.out.slice(query.offset + dim, D) };
-        for (out, &sum) in out.iter_mut().zip(sums) {
-            *out = sum * inverse;
+        for (w, sum) in sums.iter().enumerate() {
+            let first = dim + w * S::LANES;
+            let len = S::LANES.min(view.head_dim - first);
+            // SAFETY: one task computes this head of this row, and writes it here alone.
+            let out = unsafe { attention.out.slice(query.offset + first, len) };
+            sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
         }
     }
-    D
 }
 
+/// `all_sums[q] += weights[q][position - base] * V[position]` over `positions`; `all_sums` has `Q`.
 #[inline(always)]
-fn add_values<const FMA: bool, const Q: usize, const D: usize>(
+fn add_values<S: Simd, const Q: usize, const W: usize>(
     view: &View<'_>,
     positions: Range<usize>,
-    weights: &[f32],
-    columns: Columns,
+    weights: [&[f32]; Q],
+    base: usize,
     dim: usize,
-    sums: &mut [[f32; D]; Q],
+    all_sums: &mut [[S; W]],
 ) {
+    if positions.is_empty() {
+        return;
+    }
+    // A copy that stays in registers.
+    let mut sums: [[S; W]; Q] = std::array::from_fn(|q| all_sums[q]);
     let mut position = positions.start;
     while position < positions.end {
         let (_, values) = view.block(position / view.block_size);
         let offset = position % view.block_size;
         let count = (view.block_size - offset).min(positions.end - position);
-        for i in 0..count {
-            let values = &values[(offset + i) * view.head_dim + dim..][..D];
-            let column = position + i - columns.base;
-            for (q, sums) in sums.iter_mut().enumerate() {
-                let weight = weights[q * columns.stride + column];
-                for (sum, &value) in sums.iter_mut().zip(values) {
-                    *sum = mul_add::<FMA>(weight, value, *sum);
+        let weights = weights.map(|row| &row[position - base..][..count]);
+        let values = values[offset * view.head_dim..].chunks_exact(view.head_dim);
+        for (i, values) in values.take(count).enumerate() {
+            let values: [S; W] =
+                std::array::from_fn(|w| S::load_some(&values[dim + w * S::LANES..]));
+            for (sums, weights) in sums.iter_mut().zip(&weights) {
+                let weight = S::splat(weights[i]);
+                for (sum, &value) in sums.iter_mut().zip(&values) {
+                    *sum = weight.mul_add(value, *sum);
                 }
             }
         }
         position += count;
     }
+    all_sums.copy_from_slice(&sums);
 }

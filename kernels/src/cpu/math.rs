@@ -23,7 +23,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 8.333_452e-3;
     p = p * r + 4.166_579_6e-2;
     p = p * r + 1.666_666_5e-1;
-    p = p * r + 5.000_000_1e-1;
+    p = p * r + 0.5;
     p = p * r * r + r + 1.0;
     let two_to_n = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     if x < -87.33 { 0.0 } else { p * two_to_n }
@@ -56,12 +56,6 @@ pub(crate) fn sum_by(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
         width /= 2;
     }
     lanes[0]
-}
-
-/// `a * b + c`, fused where `FMA` says that the hardware does it.
-#[inline(always)]
-pub(crate) fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
-    if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
 #[cfg(test)]

@@ -22,8 +22,9 @@ fn load_bf16(words: &[u32; 16]) -> __m512bh {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 fn broadcast(word: u32) -> __m512bh {
+    let vector = _mm512_set1_epi32(word.cast_signed());
     // SAFETY: both are 512 bits of plain data.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(word.cast_signed())) }
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(vector) }
 }
 
 #[target_feature(enable = "avx512f")]
