@@ -2,6 +2,7 @@
 //!
 //! `support` has the oracle's inputs and a collective of one; each other module has the naive
 //! version of the operations it tests. Outputs are poisoned with NaN before every call.
+#![allow(clippy::unwrap_used, reason = "helpers of tests, outside of test functions")]
 
 mod attention;
 mod collectives;

@@ -78,13 +78,9 @@ pub(crate) struct Attention<'a> {
 }
 
 impl Attention<'_> {
-    /// Computes the query heads of one KV head for the rows of a tile.
-    pub(crate) fn tile(
-        &self,
-        tile: RowTile,
-        kv_head: usize,
-        scratch: &mut AttentionScratch,
-    ) -> Result<(), KernelError> {
+    /// Computes the query heads of one KV head for the rows of a tile; `scratch` has room for its
+    /// context.
+    pub(crate) fn tile(&self, tile: RowTile, kv_head: usize, scratch: &mut AttentionScratch) {
         let table_start = tile.seq.table_start as usize;
         let view = View {
             cache: self.cache,
@@ -95,10 +91,9 @@ impl Attention<'_> {
             head_dim: self.shape.head_dim,
         };
         let positions = tile.seq.table_len as usize * view.block_size;
-        let scores = scratch.scores.get(positions * QUERIES)?;
-        let queries = scratch.queries.get(view.head_dim * QUERIES)?;
+        let scores = scratch.scores.reserved(positions * QUERIES);
+        let queries = scratch.queries.reserved(view.head_dim * QUERIES);
         run_tile(self, tile, &view, scores, queries);
-        Ok(())
     }
 
     /// Row (in the batch), head and positions of query `index` of a tile.

@@ -110,6 +110,11 @@ impl<T: Zeroable> Scratch<T> {
         }
         Ok(&mut self.room[..len])
     }
+
+    /// As `get`, for a `len` that an earlier `get` made room for.
+    pub(crate) fn reserved(&mut self, len: usize) -> &mut [T] {
+        &mut self.room[..len]
+    }
 }
 
 /// A slice that tasks on several threads write at places that do not overlap.

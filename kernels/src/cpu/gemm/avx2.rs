@@ -41,6 +41,10 @@ pub(super) fn tile<const M: usize>(acts: &[ActPair<M>], weights: &[PairRow], acc
     if M == 1 {
         // The whole panel in one pass over memory: 8 sums.
         columns::<M, 4>(acts, weights, acc, 0);
+    } else if M <= 3 {
+        for half in 0..2 {
+            columns::<M, 2>(acts, weights, acc, half * 2);
+        }
     } else {
         for quarter in 0..4 {
             columns::<M, 1>(acts, weights, acc, quarter);
