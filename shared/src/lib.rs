@@ -13,6 +13,7 @@
 pub mod actor;
 pub mod clock;
 pub mod ids;
+pub mod metrics;
 pub mod protocol;
 pub mod sampling;
 pub mod wire;

@@ -1,60 +1,57 @@
-//! Values to bytes and back: bincode 2, standard configuration (varint integers, little endian).
+//! Values to bytes and back: bincode's standard configuration, bounded, nothing left over.
 //!
-//! Decoding is bounded: a decoder never reserves more than the frame's limit, and bytes that remain
-//! after a value are an error, since they mean that the two sides do not agree on the type. bincode
-//! is named here alone, so that a compatible successor can replace it.
-use bincode::config;
-use bincode::error::{DecodeError, EncodeError};
+//! Framing, checksums and handshakes are not here.
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Most bytes a decoder may claim while it reads one value: the largest frame body.
-pub const DECODE_MAX: usize = super::frame::BODY_MAX as usize;
-
-/// A value could not be coded.
-#[derive(Debug, thiserror::Error)]
+/// Why a value could not be coded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
-    /// The value has no wire form.
+    /// The value cannot be encoded.
     #[error("cannot encode: {0}")]
-    Encode(#[from] EncodeError),
-    /// The bytes are not a value of the type.
+    Encode(String),
+    /// The bytes do not hold the value, or hold one that claims more memory than allowed.
     #[error("cannot decode: {0}")]
-    Decode(#[from] DecodeError),
-    /// The value ended before its bytes did.
-    #[error("{extra} bytes follow the value: the two sides disagree on its type")]
-    TrailingBytes {
+    Decode(String),
+    /// Bytes are left after the value.
+    #[error("{extra} bytes follow the encoded value")]
+    Trailing {
         /// How many.
         extra: usize,
     },
 }
 
-/// Encodes a value.
+/// Encodes `value`.
 ///
 /// # Errors
-/// [`CodecError::Encode`].
-pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError> {
-    Ok(bincode::serde::encode_to_vec(value, config::standard())?)
+/// Returns [`CodecError::Encode`] when the value has no encoding (a sequence of unknown length).
+pub fn encode<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, CodecError> {
+    bincode::serde::encode_to_vec(value, bincode::config::standard())
+        .map_err(|error| CodecError::Encode(error.to_string()))
 }
 
-/// Encodes a value behind what `buffer` holds.
+/// Decodes a value that fills `bytes` exactly and claims at most `LIMIT` bytes.
 ///
 /// # Errors
-/// [`CodecError::Encode`].
-pub fn encode_into<T: Serialize>(value: &T, buffer: &mut Vec<u8>) -> Result<(), CodecError> {
-    bincode::serde::encode_into_std_write(value, buffer, config::standard())?;
-    Ok(())
-}
-
-/// Decodes a value that takes up all of `bytes`.
-///
-/// # Errors
-/// [`CodecError`]; never panics, never reserves more than [`DECODE_MAX`].
-pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
-    let config = config::standard().with_limit::<DECODE_MAX>();
-    let (value, used) = bincode::serde::decode_from_slice(bytes, config)?;
-    if used == bytes.len() {
-        Ok(value)
-    } else {
-        Err(CodecError::TrailingBytes { extra: bytes.len() - used })
+/// Returns [`CodecError::Decode`] for bytes that are not a `T` within the limit and
+/// [`CodecError::Trailing`] for bytes after it.
+pub fn decode<T: DeserializeOwned, const LIMIT: usize>(bytes: &[u8]) -> Result<T, CodecError> {
+    let config = bincode::config::standard().with_limit::<LIMIT>();
+    let (value, used) = bincode::serde::decode_from_slice(bytes, config)
+        .map_err(|error| CodecError::Decode(error.to_string()))?;
+    match bytes.len() - used {
+        0 => Ok(value),
+        extra => Err(CodecError::Trailing { extra }),
     }
+}
+
+/// Most bytes that the value of a frame may claim while it is decoded.
+pub const MESSAGE_MAX: usize = super::frame::BODY_MAX as usize;
+
+/// Decodes the body of a frame.
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_message<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
+    decode::<T, MESSAGE_MAX>(bytes)
 }
