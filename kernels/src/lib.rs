@@ -4,6 +4,7 @@
 //! - [`backend`]: the list of operations a device must offer; shapes and dtypes of every argument
 //! - [`collective`]: how tensor-parallel ranks on CPUs exchange data
 //! - [`cpu`]: the CPU backend, SIMD and portable
+//! - [`mapped`]: model files in memory
 //! - [`error`]: what can go wrong
 //! - [`philox`]: the random numbers of sampling
 //! - [`sampling`]: the parameters and results of token sampling
@@ -14,6 +15,7 @@ pub mod backend;
 pub mod collective;
 pub mod cpu;
 pub mod error;
+pub mod mapped;
 pub mod philox;
 pub mod sampling;
 

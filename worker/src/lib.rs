@@ -7,5 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod actor;
+pub mod engine;
 pub mod executor;
+pub mod model;
 pub mod rank;

@@ -1,0 +1,405 @@
+//! Runs step plans on one rank: keeps the sequences' tokens and block tables, computes the batch,
+//! samples on rank 0, tells all ranks what was sampled.
+//!
+//! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
+//! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
+mod sequence;
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use kernels::backend::{Batch, SeqRows};
+use kernels::sampling::{SampleRow, Sampled};
+use kernels::{Backend, KernelError};
+use shared::ids::SeqId;
+use shared::protocol::{
+    EngineConfig, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenLogprobs,
+};
+
+use self::sequence::Sequence;
+use crate::model::decoder::Decoder;
+
+/// A plan cannot be run.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The plan does not fit what this rank knows.
+    #[error("step {step}: {message}")]
+    Plan {
+        /// The step.
+        step: u64,
+        /// What does not fit.
+        message: String,
+    },
+    /// The device or the other ranks failed.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+}
+
+/// One rank's engine.
+pub struct Engine<B: Backend> {
+    backend: B,
+    decoder: Decoder<B>,
+    config: EngineConfig,
+    cache: Option<B::KvCache>,
+    num_blocks: u32,
+    sequences: HashMap<SeqId, Sequence>,
+    step: StepBuffers,
+}
+
+/// What a step needs, kept from step to step.
+#[derive(Debug, Default)]
+struct StepBuffers {
+    ids: Vec<u32>,
+    positions: Vec<u32>,
+    slots: Vec<u32>,
+    seqs: Vec<SeqRows>,
+    block_tables: Vec<u32>,
+    /// Row of the logits of each sampled sequence, and which entry of the plan it is.
+    sample_rows: Vec<u32>,
+    sample_entries: Vec<usize>,
+    sampled: Vec<Sampled>,
+    tokens: Vec<u32>,
+    targets: Vec<u32>,
+}
+
+impl<B: Backend> std::fmt::Debug for Engine<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("decoder", &self.decoder)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// An engine without a cache: [`Engine::start`] makes one.
+    #[must_use]
+    pub fn new(backend: B, decoder: Decoder<B>, config: EngineConfig) -> Self {
+        Self {
+            backend,
+            decoder,
+            config,
+            cache: None,
+            num_blocks: 0,
+            sequences: HashMap::new(),
+            step: StepBuffers::default(),
+        }
+    }
+
+    /// KV blocks that fit in the memory allowed, and that could be used at most.
+    #[must_use]
+    pub fn kv_blocks(&self) -> u32 {
+        let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
+        let block_bytes = self.backend.kv_block_bytes(&shape).max(1);
+        let fit = self.config.kv_cache_bytes / block_bytes;
+        let longest = self.config.max_model_len.div_ceil(self.config.block_size);
+        let useful = u64::from(longest) * u64::from(self.config.max_num_seqs);
+        u32::try_from(fit.min(useful)).unwrap_or(u32::MAX)
+    }
+
+    /// Bytes of weights held.
+    #[must_use]
+    pub fn weight_bytes(&self) -> u64 {
+        self.decoder.weight_bytes()
+    }
+
+    /// The backend: for a new epoch's collective.
+    pub fn backend(&mut self) -> &mut B {
+        &mut self.backend
+    }
+
+    /// Changes the sizes for a new epoch with the same weights.
+    pub fn reconfigure(&mut self, config: EngineConfig) {
+        self.release();
+        self.config = config;
+    }
+
+    /// Makes an empty KV cache; all sequences are forgotten.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    pub fn start(&mut self, num_blocks: u32) -> Result<(), KernelError> {
+        self.release();
+        let shape = self.decoder.kv_shape(self.config.block_size as usize, num_blocks as usize);
+        self.cache = Some(self.backend.new_kv_cache(shape)?);
+        self.num_blocks = num_blocks;
+        Ok(())
+    }
+
+    /// Drops the cache and all sequences; keeps the weights.
+    pub fn release(&mut self) {
+        self.cache = None;
+        self.num_blocks = 0;
+        self.sequences.clear();
+    }
+
+    /// Runs one step. On rank 0 one output is appended per sequence that samples or reports prompt
+    /// log-probabilities, in the plan's order.
+    ///
+    /// # Errors
+    /// [`EngineError`]; the epoch is over then.
+    pub fn step(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, EngineError> {
+        let began = Instant::now();
+        let _ = self.backend.take_collective_time();
+        self.admit(plan)?;
+        self.prepare(plan)?;
+        let mut sampling = Duration::ZERO;
+        if self.step.ids.is_empty() {
+            // Nothing to compute: a sign of life, for which the ranks meet.
+            self.backend.broadcast_tokens(&mut [0])?;
+        } else {
+            self.forward()?;
+            self.prompt_logprobs(plan, outputs)?;
+            let reports = outputs.len();
+            sampling = self.sample(plan, outputs)?;
+            if reports > 0 {
+                let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
+                outputs.sort_by_cached_key(|output| place(output.seq));
+            }
+        }
+        let collective = self.backend.take_collective_time();
+        let forward = began.elapsed().saturating_sub(collective).saturating_sub(sampling);
+        Ok(StepTimings {
+            forward_us: micros(forward),
+            collective_us: micros(collective),
+            sample_us: micros(sampling),
+            ..StepTimings::default()
+        })
+    }
+
+    /// Forgets and learns sequences.
+    fn admit(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        for seq in &plan.finished {
+            self.sequences.remove(seq);
+        }
+        for new in &plan.admitted {
+            let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+            let max = self.config.max_model_len as usize;
+            if new.tokens.is_empty() || new.tokens.len() > max {
+                let len = new.tokens.len();
+                return Err(fault(format!("{} has {len} tokens, the bound is {max}", new.seq)));
+            }
+            if new.num_prompt as usize > new.tokens.len() {
+                return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
+            }
+            self.sequences.insert(new.seq, Sequence::new(new, max));
+        }
+        Ok(())
+    }
+
+    /// Checks the plan and lays out its batch.
+    fn prepare(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+        let step = &mut self.step;
+        step.clear();
+        let vocab = self.decoder.config().vocab_size as u32;
+        if plan.sequences.len() > self.config.max_num_seqs as usize {
+            return Err(fault(format!("{} sequences", plan.sequences.len())));
+        }
+        for (index, entry) in plan.sequences.iter().enumerate() {
+            let seq = self
+                .sequences
+                .get_mut(&entry.seq)
+                .ok_or_else(|| fault(format!("{} is not known", entry.seq)))?;
+            seq.check(entry, &self.config, self.num_blocks)
+                .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
+            seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
+            let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+            let tokens = &seq.tokens[start..end];
+            if let Some(token) = tokens.iter().find(|token| **token >= vocab) {
+                return Err(fault(format!("{} has token {token} of {vocab}", entry.seq)));
+            }
+            let row_start = step.ids.len() as u32;
+            step.ids.extend_from_slice(tokens);
+            step.positions.extend(entry.start..entry.start + entry.count);
+            let block_size = self.config.block_size;
+            step.slots.extend((entry.start..entry.start + entry.count).map(|position| {
+                seq.blocks[(position / block_size) as usize] * block_size + position % block_size
+            }));
+            let table_start = step.block_tables.len() as u32;
+            step.block_tables.extend_from_slice(&seq.blocks);
+            step.seqs.push(SeqRows {
+                row_start,
+                num_rows: entry.count,
+                context_len: entry.start + entry.count,
+                table_start,
+                table_len: seq.blocks.len() as u32,
+            });
+            seq.computed = entry.start + entry.count;
+            if entry.sample {
+                step.sample_rows.push(row_start + entry.count - 1);
+                step.sample_entries.push(index);
+            }
+        }
+        let max = self.config.max_num_batched_tokens as usize;
+        if step.ids.len() > max {
+            return Err(fault(format!("{} tokens, the bound is {max}", step.ids.len())));
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self) -> Result<(), EngineError> {
+        let step = &self.step;
+        let batch = Batch {
+            positions: &step.positions,
+            slots: &step.slots,
+            seqs: &step.seqs,
+            block_tables: &step.block_tables,
+        };
+        let cache = self.cache.as_mut().ok_or_else(|| EngineError::Plan {
+            step: 0,
+            message: "there is no KV cache yet".to_owned(),
+        })?;
+        Ok(self.decoder.forward(&mut self.backend, cache, &step.ids, &batch)?)
+    }
+
+    /// Samples rank 0's logits and shares the tokens; returns how long rank 0 took.
+    fn sample(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<Duration, EngineError> {
+        if self.step.sample_rows.is_empty() {
+            return Ok(Duration::ZERO);
+        }
+        let Self { backend, decoder, sequences, step, .. } = self;
+        let vocab = decoder.config().vocab_size;
+        let logits = decoder.logits(backend, &step.sample_rows)?;
+        let began = Instant::now();
+        step.tokens.clear();
+        step.tokens.resize(step.sample_rows.len(), 0);
+        if backend.rank() == 0 {
+            let mut rows: Vec<SampleRow<'_>> = Vec::with_capacity(step.sample_rows.len());
+            for index in &step.sample_entries {
+                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
+                    rows.push(seq.sample_row());
+                }
+            }
+            backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
+            for (token, sampled) in step.tokens.iter_mut().zip(&step.sampled) {
+                *token = sampled.token;
+            }
+        }
+        let sampling = if backend.rank() == 0 { began.elapsed() } else { Duration::ZERO };
+        backend.broadcast_tokens(&mut step.tokens)?;
+        let rank = backend.rank();
+        let mut sampled = step.sampled.drain(..);
+        for (index, token) in step.sample_entries.iter().zip(&step.tokens) {
+            let entry = &plan.sequences[*index];
+            let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
+            seq.tokens.push(*token);
+            if rank == 0
+                && let Some(sampled) = sampled.next()
+            {
+                merge_output(outputs, entry, sampled, seq.params.logprobs.is_some());
+            }
+        }
+        Ok(sampling)
+    }
+
+    /// Reports log-probabilities of prompt tokens, for sequences that want them.
+    fn prompt_logprobs(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<(), EngineError> {
+        let vocab = self.decoder.config().vocab_size;
+        for (index, entry) in plan.sequences.iter().enumerate() {
+            let Some(seq) = self.sequences.get(&entry.seq) else { continue };
+            let Some(top_n) = seq.prompt_logprobs else { continue };
+            // The logits at position p tell about the token at p + 1, inside the prompt.
+            let last = (entry.start + entry.count).min(seq.num_prompt.saturating_sub(1));
+            if entry.start >= last {
+                continue;
+            }
+            let mut report = Vec::with_capacity((last - entry.start) as usize);
+            let row_start = self.step.seqs[index].row_start;
+            let mut from = entry.start;
+            while from < last {
+                let to = last.min(from + self.config.max_num_seqs);
+                self.step.targets.clear();
+                self.step
+                    .targets
+                    .extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
+                let rows: Vec<u32> =
+                    (from..to).map(|position| row_start + position - entry.start).collect();
+                let logits = self.decoder.logits(&mut self.backend, &rows)?;
+                if self.backend.rank() == 0 {
+                    let targets = &self.step.targets;
+                    let sampled = &mut self.step.sampled;
+                    self.backend.logprobs(logits, vocab, 0, targets, top_n, sampled)?;
+                    report.extend(sampled.drain(..).map(token_logprobs));
+                }
+                from = to;
+            }
+            if self.backend.rank() == 0 {
+                outputs.push(SequenceOutput {
+                    seq: entry.seq,
+                    position: entry.start + entry.count,
+                    token: None,
+                    logprobs: None,
+                    prompt_logprobs: report,
+                    prompt_start: entry.start + 1,
+                    corrupted: false,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds a sampled token to the output that prompt log-probabilities began, or begins one.
+fn merge_output(
+    outputs: &mut Vec<SequenceOutput>,
+    entry: &SequenceStep,
+    sampled: Sampled,
+    wants_logprobs: bool,
+) {
+    let (token, corrupted) = (sampled.token, sampled.corrupted);
+    let logprobs = wants_logprobs.then(|| token_logprobs(sampled));
+    let position = entry.start + entry.count;
+    if let Some(begun) = outputs.iter_mut().find(|output| output.seq == entry.seq) {
+        begun.token = Some(token);
+        begun.logprobs = logprobs;
+        begun.corrupted = corrupted;
+        return;
+    }
+    outputs.push(SequenceOutput {
+        seq: entry.seq,
+        position,
+        token: Some(token),
+        logprobs,
+        prompt_logprobs: Vec::new(),
+        prompt_start: 0,
+        corrupted,
+    });
+}
+
+fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
+    TokenLogprobs {
+        token: sampled.token,
+        logprob: sampled.logprob,
+        rank: sampled.rank,
+        top: sampled.top,
+    }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+impl StepBuffers {
+    fn clear(&mut self) {
+        self.ids.clear();
+        self.positions.clear();
+        self.slots.clear();
+        self.seqs.clear();
+        self.block_tables.clear();
+        self.sample_rows.clear();
+        self.sample_entries.clear();
+    }
+}

@@ -1,0 +1,87 @@
+//! What a rank keeps of one sequence.
+use kernels::sampling::{SampleParams, SampleRow};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep};
+
+/// One sequence.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    /// Prompt and output, own sampled tokens included.
+    pub(super) tokens: Vec<u32>,
+    pub(super) num_prompt: u32,
+    /// Block table: ids in the cache.
+    pub(super) blocks: Vec<u32>,
+    /// Tokens whose K and V are in the cache.
+    pub(super) computed: u32,
+    pub(super) params: SampleParams,
+    /// How many alternatives to report for each prompt token.
+    pub(super) prompt_logprobs: Option<u32>,
+}
+
+impl Sequence {
+    /// A sequence of which nothing is computed; has room for `tokens_max` tokens.
+    pub(super) fn new(new: &NewSequence, tokens_max: usize) -> Self {
+        let mut tokens = Vec::with_capacity(tokens_max.max(new.tokens.len()));
+        tokens.extend_from_slice(&new.tokens);
+        let sampling = &new.sampling;
+        let params = SampleParams {
+            temperature: sampling.temperature,
+            top_p: sampling.top_p,
+            top_k: sampling.top_k,
+            min_p: sampling.min_p,
+            seed: sampling.seed,
+            choice: sampling.choice,
+            presence_penalty: sampling.presence_penalty,
+            frequency_penalty: sampling.frequency_penalty,
+            repetition_penalty: sampling.repetition_penalty,
+            logit_bias: sampling.logit_bias.clone(),
+            suppress_until_min: sampling.suppress_until_min.clone(),
+            min_tokens: sampling.min_tokens,
+            logprobs: sampling.logprobs,
+        };
+        Self {
+            tokens,
+            num_prompt: new.num_prompt,
+            blocks: Vec::new(),
+            computed: 0,
+            params,
+            prompt_logprobs: sampling.prompt_logprobs,
+        }
+    }
+
+    /// Checks that an entry can be run on this state.
+    pub(super) fn check(
+        &self,
+        entry: &SequenceStep,
+        config: &EngineConfig,
+        num_blocks: u32,
+    ) -> Result<(), String> {
+        if entry.start != self.computed {
+            return Err(format!(
+                "is to be computed from {}, its cache ends at {}",
+                entry.start, self.computed
+            ));
+        }
+        let end = entry.start.checked_add(entry.count).filter(|_| entry.count > 0);
+        let known = self.tokens.len() as u32;
+        let Some(end) = end.filter(|end| *end <= known) else {
+            return Err(format!("is to be computed to beyond its {known} tokens"));
+        };
+        if entry.sample && (end != known || end > config.max_model_len) {
+            return Err(format!("is to be sampled at {end}, it has {known} tokens"));
+        }
+        if let Some(block) = entry.new_blocks.iter().find(|block| block.0 >= num_blocks) {
+            return Err(format!("is given {block} of {num_blocks}"));
+        }
+        let table = (self.blocks.len() + entry.new_blocks.len()) as u64;
+        if table * u64::from(config.block_size) < u64::from(end) {
+            return Err(format!("has {table} blocks, too few for {end} tokens"));
+        }
+        Ok(())
+    }
+
+    /// What sampling its next token needs to know.
+    pub(super) fn sample_row(&self) -> SampleRow<'_> {
+        let (prompt, output) = self.tokens.split_at(self.num_prompt as usize);
+        SampleRow { params: &self.params, prompt, output }
+    }
+}

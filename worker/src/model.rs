@@ -1,0 +1,62 @@
+//! A model: what its folder says, how it is sharded, how it is computed.
+//!
+//! - [`config`]: `config.json`, both dialects, validated
+//! - [`safetensors`]: weight files, mapped and checked
+//! - [`shard`]: PURE: which heads, columns and rows a rank holds
+//! - [`rope`]: PURE: rotary frequencies and their scalings
+//! - [`weights`]: one rank's shard, packed for its backend
+//! - [`decoder`]: the forward pass, written once over `kernels::Backend`
+pub mod config;
+pub mod decoder;
+pub mod rope;
+pub mod safetensors;
+pub mod shard;
+pub mod weights;
+
+use std::path::{Path, PathBuf};
+
+/// A model folder cannot be used. One sentence each: which file, what in it, why.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file is missing or cannot be read.
+    #[error("{}: {message}", file.display())]
+    File {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// A tensor is missing or not as the configuration says.
+    #[error("{}: tensor {tensor}: {message}", file.display())]
+    Tensor {
+        /// The file, or the folder when no file has it.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// The model cannot be divided as asked.
+    #[error("tensor-parallel degree {degree}: {message}")]
+    Degree {
+        /// The degree asked for.
+        degree: u32,
+        /// What does not divide, and which degrees would do.
+        message: String,
+    },
+    /// The device failed.
+    #[error(transparent)]
+    Kernel(#[from] kernels::KernelError),
+}
+
+impl ModelError {
+    pub(crate) fn file(file: &Path, message: impl Into<String>) -> Self {
+        Self::File { file: file.to_owned(), message: message.into() }
+    }
+
+    /// Whether trying again with the same folder and degree cannot help.
+    #[must_use]
+    pub fn is_permanent(&self) -> bool {
+        !matches!(self, Self::Kernel(_))
+    }
+}

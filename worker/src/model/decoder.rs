@@ -1,0 +1,200 @@
+//! The forward pass of one rank, written once over `kernels::Backend`.
+//!
+//! Activations live in buffers made once for the largest step; a step allocates nothing.
+use kernels::backend::{AttentionShape, Batch, KvShape};
+use kernels::{Backend, KernelError};
+
+use super::config::ModelConfig;
+use super::shard::Shard;
+use super::weights::Weights;
+
+/// One rank's model on its backend.
+pub struct Decoder<B: Backend> {
+    weights: Weights<B::Matrix, B::Vector>,
+    config: ModelConfig,
+    shard: Shard,
+    attention: AttentionShape,
+    buffers: Buffers<B>,
+}
+
+struct Buffers<B: Backend> {
+    /// The residual stream, `[tokens, hidden]`.
+    residual: B::Buffer,
+    /// Its normalised form, `[tokens, hidden]`.
+    normed: B::Buffer,
+    /// What attention or MLP adds to it, `[tokens, hidden]`.
+    delta: B::Buffer,
+    /// Queries, `[tokens, heads * head_dim]`.
+    q: B::Buffer,
+    /// Attention's result, likewise.
+    attended: B::Buffer,
+    /// The MLP's inner activations, `[tokens, intermediate]`.
+    inner: B::Buffer,
+    /// This rank's logits, `[rows, vocab_width]`.
+    logits_local: B::Buffer,
+    /// All ranks' logits on rank 0, `[rows, degree * vocab_width]`.
+    logits: B::Buffer,
+}
+
+impl<B: Backend> std::fmt::Debug for Decoder<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Decoder")
+            .field("config", &self.config)
+            .field("shard", &self.shard)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Decoder<B> {
+    /// Puts a decoder together with room for `tokens_max` tokens and `rows_max` rows of logits.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    pub fn new(
+        backend: &mut B,
+        config: ModelConfig,
+        shard: Shard,
+        weights: Weights<B::Matrix, B::Vector>,
+        tokens_max: usize,
+        rows_max: usize,
+    ) -> Result<Self, KernelError> {
+        let hidden = config.hidden_size;
+        let heads = shard.heads.len() * config.head_dim;
+        let all_logits = if shard.rank == 0 { rows_max } else { 1 };
+        let buffers = Buffers {
+            residual: backend.new_buffer(tokens_max, hidden)?,
+            normed: backend.new_buffer(tokens_max, hidden)?,
+            delta: backend.new_buffer(tokens_max, hidden)?,
+            q: backend.new_buffer(tokens_max, heads)?,
+            attended: backend.new_buffer(tokens_max, heads)?,
+            inner: backend.new_buffer(tokens_max, shard.intermediate.len())?,
+            logits_local: backend.new_buffer(rows_max, shard.vocab_width)?,
+            logits: backend.new_buffer(all_logits, shard.vocab_width * shard.degree)?,
+        };
+        let attention = AttentionShape {
+            num_heads: shard.heads.len(),
+            num_kv_heads: shard.kv_heads.len(),
+            head_dim: config.head_dim,
+            norm_eps: config.norm_eps,
+            sliding_window: config.sliding_window,
+        };
+        Ok(Self { weights, config, shard, attention, buffers })
+    }
+
+    /// The model.
+    #[must_use]
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Bytes of weights held.
+    #[must_use]
+    pub fn weight_bytes(&self) -> u64 {
+        self.weights.bytes
+    }
+
+    /// The shape of a KV cache of `num_blocks` blocks for this rank.
+    #[must_use]
+    pub fn kv_shape(&self, block_size: usize, num_blocks: usize) -> KvShape {
+        KvShape {
+            num_layers: self.config.num_layers,
+            num_kv_heads: self.shard.kv_heads.len(),
+            head_dim: self.config.head_dim,
+            block_size,
+            num_blocks,
+        }
+    }
+
+    /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
+    /// decoder for [`Decoder::logits`]. Every rank calls it with the same batch.
+    ///
+    /// # Errors
+    /// [`KernelError`]; the cache is undefined then.
+    pub fn forward(
+        &mut self,
+        backend: &mut B,
+        cache: &mut B::KvCache,
+        ids: &[u32],
+        batch: &Batch<'_>,
+    ) -> Result<(), KernelError> {
+        let Self { weights, config, shard, attention, buffers } = self;
+        let eps = config.norm_eps;
+        let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
+        backend.embed(&weights.embedding, ids, first_id, &mut buffers.residual)?;
+        let sharded = shard.degree > 1;
+        if sharded {
+            backend.all_reduce(&mut buffers.residual)?;
+        }
+        let mut delta = None;
+        for (index, layer) in weights.layers.iter().enumerate() {
+            backend.add_rmsnorm(
+                &mut buffers.residual,
+                delta,
+                &layer.input_norm,
+                eps,
+                &mut buffers.normed,
+            )?;
+            backend.qkv_rope_write(
+                &buffers.normed,
+                &layer.qkv,
+                &weights.rope,
+                attention,
+                batch,
+                cache,
+                index,
+                &mut buffers.q,
+            )?;
+            backend.paged_attention(
+                &buffers.q,
+                attention,
+                batch,
+                cache,
+                index,
+                &mut buffers.attended,
+            )?;
+            let bias = layer.output_bias.as_ref();
+            backend.linear(&buffers.attended, &layer.output, bias, &mut buffers.delta)?;
+            if sharded {
+                backend.all_reduce(&mut buffers.delta)?;
+            }
+            backend.add_rmsnorm(
+                &mut buffers.residual,
+                Some(&buffers.delta),
+                &layer.post_norm,
+                eps,
+                &mut buffers.normed,
+            )?;
+            let bias = layer.gate_up_bias.as_ref();
+            backend.gate_up_silu(&buffers.normed, &layer.gate_up, bias, &mut buffers.inner)?;
+            let bias = layer.down_bias.as_ref();
+            backend.linear(&buffers.inner, &layer.down, bias, &mut buffers.delta)?;
+            if sharded {
+                backend.all_reduce(&mut buffers.delta)?;
+            }
+            delta = Some(&buffers.delta);
+        }
+        backend.add_rmsnorm(
+            &mut buffers.residual,
+            delta,
+            &weights.final_norm,
+            eps,
+            &mut buffers.normed,
+        )
+    }
+
+    /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
+    /// 0 alone. Every rank calls it with the same rows.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn logits(&mut self, backend: &mut B, rows: &[u32]) -> Result<&B::Buffer, KernelError> {
+        let Self { weights, shard, buffers, .. } = self;
+        let head = weights.lm_head.as_ref().unwrap_or(&weights.embedding);
+        backend.lm_head(&buffers.normed, rows, head, &mut buffers.logits_local)?;
+        if shard.degree == 1 {
+            return Ok(&buffers.logits_local);
+        }
+        backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
+        Ok(&buffers.logits)
+    }
+}

@@ -1,0 +1,130 @@
+//! PURE: which heads, columns and rows of a model one rank holds.
+//!
+//! Column-parallel: q, k, v, gate, up (a rank holds whole output rows). Row-parallel: the output
+//! and down projections (a rank holds input columns; their partial products are summed). The
+//! vocabulary is divided for the embedding and the output head.
+use std::ops::Range;
+
+use super::ModelError;
+use super::config::ModelConfig;
+
+/// One rank's part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// This rank.
+    pub rank: usize,
+    /// Ranks.
+    pub degree: usize,
+    /// Query heads held.
+    pub heads: Range<usize>,
+    /// KV heads held; held by several ranks when there are more ranks than heads.
+    pub kv_heads: Range<usize>,
+    /// MLP columns held.
+    pub intermediate: Range<usize>,
+    /// Token ids held; the last ranks may hold fewer than `vocab_width`, or none.
+    pub vocab: Range<usize>,
+    /// Rows of the vocabulary matrices, equal on all ranks.
+    pub vocab_width: usize,
+}
+
+impl Shard {
+    /// Divides a model.
+    ///
+    /// # Errors
+    /// [`ModelError::Degree`] naming what does not divide and the degrees that would do.
+    pub fn new(config: &ModelConfig, rank: u32, degree: u32) -> Result<Self, ModelError> {
+        let (rank, n) = (rank as usize, degree as usize);
+        if n == 0 || rank >= n || !divides(config, n) {
+            let possible: Vec<String> =
+                (1..=64).filter(|n| divides(config, *n)).map(|n| n.to_string()).collect();
+            let message = format!(
+                "{} heads, {} KV heads and an MLP of {} cannot be divided so; possible degrees: {}",
+                config.num_heads,
+                config.num_kv_heads,
+                config.intermediate_size,
+                possible.join(", ")
+            );
+            return Err(ModelError::Degree { degree, message });
+        }
+        let heads = part(config.num_heads, rank, n);
+        let kv_heads = if config.num_kv_heads >= n {
+            part(config.num_kv_heads, rank, n)
+        } else {
+            let head = rank * config.num_kv_heads / n;
+            head..head + 1
+        };
+        let vocab_width = config.vocab_size.div_ceil(n);
+        let first = (rank * vocab_width).min(config.vocab_size);
+        let vocab = first..(first + vocab_width).min(config.vocab_size);
+        let intermediate = part(config.intermediate_size, rank, n);
+        Ok(Self { rank, degree: n, heads, kv_heads, intermediate, vocab, vocab_width })
+    }
+}
+
+fn divides(config: &ModelConfig, n: usize) -> bool {
+    let kv_heads = config.num_kv_heads;
+    config.num_heads.is_multiple_of(n)
+        && config.intermediate_size.is_multiple_of(n)
+        && (kv_heads.is_multiple_of(n) || n.is_multiple_of(kv_heads))
+}
+
+fn part(size: usize, rank: usize, n: usize) -> Range<usize> {
+    let width = size / n;
+    rank * width..(rank + 1) * width
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rope::{RopeConfig, RopeScaling};
+    use super::*;
+
+    fn config(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> ModelConfig {
+        ModelConfig {
+            hidden_size: 64,
+            intermediate_size: 128,
+            num_layers: 1,
+            num_heads,
+            num_kv_heads,
+            head_dim: 16,
+            vocab_size,
+            max_positions: 32,
+            norm_eps: 1e-5,
+            rope: RopeConfig { theta: 1e4, scaling: RopeScaling::None },
+            sliding_window: None,
+            tied: false,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
+        }
+    }
+
+    #[test]
+    fn every_head_column_and_token_is_held_and_kv_heads_fit_their_query_heads() {
+        for (heads, kv) in [(8, 8), (8, 4), (8, 2), (8, 1), (4, 2)] {
+            for n in [1u32, 2, 4] {
+                let config = config(heads, kv, 385);
+                let shards: Vec<Shard> =
+                    (0..n).map(|rank| Shard::new(&config, rank, n).unwrap()).collect();
+                let all: Vec<usize> = shards.iter().flat_map(|s| s.heads.clone()).collect();
+                assert_eq!(all, (0..heads).collect::<Vec<_>>());
+                let tokens: Vec<usize> = shards.iter().flat_map(|s| s.vocab.clone()).collect();
+                assert_eq!(tokens, (0..385).collect::<Vec<_>>());
+                for shard in shards {
+                    // Query head h attends with KV head h * kv / heads, wherever it is.
+                    let group = shard.heads.len() / shard.kv_heads.len();
+                    for (i, head) in shard.heads.clone().enumerate() {
+                        assert_eq!(shard.kv_heads.start + i / group, head * kv / heads);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_degree_that_does_not_divide_names_those_that_would() {
+        let error = Shard::new(&config(12, 4, 100), 0, 5).unwrap_err().to_string();
+        assert!(error.contains("degree 5") && error.contains("12 heads"), "{error}");
+        assert!(error.contains("possible degrees: 1, 2, 4"), "{error}");
+    }
+}
