@@ -1,0 +1,2 @@
+//! How messages become bytes. The only module that names the encoding.
+pub mod codec;
