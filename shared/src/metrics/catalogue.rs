@@ -8,9 +8,10 @@ use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
 use super::labels::{
-    ActorState, BLOCK_SIZE, FinishedReason, Label, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS, Method, NUM_BLOCKS, ObservationRefusal, PromptSource, RANK, REPLICA, ROUTE,
-    RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, VERSION, WORKER, WaitingReason,
+    ActorState, BLOCK_SIZE, FinishedReason, Label, LabelValue, MAX_MODEL_LEN,
+    MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Method, NUM_BLOCKS, ObservationRefusal, PromptSource,
+    RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, VERSION, WORKER,
+    WaitingReason,
 };
 
 /// Arrival to first token.

@@ -62,6 +62,9 @@ pub const NO_REPLICA: &str = "none";
 
 /// A closed set of label values.
 pub trait LabelValue: Copy + Sized + 'static {
+    /// The label that takes these values.
+    const LABEL: Label;
+
     /// Every value, in the order of [`LabelValue::position`].
     const ALL: &'static [Self];
 
@@ -82,12 +85,8 @@ macro_rules! label_enum {
             $($(#[$variant_doc])* $variant,)*
         }
 
-        impl $name {
-            /// The label that takes these values.
-            pub const LABEL: Label = Label { name: $label, values: &[$($value),*] };
-        }
-
         impl LabelValue for $name {
+            const LABEL: Label = Label { name: $label, values: &[$($value),*] };
             const ALL: &'static [Self] = &[$(Self::$variant),*];
 
             fn as_str(self) -> &'static str {

@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 
 use super::catalogue::CATALOGUE;
 use super::definition::{CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, SeriesId};
+use super::labels::LabelValue;
 use super::snapshot::{HistogramTotals, LabelValues, Value};
 
 /// Merged totals. Everything in it was taken under one lock: what holds between two series at any
@@ -36,6 +37,21 @@ impl Merged {
             Value::Counter(total) => sum.saturating_add(*total),
             Value::Gauge(_) | Value::Histogram(_) => sum,
         })
+    }
+
+    /// A counter added up over all labels but one, of which only `value` counts.
+    #[must_use]
+    pub fn counter_sum_of<const L: usize, V: LabelValue>(&self, id: CounterId<L>, value: V) -> u64 {
+        let declared = id.series().definition().labels;
+        let at = declared.iter().position(|label| label.name == V::LABEL.name);
+        let family = self.series.get(&id.series()).into_iter().flatten();
+        family.filter(|(labels, _)| at.is_some_and(|at| labels[at] == value.as_str())).fold(
+            0,
+            |sum, (_, value)| match value {
+                Value::Counter(total) => sum.saturating_add(*total),
+                Value::Gauge(_) | Value::Histogram(_) => sum,
+            },
+        )
     }
 
     /// One gauge, if it exists.
