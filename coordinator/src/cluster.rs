@@ -2,14 +2,15 @@
 //! replica's life: waiting -> forming -> starting -> serving -> broken -> waiting.
 //!
 //! Events and the time go in, [`Effect`]s come out. No socket, no clock, no actor here; the shell is
-//! `crate::coordinator`. Every formation has an epoch of its own, larger than all before it;
+//! [`actor`]. Every formation has an epoch of its own, larger than all before it;
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
+pub mod actor;
 mod placement;
 mod replica;
 
+use core::net::SocketAddr;
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 pub use placement::place;

@@ -12,6 +12,7 @@
 //! This crate names no other crate of the workspace and contains no `unsafe`.
 #![forbid(unsafe_code)]
 
+pub mod actor;
 pub mod clock;
 pub mod ids;
 pub mod metrics;

@@ -90,6 +90,10 @@ pub(crate) struct WorkerArgs {
     /// hosts reach it at
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:0")]
     pub(crate) collective_listen: SocketAddr,
+    /// Identifies the host: workers with equal values exchange data through shared memory, others
+    /// over TCP [default: the boot id]
+    #[arg(long, value_name = "ID")]
+    pub(crate) host_id: Option<String>,
     /// Exit when stdin closes: how `tutti up` makes sure that no worker outlives it
     #[arg(long, hide = true)]
     pub(crate) exit_with_stdin: bool,

@@ -44,3 +44,14 @@ pub fn decode<T: DeserializeOwned, const LIMIT: usize>(bytes: &[u8]) -> Result<T
         extra => Err(CodecError::Trailing { extra }),
     }
 }
+
+/// Most bytes that the value of a frame may claim while it is decoded.
+pub const MESSAGE_MAX: usize = super::frame::BODY_MAX as usize;
+
+/// Decodes the body of a frame.
+///
+/// # Errors
+/// As [`decode`].
+pub fn decode_message<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
+    decode::<T, MESSAGE_MAX>(bytes)
+}
