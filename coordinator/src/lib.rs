@@ -11,7 +11,6 @@
 
 pub mod cluster;
 pub mod engine;
-pub mod metrics;
 pub mod links;
 pub mod metrics;
 pub mod replica;
