@@ -3,34 +3,26 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::labels::ReportRefusal;
-use shared::metrics::{
-    Applied, Limits, Merged, Merger, PartialSnapshot, Refused, Source, decode_snapshot,
-};
+use shared::metrics::{Applied, Limits, Merged, Merger, Refused, Source, decode_snapshot};
 use shared::protocol::WorkerStats;
 
 use super::observe::Observer;
 
 /// Gathers the cluster's metrics. Shared by the actors that receive reports and whoever publishes.
+///
+/// Its two locks (the observer's cells, the merger) are never held together.
 #[derive(Debug)]
 pub struct Hub {
     observer: Observer,
-    merger: Mutex<Reports>,
-}
-
-#[derive(Debug)]
-struct Reports {
-    merger: Merger,
-    /// This process's own reports.
+    merger: Mutex<Merger>,
     incarnation: Incarnation,
-    sequence: u64,
 }
 
 impl Hub {
     /// A hub of the coordinator process `incarnation` that has seen nothing.
     #[must_use]
     pub fn new(incarnation: Incarnation, limits: Limits) -> Self {
-        let reports = Reports { merger: Merger::new(limits), incarnation, sequence: 0 };
-        Self { observer: Observer::new(), merger: Mutex::new(reports) }
+        Self { observer: Observer::new(), merger: Mutex::new(Merger::new(limits)), incarnation }
     }
 
     /// Where this process records.
@@ -55,7 +47,7 @@ impl Hub {
         }
         // Decoded before the lock is taken: the work grows with the report.
         let snapshot = decode_snapshot(&stats.snapshot);
-        let merger = &mut self.reports().merger;
+        let mut merger = self.merger();
         match snapshot {
             Ok(snapshot) => {
                 merger.apply(Source::Worker(worker), incarnation, stats.sequence, snapshot)
@@ -66,25 +58,24 @@ impl Hub {
 
     /// A worker's process is gone: its totals stay, its gauges vanish.
     pub fn retire(&self, worker: WorkerId, incarnation: Incarnation) {
-        self.reports().merger.retire(Source::Worker(worker), incarnation);
+        self.merger().retire(Source::Worker(worker), incarnation);
     }
 
     /// All totals now.
     #[must_use]
     pub fn merged(&self) -> Merged {
-        let mut reports = self.reports();
-        // Taken under the lock, so that a later call never sees less than an earlier one.
-        let own: PartialSnapshot = self.observer.snapshot();
-        reports.sequence += 1;
-        let Reports { merger, incarnation, sequence } = &mut *reports;
-        if let Err(refused) = merger.apply(Source::Coordinator, *incarnation, *sequence, own) {
+        // Two scrapes at once may arrive here in either order: like any source's reports, the
+        // newer one wins.
+        let (sequence, own) = self.observer.report();
+        let mut merger = self.merger();
+        if let Err(refused) = merger.apply(Source::Coordinator, self.incarnation, sequence, own) {
             // Counted and published as a refusal; the last good totals stay.
             tracing::error!(%refused, "the coordinator's own metrics are inconsistent");
         }
         merger.merged()
     }
 
-    fn reports(&self) -> MutexGuard<'_, Reports> {
+    fn merger(&self) -> MutexGuard<'_, Merger> {
         self.merger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

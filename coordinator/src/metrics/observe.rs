@@ -44,6 +44,8 @@ pub struct Recording<'a> {
 #[derive(Debug)]
 struct Cells {
     stats: LocalStats,
+    /// Reports taken of it.
+    reports: u64,
     fixed: Fixed,
     waiting_for_replica: Level,
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
@@ -181,6 +183,7 @@ impl Observer {
         let waiting_for_replica = Level::permanent(&mut stats, waiting);
         let cells = Cells {
             stats,
+            reports: 0,
             fixed,
             waiting_for_replica,
             replicas: BTreeMap::new(),
@@ -198,10 +201,12 @@ impl Observer {
         Recording { cells: self.cells.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 
-    /// All totals at one moment.
+    /// All totals at one moment, with a number that grows from call to call.
     #[must_use]
-    pub fn snapshot(&self) -> PartialSnapshot {
-        self.record().cells.stats.snapshot()
+    pub fn report(&self) -> (u64, PartialSnapshot) {
+        let cells = &mut *self.record().cells;
+        cells.reports += 1;
+        (cells.reports, cells.stats.snapshot())
     }
 }
 

@@ -235,13 +235,13 @@ fn check(
     before: &[SeriesSnapshot],
     now: &[SeriesSnapshot],
 ) -> Result<Vec<(SeriesId, LabelValues)>, Fault> {
+    if !now.is_sorted_by(|a, b| (a.id, &a.labels) < (b.id, &b.labels)) {
+        return Err((ReportRefusal::Malformed, None));
+    }
     let mut new = Vec::new();
     let mut before = before.iter().peekable();
-    for (index, series) in now.iter().enumerate() {
+    for series in now {
         let key = (series.id, &series.labels);
-        if index > 0 && (now[index - 1].id, &now[index - 1].labels) >= key {
-            return Err((ReportRefusal::Malformed, None));
-        }
         let id = SeriesId::from_index(series.id).ok_or((ReportRefusal::UnknownSeries, None))?;
         let definition = id.definition();
         check_value(definition, &series.value).map_err(|reason| (reason, Some(id)))?;
