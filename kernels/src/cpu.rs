@@ -114,6 +114,12 @@ impl CpuBackend {
         })
     }
 
+    /// Exchanges data through `collective` from now on; the old one is dropped. Weights and
+    /// buffers stay.
+    pub fn set_collective(&mut self, collective: Box<dyn Collective>) {
+        self.collective = collective;
+    }
+
     /// The instructions in use.
     #[must_use]
     pub fn isa(&self) -> Isa {

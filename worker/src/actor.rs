@@ -4,6 +4,7 @@
 //! Its ends: asked to shut down by the coordinator, told to stop by the process, or refused for a
 //! reason that trying again cannot change. Losing the link is none: the epoch ends, the weights
 //! stay, and it dials again.
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
-use shared::ids::Epoch;
+use shared::ids::{Epoch, WorkerId};
 use shared::protocol::{FromWorker, Hello, ToWorker, Welcome};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
@@ -50,6 +51,7 @@ pub enum WorkerEnd {
 #[derive(Clone, Debug, Default)]
 pub struct Uplink {
     inner: Arc<Mutex<Option<RemoteAddr<FromWorker>>>>,
+    worker: Arc<AtomicU32>,
 }
 
 impl Uplink {
@@ -60,6 +62,12 @@ impl Uplink {
         if let Err(error) = uplink.tell(epoch, message) {
             tracing::warn!(%error, "message to the coordinator lost");
         }
+    }
+
+    /// The slot this worker has at its present or last coordinator.
+    #[must_use]
+    pub fn worker(&self) -> WorkerId {
+        WorkerId(self.worker.load(Ordering::Relaxed))
     }
 
     fn set(&self, link: Option<RemoteAddr<FromWorker>>) {
@@ -119,6 +127,18 @@ impl WorkerActor {
         actix::spawn(async move {
             tokio::time::sleep(after).await;
             addr.do_send(Dialled(shake_hands(&config).await));
+        });
+    }
+
+    /// Has stats reported by a timer, until the link ends.
+    fn report_every(&self, ctx: &mut Context<Self>, interval: Duration) {
+        let generation = self.generation;
+        let addr = ctx.address();
+        actix::spawn(async move {
+            let mut timer = tokio::time::interval(interval);
+            while addr.send(ReportDue { generation }).await.unwrap_or(false) {
+                timer.tick().await;
+            }
         });
     }
 
@@ -193,6 +213,26 @@ struct FromLink {
     event: LinkEvent,
 }
 
+/// Time for a report; answers whether the link it was meant for still lives.
+#[derive(Message)]
+#[rtype(result = "bool")]
+struct ReportDue {
+    generation: u64,
+}
+
+impl Handler<ReportDue> for WorkerActor {
+    type Result = bool;
+
+    fn handle(&mut self, due: ReportDue, _ctx: &mut Self::Context) -> bool {
+        let current = due.generation == self.generation;
+        if current {
+            // A full queue means a busy executor, whose stats ride on its steps.
+            let _ = self.executor.command(ExecutorCommand::Report);
+        }
+        current
+    }
+}
+
 impl Handler<Dialled> for WorkerActor {
     type Result = ();
 
@@ -202,6 +242,9 @@ impl Handler<Dialled> for WorkerActor {
                 tracing::info!(worker = %welcome.worker, coordinator = %connection.peer(), "joined");
                 self.redial = REDIAL_MIN;
                 self.generation += 1;
+                self.uplink.worker.store(welcome.worker.0, Ordering::Relaxed);
+                let interval = Duration::from_millis(welcome.stats_interval_ms.max(100));
+                self.report_every(ctx, interval);
                 self.executor.new_link();
                 let (addr, generation) = (ctx.address(), self.generation);
                 let sink = move |event| addr.do_send(FromLink { generation, event });

@@ -5,9 +5,7 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kernels::collective::local::SingleRank;
-use kernels::collective::shared_memory::{SharedMemoryCollective, SharedMemoryOptions};
-use kernels::collective::tcp::{TcpCollective, TcpOptions};
+use kernels::collective::{SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp};
 use kernels::{Collective, CpuBackend};
 use shared::protocol::{CollectiveSpec, Form, SequenceOutput, StepPlan, StepTimings};
 
@@ -45,23 +43,17 @@ impl CpuRank {
     fn connect(&self, form: &Form) -> Result<Box<dyn Collective>, FormError> {
         let timeout = Duration::from_millis(form.collective_timeout_ms);
         let (rank, world_size) = (form.rank, form.world_size);
-        let connected: Result<Box<dyn Collective>, _> = match &form.collective {
-            CollectiveSpec::None => Ok(Box::new(SingleRank::new())),
+        let connected = match &form.collective {
+            CollectiveSpec::None => Ok(single_rank()),
             CollectiveSpec::SharedMemory { name } => {
                 tracing::info!(rank, world_size, "collective: shared memory");
-                let options = SharedMemoryOptions::new(name, rank, world_size, timeout);
-                SharedMemoryCollective::connect(&options).map(|c| Box::new(c) as _)
+                let name = name.clone();
+                shared_memory(&SharedMemoryOptions { name, rank, world_size, timeout })
             }
             CollectiveSpec::Tcp { ranks } => {
                 tracing::info!(rank, world_size, "collective: tcp");
-                let options = TcpOptions {
-                    listener: &self.listener,
-                    ranks: ranks.clone(),
-                    rank,
-                    token: form.epoch.0,
-                    timeout,
-                };
-                TcpCollective::connect(options).map(|c| Box::new(c) as _)
+                let (listener, token) = (&self.listener, form.epoch.0);
+                tcp(&TcpOptions { listener, ranks, rank, token, timeout })
             }
         };
         connected.map_err(|error| FormError { message: error.to_string(), permanent: false })
@@ -86,12 +78,10 @@ impl CpuRank {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
-        let weights =
-            weights::load(&mut backend, &files, &config, &shard, positions, progress)?;
+        let weights = weights::load(&mut backend, &files, &config, &shard, positions, progress)?;
         let tokens_max = form.engine.max_num_batched_tokens as usize;
         let rows_max = form.engine.max_num_seqs as usize;
-        let decoder =
-            Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
+        let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
         Ok(Engine::new(backend, decoder, form.engine.clone()))
     }
 }
@@ -164,7 +154,7 @@ impl Rank for CpuRank {
     fn release(&mut self) {
         if let Some(loaded) = &mut self.loaded {
             loaded.engine.release();
-            loaded.engine.backend().set_collective(Box::new(SingleRank::new()));
+            loaded.engine.backend().set_collective(single_rank());
         }
     }
 }

@@ -31,6 +31,8 @@ pub enum ExecutorCommand {
     Step(StepPlan),
     /// The epoch is over: drop its collective and cache, keep the weights.
     Release(Epoch),
+    /// Report the stats, for there may be no step for them to ride on.
+    Report,
 }
 
 /// Where the executor's messages go.
@@ -40,7 +42,9 @@ pub trait Outbox: Send {
     /// Records a finished step and returns the cumulative stats that ride on its result.
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
     /// Records a finished load.
-    fn loaded(&mut self, formed: &Formed);
+    fn loaded(&mut self, form: &Form, formed: &Formed);
+    /// The cumulative stats now.
+    fn report(&mut self) -> WorkerStats;
 }
 
 /// A handle on the executor thread. Dropping it ends the thread after the command in progress.
@@ -139,6 +143,12 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 ExecutorCommand::Form(form) => self.form(&form),
                 ExecutorCommand::Start(start) => self.start(start),
                 ExecutorCommand::Step(plan) => self.step(&plan, idle),
+                ExecutorCommand::Report => {
+                    let stats = self.outbox.report();
+                    self.outbox.send(FromWorker::Stats(stats));
+                    // Time spent waiting for work goes on.
+                    continue;
+                }
                 ExecutorCommand::Release(epoch) => {
                     if self.epoch.is_some_and(|current| current <= epoch) {
                         self.release();
@@ -179,7 +189,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     weight_bytes: ready.weight_bytes,
                     load_seconds: ready.load_seconds,
                 };
-                self.outbox.loaded(&formed);
+                self.outbox.loaded(form, &formed);
                 self.outbox.send(FromWorker::Formed(formed));
             }
             Err(error) => {

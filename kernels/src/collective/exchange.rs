@@ -50,7 +50,7 @@ pub(super) trait Transport: Send + std::fmt::Debug {
 
 /// A collective over a transport.
 #[derive(Debug)]
-pub struct Exchange<T> {
+pub(super) struct Exchange<T> {
     transport: T,
     /// This rank's words of the round.
     words: Vec<u32>,

@@ -190,7 +190,12 @@ impl<M: RegionMemory> Transport for Region<M> {
             if theirs != tag {
                 abort(&*self.memory);
                 let (ours, theirs) = (mine.len() as u64, theirs & u64::from(u32::MAX));
-                return Err(CollectiveError::Mismatch { op: op.name(), rank: rank as u32, theirs, ours });
+                return Err(CollectiveError::Mismatch {
+                    op: op.name(),
+                    rank: rank as u32,
+                    theirs,
+                    ours,
+                });
             }
             // SAFETY: the rank's release of this round was acquired, its slot holds `mine.len()`
             // initialised words (its tag is ours) and is not written before we have left the round.
@@ -252,7 +257,13 @@ fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) {
     // SAFETY: the word is a valid, aligned u32 and the timeout outlives the call. Not the private
     // futex: the word may be shared with other processes.
     unsafe {
-        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, expected, &raw const timeout);
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT,
+            expected,
+            &raw const timeout,
+        );
     }
 }
 

@@ -70,7 +70,9 @@ impl Drop for Unlink<'_> {
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] naming what is wrong, also when others do not come in time.
-pub fn shared_memory(options: &SharedMemoryOptions) -> Result<Box<dyn Collective>, CollectiveError> {
+pub fn shared_memory(
+    options: &SharedMemoryOptions,
+) -> Result<Box<dyn Collective>, CollectiveError> {
     let setup = |message: String| CollectiveError::Setup(message);
     let SharedMemoryOptions { name, rank, world_size, timeout } = options;
     let (rank, ranks) = (*rank as usize, *world_size as usize);
@@ -85,7 +87,8 @@ pub fn shared_memory(options: &SharedMemoryOptions) -> Result<Box<dyn Collective
     let began = Instant::now();
     let len = region_bytes(ranks);
     let (memory, unlink) = if rank == 0 {
-        let created = create(&c_name, len).map_err(|e| setup(format!("cannot create {name}: {e}")))?;
+        let created =
+            create(&c_name, len).map_err(|e| setup(format!("cannot create {name}: {e}")))?;
         header(&created).magic.store(MAGIC, Ordering::Release);
         (created, Some(Unlink(&c_name)))
     } else {
@@ -95,7 +98,9 @@ pub fn shared_memory(options: &SharedMemoryOptions) -> Result<Box<dyn Collective
                 Ok(None) if began.elapsed() < *timeout => {
                     std::thread::sleep(Duration::from_micros(200));
                 }
-                Ok(None) => return Err(setup(format!("rank 0 did not create {name} within {timeout:?}"))),
+                Ok(None) => {
+                    return Err(setup(format!("rank 0 did not create {name} within {timeout:?}")));
+                }
                 Err(error) => return Err(setup(format!("cannot open {name}: {error}"))),
             }
         };
@@ -167,7 +172,11 @@ fn map(fd: libc::c_int, len: usize) -> io::Result<Mapping> {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping of an object of this size; nothing else is touched.
     let base = unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, fd, 0) };
-    if base == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(Mapping { base: base.cast(), len }) }
+    if base == libc::MAP_FAILED {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(Mapping { base: base.cast(), len })
+    }
 }
 
 fn close(fd: libc::c_int) {

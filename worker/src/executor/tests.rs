@@ -1,5 +1,5 @@
 //! Epochs and order on the executor thread, with a rank that records what it is asked.
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, StepId};
@@ -9,7 +9,7 @@ use super::*;
 use crate::rank::{FormError, RankReady};
 
 #[derive(Debug)]
-struct Flag(Mutex<bool>, std::sync::Condvar);
+struct Flag(Mutex<bool>, Condvar);
 
 impl AbortHandle for Flag {
     fn abort(&self) {
@@ -37,7 +37,7 @@ impl Rank for ScriptedRank {
                 permanent: true,
             });
         }
-        self.flag = Arc::new(Flag(Mutex::new(false), std::sync::Condvar::new()));
+        self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
         progress(10, 10);
         Ok(RankReady { kv_blocks: 5, weight_bytes: 10, load_seconds: 0.1 })
@@ -76,13 +76,16 @@ impl Outbox for ChannelOutbox {
     fn step_finished(&mut self, _result: &StepResult) -> WorkerStats {
         WorkerStats { sequence: 1, snapshot: vec![7] }
     }
-    fn loaded(&mut self, _formed: &Formed) {}
+    fn loaded(&mut self, _form: &Form, _formed: &Formed) {}
+    fn report(&mut self) -> WorkerStats {
+        WorkerStats::default()
+    }
 }
 
-fn executor() -> (Executor, mpsc::Receiver<FromWorker>) {
+fn executor() -> (Executor, Receiver<FromWorker>) {
     let (sender, receiver) = mpsc::channel();
     let make = || ScriptedRank {
-        flag: Arc::new(Flag(Mutex::new(false), std::sync::Condvar::new())),
+        flag: Arc::new(Flag(Mutex::new(false), Condvar::new())),
         released: Arc::new(Mutex::new(0)),
     };
     (Executor::spawn(make, ChannelOutbox(sender)).unwrap(), receiver)
@@ -112,7 +115,7 @@ fn step(epoch: u64, step: u64) -> ExecutorCommand {
     ExecutorCommand::Step(plan)
 }
 
-fn next(receiver: &mpsc::Receiver<FromWorker>) -> FromWorker {
+fn next(receiver: &Receiver<FromWorker>) -> FromWorker {
     receiver.recv_timeout(Duration::from_secs(5)).expect("a message within 5 s")
 }
 
