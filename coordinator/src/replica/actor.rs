@@ -211,7 +211,7 @@ impl Handler<Submit> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Submit { request, events }: Submit, _ctx: &mut Self::Context) {
-        self.driver.submit(self.clock.now(), *request, events);
+        self.driver.submit(*request, events);
         self.drive();
     }
 }

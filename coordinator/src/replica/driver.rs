@@ -94,7 +94,6 @@ impl ReplicaDriver {
     /// Takes a request, or tells it at once why not.
     pub fn submit(
         &mut self,
-        now: Duration,
         mut request: GenerateRequest,
         events: mpsc::Sender<EngineEvent>,
     ) {

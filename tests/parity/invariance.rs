@@ -1,0 +1,117 @@
+//! The same request gives the same tokens and the same bits, however it is run.
+use shared::sampling::SamplingParams;
+use testkit::models::{demo, goldens, variant};
+
+use crate::rig::{Rig, Seq};
+
+fn sampled(seed: u64) -> SamplingParams {
+    SamplingParams {
+        temperature: 0.9,
+        top_p: 0.95,
+        top_k: 50,
+        seed,
+        presence_penalty: 0.3,
+        repetition_penalty: 1.1,
+        logprobs: Some(0),
+        ..SamplingParams::default()
+    }
+}
+
+fn greedy() -> SamplingParams {
+    SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() }
+}
+
+fn same(a: &Seq, b: &Seq, what: &str) {
+    assert_eq!(a.output(), b.output(), "{what}");
+    let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(a), bits(b), "{what}: log-probabilities, bit by bit");
+}
+
+#[test]
+fn chunked_prefill_gives_the_same_bits() {
+    for model in [demo(), variant("mistral-swa"), variant("qwen3")] {
+        for degree in [1, 2] {
+            let mut rig = Rig::new(&model, degree);
+            let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
+            let prompt = &golden.prompt_ids;
+            let mut whole = rig.sequence(prompt, prompt.len(), greedy());
+            rig.run(&mut whole, 16, u32::MAX);
+            for chunk in [1, 5, 16, 33] {
+                let mut chunked = rig.sequence(prompt, prompt.len(), greedy());
+                rig.run(&mut chunked, 16, chunk);
+                same(&whole, &chunked, &format!("chunks of {chunk} at tp {degree}"));
+                rig.forget(&[&chunked]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_request_in_a_batch_of_32_gets_the_same_bits_as_alone() {
+    let prompts: Vec<Vec<u32>> = goldens(&demo()).into_iter().map(|g| g.prompt_ids).collect();
+    for degree in [1, 2] {
+        let mut rig = Rig::new(&demo(), degree);
+        let request = |i: usize| {
+            let sampling = if i.is_multiple_of(2) { greedy() } else { sampled(i as u64) };
+            (prompts[i % prompts.len()].clone(), sampling)
+        };
+        let mut alone = Vec::new();
+        for i in 0..32 {
+            let (prompt, sampling) = request(i);
+            let mut seq = rig.sequence(&prompt, prompt.len(), sampling);
+            rig.run(&mut seq, 12, u32::MAX);
+            rig.forget(&[&seq]);
+            alone.push(seq);
+        }
+        let mut batch: Vec<Seq> = (0..32)
+            .map(|i| {
+                let (prompt, sampling) = request(i);
+                rig.sequence(&prompt, prompt.len(), sampling)
+            })
+            .collect();
+        // Sequences join one by one, so that prefill and decode are mixed in most steps.
+        let mut running = 0;
+        while batch.iter().any(|seq| seq.output().len() < 12) {
+            running = (running + 3).min(batch.len());
+            let mut step: Vec<&mut Seq> =
+                batch[..running].iter_mut().filter(|seq| seq.output().len() < 12).collect();
+            rig.step(&mut step, 24);
+        }
+        for (i, (alone, together)) in alone.iter().zip(&batch).enumerate() {
+            same(alone, together, &format!("request {i} at tp {degree}"));
+        }
+    }
+}
+
+#[test]
+fn a_sequence_admitted_again_with_its_accepted_tokens_goes_on_identically() {
+    let mut rig = Rig::new(&demo(), 2);
+    let prompt = goldens(&demo())[0].prompt_ids.clone();
+    for sampling in [greedy(), sampled(7), sampled(8)] {
+        let mut whole = rig.sequence(&prompt, prompt.len(), sampling.clone());
+        rig.run(&mut whole, 24, u32::MAX);
+        for accepted in [1, 7, 23] {
+            let tokens = &whole.tokens[..prompt.len() + accepted];
+            let mut again = rig.sequence(tokens, prompt.len(), sampling.clone());
+            rig.run(&mut again, 24, 10);
+            assert_eq!(again.tokens, whole.tokens, "after {accepted} tokens");
+            rig.forget(&[&again]);
+        }
+    }
+}
+
+#[test]
+fn seeds_and_choices_differ() {
+    let mut rig = Rig::new(&demo(), 1);
+    let prompt = goldens(&demo())[0].prompt_ids.clone();
+    let mut run = |seed, choice| {
+        let sampling = SamplingParams { choice, ..sampled(seed) };
+        let mut seq = rig.sequence(&prompt, prompt.len(), sampling);
+        rig.run(&mut seq, 24, u32::MAX);
+        rig.forget(&[&seq]);
+        seq.output().to_vec()
+    };
+    assert_eq!(run(1, 0), run(1, 0));
+    assert_ne!(run(1, 0), run(2, 0));
+    assert_ne!(run(1, 0), run(1, 1));
+}
