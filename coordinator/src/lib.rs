@@ -6,6 +6,7 @@
 //! - [`replica`]: one replica in operation: scheduler, request channels, ranks' links
 //! - [`cluster`]: PURE: workers to replicas, epochs; and the actor around it
 //! - [`links`]: workers' connections
+//! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
@@ -15,3 +16,4 @@ pub mod links;
 pub mod metrics;
 pub mod replica;
 pub mod scheduler;
+pub mod text;

@@ -106,7 +106,12 @@ impl Rig {
     }
 
     /// A new sequence; `tokens` beyond `num_prompt` were accepted before.
-    pub(crate) fn sequence(&mut self, tokens: &[u32], num_prompt: usize, sampling: SamplingParams) -> Seq {
+    pub(crate) fn sequence(
+        &mut self,
+        tokens: &[u32],
+        num_prompt: usize,
+        sampling: SamplingParams,
+    ) -> Seq {
         self.next_seq += 1;
         Seq {
             id: SeqId(self.next_seq),

@@ -92,11 +92,7 @@ impl ReplicaDriver {
     }
 
     /// Takes a request, or tells it at once why not.
-    pub fn submit(
-        &mut self,
-        mut request: GenerateRequest,
-        events: mpsc::Sender<EngineEvent>,
-    ) {
+    pub fn submit(&mut self, mut request: GenerateRequest, events: mpsc::Sender<EngineEvent>) {
         let id = request.id;
         let stop_checks = std::mem::take(&mut request.stop_checks);
         let n = u32::try_from(request.sampling.len()).unwrap_or(u32::MAX);
