@@ -78,13 +78,19 @@ impl ApiError {
     /// The body is too large: 413.
     #[must_use]
     pub fn too_large(max: usize) -> Self {
-        Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("The body is over the bound of {max} bytes"))
+        Self::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            format!("The body is over the bound of {max} bytes"),
+        )
     }
 
     /// The body did not come in time: 408.
     #[must_use]
     pub fn too_slow(seconds: u64) -> Self {
-        Self::new(StatusCode::REQUEST_TIMEOUT, format!("The body did not arrive within {seconds} s"))
+        Self::new(
+            StatusCode::REQUEST_TIMEOUT,
+            format!("The body did not arrive within {seconds} s"),
+        )
     }
 
     /// The server is at its bound: 503.
@@ -124,7 +130,9 @@ impl From<EngineError> for ApiError {
                 ..Self::new(StatusCode::TOO_MANY_REQUESTS, message)
             },
             EngineError::TooLarge { .. } => Self::context_length("max_tokens", message),
-            EngineError::Unavailable { .. } | EngineError::ShuttingDown => Self::overloaded(message),
+            EngineError::Unavailable { .. } | EngineError::ShuttingDown => {
+                Self::overloaded(message)
+            }
             EngineError::Corrupted => Self::new(StatusCode::INTERNAL_SERVER_ERROR, message),
         }
     }

@@ -314,7 +314,9 @@ fn include_usage(fields: &Fields, stream: bool) -> Result<bool, ApiError> {
         Some(Value::Object(options)) => match options.get("include_usage") {
             None | Some(Value::Null) => Ok(false),
             Some(Value::Bool(include)) => Ok(*include),
-            Some(other) => Err(Fields::wrong("stream_options.include_usage", other, "true or false")),
+            Some(other) => {
+                Err(Fields::wrong("stream_options.include_usage", other, "true or false"))
+            }
         },
         Some(other) => Err(Fields::wrong(name, other, "an object")),
     }
@@ -347,9 +349,10 @@ fn token_ids(
     text: &TextModel,
 ) -> Result<Vec<u32>, ApiError> {
     let Some(value) = fields.get(name) else { return Ok(Vec::new()) };
-    let ids = value.as_array().filter(|list| list.len() <= max).and_then(|list| {
-        list.iter().map(|id| token_id(id, text)).collect::<Option<Vec<u32>>>()
-    });
+    let ids = value
+        .as_array()
+        .filter(|list| list.len() <= max)
+        .and_then(|list| list.iter().map(|id| token_id(id, text)).collect::<Option<Vec<u32>>>());
     ids.ok_or_else(|| {
         let expected =
             format!("a list of at most {max} token ids from 0 to {}", text.vocab_size - 1);

@@ -120,14 +120,18 @@ impl AppState {
         work: impl FnOnce(&TextModel) -> Result<R, ApiError> + Send + 'static,
     ) -> Result<R, ApiError> {
         let busy = || ApiError::overloaded("the tokenizer is overloaded");
-        let permit = tokio::time::timeout(TOKENIZE_DEADLINE, self.tokenizers.clone().acquire_owned());
+        let permit =
+            tokio::time::timeout(TOKENIZE_DEADLINE, self.tokenizers.clone().acquire_owned());
         let permit = permit.await.map_err(|_| busy())?.map_err(|_| busy())?;
         let text = self.text.clone();
         let work = actix_web::web::block(move || {
             let _permit = permit;
             work(&text)
         });
-        tokio::time::timeout(TOKENIZE_DEADLINE, work).await.map_err(|_| busy())?.map_err(|_| busy())?
+        tokio::time::timeout(TOKENIZE_DEADLINE, work)
+            .await
+            .map_err(|_| busy())?
+            .map_err(|_| busy())?
     }
 }
 
