@@ -6,12 +6,14 @@
 //! - [`replica`]: one replica in operation: scheduler, request channels, ranks' links
 //! - [`cluster`]: PURE: workers to replicas, epochs; and the actor around it
 //! - [`links`]: workers' connections
+//! - [`coordinator`]: puts everything together
 //! - [`http`]: the API
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
 pub mod cluster;
+pub mod coordinator;
 pub mod engine;
 pub mod http;
 pub mod links;

@@ -27,6 +27,7 @@ use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{
     Cancel, EpochFailed, FailAll, Lost, Ready, ReplicaActor, ReplicaLoad, StepDone, Submit,
 };
+use crate::scheduler::ConfigError;
 
 /// How often time passes for the core.
 const TICK: Duration = Duration::from_millis(50);
@@ -67,8 +68,9 @@ struct RunningReplica {
 }
 
 /// Makes a replica's actor when the core makes a replica.
-pub type ReplicaFactory =
-    Box<dyn Fn(ReplicaId, Addr<ClusterActor>, Arc<ReplicaLoad>) -> ReplicaActor>;
+pub type ReplicaFactory = Box<
+    dyn Fn(ReplicaId, Addr<ClusterActor>, Arc<ReplicaLoad>) -> Result<ReplicaActor, ConfigError>,
+>;
 
 /// See the module's documentation. Lives as long as the coordinator.
 pub struct ClusterActor {
@@ -179,12 +181,20 @@ impl ClusterActor {
         let tensor_parallel = self.tensor_parallel;
         let config = ReplicaConfig { engine: self.engine.clone(), num_blocks, tensor_parallel };
         self.hub.observer().record().replica_ready(id, &config);
-        let make = &self.make_replica;
-        let running = self.replicas.entry(id).or_insert_with(|| {
+        if !self.replicas.contains_key(&id) {
             let load = Arc::new(ReplicaLoad::default());
-            let addr = make(id, ctx.address(), load.clone()).start();
-            RunningReplica { addr, load, serving: None }
-        });
+            match (self.make_replica)(id, ctx.address(), load.clone()) {
+                Ok(actor) => {
+                    let addr = actor.start();
+                    self.replicas.insert(id, RunningReplica { addr, load, serving: None });
+                }
+                Err(error) => {
+                    self.unservable = Some(error.to_string());
+                    return;
+                }
+            }
+        }
+        let Some(running) = self.replicas.get_mut(&id) else { return };
         running.addr.do_send(Ready { epoch, num_blocks, ranks: links, workers: ranks.clone() });
         running.serving = Some((epoch, ranks));
     }

@@ -86,7 +86,8 @@ struct Watcher {
 impl Watcher {
     async fn run(mut self) {
         let clock = SystemClock::start();
-        let mut supervisor = Supervisor::new(RestartPolicy::default(), u64::from(std::process::id()));
+        let mut supervisor =
+            Supervisor::new(RestartPolicy::default(), u64::from(std::process::id()));
         loop {
             let ended = match self.spawn() {
                 Ok(child) => match self.watch(child).await {
@@ -128,6 +129,8 @@ impl Watcher {
 
     /// Waits for the process's end; `None` when it was stopped on purpose.
     async fn watch(&mut self, mut child: Child) -> Option<ExitStatus> {
+        // Held here, because waiting for a child closes the stdin it still has.
+        let stdin = child.stdin.take();
         loop {
             tokio::select! {
                 status = child.wait() => return status.ok().or_else(|| Some(ExitStatus::default())),
@@ -138,7 +141,7 @@ impl Watcher {
                     }
                 }
                 _ = self.stopped.changed() => {
-                    drop(child.stdin.take());
+                    drop(stdin);
                     if tokio::time::timeout(STOP_PATIENCE, child.wait()).await.is_err() {
                         let _ = child.kill().await;
                     }
