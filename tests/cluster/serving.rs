@@ -161,7 +161,7 @@ async fn disconnects_return_kv_use_to_zero() {
             let client = client.clone();
             open.push(tokio::spawn(async move { client.open("/v1/completions", &body).await }));
         }
-        let busy = |s: &testkit::scrape::Scrape| s.sum("tutti_kv_blocks_used", &[]) > 8.0;
+        let busy = |s: &testkit::scrape::Scrape| s.sum("tutti_kv_cache_used_blocks", &[]) > 8.0;
         let scrape = client.scrape_until(Duration::from_secs(10), busy).await.unwrap();
         assert!(busy(&scrape), "requests must be running before they are dropped");
         for task in open {
@@ -169,7 +169,7 @@ async fn disconnects_return_kv_use_to_zero() {
             task.abort();
             drop(task.await);
         }
-        let idle = |s: &testkit::scrape::Scrape| s.sum("tutti_kv_blocks_used", &[]) == 0.0;
+        let idle = |s: &testkit::scrape::Scrape| s.sum("tutti_kv_cache_used_blocks", &[]) == 0.0;
         let scrape = client.scrape_until(Duration::from_secs(5), idle).await.unwrap();
         assert!(idle(&scrape), "stream = {stream}: blocks leaked");
         assert_eq!(scrape.sum("tutti_requests_running", &[]), 0.0);
