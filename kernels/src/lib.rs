@@ -7,6 +7,7 @@
 //! - [`mapped`]: model files in memory
 //! - [`error`]: what can go wrong
 //! - [`philox`]: the random numbers of sampling
+//! - [`mod@reference`]: the float32 backend that is every other backend's oracle
 //! - [`sampling`]: the parameters and results of token sampling
 //!
 //! Names no other crate of the workspace.
@@ -17,9 +18,12 @@ pub mod cpu;
 pub mod error;
 pub mod mapped;
 pub mod philox;
+pub mod reference;
 pub mod sampling;
 
 pub use backend::Backend;
 pub use collective::Collective;
 pub use cpu::CpuBackend;
 pub use error::{CollectiveError, KernelError};
+pub use mapped::MappedFile;
+pub use reference::ReferenceBackend;
