@@ -4,16 +4,21 @@ use std::path::Path;
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
-use crate::rig::Rig;
+use crate::rig::{On, Rig};
 
 /// How far a log-probability may be off.
 const TOLERANCE: f64 = 1e-3;
 
-fn check(model: &Path, degrees: &[u32]) {
+fn check(model: &Path) {
+    check_on(On::Cpu, model, &[1, 2, 4]);
+    check_on(On::Reference, model, &[1, 2]);
+}
+
+fn check_on(backend: On, model: &Path, degrees: &[u32]) {
     let goldens = goldens(model);
     assert!(goldens.len() >= 6);
     for degree in degrees {
-        let mut rig = Rig::new(model, *degree);
+        let mut rig = Rig::on(backend, model, *degree);
         let (mut worst, mut compared) = (0.0f64, 0);
         for golden in &goldens {
             let at = format!("{} at tp {degree}", golden.name);
@@ -47,21 +52,24 @@ fn check(model: &Path, degrees: &[u32]) {
             }
             rig.forget(&[&seq]);
         }
-        println!("{} tp {degree}: {compared} tokens, worst error {worst:.1e}", model.display());
+        println!(
+            "{} on {backend:?} tp {degree}: {compared} tokens, worst error {worst:.1e}",
+            model.display()
+        );
         assert!(compared >= goldens.len() * 30, "{compared} tokens compared");
     }
 }
 
 #[test]
 fn demo_model() {
-    check(&demo(), &[1, 2, 4]);
+    check(&demo());
 }
 
 macro_rules! variants {
     ($($test:ident: $folder:literal,)*) => {
         $(#[test]
         fn $test() {
-            check(&variant($folder), &[1, 2, 4]);
+            check(&variant($folder));
         })*
     };
 }

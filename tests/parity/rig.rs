@@ -4,8 +4,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kernels::CpuBackend;
 use kernels::collective::{Collective, local_group};
+use kernels::reference::ReferenceBackend;
+use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceOutput, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
@@ -52,17 +53,34 @@ impl Seq {
     }
 }
 
-/// One rank's engine.
+/// Which backend computes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum On {
+    /// The fast one, with the instructions of this machine.
+    Cpu,
+    /// The oracle.
+    Reference,
+}
+
+/// One rank's engine on the fast backend.
 pub(crate) fn engine(
     model: &Path,
     rank: u32,
     degree: u32,
     collective: Box<dyn Collective>,
 ) -> Result<Engine<CpuBackend>, ModelError> {
+    engine_on(model, rank, degree, CpuBackend::new(1, collective)?)
+}
+
+fn engine_on<B: Backend>(
+    model: &Path,
+    rank: u32,
+    degree: u32,
+    mut backend: B,
+) -> Result<Engine<B>, ModelError> {
     let config = ModelConfig::load(model)?;
     let shard = Shard::new(&config, rank, degree)?;
     let files = WeightFiles::open(model)?;
-    let mut backend = CpuBackend::new(1, collective)?;
     let positions = config.max_positions;
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
@@ -79,8 +97,28 @@ pub(crate) fn engine(
     Ok(engine)
 }
 
+fn serve<B: Backend>(
+    rank: u32,
+    mut engine: Engine<B>,
+    plans: Receiver<StepPlan>,
+    sender: &Sender<Result<Vec<SequenceOutput>, String>>,
+) {
+    for plan in plans {
+        let mut outputs = Vec::new();
+        let result = engine.step(&plan, &mut outputs);
+        if rank == 0 || result.is_err() {
+            let result = result.map(|_| outputs).map_err(|error| error.to_string());
+            let _ = sender.send(result);
+        }
+    }
+}
+
 impl Rig {
     pub(crate) fn new(model: &Path, degree: u32) -> Self {
+        Self::on(On::Cpu, model, degree)
+    }
+
+    pub(crate) fn on(backend: On, model: &Path, degree: u32) -> Self {
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
         let (sender, outputs) = channel();
         let mut plans = Vec::new();
@@ -90,15 +128,19 @@ impl Rig {
             plans.push(plan_sender);
             let model = model.to_owned();
             let sender = sender.clone();
-            threads.push(std::thread::spawn(move || {
-                let mut engine = engine(&model, rank, degree, collective).unwrap();
-                for plan in plan_receiver {
-                    let mut outputs = Vec::new();
-                    let result = engine.step(&plan, &mut outputs);
-                    if rank == 0 || result.is_err() {
-                        let result = result.map(|_| outputs).map_err(|e| e.to_string());
-                        let _ = sender.send(result);
-                    }
+            threads.push(std::thread::spawn(move || match backend {
+                On::Cpu => {
+                    serve(
+                        rank,
+                        engine(&model, rank, degree, collective).unwrap(),
+                        plan_receiver,
+                        &sender,
+                    );
+                }
+                On::Reference => {
+                    let backend = ReferenceBackend::new(collective);
+                    let engine = engine_on(&model, rank, degree, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
                 }
             }));
         }

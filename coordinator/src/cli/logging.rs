@@ -5,7 +5,8 @@ use tracing_subscriber::EnvFilter;
 
 /// Installs the global subscriber; later calls change nothing.
 pub(crate) fn init(level: &str) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(format!("{level},actix_server=warn")));
+    let filter = EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| EnvFilter::new(format!("{level},actix_server=warn")));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
