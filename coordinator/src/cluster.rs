@@ -281,10 +281,9 @@ impl Cluster {
         for replica in self.replicas.values_mut() {
             replica.fill(&mut free);
         }
-        let mut next = self.replicas.keys().next_back().map_or(0, |id| id.0 + 1);
-        for group in place(&free, world_size) {
-            self.replicas.insert(ReplicaId(next), Replica::new(group));
-            next += 1;
+        let next = self.replicas.keys().next_back().map_or(0, |id| id.0 + 1);
+        for (id, group) in (next..).zip(place(&free, world_size)) {
+            self.replicas.insert(ReplicaId(id), Replica::new(group));
         }
         let due: Vec<ReplicaId> = self
             .replicas

@@ -5,6 +5,12 @@
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test ends by panicking"
+)]
 
 mod by_hand;
 mod counters;

@@ -70,7 +70,7 @@ pub(crate) fn coordinator_options(
 }
 
 /// The demo model of the repository: in the working folder, or beside where the program was built.
-fn demo_model() -> Result<PathBuf, CliError> {
+pub(crate) fn demo_model() -> Result<PathBuf, CliError> {
     let demo = Path::new("models/demo");
     let mut candidates = vec![demo.to_owned()];
     if let Ok(program) = std::env::current_exe() {

@@ -256,7 +256,7 @@ impl ClusterActor {
         not_ready(&self.view.borrow(), self.tensor_parallel)
     }
 
-    fn from_worker(&mut self, ctx: &mut Context<Self>, worker: WorkerId, frame: &Frame) {
+    fn take(&mut self, ctx: &mut Context<Self>, worker: WorkerId, frame: &Frame) {
         let message = match codec::decode_message::<FromWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
@@ -516,7 +516,7 @@ impl Handler<FromLink> for ClusterActor {
             return;
         }
         match event {
-            LinkEvent::Frame(frame) => self.from_worker(ctx, worker, &frame),
+            LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
             LinkEvent::Suspect => tracing::warn!(%worker, "the worker is silent"),
             LinkEvent::Alive => tracing::info!(%worker, "the worker is heard again"),
             LinkEvent::Closed { reason } => {

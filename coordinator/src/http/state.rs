@@ -63,7 +63,6 @@ impl std::fmt::Debug for AppState {
 impl AppState {
     /// Puts the state together. `run` is drawn at random for this process.
     #[must_use]
-    #[expect(clippy::too_many_arguments, reason = "made in one place, from as many parts")]
     pub fn new(
         model_name: &str,
         text: Arc<TextModel>,

@@ -189,10 +189,9 @@ impl ReplicaActor {
             let slow = slow.join(", ");
             self.end_epoch(format!("a step took over {} s on {slow}", waited.as_secs()));
         }
-        if self.epoch.is_some() && now.saturating_sub(self.last_step_sent) >= CANARY_INTERVAL {
-            if self.driver.canary(now, &mut self.plan) {
-                self.send_plan();
-            }
+        let quiet = now.saturating_sub(self.last_step_sent) >= CANARY_INTERVAL;
+        if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
+            self.send_plan();
         }
         self.drive();
     }

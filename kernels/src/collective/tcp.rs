@@ -52,9 +52,9 @@ pub fn tcp(options: &TcpOptions<'_>) -> Result<Box<dyn Collective>, CollectiveEr
     }
     let deadline = Instant::now() + options.timeout;
     let mut peers: Vec<Option<Peer>> = (0..ranks).map(|_| None).collect();
-    for rank in 0..options.rank as usize {
+    for (rank, peer) in peers.iter_mut().enumerate().take(options.rank as usize) {
         let stream = dial(options, rank, deadline)?;
-        peers[rank] = Some(Peer::new(stream).map_err(|e| setup(rank, &e))?);
+        *peer = Some(Peer::new(stream).map_err(|error| setup(rank, &error))?);
     }
     accept(options, &mut peers, deadline)?;
     let streams = peers.iter().flatten().map(|peer| peer.stream.try_clone()).collect();

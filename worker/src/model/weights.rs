@@ -62,7 +62,6 @@ struct Loader<'a, B> {
 ///
 /// # Errors
 /// [`ModelError`].
-#[expect(clippy::type_complexity, reason = "the backend's own types")]
 pub fn load<B: Backend>(
     backend: &mut B,
     files: &WeightFiles,
