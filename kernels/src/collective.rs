@@ -6,8 +6,8 @@
 //!
 //! - [`single`]: one rank
 //! - [`local`]: threads of one process
-//! - [`shared_memory`]: processes of one host
-//! - [`tcp`]: processes of several hosts
+//! - [`mod@shared_memory`]: processes of one host
+//! - [`mod@tcp`]: processes of several hosts
 mod exchange;
 pub mod local;
 mod region;
