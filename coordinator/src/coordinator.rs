@@ -137,6 +137,12 @@ impl Coordinator {
         let (http_listener, http_addr) = listen(options.listen, "--listen")?;
         let (cluster_listener, cluster_addr) = listen(options.cluster_listen, "--cluster-listen")?;
 
+        if !cluster_addr.ip().is_loopback() {
+            tracing::warn!(
+                address = %cluster_addr,
+                "links to workers are not authenticated: anyone who reaches this address can join"
+            );
+        }
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let hub = Arc::new(Hub::new(Incarnation(options.run), metrics::Limits::default()));
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

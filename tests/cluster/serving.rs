@@ -4,6 +4,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::models::{demo, goldens};
+use testkit::scrape::Scrape;
 
 use crate::{STORY, greedy, text, text_goldens, up};
 
@@ -147,6 +148,36 @@ async fn forced_preemption_changes_no_text() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn four_ranks_and_two_replicas_give_the_golden_text_too() {
+    for (workers, degree, replicas) in [("4", "4", ["0"].as_slice()), ("2", "1", &["0", "1"])] {
+        let cluster = up(&["--workers", workers, "--tensor-parallel", degree]).await;
+        let client = cluster.client().unwrap();
+        let every = |s: &Scrape| s.sum("tutti_cache_config_info", &[]) == replicas.len() as f64;
+        client.scrape_until(Duration::from_secs(10), every).await.unwrap();
+        let tasks: Vec<_> = text_goldens()
+            .into_iter()
+            .map(|golden| {
+                let client = client.clone();
+                tokio::spawn(async move {
+                    let mut body = greedy(golden.prompt_ids.clone(), 32);
+                    body["ignore_eos"] = json!(true);
+                    let reply = client.post("/v1/completions", &body).await.unwrap();
+                    assert_eq!(text(&reply.body), visible(&golden.greedy_text), "{}", golden.name);
+                })
+            })
+            .collect();
+        for task in tasks {
+            task.await.unwrap();
+        }
+        let scrape = client.scrape().await.unwrap();
+        for replica in replicas {
+            let tokens = scrape.sum("tutti_generation_tokens_total", &[("replica", replica)]);
+            assert!(tokens > 0.0, "replica {replica} of {workers} workers did nothing");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disconnects_return_kv_use_to_zero() {
     let cluster = up(&[]).await;
     let client = cluster.client().unwrap();
@@ -161,7 +192,7 @@ async fn disconnects_return_kv_use_to_zero() {
             let client = client.clone();
             open.push(tokio::spawn(async move { client.open("/v1/completions", &body).await }));
         }
-        let busy = |s: &testkit::scrape::Scrape| s.sum("tutti_kv_cache_used_blocks", &[]) > 8.0;
+        let busy = |s: &Scrape| s.sum("tutti_kv_cache_used_blocks", &[]) > 8.0;
         let scrape = client.scrape_until(Duration::from_secs(10), busy).await.unwrap();
         assert!(busy(&scrape), "requests must be running before they are dropped");
         for task in open {
@@ -169,7 +200,7 @@ async fn disconnects_return_kv_use_to_zero() {
             task.abort();
             drop(task.await);
         }
-        let idle = |s: &testkit::scrape::Scrape| s.sum("tutti_kv_cache_used_blocks", &[]) == 0.0;
+        let idle = |s: &Scrape| s.sum("tutti_kv_cache_used_blocks", &[]) == 0.0;
         let scrape = client.scrape_until(Duration::from_secs(5), idle).await.unwrap();
         assert!(idle(&scrape), "stream = {stream}: blocks leaked");
         assert_eq!(scrape.sum("tutti_requests_running", &[]), 0.0);

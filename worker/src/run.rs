@@ -1,6 +1,8 @@
 //! Puts a worker together: executor, actor, link; used by `tutti worker` and by tests.
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{
+    IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _, UdpSocket,
+};
 use std::sync::Arc;
 
 use actix::Actor as _;
@@ -26,8 +28,9 @@ pub struct WorkerOptions {
     pub host: String,
     /// Compute threads.
     pub threads: u32,
-    /// Where the TCP collective listens.
-    pub collective_listen: SocketAddr,
+    /// Where the TCP collective listens; by default any port of the address from which this host
+    /// reaches the coordinator.
+    pub collective_listen: Option<SocketAddr>,
     /// This process run.
     pub incarnation: u64,
 }
@@ -37,7 +40,11 @@ pub struct WorkerOptions {
 /// # Errors
 /// When the collective's address cannot be bound or the executor has no thread.
 pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
-    let listener = TcpListener::bind(options.collective_listen)?;
+    let listen = match options.collective_listen {
+        Some(address) => address,
+        None => SocketAddr::new(address_towards(&options.coordinator)?, 0),
+    };
+    let listener = TcpListener::bind(listen)?;
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
@@ -67,6 +74,21 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
     WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
     Ok(ended.await.unwrap_or(failed))
+}
+
+/// The address of this host on the way to `peer`.
+fn address_towards(peer: &str) -> io::Result<IpAddr> {
+    let unknown = || {
+        let message = format!("the coordinator's address {peer} cannot be resolved");
+        io::Error::new(io::ErrorKind::InvalidInput, message)
+    };
+    let peer = peer.to_socket_addrs().ok().and_then(|mut all| all.next()).ok_or_else(unknown)?;
+    let any: IpAddr =
+        if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    // Connecting a datagram socket sends nothing; it only chooses the way.
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(peer)?;
+    Ok(socket.local_addr()?.ip())
 }
 
 /// Memory that could be had without swapping, in bytes; 0 where the system does not say.

@@ -90,10 +90,10 @@ pub(crate) struct WorkerArgs {
     /// This worker's name, unique in the cluster [default: HOSTNAME-PID]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
-    /// Where this worker accepts other ranks of its replica (TCP collective); the address other
-    /// hosts reach it at
-    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:0")]
-    pub(crate) collective_listen: SocketAddr,
+    /// Where this worker accepts other ranks of its replica (TCP collective), as other hosts reach
+    /// it [default: any port of the address that leads to the coordinator]
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) collective_listen: Option<SocketAddr>,
     /// Identifies the host: workers with equal values exchange data through shared memory, others
     /// over TCP [default: the boot id]
     #[arg(long, value_name = "ID")]
