@@ -8,7 +8,8 @@
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
-    reason = "a test ends by panicking"
+    clippy::print_stdout,
+    reason = "tests panic and print"
 )]
 
 mod broken;
