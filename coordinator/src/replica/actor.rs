@@ -40,7 +40,8 @@ pub struct ReplicaActor {
     load: Arc<ReplicaLoad>,
     /// Told when the epoch must end.
     cluster: Recipient<EpochFailed>,
-    last_step_sent: Duration,
+    /// When a step was last sent in this epoch.
+    last_step_sent: Option<Duration>,
 }
 
 /// One rank, as its replica sees it.
@@ -135,7 +136,7 @@ impl ReplicaActor {
             plan: StepPlan::default(),
             load,
             cluster,
-            last_step_sent: Duration::ZERO,
+            last_step_sent: None,
         }
     }
 
@@ -153,7 +154,7 @@ impl ReplicaActor {
     /// Encodes the plan once and sends the same bytes to every rank.
     fn send_plan(&mut self) {
         let Some(epoch) = self.epoch else { return };
-        self.last_step_sent = self.clock.now();
+        self.last_step_sent = Some(self.clock.now());
         let message = ToWorker::Step(std::mem::take(&mut self.plan));
         let sent = Encoded::new(&message).map_err(|error| error.to_string()).and_then(|encoded| {
             self.ranks.iter().try_for_each(|rank| {
@@ -189,7 +190,8 @@ impl ReplicaActor {
             let slow = slow.join(", ");
             self.end_epoch(format!("a step took over {} s on {slow}", waited.as_secs()));
         }
-        let quiet = now.saturating_sub(self.last_step_sent) >= CANARY_INTERVAL;
+        let quiet =
+            self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
         if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
             self.send_plan();
         }
@@ -237,7 +239,7 @@ impl Handler<Ready> for ReplicaActor {
             .collect();
         self.driver.ready(self.clock.now(), epoch, num_blocks);
         // The first canary goes out at once: readiness waits for it.
-        self.last_step_sent = Duration::ZERO;
+        self.last_step_sent = None;
         self.drive();
         self.tick();
     }
