@@ -142,11 +142,11 @@ async fn models_health_version_and_metrics() {
     );
     let model = rig.client.get("/v1/models/demo").await.unwrap();
     assert_eq!((model.status, model.body["object"].as_str()), (200, Some("model")));
-    let other = rig.client.get("/v1/models/org%2Fother").await.unwrap();
-    assert_eq!(
-        (other.status, other.body["error"]["code"].as_str()),
-        (404, Some("model_not_found"))
-    );
+    for other in ["/v1/models/org%2Fother", "/v1/models/org/other"] {
+        let other = rig.client.get(other).await.unwrap();
+        let code = other.body["error"]["code"].as_str();
+        assert_eq!((other.status, code), (404, Some("model_not_found")));
+    }
     for path in ["/health", "/live", "/ready", "/version"] {
         assert_eq!(rig.client.get(path).await.unwrap().status, 200, "{path}");
     }
