@@ -1,0 +1,19 @@
+//! The pure scheduler against a fake worker whose every token depends on all tokens before it, so
+//! that any gap, repeat or reorder shows.
+//!
+//! - [`worker`]: applies plans exactly as the protocol says, and refuses any other
+//! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
+//! - [`random`]: random schedules
+//! - [`scenarios`]: the main cases, readable
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "tests panic and print"
+)]
+
+mod random;
+mod rig;
+mod scenarios;
+mod worker;

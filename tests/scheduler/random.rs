@@ -1,0 +1,107 @@
+//! Random schedules of everything that can happen, with few blocks.
+use coordinator::engine::EngineError;
+use coordinator::scheduler::SchedulerConfig;
+use proptest::prelude::*;
+
+use crate::rig::{ClientRequest, Rig};
+
+#[derive(Clone, Debug)]
+enum Event {
+    Submit(ClientRequest),
+    Plan,
+    Deliver,
+    Cancel(u64),
+    Canary,
+    Lost,
+    Ready(u32),
+}
+
+fn request() -> impl Strategy<Value = ClientRequest> {
+    (
+        prop::collection::vec(0u32..50, 1..60),
+        prop_oneof![4 => Just(1u32), 1 => 2u32..4],
+        0u32..40,
+        prop::collection::vec(0u32..50, 0..3),
+        0u32..6,
+        prop::option::weighted(0.3, 0u32..50),
+        any::<u64>(),
+        prop::bool::weighted(0.2),
+    )
+        .prop_map(
+            |(prompt, n, max_tokens, end_tokens, min_tokens, stop_token, seed, logprobs)| {
+                let prompt_logprobs = logprobs && prompt.len() > 1;
+                ClientRequest {
+                    prompt,
+                    n,
+                    max_tokens,
+                    end_tokens,
+                    min_tokens: min_tokens.min(max_tokens),
+                    stop_token,
+                    seed,
+                    prompt_logprobs,
+                }
+            },
+        )
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        4 => request().prop_map(Event::Submit),
+        20 => Just(Event::Plan),
+        18 => Just(Event::Deliver),
+        2 => (0u64..40).prop_map(Event::Cancel),
+        1 => Just(Event::Canary),
+        1 => Just(Event::Lost),
+        2 => (7u32..30).prop_map(Event::Ready),
+    ]
+}
+
+fn config() -> impl Strategy<Value = SchedulerConfig> {
+    (1u32..6, 1u32..3, 1u32..8, 0u32..40).prop_map(|(seqs, steps, queued, budget)| {
+        SchedulerConfig {
+            block_size: 16,
+            max_model_len: 100,
+            max_num_seqs: seqs,
+            max_num_batched_tokens: seqs + budget,
+            max_queued_requests: queued,
+            max_steps_in_flight: steps,
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn nothing_is_lost_repeated_or_leaked(
+        config in config(),
+        events in prop::collection::vec(event(), 1..250),
+    ) {
+        let mut rig = Rig::new(config);
+        rig.ready(12);
+        for event in events {
+            match event {
+                Event::Submit(client) => match rig.submit(client) {
+                    Ok(_) => {}
+                    Err(EngineError::QueueFull { queued, max, .. }) => {
+                        prop_assert!(queued >= max && max == config.max_queued_requests);
+                    }
+                    Err(EngineError::TooLarge { needed, available }) => {
+                        prop_assert!(needed > available);
+                    }
+                    Err(other) => prop_assert!(false, "{other}"),
+                },
+                Event::Plan => { rig.plan(); }
+                Event::Deliver => { rig.deliver(); }
+                Event::Cancel(id) => rig.cancel(shared::ids::RequestId(id)),
+                Event::Canary if rig.scheduler.gauges().steps_in_flight
+                    < config.max_steps_in_flight => rig.canary(),
+                Event::Canary => {}
+                Event::Lost => rig.lost(),
+                Event::Ready(blocks) => rig.ready(blocks),
+            }
+        }
+        rig.ready(20);
+        rig.drain();
+    }
+}

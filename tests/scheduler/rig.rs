@@ -1,0 +1,286 @@
+//! Scheduler, worker and clients, with named invariants checked after every event.
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use coordinator::engine::{EngineError, FinishReason, GenerateRequest};
+use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, StepSummary};
+use shared::ids::{Epoch, RequestId, SeqId, StepId};
+use shared::protocol::{SequenceOutput, StepPlan};
+use shared::sampling::SamplingParams;
+
+use crate::worker::{FakeWorker, next_token};
+
+/// A request as its client sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct ClientRequest {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) n: u32,
+    pub(crate) max_tokens: u32,
+    pub(crate) end_tokens: Vec<u32>,
+    pub(crate) min_tokens: u32,
+    /// The token that completes a stop string.
+    pub(crate) stop_token: Option<u32>,
+    pub(crate) seed: u64,
+    pub(crate) prompt_logprobs: bool,
+}
+
+impl Default for ClientRequest {
+    fn default() -> Self {
+        Self {
+            prompt: vec![1, 2, 3],
+            n: 1,
+            max_tokens: 5,
+            end_tokens: Vec::new(),
+            min_tokens: 0,
+            stop_token: None,
+            seed: 1,
+            prompt_logprobs: false,
+        }
+    }
+}
+
+/// What a client got.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Got {
+    pub(crate) tokens: Vec<Vec<u32>>,
+    pub(crate) reasons: Vec<Option<FinishReason>>,
+    pub(crate) dropped: Option<Option<EngineError>>,
+    pub(crate) prompt_logprobs: Option<usize>,
+}
+
+impl Got {
+    fn ended(&self) -> bool {
+        self.dropped.is_some() || self.reasons.iter().all(Option::is_some)
+    }
+}
+
+/// Everything together.
+pub(crate) struct Rig {
+    pub(crate) config: SchedulerConfig,
+    pub(crate) scheduler: Scheduler,
+    pub(crate) worker: Option<FakeWorker>,
+    pub(crate) epoch: u64,
+    in_flight: VecDeque<(StepId, Vec<SequenceOutput>)>,
+    pub(crate) requests: BTreeMap<RequestId, (ClientRequest, Got)>,
+    stop_tokens: BTreeMap<SeqId, u32>,
+    effects: Vec<Effect>,
+    pub(crate) plan: StepPlan,
+    next: u64,
+    pub(crate) totals: StepSummary,
+    pub(crate) preemptions: u32,
+}
+
+impl Rig {
+    pub(crate) fn new(config: SchedulerConfig) -> Self {
+        Self {
+            config,
+            scheduler: Scheduler::new(config).unwrap(),
+            worker: None,
+            epoch: 0,
+            in_flight: VecDeque::new(),
+            requests: BTreeMap::new(),
+            stop_tokens: BTreeMap::new(),
+            effects: Vec::new(),
+            plan: StepPlan::default(),
+            next: 1,
+            totals: StepSummary::default(),
+            preemptions: 0,
+        }
+    }
+
+    pub(crate) fn ready(&mut self, num_blocks: u32) {
+        self.epoch += 1;
+        self.in_flight.clear();
+        self.worker = Some(FakeWorker::new(self.config, num_blocks));
+        self.scheduler.replica_ready(Epoch(self.epoch), num_blocks, &mut self.effects);
+        self.settle();
+    }
+
+    pub(crate) fn lost(&mut self) {
+        self.worker = None;
+        self.in_flight.clear();
+        self.scheduler.replica_lost();
+        assert_eq!(self.scheduler.gauges().running, 0);
+        self.settle();
+    }
+
+    pub(crate) fn submit(&mut self, client: ClientRequest) -> Result<RequestId, EngineError> {
+        let id = RequestId(self.next);
+        self.next += 1;
+        let sampling = |choice| SamplingParams {
+            choice,
+            seed: client.seed,
+            min_tokens: client.min_tokens,
+            prompt_logprobs: client.prompt_logprobs.then_some(0),
+            ..SamplingParams::greedy()
+        };
+        let request = GenerateRequest {
+            id,
+            prompt: client.prompt.clone(),
+            sampling: (0..client.n).map(sampling).collect(),
+            stop_checks: Vec::new(),
+            max_tokens: client.max_tokens,
+            end_tokens: client.end_tokens.clone(),
+            arrived: Duration::ZERO,
+        };
+        let before = self.scheduler.gauges();
+        let seqs = self.scheduler.submit(request).inspect_err(|_| {
+            assert_eq!(self.scheduler.gauges(), before, "a refused request changes nothing");
+        })?;
+        if let Some(token) = client.stop_token {
+            self.stop_tokens.extend(seqs.iter().map(|seq| (*seq, token)));
+        }
+        let n = client.n as usize;
+        let got = Got { tokens: vec![Vec::new(); n], reasons: vec![None; n], ..Got::default() };
+        self.requests.insert(id, (client, got));
+        self.settle();
+        Ok(id)
+    }
+
+    pub(crate) fn cancel(&mut self, id: RequestId) {
+        self.scheduler.cancel(id, &mut self.effects);
+        self.settle();
+    }
+
+    /// Plans one step and lets the worker run it; the answer waits to be delivered.
+    pub(crate) fn plan(&mut self) -> bool {
+        let mut plan = std::mem::take(&mut self.plan);
+        let planned = self.scheduler.plan(&mut plan, &mut self.effects);
+        self.plan = plan;
+        if planned {
+            self.run_plan();
+        }
+        self.settle();
+        planned
+    }
+
+    pub(crate) fn canary(&mut self) {
+        if self.scheduler.canary(&mut self.plan) {
+            self.run_plan();
+        }
+        self.settle();
+    }
+
+    fn run_plan(&mut self) {
+        let worker = self.worker.as_mut().expect("plans are made only while a replica is ready");
+        assert_eq!(self.plan.epoch, Epoch(self.epoch));
+        let outputs = worker.run(&self.plan);
+        self.in_flight.push_back((self.plan.step, outputs));
+    }
+
+    /// Delivers the oldest answer.
+    pub(crate) fn deliver(&mut self) -> bool {
+        let Some((step, outputs)) = self.in_flight.pop_front() else { return false };
+        let stops = &self.stop_tokens;
+        let mut stopped = |seq: SeqId, token: u32| stops.get(&seq) == Some(&token);
+        let epoch = Epoch(self.epoch);
+        self.scheduler.apply(epoch, step, outputs, &mut stopped, &mut self.effects).unwrap();
+        self.settle();
+        true
+    }
+
+    /// Takes all effects and checks the invariants.
+    fn settle(&mut self) {
+        for effect in std::mem::take(&mut self.effects) {
+            self.take(effect);
+        }
+        self.gauges_consistent();
+    }
+
+    fn take(&mut self, effect: Effect) {
+        match effect {
+            Effect::Token { request, choice, token, .. } => {
+                let (client, got) = self.requests.get_mut(&request).unwrap();
+                let choice = choice as usize;
+                assert!(!got.ended() && got.reasons[choice].is_none(), "no_token_after_finish");
+                got.tokens[choice].push(token);
+                let sampling = SamplingParams {
+                    choice: choice as u32,
+                    seed: client.seed,
+                    ..SamplingParams::greedy()
+                };
+                let mut tokens = client.prompt.clone();
+                for (position, token) in got.tokens[choice].iter().enumerate() {
+                    let expected = next_token(&sampling, &tokens);
+                    assert_eq!(*token, expected, "tokens_match_oracle: {request} at {position}");
+                    tokens.push(*token);
+                }
+            }
+            Effect::Finished { request, choice, reason, last, .. } => {
+                let (client, got) = self.requests.get_mut(&request).unwrap();
+                let tokens = &got.tokens[choice as usize];
+                finish_reason_is_right(client, tokens, reason);
+                assert!(got.reasons[choice as usize].replace(reason).is_none());
+                assert_eq!(last, got.ended());
+            }
+            Effect::Dropped { request, error, .. } => {
+                let got = &mut self.requests.get_mut(&request).unwrap().1;
+                assert!(!got.ended(), "a request ends once");
+                got.dropped = Some(error);
+            }
+            Effect::PromptLogprobs { request, logprobs } => {
+                let (client, got) = self.requests.get_mut(&request).unwrap();
+                assert!(got.prompt_logprobs.is_none() && got.tokens[0].is_empty());
+                let tokens: Vec<u32> = logprobs.iter().map(|entry| entry.token).collect();
+                assert_eq!(tokens, client.prompt[1..], "prompt_logprobs_complete");
+                got.prompt_logprobs = Some(tokens.len());
+            }
+            Effect::Preempted { .. } => self.preemptions += 1,
+            Effect::StepDone(step) => {
+                self.totals.prompt += step.prompt;
+                self.totals.generated += step.generated;
+                self.totals.recomputed += step.recomputed;
+                self.totals.wasted += step.wasted;
+            }
+            Effect::FirstScheduled { .. } | Effect::Resumed { .. } => {}
+        }
+    }
+
+    fn gauges_consistent(&self) {
+        let gauges = self.scheduler.gauges();
+        let unfinished = self.requests.values().filter(|(_, got)| !got.ended()).count() as u32;
+        assert_eq!(gauges.in_flight, unfinished, "gauges_consistent");
+        assert_eq!(gauges.running + gauges.waiting, gauges.in_flight);
+        assert!(gauges.blocks_used <= gauges.blocks_total, "blocks_conserved");
+        assert!(gauges.steps_in_flight <= self.config.max_steps_in_flight + 1);
+        if gauges.running == 0 {
+            assert_eq!(gauges.blocks_used, 0, "blocks_conserved: nobody runs");
+        }
+    }
+
+    /// Runs until nothing is left to do; everything must finish within a bound of steps.
+    pub(crate) fn drain(&mut self) {
+        for _ in 0..20_000 {
+            let planned = self.plan();
+            if !planned && !self.deliver() {
+                self.everything_ended();
+                return;
+            }
+        }
+        panic!("no_starvation: not finished: {:?}", self.scheduler.gauges());
+    }
+
+    fn everything_ended(&self) {
+        let gauges = self.scheduler.gauges();
+        assert_eq!((gauges.in_flight, gauges.blocks_used), (0, 0), "everything_freed_at_end");
+        let generated: usize =
+            self.requests.values().flat_map(|(_, got)| &got.tokens).map(Vec::len).sum();
+        assert_eq!(self.totals.generated as usize, generated, "every token is in one step");
+    }
+}
+
+fn finish_reason_is_right(client: &ClientRequest, tokens: &[u32], reason: FinishReason) {
+    let ends = |at: usize| {
+        let may = at + 1 >= client.min_tokens as usize;
+        may && (client.end_tokens.contains(&tokens[at]) || client.stop_token == Some(tokens[at]))
+    };
+    let early = (0..tokens.len().saturating_sub(1)).find(|at| ends(*at));
+    assert_eq!(early, None, "it should have ended at {early:?} of {tokens:?}");
+    match reason {
+        FinishReason::EndToken(token) => {
+            assert!(client.end_tokens.contains(&token) && tokens.last() == Some(&token));
+        }
+        FinishReason::StopString => assert_eq!(tokens.last().copied(), client.stop_token),
+        FinishReason::Length => assert_eq!(tokens.len() as u32, client.max_tokens),
+    }
+}

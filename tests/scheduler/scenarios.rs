@@ -1,0 +1,231 @@
+//! The main cases, readable.
+use std::time::Instant;
+
+use coordinator::engine::{EngineError, FinishReason};
+use coordinator::scheduler::{ApplyError, Scheduler, SchedulerConfig};
+use shared::ids::{Epoch, StepId};
+use shared::protocol::StepPlan;
+
+use crate::rig::{ClientRequest, Rig};
+
+fn config() -> SchedulerConfig {
+    SchedulerConfig {
+        block_size: 16,
+        max_model_len: 1024,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 32,
+        max_queued_requests: 3,
+        max_steps_in_flight: 2,
+    }
+}
+
+fn ready() -> Rig {
+    let mut rig = Rig::new(config());
+    rig.ready(64);
+    rig
+}
+
+fn prompt(len: u32) -> ClientRequest {
+    ClientRequest { prompt: (0..len).map(|i| i % 50).collect(), ..ClientRequest::default() }
+}
+
+/// (count, sample) of each sequence of the last plan.
+fn shares(plan: &StepPlan) -> Vec<(u32, bool)> {
+    plan.sequences.iter().map(|entry| (entry.count, entry.sample)).collect()
+}
+
+#[test]
+fn a_long_prompt_is_prefilled_in_chunks_while_others_decode() {
+    let mut rig = ready();
+    rig.submit(ClientRequest { max_tokens: 20, ..prompt(4) }).unwrap();
+    rig.submit(prompt(70)).unwrap();
+    assert!(rig.plan());
+    assert_eq!(shares(&rig.plan), [(4, true), (28, false)]);
+    assert!(rig.plan());
+    assert_eq!(
+        shares(&rig.plan),
+        [(1, true), (31, false)],
+        "decode first, the rest for the prompt"
+    );
+    rig.deliver();
+    rig.deliver();
+    assert!(rig.plan());
+    assert_eq!(shares(&rig.plan), [(1, true), (11, true)]);
+    rig.drain();
+}
+
+#[test]
+fn one_step_ahead_begins_where_only_the_worker_knows_the_token() {
+    let mut rig = ready();
+    rig.submit(prompt(3)).unwrap();
+    assert!(rig.plan() && rig.plan());
+    assert_eq!((rig.plan.sequences[0].start, rig.plan.sequences[0].count), (3, 1));
+    assert!(!rig.plan(), "two steps are in flight");
+}
+
+#[test]
+fn length_is_known_ahead_and_wastes_nothing() {
+    let mut rig = ready();
+    let id = rig.submit(prompt(3)).unwrap();
+    rig.drain();
+    assert_eq!(rig.requests[&id].1.reasons, [Some(FinishReason::Length)]);
+    assert_eq!((rig.totals.generated, rig.totals.wasted, rig.totals.prompt), (5, 0, 3));
+}
+
+#[test]
+fn a_late_finish_wastes_one_token_and_emits_nothing() {
+    let mut rig = ready();
+    let probe = rig.submit(prompt(3)).unwrap();
+    rig.drain();
+    let second = rig.requests[&probe].1.tokens[0][1];
+    let id = rig.submit(ClientRequest { stop_token: Some(second), ..prompt(3) }).unwrap();
+    rig.totals = Default::default();
+    while rig.plan() || rig.deliver() {}
+    assert_eq!(rig.requests[&id].1.reasons, [Some(FinishReason::StopString)]);
+    assert_eq!((rig.totals.generated, rig.totals.wasted), (2, 1));
+}
+
+#[test]
+fn out_of_blocks_the_last_admitted_waits_at_the_front_and_goes_on_identically() {
+    let mut rig = Rig::new(config());
+    rig.ready(5);
+    let ids: Vec<_> = (0..3)
+        .map(|seed| rig.submit(ClientRequest { max_tokens: 40, seed, ..prompt(14) }).unwrap())
+        .collect();
+    rig.drain();
+    assert!(rig.preemptions > 0, "five blocks cannot hold three sequences of four");
+    assert!(rig.totals.recomputed > 0);
+    assert_eq!(rig.totals.prompt, 3 * 14, "recomputed prompt tokens are not counted again");
+    for id in ids {
+        assert_eq!(rig.requests[&id].1.tokens[0].len(), 40);
+    }
+}
+
+#[test]
+fn a_lost_replica_keeps_what_was_accepted() {
+    let mut rig = ready();
+    let id = rig.submit(ClientRequest { max_tokens: 30, ..prompt(10) }).unwrap();
+    for _ in 0..10 {
+        rig.plan();
+        rig.deliver();
+    }
+    let before = rig.requests[&id].1.tokens[0].clone();
+    assert!(!before.is_empty());
+    rig.plan();
+    rig.lost();
+    assert!(!rig.plan(), "without a replica nothing is planned");
+    rig.ready(64);
+    assert!(rig.plan());
+    let again = &rig.plan.admitted[0];
+    assert_eq!((again.num_prompt, again.tokens.len()), (10, 10 + before.len()));
+    rig.drain();
+    assert_eq!(rig.requests[&id].1.tokens[0].len(), 30);
+}
+
+#[test]
+fn refusals_name_the_bound() {
+    let mut rig = ready();
+    let large = rig.submit(ClientRequest { max_tokens: 1000, ..prompt(40) });
+    assert!(large.is_ok(), "64 blocks hold 1,024 tokens");
+    let mut rig = Rig::new(config());
+    rig.ready(8);
+    let error = rig.submit(ClientRequest { max_tokens: 200, ..prompt(40) }).unwrap_err();
+    assert_eq!(error, EngineError::TooLarge { needed: 15, available: 8 });
+    for _ in 0..3 {
+        rig.submit(prompt(3)).unwrap();
+    }
+    let error = rig.submit(prompt(3)).unwrap_err();
+    assert_eq!(error, EngineError::QueueFull { queued: 3, max: 3, retry_after_s: 1 });
+}
+
+#[test]
+fn answers_of_another_epoch_or_step_change_nothing() {
+    let mut rig = ready();
+    rig.submit(prompt(3)).unwrap();
+    rig.plan();
+    let before = rig.scheduler.gauges();
+    let mut apply = |epoch, step| {
+        let mut effects = Vec::new();
+        let result = rig.scheduler.apply(
+            Epoch(epoch),
+            StepId(step),
+            Vec::new(),
+            &mut |_, _| false,
+            &mut effects,
+        );
+        assert!(effects.is_empty());
+        result
+    };
+    assert_eq!(apply(9, 1), Err(ApplyError::StaleEpoch { got: Epoch(9) }));
+    assert_eq!(apply(1, 2), Err(ApplyError::UnexpectedStep { got: StepId(2) }));
+    assert_eq!(rig.scheduler.gauges(), before);
+    rig.drain();
+}
+
+#[test]
+fn a_request_for_no_tokens_ends_with_its_prompt() {
+    let mut rig = ready();
+    let client = ClientRequest { max_tokens: 0, prompt_logprobs: true, ..prompt(70) };
+    let id = rig.submit(client).unwrap();
+    rig.drain();
+    let got = &rig.requests[&id].1;
+    assert_eq!((got.prompt_logprobs, &got.tokens[0]), (Some(69), &Vec::new()));
+    assert_eq!(got.reasons, [Some(FinishReason::Length)]);
+}
+
+#[test]
+fn cancelling_frees_everything_at_once() {
+    let mut rig = ready();
+    let id = rig.submit(ClientRequest { n: 3, max_tokens: 50, ..prompt(20) }).unwrap();
+    rig.plan();
+    rig.plan();
+    assert!(rig.scheduler.gauges().blocks_used > 0);
+    rig.cancel(id);
+    let gauges = rig.scheduler.gauges();
+    assert_eq!((gauges.in_flight, gauges.blocks_used), (0, 0));
+    rig.drain();
+    assert_eq!(rig.requests[&id].1.dropped, Some(None));
+}
+
+#[test]
+fn bounds_in_conflict_are_named() {
+    let bad = SchedulerConfig { max_num_batched_tokens: 3, ..config() };
+    let error = Scheduler::new(bad).unwrap_err().to_string();
+    assert!(error.contains("max_num_batched_tokens (3)") && error.contains("max_num_seqs (4)"));
+}
+
+/// Run with `--release -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn time_of_a_decode_step_of_256() {
+    let wide = SchedulerConfig {
+        max_num_seqs: 256,
+        max_num_batched_tokens: 8192,
+        max_queued_requests: 1000,
+        ..config()
+    };
+    let mut rig = Rig::new(wide);
+    rig.ready(100_000);
+    for seed in 0..256 {
+        rig.submit(ClientRequest { max_tokens: 400, seed, ..prompt(16) }).unwrap();
+    }
+    let mut plan = StepPlan::default();
+    let mut effects = Vec::new();
+    let mut spent = std::time::Duration::ZERO;
+    let steps = 300;
+    for _ in 0..steps {
+        let began = Instant::now();
+        assert!(rig.scheduler.plan(&mut plan, &mut effects));
+        spent += began.elapsed();
+        let outputs = rig.worker.as_mut().unwrap().run(&plan);
+        let began = Instant::now();
+        let epoch = Epoch(rig.epoch);
+        rig.scheduler.apply(epoch, plan.step, outputs, &mut |_, _| false, &mut effects).unwrap();
+        spent += began.elapsed();
+        effects.clear();
+    }
+    println!(
+        "plan + apply of 256 sequences: {:.1} us",
+        spent.as_secs_f64() * 1e6 / f64::from(steps)
+    );
+}

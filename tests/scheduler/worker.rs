@@ -1,0 +1,126 @@
+//! A worker that applies plans exactly as the protocol says, and refuses any other.
+use std::collections::{BTreeMap, BTreeSet};
+
+use coordinator::scheduler::SchedulerConfig;
+use shared::ids::SeqId;
+use shared::protocol::{SequenceOutput, StepPlan, TokenLogprobs};
+use shared::sampling::SamplingParams;
+
+/// The token that follows `tokens`: depends on seed, choice and everything before.
+pub(crate) fn next_token(sampling: &SamplingParams, tokens: &[u32]) -> u32 {
+    let mut hash = sampling.seed ^ (u64::from(sampling.choice) << 40) ^ tokens.len() as u64;
+    for token in tokens {
+        hash = (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
+    }
+    (hash >> 33) as u32 % 50
+}
+
+#[derive(Debug)]
+struct Known {
+    tokens: Vec<u32>,
+    num_prompt: u32,
+    sampling: SamplingParams,
+    blocks: Vec<u32>,
+    computed: u32,
+}
+
+/// What the ranks of a replica know.
+#[derive(Debug)]
+pub(crate) struct FakeWorker {
+    config: SchedulerConfig,
+    num_blocks: u32,
+    known: BTreeMap<SeqId, Known>,
+    last_step: u64,
+}
+
+impl FakeWorker {
+    pub(crate) fn new(config: SchedulerConfig, num_blocks: u32) -> Self {
+        Self { config, num_blocks, known: BTreeMap::new(), last_step: 0 }
+    }
+
+    /// Runs a plan; panics when it cannot be run (`plan_is_runnable`).
+    pub(crate) fn run(&mut self, plan: &StepPlan) -> Vec<SequenceOutput> {
+        assert_eq!(plan.step.0, self.last_step + 1, "steps_are_consecutive");
+        self.last_step = plan.step.0;
+        for seq in &plan.finished {
+            self.known.remove(seq);
+        }
+        for new in &plan.admitted {
+            let known = Known {
+                tokens: new.tokens.clone(),
+                num_prompt: new.num_prompt,
+                sampling: new.sampling.clone(),
+                blocks: Vec::new(),
+                computed: 0,
+            };
+            let old = self.known.insert(new.seq, known);
+            assert!(old.is_none(), "{} is admitted twice without being forgotten", new.seq);
+        }
+        self.budget_respected(plan);
+        let mut outputs = Vec::new();
+        for entry in &plan.sequences {
+            let known = self.known.get_mut(&entry.seq).expect("a planned sequence is known");
+            assert_eq!(entry.start, known.computed, "{} goes on where it ended", entry.seq);
+            let end = entry.start + entry.count;
+            assert!(entry.count > 0 && end as usize <= known.tokens.len(), "{entry:?}");
+            known.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
+            let room = known.blocks.len() as u32 * self.config.block_size;
+            assert!(room >= end, "{} has blocks for {room} of {end} tokens", entry.seq);
+            known.computed = end;
+            assert!(!entry.sample || end as usize == known.tokens.len(), "samples at the end only");
+            assert!(end <= self.config.max_model_len);
+            outputs.extend(output(known, entry.seq, entry.start, entry.sample));
+        }
+        self.no_block_shared();
+        outputs
+    }
+
+    fn budget_respected(&self, plan: &StepPlan) {
+        let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
+        assert!(tokens <= self.config.max_num_batched_tokens, "{tokens} tokens in a step");
+        assert!(plan.sequences.len() <= self.config.max_num_seqs as usize);
+        let seqs: BTreeSet<SeqId> = plan.sequences.iter().map(|entry| entry.seq).collect();
+        assert_eq!(seqs.len(), plan.sequences.len(), "a sequence occurs once");
+    }
+
+    /// Blocks of sequences the worker has not been told to forget may not overlap, unless their
+    /// owner is about to be forgotten; then it is not in this plan any more.
+    fn no_block_shared(&self) {
+        let mut owners = BTreeMap::new();
+        for (seq, known) in &self.known {
+            for block in &known.blocks {
+                assert!(*block < self.num_blocks, "{seq} has block {block} of {}", self.num_blocks);
+                let other = owners.insert(*block, *seq);
+                assert!(other.is_none(), "no_block_shared: {block} of {seq} and {other:?}");
+            }
+        }
+    }
+}
+
+fn output(known: &mut Known, seq: SeqId, start: u32, sample: bool) -> Option<SequenceOutput> {
+    let end = known.computed;
+    let wants = known.sampling.prompt_logprobs.is_some();
+    let last = end.min(known.num_prompt.saturating_sub(1));
+    let entry = |position: u32| TokenLogprobs {
+        token: known.tokens[position as usize + 1],
+        logprob: -1.0,
+        rank: 1,
+        top: Vec::new(),
+    };
+    let prompt_logprobs: Vec<TokenLogprobs> =
+        if wants { (start..last).map(entry).collect() } else { Vec::new() };
+    if !sample && prompt_logprobs.is_empty() {
+        return None;
+    }
+    let token = sample.then(|| next_token(&known.sampling, &known.tokens));
+    known.tokens.extend(token);
+    Some(SequenceOutput {
+        seq,
+        position: end,
+        token,
+        logprobs: None,
+        prompt_logprobs,
+        prompt_start: start + 1,
+        corrupted: false,
+    })
+}
