@@ -4,6 +4,9 @@
 //! - [`backend`]: the list of operations a device must offer; shapes and dtypes of every argument
 //! - [`collective`]: how tensor-parallel ranks on CPUs exchange data
 //! - [`error`]: what can go wrong
+//! - [`mapped`]: read-only memory-mapped files
+//! - [`philox`]: the random numbers of sampling
+//! - [`mod@reference`]: the float32 backend that is every other backend's oracle
 //! - [`sampling`]: the parameters and results of token sampling
 //!
 //! Names no other crate of the workspace.
@@ -11,8 +14,13 @@
 pub mod backend;
 pub mod collective;
 pub mod error;
+pub mod mapped;
+pub mod philox;
+pub mod reference;
 pub mod sampling;
 
 pub use backend::Backend;
 pub use collective::Collective;
 pub use error::{CollectiveError, KernelError};
+pub use mapped::MappedFile;
+pub use reference::ReferenceBackend;

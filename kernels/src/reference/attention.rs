@@ -1,0 +1,171 @@
+//! RoPE, QK-norm and causal attention over a paged cache, one row and one head at a time.
+use super::tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
+use super::{below, dot, rmsnorm, same};
+use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable, SeqRows};
+use crate::error::KernelError;
+
+/// cos and sin of one position, `head_dim / 2` of each.
+pub(super) fn rope_row(
+    rope: &RopeTable<Vec<f32>>,
+    head_dim: usize,
+    position: u32,
+) -> (&[f32], &[f32]) {
+    let half = head_dim / 2;
+    let start = position as usize * half;
+    (&rope.cos[start..][..half], &rope.sin[start..][..half])
+}
+
+/// Normalises every head where the model does, then rotates it in place.
+pub(super) fn finish_heads(
+    heads: &mut [f32],
+    norm: Option<&[f32]>,
+    cos: &[f32],
+    sin: &[f32],
+    shape: &AttentionShape,
+) {
+    let half = shape.head_dim / 2;
+    for head in heads.chunks_exact_mut(shape.head_dim) {
+        if let Some(norm) = norm {
+            let plain = head.to_vec();
+            rmsnorm(&plain, norm, shape.norm_eps, head);
+        }
+        for i in 0..half {
+            let (x, y) = (head[i], head[i + half]);
+            head[i] = x * cos[i] - y * sin[i];
+            head[i + half] = y * cos[i] + x * sin[i];
+        }
+    }
+}
+
+/// Attention of all rows and heads of one sequence.
+#[allow(clippy::too_many_arguments, reason = "the operation's own arguments and its scratch")]
+pub(super) fn attend(
+    q: &ReferenceBuffer,
+    shape: &AttentionShape,
+    batch: &Batch<'_>,
+    seq: &SeqRows,
+    cache: &ReferenceKvCache,
+    layer: usize,
+    scores: &mut Vec<f32>,
+    out: &mut ReferenceBuffer,
+) {
+    let block_size = cache.shape().block_size;
+    let table = &batch.block_tables[seq.table_start as usize..][..seq.table_len as usize];
+    let slot = |position: usize| {
+        table[position / block_size] as usize * block_size + position % block_size
+    };
+    let head_dim = shape.head_dim;
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    let group = shape.num_heads / shape.num_kv_heads;
+    for i in 0..seq.num_rows as usize {
+        let row = seq.row_start as usize + i;
+        let end = seq.context_len as usize - seq.num_rows as usize + i + 1;
+        let window = shape.sliding_window.map_or(end, |window| window as usize);
+        let visible = end.saturating_sub(window)..end;
+        for head in 0..shape.num_heads {
+            let columns = head * head_dim..(head + 1) * head_dim;
+            let query = &q.row(row)[columns.clone()];
+            scores.clear();
+            scores.extend(visible.clone().map(|position| {
+                scale * dot(query, cache.key(layer, slot(position), head / group))
+            }));
+            softmax(scores);
+            let mixed = &mut out.row_mut(row)[columns];
+            mixed.fill(0.0);
+            for (position, weight) in visible.clone().zip(scores.iter()) {
+                let value = cache.value(layer, slot(position), head / group);
+                for (y, v) in mixed.iter_mut().zip(value) {
+                    *y += weight * v;
+                }
+            }
+        }
+    }
+}
+
+fn softmax(scores: &mut [f32]) {
+    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut sum = 0.0;
+    for score in scores.iter_mut() {
+        *score = (*score - max).exp();
+        sum += *score;
+    }
+    for score in scores.iter_mut() {
+        *score /= sum;
+    }
+}
+
+fn check_shape(
+    op: &'static str,
+    shape: &AttentionShape,
+    cache: &ReferenceKvCache,
+    layer: usize,
+) -> Result<(), KernelError> {
+    let kv = cache.shape();
+    same(op, "num_kv_heads", shape.num_kv_heads, kv.num_kv_heads)?;
+    same(op, "head_dim", shape.head_dim, kv.head_dim)?;
+    same(op, "head_dim modulo 2", shape.head_dim % 2, 0)?;
+    below(op, "layer", layer, kv.num_layers)?;
+    below(op, "0 (num_kv_heads)", 0, shape.num_kv_heads)?;
+    below(op, "0 (head_dim)", 0, shape.head_dim)?;
+    below(op, "0 (block_size)", 0, kv.block_size)?;
+    below(op, "0 (sliding_window)", 0, shape.sliding_window.unwrap_or(1) as usize)?;
+    same(op, "num_heads modulo num_kv_heads", shape.num_heads % shape.num_kv_heads, 0)
+}
+
+#[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
+pub(super) fn check_qkv(
+    x: &ReferenceBuffer,
+    weights: &QkvWeights<ReferenceMatrix, Vec<f32>>,
+    rope: &RopeTable<Vec<f32>>,
+    shape: &AttentionShape,
+    batch: &Batch<'_>,
+    cache: &ReferenceKvCache,
+    layer: usize,
+    q_out: &ReferenceBuffer,
+) -> Result<(), KernelError> {
+    let op = "qkv_rope_write";
+    check_shape(op, shape, cache, layer)?;
+    super::check_product(op, x, &weights.weight, weights.bias.as_ref())?;
+    let heads = shape.num_heads + 2 * shape.num_kv_heads;
+    same(op, "rows of the weight", weights.weight.rows(), heads * shape.head_dim)?;
+    same(op, "width of q_out", q_out.width(), shape.num_heads * shape.head_dim)?;
+    for norm in [&weights.q_norm, &weights.k_norm].into_iter().flatten() {
+        same(op, "length of a head norm", norm.len(), shape.head_dim)?;
+    }
+    same(op, "number of positions", batch.positions.len(), x.rows())?;
+    same(op, "number of slots", batch.slots.len(), x.rows())?;
+    same(op, "length of sin", rope.sin.len(), rope.cos.len())?;
+    for (&position, &slot) in batch.positions.iter().zip(batch.slots) {
+        below(op, "position", position as usize, rope.cos.len() / (shape.head_dim / 2))?;
+        below(op, "slot", slot as usize, cache.num_slots())?;
+    }
+    Ok(())
+}
+
+pub(super) fn check_attention(
+    q: &ReferenceBuffer,
+    shape: &AttentionShape,
+    batch: &Batch<'_>,
+    cache: &ReferenceKvCache,
+    layer: usize,
+    out: &ReferenceBuffer,
+) -> Result<(), KernelError> {
+    let op = "paged_attention";
+    check_shape(op, shape, cache, layer)?;
+    same(op, "width of q", q.width(), shape.num_heads * shape.head_dim)?;
+    same(op, "width of out", out.width(), q.width())?;
+    let mut rows = 0;
+    for seq in batch.seqs {
+        same(op, "row_start", seq.row_start as usize, rows)?;
+        rows += seq.num_rows as usize;
+        below(op, "num_rows", seq.num_rows as usize, seq.context_len as usize + 1)?;
+        let (start, len) = (seq.table_start as usize, seq.table_len as usize);
+        below(op, "end of a block table", start + len, batch.block_tables.len() + 1)?;
+        let capacity = len * cache.shape().block_size;
+        below(op, "context_len", seq.context_len as usize, capacity + 1)?;
+        for &block in &batch.block_tables[start..start + len] {
+            below(op, "block", block as usize, cache.shape().num_blocks)?;
+        }
+    }
+    same(op, "rows of all sequences", rows, q.rows())
+}

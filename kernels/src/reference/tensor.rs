@@ -1,0 +1,262 @@
+//! Where the reference backend keeps its numbers: activations, weights and the KV cache, all f32
+//! and row-major.
+use half::{bf16, f16};
+
+use super::{below, same};
+use crate::backend::{Buffer, DType, HostMatrix, KvShape};
+use crate::error::KernelError;
+
+/// Activations `[rows, width]`.
+#[derive(Debug)]
+pub struct ReferenceBuffer {
+    values: Vec<f32>,
+    rows: usize,
+    rows_max: usize,
+    width: usize,
+}
+
+impl ReferenceBuffer {
+    pub(super) fn new(rows_max: usize, width: usize) -> Result<Self, KernelError> {
+        let values = zeroed("a buffer", &[rows_max, width])?;
+        Ok(Self { values, rows: rows_max, rows_max, width })
+    }
+
+    /// One row.
+    #[must_use]
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.values[row * self.width..][..self.width]
+    }
+
+    /// One row, to be written.
+    pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
+        &mut self.values[row * self.width..][..self.width]
+    }
+
+    /// All rows in use.
+    #[must_use]
+    pub fn values(&self) -> &[f32] {
+        &self.values[..self.rows * self.width]
+    }
+
+    /// All rows in use, to be written.
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values[..self.rows * self.width]
+    }
+}
+
+impl Buffer for ReferenceBuffer {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn width(&self) -> usize {
+        self.width
+    }
+
+    fn set_rows(&mut self, rows: usize) -> Result<(), KernelError> {
+        below("set_rows", "rows", rows, self.rows_max + 1)?;
+        self.rows = rows;
+        Ok(())
+    }
+}
+
+/// Weights `[rows, cols]` = `[out, in]`.
+#[derive(Debug)]
+pub struct ReferenceMatrix {
+    values: Vec<f32>,
+    rows: usize,
+    cols: usize,
+}
+
+impl ReferenceMatrix {
+    pub(super) fn widen(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+        let op = "load_matrix";
+        let cols = parts.first().map_or(0, |part| part.cols);
+        let rows = parts.iter().map(|part| part.rows).sum();
+        let mut values = Vec::new();
+        reserve(&mut values, "a weight matrix", &[rows, cols])?;
+        for (i, part) in parts.iter().enumerate() {
+            same(op, format_args!("part {i}: cols"), part.cols, cols)?;
+            for row in 0..part.rows {
+                let bytes = row
+                    .checked_mul(part.row_stride)
+                    .and_then(|start| start.checked_add(part.col_start))
+                    .and_then(|start| start.checked_mul(part.dtype.bytes()))
+                    .and_then(|start| part.data.get(start..))
+                    .and_then(|from| from.get(..cols * part.dtype.bytes()));
+                let Some(bytes) = bytes else {
+                    let len = part.data.len();
+                    let message = format!("part {i}: row {row} is not within its {len} bytes");
+                    return Err(KernelError::Shape { op, message });
+                };
+                extend_widened(&mut values, part.dtype, bytes);
+            }
+        }
+        Ok(Self { values, rows, cols })
+    }
+
+    /// Output features.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    #[must_use]
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The weights of one output feature.
+    #[must_use]
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.values[row * self.cols..][..self.cols]
+    }
+}
+
+fn extend_widened(values: &mut Vec<f32>, dtype: DType, bytes: &[u8]) {
+    match dtype {
+        DType::Bf16 => {
+            let (pairs, _) = bytes.as_chunks::<2>();
+            values.extend(pairs.iter().map(|&pair| bf16::from_le_bytes(pair).to_f32()));
+        }
+        DType::F16 => {
+            let (pairs, _) = bytes.as_chunks::<2>();
+            values.extend(pairs.iter().map(|&pair| f16::from_le_bytes(pair).to_f32()));
+        }
+        DType::F32 => {
+            let (quads, _) = bytes.as_chunks::<4>();
+            values.extend(quads.iter().map(|&quad| f32::from_le_bytes(quad)));
+        }
+    }
+}
+
+/// K and V of every layer: `[num_layers][slots, num_kv_heads * head_dim]`, a slot being
+/// `block * block_size + offset`.
+#[derive(Debug)]
+pub struct ReferenceKvCache {
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    shape: KvShape,
+}
+
+impl ReferenceKvCache {
+    pub(super) fn new(shape: KvShape) -> Result<Self, KernelError> {
+        let sizes = [
+            shape.num_layers,
+            shape.num_blocks,
+            shape.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+        ];
+        let what = "the KV cache";
+        Ok(Self { keys: zeroed(what, &sizes)?, values: zeroed(what, &sizes)?, shape })
+    }
+
+    /// Its sizes.
+    #[must_use]
+    pub fn shape(&self) -> &KvShape {
+        &self.shape
+    }
+
+    pub(super) fn num_slots(&self) -> usize {
+        self.shape.num_blocks * self.shape.block_size
+    }
+
+    fn width(&self) -> usize {
+        self.shape.num_kv_heads * self.shape.head_dim
+    }
+
+    fn start(&self, layer: usize, slot: usize) -> usize {
+        (layer * self.num_slots() + slot) * self.width()
+    }
+
+    /// K and V of all heads at one slot, to be written.
+    pub(super) fn slot_mut(&mut self, layer: usize, slot: usize) -> (&mut [f32], &mut [f32]) {
+        let (start, width) = (self.start(layer, slot), self.width());
+        (&mut self.keys[start..][..width], &mut self.values[start..][..width])
+    }
+
+    /// K of one head at one slot.
+    pub(super) fn key(&self, layer: usize, slot: usize, head: usize) -> &[f32] {
+        let start = self.start(layer, slot) + head * self.shape.head_dim;
+        &self.keys[start..][..self.shape.head_dim]
+    }
+
+    /// V of one head at one slot.
+    pub(super) fn value(&self, layer: usize, slot: usize, head: usize) -> &[f32] {
+        let start = self.start(layer, slot) + head * self.shape.head_dim;
+        &self.values[start..][..self.shape.head_dim]
+    }
+}
+
+fn zeroed(what: &'static str, sizes: &[usize]) -> Result<Vec<f32>, KernelError> {
+    let mut values = Vec::new();
+    let len = reserve(&mut values, what, sizes)?;
+    values.resize(len, 0.0);
+    Ok(values)
+}
+
+/// Reserves exactly the product of `sizes`, and returns it.
+fn reserve(
+    values: &mut Vec<f32>,
+    what: &'static str,
+    sizes: &[usize],
+) -> Result<usize, KernelError> {
+    let len = sizes.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
+    let bytes = len.map_or(u64::MAX, |len| len.saturating_mul(size_of::<f32>()) as u64);
+    len.filter(|&len| values.try_reserve_exact(len).is_ok())
+        .ok_or(KernelError::OutOfMemory { what, bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_is_the_named_rectangles_one_below_the_other() {
+        // [2, 3] in bf16 and [1, 4] in f32; columns 1..3 of both.
+        let first: Vec<u8> = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0]
+            .iter()
+            .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
+            .collect();
+        let second: Vec<u8> =
+            [7.0f32, 8.0, 9.0, 10.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        let part = |data, dtype, rows, row_stride| HostMatrix {
+            data,
+            dtype,
+            rows,
+            cols: 2,
+            col_start: 1,
+            row_stride,
+        };
+        let matrix = ReferenceMatrix::widen(&[
+            part(&first, DType::Bf16, 2, 3),
+            part(&second, DType::F32, 1, 4),
+        ])
+        .unwrap();
+        assert_eq!(matrix.values, [2.0, 3.0, 5.0, 6.0, 8.0, 9.0]);
+        assert_eq!((matrix.rows(), matrix.cols()), (3, 2));
+    }
+
+    #[test]
+    fn data_that_is_too_short_is_an_error() {
+        let data = [0u8; 10];
+        let part = HostMatrix {
+            data: &data,
+            dtype: DType::Bf16,
+            rows: 2,
+            cols: 3,
+            col_start: 0,
+            row_stride: 3,
+        };
+        let error = ReferenceMatrix::widen(&[part]).unwrap_err().to_string();
+        assert_eq!(error, "load_matrix: part 0: row 1 is not within its 10 bytes");
+    }
+
+    #[test]
+    fn impossible_sizes_are_out_of_memory() {
+        let error = ReferenceBuffer::new(usize::MAX, 2).unwrap_err();
+        assert!(matches!(error, KernelError::OutOfMemory { .. }));
+    }
+}
