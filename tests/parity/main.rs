@@ -3,11 +3,13 @@
 //! Map:
 //! - `goldens`: prompt and greedy log-probabilities of every `golden.json`
 //! - `invariance`: the same tokens chunked, batched, preempted
-//! - `sharding`: a vocabulary that no degree divides
+//! - `sharding`: a vocabulary that no degree divides, mixed types, numbers that are not finite
 //! - `plans`: plans that do not fit are refused
 //! - `broken_models`: damaged and unsupported model folders say what is wrong
-//! - `replica`, `exchange`: ranks as threads, and a scheduler in thirty lines
+//! - `checkpoint`: scratch copies of model folders, changed
+//! - `replica`, `exchange`: ranks as threads, and the least scheduler
 mod broken_models;
+mod checkpoint;
 mod exchange;
 mod goldens;
 mod invariance;

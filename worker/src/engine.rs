@@ -382,6 +382,7 @@ fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
 }
 
 /// An empty vector with the same memory, free of the borrows that the old contents had.
+#[allow(clippy::unnecessary_filter_map, reason = "a filter cannot change the lifetime")]
 fn recycle(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
     rows.clear();
     // Collecting a vector's own iterator reuses its allocation.
