@@ -8,6 +8,13 @@
 //! - `broken_models`: damaged and unsupported model folders say what is wrong
 //! - `checkpoint`: scratch copies of model folders, changed
 //! - `replica`, `exchange`: ranks as threads, and the least scheduler
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test ends by panicking"
+)]
+
 mod broken_models;
 mod checkpoint;
 mod exchange;

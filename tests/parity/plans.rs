@@ -175,7 +175,8 @@ fn a_finished_sequence_makes_room_in_the_same_plan() {
 
 #[test]
 fn sizes_out_of_bounds() {
-    let cases: [(fn(&mut EngineConfig), &str); 5] = [
+    type Change = fn(&mut EngineConfig);
+    let cases: [(Change, &str); 5] = [
         (|config| config.block_size = 0, "block_size is 0, it must be in 1..=4096"),
         (|config| config.max_model_len = 513, "max_model_len is 513, it must be in 1..=512"),
         (|config| config.max_num_seqs = 0, "max_num_seqs is 0, it must be in 1..=65536"),

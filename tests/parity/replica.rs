@@ -75,9 +75,11 @@ impl Schedule {
     pub(crate) const WHOLE: Self = Self { chunk: u32::MAX, arrival: 0, preempt_every: None };
 }
 
+type Outcome = Result<Vec<SequenceOutput>, String>;
+
 /// Engines of all ranks, started.
 pub(crate) struct Replica {
-    ranks: Vec<(Sender<Arc<StepPlan>>, Receiver<Result<Vec<SequenceOutput>, String>>)>,
+    ranks: Vec<(Sender<Arc<StepPlan>>, Receiver<Outcome>)>,
     config: EngineConfig,
     step: u64,
     next_seq: u64,

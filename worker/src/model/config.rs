@@ -375,3 +375,6 @@ fn end_tokens(fields: &Fields<'_>, vocab_size: usize) -> Result<Option<Vec<u32>>
         .collect::<Result<_, _>>()
         .map(Some)
 }
+
+#[cfg(test)]
+mod tests;
