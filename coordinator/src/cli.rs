@@ -2,6 +2,7 @@
 //! the role asked for and turns its end into an exit code.
 //!
 //! Exit codes: 0 done, 1 failed, 2 bad options or configuration.
+mod bench;
 mod config_file;
 mod logging;
 mod options;
@@ -41,6 +42,11 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Up(args) => up::run(&args),
         Command::Coordinator(args) => serve::run(&args),
         Command::Worker(args) => work::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Metrics(args) => {
+            print_line(&catalogue(args.markdown));
+            Ok(())
+        }
         Command::CheckConfig(args) => config_file::check(&args.file)
             .map(|keys| print_line(&format!("{}: {keys} keys, all known", args.file.display()))),
     };
@@ -55,6 +61,16 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// The metrics catalogue, as a page or as one name a line.
+fn catalogue(markdown: bool) -> String {
+    if markdown {
+        return coordinator::metrics::markdown::markdown().trim_end().to_owned();
+    }
+    let names: Vec<&str> =
+        shared::metrics::catalogue::CATALOGUE.iter().map(|series| series.name).collect();
+    names.join("\n")
 }
 
 /// Parses twice when a configuration file is named: the file's values become the defaults of the

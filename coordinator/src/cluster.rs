@@ -2,14 +2,15 @@
 //! replica's life: waiting -> forming -> starting -> serving -> broken -> waiting.
 //!
 //! Events and the time go in, [`Effect`]s come out. No socket, no clock, no actor here; the shell is
-//! `crate::coordinator`. Every formation has an epoch of its own, larger than all before it;
+//! [`actor`]. Every formation has an epoch of its own, larger than all before it;
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
+pub mod actor;
 mod placement;
 mod replica;
 
+use core::net::SocketAddr;
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 pub use placement::place;
@@ -280,10 +281,9 @@ impl Cluster {
         for replica in self.replicas.values_mut() {
             replica.fill(&mut free);
         }
-        let mut next = self.replicas.keys().next_back().map_or(0, |id| id.0 + 1);
-        for group in place(&free, world_size) {
-            self.replicas.insert(ReplicaId(next), Replica::new(group));
-            next += 1;
+        let next = self.replicas.keys().next_back().map_or(0, |id| id.0 + 1);
+        for (id, group) in (next..).zip(place(&free, world_size)) {
+            self.replicas.insert(ReplicaId(id), Replica::new(group));
         }
         let due: Vec<ReplicaId> = self
             .replicas

@@ -1,5 +1,23 @@
 //! The coordinator: HTTP in, plans out, tokens back, one `/metrics`.
+//!
+//! Map:
+//! - [`engine`]: the seam between the front end and everything below
+//! - [`scheduler`]: PURE: one replica's queue, batch, blocks, preemption
+//! - [`replica`]: one replica in operation: scheduler, request channels, ranks' links
+//! - [`cluster`]: PURE: workers to replicas, epochs; and the actor around it
+//! - [`links`]: workers' connections
+//! - [`coordinator`]: puts everything together
+//! - [`http`]: the API
+//! - [`text`]: tokenizer, templates, incremental decoding, stop strings
+//! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
 pub mod cluster;
+pub mod coordinator;
 pub mod engine;
+pub mod http;
+pub mod links;
+pub mod metrics;
+pub mod replica;
+pub mod scheduler;
+pub mod text;

@@ -3,8 +3,25 @@
 //! Every operation is called by all ranks in the same order with the same sizes, has the deadline
 //! given at set-up, and can be aborted from another thread. Sums are made in rank order on every
 //! rank (rank 0 + rank 1 + ...), so all ranks hold bitwise equal results.
+//!
+//! - [`single`]: one rank
+//! - [`local`]: threads of one process
+//! - [`mod@shared_memory`]: processes of one host
+//! - [`mod@tcp`]: processes of several hosts
+mod exchange;
+pub mod local;
+mod region;
+pub mod shared_memory;
+pub mod single;
+pub mod tcp;
+
 use std::fmt::Debug;
 use std::sync::Arc;
+
+pub use local::local_group;
+pub use shared_memory::{SharedMemoryOptions, shared_memory};
+pub use single::single_rank;
+pub use tcp::{TcpOptions, tcp};
 
 use crate::error::CollectiveError;
 

@@ -26,6 +26,9 @@ pub enum KernelError {
     /// The device cannot do this.
     #[error("{0}")]
     Unsupported(String),
+    /// The device failed while it computed; its buffers are undefined.
+    #[error("the device failed: {0}")]
+    Device(String),
 }
 
 /// Ranks could not exchange data. After any of these the collective is unusable and is dropped.

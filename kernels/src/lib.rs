@@ -3,8 +3,9 @@
 //! Map:
 //! - [`backend`]: the list of operations a device must offer; shapes and dtypes of every argument
 //! - [`collective`]: how tensor-parallel ranks on CPUs exchange data
+//! - [`cpu`]: the CPU backend, SIMD and portable
+//! - [`mapped`]: model files in memory
 //! - [`error`]: what can go wrong
-//! - [`mapped`]: read-only memory-mapped files
 //! - [`philox`]: the random numbers of sampling
 //! - [`mod@reference`]: the float32 backend that is every other backend's oracle
 //! - [`sampling`]: the parameters and results of token sampling
@@ -13,6 +14,7 @@
 
 pub mod backend;
 pub mod collective;
+pub mod cpu;
 pub mod error;
 pub mod mapped;
 pub mod philox;
@@ -21,6 +23,7 @@ pub mod sampling;
 
 pub use backend::Backend;
 pub use collective::Collective;
+pub use cpu::CpuBackend;
 pub use error::{CollectiveError, KernelError};
 pub use mapped::MappedFile;
 pub use reference::ReferenceBackend;

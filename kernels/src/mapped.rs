@@ -1,43 +1,34 @@
-//! Read-only memory-mapped files: the safe face of `mmap` for crates that forbid `unsafe`.
+//! Files mapped into memory, read only.
+#![allow(unsafe_code, reason = "mapping a file is unsafe: someone may change it meanwhile")]
 use std::fs::File;
 use std::io;
-use std::ops::Deref;
 use std::path::Path;
 
 use memmap2::Mmap;
 
-/// A file's bytes, paged in when they are touched. The mapping is private to this process and ends
-/// with the value.
+/// A file's bytes, mapped: only what is touched is read, and it can be dropped by the system again.
 #[derive(Debug)]
 pub struct MappedFile {
     map: Mmap,
 }
 
 impl MappedFile {
-    /// Maps a whole file. An empty file gives an empty slice.
+    /// Maps a file.
     ///
     /// # Errors
-    /// Those of opening and mapping a file; [`io::ErrorKind::InvalidInput`] for what is not a
-    /// regular file.
+    /// When it cannot be opened or mapped.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
-        if !file.metadata()?.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-        }
-        // SAFETY: the bytes are only ever read, as plain `u8`, and through this value, which keeps
-        // the mapping alive. What the type system cannot know is that no other process shortens or
-        // rewrites the file meanwhile; model folders are written once (a download renames its file
-        // into place when it is complete), which the operator's guide requires.
-        #[allow(unsafe_code, reason = "mmap; the only way to read a shard of a file lazily")]
-        let map = unsafe { Mmap::map(&file) }?;
+        // SAFETY: the map is read only and private to this process. A model file that is changed
+        // or truncated while it is mapped is outside of what can be checked; operations.md tells
+        // operators to replace model folders, not to write into them.
+        let map = unsafe { Mmap::map(&file)? };
         Ok(Self { map })
     }
-}
 
-impl Deref for MappedFile {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
+    /// Its bytes.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
         &self.map
     }
 }

@@ -6,11 +6,16 @@
 //! - [`clock`]: time as a value, so that pure cores can be simulated
 //! - [`sampling`]: the sampling parameters of one sequence
 //! - [`protocol`]: the messages on a coordinator-worker link
+//! - [`wire`]: how those messages become bytes
+//! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
 //! This crate names no other crate of the workspace and contains no `unsafe`.
 #![forbid(unsafe_code)]
 
+pub mod actor;
 pub mod clock;
 pub mod ids;
+pub mod metrics;
 pub mod protocol;
 pub mod sampling;
+pub mod wire;

@@ -19,7 +19,9 @@ pub use step::{
     TokenLogprobs,
 };
 
+use crate::actor::remote::RemoteMessage;
 use crate::ids::Epoch;
+use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
 pub const PROTOCOL_VERSION: u16 = 1;
@@ -67,4 +69,24 @@ pub enum FromWorker {
         /// Why, for the coordinator's log.
         reason: String,
     },
+}
+
+impl RemoteMessage for ToWorker {
+    fn kind(&self) -> FrameKind {
+        match self {
+            Self::Step(_) => FrameKind::Step,
+            Self::Form(_) | Self::Start(_) | Self::Abort { .. } | Self::Shutdown { .. } => {
+                FrameKind::Control
+            }
+        }
+    }
+}
+
+impl RemoteMessage for FromWorker {
+    fn kind(&self) -> FrameKind {
+        match self {
+            Self::Step(_) => FrameKind::Step,
+            _ => FrameKind::Control,
+        }
+    }
 }

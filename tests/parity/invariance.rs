@@ -1,91 +1,117 @@
-//! The same request gives the same tokens and, bit for bit, the same log-probabilities, however it
-//! is cut into steps and whatever else is in them.
-use std::path::PathBuf;
-
-use kernels::{Backend, ReferenceBackend};
+//! The same request gives the same tokens and the same bits, however it is run.
 use shared::sampling::SamplingParams;
+use testkit::models::{demo, goldens, variant};
 
-use crate::goldens::golden;
-use crate::replica::{Generated, Make, Replica, Request, Schedule};
-use crate::repository;
+use crate::rig::{Rig, Seq};
 
-/// Grouped queries, and attention that forgets: the two that depend most on where a chunk ends.
-fn folders() -> Vec<PathBuf> {
-    vec![repository("models/demo"), repository("tests/models/mistral-swa")]
-}
-
-/// 32 requests of different lengths and parameters.
-fn mixed_requests(dir: &std::path::Path) -> Vec<Request> {
-    let prompts = golden(dir).prompts;
-    (0..32)
-        .map(|i| {
-            let prompt = &prompts[i % prompts.len()].prompt_ids;
-            let sampling = SamplingParams {
-                temperature: [0.0, 0.7, 1.0, 1.5][i % 4],
-                top_p: [1.0, 0.9][i / 4 % 2],
-                top_k: [0, 50, 5][i % 3],
-                min_p: [0.0, 0.05][i / 8 % 2],
-                seed: 1000 + i as u64 / 2,
-                choice: i as u32 % 2,
-                repetition_penalty: [1.0, 1.2][i / 2 % 2],
-                frequency_penalty: [0.0, 0.5][i / 3 % 2],
-                presence_penalty: [0.0, -0.3][i / 5 % 2],
-                logit_bias: if i % 7 == 0 { vec![(17, 2.0), (1 << 30, 1.0)] } else { Vec::new() },
-                suppress_until_min: vec![2, 6],
-                min_tokens: [0, 4][i % 2],
-                logprobs: Some(i as u32 % 4),
-                prompt_logprobs: (i % 3 == 0).then_some(2),
-            };
-            Request { prompt: prompt.clone(), sampling, max_tokens: 6 + i % 9 }
-        })
-        .collect()
-}
-
-fn each_alone(replica: &mut Replica, requests: &[Request]) -> Vec<Generated> {
-    let alone: Vec<_> = requests
-        .iter()
-        .flat_map(|request| replica.run(std::slice::from_ref(request), Schedule::WHOLE))
-        .collect();
-    // The test would show nothing if every request gave the same.
-    let distinct: std::collections::HashSet<_> = alone.iter().map(|one| &one.tokens).collect();
-    assert!(distinct.len() > requests.len() / 2);
-    alone
-}
-
-fn assert_same(what: &str, found: &[Generated], wanted: &[Generated]) {
-    assert_eq!(found.len(), wanted.len());
-    for (i, (found, wanted)) in found.iter().zip(wanted).enumerate() {
-        // Floats are compared with ==: every bit counts (there is no NaN and no -0 here).
-        assert_eq!(found, wanted, "{what}: request {i}");
+fn sampled(seed: u64) -> SamplingParams {
+    SamplingParams {
+        temperature: 0.9,
+        top_p: 0.95,
+        top_k: 50,
+        seed,
+        presence_penalty: 0.3,
+        repetition_penalty: 1.1,
+        logprobs: Some(0),
+        ..SamplingParams::default()
     }
 }
 
-fn steps_do_not_matter<B: Backend + 'static>(make: Make<B>, tp: u32) {
-    for dir in folders() {
-        let mut replica = Replica::start(&dir, tp, make);
-        let requests = mixed_requests(&dir);
-        let alone = each_alone(&mut replica, &requests);
-        let whole = Schedule::WHOLE;
-        for (what, schedule) in [
-            ("in one batch", whole),
-            ("joining a running batch", Schedule { arrival: 1, ..whole }),
-            ("in chunks of 5", Schedule { chunk: 5, ..whole }),
-            ("joining, in chunks of 3", Schedule { chunk: 3, arrival: 2, ..whole }),
-            ("preempted", Schedule { preempt_every: Some(5), ..whole }),
-            ("preempted, joining", Schedule { preempt_every: Some(4), arrival: 1, ..whole }),
-        ] {
-            let found = replica.run(&requests, schedule);
-            assert_same(&format!("{} tp {tp} {what}", dir.display()), &found, &alone);
+fn greedy() -> SamplingParams {
+    SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() }
+}
+
+fn same(a: &Seq, b: &Seq, what: &str) {
+    assert_eq!(a.output(), b.output(), "{what}");
+    let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(a), bits(b), "{what}: log-probabilities, bit by bit");
+}
+
+#[test]
+fn chunked_prefill_gives_the_same_bits() {
+    for model in [demo(), variant("mistral-swa"), variant("qwen3")] {
+        for degree in [1, 2] {
+            let mut rig = Rig::new(&model, degree);
+            let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
+            let prompt = &golden.prompt_ids;
+            let mut whole = rig.sequence(prompt, prompt.len(), greedy());
+            rig.run(&mut whole, 16, u32::MAX);
+            for chunk in [1, 5, 16, 33] {
+                let mut chunked = rig.sequence(prompt, prompt.len(), greedy());
+                rig.run(&mut chunked, 16, chunk);
+                same(&whole, &chunked, &format!("chunks of {chunk} at tp {degree}"));
+                rig.forget(&[&chunked]);
+            }
         }
     }
 }
 
 #[test]
-fn reference_one_rank() {
-    steps_do_not_matter(ReferenceBackend::new, 1);
+fn a_request_in_a_batch_of_32_gets_the_same_bits_as_alone() {
+    let prompts: Vec<Vec<u32>> = goldens(&demo()).into_iter().map(|g| g.prompt_ids).collect();
+    for degree in [1, 2] {
+        let mut rig = Rig::new(&demo(), degree);
+        let request = |i: usize| {
+            let sampling = if i.is_multiple_of(2) { greedy() } else { sampled(i as u64) };
+            (prompts[i % prompts.len()].clone(), sampling)
+        };
+        let mut alone = Vec::new();
+        for i in 0..32 {
+            let (prompt, sampling) = request(i);
+            let mut seq = rig.sequence(&prompt, prompt.len(), sampling);
+            rig.run(&mut seq, 12, u32::MAX);
+            rig.forget(&[&seq]);
+            alone.push(seq);
+        }
+        let mut batch: Vec<Seq> = (0..32)
+            .map(|i| {
+                let (prompt, sampling) = request(i);
+                rig.sequence(&prompt, prompt.len(), sampling)
+            })
+            .collect();
+        // Sequences join one by one, so that prefill and decode are mixed in most steps.
+        let mut running = 0;
+        while batch.iter().any(|seq| seq.output().len() < 12) {
+            running = (running + 3).min(batch.len());
+            let mut step: Vec<&mut Seq> =
+                batch[..running].iter_mut().filter(|seq| seq.output().len() < 12).collect();
+            rig.step(&mut step, 24);
+        }
+        for (i, (alone, together)) in alone.iter().zip(&batch).enumerate() {
+            same(alone, together, &format!("request {i} at tp {degree}"));
+        }
+    }
 }
 
 #[test]
-fn reference_two_ranks() {
-    steps_do_not_matter(ReferenceBackend::new, 2);
+fn a_sequence_admitted_again_with_its_accepted_tokens_goes_on_identically() {
+    let mut rig = Rig::new(&demo(), 2);
+    let prompt = goldens(&demo())[0].prompt_ids.clone();
+    for sampling in [greedy(), sampled(7), sampled(8)] {
+        let mut whole = rig.sequence(&prompt, prompt.len(), sampling.clone());
+        rig.run(&mut whole, 24, u32::MAX);
+        for accepted in [1, 7, 23] {
+            let tokens = &whole.tokens[..prompt.len() + accepted];
+            let mut again = rig.sequence(tokens, prompt.len(), sampling.clone());
+            rig.run(&mut again, 24, 10);
+            assert_eq!(again.tokens, whole.tokens, "after {accepted} tokens");
+            rig.forget(&[&again]);
+        }
+    }
+}
+
+#[test]
+fn seeds_and_choices_differ() {
+    let mut rig = Rig::new(&demo(), 1);
+    let prompt = goldens(&demo())[0].prompt_ids.clone();
+    let mut run = |seed, choice| {
+        let sampling = SamplingParams { choice, ..sampled(seed) };
+        let mut seq = rig.sequence(&prompt, prompt.len(), sampling);
+        rig.run(&mut seq, 24, u32::MAX);
+        rig.forget(&[&seq]);
+        seq.output().to_vec()
+    };
+    assert_eq!(run(1, 0), run(1, 0));
+    assert_ne!(run(1, 0), run(2, 0));
+    assert_ne!(run(1, 0), run(1, 1));
 }

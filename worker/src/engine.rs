@@ -1,394 +1,405 @@
-//! The step engine of one rank: a [`StepPlan`] in, sampled tokens out.
+//! Runs step plans on one rank: keeps the sequences' tokens and block tables, computes the batch,
+//! samples on rank 0, tells all ranks what was sampled.
 //!
-//! Owns the sequences' state (tokens, block tables, sampling parameters), the KV cache and the
-//! order of work within a step. It decides nothing: which sequence runs, in which blocks, is the
-//! plan. No socket, thread or timer; time comes from the [`Clock`] it is given. All ranks run the
-//! same plan; rank 0 samples and the others learn the tokens, so that every rank can be one step
-//! ahead of the coordinator.
-mod rows;
+//! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
+//! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
 mod sequence;
 
 use std::collections::HashMap;
-use std::fmt;
-use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kernels::Backend;
+use kernels::backend::{Batch, SeqRows};
 use kernels::sampling::{SampleRow, Sampled};
-use shared::clock::Clock;
-use shared::ids::{SeqId, StepId};
+use kernels::{Backend, KernelError};
+use shared::ids::SeqId;
 use shared::protocol::{
-    EngineConfig, NewSequence, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenLogprobs,
+    EngineConfig, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenLogprobs,
 };
 
-use self::rows::Rows;
 use self::sequence::Sequence;
-use crate::error::EngineError;
-use crate::kv_cache::{blocks_max, blocks_that_fit};
-use crate::model::{Decoder, Model};
+use crate::model::decoder::Decoder;
 
-const BLOCK_SIZE_MAX: u32 = 1 << 12;
-const MAX_NUM_SEQS_MAX: u32 = 1 << 16;
-const MAX_NUM_BATCHED_TOKENS_MAX: u32 = 1 << 20;
-/// Sequences held per sequence that one step can run: those of this step, and as many that wait
-/// within a chunked prefill or were finished too late to leave with the last plan.
-const HELD_PER_RUNNING: u32 = 4;
+/// A plan cannot be run.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The plan does not fit what this rank knows.
+    #[error("step {step}: {message}")]
+    Plan {
+        /// The step.
+        step: u64,
+        /// What does not fit.
+        message: String,
+    },
+    /// The device or the other ranks failed.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+}
 
 /// One rank's engine.
 pub struct Engine<B: Backend> {
     backend: B,
     decoder: Decoder<B>,
     config: EngineConfig,
-    clock: Arc<dyn Clock>,
-    cache: Option<Cache<B>>,
-    sequences: HashMap<SeqId, Sequence>,
-    last_step: Option<StepId>,
-    scratch: Scratch,
-}
-
-struct Cache<B: Backend> {
-    blocks: B::KvCache,
+    cache: Option<B::KvCache>,
     num_blocks: u32,
+    sequences: HashMap<SeqId, Sequence>,
+    step: StepBuffers,
 }
 
-/// Kept between steps for its memory alone.
+/// What a step needs, kept from step to step.
 #[derive(Debug, Default)]
-struct Scratch {
-    rows: Rows,
-    /// Rows of one chunk of prompt log-probabilities.
-    prompt_rows: Vec<u32>,
-    sample_rows: Vec<SampleRow<'static>>,
+struct StepBuffers {
+    ids: Vec<u32>,
+    positions: Vec<u32>,
+    slots: Vec<u32>,
+    seqs: Vec<SeqRows>,
+    block_tables: Vec<u32>,
+    /// Row of the logits of each sampled sequence, and which entry of the plan it is.
+    sample_rows: Vec<u32>,
+    sample_entries: Vec<usize>,
     sampled: Vec<Sampled>,
     tokens: Vec<u32>,
+    targets: Vec<u32>,
+}
+
+impl<B: Backend> std::fmt::Debug for Engine<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("decoder", &self.decoder)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<B: Backend> Engine<B> {
-    /// Allocates everything but the KV cache.
-    ///
-    /// # Errors
-    /// [`EngineError::OutOfBounds`] naming the size, [`EngineError::Kernel`] when the device is out
-    /// of memory.
-    pub fn new(
-        mut backend: B,
-        model: Model<B>,
-        config: EngineConfig,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Self, EngineError> {
-        let positions = model.config.max_positions as u64;
-        within("block_size", config.block_size, u64::from(BLOCK_SIZE_MAX))?;
-        within("max_model_len", config.max_model_len, positions)?;
-        within("max_num_seqs", config.max_num_seqs, u64::from(MAX_NUM_SEQS_MAX))?;
-        let tokens_max = u64::from(MAX_NUM_BATCHED_TOKENS_MAX);
-        within("max_num_batched_tokens", config.max_num_batched_tokens, tokens_max)?;
-        let (tokens, seqs) = (config.max_num_batched_tokens as usize, config.max_num_seqs as usize);
-        let decoder =
-            Decoder::new(&mut backend, model, tokens, seqs, config.max_model_len as usize)?;
-        let scratch = Scratch { rows: Rows::with_capacity(tokens, seqs), ..Scratch::default() };
-        Ok(Self {
+    /// An engine without a cache: [`Engine::start`] makes one.
+    #[must_use]
+    pub fn new(backend: B, decoder: Decoder<B>, config: EngineConfig) -> Self {
+        Self {
             backend,
             decoder,
             config,
-            clock,
             cache: None,
-            sequences: HashMap::with_capacity(seqs),
-            last_step: None,
-            scratch,
-        })
+            num_blocks: 0,
+            sequences: HashMap::new(),
+            step: StepBuffers::default(),
+        }
     }
 
-    /// The model.
+    /// KV blocks that fit in the memory allowed, and that could be used at most.
     #[must_use]
-    pub fn model(&self) -> &Model<B> {
-        self.decoder.model()
+    pub fn kv_blocks(&self) -> u32 {
+        let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
+        let block_bytes = self.backend.kv_block_bytes(&shape).max(1);
+        let fit = self.config.kv_cache_bytes / block_bytes;
+        let longest = self.config.max_model_len.div_ceil(self.config.block_size);
+        let useful = u64::from(longest) * u64::from(self.config.max_num_seqs);
+        u32::try_from(fit.min(useful)).unwrap_or(u32::MAX)
     }
 
-    /// The device.
+    /// Bytes of weights held.
     #[must_use]
-    pub fn backend(&self) -> &B {
-        &self.backend
+    pub fn weight_bytes(&self) -> u64 {
+        self.decoder.weight_bytes()
     }
 
-    /// Frees the KV cache and the buffers, and keeps the weights on the device.
-    #[must_use]
-    pub fn into_parts(self) -> (B, Model<B>) {
-        (self.backend, self.decoder.into_model())
+    /// The backend: for a new epoch's collective.
+    pub fn backend(&mut self) -> &mut B {
+        &mut self.backend
     }
 
-    /// How many KV blocks fit in `kv_cache_bytes` on this rank.
-    #[must_use]
-    pub fn kv_blocks_capacity(&self) -> u32 {
-        let shape = self.model().kv_shape(self.config.block_size as usize, 1);
-        let block_bytes = self.backend.kv_block_bytes(&shape);
-        blocks_that_fit(self.config.kv_cache_bytes, block_bytes, self.config.block_size)
+    /// Changes the sizes for a new epoch with the same weights.
+    pub fn reconfigure(&mut self, config: EngineConfig) {
+        self.release();
+        self.config = config;
     }
 
-    /// Allocates the KV cache and forgets every sequence. The next plan may have any step id.
+    /// Makes an empty KV cache; all sequences are forgotten.
     ///
     /// # Errors
-    /// [`EngineError::OutOfBounds`] for no block or more than a slot index can name,
-    /// [`EngineError::Kernel`] when the device is out of memory.
-    pub fn start(&mut self, num_blocks: u32) -> Result<(), EngineError> {
-        let block_size = self.config.block_size;
-        within("num_blocks", num_blocks, u64::from(blocks_max(block_size)))?;
-        // The old cache goes first: two do not fit.
-        self.cache = None;
-        self.sequences.clear();
-        self.last_step = None;
-        let shape = self.model().kv_shape(block_size as usize, num_blocks as usize);
-        let blocks = self.backend.new_kv_cache(shape)?;
-        self.cache = Some(Cache { blocks, num_blocks });
+    /// [`KernelError::OutOfMemory`].
+    pub fn start(&mut self, num_blocks: u32) -> Result<(), KernelError> {
+        self.release();
+        let shape = self.decoder.kv_shape(self.config.block_size as usize, num_blocks as usize);
+        self.cache = Some(self.backend.new_kv_cache(shape)?);
+        self.num_blocks = num_blocks;
         Ok(())
     }
 
-    /// Runs one step. On rank 0 `outputs` is cleared and filled, on others cleared. The timings have
-    /// `forward_us`, `collective_us` and `sample_us`; the rest is the caller's.
+    /// Drops the cache and all sequences; keeps the weights.
+    pub fn release(&mut self) {
+        self.cache = None;
+        self.num_blocks = 0;
+        self.sequences.clear();
+    }
+
+    /// Runs one step. On rank 0 one output is appended per sequence that samples or reports prompt
+    /// log-probabilities, in the plan's order.
     ///
     /// # Errors
-    /// [`EngineError`] for a plan that does not fit what is here, or a failed device or collective.
-    /// The engine must then be started again: it may have applied part of the plan.
+    /// [`EngineError`]; the epoch is over then.
     pub fn step(
         &mut self,
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, EngineError> {
-        outputs.clear();
-        let num_blocks = self.cache.as_ref().ok_or(EngineError::NotStarted)?.num_blocks;
-        if let Some(last) = self.last_step {
-            let expected = StepId(last.0.wrapping_add(1));
-            if plan.step != expected {
-                return Err(EngineError::OutOfOrder { found: plan.step, expected });
+        let began = Instant::now();
+        let _ = self.backend.take_collective_time();
+        self.admit(plan)?;
+        self.prepare(plan)?;
+        let mut sampling = Duration::ZERO;
+        if self.step.ids.is_empty() {
+            // Nothing to compute: a sign of life, for which the ranks meet.
+            self.backend.broadcast_tokens(&mut [0])?;
+        } else {
+            self.forward()?;
+            self.prompt_logprobs(plan, outputs)?;
+            let reports = outputs.len();
+            sampling = self.sample(plan, outputs)?;
+            if reports > 0 {
+                let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
+                outputs.sort_by_cached_key(|output| place(output.seq));
             }
         }
-        self.last_step = Some(plan.step);
-
-        for seq in &plan.finished {
-            // A sequence that was never run here is no mistake: it is gone either way.
-            self.sequences.remove(seq);
-        }
-        for new in &plan.admitted {
-            self.admit(new)?;
-        }
-        self.collect_rows(plan, num_blocks)?;
-        if plan.sequences.is_empty() {
-            return Ok(StepTimings::default());
-        }
-        self.run(plan, outputs)
-    }
-
-    fn admit(&mut self, new: &NewSequence) -> Result<(), EngineError> {
-        let held = self.sequences.len() as u64 + 1;
-        let held_max = self.config.max_num_seqs * HELD_PER_RUNNING;
-        if held > u64::from(held_max) {
-            let (field, max) = ("number of sequences held", u64::from(held_max));
-            return Err(EngineError::OutOfBounds { field, value: held, min: 0, max });
-        }
-        let vocab_size = self.model().config.vocab_size;
-        let sequence = Sequence::admit(new, vocab_size, self.config.max_model_len)
-            .map_err(|problem| EngineError::Sequence { seq: new.seq, problem })?;
-        match self.sequences.insert(new.seq, sequence) {
-            None => Ok(()),
-            Some(_) => Err(EngineError::AlreadyAdmitted(new.seq)),
-        }
-    }
-
-    /// Checks the whole batch before the device sees any of it.
-    fn collect_rows(&mut self, plan: &StepPlan, num_blocks: u32) -> Result<(), EngineError> {
-        let EngineConfig {
-            block_size, max_model_len, max_num_seqs, max_num_batched_tokens, ..
-        } = self.config;
-        let bounded = |field, value: u64, max: u32| match value <= u64::from(max) {
-            true => Ok(()),
-            false => Err(EngineError::OutOfBounds { field, value, min: 0, max: u64::from(max) }),
-        };
-        let count = plan.sequences.iter().map(|run| u64::from(run.count)).sum();
-        bounded("number of sequences in a step", plan.sequences.len() as u64, max_num_seqs)?;
-        bounded("number of tokens in a step", count, max_num_batched_tokens)?;
-
-        self.scratch.rows.clear();
-        for run in &plan.sequences {
-            let seq = run.seq;
-            let sequence = self.sequences.get_mut(&seq).ok_or(EngineError::UnknownSequence(seq))?;
-            if !sequence.enter(plan.step) {
-                return Err(EngineError::DuplicateSequence(seq));
-            }
-            sequence
-                .table
-                .append(&run.new_blocks, num_blocks)
-                .map_err(|block| format!("{block} is not below num_blocks, {num_blocks}"))
-                .and_then(|()| sequence.advance(run, block_size, max_model_len))
-                .map_err(|problem| EngineError::Sequence { seq, problem })?;
-            self.scratch.rows.push(sequence, run, block_size);
-        }
-        Ok(())
-    }
-
-    /// The arithmetic of a step whose rows are collected.
-    fn run(
-        &mut self,
-        plan: &StepPlan,
-        outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<StepTimings, EngineError> {
-        let started = self.clock.now();
-        let cache = self.cache.as_mut().ok_or(EngineError::NotStarted)?;
-        let rows = &self.scratch.rows;
-        self.decoder.forward(&mut self.backend, &mut cache.blocks, &rows.tokens, &rows.batch())?;
-
-        let mut sample_time = Duration::ZERO;
-        for (index, run) in plan.sequences.iter().enumerate() {
-            let mut output = new_output(run);
-            sample_time += self.score_prompt(index, run, &mut output)?;
-            if self.backend.rank() == 0 && (run.sample || !output.prompt_logprobs.is_empty()) {
-                outputs.push(output);
-            }
-        }
-        if !self.scratch.rows.sampled.is_empty() {
-            sample_time += self.sample(plan)?;
-            self.take_samples(plan, outputs);
-        }
-
-        let collective_time = self.backend.take_collective_time();
-        let total = self.clock.now().saturating_sub(started);
+        let collective = self.backend.take_collective_time();
+        let forward = began.elapsed().saturating_sub(collective).saturating_sub(sampling);
         Ok(StepTimings {
-            forward_us: micros(total.saturating_sub(collective_time + sample_time)),
-            collective_us: micros(collective_time),
-            sample_us: micros(sample_time),
+            forward_us: micros(forward),
+            collective_us: micros(collective),
+            sample_us: micros(sampling),
             ..StepTimings::default()
         })
     }
 
-    /// Log-probabilities of the prompt tokens that the sequence's rows predict, when asked for: in
-    /// chunks, since there is room for the logits of `max_num_seqs` rows.
-    fn score_prompt(
-        &mut self,
-        index: usize,
-        run: &SequenceStep,
-        output: &mut SequenceOutput,
-    ) -> Result<Duration, EngineError> {
-        let Some(sequence) = self.sequences.get(&run.seq) else { return Ok(Duration::ZERO) };
-        let top_n = sequence.prompt_logprobs.unwrap_or(0);
-        let mut row = self.scratch.rows.seqs[index].row_start;
-        let mut time = Duration::ZERO;
-        let Scratch { prompt_rows, sampled, .. } = &mut self.scratch;
-        for targets in sequence.prompt_targets(run).chunks(self.config.max_num_seqs as usize) {
-            let end = row + targets.len() as u32;
-            prompt_rows.clear();
-            prompt_rows.extend(row..end);
-            row = end;
-            self.decoder.compute_logits(&mut self.backend, prompt_rows)?;
-            if self.backend.rank() != 0 {
-                continue;
-            }
-            let vocab = self.decoder.model().config.vocab_size;
-            let started = self.clock.now();
-            let logits = self.decoder.logits();
-            self.backend.logprobs(logits, vocab, 0, targets, top_n, sampled)?;
-            time += self.clock.now().saturating_sub(started);
-            output.corrupted |= sampled.iter().any(|scored| scored.corrupted);
-            output.prompt_logprobs.extend(sampled.drain(..).map(token_logprobs));
+    /// Forgets and learns sequences.
+    fn admit(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        for seq in &plan.finished {
+            self.sequences.remove(seq);
         }
-        Ok(time)
+        for new in &plan.admitted {
+            let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+            let max = self.config.max_model_len as usize;
+            if new.tokens.is_empty() || new.tokens.len() > max {
+                let len = new.tokens.len();
+                return Err(fault(format!("{} has {len} tokens, the bound is {max}", new.seq)));
+            }
+            if new.num_prompt as usize > new.tokens.len() {
+                return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
+            }
+            self.sequences.insert(new.seq, Sequence::new(new, max));
+        }
+        Ok(())
     }
 
-    /// Samples on rank 0 and tells all ranks the tokens.
-    fn sample(&mut self, plan: &StepPlan) -> Result<Duration, EngineError> {
-        let Scratch { rows, sample_rows, sampled, tokens, .. } = &mut self.scratch;
-        self.decoder.compute_logits(&mut self.backend, &rows.sampled)?;
-        let mut time = Duration::ZERO;
-        tokens.clear();
-        tokens.resize(rows.sampled.len(), 0);
-        if self.backend.rank() == 0 {
-            let vocab = self.decoder.model().config.vocab_size;
-            let started = self.clock.now();
-            let mut borrowed: Vec<SampleRow<'_>> = std::mem::take(sample_rows);
-            borrowed.extend(
-                plan.sequences
-                    .iter()
-                    .filter(|run| run.sample)
-                    .filter_map(|run| self.sequences.get(&run.seq))
-                    .map(Sequence::sample_row),
-            );
-            let result = self.backend.sample(self.decoder.logits(), vocab, 0, &borrowed, sampled);
-            *sample_rows = recycle(borrowed);
-            result?;
-            for (token, sampled) in tokens.iter_mut().zip(sampled.iter()) {
+    /// Checks the plan and lays out its batch.
+    fn prepare(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+        let step = &mut self.step;
+        step.clear();
+        let vocab = self.decoder.config().vocab_size as u32;
+        if plan.sequences.len() > self.config.max_num_seqs as usize {
+            return Err(fault(format!("{} sequences", plan.sequences.len())));
+        }
+        for (index, entry) in plan.sequences.iter().enumerate() {
+            let seq = self
+                .sequences
+                .get_mut(&entry.seq)
+                .ok_or_else(|| fault(format!("{} is not known", entry.seq)))?;
+            seq.check(entry, &self.config, self.num_blocks)
+                .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
+            seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
+            let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+            let tokens = &seq.tokens[start..end];
+            if let Some(token) = tokens.iter().find(|token| **token >= vocab) {
+                return Err(fault(format!("{} has token {token} of {vocab}", entry.seq)));
+            }
+            let row_start = step.ids.len() as u32;
+            step.ids.extend_from_slice(tokens);
+            step.positions.extend(entry.start..entry.start + entry.count);
+            let block_size = self.config.block_size;
+            step.slots.extend((entry.start..entry.start + entry.count).map(|position| {
+                seq.blocks[(position / block_size) as usize] * block_size + position % block_size
+            }));
+            let table_start = step.block_tables.len() as u32;
+            step.block_tables.extend_from_slice(&seq.blocks);
+            step.seqs.push(SeqRows {
+                row_start,
+                num_rows: entry.count,
+                context_len: entry.start + entry.count,
+                table_start,
+                table_len: seq.blocks.len() as u32,
+            });
+            seq.computed = entry.start + entry.count;
+            if entry.sample {
+                step.sample_rows.push(row_start + entry.count - 1);
+                step.sample_entries.push(index);
+            }
+        }
+        let max = self.config.max_num_batched_tokens as usize;
+        if step.ids.len() > max {
+            return Err(fault(format!("{} tokens, the bound is {max}", step.ids.len())));
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self) -> Result<(), EngineError> {
+        let step = &self.step;
+        let batch = Batch {
+            positions: &step.positions,
+            slots: &step.slots,
+            seqs: &step.seqs,
+            block_tables: &step.block_tables,
+        };
+        let cache = self.cache.as_mut().ok_or_else(|| EngineError::Plan {
+            step: 0,
+            message: "there is no KV cache yet".to_owned(),
+        })?;
+        Ok(self.decoder.forward(&mut self.backend, cache, &step.ids, &batch)?)
+    }
+
+    /// Samples rank 0's logits and shares the tokens; returns how long rank 0 took.
+    fn sample(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<Duration, EngineError> {
+        if self.step.sample_rows.is_empty() {
+            return Ok(Duration::ZERO);
+        }
+        let Self { backend, decoder, sequences, step, .. } = self;
+        let vocab = decoder.config().vocab_size;
+        let logits = decoder.logits(backend, &step.sample_rows)?;
+        let began = Instant::now();
+        step.tokens.clear();
+        step.tokens.resize(step.sample_rows.len(), 0);
+        if backend.rank() == 0 {
+            let mut rows: Vec<SampleRow<'_>> = Vec::with_capacity(step.sample_rows.len());
+            for index in &step.sample_entries {
+                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
+                    rows.push(seq.sample_row());
+                }
+            }
+            backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
+            for (token, sampled) in step.tokens.iter_mut().zip(&step.sampled) {
                 *token = sampled.token;
             }
-            time = self.clock.now().saturating_sub(started);
         }
-        if self.backend.world_size() > 1 {
-            self.backend.broadcast_tokens(tokens)?;
-        }
-        Ok(time)
-    }
-
-    /// Appends the sampled tokens to their sequences and, on rank 0, to the outputs.
-    fn take_samples(&mut self, plan: &StepPlan, outputs: &mut [SequenceOutput]) {
-        let Scratch { sampled, tokens, .. } = &mut self.scratch;
-        let runs = plan.sequences.iter().filter(|run| run.sample);
-        for (run, &token) in runs.clone().zip(tokens.iter()) {
-            if let Some(sequence) = self.sequences.get_mut(&run.seq) {
-                sequence.tokens.push(token);
+        let sampling = if backend.rank() == 0 { began.elapsed() } else { Duration::ZERO };
+        backend.broadcast_tokens(&mut step.tokens)?;
+        let rank = backend.rank();
+        let mut sampled = step.sampled.drain(..);
+        for (index, token) in step.sample_entries.iter().zip(&step.tokens) {
+            let entry = &plan.sequences[*index];
+            let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
+            seq.tokens.push(*token);
+            if rank == 0
+                && let Some(sampled) = sampled.next()
+            {
+                merge_output(outputs, entry, sampled, seq.params.logprobs.is_some());
             }
         }
-        if self.backend.rank() != 0 {
-            return;
+        Ok(sampling)
+    }
+
+    /// Reports log-probabilities of prompt tokens, for sequences that want them.
+    fn prompt_logprobs(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<(), EngineError> {
+        let vocab = self.decoder.config().vocab_size;
+        for (index, entry) in plan.sequences.iter().enumerate() {
+            let Some(seq) = self.sequences.get(&entry.seq) else { continue };
+            let Some(top_n) = seq.prompt_logprobs else { continue };
+            // The logits at position p tell about the token at p + 1, inside the prompt.
+            let last = (entry.start + entry.count).min(seq.num_prompt.saturating_sub(1));
+            if entry.start >= last {
+                continue;
+            }
+            let mut report = Vec::with_capacity((last - entry.start) as usize);
+            let row_start = self.step.seqs[index].row_start;
+            let mut from = entry.start;
+            while from < last {
+                let to = last.min(from + self.config.max_num_seqs);
+                self.step.targets.clear();
+                self.step
+                    .targets
+                    .extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
+                let rows: Vec<u32> =
+                    (from..to).map(|position| row_start + position - entry.start).collect();
+                let logits = self.decoder.logits(&mut self.backend, &rows)?;
+                if self.backend.rank() == 0 {
+                    let targets = &self.step.targets;
+                    let sampled = &mut self.step.sampled;
+                    self.backend.logprobs(logits, vocab, 0, targets, top_n, sampled)?;
+                    report.extend(sampled.drain(..).map(token_logprobs));
+                }
+                from = to;
+            }
+            if self.backend.rank() == 0 {
+                outputs.push(SequenceOutput {
+                    seq: entry.seq,
+                    position: entry.start + entry.count,
+                    token: None,
+                    logprobs: None,
+                    prompt_logprobs: report,
+                    prompt_start: entry.start + 1,
+                    corrupted: false,
+                });
+            }
         }
-        // Both in the plan's order; outputs may have some more, which only report their prompts.
-        let mut outputs = outputs.iter_mut();
-        for (run, sampled) in runs.zip(sampled.drain(..)) {
-            let Some(output) = outputs.find(|output| output.seq == run.seq) else { return };
-            output.corrupted |= sampled.corrupted;
-            output.token = Some(sampled.token);
-            let wants = self.sequences.get(&run.seq).is_some_and(Sequence::wants_logprobs);
-            output.logprobs = wants.then(|| token_logprobs(sampled));
-        }
+        Ok(())
     }
 }
 
-impl<B: Backend> fmt::Debug for Engine<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Engine")
-            .field("model", self.model())
-            .field("config", &self.config)
-            .field("num_blocks", &self.cache.as_ref().map(|cache| cache.num_blocks))
-            .field("sequences", &self.sequences.len())
-            .field("last_step", &self.last_step)
-            .finish_non_exhaustive()
+/// Adds a sampled token to the output that prompt log-probabilities began, or begins one.
+fn merge_output(
+    outputs: &mut Vec<SequenceOutput>,
+    entry: &SequenceStep,
+    sampled: Sampled,
+    wants_logprobs: bool,
+) {
+    let (token, corrupted) = (sampled.token, sampled.corrupted);
+    let logprobs = wants_logprobs.then(|| token_logprobs(sampled));
+    let position = entry.start + entry.count;
+    if let Some(begun) = outputs.iter_mut().find(|output| output.seq == entry.seq) {
+        begun.token = Some(token);
+        begun.logprobs = logprobs;
+        begun.corrupted = corrupted;
+        return;
     }
-}
-
-fn within(field: &'static str, value: u32, max: u64) -> Result<(), EngineError> {
-    if (1..=max).contains(&u64::from(value)) {
-        return Ok(());
-    }
-    Err(EngineError::OutOfBounds { field, value: u64::from(value), min: 1, max })
-}
-
-fn new_output(run: &SequenceStep) -> SequenceOutput {
-    SequenceOutput {
-        seq: run.seq,
-        position: run.start + run.count,
-        token: None,
-        logprobs: None,
+    outputs.push(SequenceOutput {
+        seq: entry.seq,
+        position,
+        token: Some(token),
+        logprobs,
         prompt_logprobs: Vec::new(),
-        prompt_start: run.start + 1,
-        corrupted: false,
-    }
+        prompt_start: 0,
+        corrupted,
+    });
 }
 
 fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
-    let Sampled { token, logprob, rank, top, corrupted: _ } = sampled;
-    TokenLogprobs { token, logprob, rank, top }
+    TokenLogprobs {
+        token: sampled.token,
+        logprob: sampled.logprob,
+        rank: sampled.rank,
+        top: sampled.top,
+    }
 }
 
-/// An empty vector with the same memory, free of the borrows that the old contents had.
-#[allow(clippy::unnecessary_filter_map, reason = "a filter cannot change the lifetime")]
-fn recycle(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
-    rows.clear();
-    // Collecting a vector's own iterator reuses its allocation.
-    rows.into_iter().filter_map(|_| None).collect()
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+impl StepBuffers {
+    fn clear(&mut self) {
+        self.ids.clear();
+        self.positions.clear();
+        self.slots.clear();
+        self.seqs.clear();
+        self.block_tables.clear();
+        self.sample_rows.clear();
+        self.sample_entries.clear();
+    }
 }

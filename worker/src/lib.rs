@@ -1,13 +1,23 @@
 //! The worker: loads a shard of the model and executes step plans.
 //!
 //! Map:
-//! - [`engine`]: the pure step engine: a plan in, tokens out
-//! - [`error`]: what can be wrong with a model folder or a plan
-//! - [`kv_cache`]: block tables and how many blocks fit
-//! - [`model`]: configuration, weight files, sharding, the forward pass
+//! - [`run`]: puts a worker together
+//! - [`actor`]: the link to the coordinator, messages in and out
+//! - [`executor`]: the OS thread that owns a rank and runs one command at a time
+//! - [`outbox`]: the executor's messages and measurements on their way out
+//! - [`rank`]: the seam between message handling and arithmetic
+//! - [`cpu_rank`]: a rank on CPU cores
+//! - [`engine`]: step plans to tokens
+//! - [`bench`]: the engine's speed, alone
+//! - [`model`]: configuration, weights, sharding, the decoder
 #![forbid(unsafe_code)]
 
+pub mod actor;
+pub mod bench;
+pub mod cpu_rank;
 pub mod engine;
-pub mod error;
-pub mod kv_cache;
+pub mod executor;
 pub mod model;
+pub mod outbox;
+pub mod rank;
+pub mod run;

@@ -25,6 +25,10 @@ pub(crate) enum Command {
     Coordinator(CoordinatorArgs),
     /// Start one worker and join a coordinator
     Worker(WorkerArgs),
+    /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line
+    Bench(BenchArgs),
+    /// Print the metrics catalogue
+    Metrics(MetricsArgs),
     /// Check a configuration file and say what is wrong with it
     CheckConfig(CheckConfigArgs),
 }
@@ -86,13 +90,44 @@ pub(crate) struct WorkerArgs {
     /// This worker's name, unique in the cluster [default: HOSTNAME-PID]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
-    /// Where this worker accepts other ranks of its replica (TCP collective); the address other
-    /// hosts reach it at
-    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:0")]
-    pub(crate) collective_listen: SocketAddr,
+    /// Where this worker accepts other ranks of its replica (TCP collective), as other hosts reach
+    /// it [default: any port of the address that leads to the coordinator]
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) collective_listen: Option<SocketAddr>,
+    /// Identifies the host: workers with equal values exchange data through shared memory, others
+    /// over TCP [default: the boot id]
+    #[arg(long, value_name = "ID")]
+    pub(crate) host_id: Option<String>,
     /// Exit when stdin closes: how `tutti up` makes sure that no worker outlives it
     #[arg(long, hide = true)]
     pub(crate) exit_with_stdin: bool,
+}
+
+/// Options of `tutti bench`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct BenchArgs {
+    /// Model folder [default: models/demo]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Ranks, as threads of this process
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) tensor_parallel: u32,
+    /// Tokens of the prefill case's prompt
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=131_072))]
+    pub(crate) prompt_tokens: u32,
+    /// Decode steps of each decode case
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) decode_steps: u32,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+}
+
+/// Options of `tutti metrics`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct MetricsArgs {
+    /// As Markdown: what docs/metrics.md is made of
+    #[arg(long)]
+    pub(crate) markdown: bool,
 }
 
 /// Options of `tutti check-config`.

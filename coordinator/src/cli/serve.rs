@@ -1,5 +1,84 @@
-//! `tutti coordinator`.
-use super::{CliError, CoordinatorArgs};
-pub(crate) fn run(_args: &CoordinatorArgs) -> Result<(), CliError> {
-    Err(CliError::Failed("x".into()))
+//! `tutti coordinator`: HTTP and scheduling; workers dial in.
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use coordinator::coordinator::{Coordinator, CoordinatorOptions};
+use coordinator::replica::driver::DriverLimits;
+
+use super::options::ServingArgs;
+use super::output::print_line;
+use super::work::{cores, interrupted, random};
+use super::{CliError, CoordinatorArgs, logging};
+
+/// Where workers dial in, unless told otherwise.
+const CLUSTER_LISTEN: SocketAddr =
+    SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 8001);
+
+pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
+    logging::init(&args.common.log_level);
+    let options = coordinator_options(&args.serving, CLUSTER_LISTEN)?;
+    actix::System::new().block_on(async move {
+        let degree = options.tensor_parallel;
+        let coordinator =
+            Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
+        print_line(&format!("tutti coordinator: http://{}", coordinator.http_addr()));
+        print_line(&format!(
+            "waiting for {degree} workers: tutti worker --coordinator {}",
+            coordinator.cluster_addr()
+        ));
+        interrupted().await;
+        coordinator.stop(false).await;
+        Ok(())
+    })
+}
+
+/// Checks the options and fills in what depends on the machine.
+pub(crate) fn coordinator_options(
+    args: &ServingArgs,
+    cluster_listen: SocketAddr,
+) -> Result<CoordinatorOptions, CliError> {
+    let model = match &args.model {
+        Some(model) => model.clone(),
+        None => demo_model()?,
+    };
+    let model = std::path::absolute(&model).unwrap_or(model);
+    let name = args
+        .served_model_name
+        .clone()
+        .or_else(|| model.file_name().map(|name| name.to_string_lossy().into_owned()));
+    Ok(CoordinatorOptions {
+        served_model_name: name.unwrap_or_else(|| "model".to_owned()),
+        model,
+        tensor_parallel: args.tensor_parallel,
+        listen: args.listen,
+        cluster_listen: args.cluster_listen.unwrap_or(cluster_listen),
+        max_model_len: args.max_model_len,
+        max_num_seqs: args.max_num_seqs,
+        max_num_batched_tokens: args.max_num_batched_tokens,
+        block_size: args.block_size,
+        kv_cache_bytes: args.kv_cache_memory,
+        max_queued_requests: args.max_queued_requests,
+        limits: DriverLimits {
+            step_timeout: Duration::from_secs(args.step_timeout),
+            unavailable_timeout: Duration::from_secs(args.unavailable_timeout),
+        },
+        log_stats_interval: Duration::from_secs(args.log_stats_interval),
+        http_threads: cores().clamp(1, 8) as usize,
+        run: random(),
+    })
+}
+
+/// The demo model of the repository: in the working folder, or beside where the program was built.
+pub(crate) fn demo_model() -> Result<PathBuf, CliError> {
+    let demo = Path::new("models/demo");
+    let mut candidates = vec![demo.to_owned()];
+    if let Ok(program) = std::env::current_exe() {
+        candidates.extend(program.ancestors().skip(1).map(|dir| dir.join(demo)));
+    }
+    candidates.into_iter().find(|dir| dir.join("config.json").is_file()).ok_or_else(|| {
+        CliError::Usage(
+            "--model is missing, and models/demo is neither here nor beside the program".to_owned(),
+        )
+    })
 }

@@ -1,5 +1,113 @@
-//! `tutti up`.
-use super::{CliError, UpArgs};
-pub(crate) fn run(_args: &UpArgs) -> Result<(), CliError> {
-    Err(CliError::Failed("x".into()))
+//! `tutti up`: a coordinator in this process, workers as child processes.
+mod children;
+mod progress;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use coordinator::cluster::actor::ClusterView;
+use coordinator::coordinator::Coordinator;
+use tokio::sync::{mpsc, watch};
+
+use self::children::{ChildEvent, Children, WorkerCommand};
+use self::progress::LoadBar;
+use super::output::print_line;
+use super::serve::coordinator_options;
+use super::work::{check_device, cores, interrupted};
+use super::{CliError, UpArgs, logging};
+
+pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
+    logging::init(&args.common.log_level);
+    check_device(&args.compute)?;
+    let (workers, degree) = (args.workers, args.serving.tensor_parallel);
+    if workers < degree {
+        return Err(CliError::Usage(format!(
+            "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
+        )));
+    }
+    let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
+    let options = coordinator_options(&args.serving, any_port)?;
+    let model = options.model.display().to_string();
+    actix::System::new().block_on(async move {
+        let coordinator =
+            Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
+        let command = worker_command(args, &coordinator)?;
+        print_line(&format!("tutti {}: {model}", env!("CARGO_PKG_VERSION")));
+        print_line(&format!(
+            "{workers} CPU workers, tensor parallel {degree}, {} replica(s)",
+            workers / degree
+        ));
+        let view = coordinator.view();
+        let (events, ends) = mpsc::channel(64);
+        let (kick, kicked) = watch::channel(None);
+        let children = Children::start(&command, workers, &events, &kicked);
+        let outcome = tokio::select! {
+            () = interrupted() => Ok(()),
+            outcome = watch_over(&coordinator, view, ends, &kick) => outcome,
+        };
+        print_line("stopping");
+        coordinator.stop(true).await;
+        children.stop().await;
+        outcome
+    })
+}
+
+fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerCommand, CliError> {
+    let program = std::env::current_exe()
+        .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
+    let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.workers).max(1));
+    let args = [
+        "worker".to_owned(),
+        "--coordinator".to_owned(),
+        coordinator.cluster_addr().to_string(),
+        "--threads".to_owned(),
+        threads.to_string(),
+        "--log-level".to_owned(),
+        args.common.log_level.clone(),
+        "--exit-with-stdin".to_owned(),
+    ];
+    Ok(WorkerCommand { program, args: args.to_vec() })
+}
+
+/// Shows progress, says when it is ready, and ends only when going on makes no sense.
+async fn watch_over(
+    coordinator: &Coordinator,
+    mut view: watch::Receiver<ClusterView>,
+    mut ends: mpsc::Receiver<ChildEvent>,
+    kick: &watch::Sender<Option<(String, u32)>>,
+) -> Result<(), CliError> {
+    let mut bar = Some(LoadBar::new());
+    let mut announced = false;
+    let mut timer = tokio::time::interval(Duration::from_millis(20));
+    loop {
+        tokio::select! {
+            _ = timer.tick(), if !announced => {}
+            changed = view.changed() => if changed.is_err() {
+                return Err(CliError::Failed("the cluster actor is gone".to_owned()));
+            },
+            Some(event) = ends.recv() => match event {
+                ChildEvent::Restarting { node, status, after } => {
+                    tracing::warn!(node, status, ?after, "a worker ended; starting it again");
+                }
+                ChildEvent::GaveUp { node, reason } => {
+                    return Err(CliError::Failed(format!("worker {node}: {reason}")));
+                }
+            },
+        }
+        let now = view.borrow_and_update().clone();
+        if let Some(reason) = now.unservable.filter(|_| now.serving.is_empty()) {
+            return Err(CliError::Failed(reason));
+        }
+        if now.frozen.is_some() && *kick.borrow() != now.frozen {
+            kick.send_replace(now.frozen.clone());
+        }
+        if let Some(bar) = &bar {
+            bar.show(now.load);
+        }
+        if !announced && coordinator.is_ready() {
+            announced = true;
+            drop(bar.take());
+            print_line(&format!("ready: http://{}", coordinator.http_addr()));
+        }
+    }
 }

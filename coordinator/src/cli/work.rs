@@ -1,5 +1,110 @@
-//! `tutti worker`.
-use super::{CliError, WorkerArgs};
-pub(crate) fn run(_args: &WorkerArgs) -> Result<(), CliError> {
-    Err(CliError::Failed("x".into()))
+//! `tutti worker`: one rank, until it is told to stop.
+use std::hash::{BuildHasher as _, Hasher as _};
+use std::io::Read as _;
+
+use tokio::sync::oneshot;
+use worker::actor::WorkerEnd;
+use worker::run::WorkerOptions;
+
+use super::options::{ComputeArgs, Device};
+use super::{CliError, WorkerArgs, logging};
+
+pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
+    logging::init(&args.common.log_level);
+    check_device(&args.compute)?;
+    let options = WorkerOptions {
+        coordinator: args.coordinator.clone(),
+        node: args.node.clone().unwrap_or_else(default_node),
+        host: args.host_id.clone().unwrap_or_else(host_id),
+        threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
+        collective_listen: args.collective_listen,
+        incarnation: random(),
+    };
+    let parent_gone = args.exit_with_stdin.then(stdin_closes);
+    let end = actix::System::new().block_on(async move {
+        let gone = async {
+            match parent_gone {
+                Some(gone) => drop(gone.await),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            end = worker::run::run(options) => end.map_err(|error| {
+                CliError::Failed(format!("cannot start the worker: {error}"))
+            }),
+            () = gone => Ok(WorkerEnd::Shutdown { reason: "its parent is gone".to_owned() }),
+            () = interrupted() => Ok(WorkerEnd::Shutdown { reason: "interrupted".to_owned() }),
+        }
+    })?;
+    match end {
+        WorkerEnd::Shutdown { reason } => {
+            tracing::info!(%reason, "the worker ends");
+            Ok(())
+        }
+        WorkerEnd::Refused { reason } => {
+            Err(CliError::Failed(format!("the coordinator refuses this worker: {reason}")))
+        }
+        WorkerEnd::Failed { message } => Err(CliError::Failed(message)),
+    }
+}
+
+/// Says so at once when what is asked for cannot be had.
+pub(crate) fn check_device(args: &ComputeArgs) -> Result<(), CliError> {
+    match args.device {
+        Device::Auto | Device::Cpu => Ok(()),
+        Device::Cuda => Err(CliError::Usage(
+            "--device cuda: this build has no CUDA backend; use --device cpu".to_owned(),
+        )),
+    }
+}
+
+/// Resolves on SIGINT (Ctrl-C) or SIGTERM.
+pub(crate) async fn interrupted() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = tokio::signal::ctrl_c() => {}
+        _ = terminate.recv() => {}
+    }
+}
+
+/// Cores this process may use.
+pub(crate) fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1))
+}
+
+/// Identifies the host: the same for every process of one boot, and different on every machine.
+pub(crate) fn host_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map(|id| id.trim().to_owned())
+        .ok()
+        .filter(|id| !id.is_empty())
+        .unwrap_or_else(hostname)
+}
+
+/// A random number from the operating system's entropy.
+pub(crate) fn random() -> u64 {
+    std::hash::RandomState::new().build_hasher().finish()
+}
+
+fn hostname() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "host".to_owned(), |name| name.trim().to_owned())
+}
+
+fn default_node() -> String {
+    format!("{}-{}", hostname(), std::process::id())
+}
+
+/// Resolves when stdin reaches its end.
+fn stdin_closes() -> oneshot::Receiver<()> {
+    let (sender, receiver) = oneshot::channel();
+    std::thread::spawn(move || {
+        let mut byte = [0u8; 64];
+        while std::io::stdin().read(&mut byte).is_ok_and(|n| n > 0) {}
+        let _ = sender.send(());
+    });
+    receiver
 }

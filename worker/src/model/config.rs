@@ -1,380 +1,270 @@
-//! What a model is: `config.json` in either of transformers' dialects, checked and normalised.
-//!
-//! Owns which architectures are supported and every default that transformers would apply where a
-//! key is absent. Version 5 writes `rope_parameters` and `dtype`, version 4 `rope_theta`,
-//! `rope_scaling` and `torch_dtype`; both mean the same here. Knows nothing of files of weights.
+//! `config.json` of a Hugging Face model folder, in the dialects of transformers 4 (`rope_theta`,
+//! `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`), validated.
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde::Deserialize;
 
-use super::fields::Fields;
-use crate::error::ModelError;
+use super::ModelError;
+use super::rope::{RopeConfig, RopeScaling};
 
-/// A supported family of decoders. All share the Llama block; the differences are flags of
-/// [`ModelConfig`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Architecture {
-    /// Llama 2 and 3, and what copies them.
-    Llama,
-    /// Mistral 7B: sliding window attention in every layer.
-    Mistral,
-    /// Qwen2 and Qwen2.5: biases on q, k and v.
-    Qwen2,
-    /// Qwen3: RMSNorm on every q and k head.
-    Qwen3,
-}
+/// Architectures this worker computes.
+pub const ARCHITECTURES: [&str; 4] =
+    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
 
-impl Architecture {
-    /// All of them, with the names that `architectures` in `config.json` uses.
-    pub const ALL: [(Self, &'static str); 4] = [
-        (Self::Llama, "LlamaForCausalLM"),
-        (Self::Mistral, "MistralForCausalLM"),
-        (Self::Qwen2, "Qwen2ForCausalLM"),
-        (Self::Qwen3, "Qwen3ForCausalLM"),
-    ];
-}
-
-/// How RoPE's frequencies are stretched beyond the length the model was first trained with.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
-    /// Not at all.
-    Default,
-    /// All frequencies divided by `factor`.
-    Linear {
-        /// How much longer the context is.
-        factor: f64,
-    },
-    /// Low frequencies divided, high ones kept, a smooth blend between (Llama 3.1).
-    Llama3 {
-        /// How much longer the context is.
-        factor: f64,
-        /// Wavelengths above `original_positions / low_freq_factor` are divided.
-        low_freq_factor: f64,
-        /// Wavelengths below `original_positions / high_freq_factor` are kept.
-        high_freq_factor: f64,
-        /// The length of the original training.
-        original_positions: f64,
-    },
-}
-
-/// Rotary position embedding.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RopeConfig {
-    /// The base of the frequencies.
-    pub theta: f64,
-    /// Their scaling.
-    pub scaling: RopeScaling,
-}
-
-/// A decoder-only model, as checked.
+/// A decoder-only model, as much of it as the forward pass needs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// The family.
-    pub architecture: Architecture,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width within the MLP.
+    /// Width of the MLP.
     pub intermediate_size: usize,
     /// Decoder layers.
     pub num_layers: usize,
-    /// Query heads, a multiple of `num_kv_heads`.
+    /// Query heads.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// Key and value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements per head, even.
+    /// Elements per head; even.
     pub head_dim: usize,
-    /// Token ids are below this.
+    /// Tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Longest sequence that the model was made for.
+    /// Longest sequence the model was made for.
     pub max_positions: usize,
     /// Epsilon of every RMSNorm.
-    pub rms_norm_eps: f32,
-    /// The output matrix is the embedding matrix.
-    pub tied_embeddings: bool,
-    /// q, k and v have biases.
+    pub norm_eps: f32,
+    /// Rotary embedding.
+    pub rope: RopeConfig,
+    /// Attention reaches back this far, where it is limited.
+    pub sliding_window: Option<u32>,
+    /// The output head is the embedding.
+    pub tied: bool,
+    /// q, k and v projections have biases.
     pub qkv_bias: bool,
     /// The attention's output projection has a bias.
     pub output_bias: bool,
-    /// The MLP's three projections have biases.
+    /// The MLP's projections have biases.
     pub mlp_bias: bool,
-    /// q and k heads are normalised before RoPE.
+    /// q and k heads are normalised before the rotary embedding.
     pub qk_norm: bool,
-    /// Per layer: attend to the last `n` tokens only, the current one included.
-    pub sliding_windows: Vec<Option<u32>>,
-    /// Position embedding.
-    pub rope: RopeConfig,
-    /// Tokens that end a sequence, from `generation_config.json` or else `config.json`.
-    pub end_tokens: Vec<u32>,
 }
 
-// Bounds far beyond any known model: their job is to make a damaged file an error instead of an
-// absurd allocation, and to keep products of two sizes within u64.
-const HIDDEN_MAX: u64 = 1 << 17;
-const INTERMEDIATE_MAX: u64 = 1 << 20;
-const LAYERS_MAX: u64 = 1 << 10;
-const HEADS_MAX: u64 = 1 << 12;
-const HEAD_DIM_MAX: u64 = 1 << 10;
-const VOCAB_MAX: u64 = 1 << 24;
-const POSITIONS_MAX: u64 = 1 << 28;
-/// Heads of Mistral and Qwen2 are grouped by these where `num_key_value_heads` is absent.
-const MISTRAL_KV_HEADS: u64 = 8;
-const QWEN_KV_HEADS: u64 = 32;
-const QWEN3_HEAD_DIM: u64 = 128;
-const DEFAULT_EPS: f64 = 1e-6;
-const DEFAULT_THETA: f64 = 10_000.0;
+/// The file, as it is. Unknown keys are other people's business.
+#[derive(Deserialize)]
+struct Raw {
+    architectures: Option<Vec<String>>,
+    hidden_size: Option<usize>,
+    intermediate_size: Option<usize>,
+    num_hidden_layers: Option<usize>,
+    num_attention_heads: Option<usize>,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    vocab_size: Option<usize>,
+    max_position_embeddings: Option<usize>,
+    rms_norm_eps: Option<f64>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<RawRope>,
+    rope_parameters: Option<RawRope>,
+    sliding_window: Option<u32>,
+    use_sliding_window: Option<bool>,
+    tie_word_embeddings: Option<bool>,
+    attention_bias: Option<bool>,
+    mlp_bias: Option<bool>,
+    hidden_act: Option<String>,
+    layer_types: Option<Vec<String>>,
+}
+
+#[derive(Clone, Deserialize)]
+struct RawRope {
+    rope_theta: Option<f64>,
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    original_max_position_embeddings: Option<f64>,
+}
+
+/// Bounds of every size: far above any model, far below what overflows.
+const SIZE_MAX: usize = 1 << 24;
 
 impl ModelConfig {
-    /// Reads `config.json` and, where there is one, `generation_config.json` of a model folder.
+    /// Reads and checks `config.json` of `folder`.
     ///
     /// # Errors
-    /// [`ModelError`] naming the file, the key, the value found and what is accepted.
-    pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
-        let mut config = Self::from_fields(&Fields::read(&dir.join("config.json"))?)?;
-        let generation = dir.join("generation_config.json");
-        if generation.is_file()
-            && let Some(end_tokens) = end_tokens(&Fields::read(&generation)?, config.vocab_size)?
-        {
-            config.end_tokens = end_tokens;
-        }
-        Ok(config)
+    /// [`ModelError::File`] naming the key, its value's problem and the bound.
+    pub fn load(folder: &Path) -> Result<Self, ModelError> {
+        let file = folder.join("config.json");
+        let text = std::fs::read_to_string(&file)
+            .map_err(|error| ModelError::file(&file, format!("cannot be read: {error}")))?;
+        let raw: Raw = serde_json::from_str(&text).map_err(|error| {
+            ModelError::file(&file, format!("not a model configuration: {error}"))
+        })?;
+        Self::check(raw).map_err(|message| ModelError::file(&file, message))
     }
 
-    /// Checks and normalises the contents of a `config.json`; `path` is for messages.
-    ///
-    /// # Errors
-    /// As [`ModelConfig::from_dir`].
-    pub fn from_json(path: &Path, text: &str) -> Result<Self, ModelError> {
-        Self::from_fields(&Fields::parse(path, text)?)
-    }
-
-    fn from_fields(fields: &Fields<'_>) -> Result<Self, ModelError> {
-        let architecture = architecture(fields)?;
-        refuse_unsupported(fields)?;
-        let is_qwen = matches!(architecture, Architecture::Qwen2 | Architecture::Qwen3);
-
-        let hidden_size = fields.size("hidden_size", HIDDEN_MAX)?;
-        let num_layers = fields.size("num_hidden_layers", LAYERS_MAX)?;
-        let num_heads = fields.size("num_attention_heads", HEADS_MAX)?;
-        let num_kv_heads = match architecture {
-            Architecture::Llama => num_heads as u64,
-            Architecture::Mistral => MISTRAL_KV_HEADS,
-            Architecture::Qwen2 | Architecture::Qwen3 => QWEN_KV_HEADS,
-        };
-        let num_kv_heads = fields.size_or("num_key_value_heads", HEADS_MAX, num_kv_heads)?;
-        if !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(fields.error(
-                "num_key_value_heads",
-                format!("is {num_kv_heads}, it must divide num_attention_heads, {num_heads}"),
+    fn check(raw: Raw) -> Result<Self, String> {
+        let architecture = raw.architectures.as_deref().unwrap_or_default().first().cloned();
+        let architecture = architecture.ok_or("key architectures is missing or empty")?;
+        if !ARCHITECTURES.contains(&architecture.as_str()) {
+            let known = ARCHITECTURES.join(", ");
+            return Err(format!(
+                "architecture {architecture} is not supported; these are: {known}"
             ));
         }
-        let head_dim = match (fields.get("head_dim"), architecture) {
-            (Some(_), _) => fields.size("head_dim", HEAD_DIM_MAX)?,
-            (None, Architecture::Qwen3) => QWEN3_HEAD_DIM as usize,
-            (None, _) if hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
-            (None, _) => {
-                let problem = format!(
-                    "is {hidden_size}, it must be a multiple of num_attention_heads, {num_heads}, \
-                     where head_dim is absent"
-                );
-                return Err(fields.error("hidden_size", problem));
-            }
-        };
-        if !head_dim.is_multiple_of(2) {
-            let problem = format!("is {head_dim}, it must be even for rotary embedding");
-            return Err(fields.error("head_dim", problem));
+        if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
+            return Err(format!("hidden_act is \"{act}\", only \"silu\" is supported"));
         }
-
-        let vocab_size = fields.size("vocab_size", VOCAB_MAX)?;
-        let attention_bias =
-            !is_mistral_or_qwen2(architecture) && fields.flag_or("attention_bias", false)?;
+        let num_heads = size("num_attention_heads", raw.num_attention_heads)?;
+        let hidden_size = size("hidden_size", raw.hidden_size)?;
+        let num_kv_heads = raw
+            .num_key_value_heads
+            .map_or(Ok(num_heads), |n| size("num_key_value_heads", Some(n)))?;
+        if !num_heads.is_multiple_of(num_kv_heads) {
+            return Err(format!(
+                "num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads \
+                 ({num_kv_heads})"
+            ));
+        }
+        let head_dim =
+            raw.head_dim.map_or(Ok(hidden_size / num_heads), |dim| size("head_dim", Some(dim)))?;
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            return Err(format!("head_dim is {head_dim}, it must be even and at least 2"));
+        }
+        let norm_eps = raw.rms_norm_eps.ok_or("key rms_norm_eps is missing")?;
+        if !(norm_eps > 0.0 && norm_eps < 1.0) {
+            return Err(format!("rms_norm_eps is {norm_eps}, it must be between 0 and 1"));
+        }
+        let qwen2 = architecture == "Qwen2ForCausalLM";
+        let qwen3 = architecture == "Qwen3ForCausalLM";
+        let windowed = if qwen2 || qwen3 {
+            raw.use_sliding_window.unwrap_or(false)
+        } else {
+            architecture == "MistralForCausalLM"
+        };
+        let mixed = raw.layer_types.iter().flatten().any(|kind| kind != "full_attention");
+        if (qwen2 || qwen3) && (windowed || mixed) {
+            return Err("layers that differ in their attention (use_sliding_window, layer_types) \
+                        are not supported for Qwen models"
+                .to_owned());
+        }
+        let attention_bias = raw.attention_bias.unwrap_or(false);
         Ok(Self {
-            architecture,
             hidden_size,
-            intermediate_size: fields.size("intermediate_size", INTERMEDIATE_MAX)?,
-            num_layers,
+            intermediate_size: size("intermediate_size", raw.intermediate_size)?,
+            num_layers: size("num_hidden_layers", raw.num_hidden_layers)?,
             num_heads,
             num_kv_heads,
             head_dim,
-            vocab_size,
-            max_positions: fields.size("max_position_embeddings", POSITIONS_MAX)?,
-            rms_norm_eps: fields.number_or("rms_norm_eps", 0.0, 1.0, DEFAULT_EPS)? as f32,
-            tied_embeddings: fields.flag_or("tie_word_embeddings", false)?,
-            qkv_bias: attention_bias || architecture == Architecture::Qwen2,
-            output_bias: attention_bias,
-            mlp_bias: architecture == Architecture::Llama && fields.flag_or("mlp_bias", false)?,
-            qk_norm: architecture == Architecture::Qwen3,
-            sliding_windows: sliding_windows(fields, architecture, is_qwen, num_layers)?,
-            rope: rope(fields)?,
-            end_tokens: end_tokens(fields, vocab_size)?.unwrap_or_default(),
+            vocab_size: size("vocab_size", raw.vocab_size)?,
+            max_positions: size("max_position_embeddings", raw.max_position_embeddings)?,
+            norm_eps: norm_eps as f32,
+            rope: rope(&raw)?,
+            sliding_window: raw.sliding_window.filter(|window| windowed && *window > 0),
+            tied: raw.tie_word_embeddings.unwrap_or(false),
+            qkv_bias: attention_bias || qwen2,
+            output_bias: attention_bias && !qwen2,
+            mlp_bias: raw.mlp_bias.unwrap_or(false),
+            qk_norm: qwen3,
         })
     }
+}
 
-    /// Parameters of the whole model, all ranks together; tied embeddings count once.
-    #[must_use]
-    pub fn num_parameters(&self) -> u64 {
-        let size = |factors: &[usize]| factors.iter().map(|&factor| factor as u64).product::<u64>();
-        let bias = |present: bool, len: u64| if present { len } else { 0 };
-        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
-        let q = size(&[self.num_heads, self.head_dim]);
-        let qkv = q + 2 * size(&[self.num_kv_heads, self.head_dim]);
-        let layer = (qkv + q) * hidden as u64
-            + 3 * size(&[inner, hidden])
-            + 2 * hidden as u64
-            + bias(self.qkv_bias, qkv)
-            + bias(self.output_bias, hidden as u64)
-            + bias(self.mlp_bias, 2 * inner as u64 + hidden as u64)
-            + bias(self.qk_norm, 2 * self.head_dim as u64);
-        let tables = if self.tied_embeddings { 1 } else { 2 };
-        layer * self.num_layers as u64 + tables * size(&[self.vocab_size, hidden]) + hidden as u64
+fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
+    match value {
+        None => Err(format!("key {key} is missing")),
+        Some(value) if value == 0 || value > SIZE_MAX => {
+            Err(format!("{key} is {value}, it must be in 1..={SIZE_MAX}"))
+        }
+        Some(value) => Ok(value),
     }
 }
 
-fn is_mistral_or_qwen2(architecture: Architecture) -> bool {
-    matches!(architecture, Architecture::Mistral | Architecture::Qwen2)
-}
-
-fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
-    let key = "architectures";
-    let supported = || Architecture::ALL.map(|(_, name)| name).join(", ");
-    let names = match fields.get(key) {
-        Some(Value::Array(names)) => names.as_slice(),
-        Some(other) => return Err(fields.error(key, format!("is {other}, it must be a list"))),
-        None => return Err(fields.error(key, format!("is missing; supported: {}", supported()))),
+fn rope(raw: &Raw) -> Result<RopeConfig, String> {
+    let parameters = raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref());
+    let theta = parameters.and_then(|p| p.rope_theta).or(raw.rope_theta).unwrap_or(10_000.0);
+    if !(theta.is_finite() && theta > 1.0) {
+        return Err(format!("rope_theta is {theta}, it must be finite and above 1"));
+    }
+    let Some(parameters) = parameters else {
+        return Ok(RopeConfig { theta, scaling: RopeScaling::None });
     };
-    names
-        .iter()
-        .find_map(|name| Architecture::ALL.iter().find(|(_, known)| name.as_str() == Some(known)))
-        .map(|&(architecture, _)| architecture)
-        .ok_or_else(|| {
-            let found = Value::Array(names.to_vec());
-            fields.error(key, format!("{found} is not supported; supported: {}", supported()))
-        })
-}
-
-/// Keys whose mere use changes the arithmetic in ways that are not implemented.
-fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ModelError> {
-    if fields.get("quantization_config").is_some() {
-        return Err(fields.error(
-            "quantization_config",
-            "quantized weights are not supported; use the bf16, f16 or f32 model".to_owned(),
-        ));
-    }
-    let activation = fields.get("hidden_act").and_then(Value::as_str).unwrap_or("silu");
-    if activation != "silu" {
-        return Err(fields.error("hidden_act", format!("is `{activation}`, supported: silu")));
-    }
-    let rotary = fields.number_or("partial_rotary_factor", 0.0, 1.0, 1.0)?;
-    if rotary < 1.0 {
-        return Err(fields.error("partial_rotary_factor", format!("is {rotary}, supported: 1")));
-    }
-    Ok(())
-}
-
-/// Mistral slides in every layer; Qwen in the layers that `layer_types` names, or else in those
-/// from `max_window_layers` on, and only if `use_sliding_window`; Llama never.
-fn sliding_windows(
-    fields: &Fields<'_>,
-    architecture: Architecture,
-    is_qwen: bool,
-    num_layers: usize,
-) -> Result<Vec<Option<u32>>, ModelError> {
-    let slides = architecture == Architecture::Mistral
-        || (is_qwen && fields.flag_or("use_sliding_window", false)?);
-    if !slides || fields.get("sliding_window").is_none() {
-        return Ok(vec![None; num_layers]);
-    }
-    let window = Some(fields.size("sliding_window", POSITIONS_MAX)? as u32);
-    if architecture == Architecture::Mistral {
-        return Ok(vec![window; num_layers]);
-    }
-    let Some(types) = fields.get("layer_types") else {
-        let first = fields.count_or("max_window_layers", LAYERS_MAX, num_layers as u64)?;
-        return Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first)).collect());
+    let positive = |key: &str, value: Option<f64>| match value {
+        Some(value) if value.is_finite() && value > 0.0 => Ok(value),
+        Some(value) => Err(format!("rope {key} is {value}, it must be finite and above 0")),
+        None => Err(format!("rope key {key} is missing")),
     };
-    let types = types.as_array().filter(|types| types.len() == num_layers).ok_or_else(|| {
-        let problem = format!("is {types}, it must be a list of num_hidden_layers = {num_layers}");
-        fields.error("layer_types", problem)
-    })?;
-    types
-        .iter()
-        .map(|kind| match kind.as_str() {
-            Some("sliding_attention") => Ok(window),
-            Some("full_attention") => Ok(None),
-            _ => {
-                let supported = "supported: full_attention, sliding_attention";
-                Err(fields.error("layer_types", format!("{kind} is not supported; {supported}")))
-            }
-        })
-        .collect()
-}
-
-fn rope(fields: &Fields<'_>) -> Result<RopeConfig, ModelError> {
-    let empty = Map::new();
-    let (key, object) = match (fields.get("rope_parameters"), fields.get("rope_scaling")) {
-        (Some(value), _) => ("rope_parameters", value),
-        (None, Some(value)) => ("rope_scaling", value),
-        (None, None) => ("rope_scaling", &Value::Null),
-    };
-    let object = match object {
-        Value::Null => &empty,
-        Value::Object(object) => object,
-        other => return Err(fields.error(key, format!("is {other}, it must be an object"))),
-    };
-    let nested = fields.nested(key, object);
-    let outer_theta = fields.number_or("rope_theta", 1.0, 1e12, DEFAULT_THETA)?;
-    let theta = nested.number_or("rope_theta", 1.0, 1e12, outer_theta)?;
-    let kind = nested.get("rope_type").or_else(|| nested.get("type"));
-    let scaling = match kind.map(|kind| kind.as_str().unwrap_or("?")) {
-        None | Some("default") => RopeScaling::Default,
-        Some("linear") => RopeScaling::Linear { factor: nested.number("factor", 1.0, 1e6)? },
-        Some("llama3") => {
-            let low_freq_factor = nested.number("low_freq_factor", 1e-3, 1e6)?;
-            let high_freq_factor = nested.number("high_freq_factor", 1e-3, 1e6)?;
-            if high_freq_factor <= low_freq_factor {
-                let problem = format!(
-                    "is {high_freq_factor}, it must be above low_freq_factor, {low_freq_factor}"
-                );
-                return Err(nested.error("high_freq_factor", problem));
+    let scaling = match parameters.rope_type.as_deref().unwrap_or("default") {
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: positive("factor", parameters.factor)? },
+        "llama3" => {
+            let low = positive("low_freq_factor", parameters.low_freq_factor)?;
+            let high = positive("high_freq_factor", parameters.high_freq_factor)?;
+            if high <= low {
+                return Err(format!(
+                    "rope high_freq_factor ({high}) must be above low_freq_factor ({low})"
+                ));
             }
             RopeScaling::Llama3 {
-                factor: nested.number("factor", 1.0, 1e6)?,
-                low_freq_factor,
-                high_freq_factor,
-                original_positions: nested
-                    .size("original_max_position_embeddings", POSITIONS_MAX)?
-                    as f64,
+                factor: positive("factor", parameters.factor)?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_positions: positive(
+                    "original_max_position_embeddings",
+                    parameters.original_max_position_embeddings,
+                )?,
             }
         }
-        Some(_) => {
-            let found = kind.unwrap_or(&Value::Null);
-            let problem = format!("{found} is not supported; supported: default, linear, llama3");
-            return Err(nested.error("rope_type", problem));
+        other => {
+            return Err(format!(
+                "rope_type \"{other}\" is not supported; these are: default, linear, llama3"
+            ));
         }
     };
     Ok(RopeConfig { theta, scaling })
 }
 
-/// `eos_token_id`: absent or null, a number or a list of numbers.
-fn end_tokens(fields: &Fields<'_>, vocab_size: usize) -> Result<Option<Vec<u32>>, ModelError> {
-    let key = "eos_token_id";
-    let values = match fields.get(key) {
-        None => return Ok(None),
-        Some(Value::Array(values)) => values.as_slice(),
-        Some(value) => std::slice::from_ref(value),
-    };
-    values
-        .iter()
-        .map(|value| {
-            value.as_u64().filter(|&id| id < vocab_size as u64).map(|id| id as u32).ok_or_else(
-                || {
-                    let problem = format!("has {value}, token ids are in 0..{vocab_size}");
-                    fields.error(key, problem)
-                },
-            )
-        })
-        .collect::<Result<_, _>>()
-        .map(Some)
-}
-
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    const LLAMA: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 384, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0"#;
+
+    fn check(more: &str) -> Result<ModelConfig, String> {
+        let raw = serde_json::from_str(&format!("{LLAMA}{more}}}")).map_err(|e| e.to_string())?;
+        ModelConfig::check(raw)
+    }
+
+    #[test]
+    fn both_dialects_give_the_same_rope() {
+        let four = check(r#", "rope_scaling": {"rope_type": "linear", "factor": 2.0}"#).unwrap();
+        let five = check(
+            r#", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}"#,
+        );
+        assert_eq!(four.rope, five.unwrap().rope);
+        assert_eq!(check("").unwrap().rope.scaling, RopeScaling::None);
+    }
+
+    #[test]
+    fn errors_name_key_value_and_bound() {
+        let cases = [
+            (r#", "head_dim": 7"#, "head_dim is 7, it must be even"),
+            (r#", "rope_scaling": {"rope_type": "yarn"}"#, "rope_type \"yarn\" is not supported"),
+            (r#", "rope_scaling": {"rope_type": "llama3"}"#, "low_freq_factor is missing"),
+            (r#", "hidden_act": "gelu""#, "hidden_act is \"gelu\""),
+        ];
+        for (more, expected) in cases {
+            let error = check(more).unwrap_err();
+            assert!(error.contains(expected), "{more}: {error}");
+        }
+        let text = format!("{LLAMA}}}")
+            .replace("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3");
+        let error = ModelConfig::check(serde_json::from_str(&text).unwrap()).unwrap_err();
+        assert!(error.contains("num_key_value_heads (3)"), "{error}");
+        let text = format!("{LLAMA}}}").replace("\"vocab_size\": 384", "\"vocab_size\": 0");
+        let error = ModelConfig::check(serde_json::from_str(&text).unwrap()).unwrap_err();
+        assert!(error.contains("vocab_size is 0, it must be in 1..="), "{error}");
+    }
+}

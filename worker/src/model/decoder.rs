@@ -1,186 +1,200 @@
-//! The forward pass, written once over [`Backend`], and the activations it needs.
+//! The forward pass of one rank, written once over `kernels::Backend`.
 //!
-//! Owns the order of operations and every buffer, allocated once from the step's bounds: a step
-//! allocates nothing. What is in a batch is the engine's business. On more than one rank, each
-//! rank computes its heads and features and two all-reduces per layer add up what they found.
-use kernels::KernelError;
-use kernels::backend::{AttentionShape, Backend, Batch, Buffer, RopeTable};
+//! Activations live in buffers made once for the largest step; a step allocates nothing.
+use kernels::backend::{AttentionShape, Batch, KvShape};
+use kernels::{Backend, KernelError};
 
 use super::config::ModelConfig;
 use super::shard::Shard;
 use super::weights::Weights;
-use super::{Model, rope};
 
-/// A model, ready to run on its device.
-pub(crate) struct Decoder<B: Backend> {
-    model: Model<B>,
-    rope: RopeTable<B::Vector>,
-    /// The residual stream, `[rows, hidden]`.
+/// One rank's model on its backend.
+pub struct Decoder<B: Backend> {
+    weights: Weights<B::Matrix, B::Vector>,
+    config: ModelConfig,
+    shard: Shard,
+    attention: AttentionShape,
+    buffers: Buffers<B>,
+}
+
+struct Buffers<B: Backend> {
+    /// The residual stream, `[tokens, hidden]`.
     residual: B::Buffer,
-    /// The residual stream normalised, `[rows, hidden]`; after the last layer, lm_head's input.
+    /// Its normalised form, `[tokens, hidden]`.
     normed: B::Buffer,
-    /// What a block adds to the residual stream, `[rows, hidden]`.
+    /// What attention or MLP adds to it, `[tokens, hidden]`.
     delta: B::Buffer,
-    /// `[rows, heads * head_dim]`
+    /// Queries, `[tokens, heads * head_dim]`.
     q: B::Buffer,
-    /// `[rows, heads * head_dim]`
+    /// Attention's result, likewise.
     attended: B::Buffer,
-    /// `[rows, inner]`
+    /// The MLP's inner activations, `[tokens, intermediate]`.
     inner: B::Buffer,
-    /// `[sampled rows, vocab_width]`
-    local_logits: B::Buffer,
-    /// Rank 0 of several: `[sampled rows, world_size * vocab_width]`; else unused.
-    full_logits: B::Buffer,
+    /// This rank's logits, `[rows, vocab_width]`.
+    logits_local: B::Buffer,
+    /// All ranks' logits on rank 0, `[rows, degree * vocab_width]`.
+    logits: B::Buffer,
+}
+
+impl<B: Backend> std::fmt::Debug for Decoder<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Decoder")
+            .field("config", &self.config)
+            .field("shard", &self.shard)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Allocates buffers for steps of at most `rows_max` tokens with logits for at most
-    /// `logit_rows_max` of them at a time, and RoPE tables for `positions_max` positions.
+    /// Puts a decoder together with room for `tokens_max` tokens and `rows_max` rows of logits.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
-    pub(crate) fn new(
+    pub fn new(
         backend: &mut B,
-        model: Model<B>,
+        config: ModelConfig,
+        shard: Shard,
+        weights: Weights<B::Matrix, B::Vector>,
+        tokens_max: usize,
         rows_max: usize,
-        logit_rows_max: usize,
-        positions_max: usize,
     ) -> Result<Self, KernelError> {
-        let (config, shard) = (&model.config, &model.shard);
-        let q_width = shard.heads.len() * config.head_dim;
-        let gathers = shard.world_size > 1 && shard.rank == 0;
-        let full_rows = if gathers { logit_rows_max } else { 1 };
-        let full_width = if gathers { shard.world_size as usize * shard.vocab_width } else { 1 };
-        Ok(Self {
-            rope: rope::load(backend, &config.rope, config.head_dim, positions_max)?,
-            residual: backend.new_buffer(rows_max, config.hidden_size)?,
-            normed: backend.new_buffer(rows_max, config.hidden_size)?,
-            delta: backend.new_buffer(rows_max, config.hidden_size)?,
-            q: backend.new_buffer(rows_max, q_width)?,
-            attended: backend.new_buffer(rows_max, q_width)?,
-            inner: backend.new_buffer(rows_max, shard.inner.len())?,
-            local_logits: backend.new_buffer(logit_rows_max, shard.vocab_width)?,
-            full_logits: backend.new_buffer(full_rows, full_width)?,
-            model,
-        })
+        let hidden = config.hidden_size;
+        let heads = shard.heads.len() * config.head_dim;
+        let all_logits = if shard.rank == 0 { rows_max } else { 1 };
+        let buffers = Buffers {
+            residual: backend.new_buffer(tokens_max, hidden)?,
+            normed: backend.new_buffer(tokens_max, hidden)?,
+            delta: backend.new_buffer(tokens_max, hidden)?,
+            q: backend.new_buffer(tokens_max, heads)?,
+            attended: backend.new_buffer(tokens_max, heads)?,
+            inner: backend.new_buffer(tokens_max, shard.intermediate.len())?,
+            logits_local: backend.new_buffer(rows_max, shard.vocab_width)?,
+            logits: backend.new_buffer(all_logits, shard.vocab_width * shard.degree)?,
+        };
+        let attention = AttentionShape {
+            num_heads: shard.heads.len(),
+            num_kv_heads: shard.kv_heads.len(),
+            head_dim: config.head_dim,
+            norm_eps: config.norm_eps,
+            sliding_window: config.sliding_window,
+        };
+        Ok(Self { weights, config, shard, attention, buffers })
     }
 
     /// The model.
     #[must_use]
-    pub(crate) fn model(&self) -> &Model<B> {
-        &self.model
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
     }
 
-    /// Frees the buffers and keeps the weights.
+    /// Bytes of weights held.
     #[must_use]
-    pub(crate) fn into_model(self) -> Model<B> {
-        self.model
+    pub fn weight_bytes(&self) -> u64 {
+        self.weights.bytes
     }
 
-    /// Runs all layers over `tokens`, one per row of `batch`, and writes their K and V to `cache`.
+    /// The shape of a KV cache of `num_blocks` blocks for this rank.
+    #[must_use]
+    pub fn kv_shape(&self, block_size: usize, num_blocks: usize) -> KvShape {
+        KvShape {
+            num_layers: self.config.num_layers,
+            num_kv_heads: self.shard.kv_heads.len(),
+            head_dim: self.config.head_dim,
+            block_size,
+            num_blocks,
+        }
+    }
+
+    /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
+    /// decoder for [`Decoder::logits`]. Every rank calls it with the same batch.
     ///
     /// # Errors
-    /// [`KernelError`]; the cache and the collective are then undefined.
-    pub(crate) fn forward(
+    /// [`KernelError`]; the cache is undefined then.
+    pub fn forward(
         &mut self,
         backend: &mut B,
         cache: &mut B::KvCache,
-        tokens: &[u32],
+        ids: &[u32],
         batch: &Batch<'_>,
     ) -> Result<(), KernelError> {
-        let Model { config, shard, weights, .. } = &self.model;
-        let eps = config.rms_norm_eps;
-        let several_ranks = shard.world_size > 1;
-        let rows = tokens.len();
-        let buffers = [&mut self.normed, &mut self.delta, &mut self.q, &mut self.attended];
-        for buffer in buffers.into_iter().chain([&mut self.inner]) {
-            buffer.set_rows(rows)?;
+        let Self { weights, config, shard, attention, buffers } = self;
+        let eps = config.norm_eps;
+        let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
+        backend.embed(&weights.embedding, ids, first_id, &mut buffers.residual)?;
+        let sharded = shard.degree > 1;
+        if sharded {
+            backend.all_reduce(&mut buffers.residual)?;
         }
-
-        backend.embed(&weights.embedding, tokens, shard.first_id(), &mut self.residual)?;
-        if several_ranks {
-            backend.all_reduce(&mut self.residual)?;
-        }
+        let mut delta = None;
         for (index, layer) in weights.layers.iter().enumerate() {
-            let shape = attention_shape(config, shard, index);
-            // The MLP's sum of the layer before enters the residual stream here.
-            let delta = (index > 0).then_some(&self.delta);
             backend.add_rmsnorm(
-                &mut self.residual,
+                &mut buffers.residual,
                 delta,
-                &layer.attention_norm,
+                &layer.input_norm,
                 eps,
-                &mut self.normed,
+                &mut buffers.normed,
             )?;
             backend.qkv_rope_write(
-                &self.normed,
+                &buffers.normed,
                 &layer.qkv,
-                &self.rope,
-                &shape,
+                &weights.rope,
+                attention,
                 batch,
                 cache,
                 index,
-                &mut self.q,
+                &mut buffers.q,
             )?;
-            backend.paged_attention(&self.q, &shape, batch, cache, index, &mut self.attended)?;
-            backend.linear(&self.attended, &layer.o, layer.o_bias.as_ref(), &mut self.delta)?;
-            if several_ranks {
-                backend.all_reduce(&mut self.delta)?;
+            backend.paged_attention(
+                &buffers.q,
+                attention,
+                batch,
+                cache,
+                index,
+                &mut buffers.attended,
+            )?;
+            let bias = layer.output_bias.as_ref();
+            backend.linear(&buffers.attended, &layer.output, bias, &mut buffers.delta)?;
+            if sharded {
+                backend.all_reduce(&mut buffers.delta)?;
             }
             backend.add_rmsnorm(
-                &mut self.residual,
-                Some(&self.delta),
-                &layer.mlp_norm,
+                &mut buffers.residual,
+                Some(&buffers.delta),
+                &layer.post_norm,
                 eps,
-                &mut self.normed,
+                &mut buffers.normed,
             )?;
-            backend.gate_up_silu(
-                &self.normed,
-                &layer.gate_up,
-                layer.gate_up_bias.as_ref(),
-                &mut self.inner,
-            )?;
-            backend.linear(&self.inner, &layer.down, layer.down_bias.as_ref(), &mut self.delta)?;
-            if several_ranks {
-                backend.all_reduce(&mut self.delta)?;
+            let bias = layer.gate_up_bias.as_ref();
+            backend.gate_up_silu(&buffers.normed, &layer.gate_up, bias, &mut buffers.inner)?;
+            let bias = layer.down_bias.as_ref();
+            backend.linear(&buffers.inner, &layer.down, bias, &mut buffers.delta)?;
+            if sharded {
+                backend.all_reduce(&mut buffers.delta)?;
             }
+            delta = Some(&buffers.delta);
         }
-        let Weights { norm, .. } = weights;
-        backend.add_rmsnorm(&mut self.residual, Some(&self.delta), norm, eps, &mut self.normed)
+        backend.add_rmsnorm(
+            &mut buffers.residual,
+            delta,
+            &weights.final_norm,
+            eps,
+            &mut buffers.normed,
+        )
     }
 
-    /// Computes the logits of `rows` of the last forward pass and brings them to rank 0.
+    /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
+    /// 0 alone. Every rank calls it with the same rows.
     ///
     /// # Errors
     /// [`KernelError`].
-    pub(crate) fn compute_logits(
-        &mut self,
-        backend: &mut B,
-        rows: &[u32],
-    ) -> Result<(), KernelError> {
-        let Model { shard, weights, .. } = &self.model;
-        let matrix = weights.output.as_ref().unwrap_or(&weights.embedding);
-        self.local_logits.set_rows(rows.len())?;
-        backend.lm_head(&self.normed, rows, matrix, &mut self.local_logits)?;
-        if shard.world_size > 1 {
-            backend.gather_logits(&self.local_logits, &mut self.full_logits)?;
+    pub fn logits(&mut self, backend: &mut B, rows: &[u32]) -> Result<&B::Buffer, KernelError> {
+        let Self { weights, shard, buffers, .. } = self;
+        let head = weights.lm_head.as_ref().unwrap_or(&weights.embedding);
+        backend.lm_head(&buffers.normed, rows, head, &mut buffers.logits_local)?;
+        if shard.degree == 1 {
+            return Ok(&buffers.logits_local);
         }
-        Ok(())
-    }
-
-    /// The logits computed last, `[rows, vocab and padding]`. Meaningful on rank 0 alone.
-    #[must_use]
-    pub(crate) fn logits(&self) -> &B::Buffer {
-        if self.model.shard.world_size > 1 { &self.full_logits } else { &self.local_logits }
-    }
-}
-
-fn attention_shape(config: &ModelConfig, shard: &Shard, layer: usize) -> AttentionShape {
-    AttentionShape {
-        num_heads: shard.heads.len(),
-        num_kv_heads: shard.kv_heads.len(),
-        head_dim: config.head_dim,
-        norm_eps: config.rms_norm_eps,
-        sliding_window: config.sliding_windows[layer],
+        backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
+        Ok(&buffers.logits)
     }
 }

@@ -1,0 +1,40 @@
+//! `tutti bench`: the engine's speed on this machine, without HTTP and links.
+use serde_json::{Map, Value, json};
+use worker::bench::{BenchOptions, run as measure};
+
+use super::options::BenchArgs;
+use super::output::print_line;
+use super::serve::demo_model;
+use super::work::{check_device, cores};
+use super::{CliError, logging};
+
+pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
+    logging::init("warn");
+    check_device(&args.compute)?;
+    let model = args.model.clone().map_or_else(demo_model, Ok)?;
+    let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));
+    let options = BenchOptions {
+        model,
+        tensor_parallel: args.tensor_parallel,
+        threads,
+        prompt_tokens: args.prompt_tokens,
+        decode_steps: args.decode_steps,
+        batches: vec![1, 8, 16],
+    };
+    let figures = measure(&options).map_err(CliError::Failed)?;
+    let mut line = Map::new();
+    line.insert(format!("prefill{}", args.prompt_tokens), json!(round(figures.prefill)));
+    for (batch, tokens_per_second) in figures.decode {
+        line.insert(format!("decode_b{batch}"), json!(round(tokens_per_second)));
+    }
+    line.insert("empty_step_us".to_owned(), json!(round(figures.empty_step_us)));
+    line.insert("tensor_parallel".to_owned(), json!(args.tensor_parallel));
+    line.insert("threads".to_owned(), json!(threads));
+    line.insert("backend".to_owned(), json!(figures.backend));
+    print_line(&Value::Object(line).to_string());
+    Ok(())
+}
+
+fn round(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
+}

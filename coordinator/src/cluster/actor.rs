@@ -1,0 +1,568 @@
+//! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
+//! are routed to replicas.
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use actix::{Actor, Addr, AsyncContext as _, Context, Handler, Message};
+use shared::actor::link::{Connection, LinkEvent, LinkHandle};
+use shared::actor::liveness::LivenessConfig;
+use shared::actor::remote::RemoteAddr;
+use shared::clock::Clock;
+use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::metrics::labels::ActorState;
+use shared::protocol::{
+    EngineConfig, FromWorker, Hello, StepResult, ToWorker, Welcome, WorkerStats,
+};
+use shared::wire::codec;
+use shared::wire::frame::Frame;
+use tokio::sync::watch;
+
+use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase, ReplicaStatus};
+use crate::engine::{EngineCommand, EngineError, EngineEvent};
+use crate::links::WorkerLink;
+use crate::metrics::Hub;
+use crate::metrics::observe::ReplicaConfig;
+use crate::replica::actor::{
+    Cancel, EpochFailed, FailAll, Lost, Ready, ReplicaActor, ReplicaLoad, StepDone, Submit,
+};
+use crate::scheduler::ConfigError;
+
+/// How often time passes for the core.
+const TICK: Duration = Duration::from_millis(50);
+/// Interval of idle workers' stats reports.
+const STATS_INTERVAL: Duration = Duration::from_secs(1);
+/// A replica is ready only if all its ranks finished a step, real or canary, this recently.
+const FRESH: Duration = Duration::from_secs(5);
+
+/// What others may see of the cluster, without asking the actor.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterView {
+    /// Live workers.
+    pub workers: Vec<(WorkerId, String, u32)>,
+    /// Replicas and where they are in their lives.
+    pub replicas: Vec<ReplicaStatus>,
+    /// Loads of the replicas that serve.
+    pub serving: Vec<Arc<ReplicaLoad>>,
+    /// Bytes of weights loaded, bytes to load.
+    pub load: (u64, u64),
+    /// Set when trying again cannot help.
+    pub unservable: Option<String>,
+    /// A worker that is alive by its process but silent: its node and pid, for whoever started it.
+    pub frozen: Option<(String, u32)>,
+}
+
+struct Connected {
+    incarnation: Incarnation,
+    node: String,
+    pid: u32,
+    link: LinkHandle,
+    addr: WorkerLink,
+}
+
+struct RunningReplica {
+    addr: Addr<ReplicaActor>,
+    load: Arc<ReplicaLoad>,
+    serving: Option<(Epoch, Vec<WorkerId>)>,
+}
+
+/// Makes a replica's actor when the core makes a replica.
+pub type ReplicaFactory = Box<
+    dyn Fn(ReplicaId, Addr<ClusterActor>, Arc<ReplicaLoad>) -> Result<ReplicaActor, ConfigError>,
+>;
+
+/// See the module's documentation. Lives as long as the coordinator.
+pub struct ClusterActor {
+    core: Cluster,
+    clock: Arc<dyn Clock>,
+    slots: HashMap<String, WorkerId>,
+    connected: BTreeMap<WorkerId, Connected>,
+    replicas: BTreeMap<ReplicaId, RunningReplica>,
+    make_replica: ReplicaFactory,
+    hub: Arc<Hub>,
+    engine: EngineConfig,
+    /// Every worker that ever joined, to count restarts.
+    known: HashMap<WorkerId, Incarnation>,
+    view: watch::Sender<ClusterView>,
+    unservable: Option<String>,
+    frozen: Option<(String, u32)>,
+    tensor_parallel: u32,
+    stopping: bool,
+}
+
+impl std::fmt::Debug for ClusterActor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClusterActor").field("core", &self.core).finish_non_exhaustive()
+    }
+}
+
+impl ClusterActor {
+    /// A cluster without workers; its view is published through `view`.
+    #[must_use]
+    pub fn new(
+        config: ClusterConfig,
+        clock: Arc<dyn Clock>,
+        hub: Arc<Hub>,
+        make_replica: ReplicaFactory,
+        view: watch::Sender<ClusterView>,
+    ) -> Self {
+        let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
+        Self {
+            core: Cluster::new(config),
+            clock,
+            slots: HashMap::new(),
+            connected: BTreeMap::new(),
+            replicas: BTreeMap::new(),
+            make_replica,
+            hub,
+            engine,
+            known: HashMap::new(),
+            view,
+            unservable: None,
+            frozen: None,
+            tensor_parallel,
+            stopping: false,
+        }
+    }
+
+    /// Carries out the core's effects, then publishes the view.
+    fn carry_out(&mut self, ctx: &mut Context<Self>, effects: Vec<Effect>) {
+        for effect in effects {
+            match effect {
+                Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
+                Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
+                    self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
+                }
+                Effect::ReplicaBroken { replica, epoch, reason } => {
+                    tracing::warn!(%replica, %epoch, %reason, "the replica broke");
+                    if let Some(running) = self.replicas.get_mut(&replica) {
+                        running.serving = None;
+                        running.load.last_step_ms.store(0, Ordering::Relaxed);
+                        running.addr.do_send(Lost { epoch });
+                    }
+                }
+                Effect::Unservable { replica, reason } => {
+                    tracing::error!(%replica, %reason, "the replica cannot be formed");
+                    self.unservable = Some(reason);
+                }
+            }
+        }
+        self.publish();
+    }
+
+    fn send(&self, worker: WorkerId, epoch: Epoch, message: &ToWorker) {
+        if let Some(connected) = self.connected.get(&worker)
+            && let Err(error) = connected.addr.tell(epoch, message)
+        {
+            tracing::warn!(%worker, %error, "message to the worker lost");
+        }
+    }
+
+    fn replica_ready(
+        &mut self,
+        ctx: &mut Context<Self>,
+        id: ReplicaId,
+        epoch: Epoch,
+        ranks: Vec<WorkerId>,
+        num_blocks: u32,
+    ) {
+        let links: Vec<WorkerLink> = ranks
+            .iter()
+            .filter_map(|worker| self.connected.get(worker))
+            .map(|connected| connected.addr.clone())
+            .collect();
+        if links.len() != ranks.len() {
+            // A rank left in this very moment; its end is on the way.
+            return;
+        }
+        tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, "serving");
+        self.unservable = None;
+        let tensor_parallel = self.tensor_parallel;
+        let config = ReplicaConfig { engine: self.engine.clone(), num_blocks, tensor_parallel };
+        self.hub.observer().record().replica_ready(id, &config);
+        if !self.replicas.contains_key(&id) {
+            let load = Arc::new(ReplicaLoad::default());
+            match (self.make_replica)(id, ctx.address(), load.clone()) {
+                Ok(actor) => {
+                    let addr = actor.start();
+                    self.replicas.insert(id, RunningReplica { addr, load, serving: None });
+                }
+                Err(error) => {
+                    self.unservable = Some(error.to_string());
+                    return;
+                }
+            }
+        }
+        let Some(running) = self.replicas.get_mut(&id) else { return };
+        running.addr.do_send(Ready { epoch, num_blocks, ranks: links, workers: ranks.clone() });
+        running.serving = Some((epoch, ranks));
+    }
+
+    fn publish(&mut self) {
+        let workers: Vec<(WorkerId, String, u32)> = self
+            .connected
+            .iter()
+            .map(|(id, connected)| (*id, connected.node.clone(), connected.pid))
+            .collect();
+        let view = ClusterView {
+            workers,
+            replicas: self.core.replicas().collect(),
+            serving: self
+                .replicas
+                .values()
+                .filter(|running| running.serving.is_some())
+                .map(|running| running.load.clone())
+                .collect(),
+            load: self.core.load_progress(),
+            unservable: self.unservable.clone(),
+            frozen: self.frozen.clone(),
+        };
+        self.count_actors();
+        self.view.send_replace(view);
+    }
+
+    /// The serving replica with the fewest requests; without one, the one that waits with the
+    /// fewest, since it may be back in a moment.
+    fn route(&self) -> Option<&RunningReplica> {
+        self.replicas.values().min_by_key(|running| {
+            (running.serving.is_none(), running.load.in_flight.load(Ordering::Relaxed))
+        })
+    }
+
+    fn submit(&self, command: EngineCommand) {
+        match command {
+            EngineCommand::Submit { request, events } => {
+                let refuse = |error| {
+                    let _ = events.try_send(EngineEvent::Failed(error));
+                };
+                if self.stopping {
+                    return refuse(EngineError::ShuttingDown);
+                }
+                let Some(running) = self.route() else {
+                    return refuse(EngineError::Unavailable { message: self.not_ready() });
+                };
+                running.addr.do_send(Submit { request, events: events.clone() });
+            }
+            EngineCommand::Cancel { id } => {
+                for running in self.replicas.values() {
+                    running.addr.do_send(Cancel(id));
+                }
+            }
+        }
+    }
+
+    fn not_ready(&self) -> String {
+        not_ready(&self.view.borrow(), self.tensor_parallel)
+    }
+
+    fn take(&mut self, ctx: &mut Context<Self>, worker: WorkerId, frame: &Frame) {
+        let message = match codec::decode_message::<FromWorker>(&frame.body) {
+            Ok(message) => message,
+            Err(error) => {
+                tracing::error!(%worker, %error, "the worker sent what cannot be read");
+                if let Some(connected) = self.connected.get(&worker) {
+                    connected.link.close();
+                }
+                return;
+            }
+        };
+        let now = self.clock.now();
+        let mut effects = Vec::new();
+        match message {
+            FromWorker::Step(result) => return self.step_done(worker, result),
+            FromWorker::Stats(stats) => {
+                return self.report(worker, &stats);
+            }
+            FromWorker::Progress(progress) => self.core.load_progressed(worker, progress),
+            FromWorker::Formed(formed) => self.core.worker_formed(worker, formed, &mut effects),
+            FromWorker::FormFailed(failure) => {
+                tracing::warn!(%worker, reason = %failure.message, "cannot be formed");
+                self.core.form_failed(now, worker, &failure, &mut effects);
+            }
+            FromWorker::Started(started) => {
+                self.core.worker_started(now, worker, started, &mut effects);
+            }
+            FromWorker::StepFailed(failed) => {
+                if let Some(replica) = self.replica_of(worker) {
+                    let reason = format!("{worker}, {}: {}", failed.step, failed.message);
+                    self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);
+                }
+            }
+            FromWorker::Goodbye { reason } => {
+                tracing::info!(%worker, %reason, "the worker says goodbye");
+                if let Some(connected) = self.connected.get(&worker) {
+                    connected.link.close();
+                }
+            }
+        }
+        self.carry_out(ctx, effects);
+    }
+
+    fn report(&self, worker: WorkerId, stats: &WorkerStats) {
+        let Some(connected) = self.connected.get(&worker) else { return };
+        if stats.snapshot.is_empty() {
+            return;
+        }
+        match self.hub.report(worker, connected.incarnation, stats) {
+            Ok(_) => {
+                let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                self.hub.observer().record().worker_reported(worker, since_1970);
+            }
+            Err(refused) => tracing::warn!(%worker, %refused, "stats report"),
+        }
+    }
+
+    /// Actors of the cluster by state, as `/metrics` shows them.
+    fn count_actors(&self) {
+        let mut recording = self.hub.observer().record();
+        let missing = self.known.len().saturating_sub(self.connected.len());
+        let replicas = |phase: fn(ReplicaPhase) -> bool| {
+            self.core.replicas().filter(|replica| phase(replica.phase)).count() as u64
+        };
+        let alive = replicas(|phase| phase == ReplicaPhase::Serving) + self.connected.len() as u64;
+        let starting =
+            replicas(|phase| matches!(phase, ReplicaPhase::Forming | ReplicaPhase::Starting));
+        recording.actors(ActorState::Alive, alive);
+        recording.actors(ActorState::Starting, starting);
+        recording.actors(ActorState::Pending, replicas(|phase| phase == ReplicaPhase::Waiting));
+        recording.actors(ActorState::Dead, missing as u64);
+    }
+
+    fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
+        let holds = |running: &RunningReplica| {
+            running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
+        };
+        self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id)
+    }
+
+    fn step_done(&mut self, worker: WorkerId, result: StepResult) {
+        self.report(worker, &result.stats);
+        let replica = self.replica_of(worker).and_then(|id| self.replicas.get(&id));
+        match replica {
+            Some(running) => running.addr.do_send(StepDone { worker, result }),
+            None => self.hub.observer().record().fenced_frames(1),
+        }
+    }
+
+    fn worker_gone(
+        &mut self,
+        ctx: &mut Context<Self>,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        reason: &str,
+    ) {
+        let current = self.connected.get(&worker).is_some_and(|c| c.incarnation == incarnation);
+        if !current {
+            return;
+        }
+        if let Some(connected) = self.connected.remove(&worker) {
+            tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
+            self.hub.retire(worker, incarnation);
+            self.hub.observer().record().worker_up(worker, false);
+        }
+        let mut effects = Vec::new();
+        self.core.worker_left(self.clock.now(), worker, incarnation, reason, &mut effects);
+        self.carry_out(ctx, effects);
+    }
+}
+
+/// Why nothing can be served, in one sentence.
+#[must_use]
+pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
+    if let Some(reason) = &view.unservable {
+        return reason.clone();
+    }
+    let Some(replica) = view.replicas.first() else {
+        return format!(
+            "{} of {tensor_parallel} workers of the first replica have joined",
+            view.workers.len()
+        );
+    };
+    match (replica.phase, &replica.last_failure) {
+        (ReplicaPhase::Waiting, Some(failure)) => format!("waiting for workers after: {failure}"),
+        (ReplicaPhase::Forming, _) => {
+            format!("loading weights: {} of {} bytes", view.load.0, view.load.1)
+        }
+        (phase, _) => format!("the replica is {}", phase.as_str()),
+    }
+}
+
+impl ClusterView {
+    /// Whether all ranks of some replica finished a step, real or canary, lately.
+    #[must_use]
+    pub fn is_ready(&self, now: Duration) -> bool {
+        self.serving.iter().any(|load| {
+            let last = Duration::from_millis(load.last_step_ms.load(Ordering::Relaxed));
+            !last.is_zero() && now.saturating_sub(last) <= FRESH
+        })
+    }
+}
+
+impl Actor for ClusterActor {
+    type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Self::Context) {
+        ctx.set_mailbox_capacity(4096);
+        ctx.run_interval(TICK, |actor, ctx| {
+            let mut effects = Vec::new();
+            actor.core.tick(actor.clock.now(), &mut effects);
+            if effects.is_empty() {
+                return;
+            }
+            actor.carry_out(ctx, effects);
+        });
+        self.publish();
+    }
+}
+
+/// May this worker join? Answered before its link is started.
+#[derive(Debug, Message)]
+#[rtype(result = "Result<Welcome, String>")]
+pub struct Admit(pub Hello);
+
+/// A worker has been welcomed.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Joined {
+    /// Who it says it is.
+    pub hello: Hello,
+    /// Its slot.
+    pub worker: WorkerId,
+    /// Its connection.
+    pub connection: Connection,
+}
+
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+struct FromLink {
+    worker: WorkerId,
+    incarnation: Incarnation,
+    event: LinkEvent,
+}
+
+/// A request or cancellation from the front end.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Command(pub EngineCommand);
+
+/// Stop: fail what runs, tell the workers to end.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct Stop {
+    /// Why, for the workers' logs.
+    pub reason: String,
+    /// Whether workers shall end too; those of other hosts go on dialling otherwise.
+    pub workers_too: bool,
+}
+
+impl Handler<Admit> for ClusterActor {
+    type Result = Result<Welcome, String>;
+
+    fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
+        if self.stopping {
+            return Err("the coordinator is shutting down".to_owned());
+        }
+        let next = WorkerId(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
+        let worker = *self.slots.entry(hello.node).or_insert(next);
+        Ok(Welcome { worker, stats_interval_ms: STATS_INTERVAL.as_millis() as u64 })
+    }
+}
+
+impl Handler<Joined> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, joined: Joined, ctx: &mut Self::Context) {
+        let Joined { hello, worker, connection } = joined;
+        let incarnation = hello.incarnation;
+        let addr = ctx.address();
+        let sink = move |event| addr.do_send(FromLink { worker, incarnation, event });
+        let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
+        tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
+        if let Some(old) = self.connected.get(&worker) {
+            let (old_incarnation, old_link) = (old.incarnation, old.link.clone());
+            self.worker_gone(ctx, worker, old_incarnation, "it joined again");
+            old_link.close();
+        }
+        let node = hello.node.clone();
+        let addr = RemoteAddr::new(link.clone());
+        self.connected.insert(worker, Connected { incarnation, node, pid: hello.pid, link, addr });
+        let mut recording = self.hub.observer().record();
+        recording.worker_up(worker, true);
+        if self.known.insert(worker, incarnation).is_some_and(|old| old != incarnation) {
+            recording.worker_restarted(worker);
+        }
+        drop(recording);
+        let member = Member {
+            worker,
+            incarnation,
+            node: hello.node,
+            host: hello.host,
+            collective_addr: hello.collective_addr,
+        };
+        let mut effects = Vec::new();
+        self.core.worker_joined(self.clock.now(), member, &mut effects);
+        self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<FromLink> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
+        let FromLink { worker, incarnation, event } = message;
+        let current = self.connected.get(&worker).is_some_and(|c| c.incarnation == incarnation);
+        if !current {
+            return;
+        }
+        match event {
+            LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
+            LinkEvent::Suspect => tracing::warn!(%worker, "the worker is silent"),
+            LinkEvent::Alive => tracing::info!(%worker, "the worker is heard again"),
+            LinkEvent::Closed { reason } => {
+                if matches!(reason, shared::actor::link::CloseReason::Silent { .. })
+                    && let Some(connected) = self.connected.get(&worker)
+                {
+                    self.frozen = Some((connected.node.clone(), connected.pid));
+                }
+                self.worker_gone(ctx, worker, incarnation, &reason.to_string());
+            }
+        }
+    }
+}
+
+impl Handler<Command> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, Command(command): Command, _ctx: &mut Self::Context) {
+        self.submit(command);
+    }
+}
+
+impl Handler<EpochFailed> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, failed: EpochFailed, ctx: &mut Self::Context) {
+        let mut effects = Vec::new();
+        let EpochFailed { replica, epoch, reason } = failed;
+        self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
+        self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<Stop> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, stop: Stop, _ctx: &mut Self::Context) {
+        self.stopping = true;
+        for running in self.replicas.values() {
+            running.addr.do_send(FailAll(EngineError::ShuttingDown));
+        }
+        if stop.workers_too {
+            let message = ToWorker::Shutdown { reason: stop.reason };
+            for connected in self.connected.values() {
+                let _ = connected.addr.tell(Epoch(0), &message);
+            }
+        }
+    }
+}

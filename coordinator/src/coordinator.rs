@@ -1,0 +1,279 @@
+//! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line.
+//!
+//! Everything but HTTP lives on one arbiter (thread): links, cluster and replicas exchange messages
+//! without crossing threads, and a step needs no lock that another thread holds for long.
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use actix::{Actor as _, Addr};
+use actix_web::dev::ServerHandle;
+use shared::clock::{Clock, SystemClock};
+use shared::ids::{Incarnation, ReplicaId};
+use shared::metrics;
+use shared::protocol::EngineConfig;
+use tokio::sync::watch;
+
+use crate::cluster::ClusterConfig;
+use crate::cluster::actor::{ClusterActor, ClusterView, Command, ReplicaFactory, Stop, not_ready};
+use crate::engine::{EngineCommand, EngineHandle};
+use crate::http::params::Limits;
+use crate::http::server;
+use crate::http::state::{AppState, Readiness};
+use crate::links;
+use crate::metrics::{Hub, LogLine, StatLoggers};
+use crate::replica::actor::{ReplicaActor, ReplicaLoad};
+use crate::replica::driver::{DriverLimits, ReplicaDriver};
+use crate::scheduler::{ConfigError, Scheduler, SchedulerConfig};
+use crate::text::model::{TextModel, TextModelError};
+
+/// Steps in flight: one runs, the next is there when it is done.
+const STEPS_IN_FLIGHT: u32 = 2;
+/// Deadline of a collective's set-up and of each of its operations.
+const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What a coordinator is asked for.
+#[derive(Clone, Debug)]
+pub struct CoordinatorOptions {
+    /// The model folder, as workers see it too.
+    pub model: PathBuf,
+    /// The model's name in the API.
+    pub served_model_name: String,
+    /// Ranks per replica.
+    pub tensor_parallel: u32,
+    /// Where HTTP is served.
+    pub listen: SocketAddr,
+    /// Where workers dial in.
+    pub cluster_listen: SocketAddr,
+    /// Longest sequence; the model's own limit when absent.
+    pub max_model_len: Option<u32>,
+    /// Most sequences in one step.
+    pub max_num_seqs: u32,
+    /// Most tokens in one step.
+    pub max_num_batched_tokens: u32,
+    /// Tokens per KV block.
+    pub block_size: u32,
+    /// KV cache memory per rank, in bytes.
+    pub kv_cache_bytes: u64,
+    /// Most requests waiting.
+    pub max_queued_requests: u32,
+    /// How long is waited for what.
+    pub limits: DriverLimits,
+    /// Between two lines of statistics in the log; zero turns them off.
+    pub log_stats_interval: Duration,
+    /// Threads that serve HTTP.
+    pub http_threads: usize,
+    /// Drawn at random for this process.
+    pub run: u64,
+}
+
+/// A coordinator cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The model folder cannot be served.
+    #[error(transparent)]
+    Model(#[from] TextModelError),
+    /// Sizes are in conflict.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Sizes do not fit the model.
+    #[error("{0}")]
+    Sizes(String),
+    /// An address cannot be used.
+    #[error("cannot listen on {address} ({option}): {error}")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// The option that names it.
+        option: &'static str,
+        /// The operating system's words.
+        error: io::Error,
+    },
+}
+
+/// A running coordinator.
+#[derive(Debug)]
+pub struct Coordinator {
+    http_addr: SocketAddr,
+    cluster_addr: SocketAddr,
+    cluster: Addr<ClusterActor>,
+    http: ServerHandle,
+    view: watch::Receiver<ClusterView>,
+    clock: Arc<dyn Clock>,
+}
+
+impl Coordinator {
+    /// Starts a coordinator on the current actix system.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(options: CoordinatorOptions) -> Result<Self, StartError> {
+        let text = Arc::new(TextModel::load(&options.model)?);
+        let max_model_len = options.max_model_len.unwrap_or(text.max_positions);
+        if max_model_len > text.max_positions {
+            return Err(StartError::Sizes(format!(
+                "--max-model-len {max_model_len} is over the model's own limit of {}",
+                text.max_positions
+            )));
+        }
+        let engine = EngineConfig {
+            block_size: options.block_size,
+            max_model_len,
+            max_num_seqs: options.max_num_seqs,
+            max_num_batched_tokens: options.max_num_batched_tokens,
+            kv_cache_bytes: options.kv_cache_bytes,
+        };
+        let scheduling = SchedulerConfig {
+            block_size: engine.block_size,
+            max_model_len,
+            max_num_seqs: engine.max_num_seqs,
+            max_num_batched_tokens: engine.max_num_batched_tokens,
+            max_queued_requests: options.max_queued_requests,
+            max_steps_in_flight: STEPS_IN_FLIGHT,
+        };
+        scheduling.validate()?;
+        let (http_listener, http_addr) = listen(options.listen, "--listen")?;
+        let (cluster_listener, cluster_addr) = listen(options.cluster_listen, "--cluster-listen")?;
+
+        if !cluster_addr.ip().is_loopback() {
+            tracing::warn!(
+                address = %cluster_addr,
+                "links to workers are not authenticated: anyone who reaches this address can join"
+            );
+        }
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+        let hub = Arc::new(Hub::new(Incarnation(options.run), metrics::Limits::default()));
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
+
+        let config = ClusterConfig {
+            tensor_parallel: options.tensor_parallel,
+            model: options.model.to_string_lossy().into_owned(),
+            engine,
+            collective_timeout: COLLECTIVE_TIMEOUT,
+            run: options.run,
+        };
+        let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
+        let (view_sender, view) = watch::channel(ClusterView::default());
+        let cluster =
+            ClusterActor::new(config, clock.clone(), hub.clone(), factory, view_sender).start();
+        let listener = tokio::net::TcpListener::from_std(cluster_listener).map_err(|error| {
+            StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
+        })?;
+        actix::spawn(links::accept(listener, cluster.clone()));
+
+        let (handle, commands) = EngineHandle::channel();
+        actix::spawn(forward(commands, cluster.clone()));
+        let readiness = {
+            let (view, clock) = (view.clone(), clock.clone());
+            let degree = options.tensor_parallel;
+            move || {
+                let view = view.borrow();
+                if view.is_ready(clock.now()) {
+                    return Readiness { ready: true, message: "serving".to_owned() };
+                }
+                Readiness { ready: false, message: not_ready(&view, degree) }
+            }
+        };
+        let state = AppState::new(
+            &options.served_model_name,
+            text,
+            handle,
+            Limits::new(max_model_len),
+            clock.clone(),
+            hub.clone(),
+            Arc::new(readiness),
+            options.run,
+        );
+        let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
+        let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
+        let http_handle = http.handle();
+        actix::spawn(http);
+        if !options.log_stats_interval.is_zero() {
+            actix::spawn(log_stats(hub, clock.clone(), options.log_stats_interval));
+        }
+        Ok(Self { http_addr, cluster_addr, cluster, http: http_handle, view, clock })
+    }
+
+    /// Where HTTP is served.
+    #[must_use]
+    pub fn http_addr(&self) -> SocketAddr {
+        self.http_addr
+    }
+
+    /// Where workers dial in.
+    #[must_use]
+    pub fn cluster_addr(&self) -> SocketAddr {
+        self.cluster_addr
+    }
+
+    /// The cluster, as it changes.
+    #[must_use]
+    pub fn view(&self) -> watch::Receiver<ClusterView> {
+        self.view.clone()
+    }
+
+    /// Whether requests can be served now.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.view.borrow().is_ready(self.clock.now())
+    }
+
+    /// Stops: no new requests, running ones fail, connections end. Workers are told to end when
+    /// `workers_too`; otherwise they go on dialling.
+    pub async fn stop(self, workers_too: bool) {
+        let reason = "the coordinator stops".to_owned();
+        let _ = self.cluster.send(Stop { reason, workers_too }).await;
+        self.http.stop(true).await;
+    }
+}
+
+fn listen(
+    address: SocketAddr,
+    option: &'static str,
+) -> Result<(TcpListener, SocketAddr), StartError> {
+    let bind = || {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let bound = listener.local_addr()?;
+        Ok((listener, bound))
+    };
+    bind().map_err(|error| StartError::Listen { address, option, error })
+}
+
+fn replica_factory(
+    scheduling: SchedulerConfig,
+    limits: DriverLimits,
+    clock: Arc<dyn Clock>,
+    hub: Arc<Hub>,
+) -> ReplicaFactory {
+    Box::new(move |id: ReplicaId, cluster: Addr<ClusterActor>, load: Arc<ReplicaLoad>| {
+        let scheduler = Scheduler::new(scheduling)?;
+        let observer = hub.observer().clone();
+        let driver = ReplicaDriver::new(clock.now(), id, scheduler, observer, limits);
+        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster.recipient()))
+    })
+}
+
+/// Hands the front end's commands to the cluster actor, as fast as it takes them.
+async fn forward(
+    mut commands: tokio::sync::mpsc::Receiver<EngineCommand>,
+    cluster: Addr<ClusterActor>,
+) {
+    while let Some(command) = commands.recv().await {
+        if cluster.send(Command(command)).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn log_stats(hub: Arc<Hub>, clock: Arc<dyn Clock>, interval: Duration) {
+    let now = clock.now();
+    let mut loggers = StatLoggers::new(vec![Box::new(LogLine::new(now))], interval, now);
+    loop {
+        tokio::time::sleep(loggers.next().saturating_sub(clock.now())).await;
+        loggers.tick(clock.now(), || hub.merged());
+    }
+}

@@ -1,0 +1,20 @@
+//! The HTTP front end: OpenAI's API, health, metrics.
+//!
+//! - [`server`]: routes, connection limits, start and stop
+//! - [`state`]: what handlers share
+//! - [`params`]: request bodies to validated requests: every field, its bound, its error
+//! - [`completions`], [`chat`], [`models`]: OpenAI's endpoints
+//! - [`generation`]: a running request as a sequence of text pieces
+//! - [`sse`]: pieces as Server-Sent Events
+//! - [`logprobs`]: log-probabilities in OpenAI's two shapes
+//! - [`error`]: every error a client can see, in one mapping
+pub mod chat;
+pub mod completions;
+pub mod error;
+pub mod generation;
+pub mod logprobs;
+pub mod models;
+pub mod params;
+pub mod server;
+pub mod sse;
+pub mod state;

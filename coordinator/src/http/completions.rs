@@ -1,0 +1,303 @@
+//! `POST /v1/completions`.
+use actix_web::HttpResponse;
+use futures_util::future::select_all;
+use serde_json::{Value, json};
+
+use super::error::ApiError;
+use super::generation::{Next, Piece, RunningPrompt};
+use super::logprobs::CompletionLogprobs;
+use super::params::{Common, Fields, Limits, token_id};
+use super::sse::{self, EventSource};
+use super::state::{AppState, since_1970};
+use crate::text::model::TextModel;
+
+/// One prompt as the client gave it.
+#[derive(Clone, Debug)]
+enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+/// Answers a request.
+///
+/// # Errors
+/// Everything a client can do wrong, and what the engine refuses.
+pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, ApiError> {
+    let arrived = state.clock.now();
+    let limits = &state.limits;
+    let mut common = Common::read(fields, limits, &state.text, &state.model_name)?;
+    let echo = fields.boolean("echo", false)?;
+    let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
+    fields.refuse("suffix", &[json!("")])?;
+    let least = u32::from(!echo);
+    let max_tokens = fields.count("max_tokens", least, limits.max_model_len)?;
+    common.max_tokens = Some(max_tokens.unwrap_or(16));
+    common.sampling.logprobs = logprobs;
+    common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
+    let prompts = prompts(fields, limits, &state.text)?;
+    let encoded = state.with_text(move |text| encode(text, prompts, echo)).await?;
+    let mut choices = Vec::new();
+    let mut running = Vec::new();
+    for (text, tokens) in encoded {
+        if tokens.is_empty() {
+            return Err(ApiError::field("prompt", "`prompt` is empty: it has no tokens"));
+        }
+        let max_tokens = common.output_tokens(tokens.len(), limits)?;
+        for _ in 0..common.n {
+            choices.push(Choice::new(&tokens, text.as_deref(), logprobs.is_some()));
+        }
+        running.push((tokens, max_tokens));
+    }
+    // Nothing runs before everything is known to be valid.
+    let running = running
+        .into_iter()
+        .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived))
+        .collect::<Result<Vec<_>, _>>()?;
+    let id = state.response_id("cmpl", state.next_request());
+    let mut completion =
+        Completion { state: state.clone(), common, id, running, choices, ended: false };
+    if completion.common.stream {
+        return Ok(sse::respond(completion));
+    }
+    while let Some(next) = completion.advance().await {
+        next?;
+    }
+    Ok(HttpResponse::Ok().json(completion.whole()))
+}
+
+fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Prompt>, ApiError> {
+    let max = limits.prompts;
+    let wrong = || {
+        let ids = text.vocab_size - 1;
+        ApiError::field(
+            "prompt",
+            format!(
+                "`prompt` must be a string, a list of 1 to {max} strings, a list of token ids \
+                 from 0 to {ids}, or a list of 1 to {max} such lists; none may be empty"
+            ),
+        )
+    };
+    let tokens = |list: &Vec<Value>| {
+        let ids: Option<Vec<u32>> = list.iter().map(|id| token_id(id, text)).collect();
+        ids.filter(|ids| !ids.is_empty()).map(Prompt::Tokens).ok_or_else(wrong)
+    };
+    match fields.get("prompt") {
+        None => Err(ApiError::field("prompt", "`prompt` is required")),
+        Some(Value::String(text)) => Ok(vec![Prompt::Text(text.clone())]),
+        Some(Value::Array(list)) if list.first().is_some_and(Value::is_number) => {
+            Ok(vec![tokens(list)?])
+        }
+        Some(Value::Array(list)) if (1..=max).contains(&list.len()) => list
+            .iter()
+            .map(|prompt| match prompt {
+                Value::String(text) => Ok(Prompt::Text(text.clone())),
+                Value::Array(list) => tokens(list),
+                _ => Err(wrong()),
+            })
+            .collect(),
+        Some(_) => Err(wrong()),
+    }
+}
+
+/// Prompts to tokens, and to the text to echo.
+type Encoded = Vec<(Option<String>, Vec<u32>)>;
+
+fn encode(model: &TextModel, prompts: Vec<Prompt>, echo: bool) -> Result<Encoded, ApiError> {
+    let encode = |prompt| match prompt {
+        Prompt::Text(text) if text.is_empty() => {
+            Err(ApiError::field("prompt", "`prompt` is empty: it must have at least one token"))
+        }
+        Prompt::Text(text) => {
+            let tokens = model.encode(&text, true).map_err(|e| ApiError::field("prompt", e))?;
+            Ok((echo.then_some(text), tokens))
+        }
+        Prompt::Tokens(tokens) => Ok((echo.then(|| model.decode(&tokens)), tokens)),
+    };
+    prompts.into_iter().map(encode).collect()
+}
+
+/// One choice of one prompt, as far as it has come.
+#[derive(Debug)]
+struct Choice {
+    text: String,
+    finish_reason: Option<&'static str>,
+    logprobs: Option<CompletionLogprobs>,
+    /// The prompt's first token, when it is echoed with log-probabilities.
+    first: Option<u32>,
+    /// The text to echo, until it is in the stream.
+    echo: Option<String>,
+}
+
+impl Choice {
+    fn new(tokens: &[u32], echo: Option<&str>, logprobs: bool) -> Self {
+        Self {
+            text: echo.unwrap_or_default().to_owned(),
+            finish_reason: None,
+            logprobs: logprobs.then(CompletionLogprobs::default),
+            first: tokens.first().copied().filter(|_| echo.is_some()),
+            echo: echo.map(str::to_owned),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Completion {
+    state: AppState,
+    common: Common,
+    id: String,
+    running: Vec<RunningPrompt>,
+    choices: Vec<Choice>,
+    ended: bool,
+}
+
+impl Completion {
+    /// Takes the next event of any prompt; `None` after the last of all. Returns the choice's index
+    /// and what is new.
+    async fn advance(&mut self) -> Option<Result<Option<(usize, Piece)>, ApiError>> {
+        loop {
+            let unfinished: Vec<usize> =
+                (0..self.running.len()).filter(|prompt| !self.is_finished(*prompt)).collect();
+            if unfinished.is_empty() {
+                return None;
+            }
+            let waiting = self
+                .running
+                .iter_mut()
+                .enumerate()
+                .filter(|(prompt, _)| unfinished.contains(prompt))
+                .map(|(prompt, running)| Box::pin(async move { (prompt, running.next().await) }));
+            let ((prompt, next), _, _) = select_all(waiting).await;
+            match next? {
+                Err(error) => {
+                    self.ended = true;
+                    return Some(Err(error));
+                }
+                Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, &logprobs),
+                Ok(Next::Piece(piece)) => return Some(Ok(self.take_piece(prompt, piece))),
+            }
+        }
+    }
+
+    fn of_prompt(&self, prompt: usize) -> std::ops::Range<usize> {
+        let n = self.common.n as usize;
+        prompt * n..(prompt + 1) * n
+    }
+
+    fn is_finished(&self, prompt: usize) -> bool {
+        self.choices[self.of_prompt(prompt)].iter().all(|choice| choice.finish_reason.is_some())
+    }
+
+    fn take_prompt(&mut self, prompt: usize, logprobs: &[shared::protocol::TokenLogprobs]) {
+        let range = self.of_prompt(prompt);
+        for choice in &mut self.choices[range] {
+            let Some(gathered) = &mut choice.logprobs else { continue };
+            if let Some(first) = choice.first.take() {
+                gathered.push_first(&self.state.text, first);
+            }
+            for token in logprobs {
+                gathered.push(&self.state.text, token);
+            }
+        }
+    }
+
+    fn take_piece(&mut self, prompt: usize, piece: Piece) -> Option<(usize, Piece)> {
+        let index = self.of_prompt(prompt).start + piece.choice as usize;
+        let choice = self.choices.get_mut(index)?;
+        choice.text.push_str(&piece.text);
+        choice.finish_reason = piece.finish_reason;
+        if let Some(gathered) = &mut choice.logprobs
+            && let Some(token) = &piece.logprobs
+        {
+            // A prompt of one token is echoed without log-probabilities of its own.
+            if let Some(first) = choice.first.take() {
+                gathered.push_first(&self.state.text, first);
+            }
+            gathered.push(&self.state.text, token);
+        }
+        Some((index, piece))
+    }
+
+    fn usage(&self) -> Value {
+        let prompt: u64 = self.running.iter().map(|running| running.prompt_tokens).sum();
+        let completion: u64 = self.running.iter().map(|running| running.completion_tokens).sum();
+        json!({
+            "prompt_tokens": prompt, "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        })
+    }
+
+    fn envelope(&self, choices: Value) -> Value {
+        json!({
+            "id": self.id, "object": "text_completion", "created": since_1970(),
+            "model": &*self.state.model_name, "system_fingerprint": null, "choices": choices,
+        })
+    }
+
+    /// The whole answer.
+    fn whole(&self) -> Value {
+        let choices: Vec<Value> = self
+            .choices
+            .iter()
+            .enumerate()
+            .map(|(index, choice)| {
+                json!({
+                    "index": index, "text": choice.text,
+                    "logprobs": choice.logprobs.as_ref().map(CompletionLogprobs::json),
+                    "finish_reason": choice.finish_reason,
+                })
+            })
+            .collect();
+        let mut answer = self.envelope(Value::Array(choices));
+        answer["usage"] = self.usage();
+        answer
+    }
+
+    fn event(&mut self, index: usize, piece: &Piece) -> Value {
+        let choice = &mut self.choices[index];
+        let mut text = choice.echo.take().unwrap_or_default();
+        text.push_str(&piece.text);
+        let logprobs = choice.logprobs.as_mut().map(|gathered| {
+            let rest = CompletionLogprobs::new(gathered.offset());
+            std::mem::replace(gathered, rest).json()
+        });
+        let choice = json!({
+            "index": index, "text": text, "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        });
+        let mut event = self.envelope(json!([choice]));
+        if self.common.include_usage {
+            event["usage"] = Value::Null;
+        }
+        event
+    }
+}
+
+impl EventSource for Completion {
+    async fn next(&mut self) -> Option<Result<Vec<Value>, Value>> {
+        while !self.ended {
+            match self.advance().await {
+                Some(Err(error)) => return Some(Err(error.json())),
+                Some(Ok(Some((index, piece)))) => {
+                    // What only holds text back says nothing.
+                    let silent = piece.text.is_empty()
+                        && piece.finish_reason.is_none()
+                        && piece.logprobs.is_none()
+                        && self.choices[index].echo.is_none();
+                    if !silent {
+                        return Some(Ok(vec![self.event(index, &piece)]));
+                    }
+                }
+                Some(Ok(None)) => {}
+                None => {
+                    self.ended = true;
+                    if self.common.include_usage {
+                        let mut last = self.envelope(json!([]));
+                        last["usage"] = self.usage();
+                        return Some(Ok(vec![last]));
+                    }
+                }
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,162 @@
+//! Every error a client can see, in OpenAI's shape.
+use std::fmt;
+
+use actix_web::http::StatusCode;
+use actix_web::http::header::{ALLOW, HeaderValue, RETRY_AFTER};
+use actix_web::{HttpResponse, ResponseError};
+use serde_json::{Value, json};
+
+use crate::engine::EngineError;
+
+/// An error reply.
+#[derive(Clone, Debug)]
+pub struct ApiError {
+    status: StatusCode,
+    message: String,
+    /// The request's field at fault.
+    param: Option<String>,
+    code: Option<&'static str>,
+    retry_after_s: Option<u32>,
+    allow: Option<&'static str>,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        let message = message.into();
+        Self { status, message, param: None, code: None, retry_after_s: None, allow: None }
+    }
+
+    /// A field has a bad value: 400.
+    #[must_use]
+    pub fn field(param: &str, message: impl Into<String>) -> Self {
+        Self { param: Some(param.to_owned()), ..Self::new(StatusCode::BAD_REQUEST, message) }
+    }
+
+    /// The body as a whole is bad: 400.
+    #[must_use]
+    pub fn body(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// Prompt and output do not fit the model: 400.
+    #[must_use]
+    pub fn context_length(param: &str, message: String) -> Self {
+        Self { code: Some("context_length_exceeded"), ..Self::field(param, message) }
+    }
+
+    /// No such model: 404.
+    #[must_use]
+    pub fn unknown_model(name: &str) -> Self {
+        let message = format!("The model `{name}` does not exist");
+        Self {
+            param: Some("model".to_owned()),
+            code: Some("model_not_found"),
+            ..Self::new(StatusCode::NOT_FOUND, message)
+        }
+    }
+
+    /// No such path: 404.
+    #[must_use]
+    pub fn unknown_path(method: &str, path: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, format!("Unknown request URL: {method} {path}"))
+    }
+
+    /// Not with this method: 405.
+    #[must_use]
+    pub fn method(method: &str, allow: &'static str) -> Self {
+        let message = format!("Not allowed to {method} here; use {allow}");
+        Self { allow: Some(allow), ..Self::new(StatusCode::METHOD_NOT_ALLOWED, message) }
+    }
+
+    /// The body is not JSON by its header: 415.
+    #[must_use]
+    pub fn content_type(found: &str) -> Self {
+        let message = format!("Content-Type is `{found}`, it must be `application/json`");
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
+    }
+
+    /// The body is too large: 413.
+    #[must_use]
+    pub fn too_large(max: usize) -> Self {
+        Self::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            format!("The body is over the bound of {max} bytes"),
+        )
+    }
+
+    /// The body did not come in time: 408.
+    #[must_use]
+    pub fn too_slow(seconds: u64) -> Self {
+        Self::new(
+            StatusCode::REQUEST_TIMEOUT,
+            format!("The body did not arrive within {seconds} s"),
+        )
+    }
+
+    /// The server is at its bound: 503.
+    #[must_use]
+    pub fn overloaded(message: impl Into<String>) -> Self {
+        Self { retry_after_s: Some(1), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
+    }
+
+    /// Whether the request was at fault.
+    #[must_use]
+    pub fn is_clients(&self) -> bool {
+        self.status.is_client_error() && self.status != StatusCode::TOO_MANY_REQUESTS
+    }
+
+    /// The body, also sent as the last event of a stream that fails.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "server_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            _ => "invalid_request_error",
+        };
+        json!({"error": {
+            "message": self.message, "type": kind, "param": self.param, "code": self.code,
+        }})
+    }
+}
+
+impl From<EngineError> for ApiError {
+    fn from(error: EngineError) -> Self {
+        let message = error.to_string();
+        match error {
+            EngineError::QueueFull { retry_after_s, .. } => Self {
+                retry_after_s: Some(retry_after_s),
+                code: Some("queue_full"),
+                ..Self::new(StatusCode::TOO_MANY_REQUESTS, message)
+            },
+            EngineError::TooLarge { .. } => Self::context_length("max_tokens", message),
+            EngineError::Unavailable { .. } | EngineError::ShuttingDown => {
+                Self::overloaded(message)
+            }
+            EngineError::Corrupted => Self::new(StatusCode::INTERNAL_SERVER_ERROR, message),
+        }
+    }
+}
+
+impl fmt::Display for ApiError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl ResponseError for ApiError {
+    fn status_code(&self) -> StatusCode {
+        self.status
+    }
+
+    fn error_response(&self) -> HttpResponse {
+        let mut response = HttpResponse::build(self.status);
+        if let Some(seconds) = self.retry_after_s {
+            response.insert_header((RETRY_AFTER, seconds.to_string()));
+        }
+        if let Some(allow) = self.allow {
+            response.insert_header((ALLOW, HeaderValue::from_static(allow)));
+        }
+        response.json(self.json())
+    }
+}

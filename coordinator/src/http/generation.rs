@@ -1,0 +1,124 @@
+//! A running request as a sequence of text pieces: one prompt, its `n` choices.
+use std::sync::Arc;
+
+use shared::protocol::TokenLogprobs;
+
+use super::error::ApiError;
+use super::params::Common;
+use super::state::AppState;
+use crate::engine::{EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck};
+use crate::text::stream::{StopRules, TextStream};
+
+/// What one event gave one choice.
+#[derive(Clone, Debug, Default)]
+pub struct Piece {
+    /// The choice within its prompt.
+    pub choice: u32,
+    /// Text that is certain now; may be empty.
+    pub text: String,
+    /// The token's log-probabilities, when asked for.
+    pub logprobs: Option<TokenLogprobs>,
+    /// Set with the choice's last piece.
+    pub finish_reason: Option<&'static str>,
+}
+
+/// What comes next.
+#[derive(Clone, Debug)]
+pub enum Next {
+    /// Log-probabilities of the prompt.
+    Prompt(Vec<TokenLogprobs>),
+    /// A piece of one choice.
+    Piece(Piece),
+}
+
+/// A running request.
+#[derive(Debug)]
+pub struct RunningPrompt {
+    generation: Generation,
+    choices: Vec<TextStream>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u64,
+    /// Tokens accepted so far, all choices together.
+    pub completion_tokens: u64,
+}
+
+impl RunningPrompt {
+    /// Hands a prompt to the engine.
+    ///
+    /// # Errors
+    /// What the engine says at once; later failures come from [`RunningPrompt::next`].
+    pub fn start(
+        state: &AppState,
+        common: &Common,
+        prompt: Vec<u32>,
+        max_tokens: u32,
+        arrived: std::time::Duration,
+    ) -> Result<Self, ApiError> {
+        let id = state.next_request();
+        let rules = Arc::new(StopRules {
+            stops: common.stops.clone(),
+            end_tokens: common.end_tokens.clone(),
+            min_tokens: common.sampling.min_tokens,
+        });
+        let stream = TextStream::new(state.text.tokenizer.clone(), rules);
+        let mut sampling = common.sampling.clone();
+        if !common.seeded {
+            sampling.seed = state.draw_seed(id);
+        }
+        let stop_checks = if common.stops.is_empty() {
+            Vec::new()
+        } else {
+            (0..common.n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
+        };
+        let prompt_tokens = prompt.len() as u64;
+        let request = GenerateRequest {
+            id,
+            prompt,
+            sampling: (0..common.n)
+                .map(|choice| shared::sampling::SamplingParams { choice, ..sampling.clone() })
+                .collect(),
+            stop_checks,
+            max_tokens,
+            end_tokens: common.end_tokens.clone(),
+            arrived,
+        };
+        let generation = state.engine.submit(request)?;
+        let choices = vec![stream; common.n as usize];
+        Ok(Self { generation, choices, prompt_tokens, completion_tokens: 0 })
+    }
+
+    /// The next piece; `None` after the last.
+    ///
+    /// # Errors
+    /// When the request failed; nothing comes after that.
+    pub async fn next(&mut self) -> Option<Result<Next, ApiError>> {
+        let event = self.generation.next().await?;
+        Some(self.take(event))
+    }
+
+    fn take(&mut self, event: EngineEvent) -> Result<Next, ApiError> {
+        match event {
+            EngineEvent::PromptLogprobs(logprobs) => Ok(Next::Prompt(logprobs)),
+            EngineEvent::Token { choice, token, logprobs } => {
+                self.completion_tokens += 1;
+                let mut text = String::new();
+                if let Some(stream) = self.choices.get_mut(choice as usize) {
+                    stream.push_token(token, &mut text);
+                }
+                Ok(Next::Piece(Piece { choice, text, logprobs, finish_reason: None }))
+            }
+            EngineEvent::Finished { choice, reason } => {
+                let mut text = String::new();
+                if let Some(stream) = self.choices.get_mut(choice as usize) {
+                    stream.finish(&mut text);
+                }
+                let finish_reason = Some(match reason {
+                    FinishReason::EndToken(_) | FinishReason::StopString => "stop",
+                    FinishReason::Length => "length",
+                });
+                Ok(Next::Piece(Piece { choice, text, logprobs: None, finish_reason }))
+            }
+            EngineEvent::Failed(error) => Err(error.into()),
+        }
+    }
+}

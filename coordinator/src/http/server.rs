@@ -1,0 +1,252 @@
+//! Routes, connection limits, start and stop.
+use std::net::TcpListener;
+use std::time::Duration;
+
+use actix_web::body::MessageBody;
+use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
+use actix_web::http::header::CONTENT_TYPE;
+use actix_web::middleware::{Next, from_fn};
+use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
+use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route};
+use futures_util::StreamExt as _;
+use serde_json::json;
+use shared::metrics::labels::{Method, RejectReason};
+
+use super::error::ApiError;
+use super::params::{Fields, Limits};
+use super::state::AppState;
+use super::{chat, completions, models};
+use crate::metrics::exposition;
+
+/// How long a request's head may take.
+const HEAD_DEADLINE: Duration = Duration::from_secs(5);
+/// How long its body may take.
+const BODY_DEADLINE_S: u64 = 10;
+/// Connections at a time.
+const CONNECTIONS_MAX: usize = 20_000;
+
+/// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
+const ROUTES: [(&str, &str); 10] = [
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{id}", "GET"),
+    ("/health", "GET"),
+    ("/live", "GET"),
+    ("/ready", "GET"),
+    ("/metrics", "GET"),
+    ("/version", "GET"),
+    ("/", "GET"),
+];
+
+/// Starts the server; it runs until its handle stops it.
+///
+/// # Errors
+/// When the listener cannot be used.
+pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
+    let server = HttpServer::new(move || {
+        let state = state.clone();
+        App::new().wrap(from_fn(observe)).configure(move |config| routes(config, &state))
+    });
+    Ok(server
+        .workers(threads)
+        .max_connections(CONNECTIONS_MAX)
+        .client_request_timeout(HEAD_DEADLINE)
+        .keep_alive(Duration::from_secs(75))
+        // A client that closes its side is gone: its request is cancelled, streaming or not.
+        .h1_allow_half_closed(false)
+        .shutdown_timeout(5)
+        .disable_signals()
+        .listen(listener)?
+        .run())
+}
+
+/// Declares the routes; tests use it too.
+pub fn routes(config: &mut ServiceConfig, state: &AppState) {
+    config.app_data(Data::new(state.clone()));
+    for (path, allow) in ROUTES {
+        let route: Route = match path {
+            "/v1/completions" => web::post().to(post_completions),
+            "/v1/chat/completions" => web::post().to(post_chat),
+            "/v1/models" => web::get().to(get_models),
+            "/v1/models/{id}" => web::get().to(get_model),
+            "/ready" => web::get().to(get_ready),
+            "/metrics" => web::get().to(get_metrics),
+            "/version" | "/" => web::get().to(get_version),
+            _ => web::get().to(get_health),
+        };
+        let refuse = move |request: HttpRequest| async move {
+            Err::<HttpResponse, _>(ApiError::method(request.method().as_str(), allow))
+        };
+        let resource = web::resource(path).route(route).default_service(web::to(refuse));
+        // Gateways ask for heads.
+        let resource = if path == "/health" || path == "/live" {
+            resource.route(web::head().to(get_health))
+        } else {
+            resource
+        };
+        config.service(resource);
+    }
+    config.default_service(web::to(|request: HttpRequest| async move {
+        Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))
+    }));
+}
+
+async fn post_completions(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let fields = read(&state, &request, body).await;
+    let answer = match fields {
+        Ok(fields) => completions::respond(&state, &fields).await,
+        Err(error) => Err(error),
+    };
+    answer.inspect_err(|error| count_invalid(&state, error))
+}
+
+async fn post_chat(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let fields = read(&state, &request, body).await;
+    let answer = match fields {
+        Ok(fields) => chat::respond(&state, &fields).await,
+        Err(error) => Err(error),
+    };
+    answer.inspect_err(|error| count_invalid(&state, error))
+}
+
+fn count_invalid(state: &AppState, error: &ApiError) {
+    if error.is_clients() {
+        state.hub.observer().record().rejected(RejectReason::Invalid);
+    }
+}
+
+async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<Fields, ApiError> {
+    let found = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let found = found.unwrap_or("");
+    let essence = found.split(';').next().unwrap_or("").trim();
+    if !essence.eq_ignore_ascii_case("application/json") {
+        return Err(ApiError::content_type(found));
+    }
+    let bytes = collect(body, &state.limits);
+    let deadline = Duration::from_secs(BODY_DEADLINE_S);
+    let bytes = tokio::time::timeout(deadline, bytes)
+        .await
+        .map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??;
+    Fields::parse(&bytes, &state.limits)
+}
+
+async fn collect(mut body: Payload, limits: &Limits) -> Result<Bytes, ApiError> {
+    let mut bytes = web::BytesMut::new();
+    while let Some(chunk) = body.next().await {
+        let chunk =
+            chunk.map_err(|error| ApiError::body(format!("The body broke off: {error}")))?;
+        if bytes.len() + chunk.len() > limits.body_bytes {
+            return Err(ApiError::too_large(limits.body_bytes));
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(bytes.freeze())
+}
+
+async fn get_models(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(models::list(&state))
+}
+
+async fn get_model(state: Data<AppState>, id: web::Path<String>) -> Result<HttpResponse, ApiError> {
+    Ok(HttpResponse::Ok().json(models::get(&state, &id)?))
+}
+
+async fn get_health() -> HttpResponse {
+    HttpResponse::Ok().finish()
+}
+
+async fn get_ready(state: Data<AppState>) -> HttpResponse {
+    let readiness = (state.readiness)();
+    let body = json!({"ready": readiness.ready, "message": readiness.message});
+    if readiness.ready {
+        HttpResponse::Ok().json(body)
+    } else {
+        HttpResponse::ServiceUnavailable().json(body)
+    }
+}
+
+async fn get_version() -> HttpResponse {
+    HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
+}
+
+async fn get_metrics(state: Data<AppState>) -> HttpResponse {
+    let hub = state.hub.clone();
+    let clock = state.clock.clone();
+    // Rendering thousands of series takes milliseconds: not on a thread that serves streams.
+    let page = web::block(move || {
+        let began = clock.now();
+        let page = exposition::render(&hub.merged());
+        hub.observer().record().scraped(clock.now().saturating_sub(began));
+        page
+    });
+    match page.await {
+        Ok(Ok(page)) => HttpResponse::Ok().content_type(exposition::CONTENT_TYPE).body(page),
+        Ok(Err(error)) => {
+            tracing::error!(%error, "the metrics could not be rendered");
+            HttpResponse::InternalServerError().finish()
+        }
+        Err(_) => HttpResponse::ServiceUnavailable().finish(),
+    }
+}
+
+/// Counts every HTTP request by route, method and status, and times it to its head.
+async fn observe(
+    request: ServiceRequest,
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<impl MessageBody>, actix_web::Error> {
+    let state = request.app_data::<Data<AppState>>().cloned();
+    let method = method(request.method().as_str());
+    let Some(state) = state else { return next.call(request).await };
+    let began = state.clock.now();
+    state.hub.observer().record().http_started();
+    let mut counted = Counted { state, method, began, route: "other", status: 499 };
+    let response = next.call(request).await;
+    match &response {
+        Ok(response) => {
+            counted.status = response.status().as_u16();
+            let pattern = response.request().match_pattern();
+            let known = ROUTES.iter().find(|(path, _)| pattern.as_deref() == Some(path));
+            counted.route = known.map_or("other", |(path, _)| path);
+        }
+        Err(error) => counted.status = error.as_response_error().status_code().as_u16(),
+    }
+    response
+}
+
+/// Counts the request when it is answered, or when its client left before (status 499).
+struct Counted {
+    state: Data<AppState>,
+    method: Method,
+    began: Duration,
+    route: &'static str,
+    status: u16,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let duration = self.state.clock.now().saturating_sub(self.began);
+        let mut recording = self.state.hub.observer().record();
+        recording.http_finished(self.route, self.method, self.status, duration);
+    }
+}
+
+fn method(name: &str) -> Method {
+    match name {
+        "GET" => Method::Get,
+        "POST" => Method::Post,
+        "HEAD" => Method::Head,
+        "PUT" => Method::Put,
+        "DELETE" => Method::Delete,
+        "OPTIONS" => Method::Options,
+        _ => Method::Other,
+    }
+}

@@ -1,0 +1,78 @@
+//! What takes the merged totals: the trait, and the timer of those that want them periodically.
+use std::time::Duration;
+
+use shared::metrics::Merged;
+
+/// Takes merged totals. Adding one touches no engine code.
+pub trait StatLogger: std::fmt::Debug + Send {
+    /// Takes the totals at `now`. Called by timer, also when nothing happens: rates must fall to
+    /// 0 without a step.
+    fn log(&mut self, now: Duration, merged: &Merged);
+}
+
+/// Calls its loggers once per interval.
+#[derive(Debug)]
+pub struct StatLoggers {
+    loggers: Vec<Box<dyn StatLogger>>,
+    interval: Duration,
+    next: Duration,
+}
+
+/// Interval of the loggers unless the operator asks for another.
+pub const DEFAULT_INTERVAL: Duration = Duration::from_secs(10);
+
+impl StatLoggers {
+    /// Calls `loggers` every `interval`, first at `now + interval`.
+    #[must_use]
+    pub fn new(loggers: Vec<Box<dyn StatLogger>>, interval: Duration, now: Duration) -> Self {
+        Self { loggers, interval, next: now.saturating_add(interval) }
+    }
+
+    /// When [`StatLoggers::tick`] has something to do next.
+    #[must_use]
+    pub fn next(&self) -> Duration {
+        self.next
+    }
+
+    /// Calls every logger if the interval is over; `merged` is only computed then. Intervals that
+    /// were slept through are not made up for.
+    pub fn tick(&mut self, now: Duration, merged: impl FnOnce() -> Merged) {
+        if now < self.next || self.loggers.is_empty() {
+            return;
+        }
+        self.next = now.saturating_add(self.interval);
+        let merged = merged();
+        for logger in &mut self.loggers {
+            logger.log(now, &merged);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Sender, channel};
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Tell(Sender<Duration>);
+
+    impl StatLogger for Tell {
+        fn log(&mut self, now: Duration, _merged: &Merged) {
+            let _ = self.0.send(now);
+        }
+    }
+
+    #[test]
+    fn every_interval_once_and_not_made_up_for() {
+        let (sender, calls) = channel();
+        let seconds = Duration::from_secs;
+        let mut loggers = StatLoggers::new(vec![Box::new(Tell(sender))], seconds(10), seconds(5));
+        for now in [5, 14, 15, 16, 24, 60, 61, 69, 70] {
+            loggers.tick(seconds(now), Merged::default);
+        }
+        drop(loggers);
+        let calls: Vec<_> = calls.iter().map(|now| now.as_secs()).collect();
+        assert_eq!(calls, [15, 60, 70]);
+    }
+}

@@ -1,0 +1,82 @@
+//! The catalogue as documentation: `docs/metrics.md`, checked by a test to be this text.
+use std::fmt::Write;
+
+use shared::metrics::catalogue::CATALOGUE;
+use shared::metrics::{Definition, Kind};
+
+const HEAD: &str = "\
+# Metrics
+
+One endpoint, `/metrics` on the coordinator, holds the whole cluster. This page is generated from the
+catalogue (`shared/src/metrics/catalogue.rs`); to change it, change the catalogue and run
+`UPDATE_DOCS=1 cargo test -p tests --test metrics`.
+
+How to read it:
+
+- Series that belong to a replica carry `replica`: `sum without (replica) (...)` is the cluster.
+- Ranks of one replica see the same batch, so its tokens are counted once, by the coordinator, when it
+  accepts them. Figures per rank carry `rank` and `worker` and are never added up by us.
+- Counters and histograms never fall while the coordinator lives, whatever happens to workers. Gauges
+  vanish with what they describe.
+- Do not average ratios: divide the sums of numerator and denominator.
+- A worker that dies takes at most one report interval of its own `rank` series with it. Requests and
+  tokens are counted by the coordinator and lose nothing.
+- Latencies of parts (queue, prefill, decode, inference, end to end, time per output token) are those of
+  requests that ended by `stop` or `length`; sizes and parameters are those of all requests that ended.
+
+In every single scrape:
+
+- `tutti_iteration_tokens_sum` = `tutti_prompt_tokens_by_source_total{source=\"local_compute\"}` +
+  `tutti_generation_tokens_total`, and `tutti_iteration_tokens_count` = `tutti_engine_steps_total`
+- running + waiting + swapped = `tutti_requests_in_flight`
+- `tutti_request_success_total` over all reasons + `tutti_requests_in_flight` =
+  `tutti_requests_accepted_total`
+";
+
+/// Renders the catalogue.
+#[must_use]
+pub fn markdown() -> String {
+    let mut page = String::from(HEAD);
+    page.push_str("\n## Series\n\n");
+    page.push_str("| name | type | unit | labels | measured by | merged by | meaning |\n");
+    page.push_str("| --- | --- | --- | --- | --- | --- | --- |\n");
+    for definition in CATALOGUE {
+        row(&mut page, definition);
+    }
+    page.push_str("\n## Buckets\n\n| histogram | upper bounds |\n| --- | --- |\n");
+    for definition in CATALOGUE {
+        if let Kind::Histogram(bounds) = definition.kind {
+            let bounds: Vec<_> = bounds.iter().map(f64::to_string).collect();
+            // Writing to a String cannot fail.
+            let _ = writeln!(page, "| `{}` | {} |", definition.name, bounds.join(" "));
+        }
+    }
+    page
+}
+
+fn row(page: &mut String, definition: &Definition) {
+    let kind = match definition.kind {
+        Kind::Counter => "counter",
+        Kind::Gauge(_) => "gauge",
+        Kind::Histogram(_) => "histogram",
+    };
+    let labels: Vec<_> = definition
+        .labels
+        .iter()
+        .map(|label| match label.values {
+            [] => format!("`{}`", label.name),
+            values => format!("`{}` ({})", label.name, values.join(", ")),
+        })
+        .collect();
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        page,
+        "| `{}` | {kind} | {} | {} | {} | {} | {} |",
+        definition.name,
+        definition.unit.as_str(),
+        labels.join(", "),
+        definition.owner.as_str(),
+        definition.merge_rule(),
+        definition.help,
+    );
+}

@@ -1,0 +1,339 @@
+//! What the coordinator's parts call as things happen.
+//!
+//! [`Observer::record`] takes the cells for a moment; everything recorded through one
+//! [`Recording`] appears in the same scrape or not at all. An actor takes it once per step or
+//! message, not once per token. Times are passed in.
+//!
+//! Identities that hold in every scrape, because each method changes both sides:
+//! - sum of `ITERATION_TOKENS` = prompt tokens computed + tokens generated; its count = steps
+//! - running + waiting + swapped = in flight
+//! - finished over all reasons + in flight = accepted
+mod cluster;
+mod http;
+mod request;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use shared::ids::{ReplicaId, WorkerId};
+use shared::metrics::catalogue;
+use shared::metrics::labels::{
+    ActorState, FinishedReason, LabelValue, Method, NO_REPLICA, PromptSource, RejectReason,
+    WaitingReason,
+};
+use shared::metrics::local::PerValue;
+use shared::metrics::{Counter, Gauge, Histogram, LocalStats, PartialSnapshot};
+
+pub use self::cluster::ReplicaConfig;
+pub use self::request::{RequestSummary, RequestTrack};
+
+/// Where the coordinator records. Clones share the same cells.
+#[derive(Clone, Debug)]
+pub struct Observer {
+    cells: Arc<Mutex<Cells>>,
+}
+
+/// The cells, held for a moment. Keep it short and do not hold it over an `await`.
+#[derive(Debug)]
+pub struct Recording<'a> {
+    cells: MutexGuard<'a, Cells>,
+}
+
+/// All cells with their resolved handles.
+#[derive(Debug)]
+struct Cells {
+    stats: LocalStats,
+    /// Reports taken of it.
+    reports: u64,
+    fixed: Fixed,
+    waiting_for_replica: Level,
+    replicas: BTreeMap<ReplicaId, ReplicaCells>,
+    workers: BTreeMap<WorkerId, WorkerCells>,
+    http_requests: BTreeMap<(&'static str, Method, u16), Counter>,
+    http_durations: BTreeMap<(&'static str, Method), Histogram>,
+}
+
+/// Series that exist once.
+#[derive(Debug)]
+struct Fixed {
+    accepted: Counter,
+    rejected: PerValue<Counter>,
+    finished: PerValue<Counter>,
+    replayed: Counter,
+    in_flight: Level,
+    ttft: Histogram,
+    inter_token: Histogram,
+    time_per_output_token: Histogram,
+    e2e: Histogram,
+    queue: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    inference: Histogram,
+    prompt_tokens: Histogram,
+    generation_tokens: Histogram,
+    n: Histogram,
+    max_tokens: Histogram,
+    fenced: Counter,
+    actors: PerValue<Gauge>,
+    http_in_flight: Level,
+    scrape: Histogram,
+}
+
+/// Series of one replica.
+#[derive(Debug)]
+struct ReplicaCells {
+    running: Level,
+    swapped: Level,
+    waiting: [Level; WAITING_AT_REPLICA.len()],
+    prompt_tokens: Counter,
+    prompt_by_source: PerValue<Counter>,
+    generation_tokens: Counter,
+    recomputed: Counter,
+    steps: Counter,
+    iteration_tokens: Histogram,
+    straggler_gap: Histogram,
+    preemptions: Counter,
+    failovers: Counter,
+    used_blocks: Gauge,
+    blocks: Gauge,
+    /// The present configuration's series.
+    config: Option<Gauge>,
+}
+
+/// What a request that a replica holds can wait for.
+const WAITING_AT_REPLICA: [WaitingReason; 2] = [WaitingReason::Capacity, WaitingReason::Preempted];
+
+/// Series of one worker.
+#[derive(Debug)]
+struct WorkerCells {
+    up: Gauge,
+    restarts: Counter,
+    last_report: Gauge,
+}
+
+/// A gauge that counts things which come and go.
+#[derive(Clone, Copy, Debug)]
+struct Level {
+    gauge: Gauge,
+    count: u64,
+    /// Whether the series also exists at 0. That of a replica which does not serve vanishes with
+    /// its last request.
+    shows_zero: bool,
+}
+
+impl Level {
+    fn new(gauge: Gauge) -> Self {
+        Self { gauge, count: 0, shows_zero: false }
+    }
+
+    /// One that is never absent.
+    fn permanent(stats: &mut LocalStats, gauge: Gauge) -> Self {
+        let mut level = Self::new(gauge);
+        level.show_zero(stats, true);
+        level
+    }
+
+    fn show_zero(&mut self, stats: &mut LocalStats, shows_zero: bool) {
+        self.shows_zero = shows_zero;
+        self.publish(stats);
+    }
+
+    fn up(&mut self, stats: &mut LocalStats) {
+        self.count += 1;
+        self.publish(stats);
+    }
+
+    fn down(&mut self, stats: &mut LocalStats) {
+        self.count = self.count.saturating_sub(1);
+        self.publish(stats);
+    }
+
+    fn publish(&self, stats: &mut LocalStats) {
+        if self.count > 0 || self.shows_zero {
+            stats.set(self.gauge, self.count as f64);
+        } else {
+            stats.clear(self.gauge);
+        }
+    }
+}
+
+/// What one engine step did. Tokens of the same step that were only wasted (found late to be behind
+/// a finish) are in none of these.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTokens {
+    /// Prompt tokens computed for the first time.
+    pub prompt_computed: u64,
+    /// Prompt tokens of sequences admitted in this step that the prefix cache had.
+    pub prompt_cached: u64,
+    /// Tokens accepted.
+    pub generated: u64,
+    /// Tokens computed again after a preemption or failover, prompt or not.
+    pub recomputed: u64,
+}
+
+impl Observer {
+    /// Cells in which every series with known labels exists, at zero.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut stats = LocalStats::new();
+        let fixed = Fixed::resolve(&mut stats);
+        let waiting = stats
+            .gauge(catalogue::REQUESTS_WAITING, [WaitingReason::NoReplica.as_str(), NO_REPLICA]);
+        let waiting_for_replica = Level::permanent(&mut stats, waiting);
+        let cells = Cells {
+            stats,
+            reports: 0,
+            fixed,
+            waiting_for_replica,
+            replicas: BTreeMap::new(),
+            workers: BTreeMap::new(),
+            http_requests: BTreeMap::new(),
+            http_durations: BTreeMap::new(),
+        };
+        Self { cells: Arc::new(Mutex::new(cells)) }
+    }
+
+    /// Takes the cells.
+    #[must_use]
+    pub fn record(&self) -> Recording<'_> {
+        // A panic elsewhere leaves plain numbers behind, which stay usable.
+        Recording { cells: self.cells.lock().unwrap_or_else(PoisonError::into_inner) }
+    }
+
+    /// All totals at one moment, with a number that grows from call to call.
+    #[must_use]
+    pub fn report(&self) -> (u64, PartialSnapshot) {
+        let cells = &mut *self.record().cells;
+        cells.reports += 1;
+        (cells.reports, cells.stats.snapshot())
+    }
+}
+
+impl Default for Observer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Recording<'_> {
+    /// A replica completed a step: one observation, whatever it did and however many ranks it has.
+    pub fn step(&mut self, replica: ReplicaId, tokens: StepTokens) {
+        let (cells, stats) = self.cells.replica(replica);
+        stats.add(cells.steps, 1);
+        stats.observe_count(
+            cells.iteration_tokens,
+            tokens.prompt_computed.saturating_add(tokens.generated),
+        );
+        stats.add(cells.prompt_tokens, tokens.prompt_computed + tokens.prompt_cached);
+        let by_source = &cells.prompt_by_source;
+        stats.add(by_source.get(PromptSource::LocalCompute), tokens.prompt_computed);
+        stats.add(by_source.get(PromptSource::LocalCacheHit), tokens.prompt_cached);
+        stats.add(cells.generation_tokens, tokens.generated);
+        stats.add(cells.recomputed, tokens.recomputed);
+    }
+
+    /// The slowest rank of a step took `gap` longer than the fastest.
+    pub fn straggler_gap(&mut self, replica: ReplicaId, gap: Duration) {
+        let (cells, stats) = self.cells.replica(replica);
+        stats.observe_duration(cells.straggler_gap, gap);
+    }
+
+    /// A replica's KV blocks now.
+    pub fn kv_blocks(&mut self, replica: ReplicaId, used: u32, total: u32) {
+        let (cells, stats) = self.cells.replica(replica);
+        stats.set(cells.used_blocks, f64::from(used));
+        stats.set(cells.blocks, f64::from(total));
+    }
+
+    /// Merging and rendering a scrape took this long.
+    pub fn scraped(&mut self, duration: Duration) {
+        let Cells { stats, fixed, .. } = &mut *self.cells;
+        stats.observe_duration(fixed.scrape, duration);
+    }
+}
+
+impl Cells {
+    /// A replica's cells, made at its first event, and the cells they index.
+    fn replica(&mut self, replica: ReplicaId) -> (&mut ReplicaCells, &mut LocalStats) {
+        let stats = &mut self.stats;
+        let cells =
+            self.replicas.entry(replica).or_insert_with(|| ReplicaCells::resolve(stats, replica));
+        (cells, stats)
+    }
+}
+
+impl ReplicaCells {
+    /// Whether the replica serves, and so has its load published also when that is 0.
+    fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
+        let levels = [&mut self.running, &mut self.swapped];
+        for level in levels.into_iter().chain(&mut self.waiting) {
+            level.show_zero(stats, serves);
+        }
+    }
+}
+
+impl Fixed {
+    fn resolve(stats: &mut LocalStats) -> Self {
+        let in_flight = stats.gauge(catalogue::REQUESTS_IN_FLIGHT, []);
+        let http_in_flight = stats.gauge(catalogue::HTTP_REQUESTS_IN_FLIGHT, []);
+        Self {
+            accepted: stats.counter(catalogue::REQUESTS_ACCEPTED, []),
+            rejected: PerValue::new::<RejectReason>(|reason| {
+                stats.counter(catalogue::REQUESTS_REJECTED, [reason])
+            }),
+            finished: PerValue::new::<FinishedReason>(|reason| {
+                stats.counter(catalogue::REQUEST_SUCCESS, [reason])
+            }),
+            replayed: stats.counter(catalogue::REQUESTS_REPLAYED, []),
+            in_flight: Level::permanent(stats, in_flight),
+            ttft: stats.histogram(catalogue::TIME_TO_FIRST_TOKEN, []),
+            inter_token: stats.histogram(catalogue::INTER_TOKEN_LATENCY, []),
+            time_per_output_token: stats.histogram(catalogue::REQUEST_TIME_PER_OUTPUT_TOKEN, []),
+            e2e: stats.histogram(catalogue::E2E_REQUEST_LATENCY, []),
+            queue: stats.histogram(catalogue::REQUEST_QUEUE_TIME, []),
+            prefill: stats.histogram(catalogue::REQUEST_PREFILL_TIME, []),
+            decode: stats.histogram(catalogue::REQUEST_DECODE_TIME, []),
+            inference: stats.histogram(catalogue::REQUEST_INFERENCE_TIME, []),
+            prompt_tokens: stats.histogram(catalogue::REQUEST_PROMPT_TOKENS, []),
+            generation_tokens: stats.histogram(catalogue::REQUEST_GENERATION_TOKENS, []),
+            n: stats.histogram(catalogue::REQUEST_PARAMS_N, []),
+            max_tokens: stats.histogram(catalogue::REQUEST_PARAMS_MAX_TOKENS, []),
+            fenced: stats.counter(catalogue::FENCED_FRAMES, []),
+            actors: PerValue::new::<ActorState>(|state| stats.gauge(catalogue::ACTORS, [state])),
+            http_in_flight: Level::permanent(stats, http_in_flight),
+            scrape: stats.histogram(catalogue::SCRAPE_DURATION, []),
+        }
+    }
+}
+
+impl ReplicaCells {
+    fn resolve(stats: &mut LocalStats, replica: ReplicaId) -> Self {
+        let name = replica.0.to_string();
+        let label = [name.as_str()];
+        let running = stats.gauge(catalogue::REQUESTS_RUNNING, label);
+        let swapped = stats.gauge(catalogue::REQUESTS_SWAPPED, label);
+        Self {
+            running: Level::new(running),
+            swapped: Level::new(swapped),
+            waiting: WAITING_AT_REPLICA.map(|reason| {
+                let labels = [reason.as_str(), &name];
+                Level::new(stats.gauge(catalogue::REQUESTS_WAITING, labels))
+            }),
+            prompt_tokens: stats.counter(catalogue::PROMPT_TOKENS, label),
+            prompt_by_source: PerValue::new::<PromptSource>(|source| {
+                stats.counter(catalogue::PROMPT_TOKENS_BY_SOURCE, [&name, source])
+            }),
+            generation_tokens: stats.counter(catalogue::GENERATION_TOKENS, label),
+            recomputed: stats.counter(catalogue::TOKENS_RECOMPUTED, label),
+            steps: stats.counter(catalogue::ENGINE_STEPS, label),
+            iteration_tokens: stats.histogram(catalogue::ITERATION_TOKENS, label),
+            straggler_gap: stats.histogram(catalogue::RANK_STRAGGLER_GAP, label),
+            preemptions: stats.counter(catalogue::PREEMPTIONS, label),
+            failovers: stats.counter(catalogue::FAILOVERS, label),
+            used_blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS_USED, label),
+            blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS, label),
+            config: None,
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Replicas, workers and actors as they come and go.
+use std::time::Duration;
+
+use shared::ids::{ReplicaId, WorkerId};
+use shared::metrics::LocalStats;
+use shared::metrics::catalogue;
+use shared::metrics::labels::ActorState;
+use shared::protocol::EngineConfig;
+
+use super::{Cells, Recording, WorkerCells};
+
+/// Sizes of a replica's engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplicaConfig {
+    /// What every rank was told.
+    pub engine: EngineConfig,
+    /// Blocks every rank has.
+    pub num_blocks: u32,
+    /// Number of ranks.
+    pub tensor_parallel: u32,
+}
+
+impl Recording<'_> {
+    /// A replica can serve: its gauges appear.
+    pub fn replica_ready(&mut self, replica: ReplicaId, config: &ReplicaConfig) {
+        self.replica_gone(replica);
+        let (cells, stats) = self.cells.replica(replica);
+        cells.serves(stats, true);
+        stats.set(cells.used_blocks, 0.0);
+        stats.set(cells.blocks, f64::from(config.num_blocks));
+        let engine = &config.engine;
+        let info = stats.gauge(
+            catalogue::CACHE_CONFIG_INFO,
+            [
+                &engine.block_size.to_string(),
+                &engine.max_model_len.to_string(),
+                &engine.max_num_batched_tokens.to_string(),
+                &engine.max_num_seqs.to_string(),
+                &config.num_blocks.to_string(),
+                &replica.0.to_string(),
+                &config.tensor_parallel.to_string(),
+            ],
+        );
+        stats.set(info, 1.0);
+        cells.config = Some(info);
+    }
+
+    /// A replica cannot serve: what described its cache vanishes, its load vanishes when its
+    /// requests were moved, one by one, with [`Recording::replayed`].
+    pub fn replica_gone(&mut self, replica: ReplicaId) {
+        let (cells, stats) = self.cells.replica(replica);
+        cells.serves(stats, false);
+        stats.clear(cells.used_blocks);
+        stats.clear(cells.blocks);
+        if let Some(info) = cells.config.take() {
+            stats.clear(info);
+        }
+    }
+
+    /// A serving replica broke; its requests go elsewhere.
+    pub fn failover(&mut self, replica: ReplicaId) {
+        self.replica_gone(replica);
+        let (cells, stats) = self.cells.replica(replica);
+        stats.add(cells.failovers, 1);
+    }
+
+    /// Frames were dropped because their epoch is over.
+    pub fn fenced_frames(&mut self, count: u64) {
+        let Cells { stats, fixed, .. } = &mut *self.cells;
+        stats.add(fixed.fenced, count);
+    }
+
+    /// A worker is linked, or was and is expected back.
+    pub fn worker_up(&mut self, worker: WorkerId, up: bool) {
+        let (cells, stats) = self.cells.worker(worker);
+        stats.set(cells.up, if up { 1.0 } else { 0.0 });
+    }
+
+    /// A worker came back as another process.
+    pub fn worker_restarted(&mut self, worker: WorkerId) {
+        let (cells, stats) = self.cells.worker(worker);
+        stats.add(cells.restarts, 1);
+    }
+
+    /// A worker's stats arrived, `since_1970` by the wall clock.
+    pub fn worker_reported(&mut self, worker: WorkerId, since_1970: Duration) {
+        let (cells, stats) = self.cells.worker(worker);
+        stats.set(cells.last_report, since_1970.as_secs_f64());
+    }
+
+    /// A worker left and is not expected back.
+    pub fn worker_gone(&mut self, worker: WorkerId) {
+        let (cells, stats) = self.cells.worker(worker);
+        stats.clear(cells.up);
+        stats.clear(cells.last_report);
+    }
+
+    /// How many actors are in a state now.
+    pub fn actors(&mut self, state: ActorState, count: u64) {
+        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let gauge = fixed.actors.get(state);
+        stats.set(gauge, count as f64);
+    }
+
+    /// The coordinator started, `since_1970` by the wall clock, as version `version`.
+    pub fn started(&mut self, version: &str, since_1970: Duration) {
+        let stats = &mut self.cells.stats;
+        let info = stats.gauge(catalogue::BUILD_INFO, [version]);
+        stats.set(info, 1.0);
+        let start = stats.gauge(catalogue::PROCESS_START_TIME, []);
+        stats.set(start, since_1970.as_secs_f64());
+    }
+}
+
+impl Cells {
+    fn worker(&mut self, worker: WorkerId) -> (&WorkerCells, &mut LocalStats) {
+        let stats = &mut self.stats;
+        let cells = self.workers.entry(worker).or_insert_with(|| {
+            let name = worker.0.to_string();
+            WorkerCells {
+                up: stats.gauge(catalogue::WORKER_UP, [&name]),
+                restarts: stats.counter(catalogue::WORKER_RESTARTS, [&name]),
+                last_report: stats.gauge(catalogue::WORKER_LAST_REPORT, [&name]),
+            }
+        });
+        (cells, stats)
+    }
+}

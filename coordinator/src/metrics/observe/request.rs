@@ -1,0 +1,235 @@
+//! The life of a request: where it is now, and how long each part took.
+//!
+//! A [`RequestTrack`] travels with the request. It knows which gauge the request is counted in, so
+//! that no event can leave running, waiting and in flight disagreeing.
+use std::time::Duration;
+
+use shared::ids::ReplicaId;
+use shared::metrics::LocalStats;
+use shared::metrics::labels::{FinishedReason, RejectReason, WaitingReason};
+
+use super::{Cells, Level, Recording, WAITING_AT_REPLICA};
+
+/// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`] or
+/// [`Recording::failed`]; dropped without, it stays in flight for ever.
+#[derive(Debug)]
+#[must_use = "a request that is never ended stays in flight"]
+pub struct RequestTrack {
+    place: Place,
+    arrived: Duration,
+    first_scheduled: Option<Duration>,
+    first_token: Option<Duration>,
+    last_token: Option<Duration>,
+    tokens: u64,
+    /// Per choice, when its last token came.
+    choices: Vec<Option<Duration>>,
+}
+
+/// Which gauge a request is counted in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    NoReplica,
+    Waiting(ReplicaId, WaitingAt),
+    Running(ReplicaId),
+    Swapped(ReplicaId),
+}
+
+/// Position in [`WAITING_AT_REPLICA`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum WaitingAt {
+    Capacity,
+    Preempted,
+}
+
+const _: () = assert!(
+    matches!(WAITING_AT_REPLICA[WaitingAt::Capacity as usize], WaitingReason::Capacity)
+        && matches!(WAITING_AT_REPLICA[WaitingAt::Preempted as usize], WaitingReason::Preempted)
+);
+
+/// What is known of a request when it ends, besides what its track knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestSummary {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u64,
+    /// The parameter `n`.
+    pub n: u32,
+    /// The parameter `max_tokens`.
+    pub max_tokens: u32,
+}
+
+impl RequestTrack {
+    /// Tokens accepted so far, over all choices.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+}
+
+impl Recording<'_> {
+    /// A request was taken into the queue. It arrived at `arrived` and has `n` choices; no replica
+    /// holds it yet.
+    pub fn accepted(&mut self, arrived: Duration, n: u32) -> RequestTrack {
+        let Cells { stats, fixed, waiting_for_replica, .. } = &mut *self.cells;
+        stats.add(fixed.accepted, 1);
+        fixed.in_flight.up(stats);
+        waiting_for_replica.up(stats);
+        RequestTrack {
+            place: Place::NoReplica,
+            arrived,
+            first_scheduled: None,
+            first_token: None,
+            last_token: None,
+            tokens: 0,
+            choices: vec![None; n as usize],
+        }
+    }
+
+    /// A request was not taken.
+    pub fn rejected(&mut self, reason: RejectReason) {
+        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let counter = fixed.rejected.get(reason);
+        stats.add(counter, 1);
+    }
+
+    /// A replica was chosen; the request is in its queue.
+    pub fn routed(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
+        self.cells.move_to(track, Place::Waiting(replica, WaitingAt::Capacity));
+    }
+
+    /// The request entered its replica's batch, for the first time or again.
+    pub fn scheduled(&mut self, track: &mut RequestTrack, replica: ReplicaId, now: Duration) {
+        track.first_scheduled.get_or_insert(now);
+        self.cells.move_to(track, Place::Running(replica));
+    }
+
+    /// The request lost its blocks and is back in its replica's queue.
+    pub fn preempted(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
+        self.cells.move_to(track, Place::Waiting(replica, WaitingAt::Preempted));
+        let (cells, stats) = self.cells.replica(replica);
+        stats.add(cells.preemptions, 1);
+    }
+
+    /// The request's blocks were moved to host memory.
+    pub fn swapped_out(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
+        self.cells.move_to(track, Place::Swapped(replica));
+        let (cells, stats) = self.cells.replica(replica);
+        stats.add(cells.preemptions, 1);
+    }
+
+    /// The request's replica broke; it waits for another one and will be continued there.
+    pub fn replayed(&mut self, track: &mut RequestTrack) {
+        self.cells.move_to(track, Place::NoReplica);
+        let Cells { stats, fixed, .. } = &mut *self.cells;
+        stats.add(fixed.replayed, 1);
+    }
+
+    /// `count` tokens of one choice were accepted at `now`. The request's first is its time to
+    /// first token; every other token of a choice is a gap, and tokens that come together share
+    /// theirs equally.
+    pub fn tokens(&mut self, track: &mut RequestTrack, choice: u32, count: u32, now: Duration) {
+        if count == 0 {
+            return;
+        }
+        let Cells { stats, fixed, .. } = &mut *self.cells;
+        if track.first_token.is_none() {
+            track.first_token = Some(now);
+            stats.observe_duration(fixed.ttft, now.saturating_sub(track.arrived));
+        }
+        track.last_token = Some(now);
+        track.tokens += u64::from(count);
+        let Some(last) = track.choices.get_mut(choice as usize) else { return };
+        let before = last.replace(now);
+        // A choice's own first token follows the prompt, not a token: it closes no gap.
+        let gaps = if before.is_some() { count } else { count - 1 };
+        let span = now.saturating_sub(before.unwrap_or(now));
+        if gaps > 0 {
+            let gap = span.as_secs_f64() / f64::from(gaps);
+            stats.observe_n(fixed.inter_token, gap, u64::from(gaps));
+        }
+    }
+
+    /// All choices are complete. `reason` is length if any of them ended by length.
+    pub fn finished(
+        &mut self,
+        track: RequestTrack,
+        reason: FinishedReason,
+        summary: RequestSummary,
+        now: Duration,
+    ) {
+        self.cells.end(&track, reason, summary);
+        if matches!(reason, FinishedReason::Stop | FinishedReason::Length) {
+            self.cells.latencies(&track, now);
+        }
+    }
+
+    /// The client left or cancelled. Its latencies are not observed: they say when it lost
+    /// patience, not how fast we are.
+    pub fn aborted(&mut self, track: RequestTrack, summary: RequestSummary) {
+        self.cells.end(&track, FinishedReason::Abort, summary);
+    }
+
+    /// The request was given up. Its latencies are not observed.
+    pub fn failed(&mut self, track: RequestTrack, summary: RequestSummary) {
+        self.cells.end(&track, FinishedReason::Error, summary);
+    }
+}
+
+impl Cells {
+    fn move_to(&mut self, track: &mut RequestTrack, place: Place) {
+        let (level, stats) = self.level(track.place);
+        level.down(stats);
+        let (level, stats) = self.level(place);
+        level.up(stats);
+        track.place = place;
+    }
+
+    fn level(&mut self, place: Place) -> (&mut Level, &mut LocalStats) {
+        match place {
+            Place::NoReplica => (&mut self.waiting_for_replica, &mut self.stats),
+            Place::Waiting(replica, at) => {
+                let (cells, stats) = self.replica(replica);
+                (&mut cells.waiting[at as usize], stats)
+            }
+            Place::Running(replica) => {
+                let (cells, stats) = self.replica(replica);
+                (&mut cells.running, stats)
+            }
+            Place::Swapped(replica) => {
+                let (cells, stats) = self.replica(replica);
+                (&mut cells.swapped, stats)
+            }
+        }
+    }
+
+    fn end(&mut self, track: &RequestTrack, reason: FinishedReason, summary: RequestSummary) {
+        let (level, stats) = self.level(track.place);
+        level.down(stats);
+        let Self { stats, fixed, .. } = self;
+        fixed.in_flight.down(stats);
+        let counter = fixed.finished.get(reason);
+        stats.add(counter, 1);
+        stats.observe_count(fixed.prompt_tokens, summary.prompt_tokens);
+        stats.observe_count(fixed.generation_tokens, track.tokens);
+        stats.observe_count(fixed.n, u64::from(summary.n));
+        stats.observe_count(fixed.max_tokens, u64::from(summary.max_tokens));
+    }
+
+    fn latencies(&mut self, track: &RequestTrack, now: Duration) {
+        let Self { stats, fixed, .. } = self;
+        stats.observe_duration(fixed.e2e, now.saturating_sub(track.arrived));
+        let Some(scheduled) = track.first_scheduled else { return };
+        stats.observe_duration(fixed.queue, scheduled.saturating_sub(track.arrived));
+        let (Some(first), Some(last)) = (track.first_token, track.last_token) else { return };
+        stats.observe_duration(fixed.prefill, first.saturating_sub(scheduled));
+        stats.observe_duration(fixed.decode, last.saturating_sub(first));
+        stats.observe_duration(fixed.inference, last.saturating_sub(scheduled));
+        // Choices run side by side: per choice, as many tokens follow its first.
+        let choices = track.choices.iter().flatten().count() as u64;
+        let after_first = track.tokens.saturating_sub(choices);
+        if after_first > 0 && choices > 0 {
+            let per_choice = after_first as f64 / choices as f64;
+            let mean = last.saturating_sub(first).as_secs_f64() / per_choice;
+            stats.observe(fixed.time_per_output_token, mean);
+        }
+    }
+}

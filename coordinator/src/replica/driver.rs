@@ -1,0 +1,328 @@
+//! Drives one replica's scheduler and carries its effects to where they belong: plans to the ranks,
+//! tokens to the requests' channels, events to the metrics.
+//!
+//! No socket and no clock here; the shell passes the time in and sends the plans.
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
+use shared::metrics::labels::{FinishedReason, RejectReason};
+use shared::protocol::{StepPlan, StepResult};
+use tokio::sync::mpsc;
+
+use crate::engine::{EngineError, EngineEvent, FinishReason, GenerateRequest, StopCheck};
+use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
+use crate::metrics::{Observer, Recording};
+use crate::scheduler::{Effect, Scheduler};
+
+/// How long the driver waits for what.
+#[derive(Clone, Copy, Debug)]
+pub struct DriverLimits {
+    /// A step that takes longer ends its epoch.
+    pub step_timeout: Duration,
+    /// Requests fail when no epoch has been under way for so long.
+    pub unavailable_timeout: Duration,
+}
+
+/// A request this replica has accepted and not ended.
+#[derive(Debug)]
+struct Live {
+    events: mpsc::Sender<EngineEvent>,
+    track: RequestTrack,
+    summary: RequestSummary,
+    /// Whether any choice so far ended by length: the request then counts as such.
+    by_length: bool,
+}
+
+/// One replica's scheduler and everything that hangs off its effects.
+#[derive(Debug)]
+pub struct ReplicaDriver {
+    id: ReplicaId,
+    scheduler: Scheduler,
+    observer: Observer,
+    limits: DriverLimits,
+    live: HashMap<RequestId, Live>,
+    /// Stop checks of the sequences whose request has stop strings.
+    stop_checks: HashMap<SeqId, Box<dyn StopCheck>>,
+    effects: Vec<Effect>,
+    /// Requests whose client is gone, found while events were delivered.
+    gone: Vec<RequestId>,
+    /// When each step in flight was planned, oldest first.
+    in_flight: VecDeque<Duration>,
+    epoch: Option<Epoch>,
+    /// Since when no epoch has been under way.
+    unavailable_since: Duration,
+}
+
+impl ReplicaDriver {
+    /// A replica without an epoch.
+    #[must_use]
+    pub fn new(
+        now: Duration,
+        id: ReplicaId,
+        scheduler: Scheduler,
+        observer: Observer,
+        limits: DriverLimits,
+    ) -> Self {
+        Self {
+            id,
+            scheduler,
+            observer,
+            limits,
+            live: HashMap::new(),
+            stop_checks: HashMap::new(),
+            effects: Vec::new(),
+            gone: Vec::new(),
+            in_flight: VecDeque::new(),
+            epoch: None,
+            unavailable_since: now,
+        }
+    }
+
+    /// Requests accepted and not ended.
+    #[must_use]
+    pub fn num_requests(&self) -> usize {
+        self.live.len()
+    }
+
+    /// The last step planned in this epoch.
+    #[must_use]
+    pub fn last_step(&self) -> StepId {
+        self.scheduler.last_step()
+    }
+
+    /// Takes a request, or tells it at once why not.
+    pub fn submit(&mut self, mut request: GenerateRequest, events: mpsc::Sender<EngineEvent>) {
+        let id = request.id;
+        let stop_checks = std::mem::take(&mut request.stop_checks);
+        let n = u32::try_from(request.sampling.len()).unwrap_or(u32::MAX);
+        let summary = RequestSummary {
+            prompt_tokens: request.prompt.len() as u64,
+            n,
+            max_tokens: request.max_tokens,
+        };
+        let arrived = request.arrived;
+        match self.scheduler.submit(request) {
+            Ok(seqs) => {
+                let mut recording = self.observer.record();
+                let mut track = recording.accepted(arrived, n);
+                recording.routed(&mut track, self.id);
+                drop(recording);
+                self.stop_checks.extend(seqs.into_iter().zip(stop_checks));
+                self.live.insert(id, Live { events, track, summary, by_length: false });
+            }
+            Err(error) => {
+                self.observer.record().rejected(reject_reason(&error));
+                // The receiver may be gone already; nothing is lost then.
+                let _ = events.try_send(EngineEvent::Failed(error));
+            }
+        }
+    }
+
+    /// Frees everything a request holds. Unknown requests are ignored.
+    pub fn cancel(&mut self, now: Duration, id: RequestId) {
+        self.scheduler.cancel(id, &mut self.effects);
+        self.deliver(now);
+    }
+
+    /// The ranks are formed: steps can run.
+    pub fn ready(&mut self, now: Duration, epoch: Epoch, num_blocks: u32) {
+        self.epoch = Some(epoch);
+        self.in_flight.clear();
+        self.scheduler.replica_ready(epoch, num_blocks, &mut self.effects);
+        self.deliver(now);
+    }
+
+    /// The epoch is over; its requests wait for the next with their accepted tokens.
+    pub fn lost(&mut self, now: Duration) {
+        if self.epoch.take().is_none() {
+            return;
+        }
+        self.unavailable_since = now;
+        self.in_flight.clear();
+        self.scheduler.replica_lost();
+        let mut recording = self.observer.record();
+        recording.failover(self.id);
+        for live in self.live.values_mut() {
+            recording.replayed(&mut live.track);
+            recording.routed(&mut live.track, self.id);
+        }
+    }
+
+    /// Fills `plan` with the next step, if one should be sent now.
+    pub fn next_plan(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
+        let planned = self.scheduler.plan(plan, &mut self.effects);
+        if planned {
+            self.in_flight.push_back(now);
+        }
+        if !self.effects.is_empty() {
+            self.deliver(now);
+        }
+        planned
+    }
+
+    /// Fills `plan` with a step that computes nothing: a sign of life of every rank.
+    pub fn canary(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
+        let planned = self.scheduler.canary(plan);
+        if planned {
+            self.in_flight.push_back(now);
+        }
+        planned
+    }
+
+    /// Takes rank 0's result of a step.
+    pub fn apply(&mut self, now: Duration, result: StepResult) {
+        let stop_checks = &mut self.stop_checks;
+        let mut stopped =
+            |seq: SeqId, token| stop_checks.get_mut(&seq).is_some_and(|check| check.push(token));
+        let StepResult { epoch, step, outputs, .. } = result;
+        let effects = &mut self.effects;
+        match self.scheduler.apply(epoch, step, outputs, &mut stopped, effects) {
+            Ok(()) => {
+                self.in_flight.pop_front();
+            }
+            Err(error) => {
+                tracing::debug!(replica = %self.id, %error, "a result was fenced");
+                self.observer.record().fenced_frames(1);
+            }
+        }
+        self.deliver(now);
+    }
+
+    /// Time passes: gives up what waited too long, finds clients that are gone. Returns how long
+    /// the oldest step has been in flight, when that is too long.
+    pub fn tick(&mut self, now: Duration) -> Option<Duration> {
+        let closed = self.live.iter().filter(|(_, live)| live.events.is_closed());
+        self.gone.extend(closed.map(|(id, _)| *id));
+        self.drop_gone(now);
+        if self.epoch.is_some() {
+            let waited = now.saturating_sub(*self.in_flight.front()?);
+            return (waited >= self.limits.step_timeout).then_some(waited);
+        }
+        let waited = now.saturating_sub(self.unavailable_since);
+        if waited >= self.limits.unavailable_timeout && !self.live.is_empty() {
+            let message = format!("the replica has been down for {} s", waited.as_secs());
+            self.fail_all(now, &EngineError::Unavailable { message });
+        }
+        None
+    }
+
+    /// Fails every request: the replica is not coming back, or the server shuts down.
+    pub fn fail_all(&mut self, now: Duration, error: &EngineError) {
+        let mut ids: Vec<RequestId> = self.live.keys().copied().collect();
+        ids.sort_unstable();
+        for id in ids {
+            self.scheduler.fail(id, error.clone(), &mut self.effects);
+        }
+        self.deliver(now);
+    }
+
+    fn drop_gone(&mut self, now: Duration) {
+        if self.gone.is_empty() {
+            return;
+        }
+        self.gone.sort_unstable();
+        for id in self.gone.drain(..) {
+            self.scheduler.cancel(id, &mut self.effects);
+        }
+        self.deliver(now);
+    }
+
+    /// Carries out what the scheduler decided. Everything is counted under one lock, so that a
+    /// scrape sees a step whole or not at all.
+    fn deliver(&mut self, now: Duration) {
+        let mut recording = self.observer.record();
+        for effect in self.effects.drain(..) {
+            match effect {
+                Effect::FirstScheduled { request } | Effect::Resumed { request } => {
+                    if let Some(live) = self.live.get_mut(&request) {
+                        recording.scheduled(&mut live.track, self.id, now);
+                    }
+                }
+                Effect::Preempted { request, waits } => {
+                    if let Some(live) = self.live.get_mut(&request) {
+                        recording.preempted(&mut live.track, self.id);
+                        if !waits {
+                            recording.scheduled(&mut live.track, self.id, now);
+                        }
+                    }
+                }
+                Effect::PromptLogprobs { request, logprobs } => {
+                    if let Some(live) = self.live.get_mut(&request) {
+                        send(live, request, EngineEvent::PromptLogprobs(logprobs), &mut self.gone);
+                    }
+                }
+                Effect::Token { request, choice, token, logprobs } => {
+                    if let Some(live) = self.live.get_mut(&request) {
+                        recording.tokens(&mut live.track, choice, 1, now);
+                        let event = EngineEvent::Token { choice, token, logprobs };
+                        send(live, request, event, &mut self.gone);
+                    }
+                }
+                Effect::Finished { request, seq, choice, reason, last } => {
+                    self.stop_checks.remove(&seq);
+                    if let Some(live) = self.live.get_mut(&request) {
+                        live.by_length |= reason == FinishReason::Length;
+                        let event = EngineEvent::Finished { choice, reason };
+                        send(live, request, event, &mut self.gone);
+                    }
+                    if last && let Some(live) = self.live.remove(&request) {
+                        finished(&mut recording, live, now);
+                    }
+                }
+                Effect::Dropped { request, seqs, error } => {
+                    for seq in seqs {
+                        self.stop_checks.remove(&seq);
+                    }
+                    if let Some(live) = self.live.remove(&request) {
+                        dropped(&mut recording, live, error);
+                    }
+                }
+                Effect::StepDone(tokens) => {
+                    let tokens = StepTokens {
+                        prompt_computed: u64::from(tokens.prompt),
+                        prompt_cached: 0,
+                        generated: u64::from(tokens.generated),
+                        recomputed: u64::from(tokens.recomputed),
+                    };
+                    recording.step(self.id, tokens);
+                }
+            }
+        }
+        if self.epoch.is_some() {
+            let gauges = self.scheduler.gauges();
+            recording.kv_blocks(self.id, gauges.blocks_used, gauges.blocks_total);
+        }
+    }
+}
+
+fn send(live: &Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId>) {
+    // The channel holds a whole request, so it is never full; closed means that the client left.
+    if live.events.try_send(event).is_err() {
+        gone.push(id);
+    }
+}
+
+fn finished(recording: &mut Recording<'_>, live: Live, now: Duration) {
+    let reason = if live.by_length { FinishedReason::Length } else { FinishedReason::Stop };
+    recording.finished(live.track, reason, live.summary, now);
+}
+
+fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>) {
+    match error {
+        None => recording.aborted(live.track, live.summary),
+        Some(error) => {
+            recording.failed(live.track, live.summary);
+            let _ = live.events.try_send(EngineEvent::Failed(error));
+        }
+    }
+}
+
+fn reject_reason(error: &EngineError) -> RejectReason {
+    match error {
+        EngineError::QueueFull { .. } => RejectReason::QueueFull,
+        EngineError::TooLarge { .. } => RejectReason::TooLarge,
+        EngineError::Unavailable { .. } | EngineError::Corrupted => RejectReason::Unavailable,
+        EngineError::ShuttingDown => RejectReason::ShuttingDown,
+    }
+}

@@ -1,0 +1,472 @@
+//! PURE: the scheduler of one replica. Continuous batching, chunked prefill under a token budget,
+//! paged KV, preemption by recomputation, one step ahead of the workers.
+//!
+//! Events and the time go in ([`Scheduler::submit`], [`Scheduler::plan`], [`Scheduler::apply`],
+//! [`Scheduler::cancel`]); plans and [`Effect`]s come out. The order of everything is decided by
+//! arrival and admission, never by hashing.
+//!
+//! - `queue order`: requests are admitted in order of arrival. Out of blocks, the sequence admitted
+//!   last is preempted and returns to the front of the queue, so the oldest always makes progress.
+//! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
+//!   begin at the position of a token that only the workers know yet.
+//! - `freeing early`: a sequence that turns out to be finished while a later step with it is in
+//!   flight gives its blocks back at once. Workers run plans in order, so whoever gets the blocks
+//!   writes them after the late step has; the late output is ignored.
+//! - `acceptance`: an output counts only if epoch, step, admission and position match what was
+//!   planned. A token in flight of a preempted sequence is ignored and sampled again, which gives
+//!   the same token (law 7).
+mod blocks;
+mod config;
+mod effect;
+mod plan;
+mod sequence;
+
+pub use blocks::BlockPool;
+pub use config::{ConfigError, SchedulerConfig};
+pub use effect::{Effect, StepSummary};
+use plan::InFlight;
+use sequence::{Request, Sequence};
+use shared::ids::{Epoch, RequestId, SeqId, StepId};
+use shared::protocol::{SequenceOutput, TokenLogprobs};
+use std::collections::{HashMap, VecDeque};
+
+use crate::engine::{EngineError, FinishReason, GenerateRequest};
+
+/// One replica's scheduler.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    blocks: BlockPool,
+    epoch: Option<Epoch>,
+    last_step: StepId,
+    /// Slots of sequences; `None` is free.
+    sequences: Vec<Option<Sequence>>,
+    free_slots: Vec<usize>,
+    requests: HashMap<RequestId, Request>,
+    /// Slots waiting for admission, oldest request first.
+    waiting: VecDeque<usize>,
+    /// Slots admitted, in order of admission.
+    running: Vec<usize>,
+    in_flight: VecDeque<InFlight>,
+    /// Answered steps' lists, used again.
+    spare: Vec<InFlight>,
+    /// Sequences the workers shall forget with the next plan.
+    forget: Vec<SeqId>,
+    next_seq: u64,
+    next_admission: u64,
+    num_running_requests: u32,
+}
+
+/// The state that gauges show. `running + waiting = in_flight`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Gauges {
+    /// Requests with at least one sequence admitted.
+    pub running: u32,
+    /// Requests without.
+    pub waiting: u32,
+    /// Requests accepted and not ended.
+    pub in_flight: u32,
+    /// KV blocks in use.
+    pub blocks_used: u32,
+    /// KV blocks there are.
+    pub blocks_total: u32,
+    /// Steps sent and not answered.
+    pub steps_in_flight: u32,
+}
+
+/// An answer that does not belong to the oldest step in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ApplyError {
+    /// It is of another epoch.
+    #[error("{got} is not the present epoch")]
+    StaleEpoch {
+        /// The answer's epoch.
+        got: Epoch,
+    },
+    /// It is of another step.
+    #[error("{got} is not the oldest step in flight")]
+    UnexpectedStep {
+        /// The answer's step.
+        got: StepId,
+    },
+}
+
+/// Told of every accepted token; returns true when it completes a stop string.
+pub type Stopped<'a> = &'a mut dyn FnMut(SeqId, u32) -> bool;
+
+impl Scheduler {
+    /// A scheduler whose replica is not there yet.
+    ///
+    /// # Errors
+    /// When the bounds are in conflict.
+    pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
+        config.validate()?;
+        Ok(Self {
+            config,
+            blocks: BlockPool::default(),
+            epoch: None,
+            last_step: StepId(0),
+            sequences: Vec::new(),
+            free_slots: Vec::new(),
+            requests: HashMap::new(),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            in_flight: VecDeque::new(),
+            spare: Vec::new(),
+            forget: Vec::new(),
+            next_seq: 1,
+            next_admission: 1,
+            num_running_requests: 0,
+        })
+    }
+
+    /// The present state.
+    #[must_use]
+    pub fn gauges(&self) -> Gauges {
+        let in_flight = self.requests.len() as u32;
+        Gauges {
+            running: self.num_running_requests,
+            waiting: in_flight - self.num_running_requests,
+            in_flight,
+            blocks_used: self.blocks.num_used(),
+            blocks_total: self.blocks.total(),
+            steps_in_flight: self.in_flight.len() as u32,
+        }
+    }
+
+    /// The last step planned in this epoch.
+    #[must_use]
+    pub fn last_step(&self) -> StepId {
+        self.last_step
+    }
+
+    /// The ranks are formed with `num_blocks` empty blocks and know no sequence. Requests that can
+    /// no longer fit, because the new cache is smaller, fail.
+    pub fn replica_ready(&mut self, epoch: Epoch, num_blocks: u32, effects: &mut Vec<Effect>) {
+        self.replica_lost();
+        self.epoch = Some(epoch);
+        self.last_step = StepId(0);
+        self.blocks = BlockPool::new(num_blocks);
+        let mut too_large: Vec<(RequestId, u32)> = self
+            .waiting
+            .iter()
+            .filter_map(|slot| self.sequences[*slot].as_ref())
+            .map(|seq| (seq.request, self.blocks_needed(seq.num_prompt, seq.max_tokens)))
+            .filter(|(_, needed)| *needed > num_blocks)
+            .collect();
+        too_large.dedup_by_key(|(request, _)| *request);
+        for (request, needed) in too_large {
+            let error = EngineError::TooLarge { needed, available: num_blocks };
+            self.end_request(request, Some(error), effects);
+        }
+    }
+
+    /// The epoch is over. What was accepted stays; all sequences wait again, oldest first.
+    pub fn replica_lost(&mut self) {
+        self.epoch = None;
+        self.spare.extend(self.in_flight.drain(..));
+        while let Some(slot) = self.running.last().copied() {
+            self.unadmit(slot);
+        }
+        // Workers that come back know nothing, and bring a cache of their own.
+        self.forget.clear();
+        self.blocks = BlockPool::default();
+    }
+
+    /// Takes a request. Returns its sequences, one per choice.
+    ///
+    /// # Errors
+    /// [`EngineError::QueueFull`], [`EngineError::TooLarge`]; nothing has changed then.
+    pub fn submit(&mut self, request: GenerateRequest) -> Result<Vec<SeqId>, EngineError> {
+        let queued = self.gauges().waiting;
+        if queued >= self.config.max_queued_requests {
+            let max = self.config.max_queued_requests;
+            return Err(EngineError::QueueFull { queued, max, retry_after_s: 1 });
+        }
+        let num_prompt = request.prompt.len() as u32;
+        let needed = self.blocks_needed(num_prompt, request.max_tokens);
+        let available = match self.epoch {
+            Some(_) => self.blocks.total(),
+            None => self.config.blocks_for(self.config.max_model_len),
+        };
+        let too_long = num_prompt + request.max_tokens.min(1) > self.config.max_model_len;
+        if too_long || needed > available {
+            return Err(EngineError::TooLarge { needed, available });
+        }
+        let mut live = Vec::with_capacity(request.sampling.len());
+        let mut ids = Vec::with_capacity(request.sampling.len());
+        for mut sampling in request.sampling {
+            let wants_prompt = sampling.prompt_logprobs.is_some() && sampling.choice == 0;
+            if !wants_prompt {
+                sampling.prompt_logprobs = None;
+            }
+            let id = SeqId(self.next_seq);
+            self.next_seq += 1;
+            let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
+            tokens.extend_from_slice(&request.prompt);
+            let sequence = Sequence {
+                id,
+                request: request.id,
+                sampling,
+                tokens,
+                num_prompt,
+                max_tokens: request.max_tokens,
+                blocks: Vec::with_capacity(needed as usize),
+                computed: 0,
+                computed_max: 0,
+                pending: 0,
+                admission: None,
+                prompt_logprobs: Vec::new(),
+                prompt_logprobs_done: !wants_prompt,
+            };
+            let slot = self.store(sequence);
+            self.waiting.push_back(slot);
+            live.push(slot);
+            ids.push(id);
+        }
+        let end_tokens = request.end_tokens;
+        let owner = Request { live, end_tokens, admitted: 0, scheduled: false };
+        self.requests.insert(request.id, owner);
+        Ok(ids)
+    }
+
+    /// Ends a request whose client is gone. Unknown requests are ignored.
+    pub fn cancel(&mut self, request: RequestId, effects: &mut Vec<Effect>) {
+        self.end_request(request, None, effects);
+    }
+
+    /// Ends a request with an error. Unknown requests are ignored.
+    pub fn fail(&mut self, request: RequestId, error: EngineError, effects: &mut Vec<Effect>) {
+        self.end_request(request, Some(error), effects);
+    }
+
+    /// Takes the answer of the oldest step in flight.
+    ///
+    /// # Errors
+    /// [`ApplyError`]; nothing has changed then.
+    pub fn apply(
+        &mut self,
+        epoch: Epoch,
+        step: StepId,
+        outputs: Vec<SequenceOutput>,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), ApplyError> {
+        if self.epoch != Some(epoch) {
+            return Err(ApplyError::StaleEpoch { got: epoch });
+        }
+        let answered = match self.in_flight.pop_front() {
+            Some(front) if front.step == step => front,
+            Some(front) => {
+                self.in_flight.push_front(front);
+                return Err(ApplyError::UnexpectedStep { got: step });
+            }
+            None => return Err(ApplyError::UnexpectedStep { got: step }),
+        };
+        let (mut generated, mut wasted) = (0, 0);
+        let mut outputs = outputs.into_iter().peekable();
+        for entry in &answered.entries {
+            let output = outputs.next_if(|output| output.seq == entry.seq);
+            let current = self.sequences[entry.slot]
+                .as_ref()
+                .is_some_and(|seq| seq.id == entry.seq && seq.admission == Some(entry.admission));
+            if !current {
+                wasted += u32::from(output.is_some_and(|output| output.token.is_some()));
+                continue;
+            }
+            if entry.samples
+                && let Some(seq) = &mut self.sequences[entry.slot]
+            {
+                seq.pending -= 1;
+            }
+            if self.accept(entry.slot, output, entry.samples, stopped, effects) {
+                generated += 1;
+            }
+        }
+        if answered.sequences > 0 {
+            effects.push(Effect::StepDone(StepSummary {
+                prompt: answered.prompt_tokens,
+                generated,
+                recomputed: answered.recomputed_tokens,
+                wasted,
+                sequences: answered.sequences,
+            }));
+        }
+        self.spare.push(answered);
+        Ok(())
+    }
+
+    /// Takes one sequence's output; returns whether a token was accepted.
+    fn accept(
+        &mut self,
+        slot: usize,
+        output: Option<SequenceOutput>,
+        samples: bool,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        let Some(seq) = &mut self.sequences[slot] else { return false };
+        let request = seq.request;
+        let Some(mut output) = output else {
+            // Nothing was asked for, or a rank kept back what was: only the former is no error.
+            if samples {
+                self.end_request(request, Some(EngineError::Corrupted), effects);
+            } else {
+                self.finish_prefill_only(slot, effects);
+            }
+            return false;
+        };
+        if output.corrupted || (samples && output.position as usize != seq.tokens.len()) {
+            self.end_request(request, Some(EngineError::Corrupted), effects);
+            return false;
+        }
+        if !seq.prompt_logprobs_done {
+            seq.prompt_logprobs.append(&mut output.prompt_logprobs);
+            if seq.prompt_logprobs.len() + 1 >= seq.num_prompt as usize {
+                seq.prompt_logprobs_done = true;
+                seq.sampling.prompt_logprobs = None;
+                let logprobs = std::mem::take(&mut seq.prompt_logprobs);
+                effects.push(Effect::PromptLogprobs { request, logprobs });
+            }
+        }
+        match output.token {
+            Some(token) if samples => {
+                self.accept_token(slot, token, output.logprobs, stopped, effects);
+                true
+            }
+            _ => {
+                self.finish_prefill_only(slot, effects);
+                false
+            }
+        }
+    }
+
+    fn accept_token(
+        &mut self,
+        slot: usize,
+        token: u32,
+        logprobs: Option<TokenLogprobs>,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(seq) = &mut self.sequences[slot] else { return };
+        seq.tokens.push(token);
+        let (id, request, choice) = (seq.id, seq.request, seq.sampling.choice);
+        let num_output = seq.num_output();
+        let may_end = num_output >= seq.sampling.min_tokens;
+        let full =
+            num_output >= seq.max_tokens || seq.tokens.len() as u32 >= self.config.max_model_len;
+        let Some(owner) = self.requests.get(&request) else { return };
+        let ends = may_end && owner.end_tokens.contains(&token);
+        effects.push(Effect::Token { request, choice, token, logprobs });
+        // The check sees every token, also one that ends the sequence otherwise.
+        let stops = stopped(id, token) && may_end;
+        if ends {
+            self.finish(slot, FinishReason::EndToken(token), effects);
+        } else if stops {
+            self.finish(slot, FinishReason::StopString, effects);
+        } else if full {
+            self.finish(slot, FinishReason::Length, effects);
+        }
+    }
+
+    /// Ends a sequence that wanted no token once its prompt is computed.
+    fn finish_prefill_only(&mut self, slot: usize, effects: &mut Vec<Effect>) {
+        let done = self.sequences[slot]
+            .as_ref()
+            .is_some_and(|seq| seq.max_tokens == 0 && seq.computed >= seq.num_prompt);
+        let in_flight = |entry: &plan::Entry| entry.slot == slot;
+        if done && !self.in_flight.iter().any(|step| step.entries.iter().any(in_flight)) {
+            self.finish(slot, FinishReason::Length, effects);
+        }
+    }
+
+    fn finish(&mut self, slot: usize, reason: FinishReason, effects: &mut Vec<Effect>) {
+        let Some(seq) = self.remove(slot) else { return };
+        let request = seq.request;
+        let Some(owner) = self.requests.get_mut(&request) else { return };
+        owner.live.retain(|live| *live != slot);
+        let last = owner.live.is_empty();
+        if last {
+            self.requests.remove(&request);
+        }
+        let choice = seq.sampling.choice;
+        effects.push(Effect::Finished { request, seq: seq.id, choice, reason, last });
+    }
+
+    fn end_request(
+        &mut self,
+        request: RequestId,
+        error: Option<EngineError>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(owner) = self.requests.get_mut(&request) else { return };
+        let live = std::mem::take(&mut owner.live);
+        let seqs =
+            live.into_iter().filter_map(|slot| self.remove(slot)).map(|seq| seq.id).collect();
+        self.requests.remove(&request);
+        effects.push(Effect::Dropped { request, seqs, error });
+    }
+
+    /// Takes a sequence out of everything it is in.
+    fn remove(&mut self, slot: usize) -> Option<Sequence> {
+        let mut seq = self.sequences[slot].take()?;
+        self.free_slots.push(slot);
+        if seq.admission.is_some() {
+            self.running.retain(|running| *running != slot);
+            self.blocks.give_back(&mut seq.blocks);
+            // Workers know of it once a share of it was sent.
+            if seq.computed > 0 {
+                self.forget.push(seq.id);
+            }
+            self.count_admitted(seq.request, false);
+        } else {
+            self.waiting.retain(|waiting| *waiting != slot);
+        }
+        Some(seq)
+    }
+
+    /// Sends an admitted sequence back to the front of the queue.
+    fn unadmit(&mut self, slot: usize) {
+        self.running.retain(|running| *running != slot);
+        let Some(seq) = &mut self.sequences[slot] else { return };
+        let request = seq.request;
+        self.blocks.give_back(&mut seq.blocks);
+        if seq.computed > 0 {
+            self.forget.push(seq.id);
+        }
+        seq.reset();
+        self.waiting.push_front(slot);
+        self.count_admitted(request, false);
+    }
+
+    /// Keeps count of requests that have a sequence admitted.
+    fn count_admitted(&mut self, request: RequestId, admitted: bool) {
+        let Some(owner) = self.requests.get_mut(&request) else { return };
+        let before = owner.admitted > 0;
+        owner.admitted = if admitted { owner.admitted + 1 } else { owner.admitted - 1 };
+        match (before, owner.admitted > 0) {
+            (false, true) => self.num_running_requests += 1,
+            (true, false) => self.num_running_requests -= 1,
+            _ => {}
+        }
+    }
+
+    fn store(&mut self, sequence: Sequence) -> usize {
+        match self.free_slots.pop() {
+            Some(slot) => {
+                self.sequences[slot] = Some(sequence);
+                slot
+            }
+            None => {
+                self.sequences.push(Some(sequence));
+                self.sequences.len() - 1
+            }
+        }
+    }
+
+    fn blocks_needed(&self, num_prompt: u32, max_tokens: u32) -> u32 {
+        let longest = num_prompt.saturating_add(max_tokens).min(self.config.max_model_len);
+        self.config.blocks_for(longest)
+    }
+}

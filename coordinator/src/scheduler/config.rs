@@ -1,0 +1,57 @@
+//! The scheduler's bounds.
+
+/// What bounds one replica's scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// Tokens per KV block.
+    pub block_size: u32,
+    /// Longest sequence (prompt and output together), in tokens.
+    pub max_model_len: u32,
+    /// Most sequences in one step, and most admitted at a time.
+    pub max_num_seqs: u32,
+    /// Most tokens computed in one step.
+    pub max_num_batched_tokens: u32,
+    /// Most requests waiting for their first step.
+    pub max_queued_requests: u32,
+    /// Steps sent and not yet answered: 2 keeps the workers one step ahead.
+    pub max_steps_in_flight: u32,
+}
+
+/// Bounds that cannot hold together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ConfigError(String);
+
+impl SchedulerConfig {
+    /// Checks the bounds against each other.
+    ///
+    /// # Errors
+    /// One sentence naming the values in conflict.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let positive = [
+            ("block_size", self.block_size),
+            ("max_model_len", self.max_model_len),
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("max_queued_requests", self.max_queued_requests),
+            ("max_steps_in_flight", self.max_steps_in_flight),
+        ];
+        if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
+            return Err(ConfigError(format!("{name} is 0, it must be at least 1")));
+        }
+        if self.max_num_batched_tokens < self.max_num_seqs {
+            return Err(ConfigError(format!(
+                "max_num_batched_tokens ({}) is below max_num_seqs ({}): a step could not give \
+                 every sequence a token",
+                self.max_num_batched_tokens, self.max_num_seqs
+            )));
+        }
+        Ok(())
+    }
+
+    /// Blocks that hold `tokens` tokens.
+    #[must_use]
+    pub fn blocks_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.block_size)
+    }
+}

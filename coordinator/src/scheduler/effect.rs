@@ -1,0 +1,84 @@
+//! What the scheduler decides, for its shell to carry out and its observer to count.
+use shared::ids::{RequestId, SeqId};
+use shared::protocol::TokenLogprobs;
+
+use crate::engine::{EngineError, FinishReason};
+
+/// Something that happened. In order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Effect {
+    /// A request is in a step for the first time.
+    FirstScheduled {
+        /// Which.
+        request: RequestId,
+    },
+    /// A request that was preempted as a whole is in a step again.
+    Resumed {
+        /// Which.
+        request: RequestId,
+    },
+    /// All prompt tokens' log-probabilities are there.
+    PromptLogprobs {
+        /// Of which request.
+        request: RequestId,
+        /// One for each prompt token but the first.
+        logprobs: Vec<TokenLogprobs>,
+    },
+    /// A token was accepted.
+    Token {
+        /// Of which request.
+        request: RequestId,
+        /// Of which choice.
+        choice: u32,
+        /// The token.
+        token: u32,
+        /// Its log-probabilities, when asked for.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// A choice is complete.
+    Finished {
+        /// Of which request.
+        request: RequestId,
+        /// Which sequence it was.
+        seq: SeqId,
+        /// Which choice.
+        choice: u32,
+        /// Why.
+        reason: FinishReason,
+        /// It was the request's last.
+        last: bool,
+    },
+    /// A request ended without finishing.
+    Dropped {
+        /// Which.
+        request: RequestId,
+        /// Its sequences that were unfinished.
+        seqs: Vec<SeqId>,
+        /// Why; `None` when the client went away.
+        error: Option<EngineError>,
+    },
+    /// A sequence lost its blocks and waits again.
+    Preempted {
+        /// Of which request.
+        request: RequestId,
+        /// No other sequence of the request is admitted.
+        waits: bool,
+    },
+    /// A step was answered.
+    StepDone(StepSummary),
+}
+
+/// What one step did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepSummary {
+    /// Prompt tokens computed for the first time.
+    pub prompt: u32,
+    /// Tokens accepted.
+    pub generated: u32,
+    /// Tokens whose K and V had been computed before and lost.
+    pub recomputed: u32,
+    /// Tokens sampled and not accepted: their sequence had ended, or was preempted.
+    pub wasted: u32,
+    /// Sequences in the step.
+    pub sequences: u32,
+}

@@ -1,0 +1,225 @@
+//! PURE: what the next step computes.
+use shared::ids::{SeqId, StepId};
+use shared::protocol::{NewSequence, SequenceStep, StepPlan};
+
+use super::{Effect, Scheduler};
+
+/// A step that was sent and not answered.
+#[derive(Debug, Default)]
+pub(super) struct InFlight {
+    pub(super) step: StepId,
+    pub(super) entries: Vec<Entry>,
+    pub(super) sequences: u32,
+    /// Tokens of the step, by what they are.
+    pub(super) prompt_tokens: u32,
+    pub(super) recomputed_tokens: u32,
+}
+
+/// One sequence's share of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub(super) slot: usize,
+    pub(super) seq: SeqId,
+    pub(super) admission: u64,
+    pub(super) samples: bool,
+}
+
+impl Scheduler {
+    /// Fills `plan` with the next step and returns true, if there is work and room for one more
+    /// step in flight.
+    pub fn plan(&mut self, plan: &mut StepPlan, effects: &mut Vec<Effect>) -> bool {
+        let Some(epoch) = self.epoch else { return false };
+        if self.in_flight.len() >= self.config.max_steps_in_flight as usize {
+            return false;
+        }
+        clear(plan);
+        let mut step = self.spare.pop().unwrap_or_default();
+        step.entries.clear();
+        (step.prompt_tokens, step.recomputed_tokens) = (0, 0);
+        let mut budget = self.config.max_num_batched_tokens;
+        // Those who need one token go first, in order of admission; what is left of the budget goes
+        // to prompts under way, then to the queue.
+        self.plan_running(plan, &mut step, &mut budget, true, effects);
+        self.plan_running(plan, &mut step, &mut budget, false, effects);
+        self.plan_waiting(plan, &mut step, &mut budget, effects);
+        if plan.sequences.is_empty() {
+            self.spare.push(step);
+            return false;
+        }
+        plan.epoch = epoch;
+        step.sequences = plan.sequences.len() as u32;
+        self.send(plan, step);
+        true
+    }
+
+    /// Fills `plan` with a step that computes nothing, which all ranks must answer nonetheless. It
+    /// may be one more than `max_steps_in_flight`.
+    pub fn canary(&mut self, plan: &mut StepPlan) -> bool {
+        let Some(epoch) = self.epoch else { return false };
+        clear(plan);
+        plan.epoch = epoch;
+        let mut step = self.spare.pop().unwrap_or_default();
+        step.entries.clear();
+        (step.sequences, step.prompt_tokens, step.recomputed_tokens) = (0, 0, 0);
+        self.send(plan, step);
+        true
+    }
+
+    fn send(&mut self, plan: &mut StepPlan, mut step: InFlight) {
+        self.last_step.0 += 1;
+        step.step = self.last_step;
+        plan.step = self.last_step;
+        plan.finished.append(&mut self.forget);
+        self.in_flight.push_back(step);
+    }
+
+    /// Plans admitted sequences: those in decode or those in prefill.
+    fn plan_running(
+        &mut self,
+        plan: &mut StepPlan,
+        step: &mut InFlight,
+        budget: &mut u32,
+        decode: bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let mut index = 0;
+        while let Some(slot) = self.running.get(index).copied() {
+            index += 1;
+            if *budget == 0 {
+                return;
+            }
+            let Some(seq) = &self.sequences[slot] else { continue };
+            let wanted = seq.num_wanted(self.config.max_model_len);
+            if wanted == 0 || (wanted == 1) != decode {
+                continue;
+            }
+            let count = wanted.min(*budget);
+            if self.make_room(slot, count, plan, effects) {
+                self.plan_sequence(slot, count, plan, step);
+                *budget -= count;
+            }
+            // Making room may have preempted sequences behind this one, or this one.
+            index = self.running.iter().position(|s| *s == slot).map_or(index - 1, |at| at + 1);
+        }
+    }
+
+    /// Admits from the queue while sequences, budget and blocks last. Nobody is overtaken.
+    fn plan_waiting(
+        &mut self,
+        plan: &mut StepPlan,
+        step: &mut InFlight,
+        budget: &mut u32,
+        effects: &mut Vec<Effect>,
+    ) {
+        while let Some(slot) = self.waiting.front().copied() {
+            if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
+                return;
+            }
+            let Some(seq) = &mut self.sequences[slot] else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let length = seq.tokens.len() as u32;
+            // One more than the sequence has, so that it is not preempted for its first token.
+            if self.config.blocks_for(length + 1) > self.blocks.num_free()
+                && !self.running.is_empty()
+            {
+                return;
+            }
+            self.waiting.pop_front();
+            seq.admission = Some(self.next_admission);
+            self.next_admission += 1;
+            let request = seq.request;
+            plan.admitted.push(NewSequence {
+                seq: seq.id,
+                tokens: seq.tokens.clone(),
+                num_prompt: seq.num_prompt,
+                sampling: seq.sampling.clone(),
+            });
+            self.running.push(slot);
+            self.count_admitted(request, true);
+            if let Some(owner) = self.requests.get_mut(&request)
+                && owner.admitted == 1
+            {
+                effects.push(if owner.scheduled {
+                    Effect::Resumed { request }
+                } else {
+                    Effect::FirstScheduled { request }
+                });
+                owner.scheduled = true;
+            }
+            let count = length.min(*budget);
+            if !self.make_room(slot, count, plan, effects) {
+                return;
+            }
+            self.plan_sequence(slot, count, plan, step);
+            *budget -= count;
+        }
+    }
+
+    /// Gets the blocks that `count` more tokens of `slot` need, preempting the sequence admitted
+    /// last as often as it takes. Returns false when that was `slot` itself.
+    fn make_room(
+        &mut self,
+        slot: usize,
+        count: u32,
+        plan: &mut StepPlan,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        let Some(seq) = &self.sequences[slot] else { return false };
+        let needed = self.config.blocks_for(seq.computed + count) - seq.blocks.len() as u32;
+        while self.blocks.num_free() < needed {
+            let Some(victim) = self.running.last().copied() else { return false };
+            self.preempt(victim, plan, effects);
+            if victim == slot {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn preempt(&mut self, victim: usize, plan: &mut StepPlan, effects: &mut Vec<Effect>) {
+        let Some(seq) = &self.sequences[victim] else { return };
+        let (id, request) = (seq.id, seq.request);
+        // It may have been admitted by this very plan, before its first share of it.
+        plan.admitted.retain(|new| new.seq != id);
+        self.unadmit(victim);
+        let waits = self.requests.get(&request).is_some_and(|owner| owner.admitted == 0);
+        effects.push(Effect::Preempted { request, waits });
+    }
+
+    fn plan_sequence(&mut self, slot: usize, count: u32, plan: &mut StepPlan, step: &mut InFlight) {
+        let Some(seq) = &mut self.sequences[slot] else { return };
+        let (start, end) = (seq.computed, seq.computed + count);
+        let first_new = seq.blocks.len();
+        while (seq.blocks.len() as u32) < self.config.blocks_for(end) {
+            // `make_room` saw to it that there are enough.
+            let Some(block) = self.blocks.take() else { break };
+            seq.blocks.push(block);
+        }
+        let samples = seq.samples_at(end);
+        // What is computed for the first time, of the prompt and in all.
+        let fresh = end.saturating_sub(seq.computed_max.max(start));
+        let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));
+        step.prompt_tokens += fresh_prompt;
+        step.recomputed_tokens += count - fresh;
+        seq.computed = end;
+        seq.computed_max = seq.computed_max.max(end);
+        seq.pending += u32::from(samples);
+        plan.sequences.push(SequenceStep {
+            seq: seq.id,
+            start,
+            count,
+            new_blocks: seq.blocks[first_new..].to_vec(),
+            sample: samples,
+        });
+        let admission = seq.admission.unwrap_or_default();
+        step.entries.push(Entry { slot, seq: seq.id, admission, samples });
+    }
+}
+
+fn clear(plan: &mut StepPlan) {
+    plan.finished.clear();
+    plan.admitted.clear();
+    plan.sequences.clear();
+}

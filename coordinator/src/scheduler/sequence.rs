@@ -1,0 +1,80 @@
+//! PURE: one sequence's state, and one request's.
+use shared::ids::{BlockId, RequestId, SeqId};
+use shared::protocol::TokenLogprobs;
+use shared::sampling::SamplingParams;
+
+/// One choice of a request.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) id: SeqId,
+    pub(super) request: RequestId,
+    pub(super) sampling: SamplingParams,
+    /// The accepted-token log: prompt, then what was accepted.
+    pub(super) tokens: Vec<u32>,
+    pub(super) num_prompt: u32,
+    pub(super) max_tokens: u32,
+    /// Block table; covers at least `computed` tokens.
+    pub(super) blocks: Vec<BlockId>,
+    /// Tokens whose K and V are planned, sent steps included.
+    pub(super) computed: u32,
+    /// Most that `computed` has ever been: computing below it again is recomputation.
+    pub(super) computed_max: u32,
+    /// Tokens being sampled by steps in flight, behind `tokens`.
+    pub(super) pending: u32,
+    /// Set while admitted: which admission this is, counted over the whole scheduler. Outputs of an
+    /// older admission are ignored.
+    pub(super) admission: Option<u64>,
+    /// Prompt log-probabilities gathered so far; taken when complete.
+    pub(super) prompt_logprobs: Vec<TokenLogprobs>,
+    pub(super) prompt_logprobs_done: bool,
+}
+
+impl Sequence {
+    /// Length once every step in flight is answered.
+    pub(super) fn len_ahead(&self) -> u32 {
+        self.tokens.len() as u32 + self.pending
+    }
+
+    /// Accepted output tokens.
+    pub(super) fn num_output(&self) -> u32 {
+        self.tokens.len() as u32 - self.num_prompt
+    }
+
+    /// Tokens that could be computed next. A sequence that will have all its tokens once the steps
+    /// in flight are answered needs none.
+    pub(super) fn num_wanted(&self, max_model_len: u32) -> u32 {
+        let output_ahead = self.len_ahead() - self.num_prompt;
+        let complete = output_ahead >= self.max_tokens || self.len_ahead() >= max_model_len;
+        if complete && (self.max_tokens > 0 || self.computed >= self.num_prompt) {
+            return 0;
+        }
+        self.len_ahead() - self.computed
+    }
+
+    /// Whether computing up to `end` yields a token.
+    pub(super) fn samples_at(&self, end: u32) -> bool {
+        end == self.len_ahead() && self.max_tokens > 0
+    }
+
+    /// Forgets everything but the log: it waits again.
+    pub(super) fn reset(&mut self) {
+        self.computed = 0;
+        self.pending = 0;
+        self.admission = None;
+        if !self.prompt_logprobs_done {
+            self.prompt_logprobs.clear();
+        }
+    }
+}
+
+/// One client request.
+#[derive(Debug)]
+pub(super) struct Request {
+    /// Slots of its unfinished sequences.
+    pub(super) live: Vec<usize>,
+    pub(super) end_tokens: Vec<u32>,
+    /// Sequences admitted now.
+    pub(super) admitted: u32,
+    /// It has been in a step.
+    pub(super) scheduled: bool,
+}

@@ -1,0 +1,208 @@
+//! What a model folder says about text: tokenizer, chat template, end tokens, sampling defaults,
+//! and the two sizes that bound a request.
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Deserialize;
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+use super::template::ChatTemplate;
+
+/// A model folder cannot be served. One sentence naming the file and the reason.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {message}", file.display())]
+pub struct TextModelError {
+    file: PathBuf,
+    message: String,
+}
+
+impl TextModelError {
+    fn new(file: &Path, message: impl std::fmt::Display) -> Self {
+        Self { file: file.to_owned(), message: message.to_string() }
+    }
+}
+
+/// Sampling defaults of a model, used for what a request does not say.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+pub struct SamplingDefaults {
+    /// Of `generation_config.json`, as the fields below.
+    pub temperature: Option<f32>,
+    /// See above.
+    pub top_p: Option<f32>,
+    /// See above.
+    pub top_k: Option<u32>,
+    /// See above.
+    pub min_p: Option<f32>,
+    /// See above.
+    pub repetition_penalty: Option<f32>,
+}
+
+/// A model's text side.
+#[derive(Debug)]
+pub struct TextModel {
+    /// The tokenizer, shared with every stream.
+    pub tokenizer: Arc<Tokenizer>,
+    /// How conversations become prompts; absent when the model has none.
+    pub template: Option<ChatTemplate>,
+    /// Tokens that end a sequence.
+    pub end_tokens: Vec<u32>,
+    /// Sampling defaults.
+    pub defaults: SamplingDefaults,
+    /// Tokens of the vocabulary the model computes logits for.
+    pub vocab_size: u32,
+    /// Longest sequence the model was made for.
+    pub max_positions: u32,
+    /// The tokenizer writes bytes as printable characters (byte-level BPE).
+    byte_level: bool,
+}
+
+impl TextModel {
+    /// Reads a model folder.
+    ///
+    /// # Errors
+    /// [`TextModelError`].
+    pub fn load(folder: &Path) -> Result<Self, TextModelError> {
+        if !folder.is_dir() {
+            return Err(TextModelError::new(folder, "there is no such model folder"));
+        }
+        let config_file = folder.join("config.json");
+        let config = read_json(&config_file)?;
+        let size = |key: &str| {
+            let value = config.get(key).and_then(Value::as_u64).filter(|n| *n > 0);
+            let value = value.and_then(|n| u32::try_from(n).ok());
+            value.ok_or_else(|| {
+                TextModelError::new(&config_file, format!("key {key} must be a positive integer"))
+            })
+        };
+        let (vocab_size, max_positions) = (size("vocab_size")?, size("max_position_embeddings")?);
+        let file = folder.join("tokenizer.json");
+        if !file.is_file() {
+            return Err(TextModelError::new(&file, "is missing"));
+        }
+        let mut tokenizer =
+            Tokenizer::from_file(&file).map_err(|error| TextModelError::new(&file, error))?;
+        // Padding and truncation are for training.
+        tokenizer.with_padding(None);
+        let _ = tokenizer.with_truncation(None);
+        let byte_level =
+            std::fs::read_to_string(&file).is_ok_and(|text| text.contains("ByteLevel"));
+        let generation = optional_json(&folder.join("generation_config.json"))?;
+        let ends = |source: &Value| match source.get("eos_token_id") {
+            Some(Value::Number(id)) => id.as_u64().into_iter().collect(),
+            Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).collect(),
+            _ => Vec::new(),
+        };
+        let mut end_ids: Vec<u64> = ends(&generation);
+        if end_ids.is_empty() {
+            end_ids = ends(&config);
+        }
+        let end_tokens = end_ids
+            .into_iter()
+            .filter_map(|id| u32::try_from(id).ok())
+            .filter(|id| *id < vocab_size)
+            .collect();
+        let defaults = serde_json::from_value(generation).unwrap_or_default();
+        let template = load_template(folder)?;
+        let tokenizer = Arc::new(tokenizer);
+        Ok(Self {
+            tokenizer,
+            template,
+            end_tokens,
+            defaults,
+            vocab_size,
+            max_positions,
+            byte_level,
+        })
+    }
+
+    /// Text to tokens.
+    ///
+    /// # Errors
+    /// The tokenizer's words.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String> {
+        let encoding = self
+            .tokenizer
+            .encode_fast(text, add_special_tokens)
+            .map_err(|error| error.to_string())?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Tokens to text, without special tokens.
+    #[must_use]
+    pub fn decode(&self, tokens: &[u32]) -> String {
+        self.tokenizer.decode(tokens, true).unwrap_or_default()
+    }
+
+    /// The bytes of one token.
+    #[must_use]
+    pub fn token_bytes(&self, token: u32) -> Vec<u8> {
+        let Some(piece) = self.tokenizer.id_to_token(token) else { return Vec::new() };
+        if self.byte_level {
+            let bytes: Option<Vec<u8>> = piece.chars().map(byte_of).collect();
+            if let Some(bytes) = bytes {
+                return bytes;
+            }
+        }
+        piece.replace('\u{2581}', " ").into_bytes()
+    }
+}
+
+/// The byte that byte-level BPE writes as this character: printable Latin-1 stands for itself, the
+/// other 68 bytes are moved behind U+0100.
+fn byte_of(c: char) -> Option<u8> {
+    let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let code = u32::from(c);
+    if code < 256 {
+        return printable(code).then_some(code as u8);
+    }
+    (0..=255u32).filter(|b| !printable(*b)).nth(code.checked_sub(256)? as usize).map(|b| b as u8)
+}
+
+fn load_template(folder: &Path) -> Result<Option<ChatTemplate>, TextModelError> {
+    let config_file = folder.join("tokenizer_config.json");
+    let config = optional_json(&config_file)?;
+    let token = |key: &str| match config.get(key) {
+        Some(Value::String(token)) => token.clone(),
+        Some(Value::Object(token)) => {
+            token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned()
+        }
+        _ => String::new(),
+    };
+    let jinja = folder.join("chat_template.jinja");
+    let (file, source) = if jinja.is_file() {
+        let text = std::fs::read_to_string(&jinja).map_err(|e| TextModelError::new(&jinja, e))?;
+        (jinja, Some(text))
+    } else {
+        let named = |list: &Vec<Value>| {
+            let default = list.iter().find(|entry| entry.get("name") == Some(&"default".into()));
+            default.or(list.first())?.get("template")?.as_str().map(str::to_owned)
+        };
+        let source = match config.get("chat_template") {
+            Some(Value::String(text)) => Some(text.clone()),
+            Some(Value::Array(list)) => named(list),
+            _ => None,
+        };
+        (config_file, source)
+    };
+    source
+        .map(|source| {
+            ChatTemplate::new(source, token("bos_token"), token("eos_token"))
+                .map_err(|message| TextModelError::new(&file, message))
+        })
+        .transpose()
+}
+
+fn read_json(file: &Path) -> Result<Value, TextModelError> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| TextModelError::new(file, format!("cannot be read: {error}")))?;
+    serde_json::from_str(&text)
+        .map_err(|error| TextModelError::new(file, format!("not JSON: {error}")))
+}
+
+fn optional_json(file: &Path) -> Result<Value, TextModelError> {
+    if file.is_file() { read_json(file) } else { Ok(Value::Null) }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,115 @@
+//! Tokenizers, templates and incremental decoding against golden values.
+use proptest::prelude::*;
+
+use super::super::detokenizer::IncrementalDecoder;
+use super::super::template::Message;
+use super::*;
+
+fn folders() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut folders = vec![root.join("models/demo")];
+    for entry in std::fs::read_dir(root.join("tests/models")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            folders.push(path);
+        }
+    }
+    assert_eq!(folders.len(), 9);
+    folders
+}
+
+#[test]
+fn prompts_equal_the_goldens() {
+    for folder in folders() {
+        let model = TextModel::load(&folder).unwrap();
+        let goldens = read_json(&folder.join("golden.json")).unwrap();
+        for golden in goldens["prompts"].as_array().unwrap() {
+            let name = format!("{}: {}", folder.display(), golden["name"]);
+            let ids: Vec<u32> = serde_json::from_value(golden["prompt_ids"].clone()).unwrap();
+            if let Some(text) = golden["text"].as_str() {
+                assert_eq!(model.encode(text, true).unwrap(), ids, "{name}");
+            } else {
+                let list = golden["messages"].as_array().unwrap();
+                let text = |v: &Value| v.as_str().unwrap().to_owned();
+                let messages: Vec<Message> = list
+                    .iter()
+                    .map(|m| Message { role: text(&m["role"]), content: text(&m["content"]) })
+                    .collect();
+                let rendered = model.template.as_ref().unwrap().render(&messages).unwrap();
+                assert_eq!(rendered, golden["rendered"].as_str().unwrap(), "{name}");
+                assert_eq!(model.encode(&rendered, false).unwrap(), ids, "{name}");
+            }
+        }
+    }
+}
+
+fn in_pieces(model: &TextModel, tokens: &[u32]) -> String {
+    let mut decoder = IncrementalDecoder::new(model.tokenizer.clone());
+    let mut text = String::new();
+    for token in tokens {
+        decoder.push(*token, &mut text);
+    }
+    decoder.finish(&mut text);
+    text
+}
+
+#[test]
+fn no_half_character_is_ever_emitted() {
+    let model = TextModel::load(&folders()[0]).unwrap();
+    let tokens = model.encode("Café — naïve 你好 🦊! done", false).unwrap();
+    let mut decoder = IncrementalDecoder::new(model.tokenizer.clone());
+    let mut text = String::new();
+    for token in &tokens {
+        decoder.push(*token, &mut text);
+        assert!(!text.contains(char::REPLACEMENT_CHARACTER), "{text}");
+    }
+    decoder.finish(&mut text);
+    assert_eq!(text, "Café — naïve 你好 🦊! done");
+    // Cut in the middle of the fox: what is left becomes U+FFFD at the end, as in one piece.
+    let cut = &tokens[..tokens.len() - 4];
+    assert_eq!(in_pieces(&model, cut), model.decode(cut));
+}
+
+#[test]
+fn token_bytes_join_to_the_text() {
+    let model = TextModel::load(&folders()[0]).unwrap();
+    let text = "Café — naïve 你好 🦊!\n\tend";
+    let bytes: Vec<u8> =
+        model.encode(text, false).unwrap().into_iter().flat_map(|t| model.token_bytes(t)).collect();
+    assert_eq!(String::from_utf8(bytes).unwrap(), text);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn pieces_join_to_what_decoding_at_once_gives(tokens in prop::collection::vec(0u32..2048, 0..60)) {
+        let model = TextModel::load(&folders()[0]).unwrap();
+        prop_assert_eq!(in_pieces(&model, &tokens), model.decode(&tokens));
+    }
+}
+
+#[test]
+fn broken_folders_name_the_file() {
+    let error = TextModel::load(Path::new("/no/such/model")).unwrap_err().to_string();
+    assert!(error.contains("/no/such/model"), "{error}");
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(folders()[0].join("config.json"), dir.path().join("config.json")).unwrap();
+    let error = TextModel::load(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("tokenizer.json: is missing"), "{error}");
+    std::fs::write(dir.path().join("tokenizer.json"), "{").unwrap();
+    let error = TextModel::load(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("tokenizer.json"), "{error}");
+}
+
+#[test]
+fn a_template_that_runs_away_or_objects_is_an_error() {
+    let template =
+        |source: &str| ChatTemplate::new(source.to_owned(), String::new(), String::new());
+    let endless = template(
+        "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}",
+    );
+    assert!(endless.unwrap().render(&[]).is_err());
+    let objects = template("{{ raise_exception('roles must alternate') }}").unwrap();
+    assert!(objects.render(&[]).unwrap_err().contains("roles must alternate"));
+    assert!(template("{% if %}").unwrap_err().contains("line 1"));
+}

@@ -1,0 +1,123 @@
+//! Stop strings: found across piece boundaries, never leaked.
+
+/// Looks for stop strings in text that comes in pieces.
+#[derive(Clone, Debug)]
+pub struct StopMatcher {
+    stops: Vec<String>,
+    /// Text not released yet: a beginning of some stop string.
+    held: String,
+}
+
+impl StopMatcher {
+    /// A matcher of these strings, none of which may be empty.
+    #[must_use]
+    pub fn new(stops: Vec<String>) -> Self {
+        Self { stops, held: String::new() }
+    }
+
+    /// Takes a piece; appends to `text` what cannot be part of a stop string. Returns true when one
+    /// is complete: `text` ends right before it then. Unless `may_stop`, stop strings are text.
+    pub fn push(&mut self, piece: &str, may_stop: bool, text: &mut String) -> bool {
+        if self.stops.is_empty() {
+            text.push_str(piece);
+            return false;
+        }
+        self.held.push_str(piece);
+        let found = self.stops.iter().filter_map(|stop| self.held.find(stop)).min();
+        if may_stop && let Some(at) = found {
+            text.push_str(&self.held[..at]);
+            self.held.clear();
+            return true;
+        }
+        let keep = if found.is_some() { 0 } else { self.longest_beginning() };
+        let release = self.held.len() - keep;
+        text.push_str(&self.held[..release]);
+        self.held.drain(..release);
+        false
+    }
+
+    /// Appends what was held back: the sequence ended otherwise.
+    pub fn finish(&mut self, text: &mut String) {
+        text.push_str(&self.held);
+        self.held.clear();
+    }
+
+    /// Bytes at the end of `held` that begin some stop string.
+    fn longest_beginning(&self) -> usize {
+        let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
+        let most = longest.saturating_sub(1).min(self.held.len());
+        (1..=most)
+            .rev()
+            .find(|len| {
+                let at = self.held.len() - len;
+                self.held.is_char_boundary(at)
+                    && self.stops.iter().any(|stop| stop.starts_with(&self.held[at..]))
+            })
+            .unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
+        let mut matcher = StopMatcher::new(stops.iter().map(|s| (*s).to_owned()).collect());
+        let mut text = String::new();
+        for piece in pieces {
+            if matcher.push(piece, true, &mut text) {
+                return (text, true);
+            }
+        }
+        matcher.finish(&mut text);
+        (text, false)
+    }
+
+    #[test]
+    fn a_stop_string_over_three_pieces_is_not_leaked() {
+        assert_eq!(run(&["</end>"], &["ab<", "/en", "d>cd"]), ("ab".to_owned(), true));
+        assert_eq!(run(&["</end>"], &["ab<", "/en", "ough"]), ("ab</enough".to_owned(), false));
+        assert_eq!(run(&["é!"], &["caf", "é", "?"]), ("café?".to_owned(), false));
+        assert_eq!(run(&["b", "abc"], &["xab"]), ("xa".to_owned(), true));
+    }
+
+    #[test]
+    fn before_the_minimum_a_stop_string_is_text() {
+        let mut matcher = StopMatcher::new(vec![".".to_owned()]);
+        let mut text = String::new();
+        assert!(!matcher.push("a.", false, &mut text));
+        assert!(matcher.push("b.", true, &mut text));
+        assert_eq!(text, "a.b");
+    }
+
+    proptest! {
+        /// However the text is cut, the result is the text up to the first stop string in it, or
+        /// up to the first that is complete.
+        #[test]
+        fn pieces_do_not_matter(text in "[ab.]{0,30}", cuts in prop::collection::vec(0usize..31, 0..6)) {
+            let stops = ["ab.", "bb"];
+            let mut cuts: Vec<usize> = cuts.into_iter().filter(|c| *c <= text.len()).collect();
+            cuts.sort_unstable();
+            let mut pieces = Vec::new();
+            let mut at = 0;
+            for cut in cuts.into_iter().chain([text.len()]) {
+                pieces.push(&text[at..cut]);
+                at = cut;
+            }
+            // A naive oracle: the stop string that is complete first, found character by character.
+            let complete = (0..=text.len()).find(|end| stops.iter().any(|s| text[..*end].ends_with(s)));
+            let (released, stopped) = run(&stops, &pieces);
+            match complete {
+                None => prop_assert_eq!((released, stopped), (text.clone(), false)),
+                Some(_) => {
+                    prop_assert!(stopped);
+                    prop_assert!(text.starts_with(&released));
+                    prop_assert!(stops.iter().any(|s| text[released.len()..].starts_with(s)));
+                    prop_assert!(!stops.iter().any(|s| released.contains(s)));
+                }
+            }
+        }
+    }
+}

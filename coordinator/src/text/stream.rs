@@ -1,0 +1,98 @@
+//! One choice's text as its tokens come: decoded, checked for stop strings, ended.
+//!
+//! The engine runs the same code to know at which token a stop string is complete, so both sides
+//! agree on the sequence's last token.
+use std::fmt;
+use std::sync::Arc;
+
+use tokenizers::Tokenizer;
+
+use super::detokenizer::IncrementalDecoder;
+use super::stop::StopMatcher;
+use crate::engine::StopCheck;
+
+/// When a sequence ends for reasons that text or token tell.
+#[derive(Clone, Debug, Default)]
+pub struct StopRules {
+    /// Stop strings.
+    pub stops: Vec<String>,
+    /// Tokens that end the sequence and are not part of its text.
+    pub end_tokens: Vec<u32>,
+    /// Nothing ends the sequence before it has so many tokens.
+    pub min_tokens: u32,
+}
+
+/// One choice's text.
+#[derive(Clone)]
+pub struct TextStream {
+    decoder: IncrementalDecoder,
+    matcher: StopMatcher,
+    rules: Arc<StopRules>,
+    num_tokens: u32,
+    piece: String,
+    stopped: bool,
+}
+
+impl fmt::Debug for TextStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TextStream")
+            .field("num_tokens", &self.num_tokens)
+            .field("stopped", &self.stopped)
+            .finish_non_exhaustive()
+    }
+}
+
+impl TextStream {
+    /// A choice without tokens.
+    #[must_use]
+    pub fn new(tokenizer: Arc<Tokenizer>, rules: Arc<StopRules>) -> Self {
+        Self {
+            decoder: IncrementalDecoder::new(tokenizer),
+            matcher: StopMatcher::new(rules.stops.clone()),
+            rules,
+            num_tokens: 0,
+            piece: String::new(),
+            stopped: false,
+        }
+    }
+
+    /// Tokens taken.
+    #[must_use]
+    pub fn num_tokens(&self) -> u32 {
+        self.num_tokens
+    }
+
+    /// Takes a token; appends the text that is certain now. Returns true when the token completes a
+    /// stop string.
+    pub fn push_token(&mut self, token: u32, text: &mut String) -> bool {
+        self.num_tokens += 1;
+        let may_stop = self.num_tokens >= self.rules.min_tokens;
+        if self.stopped || (may_stop && self.rules.end_tokens.contains(&token)) {
+            return false;
+        }
+        self.piece.clear();
+        self.decoder.push(token, &mut self.piece);
+        self.stopped = self.matcher.push(&self.piece, may_stop, text);
+        self.stopped
+    }
+
+    /// Appends what was held back, once the choice is finished.
+    pub fn finish(&mut self, text: &mut String) {
+        if self.stopped {
+            return;
+        }
+        self.piece.clear();
+        self.decoder.finish(&mut self.piece);
+        // What was held back may complete a stop string only together with whole characters, which
+        // would have been seen: the rest is text.
+        let _ = self.matcher.push(&self.piece, false, text);
+        self.matcher.finish(text);
+    }
+}
+
+impl StopCheck for TextStream {
+    fn push(&mut self, token: u32) -> bool {
+        let mut text = String::new();
+        self.push_token(token, &mut text)
+    }
+}

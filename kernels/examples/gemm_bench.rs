@@ -1,0 +1,141 @@
+//! How fast this machine multiplies: `cargo run --release -p kernels --example gemm_bench [THREADS]`.
+//!
+//! One row against matrices that together do not fit in the caches shows memory bandwidth; 512 rows
+//! show arithmetic. Prints; asserts nothing.
+#![allow(clippy::print_stdout, reason = "a tool that prints")]
+use std::sync::Arc;
+use std::time::Instant;
+
+use kernels::backend::{
+    AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, KvShape, SeqRows,
+};
+use kernels::collective::{AbortHandle, Collective};
+use kernels::cpu::{CpuBackend, Isa};
+use kernels::error::{CollectiveError, KernelError};
+
+/// A group of one.
+#[derive(Debug)]
+struct Alone;
+
+impl AbortHandle for Alone {
+    fn abort(&self) {}
+}
+
+impl Collective for Alone {
+    fn rank(&self) -> u32 {
+        0
+    }
+    fn world_size(&self) -> u32 {
+        1
+    }
+    fn all_reduce_sum(&mut self, _: &mut [f32]) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+    fn gather(&mut self, _: &[f32], _: &mut [f32], _: u32) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+    fn all_gather(&mut self, _: &[f32], _: &mut [f32]) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+    fn broadcast(&mut self, _: &mut [u32], _: u32) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+    fn barrier(&mut self) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+    fn abort_handle(&self) -> Arc<dyn AbortHandle> {
+        Arc::new(Self)
+    }
+}
+
+fn products(isa: Isa, threads: usize) -> Result<(), KernelError> {
+    let (cols, rows) = (2048usize, 5632usize);
+    let mut backend = CpuBackend::with_isa(threads, isa, Box::new(Alone))?;
+    let bytes: Vec<u8> = (0..cols * rows).flat_map(|i| [(i * 37) as u8, 0x3B]).collect();
+    let part =
+        HostMatrix { data: &bytes, dtype: DType::Bf16, rows, cols, col_start: 0, row_stride: cols };
+    let matrices =
+        (0..6).map(|_| backend.load_matrix(&[part])).collect::<Result<Vec<_>, KernelError>>()?;
+    for m in [1usize, 2, 4, 8, 16, 32, 64, 512] {
+        let mut x = backend.new_buffer(m, cols)?;
+        x.values_mut().iter_mut().enumerate().for_each(|(i, x)| *x = (i % 101) as f32 * 0.01);
+        let mut out = backend.new_buffer(m, rows)?;
+        let calls = (600 / m).clamp(3, 120);
+        let mut times = Vec::new();
+        for call in 0..calls + 2 {
+            let start = Instant::now();
+            backend.linear(&x, &matrices[call % matrices.len()], None, &mut out)?;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        times.drain(..2);
+        times.sort_by(f64::total_cmp);
+        let median = times[times.len() / 2];
+        println!(
+            "{}: {m} x {cols} x {rows}: {:.1} GB/s of weights, {:.0} GFLOP/s",
+            backend.describe(),
+            (cols * rows * 2) as f64 / median / 1e9,
+            (2 * m * cols * rows) as f64 / median / 1e9
+        );
+    }
+    Ok(())
+}
+
+fn attention(isa: Isa, threads: usize) -> Result<(), KernelError> {
+    let mut backend = CpuBackend::with_isa(threads, isa, Box::new(Alone))?;
+    let shape = AttentionShape {
+        num_heads: 32,
+        num_kv_heads: 4,
+        head_dim: 64,
+        norm_eps: 1e-6,
+        sliding_window: None,
+    };
+    let context = 2048usize;
+    let kv = KvShape {
+        num_layers: 8,
+        num_kv_heads: 4,
+        head_dim: 64,
+        block_size: 16,
+        num_blocks: context / 16,
+    };
+    let cache = backend.new_kv_cache(kv)?;
+    let table: Vec<u32> = (0..context as u32 / 16).collect();
+    for rows in [1usize, 512] {
+        let seqs = [SeqRows {
+            row_start: 0,
+            num_rows: rows as u32,
+            context_len: context as u32,
+            table_start: 0,
+            table_len: table.len() as u32,
+        }];
+        let batch = Batch { positions: &[], slots: &[], seqs: &seqs, block_tables: &table };
+        let q = backend.new_buffer(rows, 32 * 64)?;
+        let mut out = backend.new_buffer(rows, 32 * 64)?;
+        let mut times = Vec::new();
+        for call in 0..if rows == 1 { 60 } else { 5 } {
+            let start = Instant::now();
+            backend.paged_attention(&q, &shape, &batch, &cache, call % 8, &mut out)?;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        times.sort_by(f64::total_cmp);
+        let median = times[times.len() / 2];
+        let flops = 4 * rows * context * 32 * 64;
+        println!(
+            "{}: attention of {} rows at context {context}: {:.3} ms, {:.0} GFLOP/s, {:.1} GB/s",
+            backend.describe(),
+            out.rows(),
+            median * 1e3,
+            flops as f64 / median / 1e9,
+            (context * 4 * 64 * 2 * 4) as f64 / median / 1e9
+        );
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), KernelError> {
+    let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(1);
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+        products(isa, threads)?;
+        attention(isa, threads)?;
+    }
+    Ok(())
+}

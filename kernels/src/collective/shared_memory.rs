@@ -1,0 +1,187 @@
+//! Ranks that are processes of one host: a POSIX shared memory object.
+//!
+//! Rank 0 makes the object, the others open it; as soon as all have it mapped its name is removed,
+//! so that however the processes end nothing is left behind.
+#![allow(unsafe_code, reason = "shared memory objects of the operating system")]
+use std::ffi::CString;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::Collective;
+use super::exchange::Exchange;
+use super::region::{MAGIC, RANKS_MAX, Region, RegionMemory, header, region_bytes};
+use crate::error::CollectiveError;
+
+/// How to connect.
+#[derive(Clone, Debug)]
+pub struct SharedMemoryOptions {
+    /// The object's name: letters, digits, `-` and `_`; unique to this group.
+    pub name: String,
+    /// This rank.
+    pub rank: u32,
+    /// Ranks, 1 to 64.
+    pub world_size: u32,
+    /// Deadline of connecting, and of every operation.
+    pub timeout: Duration,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: all access goes through the region's protocol.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+// SAFETY: the mapping is page aligned, has a region's size and lives as long as this value.
+unsafe impl RegionMemory for Mapping {
+    fn base(&self) -> *mut u8 {
+        self.base
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped with this length, and unmapped once.
+        unsafe {
+            libc::munmap(self.base.cast(), self.len);
+        }
+    }
+}
+
+/// Removes the object's name when set-up ends, well or not.
+struct Unlink<'a>(&'a CString);
+
+impl Drop for Unlink<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the name is a C string.
+        unsafe {
+            libc::shm_unlink(self.0.as_ptr());
+        }
+    }
+}
+
+/// Connects this process as one rank; returns when all ranks are connected.
+///
+/// # Errors
+/// [`CollectiveError::Setup`] naming what is wrong, also when others do not come in time.
+pub fn shared_memory(
+    options: &SharedMemoryOptions,
+) -> Result<Box<dyn Collective>, CollectiveError> {
+    let setup = |message: String| CollectiveError::Setup(message);
+    let SharedMemoryOptions { name, rank, world_size, timeout } = options;
+    let (rank, ranks) = (*rank as usize, *world_size as usize);
+    if ranks == 0 || ranks > RANKS_MAX || rank >= ranks {
+        return Err(setup(format!("rank {rank} of {ranks}; there may be 1 to {RANKS_MAX} ranks")));
+    }
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    if name.is_empty() || name.len() > 200 || !name.chars().all(plain) {
+        return Err(setup(format!("the name {name:?} must be letters, digits, - and _")));
+    }
+    let c_name = CString::new(format!("/{name}")).map_err(|error| setup(error.to_string()))?;
+    let began = Instant::now();
+    let len = region_bytes(ranks);
+    let (memory, unlink) = if rank == 0 {
+        let created =
+            create(&c_name, len).map_err(|e| setup(format!("cannot create {name}: {e}")))?;
+        header(&created).magic.store(MAGIC, Ordering::Release);
+        (created, Some(Unlink(&c_name)))
+    } else {
+        let opened = loop {
+            match open(&c_name, len) {
+                Ok(Some(mapping)) => break mapping,
+                Ok(None) if began.elapsed() < *timeout => {
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+                Ok(None) => {
+                    return Err(setup(format!("rank 0 did not create {name} within {timeout:?}")));
+                }
+                Err(error) => return Err(setup(format!("cannot open {name}: {error}"))),
+            }
+        };
+        (opened, None)
+    };
+    let memory = Arc::new(memory);
+    let head = header(&*memory);
+    while head.magic.load(Ordering::Acquire) != MAGIC {
+        if began.elapsed() >= *timeout {
+            return Err(setup(format!("rank 0 did not set up {name} within {timeout:?}")));
+        }
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    let region = Region::new(memory.clone(), rank, ranks, *timeout);
+    region.announce(std::process::id());
+    head.attached.fetch_add(1, Ordering::AcqRel);
+    while (head.attached.load(Ordering::Acquire) as usize) < ranks {
+        if began.elapsed() >= *timeout {
+            let came = head.attached.load(Ordering::Acquire);
+            return Err(setup(format!("{came} of {ranks} ranks opened {name} within {timeout:?}")));
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    drop(unlink);
+    Ok(Box::new(Exchange::new(region)))
+}
+
+fn create(name: &CString, len: usize) -> io::Result<Mapping> {
+    let flags = libc::O_CREAT | libc::O_EXCL | libc::O_RDWR;
+    // SAFETY: the name is a C string.
+    let fd = unsafe { libc::shm_open(name.as_ptr(), flags, 0o600) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is ours.
+    let sized = unsafe { libc::ftruncate(fd, len as libc::off_t) };
+    let mapping = if sized == 0 { map(fd, len) } else { Err(io::Error::last_os_error()) };
+    close(fd);
+    if mapping.is_err() {
+        drop(Unlink(name));
+    }
+    mapping
+}
+
+/// `None` while there is no such object, or it has not its size yet.
+fn open(name: &CString, len: usize) -> io::Result<Option<Mapping>> {
+    // SAFETY: the name is a C string.
+    let fd = unsafe { libc::shm_open(name.as_ptr(), libc::O_RDWR, 0) };
+    if fd < 0 {
+        let error = io::Error::last_os_error();
+        return if error.kind() == io::ErrorKind::NotFound { Ok(None) } else { Err(error) };
+    }
+    // SAFETY: all zeroes are a value of this plain struct.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is ours, `stat` is writable.
+    let known = unsafe { libc::fstat(fd, &raw mut stat) };
+    let mapping = if known == 0 && stat.st_size as usize == len {
+        map(fd, len).map(Some)
+    } else if known == 0 {
+        Ok(None)
+    } else {
+        Err(io::Error::last_os_error())
+    };
+    close(fd);
+    mapping
+}
+
+fn map(fd: libc::c_int, len: usize) -> io::Result<Mapping> {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping of an object of this size; nothing else is touched.
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, fd, 0) };
+    if base == libc::MAP_FAILED {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(Mapping { base: base.cast(), len })
+    }
+}
+
+fn close(fd: libc::c_int) {
+    // SAFETY: the descriptor is ours and used no more; the mapping outlives it.
+    unsafe {
+        libc::close(fd);
+    }
+}

@@ -1,0 +1,360 @@
+//! Ranks on different hosts: a TCP connection between every two of them.
+//!
+//! A way to try a cluster on CPUs, not a fast path: every rank sends its words to every other.
+#![allow(unsafe_code, reason = "poll(2)")]
+use std::io::{self, Read as _, Write as _};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::exchange::{Exchange, Op, Transport};
+use super::{AbortHandle, Collective};
+use crate::error::CollectiveError;
+
+/// First bytes of a connection, then rank, ranks and token, 8 bytes each.
+const MAGIC: [u8; 8] = *b"TUTICOL1";
+const GREETING: usize = 32;
+/// Bytes before a round's words: op, then how many words, 4 bytes each.
+const HEADER: usize = 8;
+/// Words of one round.
+const ROUND_WORDS: usize = 256 * 1024;
+/// How long to wait before looking at the abort flag and the deadline.
+const SLICE: Duration = Duration::from_millis(20);
+/// How long a stranger has for its greeting.
+const GREETING_DEADLINE: Duration = Duration::from_secs(1);
+
+/// How to connect.
+#[derive(Clone, Debug)]
+pub struct TcpOptions<'a> {
+    /// Where this rank is reached; bound already, and usable again afterwards.
+    pub listener: &'a TcpListener,
+    /// Every rank's address, in rank order.
+    pub ranks: &'a [SocketAddr],
+    /// This rank.
+    pub rank: u32,
+    /// Tells this group from others and from its own earlier formations.
+    pub token: u64,
+    /// Deadline of connecting, and of every operation.
+    pub timeout: Duration,
+}
+
+/// Connects this process as one rank; returns when all ranks are connected.
+///
+/// # Errors
+/// [`CollectiveError::Setup`] naming the rank that cannot be reached.
+pub fn tcp(options: &TcpOptions<'_>) -> Result<Box<dyn Collective>, CollectiveError> {
+    let ranks = options.ranks.len();
+    if options.rank as usize >= ranks {
+        let message = format!("rank {} of {ranks}", options.rank);
+        return Err(CollectiveError::Setup(message));
+    }
+    let deadline = Instant::now() + options.timeout;
+    let mut peers: Vec<Option<Peer>> = (0..ranks).map(|_| None).collect();
+    for (rank, peer) in peers.iter_mut().enumerate().take(options.rank as usize) {
+        let stream = dial(options, rank, deadline)?;
+        *peer = Some(Peer::new(stream).map_err(|error| setup(rank, &error))?);
+    }
+    accept(options, &mut peers, deadline)?;
+    let streams = peers.iter().flatten().map(|peer| peer.stream.try_clone()).collect();
+    let streams: Vec<TcpStream> = io::Result::from_iter(Vec::into_iter(streams))
+        .map_err(|error| CollectiveError::Setup(error.to_string()))?;
+    let abort = Arc::new(TcpAbort { aborted: AtomicBool::new(false), streams });
+    Ok(Box::new(Exchange::new(Mesh {
+        peers,
+        rank: options.rank as usize,
+        timeout: options.timeout,
+        abort,
+        words: Vec::new(),
+    })))
+}
+
+fn setup(rank: usize, error: &dyn std::fmt::Display) -> CollectiveError {
+    CollectiveError::Setup(format!("rank {rank}: {error}"))
+}
+
+fn dial(
+    options: &TcpOptions<'_>,
+    rank: usize,
+    deadline: Instant,
+) -> Result<TcpStream, CollectiveError> {
+    let address = options.ranks[rank];
+    let mut greeting = [0u8; GREETING];
+    greeting[..8].copy_from_slice(&MAGIC);
+    greeting[8..16].copy_from_slice(&u64::from(options.rank).to_le_bytes());
+    greeting[16..24].copy_from_slice(&(options.ranks.len() as u64).to_le_bytes());
+    greeting[24..].copy_from_slice(&options.token.to_le_bytes());
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let dialled = TcpStream::connect_timeout(&address, left).and_then(|mut stream| {
+            stream.set_nodelay(true)?;
+            stream.write_all(&greeting)?;
+            Ok(stream)
+        });
+        match dialled {
+            Ok(stream) => return Ok(stream),
+            Err(error) if Instant::now() >= deadline => {
+                return Err(setup(rank, &format!("cannot reach {address}: {error}")));
+            }
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+/// Takes the connections of the ranks behind this one; whoever greets wrongly is sent away.
+fn accept(
+    options: &TcpOptions<'_>,
+    peers: &mut [Option<Peer>],
+    deadline: Instant,
+) -> Result<(), CollectiveError> {
+    let own = options.rank as usize;
+    let failed = |error: io::Error| CollectiveError::Setup(format!("cannot accept: {error}"));
+    options.listener.set_nonblocking(true).map_err(failed)?;
+    while let Some(missing) = (own + 1..peers.len()).find(|rank| peers[*rank].is_none()) {
+        match options.listener.accept() {
+            Ok((stream, _)) => {
+                let Some((rank, stream)) = greeted(options, stream) else { continue };
+                if rank > own && peers[rank].is_none() {
+                    peers[rank] = Some(Peer::new(stream).map_err(|error| setup(rank, &error))?);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if Instant::now() >= deadline {
+                    let message = format!("did not connect within {:?}", options.timeout);
+                    return Err(setup(missing, &message));
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    Ok(())
+}
+
+fn greeted(options: &TcpOptions<'_>, mut stream: TcpStream) -> Option<(usize, TcpStream)> {
+    stream.set_nonblocking(false).ok()?;
+    stream.set_read_timeout(Some(GREETING_DEADLINE)).ok()?;
+    let mut greeting = [0u8; GREETING];
+    stream.read_exact(&mut greeting).ok()?;
+    let field = |at: usize| {
+        let mut bytes = [0u8; 8];
+        bytes.copy_from_slice(&greeting[at..at + 8]);
+        u64::from_le_bytes(bytes)
+    };
+    let ours = greeting[..8] == MAGIC
+        && field(16) == options.ranks.len() as u64
+        && field(24) == options.token;
+    let rank = usize::try_from(field(8)).ok().filter(|rank| *rank < options.ranks.len())?;
+    stream.set_nodelay(true).ok()?;
+    ours.then_some((rank, stream))
+}
+
+/// One other rank, and where this round's bytes to and from it are.
+#[derive(Debug)]
+struct Peer {
+    stream: TcpStream,
+    sent: usize,
+    received: Vec<u8>,
+    arrived: usize,
+}
+
+impl Peer {
+    fn new(stream: TcpStream) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        Ok(Self { stream, sent: 0, received: Vec::new(), arrived: 0 })
+    }
+}
+
+#[derive(Debug)]
+struct TcpAbort {
+    aborted: AtomicBool,
+    streams: Vec<TcpStream>,
+}
+
+impl AbortHandle for TcpAbort {
+    fn abort(&self) {
+        self.aborted.store(true, Ordering::Release);
+        for stream in &self.streams {
+            // Frees the other side too: it reads the end of the stream.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// All connections of one rank.
+#[derive(Debug)]
+struct Mesh {
+    peers: Vec<Option<Peer>>,
+    rank: usize,
+    timeout: Duration,
+    abort: Arc<TcpAbort>,
+    /// This round's bytes to every peer: header and words.
+    words: Vec<u8>,
+}
+
+impl Mesh {
+    fn lost(&self, rank: usize, error: &io::Error) -> CollectiveError {
+        if self.abort.aborted.load(Ordering::Acquire) {
+            return CollectiveError::Aborted;
+        }
+        self.abort.abort();
+        CollectiveError::LinkLost { rank: rank as u32, message: error.to_string() }
+    }
+
+    /// Moves what can be moved; returns whether anything was, and whether all is done.
+    fn advance(&mut self) -> Result<(bool, bool), CollectiveError> {
+        let (mut moved, mut done) = (false, true);
+        for rank in 0..self.peers.len() {
+            let Some(peer) = &mut self.peers[rank] else { continue };
+            let mut result = Ok(0);
+            if peer.sent < self.words.len() {
+                result = progress(peer.stream.write(&self.words[peer.sent..]));
+                peer.sent += *result.as_ref().unwrap_or(&0);
+            }
+            let sent = *result.as_ref().unwrap_or(&0);
+            if result.is_ok() && peer.arrived < peer.received.len() {
+                result = progress(peer.stream.read(&mut peer.received[peer.arrived..]));
+                peer.arrived += *result.as_ref().unwrap_or(&0);
+            }
+            moved |= sent + *result.as_ref().unwrap_or(&0) > 0;
+            done &= peer.sent == self.words.len() && peer.arrived == peer.received.len();
+            if let Err(error) = result {
+                return Err(self.lost(rank, &error));
+            }
+        }
+        Ok((moved, done))
+    }
+
+    /// Waits until some connection can move.
+    fn wait(&self) {
+        let mut fds: Vec<libc::pollfd> = Vec::with_capacity(self.peers.len());
+        for peer in self.peers.iter().flatten() {
+            let mut events = 0;
+            if peer.sent < self.words.len() {
+                events |= libc::POLLOUT;
+            }
+            if peer.arrived < peer.received.len() {
+                events |= libc::POLLIN;
+            }
+            if events != 0 {
+                fds.push(libc::pollfd { fd: peer.stream.as_raw_fd(), events, revents: 0 });
+            }
+        }
+        let slice = SLICE.as_millis() as libc::c_int;
+        // SAFETY: the array is valid for its length during the call.
+        unsafe {
+            libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, slice);
+        }
+    }
+}
+
+/// A count of bytes moved; 0 where the connection is not ready, an error where it has ended.
+fn progress(moved: io::Result<usize>) -> io::Result<usize> {
+    match moved {
+        Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed")),
+        Ok(n) => Ok(n),
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
+        {
+            Ok(0)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+impl Transport for Mesh {
+    fn rank(&self) -> u32 {
+        self.rank as u32
+    }
+
+    fn world_size(&self) -> u32 {
+        self.peers.len() as u32
+    }
+
+    fn round_max(&self) -> usize {
+        ROUND_WORDS
+    }
+
+    fn round(
+        &mut self,
+        op: Op,
+        mine: &[u32],
+        see: &mut dyn FnMut(usize, &[u32]),
+    ) -> Result<(), CollectiveError> {
+        if self.abort.aborted.load(Ordering::Acquire) {
+            return Err(CollectiveError::Aborted);
+        }
+        self.words.clear();
+        self.words.extend_from_slice(&(op as u32).to_le_bytes());
+        self.words.extend_from_slice(&(mine.len() as u32).to_le_bytes());
+        self.words.extend(mine.iter().flat_map(|word| word.to_le_bytes()));
+        for peer in self.peers.iter_mut().flatten() {
+            (peer.sent, peer.arrived) = (0, 0);
+            peer.received.resize(HEADER + mine.len() * 4, 0);
+        }
+        let began = Instant::now();
+        loop {
+            let (moved, done) = self.advance()?;
+            if let Some((rank, theirs)) = self.mismatch() {
+                self.abort.abort();
+                let ours = mine.len() as u64;
+                return Err(CollectiveError::Mismatch { op: op.name(), rank, theirs, ours });
+            }
+            if done {
+                break;
+            }
+            if self.abort.aborted.load(Ordering::Acquire) {
+                return Err(CollectiveError::Aborted);
+            }
+            let waited = began.elapsed();
+            if waited >= self.timeout {
+                let late = |peer: &Option<Peer>| {
+                    peer.as_ref().is_some_and(|peer| peer.arrived < peer.received.len())
+                };
+                let rank = self.peers.iter().position(late).unwrap_or(self.rank) as u32;
+                self.abort.abort();
+                return Err(CollectiveError::TimedOut { op: op.name(), waited, rank });
+            }
+            if !moved {
+                self.wait();
+            }
+        }
+        let mut words = Vec::with_capacity(mine.len());
+        for (rank, peer) in self.peers.iter().enumerate() {
+            match peer {
+                None => see(rank, mine),
+                Some(peer) => {
+                    words.clear();
+                    words.extend(
+                        peer.received[HEADER..]
+                            .as_chunks::<4>()
+                            .0
+                            .iter()
+                            .map(|bytes| u32::from_le_bytes(*bytes)),
+                    );
+                    see(rank, &words);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn abort_handle(&self) -> Arc<dyn AbortHandle> {
+        self.abort.clone()
+    }
+}
+
+impl Mesh {
+    /// A rank whose header is here and is not ours: (rank, its words).
+    fn mismatch(&self) -> Option<(u32, u64)> {
+        let differs =
+            |peer: &Peer| peer.arrived >= HEADER && peer.received[..HEADER] != self.words[..HEADER];
+        let peer = |(rank, peer): (usize, &Option<Peer>)| {
+            let peer = peer.as_ref().filter(|peer| differs(peer))?;
+            let len = peer.received[4..HEADER].as_chunks::<4>().0.first()?;
+            Some((rank as u32, u64::from(u32::from_le_bytes(*len))))
+        };
+        self.peers.iter().enumerate().find_map(peer)
+    }
+}

@@ -1,0 +1,490 @@
+//! The CPU backend: SIMD kernels over packed bf16 weights, f32 activations, own threads.
+//!
+//! Owns how operations are put together from the parts below; `check` looks at the arguments first:
+//! - [`isa`]: which instructions; `simd`: vectors of them; `math`: scalar functions
+//! - `gemm`: matrix products; `qkv`, `elementwise`, `attention`, [`sample`]: the rest
+//! - `pack`: the weight layout; `kv`: the cache layout; `buffer`, `memory`; `pool`: the threads
+//!
+//! Every result of a row depends on that row and its sequence alone, bit by bit, whatever else is in
+//! the batch and however many threads there are.
+#![allow(unsafe_code, reason = "vector instructions, and tasks that write disjoint places")]
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use crate::backend::{
+    AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable,
+};
+use crate::collective::Collective;
+use crate::error::KernelError;
+use crate::sampling::{SampleRow, Sampled};
+
+mod attention;
+mod buffer;
+mod check;
+mod elementwise;
+mod gemm;
+pub mod isa;
+mod kv;
+mod math;
+mod memory;
+mod pack;
+mod pool;
+mod qkv;
+pub mod sample;
+mod simd;
+
+pub use buffer::{CpuBuffer, CpuVector};
+pub use isa::Isa;
+pub use kv::CpuKvCache;
+pub use pack::CpuMatrix;
+pub use pool::THREADS_MAX;
+
+use attention::{Attention, AttentionScratch, RowTile};
+use check::ensure;
+use gemm::Output;
+use memory::{Disjoint, Scratch};
+use pack::PANEL;
+use pool::Pool;
+use sample::Sampler;
+
+/// Elements of an elementwise operation that are worth a task of their own.
+const GRAIN: usize = 16 * 1024;
+
+/// A CPU rank. Made on, or moved to, the thread that calls it; its pool belongs to it alone.
+pub struct CpuBackend {
+    isa: Isa,
+    pool: Pool,
+    collective: Box<dyn Collective>,
+    collective_time: Duration,
+    /// Activations laid out for a product.
+    acts: Scratch<u32>,
+    /// Results between two parts of a fused operation.
+    wide: Scratch<f32>,
+    tiles: Vec<RowTile>,
+    workers: Vec<Worker>,
+}
+
+/// What each thread of the pool has to itself.
+#[derive(Debug)]
+struct Worker {
+    attention: AttentionScratch,
+    sampler: Sampler,
+}
+
+impl fmt::Debug for CpuBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CpuBackend({}, rank {})", self.describe(), self.rank())
+    }
+}
+
+impl CpuBackend {
+    /// A backend with `threads` threads (the calling one included) and the fastest instructions
+    /// that this machine has.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] when `threads` is not in 1..=[`THREADS_MAX`],
+    /// [`KernelError::Device`] when threads cannot be started.
+    pub fn new(threads: usize, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
+        Self::with_isa(threads, Isa::detect(), collective)
+    }
+
+    /// As [`CpuBackend::new`], with the instructions named.
+    ///
+    /// # Errors
+    /// As there, and [`KernelError::Unsupported`] when this machine lacks the instructions.
+    pub fn with_isa(
+        threads: usize,
+        isa: Isa,
+        collective: Box<dyn Collective>,
+    ) -> Result<Self, KernelError> {
+        if !isa.is_supported() {
+            return Err(KernelError::Unsupported(format!("this machine has no {isa}")));
+        }
+        let worker =
+            |_| Ok(Worker { attention: AttentionScratch::new()?, sampler: Sampler::new() });
+        Ok(Self {
+            isa,
+            pool: Pool::new(threads)?,
+            collective,
+            collective_time: Duration::ZERO,
+            acts: Scratch::new("activations of a product")?,
+            wide: Scratch::new("results within a fused operation")?,
+            tiles: Vec::new(),
+            workers: (0..threads).map(worker).collect::<Result<_, KernelError>>()?,
+        })
+    }
+
+    /// Exchanges data through `collective` from now on; the old one is dropped. Weights and
+    /// buffers stay.
+    pub fn set_collective(&mut self, collective: Box<dyn Collective>) {
+        self.collective = collective;
+    }
+
+    /// The instructions in use.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// `out = source(0..rows) weight^T + bias`; arguments are checked.
+    fn product<'s>(
+        &mut self,
+        source: &(dyn Fn(usize) -> &'s [f32] + Sync),
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let Self { isa, pool, acts, .. } = self;
+        let (rows, stride) = (out.rows(), out.width());
+        let acts = gemm::prepare(*isa, pool, acts, rows, weight.cols(), source)?;
+        let out = Output { data: Disjoint::new(out.values_mut()), stride };
+        gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out, None)
+    }
+
+    fn timed<T, E: Into<KernelError>>(
+        &mut self,
+        operation: impl FnOnce(&mut dyn Collective) -> Result<T, E>,
+    ) -> Result<T, KernelError> {
+        let start = Instant::now();
+        let result = operation(self.collective.as_mut());
+        self.collective_time += start.elapsed();
+        result.map_err(Into::into)
+    }
+}
+
+impl Backend for CpuBackend {
+    type Buffer = CpuBuffer;
+    type Matrix = CpuMatrix;
+    type Vector = CpuVector;
+    type KvCache = CpuKvCache;
+
+    fn describe(&self) -> String {
+        let threads = self.pool.num_threads();
+        let plural = if threads == 1 { "" } else { "s" };
+        format!("cpu {}, {threads} thread{plural}", self.isa)
+    }
+
+    fn rank(&self) -> u32 {
+        self.collective.rank()
+    }
+
+    fn world_size(&self) -> u32 {
+        self.collective.world_size()
+    }
+
+    fn new_buffer(&mut self, rows_max: usize, width: usize) -> Result<CpuBuffer, KernelError> {
+        CpuBuffer::new(rows_max, width)
+    }
+
+    fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
+        CpuMatrix::pack(&mut self.pool, parts)
+    }
+
+    fn load_vector(&mut self, values: &[f32]) -> Result<CpuVector, KernelError> {
+        CpuVector::new(values)
+    }
+
+    fn new_kv_cache(&mut self, shape: KvShape) -> Result<CpuKvCache, KernelError> {
+        CpuKvCache::new(shape)
+    }
+
+    fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
+        kv::block_bytes(shape)
+    }
+
+    fn embed(
+        &mut self,
+        table: &CpuMatrix,
+        ids: &[u32],
+        first_id: u32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let width = out.width();
+        ensure!("embed", width == table.cols(), "out.width is {width}, not {}", table.cols());
+        out.set_rows(ids.len())?;
+        let out = Disjoint::new(out.values_mut());
+        // A row is gathered from as many cache lines as it has pairs.
+        self.pool.run_ranges(ids.len(), (GRAIN / 8 / width).max(1), &|range, _| {
+            for i in range {
+                // SAFETY: every row belongs to one task.
+                let row = unsafe { out.slice(i * width, width) };
+                match ids[i].checked_sub(first_id).map(|id| id as usize) {
+                    Some(id) if id < table.rows() => table.unpack_row(id, row),
+                    _ => row.fill(0.0),
+                }
+            }
+        })
+    }
+
+    fn add_rmsnorm(
+        &mut self,
+        residual: &mut CpuBuffer,
+        delta: Option<&CpuBuffer>,
+        weight: &CpuVector,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        if let Some(delta) = delta {
+            let shape = (delta.rows(), delta.width());
+            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        }
+        out.set_rows(rows)?;
+        let isa = self.isa;
+        let residual = Disjoint::new(residual.values_mut());
+        let out = Disjoint::new(out.values_mut());
+        self.pool.run_ranges(rows, (GRAIN / width).max(1), &|range, _| {
+            for row in range {
+                // SAFETY: every row belongs to one task.
+                let residual = unsafe { residual.slice(row * width, width) };
+                // SAFETY: as above.
+                let out = unsafe { out.slice(row * width, width) };
+                let delta = delta.map(|delta| delta.row(row));
+                elementwise::add_rmsnorm(isa, residual, delta, weight, eps, out);
+            }
+        })
+    }
+
+    fn qkv_rope_write(
+        &mut self,
+        x: &CpuBuffer,
+        weights: &QkvWeights<CpuMatrix, CpuVector>,
+        rope: &RopeTable<CpuVector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &mut CpuKvCache,
+        layer: usize,
+        q_out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
+        q_out.set_rows(x.rows())?;
+        let Self { isa, pool, acts, wide, .. } = self;
+        let width = weights.weight.rows();
+        let projected = wide.get(x.rows() * width)?;
+        let acts = gemm::prepare(*isa, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
+        let out = Output { data: Disjoint::new(projected), stride: width };
+        let bias = weights.bias.as_deref();
+        gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out, None)?;
+        qkv::Heads { isa: *isa, projected, weights, rope, shape, batch, layer }
+            .finish(pool, cache, q_out)
+    }
+
+    fn paged_attention(
+        &mut self,
+        q: &CpuBuffer,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &CpuKvCache,
+        layer: usize,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::attention(q, shape, batch, cache, layer, out)?;
+        out.set_rows(q.rows())?;
+        let positions = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0)
+            * cache.shape().block_size;
+        for worker in &mut self.workers {
+            worker.attention.reserve(positions, shape.head_dim)?;
+        }
+        attention::cut(batch, &mut self.tiles);
+        let tiles = &self.tiles;
+        let attention = Attention {
+            isa: self.isa,
+            shape,
+            batch,
+            cache,
+            layer,
+            q: q.values(),
+            out: Disjoint::new(out.values_mut()),
+        };
+        let workers = Disjoint::new(&mut self.workers);
+        let tasks = tiles.len() * shape.num_kv_heads;
+        let group = shape.num_heads / shape.num_kv_heads;
+        let grain = (GRAIN / (positions * group * shape.head_dim).max(1)).max(1);
+        self.pool.run_ranges(tasks, grain, &|range, worker| {
+            // SAFETY: no two running tasks have the same worker.
+            let scratch = &mut unsafe { workers.slice(worker, 1) }[0].attention;
+            for task in range {
+                let (tile, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
+                attention.tile(tiles[tile], kv_head, scratch);
+            }
+        })
+    }
+
+    fn linear(
+        &mut self,
+        x: &CpuBuffer,
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::product("linear", x, weight, bias, weight.rows(), out)?;
+        out.set_rows(x.rows())?;
+        self.product(&|i| x.row(i), weight, bias, out)
+    }
+
+    fn gate_up_silu(
+        &mut self,
+        x: &CpuBuffer,
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "gate_up_silu";
+        let rows = weight.rows();
+        ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
+        check::product(op, x, weight, bias, rows / 2, out)?;
+        out.set_rows(x.rows())?;
+        let Self { isa, pool, acts, wide, .. } = self;
+        let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
+        let both = Disjoint::new(wide.get(rows * inner * 2)?);
+        let acts = gemm::prepare(isa, pool, acts, rows, x.width(), &|i| x.row(i))?;
+        let both = Output { data: both, stride: inner * 2 };
+        let out = Disjoint::new(out.values_mut());
+        let finish = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>| {
+            let (start, len) = (columns.start, columns.len());
+            for row in rows {
+                let at = row * inner * 2 + start;
+                // SAFETY: the columns (gate and up) belong to one task, which has written them.
+                let gate = unsafe { both.data.slice(at, len) };
+                // SAFETY: as above; up begins `inner >= len` elements later.
+                let up = unsafe { both.data.slice(at + inner, len) };
+                // SAFETY: as above.
+                let out = unsafe { out.slice(row * inner + start, len) };
+                elementwise::silu_mul(isa, gate, up, out);
+            }
+        };
+        let bias = bias.map(|bias| &**bias);
+        if inner.is_multiple_of(PANEL) {
+            // Gate and up panels in one task, so that their product finds them in the cache.
+            let pair = Some((inner / PANEL, &finish as &(dyn Fn(_, _) + Sync)));
+            return gemm::multiply(isa, pool, &acts, weight, bias, &both, pair);
+        }
+        gemm::multiply(isa, pool, &acts, weight, bias, &both, None)?;
+        let grain = (GRAIN / inner).max(1);
+        pool.run_ranges(rows, grain, &|range, _| finish(range, 0..inner))
+    }
+
+    fn lm_head(
+        &mut self,
+        x: &CpuBuffer,
+        rows: &[u32],
+        weight: &CpuMatrix,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "lm_head";
+        check::product(op, x, weight, None, weight.rows(), out)?;
+        let most = rows.iter().max().map_or(0, |&row| row as usize + 1);
+        ensure!(op, most <= x.rows(), "row {} of {} rows is named", most - 1, x.rows());
+        out.set_rows(rows.len())?;
+        self.product(&|i| x.row(rows[i] as usize), weight, None, out)
+    }
+
+    fn all_reduce(&mut self, data: &mut CpuBuffer) -> Result<(), KernelError> {
+        self.timed(|collective| collective.all_reduce_sum(data.values_mut()))
+    }
+
+    fn gather_logits(
+        &mut self,
+        local: &CpuBuffer,
+        full: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let (rank, world) = (self.rank(), self.world_size() as usize);
+        let (rows, width) = (local.rows(), local.width());
+        if rank != 0 {
+            return self.timed(|collective| collective.gather(local.values(), &mut [], 0));
+        }
+        let full_width = full.width();
+        ensure!(
+            "gather_logits",
+            full_width == world * width,
+            "full.width is {full_width}, not {world} x {width}"
+        );
+        full.set_rows(rows)?;
+        if world == 1 {
+            full.values_mut().copy_from_slice(local.values());
+            return Ok(());
+        }
+        let Self { wide, collective, .. } = self;
+        let gathered = wide.get(world * rows * width)?;
+        let start = Instant::now();
+        let result = collective.gather(local.values(), gathered, 0);
+        self.collective_time += start.elapsed();
+        result?;
+        // From one block per rank to one row per row.
+        for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
+            let (rank, row) = (i / rows, i % rows);
+            full.values_mut()[row * full_width + rank * width..][..width].copy_from_slice(from);
+        }
+        Ok(())
+    }
+
+    fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
+        self.timed(|collective| collective.broadcast(tokens, 0))
+    }
+
+    fn sample(
+        &mut self,
+        logits: &CpuBuffer,
+        vocab: usize,
+        first_row: usize,
+        rows: &[SampleRow<'_>],
+        out: &mut Vec<Sampled>,
+    ) -> Result<(), KernelError> {
+        check::logits("sample", logits, vocab, first_row, rows.len())?;
+        self.each_row(rows.len(), out, &|sampler, i| {
+            sampler.sample(&logits.row(first_row + i)[..vocab], &rows[i])
+        })
+    }
+
+    fn logprobs(
+        &mut self,
+        logits: &CpuBuffer,
+        vocab: usize,
+        first_row: usize,
+        targets: &[u32],
+        top_n: u32,
+        out: &mut Vec<Sampled>,
+    ) -> Result<(), KernelError> {
+        check::logits("logprobs", logits, vocab, first_row, targets.len())?;
+        let largest = targets.iter().max().map_or(0, |&token| token as usize + 1);
+        ensure!("logprobs", largest <= vocab, "target {} of {vocab} is named", largest - 1);
+        self.each_row(targets.len(), out, &|sampler, i| {
+            sampler.score(&logits.row(first_row + i)[..vocab], targets[i], top_n)
+        })
+    }
+
+    fn read_buffer(&mut self, buffer: &CpuBuffer) -> Result<Vec<f32>, KernelError> {
+        Ok(buffer.values().to_vec())
+    }
+
+    fn take_collective_time(&mut self) -> Duration {
+        std::mem::take(&mut self.collective_time)
+    }
+}
+
+impl CpuBackend {
+    /// Fills `out` with what `operation` makes of rows `0..count`, rows in parallel.
+    fn each_row(
+        &mut self,
+        count: usize,
+        out: &mut Vec<Sampled>,
+        operation: &(dyn Fn(&mut Sampler, usize) -> Sampled + Sync),
+    ) -> Result<(), KernelError> {
+        out.clear();
+        out.resize_with(count, Sampled::default);
+        let workers = Disjoint::new(&mut self.workers);
+        let out = Disjoint::new(out);
+        self.pool.run_ranges(count, 1, &|range, worker| {
+            // SAFETY: no two running tasks have the same worker.
+            let sampler = &mut unsafe { workers.slice(worker, 1) }[0].sampler;
+            for i in range {
+                // SAFETY: every row belongs to one task.
+                let slot = &mut unsafe { out.slice(i, 1) }[0];
+                *slot = operation(sampler, i);
+            }
+        })
+    }
+}

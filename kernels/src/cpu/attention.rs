@@ -1,0 +1,367 @@
+//! Causal attention over the paged KV cache.
+//!
+//! A query is one head of one row. Up to 8 queries that share a KV head (the heads of its group, of
+//! neighbouring rows) go through K and V together, but each has its own range of positions and its
+//! own sums in ascending positions: all scores, then softmax, then the weighted sum of V. So a
+//! row's result does not depend on which rows it was computed with.
+use std::ops::Range;
+
+use super::isa::Isa;
+use super::kv::CpuKvCache;
+use super::math::{exp, sum_by};
+use super::memory::{Disjoint, Scratch};
+use super::simd::{Plain, Simd};
+use crate::backend::{AttentionShape, Batch, SeqRows};
+use crate::error::KernelError;
+
+/// Most queries at a time.
+const QUERIES: usize = 8;
+/// Most rows per task.
+const TILE_ROWS: u32 = 16;
+
+/// Rows of one sequence that one task computes, for one KV head.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowTile {
+    seq: SeqRows,
+    /// First row, counted in the sequence.
+    first: u32,
+    rows: u32,
+}
+
+/// Cuts a batch into tiles.
+pub(crate) fn cut(batch: &Batch<'_>, tiles: &mut Vec<RowTile>) {
+    tiles.clear();
+    for &seq in batch.seqs {
+        let mut first = 0;
+        while first < seq.num_rows {
+            let rows = TILE_ROWS.min(seq.num_rows - first);
+            tiles.push(RowTile { seq, first, rows });
+            first += rows;
+        }
+    }
+}
+
+/// What one thread needs.
+#[derive(Debug)]
+pub(crate) struct AttentionScratch {
+    /// `[queries, positions]`
+    scores: Scratch<f32>,
+    /// `[head_dim, queries]`, scaled
+    queries: Scratch<f32>,
+}
+
+impl AttentionScratch {
+    pub(crate) fn new() -> Result<Self, KernelError> {
+        Ok(Self {
+            scores: Scratch::new("attention scores")?,
+            queries: Scratch::new("attention queries")?,
+        })
+    }
+
+    /// Makes room for contexts of `positions` tokens, whole blocks.
+    pub(crate) fn reserve(&mut self, positions: usize, head_dim: usize) -> Result<(), KernelError> {
+        self.scores.get(positions * QUERIES)?;
+        self.queries.get(head_dim * QUERIES)?;
+        Ok(())
+    }
+}
+
+/// One call of paged attention; arguments are checked.
+pub(crate) struct Attention<'a> {
+    pub(crate) isa: Isa,
+    pub(crate) shape: &'a AttentionShape,
+    pub(crate) batch: &'a Batch<'a>,
+    pub(crate) cache: &'a CpuKvCache,
+    pub(crate) layer: usize,
+    pub(crate) q: &'a [f32],
+    pub(crate) out: Disjoint<'a, f32>,
+}
+
+impl Attention<'_> {
+    /// Computes the query heads of one KV head for the rows of a tile; `scratch` has room for its
+    /// context.
+    pub(crate) fn tile(&self, tile: RowTile, kv_head: usize, scratch: &mut AttentionScratch) {
+        let table_start = tile.seq.table_start as usize;
+        let view = View {
+            cache: self.cache,
+            layer: self.layer,
+            kv_head,
+            table: &self.batch.block_tables[table_start..table_start + tile.seq.table_len as usize],
+            block_size: self.cache.shape().block_size,
+            head_dim: self.shape.head_dim,
+        };
+        let positions = tile.seq.table_len as usize * view.block_size;
+        let scores = scratch.scores.reserved(positions * QUERIES);
+        let queries = scratch.queries.reserved(view.head_dim * QUERIES);
+        run_tile(self, tile, &view, scores, queries);
+    }
+
+    /// Row (in the batch), head and positions of query `index` of a tile.
+    fn query(&self, tile: &RowTile, kv_head: usize, index: usize) -> Query {
+        let group = self.shape.num_heads / self.shape.num_kv_heads;
+        let row = tile.first as usize + index / group;
+        let end = (tile.seq.context_len - tile.seq.num_rows) as usize + row + 1;
+        let start = self.shape.sliding_window.map_or(0, |n| end.saturating_sub(n as usize));
+        let head = kv_head * group + index % group;
+        let row = tile.seq.row_start as usize + row;
+        Query { offset: (row * self.shape.num_heads + head) * self.shape.head_dim, start, end }
+    }
+}
+
+/// One head of one row.
+#[derive(Clone, Copy)]
+struct Query {
+    /// Where it is in `q`, and its result in `out`.
+    offset: usize,
+    /// First position it attends to.
+    start: usize,
+    /// One past the last, which is its own.
+    end: usize,
+}
+
+/// K and V of one sequence and KV head.
+struct View<'a> {
+    cache: &'a CpuKvCache,
+    layer: usize,
+    kv_head: usize,
+    table: &'a [u32],
+    block_size: usize,
+    head_dim: usize,
+}
+
+impl View<'_> {
+    #[inline(always)]
+    fn block(&self, index: usize) -> (&[f32], &[f32]) {
+        self.cache.block(self.layer, self.table[index] as usize, self.kv_head)
+    }
+}
+
+/// Scores or weights of several queries: `[queries, stride]`, the first column being position
+/// `base`.
+#[derive(Clone, Copy)]
+struct Columns {
+    base: usize,
+    stride: usize,
+}
+
+/// Computes a tile with the vectors of an instruction set.
+fn run_tile(
+    attention: &Attention<'_>,
+    tile: RowTile,
+    view: &View<'_>,
+    scores: &mut [f32],
+    queries: &mut [f32],
+) {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+    fn avx512(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut [f32], q: &mut [f32]) {
+        run_tile_with::<std::arch::x86_64::__m512>(a, t, v, s, q);
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma")]
+    fn avx2(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut [f32], q: &mut [f32]) {
+        run_tile_with::<std::arch::x86_64::__m256>(a, t, v, s, q);
+    }
+    match attention.isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the backend refuses an instruction set that this machine lacks.
+        Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512(attention, tile, view, scores, queries) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx2Fma => unsafe { avx2(attention, tile, view, scores, queries) },
+        _ => run_tile_with::<Plain>(attention, tile, view, scores, queries),
+    }
+}
+
+#[inline(always)]
+fn run_tile_with<S: Simd>(
+    attention: &Attention<'_>,
+    tile: RowTile,
+    view: &View<'_>,
+    scores: &mut [f32],
+    queries: &mut [f32],
+) {
+    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
+    let total = tile.rows as usize * group;
+    let mut next = 0;
+    while next < total {
+        let query = |i| attention.query(&tile, view.kv_head, next + i);
+        // Two vectors of sums per query.
+        next += match (total - next).min(S::ACCUMULATORS / 2) {
+            8.. => run_queries::<S, 8>(attention, view, query, scores, queries),
+            4.. => run_queries::<S, 4>(attention, view, query, scores, queries),
+            2.. => run_queries::<S, 2>(attention, view, query, scores, queries),
+            _ => run_queries::<S, 1>(attention, view, query, scores, queries),
+        };
+    }
+}
+
+#[inline(always)]
+fn run_queries<S: Simd, const Q: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    query: impl Fn(usize) -> Query,
+    scores: &mut [f32],
+    scaled: &mut [f32],
+) -> usize {
+    let queries: [Query; Q] = std::array::from_fn(query);
+    let scaled = &mut scaled.as_chunks_mut::<Q>().0[..view.head_dim];
+    let scale = 1.0 / (view.head_dim as f32).sqrt();
+    for (i, query) in queries.iter().enumerate() {
+        for (column, &x) in scaled.iter_mut().zip(&attention.q[query.offset..]) {
+            column[i] = x * scale;
+        }
+    }
+
+    let first_block = queries.iter().map(|q| q.start).min().unwrap_or(0) / view.block_size;
+    let last_block = queries.iter().map(|q| q.end - 1).max().unwrap_or(0) / view.block_size;
+    let columns = Columns {
+        base: first_block * view.block_size,
+        stride: (last_block + 1 - first_block) * view.block_size,
+    };
+    for index in first_block..=last_block {
+        let (keys, _) = view.block(index);
+        let at = (index - first_block) * view.block_size;
+        score_block::<S, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
+    }
+
+    let mut inverse = [0.0; Q];
+    for (i, query) in queries.iter().enumerate() {
+        let row = &mut scores[i * columns.stride..][..columns.stride];
+        inverse[i] = softmax::<S>(&mut row[query.start - columns.base..query.end - columns.base]);
+    }
+
+    let mut dim = 0;
+    while dim < view.head_dim {
+        if view.head_dim - dim >= 2 * S::LANES {
+            mix::<S, Q, 2>(attention, view, &queries, scores, columns, inverse, dim);
+            dim += 2 * S::LANES;
+        } else {
+            mix::<S, Q, 1>(attention, view, &queries, scores, columns, inverse, dim);
+            dim += S::LANES;
+        }
+    }
+    Q
+}
+
+/// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
+/// computed too and not looked at.
+#[inline(always)]
+fn score_block<S: Simd, const Q: usize>(
+    queries: &[[f32; Q]],
+    keys: &[f32],
+    block_size: usize,
+    scores: &mut [f32],
+    stride: usize,
+    at: usize,
+) {
+    let mut token = 0;
+    while token < block_size {
+        let end = (token + S::LANES).min(block_size);
+        let mut sums = [S::splat(0.0); Q];
+        for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
+            let keys = S::load_some(&keys[token..end]);
+            for (sum, &x) in sums.iter_mut().zip(query) {
+                *sum = S::splat(x).mul_add(keys, *sum);
+            }
+        }
+        for (i, sum) in sums.iter().enumerate() {
+            sum.store_some(&mut scores[i * stride + at + token..i * stride + at + end]);
+        }
+        token = end;
+    }
+}
+
+/// Replaces scores by `e^(score - max)` and returns 1 / their sum.
+#[inline(always)]
+fn softmax<S: Simd>(scores: &mut [f32]) -> f32 {
+    let mut largest = S::splat(f32::NEG_INFINITY);
+    let chunks = scores.chunks_exact(S::LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        largest = S::load(chunk).max(largest);
+    }
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    largest.store(&mut lanes);
+    let larger = |max: f32, &x: &f32| if x > max { x } else { max };
+    let max = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, larger);
+    for x in scores.iter_mut() {
+        *x = exp(*x - max);
+    }
+    1.0 / sum_by(scores, |x| x)
+}
+
+/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for all queries.
+#[inline(always)]
+fn mix<S: Simd, const Q: usize, const W: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    queries: &[Query; Q],
+    weights: &[f32],
+    columns: Columns,
+    inverse: [f32; Q],
+    dim: usize,
+) {
+    let mut sums = [[S::splat(0.0); W]; Q];
+    // The positions that all queries attend to are read once for all. A query's own positions
+    // before and after come before and after, so that each sum is in ascending order.
+    let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
+    let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
+    let rows: [&[f32]; Q] =
+        std::array::from_fn(|i| &weights[i * columns.stride..][..columns.stride]);
+    for (i, query) in queries.iter().enumerate() {
+        let own = query.start..start.min(query.end);
+        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+    }
+    add_values::<S, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
+    for (i, query) in queries.iter().enumerate() {
+        let own = end..query.end;
+        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+    }
+    for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
+        for (w, sum) in sums.iter().enumerate() {
+            let first = dim + w * S::LANES;
+            let len = S::LANES.min(view.head_dim - first);
+            // SAFETY: one task computes this head of this row, and writes it here alone.
+            let out = unsafe { attention.out.slice(query.offset + first, len) };
+            sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
+        }
+    }
+}
+
+/// `all_sums[q] += weights[q][position - base] * V[position]` over `positions`; `all_sums` has `Q`.
+#[inline(always)]
+fn add_values<S: Simd, const Q: usize, const W: usize>(
+    view: &View<'_>,
+    positions: Range<usize>,
+    weights: [&[f32]; Q],
+    base: usize,
+    dim: usize,
+    all_sums: &mut [[S; W]],
+) {
+    if positions.is_empty() {
+        return;
+    }
+    // A copy that stays in registers.
+    let mut sums: [[S; W]; Q] = std::array::from_fn(|q| all_sums[q]);
+    let mut position = positions.start;
+    while position < positions.end {
+        let (_, values) = view.block(position / view.block_size);
+        let offset = position % view.block_size;
+        let count = (view.block_size - offset).min(positions.end - position);
+        let weights = weights.map(|row| &row[position - base..][..count]);
+        let values = values[offset * view.head_dim..].chunks_exact(view.head_dim);
+        for (i, values) in values.take(count).enumerate() {
+            let values: [S; W] =
+                std::array::from_fn(|w| S::load_some(&values[dim + w * S::LANES..]));
+            for (sums, weights) in sums.iter_mut().zip(&weights) {
+                let weight = S::splat(weights[i]);
+                for (sum, &value) in sums.iter_mut().zip(&values) {
+                    *sum = weight.mul_add(value, *sum);
+                }
+            }
+        }
+        position += count;
+    }
+    all_sums.copy_from_slice(&sums);
+}

@@ -1,0 +1,179 @@
+//! Checks of arguments before memory is touched. A failed check is a caller's bug and an error, not
+//! a panic; nothing has been written then.
+use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector};
+use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable};
+use crate::error::KernelError;
+
+pub(crate) fn shape_error(op: &'static str, message: String) -> KernelError {
+    KernelError::Shape { op, message }
+}
+
+/// `ensure!(op, condition, "what is wrong")`
+macro_rules! ensure {
+    ($op:expr, $condition:expr, $($message:tt)+) => {
+        if !$condition {
+            return Err($crate::cpu::check::shape_error($op, format!($($message)+)));
+        }
+    };
+}
+pub(crate) use ensure;
+
+/// `out = x weight^T + bias`, `out_width` wide.
+pub(crate) fn product(
+    op: &'static str,
+    x: &CpuBuffer,
+    weight: &CpuMatrix,
+    bias: Option<&CpuVector>,
+    out_width: usize,
+    out: &CpuBuffer,
+) -> Result<(), KernelError> {
+    ensure!(op, x.width() == weight.cols(), "x.width is {}, not {}", x.width(), weight.cols());
+    ensure!(op, out.width() == out_width, "out.width is {}, not {out_width}", out.width());
+    if let Some(bias) = bias {
+        let rows = weight.rows();
+        ensure!(op, bias.len() == rows, "bias has {} elements, not {rows}", bias.len());
+    }
+    Ok(())
+}
+
+fn heads(
+    op: &'static str,
+    shape: &AttentionShape,
+    cache: &CpuKvCache,
+    layer: usize,
+) -> Result<(), KernelError> {
+    let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
+    ensure!(
+        op,
+        kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
+        "num_heads is {heads}, not a multiple of num_kv_heads {kv_heads}"
+    );
+    ensure!(op, shape.head_dim > 0, "head_dim is 0");
+    ensure!(op, shape.sliding_window != Some(0), "sliding_window is 0");
+    let kv = cache.shape();
+    ensure!(
+        op,
+        (kv.num_kv_heads, kv.head_dim) == (kv_heads, shape.head_dim),
+        "the cache has {} heads of {}, not {kv_heads} of {}",
+        kv.num_kv_heads,
+        kv.head_dim,
+        shape.head_dim
+    );
+    ensure!(op, layer < kv.num_layers, "layer is {layer} of {}", kv.num_layers);
+    ensure!(op, kv.block_size > 0, "block_size is 0");
+    Ok(())
+}
+
+#[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
+pub(crate) fn qkv(
+    x: &CpuBuffer,
+    weights: &QkvWeights<CpuMatrix, CpuVector>,
+    rope: &RopeTable<CpuVector>,
+    shape: &AttentionShape,
+    batch: &Batch<'_>,
+    cache: &CpuKvCache,
+    layer: usize,
+    q_out: &CpuBuffer,
+) -> Result<(), KernelError> {
+    let op = "qkv_rope_write";
+    heads(op, shape, cache, layer)?;
+    let head_dim = shape.head_dim;
+    ensure!(op, head_dim.is_multiple_of(2), "head_dim is {head_dim}, an odd number");
+    let out = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
+    let rows = weights.weight.rows();
+    ensure!(op, rows == out, "weight has {rows} rows, not {out}");
+    let (cols, width) = (weights.weight.cols(), x.width());
+    ensure!(op, width == cols, "x.width is {width}, not {cols}");
+    let vectors = [
+        ("bias", &weights.bias, out),
+        ("q_norm", &weights.q_norm, head_dim),
+        ("k_norm", &weights.k_norm, head_dim),
+    ];
+    for (name, vector, len) in vectors {
+        let found = vector.as_ref().map_or(len, |vector| vector.len());
+        ensure!(op, found == len, "{name} has {found} elements, not {len}");
+    }
+    let q_width = shape.num_heads * head_dim;
+    ensure!(op, q_out.width() == q_width, "q_out.width is {}, not {q_width}", q_out.width());
+    let rows = x.rows();
+    ensure!(
+        op,
+        batch.positions.len() == rows && batch.slots.len() == rows,
+        "x has {rows} rows, the batch {} positions and {} slots",
+        batch.positions.len(),
+        batch.slots.len()
+    );
+    let (cos, sin) = (rope.cos.len(), rope.sin.len());
+    ensure!(op, cos == sin, "the RoPE tables have {cos} and {sin} elements");
+    let positions = cos / (head_dim / 2);
+    let last = batch.positions.iter().max().map_or(0, |&position| position as usize + 1);
+    ensure!(op, last <= positions, "position {} of {positions} is named", last - 1);
+    let slots = cache.shape().num_blocks * cache.shape().block_size;
+    let last = batch.slots.iter().max().map_or(0, |&slot| slot as usize + 1);
+    ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
+    Ok(())
+}
+
+pub(crate) fn attention(
+    q: &CpuBuffer,
+    shape: &AttentionShape,
+    batch: &Batch<'_>,
+    cache: &CpuKvCache,
+    layer: usize,
+    out: &CpuBuffer,
+) -> Result<(), KernelError> {
+    let op = "paged_attention";
+    heads(op, shape, cache, layer)?;
+    let width = shape.num_heads * shape.head_dim;
+    ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
+    ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+    let mut rows = 0;
+    for (i, seq) in batch.seqs.iter().enumerate() {
+        let start = seq.row_start as usize;
+        ensure!(op, start == rows, "sequence {i} begins at row {start}, not {rows}");
+        let (num_rows, context) = (seq.num_rows as usize, seq.context_len as usize);
+        ensure!(
+            op,
+            num_rows >= 1 && num_rows <= context,
+            "sequence {i} has {num_rows} rows and a context of {context}"
+        );
+        rows += num_rows;
+        let (table, len) = (seq.table_start as usize, seq.table_len as usize);
+        ensure!(
+            op,
+            len * cache.shape().block_size >= context,
+            "sequence {i} has {len} blocks for a context of {context}"
+        );
+        let Some(blocks) = batch.block_tables.get(table..).and_then(|blocks| blocks.get(..len))
+        else {
+            let found = batch.block_tables.len();
+            return Err(shape_error(
+                op,
+                format!("sequence {i} has blocks {table}..{} of {found}", table + len),
+            ));
+        };
+        let (last, most) = (blocks.iter().max().copied().unwrap_or(0), cache.shape().num_blocks);
+        ensure!(op, (last as usize) < most, "sequence {i} names block {last} of {most}");
+    }
+    ensure!(op, rows == q.rows(), "q has {} rows, the sequences {rows}", q.rows());
+    Ok(())
+}
+
+/// Rows `first..first + count` of logits.
+pub(crate) fn logits(
+    op: &'static str,
+    logits: &CpuBuffer,
+    vocab: usize,
+    first: usize,
+    count: usize,
+) -> Result<(), KernelError> {
+    let (rows, width) = (logits.rows(), logits.width());
+    ensure!(op, vocab >= 1 && vocab <= width, "vocab is {vocab}, the logits have {width} columns");
+    ensure!(
+        op,
+        first <= rows && count <= rows - first,
+        "rows {first}..{} of {rows} are named",
+        first.saturating_add(count)
+    );
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! Operations on one row or head at a time: RMSNorm, RoPE, SiLU times up. Compiled per instruction
+//! set; the order of every sum depends on the row's length alone.
+use super::isa::multiversion;
+use super::math::{silu, sum_by};
+
+multiversion! {
+    /// `residual += delta`, then `out = residual / rms(residual) * weight`.
+    pub(crate) fn add_rmsnorm(
+        residual: &mut [f32],
+        delta: Option<&[f32]>,
+        weight: &[f32],
+        eps: f32,
+        out: &mut [f32],
+    ) = add_rmsnorm_body
+}
+
+#[inline(always)]
+fn add_rmsnorm_body<const FMA: bool>(
+    residual: &mut [f32],
+    delta: Option<&[f32]>,
+    weight: &[f32],
+    eps: f32,
+    out: &mut [f32],
+) {
+    if let Some(delta) = delta {
+        for (x, &delta) in residual.iter_mut().zip(delta) {
+            *x += delta;
+        }
+    }
+    let scale = rms_scale(residual, eps);
+    for ((out, &x), &weight) in out.iter_mut().zip(residual.iter()).zip(weight) {
+        *out = x * scale * weight;
+    }
+}
+
+#[inline(always)]
+fn rms_scale(row: &[f32], eps: f32) -> f32 {
+    1.0 / (sum_by(row, |x| x * x) / row.len() as f32 + eps).sqrt()
+}
+
+multiversion! {
+    /// RMSNorm over one head where `norm` is given, then RoPE on it ("rotate half").
+    pub(crate) fn norm_rope(head: &mut [f32], norm: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32])
+        = norm_rope_body
+}
+
+#[inline(always)]
+fn norm_rope_body<const FMA: bool>(
+    head: &mut [f32],
+    norm: Option<&[f32]>,
+    eps: f32,
+    cos: &[f32],
+    sin: &[f32],
+) {
+    if let Some(weight) = norm {
+        let scale = rms_scale(head, eps);
+        for (x, &weight) in head.iter_mut().zip(weight) {
+            *x = *x * scale * weight;
+        }
+    }
+    let (first, second) = head.split_at_mut(cos.len());
+    for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+}
+
+multiversion! {
+    /// `out = silu(gate) * up`.
+    pub(crate) fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_mul_body
+}
+
+#[inline(always)]
+fn silu_mul_body<const FMA: bool>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+        *out = silu(gate) * up;
+    }
+}

@@ -1,0 +1,91 @@
+//! Inner loops for AVX2 and FMA: as for AVX-512, in halves, and over a quarter of the panel at a
+//! time, since 16 registers hold 6 x 16 sums.
+use std::arch::x86_64::{
+    __m256, __m256i, _mm256_and_si256, _mm256_castsi256_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_loadu_si256, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+};
+
+use super::super::pack::PairRow;
+use super::{Acc, ActPair};
+
+/// The even and odd inputs' weights of 8 outputs.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn widen(words: &[u32; 8]) -> (__m256, __m256) {
+    // SAFETY: the array has 32 bytes.
+    let words: __m256i = unsafe { _mm256_loadu_si256(words.as_ptr().cast()) };
+    let high = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
+    (
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)),
+        _mm256_castsi256_ps(_mm256_and_si256(words, high)),
+    )
+}
+
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn load(values: &[f32; 8]) -> __m256 {
+    // SAFETY: the array has 32 bytes.
+    unsafe { _mm256_loadu_ps(values.as_ptr()) }
+}
+
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn store(values: &mut [f32; 8], vector: __m256) {
+    // SAFETY: the array has 32 bytes.
+    unsafe { _mm256_storeu_ps(values.as_mut_ptr(), vector) }
+}
+
+/// See [`super::tile`].
+#[target_feature(enable = "avx2,fma")]
+pub(super) fn tile<const M: usize>(acts: &[ActPair<M>], weights: &[PairRow], acc: &mut [Acc; M]) {
+    if M == 1 {
+        // The whole panel in one pass over memory: 8 sums.
+        columns::<M, 4>(acts, weights, acc, 0);
+    } else if M <= 3 {
+        for half in 0..2 {
+            columns::<M, 2>(acts, weights, acc, half * 2);
+        }
+    } else {
+        for quarter in 0..4 {
+            columns::<M, 1>(acts, weights, acc, quarter);
+        }
+    }
+}
+
+/// `Q` quarters of the panel, from quarter `first`.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn columns<const M: usize, const Q: usize>(
+    acts: &[ActPair<M>],
+    weights: &[PairRow],
+    acc: &mut [Acc; M],
+    first: usize,
+) {
+    let mut sums = [[[load(&[0.0; 8]); 2]; Q]; M];
+    for (sums, acc) in sums.iter_mut().zip(acc.iter()) {
+        for (sums, acc) in sums.iter_mut().zip(&acc[first..]) {
+            for (sum, acc) in sums.iter_mut().zip(acc.as_chunks().0) {
+                *sum = load(acc);
+            }
+        }
+    }
+    for ([even, odd], weight) in acts.iter().zip(weights) {
+        for q in 0..Q {
+            for (half, words) in weight[first + q].as_chunks().0.iter().enumerate() {
+                let (w_even, w_odd) = widen(words);
+                for m in 0..M {
+                    let sum = &mut sums[m][q][half];
+                    *sum = _mm256_fmadd_ps(_mm256_set1_ps(f32::from_bits(even[m])), w_even, *sum);
+                    *sum = _mm256_fmadd_ps(_mm256_set1_ps(f32::from_bits(odd[m])), w_odd, *sum);
+                }
+            }
+        }
+    }
+    for (sums, acc) in sums.iter().zip(acc) {
+        for (sums, acc) in sums.iter().zip(&mut acc[first..]) {
+            for (&sum, acc) in sums.iter().zip(acc.as_chunks_mut().0) {
+                store(acc, sum);
+            }
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Memory of the CPU backend: aligned zeroed vectors, scratch that grows once, and slices that
+//! several tasks write at disjoint places. Knows nothing of what is stored.
+use std::alloc::{Layout, alloc, dealloc};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use crate::error::KernelError;
+
+/// One cache line, and one 512-bit vector.
+const ALIGNMENT: usize = 64;
+/// Allocations of this size or more are aligned to it, and huge pages are asked for.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Types of which the all-zero bit pattern is a value, and which need no drop.
+///
+/// # Safety
+/// Implementors must be valid when all bytes are zero.
+pub(crate) unsafe trait Zeroable: Copy + 'static {}
+// SAFETY: zero is a value of it.
+unsafe impl Zeroable for f32 {}
+// SAFETY: zero is a value of it.
+unsafe impl Zeroable for u32 {}
+
+/// A vector of fixed length, aligned for vector instructions.
+pub(crate) struct AlignedVec<T: Zeroable> {
+    data: NonNull<T>,
+    len: usize,
+    layout: Layout,
+}
+
+// SAFETY: owns its memory like `Vec<T>`, and `T` is plain data.
+unsafe impl<T: Zeroable + Send> Send for AlignedVec<T> {}
+// SAFETY: as above; shared access only reads.
+unsafe impl<T: Zeroable + Sync> Sync for AlignedVec<T> {}
+
+impl<T: Zeroable> AlignedVec<T> {
+    /// `len` zeros; `what` names them in the error. The memory is touched, so that it is there when
+    /// a step needs it.
+    pub(crate) fn zeroed(len: usize, what: &'static str) -> Result<Self, KernelError> {
+        let out_of_memory = || KernelError::OutOfMemory {
+            what,
+            bytes: (len as u64).saturating_mul(size_of::<T>() as u64),
+        };
+        let bytes = len.max(1).checked_mul(size_of::<T>()).ok_or_else(out_of_memory)?;
+        let align = if bytes >= HUGE_PAGE { HUGE_PAGE } else { ALIGNMENT };
+        let layout = Layout::from_size_align(bytes, align).map_err(|_| out_of_memory())?;
+        // SAFETY: the layout's size is not zero.
+        let raw = unsafe { alloc(layout) };
+        let data = NonNull::new(raw.cast::<T>()).ok_or_else(out_of_memory)?;
+        #[cfg(target_os = "linux")]
+        if align == HUGE_PAGE {
+            // Fewer TLB misses when weights are streamed; a refusal changes nothing.
+            // SAFETY: the range is the allocation just made.
+            unsafe { libc::madvise(raw.cast(), bytes, libc::MADV_HUGEPAGE) };
+        }
+        // SAFETY: the allocation has `bytes` bytes.
+        unsafe { raw.write_bytes(0, bytes) };
+        Ok(Self { data, len, layout })
+    }
+}
+
+impl<T: Zeroable> Deref for AlignedVec<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `len` initialized elements were allocated; they live as long as `self`.
+        unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Zeroable> DerefMut for AlignedVec<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and `self` is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Zeroable> Drop for AlignedVec<T> {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this layout.
+        unsafe { dealloc(self.data.as_ptr().cast(), self.layout) };
+    }
+}
+
+impl<T: Zeroable> fmt::Debug for AlignedVec<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AlignedVec(len {})", self.len)
+    }
+}
+
+/// Room that is reused from call to call and grows when a call needs more than any before it.
+#[derive(Debug)]
+pub(crate) struct Scratch<T: Zeroable> {
+    room: AlignedVec<T>,
+    what: &'static str,
+}
+
+impl<T: Zeroable> Scratch<T> {
+    pub(crate) fn new(what: &'static str) -> Result<Self, KernelError> {
+        Ok(Self { room: AlignedVec::zeroed(0, what)?, what })
+    }
+
+    /// `len` elements with undefined contents.
+    pub(crate) fn get(&mut self, len: usize) -> Result<&mut [T], KernelError> {
+        if len > self.room.len() {
+            // Half as much again: a context that grows token by token reallocates rarely.
+            self.room = AlignedVec::zeroed(len.saturating_add(len / 2), self.what)?;
+        }
+        Ok(&mut self.room[..len])
+    }
+
+    /// As `get`, for a `len` that an earlier `get` made room for.
+    pub(crate) fn reserved(&mut self, len: usize) -> &mut [T] {
+        &mut self.room[..len]
+    }
+}
+
+/// A slice that tasks on several threads write at places that do not overlap.
+pub(crate) struct Disjoint<'a, T> {
+    data: *mut T,
+    len: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: hands out elements only through `slice`, whose callers keep ranges disjoint.
+unsafe impl<T: Send> Send for Disjoint<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+
+impl<'a, T> Disjoint<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
+        Self { data: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
+    }
+
+    /// Elements `start..start + len`.
+    ///
+    /// # Safety
+    /// While the returned slice lives, no other slice got from `self` overlaps it.
+    #[allow(clippy::mut_from_ref, reason = "the caller keeps the ranges disjoint")]
+    pub(crate) unsafe fn slice(&self, start: usize, len: usize) -> &mut [T] {
+        assert!(start <= self.len && len <= self.len - start, "a task left its slice");
+        // SAFETY: in bounds (just checked); not aliased (the caller's promise).
+        unsafe { std::slice::from_raw_parts_mut(self.data.wrapping_add(start), len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn alignment_and_zeros() {
+        for len in [0, 1, 33, HUGE_PAGE / 4 + 5] {
+            let vec = AlignedVec::<f32>::zeroed(len, "test").unwrap();
+            assert_eq!(vec.len(), len);
+            assert_eq!(vec.as_ptr() as usize % ALIGNMENT, 0);
+            assert!(vec.iter().all(|x| x.to_bits() == 0));
+        }
+    }
+
+    #[test]
+    fn too_much_is_an_error() {
+        assert!(matches!(
+            AlignedVec::<f32>::zeroed(usize::MAX / 2, "test"),
+            Err(KernelError::OutOfMemory { .. })
+        ));
+    }
+}

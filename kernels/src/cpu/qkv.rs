@@ -1,0 +1,73 @@
+//! What follows the fused QKV projection: norm and RoPE per head, K and V to the cache.
+use super::elementwise::norm_rope;
+use super::isa::Isa;
+use super::kv::{tile_offset, write_token};
+use super::memory::Disjoint;
+use super::pool::Pool;
+use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN};
+use crate::backend::{AttentionShape, Batch, QkvWeights, RopeTable};
+use crate::error::KernelError;
+
+/// One call; arguments are checked.
+pub(crate) struct Heads<'a> {
+    pub(crate) isa: Isa,
+    /// `[rows, (num_heads + 2 * num_kv_heads) * head_dim]`, biases added. K is changed in place.
+    pub(crate) projected: &'a mut [f32],
+    pub(crate) weights: &'a QkvWeights<CpuMatrix, CpuVector>,
+    pub(crate) rope: &'a RopeTable<CpuVector>,
+    pub(crate) shape: &'a AttentionShape,
+    pub(crate) batch: &'a Batch<'a>,
+    pub(crate) layer: usize,
+}
+
+impl Heads<'_> {
+    /// A task takes a head over all rows, so that two rows with the same slot are no data race.
+    pub(crate) fn finish(
+        self,
+        pool: &mut Pool,
+        cache: &mut CpuKvCache,
+        q_out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let Self { isa, projected, weights, rope, shape, batch, layer } = self;
+        let AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: eps, .. } = *shape;
+        let half = head_dim / 2;
+        let width = (num_heads + 2 * num_kv_heads) * head_dim;
+        let tables = |row: usize| {
+            let start = batch.positions[row] as usize * half;
+            (&rope.cos[start..start + half], &rope.sin[start..start + half])
+        };
+        let kv = *cache.shape();
+        let tile_len = 2 * cache.half_len();
+        let cache = Disjoint::new(cache.data_mut());
+        let projected = Disjoint::new(projected);
+        let q_out = Disjoint::new(q_out.values_mut());
+        let rows = batch.positions.len();
+        let grain = (GRAIN / 4 / (rows * head_dim).max(1)).max(1);
+        pool.run_ranges(num_heads + num_kv_heads, grain, &|range, _| {
+            for head in range {
+                for row in 0..rows {
+                    let (cos, sin) = tables(row);
+                    // SAFETY: a q or k head belongs to one task.
+                    let x = unsafe { projected.slice(row * width + head * head_dim, head_dim) };
+                    let Some(kv_head) = head.checked_sub(num_heads) else {
+                        norm_rope(isa, x, weights.q_norm.as_deref(), eps, cos, sin);
+                        // SAFETY: as above.
+                        let q =
+                            unsafe { q_out.slice((row * num_heads + head) * head_dim, head_dim) };
+                        q.copy_from_slice(x);
+                        continue;
+                    };
+                    norm_rope(isa, x, weights.k_norm.as_deref(), eps, cos, sin);
+                    let v_at = row * width + (head + num_kv_heads) * head_dim;
+                    // SAFETY: the v head belongs to the task of its k head.
+                    let v = unsafe { projected.slice(v_at, head_dim) };
+                    let slot = batch.slots[row] as usize;
+                    let at = tile_offset(&kv, layer, slot / kv.block_size, kv_head);
+                    // SAFETY: a KV head's part of every block belongs to one task.
+                    let tile = unsafe { cache.slice(at, tile_len) };
+                    write_token(tile, slot % kv.block_size, x, v);
+                }
+            }
+        })
+    }
+}

@@ -1,0 +1,231 @@
+//! Label names, and enums for labels whose values form a closed set.
+//!
+//! Identifiers of requests, processes or connections are never labels: every set here is small.
+
+/// A label of a series.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Label {
+    /// The published name.
+    pub name: &'static str,
+    /// All legal values; empty when any value is legal.
+    pub values: &'static [&'static str],
+}
+
+impl Label {
+    /// A label with any value, bounded in number by the merger.
+    #[must_use]
+    pub const fn open(name: &'static str) -> Self {
+        Self { name, values: &[] }
+    }
+
+    /// True when `value` may be used.
+    #[must_use]
+    pub fn allows(&self, value: &str) -> bool {
+        value.len() <= MAX_LABEL_VALUE_BYTES
+            && (self.values.is_empty() || self.values.contains(&value))
+    }
+}
+
+/// Longest label value, in bytes.
+pub const MAX_LABEL_VALUE_BYTES: usize = 128;
+
+/// Index of the replica.
+pub const REPLICA: Label = Label::open("replica");
+/// Rank within the replica, 0-based.
+pub const RANK: Label = Label::open(RANK_NAME);
+/// The worker's slot, stable over its restarts.
+pub const WORKER: Label = Label::open(WORKER_NAME);
+/// The pattern of an HTTP route, not the requested path.
+pub const ROUTE: Label = Label::open("route");
+/// The HTTP status code.
+pub const STATUS: Label = Label::open("status");
+/// The program's version.
+pub const VERSION: Label = Label::open("version");
+/// Tokens per KV block.
+pub const BLOCK_SIZE: Label = Label::open("block_size");
+/// Blocks of a replica's KV cache.
+pub const NUM_BLOCKS: Label = Label::open("num_blocks");
+/// Longest sequence in tokens.
+pub const MAX_MODEL_LEN: Label = Label::open("max_model_len");
+/// Most sequences in one step.
+pub const MAX_NUM_SEQS: Label = Label::open("max_num_seqs");
+/// Most tokens computed in one step.
+pub const MAX_NUM_BATCHED_TOKENS: Label = Label::open("max_num_batched_tokens");
+/// Ranks of the replica.
+pub const TENSOR_PARALLEL: Label = Label::open("tensor_parallel");
+
+pub(super) const RANK_NAME: &str = "rank";
+pub(super) const WORKER_NAME: &str = "worker";
+
+/// The value of [`REPLICA`] for requests that no replica holds yet.
+pub const NO_REPLICA: &str = "none";
+
+/// A closed set of label values.
+pub trait LabelValue: Copy + Sized + 'static {
+    /// The label that takes these values.
+    const LABEL: Label;
+
+    /// Every value, in the order of [`LabelValue::position`].
+    const ALL: &'static [Self];
+
+    /// As published.
+    fn as_str(self) -> &'static str;
+
+    /// Position in [`LabelValue::ALL`].
+    fn position(self) -> usize;
+}
+
+macro_rules! label_enum {
+    ($(#[$doc:meta])* $name:ident, $label:literal {
+        $($(#[$variant_doc:meta])* $variant:ident = $value:literal,)*
+    }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum $name {
+            $($(#[$variant_doc])* $variant,)*
+        }
+
+        impl LabelValue for $name {
+            const LABEL: Label = Label { name: $label, values: &[$($value),*] };
+            const ALL: &'static [Self] = &[$(Self::$variant),*];
+
+            fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $value,)*
+                }
+            }
+
+            fn position(self) -> usize {
+                self as usize
+            }
+        }
+    };
+}
+
+label_enum! {
+    /// Why a request ended.
+    FinishedReason, "finished_reason" {
+        /// The client left or cancelled.
+        Abort = "abort",
+        /// The server gave it up.
+        Error = "error",
+        /// The token limit was reached.
+        Length = "length",
+        /// An end token or a stop string.
+        Stop = "stop",
+    }
+}
+
+label_enum! {
+    /// Why a request was not taken.
+    RejectReason, "reason" {
+        /// It is not valid.
+        Invalid = "invalid",
+        /// The bounded queue is full.
+        QueueFull = "queue_full",
+        /// The server is shutting down.
+        ShuttingDown = "shutting_down",
+        /// It can never fit.
+        TooLarge = "too_large",
+        /// Credentials are missing or wrong.
+        Unauthorized = "unauthorized",
+        /// No replica can serve.
+        Unavailable = "unavailable",
+    }
+}
+
+label_enum! {
+    /// What a waiting request waits for.
+    WaitingReason, "reason" {
+        /// Room in the batch or in the KV cache of its replica.
+        Capacity = "capacity",
+        /// A replica that can serve.
+        NoReplica = "no_replica",
+        /// Room, after it was preempted.
+        Preempted = "preempted",
+    }
+}
+
+label_enum! {
+    /// Where a prompt token's keys and values came from.
+    PromptSource, "source" {
+        /// The prefix cache.
+        LocalCacheHit = "local_cache_hit",
+        /// Computed.
+        LocalCompute = "local_compute",
+    }
+}
+
+label_enum! {
+    /// Where an actor is in its life.
+    ActorState, "state" {
+        /// Serving.
+        Alive = "alive",
+        /// Gone for good.
+        Dead = "dead",
+        /// Finishing what it holds, taking nothing new.
+        Draining = "draining",
+        /// Not placed yet.
+        Pending = "pending",
+        /// Waiting to be started again.
+        Restarting = "restarting",
+        /// Coming up.
+        Starting = "starting",
+    }
+}
+
+label_enum! {
+    /// An HTTP method.
+    Method, "method" {
+        /// DELETE.
+        Delete = "DELETE",
+        /// GET.
+        Get = "GET",
+        /// HEAD.
+        Head = "HEAD",
+        /// OPTIONS.
+        Options = "OPTIONS",
+        /// POST.
+        Post = "POST",
+        /// PUT.
+        Put = "PUT",
+        /// Any other.
+        Other = "other",
+    }
+}
+
+label_enum! {
+    /// Why a source's report was refused.
+    ReportRefusal, "reason" {
+        /// Bucket counts do not fit the declared bounds.
+        BucketMismatch = "bucket_mismatch",
+        /// Its catalogue differs from ours.
+        CatalogueMismatch = "catalogue_mismatch",
+        /// It brings more label sets than allowed.
+        LabelCardinality = "label_cardinality",
+        /// It cannot be decoded, or is not in canonical order.
+        Malformed = "malformed",
+        /// A value is not a finite number.
+        NotFinite = "not_finite",
+        /// It holds a series that this source does not own.
+        NotOwner = "not_owner",
+        /// It came after its incarnation was retired.
+        Retired = "retired",
+        /// A total is lower than reported before.
+        TotalFell = "total_fell",
+        /// A label value is not one of the declared ones.
+        UnknownLabel = "unknown_label",
+        /// It holds a series that does not exist, or exists with another kind.
+        UnknownSeries = "unknown_series",
+    }
+}
+
+label_enum! {
+    /// Why a process refused to record something.
+    ObservationRefusal, "reason" {
+        /// Not a finite number, or negative where it must not be.
+        InvalidValue = "invalid_value",
+        /// A label value outside its declared set.
+        UnknownLabel = "unknown_label",
+    }
+}

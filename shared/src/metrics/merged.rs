@@ -1,0 +1,161 @@
+//! The totals of the whole cluster at one moment, to be read by whoever publishes them.
+use std::collections::BTreeMap;
+
+use super::catalogue::CATALOGUE;
+use super::definition::{CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, SeriesId};
+use super::labels::LabelValue;
+use super::snapshot::{HistogramTotals, LabelValues, Value};
+
+/// Merged totals. Everything in it was taken under one lock: what holds between two series at any
+/// moment holds here.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Merged {
+    series: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
+}
+
+impl Merged {
+    /// Every series that exists, by catalogue position, then label values.
+    pub fn families(
+        &self,
+    ) -> impl Iterator<Item = (&'static Definition, &BTreeMap<LabelValues, Value>)> {
+        self.series.iter().map(|(id, family)| (id.definition(), family))
+    }
+
+    /// One counter, if it exists.
+    #[must_use]
+    pub fn counter<const L: usize>(&self, id: CounterId<L>, labels: [&str; L]) -> Option<u64> {
+        match self.find(id.series(), &labels)? {
+            Value::Counter(total) => Some(*total),
+            Value::Gauge(_) | Value::Histogram(_) => None,
+        }
+    }
+
+    /// A counter added up over all labels.
+    #[must_use]
+    pub fn counter_sum<const L: usize>(&self, id: CounterId<L>) -> u64 {
+        self.values(id.series()).fold(0, |sum, value| match value {
+            Value::Counter(total) => sum.saturating_add(*total),
+            Value::Gauge(_) | Value::Histogram(_) => sum,
+        })
+    }
+
+    /// A counter added up over all labels but one, of which only `value` counts.
+    #[must_use]
+    pub fn counter_sum_of<const L: usize, V: LabelValue>(&self, id: CounterId<L>, value: V) -> u64 {
+        let declared = id.series().definition().labels;
+        let at = declared.iter().position(|label| label.name == V::LABEL.name);
+        let family = self.series.get(&id.series()).into_iter().flatten();
+        family.filter(|(labels, _)| at.is_some_and(|at| labels[at] == value.as_str())).fold(
+            0,
+            |sum, (_, value)| match value {
+                Value::Counter(total) => sum.saturating_add(*total),
+                Value::Gauge(_) | Value::Histogram(_) => sum,
+            },
+        )
+    }
+
+    /// One gauge, if it exists.
+    #[must_use]
+    pub fn gauge<const L: usize>(&self, id: GaugeId<L>, labels: [&str; L]) -> Option<f64> {
+        match self.find(id.series(), &labels)? {
+            Value::Gauge(value) => Some(*value),
+            Value::Counter(_) | Value::Histogram(_) => None,
+        }
+    }
+
+    /// A gauge added up over all labels; only meaningful for one that is no ratio.
+    #[must_use]
+    pub fn gauge_sum<const L: usize>(&self, id: GaugeId<L>) -> f64 {
+        self.values(id.series()).fold(0.0, |sum, value| match value {
+            Value::Gauge(value) => sum + value,
+            Value::Counter(_) | Value::Histogram(_) => sum,
+        })
+    }
+
+    /// One histogram, if it exists.
+    #[must_use]
+    pub fn histogram<const L: usize>(
+        &self,
+        id: HistogramId<L>,
+        labels: [&str; L],
+    ) -> Option<&HistogramTotals> {
+        match self.find(id.series(), &labels)? {
+            Value::Histogram(totals) => Some(totals),
+            Value::Counter(_) | Value::Gauge(_) => None,
+        }
+    }
+
+    /// A histogram added up over all labels.
+    #[must_use]
+    pub fn histogram_sum<const L: usize>(&self, id: HistogramId<L>) -> HistogramTotals {
+        let mut sum = HistogramTotals::empty(id.series().definition().buckets().len());
+        for value in self.values(id.series()) {
+            if let Value::Histogram(totals) = value {
+                sum.add(totals);
+            }
+        }
+        sum
+    }
+
+    /// Merges one value in by the series' rule.
+    pub(super) fn add(&mut self, id: SeriesId, labels: &LabelValues, value: &Value) {
+        let family = self.series.entry(id).or_default();
+        match family.get_mut(labels) {
+            Some(held) => merge(id.definition().kind, held, value),
+            None => {
+                family.insert(LabelValues::clone(labels), value.clone());
+            }
+        }
+    }
+
+    /// Computes the ratios. Once, after everything was added.
+    pub(super) fn add_ratios(&mut self) {
+        for (index, definition) in CATALOGUE.iter().enumerate() {
+            let Kind::Gauge(GaugeMerge::Ratio { numerator, denominator }) = definition.kind else {
+                continue;
+            };
+            let (Some(parts), Some(wholes)) =
+                (self.series.get(&numerator), self.series.get(&denominator))
+            else {
+                continue;
+            };
+            let ratios: BTreeMap<LabelValues, Value> = wholes
+                .iter()
+                .filter_map(|(labels, whole)| match (parts.get(labels), whole) {
+                    (Some(Value::Gauge(part)), Value::Gauge(whole)) if *whole > 0.0 => {
+                        Some((LabelValues::clone(labels), Value::Gauge(part / whole)))
+                    }
+                    _ => None,
+                })
+                .collect();
+            if let Some(id) = u16::try_from(index).ok().and_then(SeriesId::from_index)
+                && !ratios.is_empty()
+            {
+                self.series.insert(id, ratios);
+            }
+        }
+    }
+
+    fn values(&self, id: SeriesId) -> impl Iterator<Item = &Value> {
+        self.series.get(&id).into_iter().flat_map(BTreeMap::values)
+    }
+
+    fn find(&self, id: SeriesId, labels: &[&str]) -> Option<&Value> {
+        let family = self.series.get(&id)?;
+        let wanted: Vec<String> = labels.iter().map(|label| (*label).to_owned()).collect();
+        family.get(wanted.as_slice())
+    }
+}
+
+/// Merges `value` into `held`. Kinds were compared with the catalogue when the report was applied.
+pub(super) fn merge(kind: Kind, held: &mut Value, value: &Value) {
+    match (held, value) {
+        (Value::Counter(held), Value::Counter(value)) => *held = held.saturating_add(*value),
+        (Value::Histogram(held), Value::Histogram(value)) => held.add(value),
+        (Value::Gauge(held), Value::Gauge(value)) => match kind {
+            Kind::Gauge(GaugeMerge::Max) => *held = held.max(*value),
+            _ => *held += value,
+        },
+        _ => {}
+    }
+}

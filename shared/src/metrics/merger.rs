@@ -1,0 +1,333 @@
+//! PURE: reports of all sources to one total.
+//!
+//! State: per live (source, incarnation) its newest snapshot; for all that are gone, their added-up
+//! counters and histograms. A total is retired + live, so it cannot fall when a source goes, and
+//! its gauges vanish with it. A report is taken whole or refused whole.
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
+
+use super::catalogue::{CATALOGUE_HASH, REPORTS_REFUSED};
+use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
+use super::labels::{LabelValue, RANK_NAME, ReportRefusal, WORKER_NAME};
+use super::merged::{Merged, merge};
+use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
+use crate::ids::{Incarnation, WorkerId};
+
+/// Who reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Source {
+    /// This process.
+    Coordinator,
+    /// A worker, by its slot.
+    Worker(WorkerId),
+    /// A front end of its own, by its slot.
+    Frontend(u32),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Coordinator => f.write_str("coordinator"),
+            Self::Worker(worker) => worker.fmt(f),
+            Self::Frontend(frontend) => write!(f, "frontend-{frontend}"),
+        }
+    }
+}
+
+/// Bounds of the merger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Most label sets per series name, over all sources and all time.
+    pub label_sets: usize,
+    /// How many retired incarnations of a source are remembered, so that a late report of one is
+    /// refused rather than counted again.
+    pub retired_incarnations: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { label_sets: 16_384, retired_incarnations: 64 }
+    }
+}
+
+/// What a report did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Applied {
+    /// It is now the newest of its incarnation.
+    Fresh,
+    /// A newer one was already here; nothing changed.
+    Stale,
+}
+
+/// Why a report was not merged; nothing of it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a stats report was refused: {}{}", .reason.as_str(), named(*.series))]
+pub struct Refused {
+    /// The reason.
+    pub reason: ReportRefusal,
+    /// The first series at fault, where it is one of ours.
+    pub series: Option<SeriesId>,
+}
+
+fn named(series: Option<SeriesId>) -> String {
+    series.map(|id| format!(" ({})", id.definition().name)).unwrap_or_default()
+}
+
+/// Merges reports.
+#[derive(Debug)]
+pub struct Merger {
+    limits: Limits,
+    live: BTreeMap<(Source, Incarnation), Live>,
+    /// Counters and histograms of incarnations that are gone.
+    retired: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
+    gone: BTreeMap<Source, VecDeque<Incarnation>>,
+    /// Label sets ever seen, for their bound.
+    label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
+    /// By [`ReportRefusal::position`].
+    refused: Vec<u64>,
+}
+
+#[derive(Debug)]
+struct Live {
+    sequence: u64,
+    series: Vec<SeriesSnapshot>,
+}
+
+impl Default for Merger {
+    fn default() -> Self {
+        Self::new(Limits::default())
+    }
+}
+
+impl Merger {
+    /// A merger that has seen nothing.
+    #[must_use]
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            live: BTreeMap::new(),
+            retired: BTreeMap::new(),
+            gone: BTreeMap::new(),
+            label_sets: BTreeMap::new(),
+            refused: vec![0; ReportRefusal::ALL.len()],
+        }
+    }
+
+    /// Takes a report. `sequence` grows with every report of an incarnation; a report that is not
+    /// newer than the last one taken changes nothing.
+    ///
+    /// # Errors
+    /// Returns [`Refused`], and counts it, when the report is not one that this source, continuing
+    /// from its last report, can have made.
+    pub fn apply(
+        &mut self,
+        source: Source,
+        incarnation: Incarnation,
+        sequence: u64,
+        snapshot: PartialSnapshot,
+    ) -> Result<Applied, Refused> {
+        if self.gone.get(&source).is_some_and(|gone| gone.contains(&incarnation)) {
+            return Err(self.refuse(ReportRefusal::Retired, None));
+        }
+        let last = self.live.get(&(source, incarnation));
+        if last.is_some_and(|last| last.sequence >= sequence) {
+            return Ok(Applied::Stale);
+        }
+        if snapshot.catalogue != CATALOGUE_HASH {
+            return Err(self.refuse(ReportRefusal::CatalogueMismatch, None));
+        }
+        let before = last.map_or(&[][..], |last| &last.series);
+        let new = match check(source, before, &snapshot.series) {
+            Ok(new) => new,
+            Err((reason, series)) => return Err(self.refuse(reason, series)),
+        };
+        if let Err(series) = self.admit_label_sets(&new) {
+            return Err(self.refuse(ReportRefusal::LabelCardinality, Some(series)));
+        }
+        self.live.insert((source, incarnation), Live { sequence, series: snapshot.series });
+        Ok(Applied::Fresh)
+    }
+
+    /// The incarnation is gone for good: its totals stay, its gauges vanish, later reports of it
+    /// are refused. Repeating this changes nothing.
+    pub fn retire(&mut self, source: Source, incarnation: Incarnation) {
+        let gone = self.gone.entry(source).or_default();
+        if !gone.contains(&incarnation) {
+            gone.push_back(incarnation);
+            if gone.len() > self.limits.retired_incarnations {
+                gone.pop_front();
+            }
+        }
+        let Some(live) = self.live.remove(&(source, incarnation)) else { return };
+        for series in live.series {
+            let Some(id) = SeriesId::from_index(series.id) else { continue };
+            if matches!(series.value, Value::Gauge(_)) {
+                continue;
+            }
+            let family = self.retired.entry(id).or_default();
+            match family.get_mut(&series.labels) {
+                Some(total) => merge(id.definition().kind, total, &series.value),
+                None => {
+                    family.insert(series.labels, series.value);
+                }
+            }
+        }
+    }
+
+    /// Counts a report that did not get as far as [`Merger::apply`].
+    pub fn refuse(&mut self, reason: ReportRefusal, series: Option<SeriesId>) -> Refused {
+        self.refused[reason.position()] += 1;
+        Refused { reason, series }
+    }
+
+    /// The totals now.
+    #[must_use]
+    pub fn merged(&self) -> Merged {
+        let mut merged = Merged::default();
+        for (id, family) in &self.retired {
+            for (labels, value) in family {
+                merged.add(*id, labels, value);
+            }
+        }
+        for live in self.live.values() {
+            for series in &live.series {
+                if let Some(id) = SeriesId::from_index(series.id) {
+                    merged.add(id, &series.labels, &series.value);
+                }
+            }
+        }
+        for reason in ReportRefusal::ALL {
+            let labels = LabelValues::from([reason.as_str().to_owned()]);
+            let count = Value::Counter(self.refused[reason.position()]);
+            merged.add(REPORTS_REFUSED.series(), &labels, &count);
+        }
+        merged.add_ratios();
+        merged
+    }
+
+    /// Remembers the label sets of `new`, or none of them when one exceeds the bound.
+    fn admit_label_sets(&mut self, new: &[(SeriesId, LabelValues)]) -> Result<(), SeriesId> {
+        let mut added: BTreeMap<SeriesId, usize> = BTreeMap::new();
+        for (id, labels) in new {
+            let known = self.label_sets.get(id);
+            if known.is_some_and(|known| known.contains(labels)) {
+                continue;
+            }
+            let added = added.entry(*id).or_default();
+            *added += 1;
+            if known.map_or(0, BTreeSet::len) + *added > self.limits.label_sets {
+                return Err(*id);
+            }
+        }
+        for (id, labels) in new {
+            self.label_sets.entry(*id).or_default().insert(LabelValues::clone(labels));
+        }
+        Ok(())
+    }
+}
+
+type Fault = (ReportRefusal, Option<SeriesId>);
+
+/// Compares a report with the last one of its incarnation. Both are sorted, so one walk over both
+/// does it. Returns the series that are new in it.
+fn check(
+    source: Source,
+    before: &[SeriesSnapshot],
+    now: &[SeriesSnapshot],
+) -> Result<Vec<(SeriesId, LabelValues)>, Fault> {
+    if !now.is_sorted_by(|a, b| (a.id, &a.labels) < (b.id, &b.labels)) {
+        return Err((ReportRefusal::Malformed, None));
+    }
+    let mut new = Vec::new();
+    let mut before = before.iter().peekable();
+    for series in now {
+        let key = (series.id, &series.labels);
+        let id = SeriesId::from_index(series.id).ok_or((ReportRefusal::UnknownSeries, None))?;
+        let definition = id.definition();
+        check_value(definition, &series.value).map_err(|reason| (reason, Some(id)))?;
+        while let Some(missing) = before.next_if(|old| (old.id, &old.labels) < key) {
+            must_be_gauge(missing)?;
+        }
+        match before.next_if(|old| (old.id, &old.labels) == key) {
+            Some(old) => {
+                if !continues(&series.value, &old.value) {
+                    return Err((ReportRefusal::TotalFell, Some(id)));
+                }
+            }
+            None => {
+                check_labels(source, definition, &series.labels)
+                    .map_err(|reason| (reason, Some(id)))?;
+                new.push((id, LabelValues::clone(&series.labels)));
+            }
+        }
+    }
+    before.try_for_each(must_be_gauge)?;
+    Ok(new)
+}
+
+/// A counter or histogram that is not reported any more has fallen to nothing.
+fn must_be_gauge(missing: &SeriesSnapshot) -> Result<(), Fault> {
+    match missing.value {
+        Value::Gauge(_) => Ok(()),
+        Value::Counter(_) | Value::Histogram(_) => {
+            Err((ReportRefusal::TotalFell, SeriesId::from_index(missing.id)))
+        }
+    }
+}
+
+fn continues(now: &Value, before: &Value) -> bool {
+    match (now, before) {
+        (Value::Counter(now), Value::Counter(before)) => now >= before,
+        (Value::Histogram(now), Value::Histogram(before)) => now.continues(before),
+        (Value::Gauge(_), Value::Gauge(_)) => true,
+        _ => false,
+    }
+}
+
+fn check_value(definition: &Definition, value: &Value) -> Result<(), ReportRefusal> {
+    match (definition.kind, value) {
+        // A ratio is ours to compute.
+        (Kind::Gauge(GaugeMerge::Ratio { .. }), _) => Err(ReportRefusal::UnknownSeries),
+        (Kind::Counter, Value::Counter(_)) => Ok(()),
+        (Kind::Gauge(_), Value::Gauge(value)) if value.is_finite() => Ok(()),
+        (Kind::Gauge(_), Value::Gauge(_)) => Err(ReportRefusal::NotFinite),
+        (Kind::Histogram(bounds), Value::Histogram(totals)) => {
+            if totals.buckets.len() == bounds.len() + 1 {
+                Ok(())
+            } else {
+                Err(ReportRefusal::BucketMismatch)
+            }
+        }
+        _ => Err(ReportRefusal::UnknownSeries),
+    }
+}
+
+/// Are these the declared labels, and may `source` report under them?
+fn check_labels(
+    source: Source,
+    definition: &Definition,
+    values: &[String],
+) -> Result<(), ReportRefusal> {
+    let declared = definition.labels;
+    if declared.len() != values.len()
+        || !declared.iter().zip(values).all(|(label, value)| label.allows(value))
+    {
+        return Err(ReportRefusal::UnknownLabel);
+    }
+    let value_of = |name: &str| {
+        declared.iter().zip(values).find(|(label, _)| label.name == name).map(|(_, value)| value)
+    };
+    let owns = match (definition.owner, source) {
+        (Owner::Process, _)
+        | (Owner::Coordinator | Owner::Frontend, Source::Coordinator)
+        | (Owner::Frontend, Source::Frontend(_)) => true,
+        (Owner::EveryRank | Owner::RankZero, Source::Worker(worker)) => {
+            // A worker speaks for itself alone, and for a replica only as its rank 0.
+            value_of(WORKER_NAME).is_none_or(|value| *value == worker.0.to_string())
+                && (definition.owner == Owner::EveryRank
+                    || value_of(RANK_NAME).is_some_and(|value| value == "0"))
+        }
+        _ => false,
+    };
+    if owns { Ok(()) } else { Err(ReportRefusal::NotOwner) }
+}

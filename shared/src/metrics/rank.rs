@@ -1,0 +1,99 @@
+//! The series of one rank of a replica, as a worker's executor thread records them.
+//!
+//! A worker that is formed into another replica, or under another rank, takes new handles: its old
+//! totals stay under their labels, its old gauges vanish.
+use std::time::Duration;
+
+use super::catalogue::{
+    RANK_COLLECTIVE, RANK_FORWARD, RANK_IDLE, RANK_LOAD, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
+};
+use super::local::{Gauge, Histogram, LocalStats};
+use super::snapshot::{SnapshotError, encode_snapshot};
+use crate::ids::{ReplicaId, WorkerId};
+use crate::protocol::{StepTimings, WorkerStats};
+
+/// A worker's cells.
+#[derive(Debug)]
+pub struct RankStats {
+    stats: LocalStats,
+    worker: WorkerId,
+    rank: Option<Handles>,
+    sequence: u64,
+}
+
+#[derive(Debug)]
+struct Handles {
+    rank: u32,
+    step: Histogram,
+    forward: Histogram,
+    collective: Histogram,
+    sample: Histogram,
+    idle: Histogram,
+    weights: Gauge,
+    load: Gauge,
+}
+
+impl RankStats {
+    /// The cells of the worker in slot `worker`, for one process run.
+    #[must_use]
+    pub fn new(worker: WorkerId) -> Self {
+        Self { stats: LocalStats::new(), worker, rank: None, sequence: 0 }
+    }
+
+    /// The worker became rank `rank` of `replica`.
+    pub fn formed(&mut self, replica: ReplicaId, rank: u32, weight_bytes: u64, load: Duration) {
+        self.left();
+        let values = [rank.to_string(), replica.0.to_string(), self.worker.0.to_string()];
+        let labels = [values[0].as_str(), values[1].as_str(), values[2].as_str()];
+        let stats = &mut self.stats;
+        let handles = Handles {
+            rank,
+            step: stats.histogram(RANK_STEP, labels),
+            forward: stats.histogram(RANK_FORWARD, labels),
+            collective: stats.histogram(RANK_COLLECTIVE, labels),
+            sample: stats.histogram(RANK_SAMPLE, labels),
+            idle: stats.histogram(RANK_IDLE, labels),
+            weights: stats.gauge(RANK_WEIGHTS, labels),
+            load: stats.gauge(RANK_LOAD, labels),
+        };
+        stats.set(handles.weights, weight_bytes as f64);
+        stats.set(handles.load, load.as_secs_f64());
+        self.rank = Some(handles);
+    }
+
+    /// The worker is no rank of a replica any more.
+    pub fn left(&mut self) {
+        if let Some(old) = self.rank.take() {
+            self.stats.clear(old.weights);
+            self.stats.clear(old.load);
+        }
+    }
+
+    /// One step was run. Before [`RankStats::formed`] there is nothing to count it under.
+    pub fn step(&mut self, timings: &StepTimings) {
+        let Some(rank) = &self.rank else { return };
+        let micros = Duration::from_micros;
+        self.stats.observe_duration(rank.step, micros(timings.step_us));
+        self.stats.observe_duration(rank.forward, micros(timings.forward_us));
+        self.stats.observe_duration(rank.collective, micros(timings.collective_us));
+        self.stats.observe_duration(rank.idle, micros(timings.idle_us));
+        if rank.rank == 0 || timings.sample_us > 0 {
+            self.stats.observe_duration(rank.sample, micros(timings.sample_us));
+        }
+    }
+
+    /// The worker's other cells.
+    pub fn local(&mut self) -> &mut LocalStats {
+        &mut self.stats
+    }
+
+    /// The next report. Costs a few microseconds and allocates: once per interval, not per step.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::TooLarge`] when this worker has grown too many series.
+    pub fn report(&mut self) -> Result<WorkerStats, SnapshotError> {
+        let snapshot = encode_snapshot(&self.stats.snapshot())?;
+        self.sequence += 1;
+        Ok(WorkerStats { sequence: self.sequence, snapshot })
+    }
+}

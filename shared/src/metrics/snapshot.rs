@@ -1,0 +1,184 @@
+//! Running totals as they travel: one process's series at one moment.
+//!
+//! Histograms carry one count per bucket (not cumulative over buckets); the last is for everything
+//! above the last bound, so the number of observations is their sum and cannot disagree. Sums are
+//! integers of 1e-9 units: adding them is associative, hence a merged total cannot fall by rounding
+//! when a source is retired or reports arrive in another order.
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::catalogue::CATALOGUE_HASH;
+use crate::wire::codec::{self, CodecError};
+
+/// Largest encoded snapshot.
+pub const MAX_SNAPSHOT_BYTES: usize = 256 * 1024;
+
+/// How many of the integers in [`HistogramTotals::sum_nanos`] make 1.
+pub const NANOS_PER_UNIT: u128 = 1_000_000_000;
+
+/// Label values of one series, in the order of its declaration.
+pub type LabelValues = Arc<[String]>;
+
+/// One source's series at one moment, sorted by (id, labels), each once.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PartialSnapshot {
+    /// The source's catalogue.
+    pub catalogue: u64,
+    /// The series.
+    pub series: Vec<SeriesSnapshot>,
+}
+
+impl Default for PartialSnapshot {
+    fn default() -> Self {
+        Self { catalogue: CATALOGUE_HASH, series: Vec::new() }
+    }
+}
+
+/// One series.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SeriesSnapshot {
+    /// Position in the catalogue.
+    pub id: u16,
+    /// Label values.
+    pub labels: LabelValues,
+    /// The value.
+    pub value: Value,
+}
+
+/// A value.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Value {
+    /// A total since the process started.
+    Counter(u64),
+    /// A present value.
+    Gauge(f64),
+    /// Observations since the process started.
+    Histogram(HistogramTotals),
+}
+
+/// A histogram's totals.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HistogramTotals {
+    /// Observations per bucket, one more than there are bounds.
+    pub buckets: Vec<u64>,
+    /// Sum of the observed values in 1e-9 units.
+    pub sum_nanos: u128,
+}
+
+impl HistogramTotals {
+    /// No observations yet, for a histogram with `bounds` bounds.
+    #[must_use]
+    pub fn empty(bounds: usize) -> Self {
+        Self { buckets: vec![0; bounds + 1], sum_nanos: 0 }
+    }
+
+    /// Number of observations.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().fold(0, |sum, count| sum.saturating_add(*count))
+    }
+
+    /// Sum of the observed values. Exact for whole values below 2^53, and never falls while
+    /// `sum_nanos` does not.
+    #[must_use]
+    pub fn sum(&self) -> f64 {
+        // Converted in two parts: `sum_nanos as f64` alone would round whole values above 9e6.
+        let whole = self.sum_nanos / NANOS_PER_UNIT;
+        let rest = self.sum_nanos % NANOS_PER_UNIT;
+        whole as f64 + rest as f64 / NANOS_PER_UNIT as f64
+    }
+
+    /// Adds the observations of `other`, which has as many buckets.
+    pub fn add(&mut self, other: &Self) {
+        for (mine, theirs) in self.buckets.iter_mut().zip(&other.buckets) {
+            *mine = mine.saturating_add(*theirs);
+        }
+        self.sum_nanos = self.sum_nanos.saturating_add(other.sum_nanos);
+    }
+
+    /// True when nothing in `self` is lower than in `before`.
+    #[must_use]
+    pub fn continues(&self, before: &Self) -> bool {
+        self.sum_nanos >= before.sum_nanos
+            && self.buckets.len() == before.buckets.len()
+            && self.buckets.iter().zip(&before.buckets).all(|(now, then)| now >= then)
+    }
+}
+
+/// Why a snapshot could not be coded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SnapshotError {
+    /// It is too large.
+    #[error("a snapshot of {bytes} bytes exceeds the bound of {MAX_SNAPSHOT_BYTES} bytes")]
+    TooLarge {
+        /// Its size.
+        bytes: usize,
+    },
+    /// The bytes do not hold a snapshot.
+    #[error("not a snapshot: {0}")]
+    Codec(#[from] CodecError),
+}
+
+/// Encodes a snapshot for [`crate::protocol::WorkerStats::snapshot`].
+///
+/// # Errors
+/// Returns [`SnapshotError::TooLarge`] above [`MAX_SNAPSHOT_BYTES`].
+pub fn encode_snapshot(snapshot: &PartialSnapshot) -> Result<Vec<u8>, SnapshotError> {
+    let bytes = codec::encode(snapshot)?;
+    if bytes.len() > MAX_SNAPSHOT_BYTES {
+        return Err(SnapshotError::TooLarge { bytes: bytes.len() });
+    }
+    Ok(bytes)
+}
+
+/// Decodes a snapshot. That it makes sense is for [`super::Merger::apply`] to find.
+///
+/// # Errors
+/// Returns [`SnapshotError::TooLarge`] above [`MAX_SNAPSHOT_BYTES`] and [`SnapshotError::Codec`]
+/// for bytes that are not exactly one snapshot.
+pub fn decode_snapshot(bytes: &[u8]) -> Result<PartialSnapshot, SnapshotError> {
+    if bytes.len() > MAX_SNAPSHOT_BYTES {
+        return Err(SnapshotError::TooLarge { bytes: bytes.len() });
+    }
+    // Decoded values are larger than encoded ones, so the decoder's own bound is wider.
+    Ok(codec::decode::<PartialSnapshot, { 16 * MAX_SNAPSHOT_BYTES }>(bytes)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_convert_exactly_where_it_matters() {
+        let totals = |sum_nanos| HistogramTotals { buckets: vec![0], sum_nanos };
+        assert_eq!(totals(9_007_199_254_740_991 * NANOS_PER_UNIT).sum(), 9_007_199_254_740_991.0);
+        assert_eq!(totals(1_500_000_000).sum(), 1.5);
+        // Just below and at a whole number: the order of the integers is kept.
+        let below = totals(4_000_000_000_000_000 * NANOS_PER_UNIT - 1).sum();
+        assert!(below <= totals(4_000_000_000_000_000 * NANOS_PER_UNIT).sum());
+    }
+
+    #[test]
+    fn trailing_and_oversized_bytes_are_refused() {
+        let mut bytes = encode_snapshot(&PartialSnapshot::default()).unwrap();
+        assert_eq!(decode_snapshot(&bytes).unwrap(), PartialSnapshot::default());
+        bytes.push(0);
+        assert!(matches!(
+            decode_snapshot(&bytes),
+            Err(SnapshotError::Codec(CodecError::Trailing { extra: 1 }))
+        ));
+        assert!(matches!(
+            decode_snapshot(&vec![0; MAX_SNAPSHOT_BYTES + 1]),
+            Err(SnapshotError::TooLarge { .. })
+        ));
+    }
+
+    #[test]
+    fn a_claimed_length_beyond_the_bytes_allocates_nothing() {
+        // A catalogue hash, then a series count of u64::MAX.
+        let mut bytes = codec::encode(&0u64).unwrap();
+        bytes.extend(codec::encode(&u64::MAX).unwrap());
+        assert!(decode_snapshot(&bytes).is_err());
+    }
+}

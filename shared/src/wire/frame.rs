@@ -1,0 +1,258 @@
+//! PURE: frames on a byte stream.
+//!
+//! ```text
+//! offset  size  field
+//!      0     4  magic "TUTI"
+//!      4     2  protocol version, little endian as all that follows
+//!      6     1  kind
+//!      7     1  flags: 0; bit 0 is kept for "the checksum field holds a keyed MAC's first bytes"
+//!      8     4  body length
+//!     12     8  epoch (0 outside of an epoch)
+//!     20     8  sequence: 1 for a direction's first frame, then one more each
+//!     28     4  CRC32C of bytes 0..28 and the body
+//!     32     -  body
+//! ```
+//!
+//! The length is checked against the kind's bound before anything is reserved, and the buffer grows
+//! as bytes arrive, so a lying length costs nothing.
+use crate::protocol::PROTOCOL_VERSION;
+
+/// First bytes of every frame.
+pub const MAGIC: [u8; 4] = *b"TUTI";
+/// Bytes before the body.
+pub const HEADER_LEN: usize = 32;
+/// Largest body of any kind. A plan may admit `max_num_seqs` sequences in full: 4,096 sequences of
+/// 1,000 tokens fit.
+pub const BODY_MAX: u32 = 16 << 20;
+/// Largest body of the handshake.
+pub const HANDSHAKE_MAX: u32 = 4 << 10;
+/// Largest body of control messages.
+pub const CONTROL_MAX: u32 = 1 << 20;
+
+/// What a frame carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum FrameKind {
+    /// A worker introduces itself: `protocol::Hello`.
+    Hello = 1,
+    /// The coordinator takes it: `protocol::Welcome`.
+    Welcome = 2,
+    /// The coordinator does not: a sentence, as a string.
+    Refused = 3,
+    /// Are you there? No body.
+    Ping = 4,
+    /// Yes. No body.
+    Pong = 5,
+    /// A `protocol::ToWorker` or `protocol::FromWorker` of the control plane.
+    Control = 6,
+    /// A step plan or result, in the same enums.
+    Step = 7,
+}
+
+impl FrameKind {
+    /// Largest body of this kind.
+    #[must_use]
+    pub const fn body_max(self) -> u32 {
+        match self {
+            Self::Hello | Self::Welcome | Self::Refused => HANDSHAKE_MAX,
+            Self::Ping | Self::Pong => 0,
+            Self::Control => CONTROL_MAX,
+            Self::Step => BODY_MAX,
+        }
+    }
+
+    const fn from_byte(byte: u8) -> Option<Self> {
+        Some(match byte {
+            1 => Self::Hello,
+            2 => Self::Welcome,
+            3 => Self::Refused,
+            4 => Self::Ping,
+            5 => Self::Pong,
+            6 => Self::Control,
+            7 => Self::Step,
+            _ => return None,
+        })
+    }
+}
+
+/// One received frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// What it carries.
+    pub kind: FrameKind,
+    /// The epoch it belongs to.
+    pub epoch: u64,
+    /// Its body.
+    pub body: Vec<u8>,
+}
+
+/// A stream that is not ours, or not whole. The link is closed on any of these.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// The peer speaks something else.
+    #[error("not a Tutti frame: it begins with {0:02x?}")]
+    BadMagic([u8; 4]),
+    /// The peer is of another version.
+    #[error("the peer speaks protocol {theirs}, this side {ours}: run the same version on both")]
+    VersionMismatch {
+        /// Our version.
+        ours: u16,
+        /// Its version.
+        theirs: u16,
+    },
+    /// A kind or flag this version does not know.
+    #[error("unknown frame kind {kind} with flags {flags}")]
+    UnknownKind {
+        /// The kind's byte.
+        kind: u8,
+        /// The flags' byte.
+        flags: u8,
+    },
+    /// A body over its kind's bound.
+    #[error("a {kind:?} frame of {len} bytes is over the bound of {max}")]
+    TooLarge {
+        /// The kind.
+        kind: FrameKind,
+        /// The length claimed or given.
+        len: u64,
+        /// The bound.
+        max: u32,
+    },
+    /// Bytes changed on the way.
+    #[error("checksum mismatch: {computed:08x} computed, {received:08x} received")]
+    BadChecksum {
+        /// Over what arrived.
+        computed: u32,
+        /// What the frame says.
+        received: u32,
+    },
+    /// A frame was lost, repeated or injected.
+    #[error("frame {received} arrived where {expected} was due")]
+    BadSequence {
+        /// The sequence that was due.
+        expected: u64,
+        /// The one that came.
+        received: u64,
+    },
+}
+
+/// Writes frames of one direction of a link.
+#[derive(Clone, Debug, Default)]
+pub struct FrameEncoder {
+    sequence: u64,
+}
+
+impl FrameEncoder {
+    /// Appends a frame to `out`.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`]; nothing is written then.
+    pub fn encode(
+        &mut self,
+        kind: FrameKind,
+        epoch: u64,
+        body: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<(), FrameError> {
+        let max = kind.body_max();
+        let len = u32::try_from(body.len()).ok().filter(|len| *len <= max);
+        let Some(len) = len else {
+            return Err(FrameError::TooLarge { kind, len: body.len() as u64, max });
+        };
+        self.sequence += 1;
+        let start = out.len();
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+        out.extend_from_slice(&[kind as u8, 0]);
+        out.extend_from_slice(&len.to_le_bytes());
+        out.extend_from_slice(&epoch.to_le_bytes());
+        out.extend_from_slice(&self.sequence.to_le_bytes());
+        let checksum = crc32c::crc32c_append(crc32c::crc32c(&out[start..]), body);
+        out.extend_from_slice(&checksum.to_le_bytes());
+        out.extend_from_slice(body);
+        Ok(())
+    }
+}
+
+/// Reads frames of one direction of a link.
+#[derive(Debug, Default)]
+pub struct FrameDecoder {
+    buffer: Vec<u8>,
+    /// Bytes at the front of `buffer` that were taken already.
+    taken: usize,
+    sequence: u64,
+}
+
+impl FrameDecoder {
+    /// Adds bytes that arrived.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        if self.taken > 0 {
+            self.buffer.drain(..self.taken);
+            self.taken = 0;
+        }
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// Bytes reserved; never much more than have arrived.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.buffer.capacity()
+    }
+
+    /// Takes the next whole frame; `None` until more bytes arrive.
+    ///
+    /// # Errors
+    /// [`FrameError`]; the stream is useless from there on.
+    pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
+        let bytes = &self.buffer[self.taken..];
+        let seen = bytes.len().min(MAGIC.len());
+        if bytes[..seen] != MAGIC[..seen] {
+            let mut magic = [0; 4];
+            magic[..seen].copy_from_slice(&bytes[..seen]);
+            return Err(FrameError::BadMagic(magic));
+        }
+        let Some((header, rest)) = bytes.split_first_chunk::<HEADER_LEN>() else {
+            return Ok(None);
+        };
+        let (kind, len) = check_header(header)?;
+        let Some(body) = rest.get(..len) else { return Ok(None) };
+        let received = u32::from_le_bytes(field(header, 28));
+        let computed = crc32c::crc32c_append(crc32c::crc32c(&header[..28]), body);
+        if computed != received {
+            return Err(FrameError::BadChecksum { computed, received });
+        }
+        let sequence = u64::from_le_bytes(field(header, 20));
+        let expected = self.sequence + 1;
+        if sequence != expected {
+            return Err(FrameError::BadSequence { expected, received: sequence });
+        }
+        let frame =
+            Frame { kind, epoch: u64::from_le_bytes(field(header, 12)), body: body.to_vec() };
+        self.sequence = expected;
+        self.taken += HEADER_LEN + len;
+        Ok(Some(frame))
+    }
+}
+
+fn check_header(header: &[u8; HEADER_LEN]) -> Result<(FrameKind, usize), FrameError> {
+    let theirs = u16::from_le_bytes(field(header, 4));
+    if theirs != PROTOCOL_VERSION {
+        return Err(FrameError::VersionMismatch { ours: PROTOCOL_VERSION, theirs });
+    }
+    let flags = header[7];
+    let kind = FrameKind::from_byte(header[6])
+        .filter(|_| flags == 0)
+        .ok_or(FrameError::UnknownKind { kind: header[6], flags })?;
+    let len = u32::from_le_bytes(field(header, 8));
+    let max = kind.body_max();
+    if len > max {
+        return Err(FrameError::TooLarge { kind, len: u64::from(len), max });
+    }
+    Ok((kind, len as usize))
+}
+
+fn field<const N: usize>(header: &[u8; HEADER_LEN], at: usize) -> [u8; N] {
+    let mut bytes = [0; N];
+    bytes.copy_from_slice(&header[at..at + N]);
+    bytes
+}

@@ -1,0 +1,156 @@
+//! Killed and frozen workers, bad models, Ctrl-C.
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use testkit::local_cluster::{LocalCluster, children_of};
+use testkit::models::demo;
+
+use crate::{STORY, greedy, text, up};
+
+/// Shared memory objects of ours that exist now.
+fn shared_memory_objects() -> Vec<String> {
+    let entries =
+        std::fs::read_dir("/dev/shm").map(Iterator::collect::<Vec<_>>).unwrap_or_default();
+    entries
+        .into_iter()
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with("tutti-"))
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_worker_comes_back_and_its_requests_go_on_unchanged() {
+    let cluster = up(&[]).await;
+    let client = cluster.client().unwrap();
+    let mut body = greedy(STORY, 600);
+    body["temperature"] = json!(0.8);
+    body["seed"] = json!(5);
+    body["ignore_eos"] = json!(true);
+    let undisturbed = client.post("/v1/completions", &body).await.unwrap().body;
+    for victim in 0..2 {
+        let running = {
+            let (client, body) = (client.clone(), body.clone());
+            tokio::spawn(async move { client.post("/v1/completions", &body).await.unwrap() })
+        };
+        let generated = client.scrape().await.unwrap().sum("tutti_generation_tokens_total", &[]);
+        let begun = client
+            .scrape_until(Duration::from_secs(10), |s| {
+                s.sum("tutti_generation_tokens_total", &[]) > generated + 20.0
+            })
+            .await
+            .unwrap();
+        assert!(begun.sum("tutti_requests_running", &[]) == 1.0, "it must be running when killed");
+        let before = cluster.worker_pids();
+        assert_eq!(before.len(), 2);
+        LocalCluster::signal(before[victim], "KILL").unwrap();
+        let reply = running.await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        assert_eq!(text(&reply.body), text(&undisturbed), "killed worker {victim}");
+        let after = cluster.worker_pids();
+        assert!(after.len() == 2 && after != before, "{before:?} -> {after:?}");
+        assert_eq!(client.get("/ready").await.unwrap().status, 200);
+    }
+    let scrape = client.scrape().await.unwrap();
+    assert!(scrape.sum("tutti_worker_restarts_total", &[]) >= 2.0);
+    assert_eq!(scrape.sum("tutti_worker_up", &[]), 2.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_worker_is_replaced_within_seconds() {
+    let cluster = up(&[]).await;
+    let client = cluster.client().unwrap();
+    let frozen = cluster.worker_pids()[1];
+    LocalCluster::signal(frozen, "STOP").unwrap();
+    let began = Instant::now();
+    let reply = client.post("/v1/completions", &greedy(STORY, 16)).await.unwrap();
+    let waited = began.elapsed();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    assert!(waited < Duration::from_secs(15), "{waited:?}");
+    assert!(!cluster.worker_pids().contains(&frozen), "the frozen process is gone");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctrl_c_stops_everything_and_leaves_nothing() {
+    let mut cluster = up(&[]).await;
+    let client = cluster.client().unwrap();
+    client.post("/v1/completions", &greedy(STORY, 8)).await.unwrap();
+    let workers = cluster.worker_pids();
+    assert_eq!(workers.len(), 2);
+    LocalCluster::signal(cluster.pid(), "INT").unwrap();
+    let status = cluster.wait_end().unwrap();
+    assert!(status.success(), "{status}:\n{}", cluster.log());
+    for pid in workers {
+        assert!(
+            !std::path::Path::new(&format!("/proc/{pid}")).exists(),
+            "worker {pid} is orphaned"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn workers_do_not_outlive_a_killed_coordinator() {
+    let cluster = up(&[]).await;
+    let workers = children_of(cluster.pid());
+    LocalCluster::signal(cluster.pid(), "KILL").unwrap();
+    let began = Instant::now();
+    let alive = |pid: &u32| std::path::Path::new(&format!("/proc/{pid}")).exists();
+    while workers.iter().any(alive) && began.elapsed() < Duration::from_secs(10) {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(!workers.iter().any(alive), "workers still run after {:?}", began.elapsed());
+}
+
+#[test]
+fn no_shared_memory_is_left_behind_once_ranks_are_connected() {
+    // Other tests of this binary may be forming a replica right now: an object may exist for a
+    // moment, but none may stay.
+    let seen = shared_memory_objects();
+    std::thread::sleep(Duration::from_secs(2));
+    let still: Vec<_> =
+        shared_memory_objects().into_iter().filter(|name| seen.contains(name)).collect();
+    assert!(still.is_empty(), "{still:?}");
+}
+
+fn broken_model(change: impl Fn(&std::path::Path)) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(demo()).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+    }
+    change(folder.path());
+    folder
+}
+
+fn fails_with(model: &std::path::Path, words: &[&str]) {
+    let model = model.to_str().unwrap();
+    let mut cluster =
+        LocalCluster::spawn(&["up", "--listen", "127.0.0.1:0", "--model", model]).unwrap();
+    let status = cluster.wait_end().unwrap();
+    // The pipes may still hold the last lines for a moment after the end.
+    std::thread::sleep(Duration::from_millis(200));
+    let log = cluster.log();
+    assert!(!status.success(), "it must not succeed:\n{log}");
+    assert!(!log.contains("panicked"), "{log}");
+    for word in words {
+        assert!(log.contains(word), "expected {word:?} in:\n{log}");
+    }
+}
+
+#[test]
+fn a_broken_model_ends_with_one_clear_error() {
+    fails_with(std::path::Path::new("/no/such/model"), &["error:", "/no/such/model"]);
+    let truncated = broken_model(|dir| {
+        let path = dir.join("model.safetensors");
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+    });
+    fails_with(truncated.path(), &["error:", "model.safetensors"]);
+    let headless = broken_model(|dir| std::fs::remove_file(dir.join("tokenizer.json")).unwrap());
+    fails_with(headless.path(), &["error:", "tokenizer.json"]);
+    let unknown = broken_model(|dir| {
+        let path = dir.join("config.json");
+        let config = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, config.replace("LlamaForCausalLM", "MambaForCausalLM")).unwrap();
+    });
+    fails_with(unknown.path(), &["error:", "MambaForCausalLM"]);
+}

@@ -1,0 +1,46 @@
+//! Real processes on loopback: what a user of `tutti up` sees.
+//!
+//! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
+//! - [`counters`]: `/metrics` equals what the client itself counted
+//! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
+//! - [`by_hand`]: a coordinator and workers started one by one
+//! - [`openai_client`]: the `openai` Python package
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test ends by panicking"
+)]
+
+mod by_hand;
+mod counters;
+mod failures;
+mod openai_client;
+mod serving;
+
+use serde_json::{Value, json};
+use testkit::local_cluster::LocalCluster;
+use testkit::models::{Golden, demo, goldens};
+
+/// A prompt whose greedy continuation is long and does not end early.
+const STORY: &str = "Once upon a time, there was a little fox named Pip.";
+
+/// A cluster of the demo model.
+async fn up(args: &[&str]) -> LocalCluster {
+    LocalCluster::up(args).await.expect("tutti up becomes ready")
+}
+
+/// A greedy completion request.
+fn greedy(prompt: impl Into<Value>, max_tokens: u32) -> Value {
+    json!({"model": "demo", "prompt": prompt.into(), "max_tokens": max_tokens, "temperature": 0})
+}
+
+/// The text of a completion reply's first choice.
+fn text(body: &Value) -> &str {
+    body["choices"][0]["text"].as_str().unwrap_or("<no text>")
+}
+
+/// The demo model's goldens that are plain text.
+fn text_goldens() -> Vec<Golden> {
+    goldens(&demo()).into_iter().filter(|golden| golden.text.is_some()).collect()
+}

@@ -1,0 +1,357 @@
+//! qkv_rope_write and paged_attention against a naive attention over unpaged K and V in f64.
+use kernels::KernelError;
+use kernels::backend::{AttentionShape, Backend, Batch, KvShape, QkvWeights, RopeTable, SeqRows};
+use kernels::cpu::{CpuBackend, CpuKvCache, CpuMatrix, CpuVector, Isa};
+
+use crate::support::{Random, Weight, assert_close, backend, bits, buffer, isas, poisoned};
+
+pub(crate) const LAYERS: usize = 2;
+pub(crate) const MAX_POSITIONS: usize = 128;
+
+/// One attention layer and its inputs as plain numbers.
+pub(crate) struct Case {
+    pub(crate) shape: AttentionShape,
+    pub(crate) hidden: usize,
+    pub(crate) block_size: usize,
+    weight: Weight,
+    bias: Option<Vec<f32>>,
+    norms: Option<(Vec<f32>, Vec<f32>)>,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+/// The same on a backend.
+pub(crate) struct Loaded {
+    weights: QkvWeights<CpuMatrix, CpuVector>,
+    rope: RopeTable<CpuVector>,
+    cache: CpuKvCache,
+}
+
+/// One sequence's rows of a step.
+pub(crate) struct Rows<'a> {
+    /// `[rows, hidden]`
+    pub(crate) x: &'a [f32],
+    /// Position of the first row.
+    pub(crate) start: usize,
+    /// Block table.
+    pub(crate) blocks: &'a [u32],
+}
+
+impl Case {
+    pub(crate) fn random(
+        random: &mut Random,
+        shape: AttentionShape,
+        block_size: usize,
+        extras: bool,
+    ) -> Self {
+        let hidden = 24;
+        let out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;
+        let half = shape.head_dim / 2;
+        let angle = |i: usize| {
+            let (position, i) = (i / half, i % half);
+            position as f64 * 100f64.powf(-(i as f64) / half as f64)
+        };
+        Self {
+            shape,
+            hidden,
+            block_size,
+            weight: Weight::random(random, out, hidden),
+            bias: extras.then(|| random.vec(out)),
+            norms: extras.then(|| (random.vec(shape.head_dim), random.vec(shape.head_dim))),
+            cos: (0..MAX_POSITIONS * half).map(|i| angle(i).cos() as f32).collect(),
+            sin: (0..MAX_POSITIONS * half).map(|i| angle(i).sin() as f32).collect(),
+        }
+    }
+
+    pub(crate) fn load(&self, backend: &mut CpuBackend, num_blocks: usize) -> Loaded {
+        let mut vector = |values: &[f32]| backend.load_vector(values).unwrap();
+        let bias = self.bias.as_ref().map(|bias| vector(bias));
+        let q_norm = self.norms.as_ref().map(|norms| vector(&norms.0));
+        let k_norm = self.norms.as_ref().map(|norms| vector(&norms.1));
+        let rope = RopeTable { cos: vector(&self.cos), sin: vector(&self.sin) };
+        let weight = self.weight.load(backend);
+        let kv = KvShape {
+            num_layers: LAYERS,
+            num_kv_heads: self.shape.num_kv_heads,
+            head_dim: self.shape.head_dim,
+            block_size: self.block_size,
+            num_blocks,
+        };
+        let cache = backend.new_kv_cache(kv).unwrap();
+        Loaded { weights: QkvWeights { weight, bias, q_norm, k_norm }, rope, cache }
+    }
+
+    /// Runs one step on the last layer; returns every row's q and attention output.
+    pub(crate) fn step(
+        &self,
+        backend: &mut CpuBackend,
+        loaded: &mut Loaded,
+        seqs: &[Rows<'_>],
+    ) -> (Vec<f32>, Vec<f32>) {
+        let (mut x, mut positions, mut slots, mut tables, mut list) =
+            (vec![], vec![], vec![], vec![], vec![]);
+        for seq in seqs {
+            let num_rows = seq.x.len() / self.hidden;
+            list.push(SeqRows {
+                row_start: positions.len() as u32,
+                num_rows: num_rows as u32,
+                context_len: (seq.start + num_rows) as u32,
+                table_start: tables.len() as u32,
+                table_len: seq.blocks.len() as u32,
+            });
+            x.extend_from_slice(seq.x);
+            tables.extend_from_slice(seq.blocks);
+            for position in seq.start..seq.start + num_rows {
+                positions.push(position as u32);
+                let block = seq.blocks[position / self.block_size] as usize;
+                slots.push((block * self.block_size + position % self.block_size) as u32);
+            }
+        }
+        let batch =
+            Batch { positions: &positions, slots: &slots, seqs: &list, block_tables: &tables };
+        let width = self.shape.num_heads * self.shape.head_dim;
+        let input = buffer(backend, &x, self.hidden);
+        let mut q = poisoned(backend, positions.len(), width);
+        let mut out = poisoned(backend, positions.len(), width);
+        let Loaded { weights, rope, cache } = loaded;
+        backend
+            .qkv_rope_write(&input, weights, rope, &self.shape, &batch, cache, LAYERS - 1, &mut q)
+            .unwrap();
+        backend.paged_attention(&q, &self.shape, &batch, cache, LAYERS - 1, &mut out).unwrap();
+        (q.values().to_vec(), out.values().to_vec())
+    }
+
+    /// One head of a projected row: bias, norm and rotation, by the book.
+    fn head(
+        &self,
+        projected: &[(f64, f64)],
+        head: usize,
+        norm: Option<&[f32]>,
+        position: Option<usize>,
+    ) -> Vec<f64> {
+        let head_dim = self.shape.head_dim;
+        let mut x: Vec<f64> =
+            projected[head * head_dim..][..head_dim].iter().map(|p| p.0).collect();
+        if let Some(norm) = norm {
+            let square: f64 = x.iter().map(|x| x * x).sum();
+            let rms = (square / head_dim as f64 + f64::from(self.shape.norm_eps)).sqrt();
+            x.iter_mut().zip(norm).for_each(|(x, &w)| *x = *x / rms * f64::from(w));
+        }
+        let Some(position) = position else { return x };
+        let half = head_dim / 2;
+        (0..head_dim)
+            .map(|i| {
+                let at = position * half + i % half;
+                let (cos, sin) = (f64::from(self.cos[at]), f64::from(self.sin[at]));
+                let rotated = if i < half { -x[i + half] } else { x[i - half] };
+                x[i] * cos + rotated * sin
+            })
+            .collect()
+    }
+
+    /// q and attention outputs of a whole sequence.
+    fn oracle(&self, x: &[f32]) -> (Vec<f64>, Vec<f64>) {
+        let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, .. } = self.shape;
+        let rows = x.len() / self.hidden;
+        let (mut q, mut k, mut v) = (vec![], vec![], vec![]);
+        let q_norm = self.norms.as_ref().map(|norms| &norms.0[..]);
+        let k_norm = self.norms.as_ref().map(|norms| &norms.1[..]);
+        for (position, x) in x.chunks(self.hidden).enumerate() {
+            let row = self.weight.product(x, self.bias.as_deref());
+            for head in 0..num_heads {
+                q.extend(self.head(&row, head, q_norm, Some(position)));
+            }
+            for head in 0..num_kv_heads {
+                k.extend(self.head(&row, num_heads + head, k_norm, Some(position)));
+                v.extend(self.head(&row, num_heads + num_kv_heads + head, None, None));
+            }
+        }
+        let mut out = vec![];
+        for row in 0..rows {
+            for head in 0..num_heads {
+                let kv_head = head / (num_heads / num_kv_heads);
+                let of = |all: &[f64], position: usize| {
+                    all[(position * num_kv_heads + kv_head) * head_dim..][..head_dim].to_vec()
+                };
+                let query = &q[(row * num_heads + head) * head_dim..][..head_dim];
+                let first = sliding_window.map_or(0, |n| (row + 1).saturating_sub(n as usize));
+                let weights: Vec<f64> = (first..=row)
+                    .map(|position| {
+                        let dot: f64 = query.iter().zip(of(&k, position)).map(|(q, k)| q * k).sum();
+                        (dot / (head_dim as f64).sqrt()).exp()
+                    })
+                    .collect();
+                let total: f64 = weights.iter().sum();
+                for d in 0..head_dim {
+                    let sum: f64 = weights.iter().zip(first..).map(|(w, p)| w * of(&v, p)[d]).sum();
+                    out.push(sum / total);
+                }
+            }
+        }
+        (q, out)
+    }
+}
+
+pub(crate) fn shape(
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    window: Option<u32>,
+) -> AttentionShape {
+    AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-6, sliding_window: window }
+}
+
+/// Blocks in no particular order.
+pub(crate) fn shuffled(random: &mut Random, count: usize) -> Vec<u32> {
+    let mut blocks: Vec<u32> = (0..count as u32).collect();
+    for i in (1..count).rev() {
+        blocks.swap(i, random.below(i + 1));
+    }
+    blocks
+}
+
+#[test]
+fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
+    let mut random = Random(31);
+    let shapes = [
+        (shape(2, 2, 16, None), 4, false),
+        (shape(4, 2, 32, None), 16, true),
+        (shape(8, 2, 64, None), 16, false),
+        (shape(3, 3, 128, Some(5)), 4, true),
+        (shape(16, 2, 20, Some(17)), 16, false),
+        (shape(6, 2, 80, None), 5, true),
+        (shape(4, 1, 2, Some(1)), 1, false),
+    ];
+    for isa in isas() {
+        for (shape, block_size, extras) in shapes {
+            let case = Case::random(&mut random, shape, block_size, extras);
+            let rows = 53;
+            let x = random.vec(rows * case.hidden);
+            let (want_q, want) = case.oracle(&x);
+            let blocks = shuffled(&mut random, rows.div_ceil(block_size) + 2);
+            let mut whole: Option<Vec<u32>> = None;
+            for chunks in [&[53][..], &[1, 52], &[20, 1, 1, 16, 15], &[52, 1], &[17, 19, 17]] {
+                let mut backend = backend(isa, 2);
+                let mut loaded = case.load(&mut backend, blocks.len());
+                let (mut q, mut out, mut start) = (vec![], vec![], 0);
+                for &chunk in chunks {
+                    let x = &x[start * case.hidden..(start + chunk) * case.hidden];
+                    let seq = Rows { x, start, blocks: &blocks };
+                    let (chunk_q, chunk_out) = case.step(&mut backend, &mut loaded, &[seq]);
+                    q.extend(chunk_q);
+                    out.extend(chunk_out);
+                    start += chunk;
+                }
+                let what = format!("{isa} {shape:?} blocks of {block_size} chunks {chunks:?}");
+                assert_eq!(q.len(), want_q.len());
+                for (&got, &want) in q.iter().zip(&want_q) {
+                    assert_close(got, want, 2e-4, format!("q {what}"));
+                }
+                // With heads normalized by up to 1/rms the scores' error grows; values are below 10.
+                for (&got, &want) in out.iter().zip(&want) {
+                    assert_close(got, want, 1e-3, format!("out {what}"));
+                }
+                assert_eq!(*whole.get_or_insert_with(|| bits(&out)), bits(&out), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn stale_and_foreign_cache_contents_do_not_matter() {
+    // NaN in every slot that the sequence does not own: a mask by multiplication would spread it.
+    let mut random = Random(32);
+    for isa in isas() {
+        let case = Case::random(&mut random, shape(4, 2, 32, Some(6)), 4, false);
+        let mut backend = backend(isa, 1);
+        let mut loaded = case.load(&mut backend, 4);
+        let poison = vec![f32::NAN; 16 * case.hidden];
+        case.step(
+            &mut backend,
+            &mut loaded,
+            &[Rows { x: &poison, start: 0, blocks: &[0, 1, 2, 3] }],
+        );
+        let x = random.vec(10 * case.hidden);
+        let (_, out) =
+            case.step(&mut backend, &mut loaded, &[Rows { x: &x, start: 0, blocks: &[2, 0, 3] }]);
+        for (&got, &want) in out.iter().zip(&case.oracle(&x).1) {
+            assert_close(got, want, 1e-4, isa);
+        }
+    }
+}
+
+#[test]
+fn non_finite_activations_reach_the_output() {
+    // Or nobody could tell a corrupted request from a sound one.
+    let mut random = Random(33);
+    for isa in isas() {
+        let case = Case::random(&mut random, shape(2, 1, 16, None), 4, false);
+        let mut backend = backend(isa, 1);
+        let mut loaded = case.load(&mut backend, 1);
+        let mut x = random.vec(2 * case.hidden);
+        x[case.hidden + 3] = f32::NAN;
+        let (_, out) =
+            case.step(&mut backend, &mut loaded, &[Rows { x: &x, start: 0, blocks: &[0] }]);
+        let (first, second) = out.split_at(32);
+        assert!(first.iter().all(|x| x.is_finite()) && second.iter().all(|x| x.is_nan()), "{isa}");
+    }
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_errors() {
+    let mut random = Random(34);
+    let mut backend = backend(Isa::Portable, 1);
+    let good = shape(2, 1, 4, None);
+    let case = Case::random(&mut random, good, 4, false);
+    let mut loaded = case.load(&mut backend, 3);
+    let x = buffer(&mut backend, &random.vec(2 * case.hidden), case.hidden);
+    let mut q = poisoned(&mut backend, 2, 8);
+    let Loaded { weights, rope, cache } = &mut loaded;
+    let seq = SeqRows { row_start: 0, num_rows: 2, context_len: 2, table_start: 0, table_len: 1 };
+    let seqs = [seq];
+    let batch = Batch { positions: &[0, 1], slots: &[0, 1], seqs: &seqs, block_tables: &[0] };
+    let mut qkv = |shape: &AttentionShape, batch: &Batch<'_>, layer: usize| {
+        backend.qkv_rope_write(&x, weights, rope, shape, batch, cache, layer, &mut q)
+    };
+    let shape_with = |change: fn(&mut AttentionShape)| {
+        let mut shape = good;
+        change(&mut shape);
+        shape
+    };
+    qkv(&good, &batch, 0).unwrap();
+    let errors = [
+        qkv(&good, &batch, LAYERS),
+        qkv(&shape_with(|s| s.num_heads = 3), &batch, 0),
+        qkv(&shape_with(|s| s.num_kv_heads = 0), &batch, 0),
+        qkv(&shape_with(|s| s.head_dim = 2), &batch, 0),
+        qkv(&shape_with(|s| s.sliding_window = Some(0)), &batch, 0),
+        qkv(&good, &Batch { positions: &[0], ..batch }, 0),
+        qkv(&good, &Batch { slots: &[0, 12], ..batch }, 0),
+        qkv(&good, &Batch { positions: &[0, MAX_POSITIONS as u32], ..batch }, 0),
+    ];
+    for (i, error) in errors.into_iter().enumerate() {
+        assert!(matches!(error, Err(KernelError::Shape { .. })), "qkv case {i}: {error:?}");
+    }
+    let q = buffer(&mut backend, &[0.5; 16], 8);
+    let mut out = poisoned(&mut backend, 2, 8);
+    let mut attend = |seqs: &[SeqRows], block_tables: &[u32]| {
+        let batch = Batch { seqs, block_tables, ..batch };
+        backend.paged_attention(&q, &good, &batch, cache, 0, &mut out)
+    };
+    attend(&seqs, &[0]).unwrap();
+    let errors = [
+        attend(&[], &[0]),
+        attend(&[SeqRows { row_start: 1, ..seq }], &[0]),
+        attend(&[SeqRows { num_rows: 3, ..seq }], &[0]),
+        attend(&[SeqRows { num_rows: 0, ..seq }], &[0]),
+        attend(&[SeqRows { context_len: 1, ..seq }], &[0]),
+        attend(&[SeqRows { context_len: 5, ..seq }], &[0]),
+        attend(&[SeqRows { table_start: 1, ..seq }], &[0]),
+        attend(&seqs, &[3]),
+        attend(&seqs, &[]),
+        attend(&[seq, seq], &[0]),
+    ];
+    for (i, error) in errors.into_iter().enumerate() {
+        assert!(matches!(error, Err(KernelError::Shape { .. })), "attention case {i}: {error:?}");
+    }
+}

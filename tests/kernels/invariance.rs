@@ -1,0 +1,76 @@
+//! Law 7: a row's result has the same bits alone, in a batch, and with any number of threads.
+use kernels::backend::Backend;
+
+use crate::attention::{Case, Rows, shape, shuffled};
+use crate::support::{Random, Weight, backend, bits, buffer, isas, poisoned};
+
+#[test]
+fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
+    let mut random = Random(41);
+    for isa in isas() {
+        // The long one is cut into blocks of inputs when there are several tiles of rows.
+        for (cols, rows) in [(67, 190), (2306, 384)] {
+            let weight = Weight::random(&mut random, rows, cols);
+            let x = random.vec(33 * cols);
+            let mut reference: Option<(Vec<u32>, Vec<u32>)> = None;
+            for threads in [1, 2, 3] {
+                let mut backend = backend(isa, threads);
+                let packed = weight.load(&mut backend);
+                for m in [1, 2, 3, 5, 7, 12, 33] {
+                    let (mut linear, mut gated) = (vec![], vec![]);
+                    for x in x.chunks(m * cols) {
+                        let input = buffer(&mut backend, x, cols);
+                        let mut out = poisoned(&mut backend, x.len() / cols, rows);
+                        backend.linear(&input, &packed, None, &mut out).unwrap();
+                        linear.extend(bits(out.values()));
+                        let mut out = poisoned(&mut backend, x.len() / cols, rows / 2);
+                        backend.gate_up_silu(&input, &packed, None, &mut out).unwrap();
+                        gated.extend(bits(out.values()));
+                    }
+                    let got = (linear, gated);
+                    let same = *reference.get_or_insert_with(|| got.clone()) == got;
+                    assert!(same, "{isa} {cols}x{rows}, {m} rows at a time, {threads} threads");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_of_a_sequence_does_not_depend_on_the_batch_or_the_threads() {
+    let mut random = Random(42);
+    for isa in isas() {
+        for window in [None, Some(9)] {
+            let case = Case::random(&mut random, shape(6, 2, 32, window), 16, true);
+            let lens = [40, 1, 23, 17, 33];
+            let inputs: Vec<Vec<f32>> =
+                lens.iter().map(|len| random.vec((len + 1) * case.hidden)).collect();
+            let mut free = shuffled(&mut random, 15);
+            let tables: Vec<Vec<u32>> =
+                lens.iter().map(|_| free.split_off(free.len() - 3)).collect();
+            let rows = |i: usize, decode: bool| {
+                let split = lens[i] * case.hidden;
+                let (x, start) =
+                    if decode { (&inputs[i][split..], lens[i]) } else { (&inputs[i][..split], 0) };
+                Rows { x, start, blocks: &tables[i] }
+            };
+            let mut alone: Option<[Vec<u32>; 2]> = None;
+            for threads in [1, 2, 3] {
+                let mut backend = backend(isa, threads);
+                let mut loaded = case.load(&mut backend, 15);
+                let separate = [false, true].map(|decode| {
+                    let each = (0..lens.len())
+                        .flat_map(|i| case.step(&mut backend, &mut loaded, &[rows(i, decode)]).1);
+                    bits(&each.collect::<Vec<f32>>())
+                });
+                let mut loaded = case.load(&mut backend, 15);
+                let together = [false, true].map(|decode| {
+                    let seqs: Vec<_> = (0..lens.len()).map(|i| rows(i, decode)).collect();
+                    bits(&case.step(&mut backend, &mut loaded, &seqs).1)
+                });
+                assert!(separate == together, "{isa} {threads} threads {window:?}");
+                assert!(*alone.get_or_insert(separate) == together, "{isa} {threads} {window:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! The CPU backend against plain loops in f64, for every instruction set of this machine.
+//!
+//! `support` has the oracle's inputs and a collective of one; each other module has the naive
+//! version of the operations it tests. Outputs are poisoned with NaN before every call.
+#![allow(clippy::unwrap_used, reason = "helpers of tests, outside of test functions")]
+
+mod attention;
+mod collectives;
+mod invariance;
+mod products;
+mod rows;
+mod sampling;
+mod support;

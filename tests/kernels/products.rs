@@ -1,0 +1,171 @@
+//! linear, gate_up_silu, lm_head and embed against naive products.
+use kernels::KernelError;
+use kernels::backend::{Backend, Buffer};
+
+use crate::support::{Random, Weight, assert_close, backend, bits, buffer, isas, poisoned};
+
+/// Per unit of the sum of absolute terms. Rounding activations to one bf16 would be off by some
+/// 1e-3 of a term.
+const TOLERANCE: f64 = 1.5e-5;
+
+/// `[in, out]`: not multiples of 2, 16 or 64, one, and long enough for several blocks of inputs.
+const SHAPES: [(usize, usize); 8] =
+    [(1, 1), (2, 64), (7, 65), (33, 100), (64, 330), (67, 63), (131, 257), (2311, 70)];
+
+#[test]
+fn linear_matches_the_naive_product() {
+    let mut random = Random(1);
+    for isa in isas() {
+        let mut backend = backend(isa, 2);
+        for (cols, rows) in SHAPES {
+            let weight = Weight::random(&mut random, rows, cols);
+            let packed = weight.load(&mut backend);
+            let bias = random.vec(rows);
+            let bias_vector = backend.load_vector(&bias).unwrap();
+            for m in 1..=17 {
+                let x = random.vec(m * cols);
+                let input = buffer(&mut backend, &x, cols);
+                for biased in [false, true] {
+                    let mut out = poisoned(&mut backend, m, rows);
+                    let vector = biased.then_some(&bias_vector);
+                    backend.linear(&input, &packed, vector, &mut out).unwrap();
+                    let out = backend.read_buffer(&out).unwrap();
+                    for (i, (x, out)) in x.chunks(cols).zip(out.chunks(rows)).enumerate() {
+                        let want = weight.product(x, biased.then_some(&bias[..]));
+                        for (j, (&got, (want, size))) in out.iter().zip(want).enumerate() {
+                            let what = format!("{isa} {m}x{cols}x{rows} [{i},{j}]");
+                            assert_close(got, want, TOLERANCE * size + 1e-7, what);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn large_activations_keep_their_precision() {
+    // Row values over many magnitudes; the high bf16 term alone would fail.
+    let mut random = Random(2);
+    for isa in isas() {
+        let mut backend = backend(isa, 1);
+        let weight = Weight::random(&mut random, 64, 96);
+        let packed = weight.load(&mut backend);
+        let x: Vec<f32> = (0..96).map(|i| random.f32() * 10f32.powi(i % 12 - 6)).collect();
+        let input = buffer(&mut backend, &x, 96);
+        let mut out = poisoned(&mut backend, 1, 64);
+        backend.linear(&input, &packed, None, &mut out).unwrap();
+        for (&got, (want, size)) in out.values().iter().zip(weight.product(&x, None)) {
+            assert_close(got, want, TOLERANCE * size, isa);
+        }
+    }
+}
+
+#[test]
+fn gate_up_silu_matches_the_naive_version() {
+    let mut random = Random(3);
+    for isa in isas() {
+        let mut backend = backend(isa, 2);
+        for (cols, inner) in [(9, 1), (16, 5), (33, 64), (20, 70), (40, 192)] {
+            let weight = Weight::random(&mut random, inner * 2, cols);
+            let packed = weight.load(&mut backend);
+            let bias = random.vec(inner * 2);
+            let bias_vector = backend.load_vector(&bias).unwrap();
+            for (m, biased) in [(1, false), (2, true), (6, false), (7, true), (17, false)] {
+                let x = random.vec(m * cols);
+                let input = buffer(&mut backend, &x, cols);
+                let mut out = poisoned(&mut backend, m, inner);
+                let vector = biased.then_some(&bias_vector);
+                backend.gate_up_silu(&input, &packed, vector, &mut out).unwrap();
+                for (x, out) in x.chunks(cols).zip(out.values().chunks(inner)) {
+                    let both = weight.product(x, biased.then_some(&bias[..]));
+                    for (j, &got) in out.iter().enumerate() {
+                        let ((gate, gate_size), (up, up_size)) = (both[j], both[inner + j]);
+                        let want = gate / (1.0 + (-gate).exp()) * up;
+                        let bound = TOLERANCE
+                            * (gate_size * (up.abs() + 1.0) * 1.2 + up_size * (gate.abs() + 1.0));
+                        assert_close(got, want, bound + 1e-6, format!("{isa} {m}x{cols}x{inner}"));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn lm_head_takes_the_rows_named() {
+    let mut random = Random(4);
+    for isa in isas() {
+        let mut backend = backend(isa, 1);
+        let (cols, vocab) = (24, 150);
+        let weight = Weight::random(&mut random, vocab, cols);
+        let packed = weight.load(&mut backend);
+        let x = random.vec(9 * cols);
+        let input = buffer(&mut backend, &x, cols);
+        for rows in [&[][..], &[8], &[3, 0, 3], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+            let mut out = poisoned(&mut backend, 12, vocab);
+            backend.lm_head(&input, rows, &packed, &mut out).unwrap();
+            assert_eq!(out.rows(), rows.len());
+            for (&row, out) in rows.iter().zip(out.values().chunks(vocab)) {
+                let x = &x[row as usize * cols..][..cols];
+                for (&got, (want, size)) in out.iter().zip(weight.product(x, None)) {
+                    assert_close(got, want, TOLERANCE * size, isa);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn embed_returns_rows_of_this_rank_and_zeros() {
+    let mut random = Random(5);
+    for isa in isas() {
+        for cols in [1, 7, 64] {
+            let mut backend = backend(isa, 3);
+            let table = Weight::random(&mut random, 100, cols);
+            let packed = table.load(&mut backend);
+            let ids = [50, 149, 49, 150, 0, u32::MAX, 113, 50];
+            let mut out = poisoned(&mut backend, 9, cols);
+            backend.embed(&packed, &ids, 50, &mut out).unwrap();
+            assert_eq!(out.rows(), ids.len());
+            for (&id, out) in ids.iter().zip(out.values().chunks(cols)) {
+                let want = match id {
+                    50..150 => table.row(id as usize - 50).to_vec(),
+                    _ => vec![0.0; cols],
+                };
+                assert_eq!(bits(out), bits(&want), "{isa} id {id}");
+            }
+        }
+    }
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_errors() {
+    let mut random = Random(6);
+    let mut backend = backend(kernels::cpu::Isa::Portable, 1);
+    let matrix = Weight::random(&mut random, 10, 8).load(&mut backend);
+    let odd = Weight::random(&mut random, 9, 8).load(&mut backend);
+    let short = backend.load_vector(&[0.0; 9]).unwrap();
+    let x = buffer(&mut backend, &[0.5; 16], 8);
+    let narrow = buffer(&mut backend, &[0.5; 14], 7);
+    let mut out = poisoned(&mut backend, 2, 10);
+    let mut few_rows = poisoned(&mut backend, 1, 10);
+    let mut half = poisoned(&mut backend, 2, 5);
+    let errors = [
+        backend.linear(&narrow, &matrix, None, &mut out),
+        backend.linear(&x, &matrix, None, &mut half),
+        backend.linear(&x, &matrix, Some(&short), &mut out),
+        backend.linear(&x, &matrix, None, &mut few_rows),
+        backend.gate_up_silu(&x, &matrix, None, &mut out),
+        backend.gate_up_silu(&x, &odd, None, &mut half),
+        backend.lm_head(&x, &[2], &matrix, &mut out),
+        backend.lm_head(&x, &[0, 1, 0], &matrix, &mut out),
+        backend.embed(&matrix, &[1], 0, &mut out),
+        out.set_rows(3),
+    ];
+    for (i, error) in errors.into_iter().enumerate() {
+        assert!(matches!(error, Err(KernelError::Shape { .. })), "case {i}: {error:?}");
+    }
+    // Nothing was written by any of them.
+    assert!(out.values().iter().chain(half.values()).all(|x| x.is_nan()));
+}

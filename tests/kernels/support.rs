@@ -1,0 +1,182 @@
+//! Inputs, backends and comparisons that the kernel tests share.
+use std::sync::Arc;
+
+use kernels::backend::{Backend, Buffer, DType, HostMatrix};
+use kernels::collective::{AbortHandle, Collective};
+use kernels::cpu::{CpuBackend, CpuBuffer, CpuMatrix, Isa};
+use kernels::error::CollectiveError;
+
+/// A collective that pretends: rank 0 of `world`, the other ranks' data being known multiples of
+/// this rank's (rank r has r + 1 times as much).
+#[derive(Debug)]
+pub(crate) struct Pretend {
+    pub(crate) world: u32,
+}
+
+#[derive(Debug)]
+struct NoAbort;
+
+impl AbortHandle for NoAbort {
+    fn abort(&self) {}
+}
+
+impl Collective for Pretend {
+    fn rank(&self) -> u32 {
+        0
+    }
+
+    fn world_size(&self) -> u32 {
+        self.world
+    }
+
+    fn all_reduce_sum(&mut self, data: &mut [f32]) -> Result<(), CollectiveError> {
+        let factor: u32 = (1..=self.world).sum();
+        data.iter_mut().for_each(|x| *x *= factor as f32);
+        Ok(())
+    }
+
+    fn gather(
+        &mut self,
+        local: &[f32],
+        global: &mut [f32],
+        root: u32,
+    ) -> Result<(), CollectiveError> {
+        assert_eq!(root, 0);
+        self.all_gather(local, global)
+    }
+
+    fn all_gather(&mut self, local: &[f32], global: &mut [f32]) -> Result<(), CollectiveError> {
+        assert_eq!(global.len(), local.len() * self.world as usize);
+        for (rank, part) in global.chunks_exact_mut(local.len()).enumerate() {
+            for (to, from) in part.iter_mut().zip(local) {
+                *to = from * (rank + 1) as f32;
+            }
+        }
+        Ok(())
+    }
+
+    fn broadcast(&mut self, _data: &mut [u32], root: u32) -> Result<(), CollectiveError> {
+        assert_eq!(root, 0);
+        Ok(())
+    }
+
+    fn barrier(&mut self) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+
+    fn abort_handle(&self) -> Arc<dyn AbortHandle> {
+        Arc::new(NoAbort)
+    }
+}
+
+pub(crate) fn backend(isa: Isa, threads: usize) -> CpuBackend {
+    CpuBackend::with_isa(threads, isa, Box::new(Pretend { world: 1 })).unwrap()
+}
+
+/// Every instruction set that this machine has.
+pub(crate) fn isas() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_supported())
+}
+
+/// SplitMix64: inputs that do not come from the code under test.
+pub(crate) struct Random(pub u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// In -1..1.
+    pub(crate) fn f32(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub(crate) fn vec(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.f32()).collect()
+    }
+
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+}
+
+/// A weight matrix both as the file has it and as numbers.
+pub(crate) struct Weight {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// Exactly representable in bf16.
+    pub(crate) values: Vec<f32>,
+    bytes: Vec<u8>,
+}
+
+impl Weight {
+    pub(crate) fn random(random: &mut Random, rows: usize, cols: usize) -> Self {
+        let values: Vec<f32> = (0..rows * cols)
+            .map(|_| f32::from_bits(random.f32().to_bits() & 0xFFFF_0000))
+            .collect();
+        let bytes = values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect();
+        Self { rows, cols, values, bytes }
+    }
+
+    pub(crate) fn row(&self, row: usize) -> &[f32] {
+        &self.values[row * self.cols..][..self.cols]
+    }
+
+    pub(crate) fn load(&self, backend: &mut CpuBackend) -> CpuMatrix {
+        let part = HostMatrix {
+            data: &self.bytes,
+            dtype: DType::Bf16,
+            rows: self.rows,
+            cols: self.cols,
+            col_start: 0,
+            row_stride: self.cols,
+        };
+        backend.load_matrix(&[part]).unwrap()
+    }
+
+    /// `x W^T + bias` in f64, and how large the sums' terms are.
+    pub(crate) fn product(&self, x: &[f32], bias: Option<&[f32]>) -> Vec<(f64, f64)> {
+        (0..self.rows)
+            .map(|r| {
+                let terms = self.row(r).iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x));
+                let bias = bias.map_or(0.0, |bias| f64::from(bias[r]));
+                let (mut sum, mut size) = (bias, bias.abs());
+                for term in terms {
+                    sum += term;
+                    size += term.abs();
+                }
+                (sum, size)
+            })
+            .collect()
+    }
+}
+
+/// A buffer with these rows, with room for more.
+pub(crate) fn buffer(backend: &mut CpuBackend, values: &[f32], width: usize) -> CpuBuffer {
+    let rows = values.len() / width;
+    let mut buffer = backend.new_buffer(rows + 3, width).unwrap();
+    buffer.set_rows(rows).unwrap();
+    buffer.values_mut().copy_from_slice(values);
+    buffer
+}
+
+/// A buffer of NaN.
+pub(crate) fn poisoned(backend: &mut CpuBackend, rows: usize, width: usize) -> CpuBuffer {
+    let mut buffer = backend.new_buffer(rows, width).unwrap();
+    buffer.values_mut().fill(f32::NAN);
+    buffer
+}
+
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+pub(crate) fn assert_close(got: f32, want: f64, tolerance: f64, what: impl std::fmt::Display) {
+    let error = (f64::from(got) - want).abs();
+    // Written so that NaN fails.
+    assert!(error <= tolerance, "{what}: got {got}, want {want}, error {error:e} > {tolerance:e}");
+}

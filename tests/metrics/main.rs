@@ -1,0 +1,14 @@
+//! Cluster-wide metrics: what is declared, how reports merge, what a scrape says.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test's helpers may fail it where they stand"
+)]
+mod catalogue;
+mod docs;
+mod exposition;
+mod logging;
+mod merge_laws;
+mod observing;
+mod refusals;
+mod scrape;

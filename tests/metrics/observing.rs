@@ -1,0 +1,434 @@
+//! What the coordinator's parts record comes out of a scrape, and the identities hold in each.
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, RequestTrack, StepTokens};
+use coordinator::metrics::{Hub, exposition};
+use proptest::prelude::*;
+use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::metrics::labels::{ActorState, FinishedReason, Method, RejectReason};
+use shared::metrics::{Limits, RankStats};
+use shared::protocol::{EngineConfig, StepTimings, WorkerStats};
+
+use crate::scrape::Scrape;
+
+pub(crate) fn hub() -> Hub {
+    Hub::new(Incarnation(1), Limits::default())
+}
+
+pub(crate) fn scrape(hub: &Hub) -> Scrape {
+    Scrape::read(&exposition::render(&hub.merged()).unwrap())
+}
+
+pub(crate) fn config(num_blocks: u32) -> ReplicaConfig {
+    ReplicaConfig {
+        engine: EngineConfig {
+            block_size: 16,
+            max_model_len: 4096,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            kv_cache_bytes: 1 << 30,
+        },
+        num_blocks,
+        tensor_parallel: 2,
+    }
+}
+
+pub(crate) fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+const SUMMARY: RequestSummary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+
+#[test]
+fn a_fresh_coordinator_already_has_its_series_at_zero() {
+    let scrape = scrape(&hub());
+    scrape.check_identities();
+    for reason in ["abort", "error", "length", "stop"] {
+        let series = format!("tutti_request_success_total{{finished_reason=\"{reason}\"}}");
+        assert_eq!(scrape.get(&series), 0.0);
+    }
+    assert_eq!(scrape.get("tutti_requests_rejected_total{reason=\"queue_full\"}"), 0.0);
+    assert_eq!(scrape.get("tutti_reports_refused_total{reason=\"total_fell\"}"), 0.0);
+    assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 0.0);
+}
+
+#[test]
+fn one_request_with_a_preemption_leaves_the_expected_times() {
+    let hub = hub();
+    let replica = ReplicaId(0);
+    let mut record = hub.observer().record();
+    record.replica_ready(replica, &config(100));
+    let mut track = record.accepted(ms(1_000), 1);
+    record.routed(&mut track, replica);
+    record.scheduled(&mut track, replica, ms(1_100));
+    record.tokens(&mut track, 0, 1, ms(1_400));
+    record.preempted(&mut track, replica);
+    record.scheduled(&mut track, replica, ms(1_900));
+    record.tokens(&mut track, 0, 1, ms(2_000));
+    // Two tokens of one step share the time since the last.
+    record.tokens(&mut track, 0, 2, ms(2_100));
+    record.finished(track, FinishedReason::Length, SUMMARY, ms(2_150));
+    drop(record);
+
+    let scrape = scrape(&hub);
+    let sum = |name: &str| scrape.get(&format!("tutti_{name}_sum"));
+    assert_eq!(sum("time_to_first_token_seconds"), 0.4);
+    assert_eq!(sum("request_queue_time_seconds"), 0.1);
+    assert_eq!(sum("request_prefill_time_seconds"), 0.3);
+    assert_eq!(sum("request_decode_time_seconds"), 0.7);
+    assert_eq!(sum("request_inference_time_seconds"), 1.0);
+    assert_eq!(sum("e2e_request_latency_seconds"), 1.15);
+    assert_eq!(sum("inter_token_latency_seconds"), 0.7);
+    assert_eq!(scrape.get("tutti_inter_token_latency_seconds_count"), 3.0);
+    // 50, 50 and 600 ms.
+    assert_eq!(scrape.get("tutti_inter_token_latency_seconds_bucket{le=\"0.05\"}"), 2.0);
+    assert_eq!(scrape.get("tutti_inter_token_latency_seconds_bucket{le=\"0.5\"}"), 2.0);
+    assert_eq!(scrape.get("tutti_inter_token_latency_seconds_bucket{le=\"0.75\"}"), 3.0);
+    let mean = sum("request_time_per_output_token_seconds");
+    assert!((mean - 0.7 / 3.0).abs() < 1e-9, "{mean}");
+    assert_eq!(sum("request_generation_tokens"), 4.0);
+    assert_eq!(sum("request_prompt_tokens"), 7.0);
+    assert_eq!(scrape.get("tutti_preemptions_total{replica=\"0\"}"), 1.0);
+    assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"length\"}"), 1.0);
+}
+
+#[test]
+fn choices_are_separate_streams_of_tokens() {
+    let hub = hub();
+    let mut record = hub.observer().record();
+    let mut track = record.accepted(ms(0), 2);
+    record.scheduled(&mut track, ReplicaId(0), ms(0));
+    for now in [100, 200, 300] {
+        record.tokens(&mut track, 0, 1, ms(now));
+        record.tokens(&mut track, 1, 1, ms(now));
+    }
+    record.finished(track, FinishedReason::Stop, RequestSummary { n: 2, ..SUMMARY }, ms(300));
+    drop(record);
+    let scrape = scrape(&hub);
+    assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 1.0);
+    assert_eq!(scrape.get("tutti_inter_token_latency_seconds_count"), 4.0);
+    assert_eq!(scrape.get("tutti_inter_token_latency_seconds_sum"), 0.4);
+    assert_eq!(scrape.get("tutti_request_time_per_output_token_seconds_sum"), 0.1);
+    assert_eq!(scrape.get("tutti_request_prompt_tokens_sum"), 7.0);
+    assert_eq!(scrape.get("tutti_request_params_n_sum"), 2.0);
+}
+
+#[test]
+fn aborts_and_failures_count_but_have_no_latency() {
+    let hub = hub();
+    let mut record = hub.observer().record();
+    for end in 0..2 {
+        let mut track = record.accepted(ms(0), 1);
+        record.scheduled(&mut track, ReplicaId(0), ms(5));
+        record.tokens(&mut track, 0, 1, ms(10));
+        if end == 0 {
+            record.aborted(track, SUMMARY);
+        } else {
+            record.failed(track, SUMMARY);
+        }
+    }
+    record.rejected(RejectReason::QueueFull);
+    drop(record);
+    let scrape = scrape(&hub);
+    scrape.check_identities();
+    assert_eq!(scrape.get("tutti_requests_in_flight"), 0.0);
+    assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"abort\"}"), 1.0);
+    assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"error\"}"), 1.0);
+    assert_eq!(scrape.get("tutti_requests_rejected_total{reason=\"queue_full\"}"), 1.0);
+    assert_eq!(scrape.get("tutti_requests_accepted_total"), 2.0);
+    assert_eq!(scrape.get("tutti_e2e_request_latency_seconds_count"), 0.0);
+    assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 2.0);
+    assert_eq!(scrape.get("tutti_request_generation_tokens_sum"), 2.0);
+}
+
+#[test]
+fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
+    let hub = hub();
+    let (broken, other) = (ReplicaId(0), ReplicaId(1));
+    let mut record = hub.observer().record();
+    record.replica_ready(broken, &config(100));
+    record.replica_ready(other, &config(50));
+    record.kv_blocks(broken, 25, 100);
+    record.kv_blocks(other, 10, 50);
+    let mut track = record.accepted(ms(0), 1);
+    record.routed(&mut track, broken);
+    record.scheduled(&mut track, broken, ms(1));
+    let tokens = StepTokens { prompt_computed: 5, generated: 1, ..StepTokens::default() };
+    record.step(broken, tokens);
+    drop(record);
+    let before = scrape(&hub);
+    before.check_identities();
+    assert_eq!(before.get("tutti_kv_cache_usage_ratio{replica=\"0\"}"), 0.25);
+    assert_eq!(before.get("tutti_kv_cache_usage_ratio{replica=\"1\"}"), 0.2);
+    assert_eq!(before.get("tutti_requests_running{replica=\"0\"}"), 1.0);
+    assert_eq!(before.matching("tutti_cache_config_info").count(), 2);
+
+    hub.observer().record().failover(broken);
+    // Not moved yet: still counted, in some place.
+    let during = scrape(&hub);
+    during.check_identities();
+    assert_eq!(during.get("tutti_requests_running{replica=\"0\"}"), 1.0);
+
+    hub.observer().record().replayed(&mut track);
+    let after = scrape(&hub);
+    after.check_identities();
+    let gauges_of_broken: Vec<_> = after
+        .samples
+        .keys()
+        .filter(|series| series.contains("replica=\"0\""))
+        .filter(|series| after.totals().all(|(total, _)| total != *series))
+        .collect();
+    assert_eq!(gauges_of_broken, Vec::<&String>::new());
+    assert_eq!(after.get("tutti_generation_tokens_total{replica=\"0\"}"), 1.0);
+    assert_eq!(after.get("tutti_failovers_total{replica=\"0\"}"), 1.0);
+    assert_eq!(after.get("tutti_requests_replayed_total"), 1.0);
+    assert_eq!(after.get("tutti_requests_waiting{reason=\"no_replica\",replica=\"none\"}"), 1.0);
+
+    let mut record = hub.observer().record();
+    record.replica_ready(broken, &config(80));
+    record.scheduled(&mut track, other, ms(9));
+    record.aborted(track, SUMMARY);
+    drop(record);
+    let again = scrape(&hub);
+    again.check_identities();
+    assert_eq!(again.get("tutti_kv_cache_blocks{replica=\"0\"}"), 80.0);
+    assert_eq!(again.get("tutti_requests_running{replica=\"0\"}"), 0.0);
+    assert_eq!(again.matching("tutti_cache_config_info").count(), 2);
+}
+
+#[test]
+fn ranks_are_labelled_and_their_reports_survive_them() {
+    let hub = hub();
+    let replica = ReplicaId(3);
+    let mut ranks: Vec<_> = (0..2).map(|worker| RankStats::new(WorkerId(worker))).collect();
+    for (rank, stats) in ranks.iter_mut().enumerate() {
+        stats.formed(replica, rank as u32, 1_000, ms(250));
+        for _ in 0..4 {
+            stats.step(&StepTimings {
+                step_us: 1_000,
+                forward_us: 700,
+                collective_us: 200,
+                sample_us: if rank == 0 { 100 } else { 0 },
+                idle_us: 50,
+            });
+        }
+        let report = stats.report().unwrap();
+        hub.report(WorkerId(rank as u32), Incarnation(7), &report).unwrap();
+        hub.report(WorkerId(rank as u32), Incarnation(7), &WorkerStats::default()).unwrap();
+    }
+    let of = |name: &str, rank: u32| {
+        format!("{name}{{rank=\"{rank}\",replica=\"3\",worker=\"{rank}\"}}")
+    };
+    let live = scrape(&hub);
+    for rank in 0..2 {
+        assert_eq!(live.get(&of("tutti_rank_step_seconds_count", rank)), 4.0);
+        assert_eq!(live.get(&of("tutti_rank_collective_seconds_sum", rank)), 0.0008);
+        assert_eq!(live.get(&of("tutti_rank_weights_bytes", rank)), 1_000.0);
+    }
+    assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 0)), 4.0);
+    assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 1)), 0.0);
+
+    hub.retire(WorkerId(1), Incarnation(7));
+    let after = scrape(&hub);
+    assert_eq!(after.get(&of("tutti_rank_step_seconds_count", 1)), 4.0);
+    assert!(!after.samples.contains_key(&of("tutti_rank_weights_bytes", 1)));
+
+    // The same slot comes back as another process that counts from zero.
+    let mut again = RankStats::new(WorkerId(1));
+    again.formed(replica, 1, 1_000, ms(0));
+    again.step(&StepTimings::default());
+    hub.report(WorkerId(1), Incarnation(8), &again.report().unwrap()).unwrap();
+    assert_eq!(scrape(&hub).get(&of("tutti_rank_step_seconds_count", 1)), 5.0);
+}
+
+#[test]
+fn cluster_and_http_events_come_out() {
+    let hub = hub();
+    let mut record = hub.observer().record();
+    record.worker_up(WorkerId(4), true);
+    record.worker_reported(WorkerId(4), Duration::from_millis(1_700_000_000_500));
+    record.worker_restarted(WorkerId(4));
+    record.actors(ActorState::Alive, 3);
+    record.fenced_frames(2);
+    record.started("1.2.3", Duration::from_secs(1_700_000_000));
+    record.http_started();
+    record.http_started();
+    record.http_finished("/v1/completions", Method::Post, 200, ms(20));
+    record.straggler_gap(ReplicaId(0), Duration::from_micros(80));
+    record.scraped(ms(3));
+    drop(record);
+    let up = scrape(&hub);
+    assert_eq!(up.get("tutti_worker_up{worker=\"4\"}"), 1.0);
+    let at = "tutti_worker_last_report_timestamp_seconds{worker=\"4\"}";
+    assert_eq!(up.get(at), 1_700_000_000.5);
+    assert_eq!(up.get("tutti_actors{state=\"alive\"}"), 3.0);
+    assert_eq!(up.get("tutti_fenced_frames_total"), 2.0);
+    assert_eq!(up.get("tutti_build_info{version=\"1.2.3\"}"), 1.0);
+    assert_eq!(up.get("tutti_http_requests_in_flight"), 1.0);
+    let answered =
+        "tutti_http_requests_total{method=\"POST\",route=\"/v1/completions\",status=\"200\"}";
+    assert_eq!(up.get(answered), 1.0);
+    assert_eq!(up.get("tutti_rank_straggler_gap_seconds_sum{replica=\"0\"}"), 0.00008);
+
+    hub.observer().record().worker_up(WorkerId(4), false);
+    assert_eq!(scrape(&hub).get("tutti_worker_up{worker=\"4\"}"), 0.0);
+    hub.observer().record().worker_gone(WorkerId(4));
+    let gone = scrape(&hub);
+    assert_eq!(gone.matching("tutti_worker_up").count(), 0);
+    assert_eq!(gone.get("tutti_worker_restarts_total{worker=\"4\"}"), 1.0);
+}
+
+/// What may happen to a request, chosen blindly.
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Accept,
+    Route(usize, u32),
+    Schedule(usize, u32),
+    Preempt(usize, u32),
+    Swap(usize, u32),
+    Replay(usize),
+    Finish(usize),
+    Abort(usize),
+    Fail(usize),
+    Step(u32, u64, u64),
+    Ready(u32),
+    Gone(u32),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let replica = 0u32..3;
+    let request = 0usize..64;
+    prop_oneof![
+        4 => Just(Event::Accept),
+        2 => (request.clone(), replica.clone()).prop_map(|(i, r)| Event::Route(i, r)),
+        3 => (request.clone(), replica.clone()).prop_map(|(i, r)| Event::Schedule(i, r)),
+        1 => (request.clone(), replica.clone()).prop_map(|(i, r)| Event::Preempt(i, r)),
+        1 => (request.clone(), replica.clone()).prop_map(|(i, r)| Event::Swap(i, r)),
+        1 => request.clone().prop_map(Event::Replay),
+        1 => request.clone().prop_map(Event::Finish),
+        1 => request.clone().prop_map(Event::Abort),
+        1 => request.prop_map(Event::Fail),
+        2 => (replica.clone(), 0u64..100, 0u64..100).prop_map(|(r, p, g)| Event::Step(r, p, g)),
+        1 => replica.clone().prop_map(Event::Ready),
+        1 => replica.prop_map(Event::Gone),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// In whatever order events come, the identities hold after each and no total falls.
+    #[test]
+    fn identities_hold_after_every_event(events in prop::collection::vec(event(), 1..60)) {
+        let hub = hub();
+        let mut tracks: Vec<RequestTrack> = Vec::new();
+        let mut last = scrape(&hub);
+        let mut accepted = 0.0;
+        for (at, event) in events.into_iter().enumerate() {
+            let now = ms(at as u64 * 10);
+            let mut record = hub.observer().record();
+            let picked = |i: usize| (!tracks.is_empty()).then(|| i % tracks.len().max(1));
+            match event {
+                Event::Accept => {
+                    tracks.push(record.accepted(now, 1));
+                    accepted += 1.0;
+                }
+                Event::Route(i, r) => {
+                    if let Some(i) = picked(i) {
+                        record.routed(&mut tracks[i], ReplicaId(r));
+                    }
+                }
+                Event::Schedule(i, r) => {
+                    if let Some(i) = picked(i) {
+                        record.scheduled(&mut tracks[i], ReplicaId(r), now);
+                    }
+                }
+                Event::Preempt(i, r) => {
+                    if let Some(i) = picked(i) {
+                        record.preempted(&mut tracks[i], ReplicaId(r));
+                    }
+                }
+                Event::Swap(i, r) => {
+                    if let Some(i) = picked(i) {
+                        record.swapped_out(&mut tracks[i], ReplicaId(r));
+                    }
+                }
+                Event::Replay(i) => {
+                    if let Some(i) = picked(i) {
+                        record.replayed(&mut tracks[i]);
+                    }
+                }
+                Event::Finish(i) => {
+                    if let Some(i) = picked(i) {
+                        let track = tracks.swap_remove(i);
+                        record.finished(track, FinishedReason::Stop, SUMMARY, now);
+                    }
+                }
+                Event::Abort(i) => {
+                    if let Some(i) = picked(i) {
+                        record.aborted(tracks.swap_remove(i), SUMMARY);
+                    }
+                }
+                Event::Fail(i) => {
+                    if let Some(i) = picked(i) {
+                        record.failed(tracks.swap_remove(i), SUMMARY);
+                    }
+                }
+                Event::Step(r, prompt_computed, generated) => {
+                    let (prompt_cached, recomputed) = (3, 9);
+                    let tokens =
+                        StepTokens { prompt_computed, prompt_cached, generated, recomputed };
+                    record.step(ReplicaId(r), tokens);
+                }
+                Event::Ready(r) => record.replica_ready(ReplicaId(r), &config(10)),
+                Event::Gone(r) => record.failover(ReplicaId(r)),
+            }
+            drop(record);
+            let scrape = scrape(&hub);
+            scrape.check_identities();
+            prop_assert_eq!(scrape.get("tutti_requests_accepted_total"), accepted);
+            prop_assert_eq!(scrape.get("tutti_requests_in_flight"), tracks.len() as f64);
+            for (series, total) in last.totals() {
+                prop_assert!(scrape.get(series) >= total, "{} fell", series);
+            }
+            last = scrape;
+        }
+    }
+}
+
+#[test]
+fn identities_hold_in_scrapes_under_load() {
+    let hub = hub();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for replica in 0..3u32 {
+            let (hub, stop) = (&hub, &stop);
+            scope.spawn(move || {
+                let replica = ReplicaId(replica);
+                while !stop.load(Ordering::Relaxed) {
+                    let mut track = hub.observer().record().accepted(ms(0), 1);
+                    let mut record = hub.observer().record();
+                    record.scheduled(&mut track, replica, ms(1));
+                    let tokens = StepTokens { prompt_computed: 5, generated: 1, ..<_>::default() };
+                    record.step(replica, tokens);
+                    record.tokens(&mut track, 0, 1, ms(2));
+                    drop(record);
+                    let mut record = hub.observer().record();
+                    record.finished(track, FinishedReason::Stop, SUMMARY, ms(3));
+                }
+            });
+        }
+        for _ in 0..100 {
+            scrape(&hub).check_identities();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let last = scrape(&hub);
+    assert!(last.get("tutti_requests_accepted_total") > 0.0);
+    assert_eq!(last.get("tutti_requests_in_flight"), 0.0);
+    assert_eq!(
+        last.get("tutti_request_generation_tokens_sum"),
+        last.sum("tutti_generation_tokens_total")
+    );
+}

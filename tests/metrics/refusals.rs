@@ -1,0 +1,212 @@
+//! Reports that no honest source can have made are refused whole, counted by reason, and leave the
+//! totals as they were.
+use shared::ids::{Incarnation, WorkerId};
+use shared::metrics::catalogue::{
+    HTTP_REQUESTS, ITERATION_TOKENS, KV_CACHE_USAGE, OBSERVATIONS_REFUSED, RANK_STEP, RANK_WEIGHTS,
+    REPORTS_REFUSED,
+};
+use shared::metrics::labels::{LabelValue, ReportRefusal};
+use shared::metrics::{
+    Applied, HistogramTotals, LabelValues, Limits, Merger, PartialSnapshot, SeriesId,
+    SeriesSnapshot, Source, Value,
+};
+
+const WORKER: Source = Source::Worker(WorkerId(3));
+const RUN: Incarnation = Incarnation(9);
+
+fn series(id: SeriesId, labels: &[&str], value: Value) -> SeriesSnapshot {
+    let labels: LabelValues = labels.iter().map(|label| (*label).to_owned()).collect();
+    SeriesSnapshot { id: id.index(), labels, value }
+}
+
+fn steps(count: u64) -> Value {
+    let mut totals = HistogramTotals::empty(RANK_STEP.series().definition().buckets().len());
+    totals.buckets[0] = count;
+    totals.sum_nanos = u128::from(count);
+    Value::Histogram(totals)
+}
+
+fn honest() -> Vec<SeriesSnapshot> {
+    vec![
+        series(RANK_STEP.series(), &["0", "1", "3"], steps(10)),
+        series(RANK_WEIGHTS.series(), &["0", "1", "3"], Value::Gauge(5.0)),
+        series(OBSERVATIONS_REFUSED.series(), &["invalid_value"], Value::Counter(4)),
+    ]
+}
+
+fn report(series: Vec<SeriesSnapshot>) -> PartialSnapshot {
+    PartialSnapshot { series, ..PartialSnapshot::default() }
+}
+
+/// Applies `bad` after an honest report.
+fn refused(bad: PartialSnapshot, reason: ReportRefusal) {
+    let mut merger = Merger::default();
+    assert_eq!(merger.apply(WORKER, RUN, 1, report(honest())), Ok(Applied::Fresh));
+    let before = merger.merged();
+    let refusal = merger.apply(WORKER, RUN, 2, bad).unwrap_err();
+    assert_eq!(refusal.reason, reason, "{refusal}");
+    let after = merger.merged();
+    for refusal in ReportRefusal::ALL {
+        let counted = after.counter(REPORTS_REFUSED, [refusal.as_str()]);
+        assert_eq!(counted, Some(u64::from(*refusal == reason)), "{refusal:?}");
+    }
+    let others = |merged: &shared::metrics::Merged| {
+        merged
+            .families()
+            .filter(|(definition, _)| definition.name != "tutti_reports_refused_total")
+            .map(|(definition, family)| (definition.name, family.clone()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(others(&before), others(&after), "nothing of it was merged");
+    // An honest one goes on where the last left off.
+    assert_eq!(merger.apply(WORKER, RUN, 3, report(honest())), Ok(Applied::Fresh));
+}
+
+fn with(index: usize, value: Value) -> PartialSnapshot {
+    let mut series = honest();
+    series[index].value = value;
+    report(series)
+}
+
+#[test]
+fn another_catalogue() {
+    let bad = PartialSnapshot { catalogue: 1, series: honest() };
+    refused(bad, ReportRefusal::CatalogueMismatch);
+}
+
+#[test]
+fn falling_totals() {
+    refused(with(0, steps(9)), ReportRefusal::TotalFell);
+    refused(with(2, Value::Counter(3)), ReportRefusal::TotalFell);
+    // The sum alone, and one bucket against another.
+    let Value::Histogram(mut totals) = steps(10) else { unreachable!() };
+    totals.sum_nanos -= 1;
+    refused(with(0, Value::Histogram(totals.clone())), ReportRefusal::TotalFell);
+    totals.sum_nanos += 100;
+    totals.buckets[0] -= 1;
+    totals.buckets[1] += 50;
+    refused(with(0, Value::Histogram(totals)), ReportRefusal::TotalFell);
+}
+
+#[test]
+fn totals_that_disappear() {
+    for missing in [0, 2] {
+        let mut series = honest();
+        series.remove(missing);
+        refused(report(series), ReportRefusal::TotalFell);
+    }
+}
+
+#[test]
+fn gauges_may_disappear() {
+    let mut merger = Merger::default();
+    merger.apply(WORKER, RUN, 1, report(honest())).unwrap();
+    let mut series = honest();
+    series.remove(1);
+    assert_eq!(merger.apply(WORKER, RUN, 2, report(series)), Ok(Applied::Fresh));
+    assert_eq!(merger.merged().gauge(RANK_WEIGHTS, ["0", "1", "3"]), None);
+}
+
+#[test]
+fn values_that_are_not_numbers() {
+    for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        refused(with(1, Value::Gauge(value)), ReportRefusal::NotFinite);
+    }
+}
+
+#[test]
+fn other_buckets() {
+    let bad = HistogramTotals { buckets: vec![10, 0], sum_nanos: 10 };
+    refused(with(0, Value::Histogram(bad)), ReportRefusal::BucketMismatch);
+}
+
+#[test]
+fn series_that_do_not_exist() {
+    let mut series = honest();
+    series.push(SeriesSnapshot { id: u16::MAX, ..series[2].clone() });
+    refused(report(series), ReportRefusal::UnknownSeries);
+    // Another kind, and a ratio, which is never reported.
+    refused(with(1, Value::Counter(1)), ReportRefusal::UnknownSeries);
+    let mut series = honest();
+    series.insert(0, self::series(KV_CACHE_USAGE.series(), &["0"], Value::Gauge(0.5)));
+    refused(report(series), ReportRefusal::UnknownSeries);
+}
+
+#[test]
+fn series_of_others() {
+    // A worker that reports tokens would multiply them by the number of ranks.
+    let mut totals = HistogramTotals::empty(ITERATION_TOKENS.series().definition().buckets().len());
+    totals.buckets[0] = 1;
+    let mut list = honest();
+    list.insert(0, series(ITERATION_TOKENS.series(), &["0"], Value::Histogram(totals)));
+    refused(report(list), ReportRefusal::NotOwner);
+    // A worker that speaks for another one.
+    let mut list = honest();
+    list.insert(1, series(RANK_STEP.series(), &["0", "1", "4"], steps(1)));
+    refused(report(list), ReportRefusal::NotOwner);
+}
+
+#[test]
+fn labels_that_are_not_declared() {
+    let last = |labels: &[&str]| {
+        let mut list = honest();
+        list.push(series(OBSERVATIONS_REFUSED.series(), labels, Value::Counter(1)));
+        report(list)
+    };
+    refused(last(&["mood"]), ReportRefusal::UnknownLabel);
+    refused(last(&["invalid_value", "more"]), ReportRefusal::UnknownLabel);
+    let mut list = honest();
+    let long = "9".repeat(200);
+    list.insert(1, series(RANK_STEP.series(), &["0", &long, "3"], steps(1)));
+    refused(report(list), ReportRefusal::UnknownLabel);
+}
+
+#[test]
+fn series_out_of_order_or_twice() {
+    let mut list = honest();
+    list.swap(0, 1);
+    refused(report(list), ReportRefusal::Malformed);
+    let mut list = honest();
+    list.push(list[2].clone());
+    refused(report(list), ReportRefusal::Malformed);
+}
+
+#[test]
+fn more_label_sets_than_allowed() {
+    let limits = Limits { label_sets: 2, ..Limits::default() };
+    let mut merger = Merger::new(limits);
+    let front = Source::Frontend(0);
+    let answers = |statuses: &[&str]| {
+        report(
+            statuses
+                .iter()
+                .map(|status| {
+                    series(HTTP_REQUESTS.series(), &["GET", "/", status], Value::Counter(1))
+                })
+                .collect(),
+        )
+    };
+    merger.apply(front, RUN, 1, answers(&["200", "404"])).unwrap();
+    // The same ones from elsewhere are no new series.
+    merger.apply(Source::Frontend(1), RUN, 1, answers(&["200", "404"])).unwrap();
+    let refusal = merger.apply(front, RUN, 2, answers(&["200", "404", "500"])).unwrap_err();
+    assert_eq!(refusal.reason, ReportRefusal::LabelCardinality);
+    // Nor does one refused report use up the room of others.
+    merger.apply(front, RUN, 3, answers(&["200", "404"])).unwrap();
+    assert_eq!(merger.merged().counter_sum(HTTP_REQUESTS), 4);
+}
+
+#[test]
+fn reports_after_retirement() {
+    let mut merger = Merger::default();
+    merger.apply(WORKER, RUN, 1, report(honest())).unwrap();
+    merger.retire(WORKER, RUN);
+    merger.retire(WORKER, RUN);
+    let refusal = merger.apply(WORKER, RUN, 2, report(honest())).unwrap_err();
+    assert_eq!(refusal.reason, ReportRefusal::Retired);
+    assert_eq!(merger.merged().counter_sum(OBSERVATIONS_REFUSED), 4);
+    // The next process of the same slot adds to it.
+    merger.apply(WORKER, Incarnation(10), 1, report(honest())).unwrap();
+    assert_eq!(merger.merged().counter_sum(OBSERVATIONS_REFUSED), 8);
+    assert_eq!(merger.merged().histogram_sum(RANK_STEP).count(), 20);
+}

@@ -1,0 +1,249 @@
+//! Ranks as threads, driven by step plans: the coordinator's part, as simply as it can be done.
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kernels::collective::{Collective, local_group};
+use kernels::reference::ReferenceBackend;
+use kernels::{Backend, CpuBackend};
+use shared::ids::{BlockId, Epoch, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceOutput, SequenceStep, StepPlan};
+use shared::sampling::SamplingParams;
+use worker::engine::Engine;
+use worker::model::ModelError;
+use worker::model::config::ModelConfig;
+use worker::model::decoder::Decoder;
+use worker::model::safetensors::WeightFiles;
+use worker::model::shard::Shard;
+use worker::model::weights;
+
+const BLOCK_SIZE: u32 = 16;
+const NUM_BLOCKS: u32 = 2048;
+const SEQS_MAX: u32 = 64;
+const TOKENS_MAX: u32 = 1024;
+
+/// A replica of threads.
+pub(crate) struct Rig {
+    plans: Vec<Sender<StepPlan>>,
+    outputs: Receiver<Result<Vec<SequenceOutput>, String>>,
+    threads: Vec<JoinHandle<()>>,
+    step: u64,
+    next_seq: u64,
+    next_block: u32,
+}
+
+/// One sequence under way.
+#[derive(Clone, Debug)]
+pub(crate) struct Seq {
+    pub(crate) id: SeqId,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) num_prompt: usize,
+    pub(crate) logprobs: Vec<f32>,
+    pub(crate) prompt_logprobs: Vec<(u32, f32)>,
+    computed: u32,
+    blocks: u32,
+    sampling: SamplingParams,
+    admitted: bool,
+}
+
+impl Seq {
+    pub(crate) fn output(&self) -> &[u32] {
+        &self.tokens[self.num_prompt..]
+    }
+}
+
+/// Which backend computes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum On {
+    /// The fast one, with the instructions of this machine.
+    Cpu,
+    /// The oracle.
+    Reference,
+}
+
+/// One rank's engine on the fast backend.
+pub(crate) fn engine(
+    model: &Path,
+    rank: u32,
+    degree: u32,
+    collective: Box<dyn Collective>,
+) -> Result<Engine<CpuBackend>, ModelError> {
+    engine_on(model, rank, degree, CpuBackend::new(1, collective)?)
+}
+
+fn engine_on<B: Backend>(
+    model: &Path,
+    rank: u32,
+    degree: u32,
+    mut backend: B,
+) -> Result<Engine<B>, ModelError> {
+    let config = ModelConfig::load(model)?;
+    let shard = Shard::new(&config, rank, degree)?;
+    let files = WeightFiles::open(model)?;
+    let positions = config.max_positions;
+    let sizes = EngineConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: positions as u32,
+        max_num_seqs: SEQS_MAX,
+        max_num_batched_tokens: TOKENS_MAX,
+        kv_cache_bytes: 1 << 30,
+    };
+    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
+    let (tokens, rows) = (TOKENS_MAX as usize, SEQS_MAX as usize);
+    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, rows)?;
+    let mut engine = Engine::new(backend, decoder, sizes);
+    engine.start(NUM_BLOCKS)?;
+    Ok(engine)
+}
+
+fn serve<B: Backend>(
+    rank: u32,
+    mut engine: Engine<B>,
+    plans: Receiver<StepPlan>,
+    sender: &Sender<Result<Vec<SequenceOutput>, String>>,
+) {
+    for plan in plans {
+        let mut outputs = Vec::new();
+        let result = engine.step(&plan, &mut outputs);
+        if rank == 0 || result.is_err() {
+            let result = result.map(|_| outputs).map_err(|error| error.to_string());
+            let _ = sender.send(result);
+        }
+    }
+}
+
+impl Rig {
+    pub(crate) fn new(model: &Path, degree: u32) -> Self {
+        Self::on(On::Cpu, model, degree)
+    }
+
+    pub(crate) fn on(backend: On, model: &Path, degree: u32) -> Self {
+        let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
+        let (sender, outputs) = channel();
+        let mut plans = Vec::new();
+        let mut threads = Vec::new();
+        for (rank, collective) in (0..degree).zip(group) {
+            let (plan_sender, plan_receiver) = channel::<StepPlan>();
+            plans.push(plan_sender);
+            let model = model.to_owned();
+            let sender = sender.clone();
+            threads.push(std::thread::spawn(move || match backend {
+                On::Cpu => {
+                    serve(
+                        rank,
+                        engine(&model, rank, degree, collective).unwrap(),
+                        plan_receiver,
+                        &sender,
+                    );
+                }
+                On::Reference => {
+                    let backend = ReferenceBackend::new(collective);
+                    let engine = engine_on(&model, rank, degree, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
+                }
+            }));
+        }
+        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0 }
+    }
+
+    /// A new sequence; `tokens` beyond `num_prompt` were accepted before.
+    pub(crate) fn sequence(
+        &mut self,
+        tokens: &[u32],
+        num_prompt: usize,
+        sampling: SamplingParams,
+    ) -> Seq {
+        self.next_seq += 1;
+        Seq {
+            id: SeqId(self.next_seq),
+            tokens: tokens.to_vec(),
+            num_prompt,
+            logprobs: Vec::new(),
+            prompt_logprobs: Vec::new(),
+            computed: 0,
+            blocks: 0,
+            sampling,
+            admitted: false,
+        }
+    }
+
+    /// Runs one step over the sequences, at most `chunk` tokens each.
+    pub(crate) fn step(&mut self, seqs: &mut [&mut Seq], chunk: u32) {
+        self.step += 1;
+        let mut plan = StepPlan { epoch: Epoch(1), step: StepId(self.step), ..StepPlan::default() };
+        for seq in seqs.iter_mut() {
+            if !seq.admitted {
+                seq.admitted = true;
+                plan.admitted.push(NewSequence {
+                    seq: seq.id,
+                    tokens: seq.tokens.clone(),
+                    num_prompt: seq.num_prompt as u32,
+                    sampling: seq.sampling.clone(),
+                });
+            }
+            let len = seq.tokens.len() as u32;
+            let count = (len - seq.computed).min(chunk);
+            let end = seq.computed + count;
+            let mut new_blocks = Vec::new();
+            while seq.blocks * BLOCK_SIZE < end {
+                // Scattered over the cache, so that a wrong table cannot pass.
+                self.next_block += 1;
+                new_blocks.push(BlockId(self.next_block * 769 % NUM_BLOCKS));
+                seq.blocks += 1;
+            }
+            plan.sequences.push(SequenceStep {
+                seq: seq.id,
+                start: seq.computed,
+                count,
+                new_blocks,
+                sample: end == len,
+            });
+            seq.computed = end;
+        }
+        for sender in &self.plans {
+            sender.send(plan.clone()).unwrap();
+        }
+        let outputs = self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        for output in outputs {
+            let seq = seqs.iter_mut().find(|seq| seq.id == output.seq).unwrap();
+            let report = output.prompt_logprobs.iter().map(|entry| (entry.token, entry.logprob));
+            seq.prompt_logprobs.extend(report);
+            assert!(!output.corrupted);
+            if let Some(token) = output.token {
+                assert_eq!(output.position as usize, seq.tokens.len());
+                seq.tokens.push(token);
+                seq.logprobs.extend(output.logprobs.map(|logprobs| logprobs.logprob));
+            }
+        }
+    }
+
+    /// Runs one sequence until it has `output` tokens of output.
+    pub(crate) fn run(&mut self, seq: &mut Seq, output: usize, chunk: u32) {
+        while seq.output().len() < output {
+            self.step(&mut [seq], chunk);
+        }
+    }
+
+    /// Starts over with an empty cache's worth of blocks.
+    pub(crate) fn forget(&mut self, seqs: &[&Seq]) {
+        self.step += 1;
+        let finished = seqs.iter().map(|seq| seq.id).collect();
+        let plan =
+            StepPlan { epoch: Epoch(1), step: StepId(self.step), finished, ..StepPlan::default() };
+        for sender in &self.plans {
+            sender.send(plan.clone()).unwrap();
+        }
+        self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        self.next_block = 0;
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.plans.clear();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}

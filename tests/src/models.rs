@@ -1,0 +1,64 @@
+//! Where the model folders and their golden values are.
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+/// The repository's root.
+#[must_use]
+pub fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().map(PathBuf::from).unwrap_or_default()
+}
+
+/// The shipped demo model.
+#[must_use]
+pub fn demo() -> PathBuf {
+    repository().join("models/demo")
+}
+
+/// The random-weight model of one architecture.
+#[must_use]
+pub fn variant(name: &str) -> PathBuf {
+    repository().join("tests/models").join(name)
+}
+
+/// Reference values of one prompt, by transformers in float32.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Golden {
+    /// Unique within the file.
+    pub name: String,
+    /// Plain text prompts.
+    #[serde(default)]
+    pub text: Option<String>,
+    /// Chat prompts.
+    #[serde(default)]
+    pub messages: Option<serde_json::Value>,
+    /// The prompt's tokens.
+    pub prompt_ids: Vec<u32>,
+    /// Log-probability of each prompt token; none for the first.
+    pub prompt_logprobs: Vec<Option<f64>>,
+    /// 32 greedy tokens, end tokens not stopping.
+    pub greedy_ids: Vec<u32>,
+    /// Their log-probabilities.
+    pub greedy_logprobs: Vec<f64>,
+    /// Their text, special tokens included.
+    pub greedy_text: String,
+    /// Index of the first end token among them.
+    pub greedy_stop_index: Option<usize>,
+    /// Gap between the best and the second best token at each of them.
+    pub greedy_top1_top2_gap: Vec<f64>,
+}
+
+/// Reads a model folder's golden values.
+///
+/// # Panics
+/// When the file is missing or malformed: the repository is broken then.
+#[must_use]
+#[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
+pub fn goldens(model: &std::path::Path) -> Vec<Golden> {
+    #[derive(Deserialize)]
+    struct File {
+        prompts: Vec<Golden>,
+    }
+    let text = std::fs::read_to_string(model.join("golden.json")).expect("golden.json");
+    serde_json::from_str::<File>(&text).expect("golden.json has the known fields").prompts
+}

@@ -1,0 +1,152 @@
+//! Who may know whom: the direction of dependencies between the crates, and who may name a
+//! foreign crate.
+use std::collections::BTreeSet;
+
+use crate::rust_code::{crate_mentions, split};
+use crate::tree::{self, File};
+
+const CRATES: [&str; 5] = ["coordinator", "worker", "shared", "kernels", "tests"];
+
+/// Workspace crates that each crate's manifest may name. `tests` may name all.
+const MAY_DEPEND: [(&str, &[&str]); 4] = [
+    ("shared", &[]),
+    ("kernels", &[]),
+    ("worker", &["shared", "kernels"]),
+    ("coordinator", &["shared", "worker", "kernels"]),
+];
+
+/// The modules of `coordinator` that wire the roles together; its library is all the others.
+const WIRING: [&str; 2] = ["coordinator/src/main", "coordinator/src/cli"];
+
+/// Workspace crates in any dependency table of a manifest, target-specific ones too.
+fn manifest_dependencies(manifest: &toml::Table) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for (key, value) in manifest {
+        let Some(table) = value.as_table() else { continue };
+        if key.ends_with("dependencies") {
+            for (name, details) in table {
+                let package = details.get("package").and_then(toml::Value::as_str);
+                names.insert(package.unwrap_or(name).to_owned());
+            }
+        } else if key == "target" {
+            for target in table.values().filter_map(toml::Value::as_table) {
+                names.extend(manifest_dependencies(target));
+            }
+        }
+    }
+    names
+}
+
+/// Manifests that name a crate of ours which they must not know.
+fn manifest_direction(manifests: &[File]) -> Vec<String> {
+    let mut findings = Vec::new();
+    for file in manifests {
+        let Some((owner, _)) = file.path.split_once('/') else { continue };
+        let Some((_, allowed)) = MAY_DEPEND.iter().find(|(name, _)| *name == owner) else {
+            continue;
+        };
+        let manifest: toml::Table = match file.text.parse() {
+            Ok(manifest) => manifest,
+            Err(error) => {
+                findings.push(format!("{}: {error}", file.path));
+                continue;
+            }
+        };
+        for name in manifest_dependencies(&manifest) {
+            if CRATES.contains(&name.as_str()) && !allowed.contains(&name.as_str()) {
+                findings.push(format!("{}: {owner} must not depend on {name}", file.path));
+            }
+        }
+    }
+    findings
+}
+
+/// Sources that name a crate of ours which they must not know.
+fn source_direction(sources: &[File]) -> Vec<String> {
+    let mut findings = Vec::new();
+    for file in sources {
+        let Some((owner, _)) = file.path.split_once('/') else { continue };
+        let Some((_, in_manifest)) = MAY_DEPEND.iter().find(|(name, _)| *name == owner) else {
+            continue;
+        };
+        let code = split(&file.text).code;
+        for name in CRATES.into_iter().filter(|name| *name != owner) {
+            let wiring = WIRING.iter().any(|module| file.in_module(module));
+            let library_of_coordinator = owner == "coordinator" && !wiring;
+            let allowed =
+                in_manifest.contains(&name) && (name == "shared" || !library_of_coordinator);
+            if !allowed {
+                for line in crate_mentions(&code, name) {
+                    findings.push(format!("{}:{line}: must not name {name}", file.path));
+                }
+            }
+        }
+    }
+    findings
+}
+
+/// Sources and manifests that name bincode outside the one module that hides it.
+fn bincode_is_hidden(files: &[File]) -> Vec<String> {
+    let mut findings = Vec::new();
+    for file in files {
+        if file.in_module("shared/src/wire") {
+            continue;
+        }
+        if file.extension() == "rs" {
+            for line in crate_mentions(&split(&file.text).code, "bincode") {
+                findings.push(format!("{}:{line}: only shared/src/wire names bincode", file.path));
+            }
+        } else if !["Cargo.toml", "shared/Cargo.toml"].contains(&file.path.as_str()) {
+            let manifest: toml::Table = file.text.parse().unwrap_or_default();
+            if manifest_dependencies(&manifest).contains("bincode") {
+                findings.push(format!("{}: only shared depends on bincode", file.path));
+            }
+        }
+    }
+    findings
+}
+
+fn manifests() -> Vec<File> {
+    CRATES.iter().map(|name| tree::read(&format!("{name}/Cargo.toml")).unwrap()).collect()
+}
+
+#[test]
+fn crates_depend_in_one_direction() {
+    crate::assert_kept("manifest direction", &manifest_direction(&manifests()));
+    crate::assert_kept("source direction", &source_direction(&tree::rust_files()));
+}
+
+#[test]
+fn only_the_wire_module_names_bincode() {
+    let mut files = tree::rust_files();
+    files.extend(manifests());
+    crate::assert_kept("bincode is hidden", &bincode_is_hidden(&files));
+}
+
+#[test]
+fn the_direction_rules_can_fail() {
+    let manifest = |path, text| manifest_direction(&[File::sample(path, text)]).len();
+    assert_eq!(manifest("kernels/Cargo.toml", "[dependencies]\nshared.workspace = true"), 1);
+    assert_eq!(
+        manifest("shared/Cargo.toml", "[target.'cfg(unix)'.dependencies]\nworker = \"1\""),
+        1
+    );
+    assert_eq!(manifest("worker/Cargo.toml", "[dev-dependencies]\nx = { package = \"tests\" }"), 1);
+    assert_eq!(manifest("worker/Cargo.toml", "[dependencies]\nshared.workspace = true"), 0);
+
+    let source = |path, text| source_direction(&[File::sample(path, text)]).len();
+    assert_eq!(source("coordinator/src/http.rs", "use worker::Options;"), 1);
+    assert_eq!(source("coordinator/src/http.rs", "fn f() { kernels::add() }"), 1);
+    assert_eq!(source("coordinator/src/cli/up.rs", "use worker::Options;"), 0);
+    assert_eq!(source("shared/src/ids.rs", "use kernels::Backend;"), 1);
+    assert_eq!(source("worker/src/lib.rs", "// use coordinator::x\nuse coordinator::x;"), 1);
+    assert_eq!(source("kernels/src/cpu.rs", "/// See `shared::ids`.\nfn f() {}"), 0);
+}
+
+#[test]
+fn the_bincode_rule_can_fail() {
+    let rule = |path, text| bincode_is_hidden(&[File::sample(path, text)]).len();
+    assert_eq!(rule("shared/src/protocol.rs", "#[derive(bincode::Encode)] struct A;"), 1);
+    assert_eq!(rule("worker/Cargo.toml", "[dependencies]\nbincode.workspace = true"), 1);
+    assert_eq!(rule("shared/src/wire/codec.rs", "use bincode::config;"), 0);
+}

@@ -1,0 +1,40 @@
+//! House rules that no compiler checks, as tests over the repository's files.
+//!
+//! Each rule is a function from files to findings. Each has a test that this repository keeps it,
+//! and one that feeds it a violation, because a rule that cannot fail checks nothing.
+//! What rustc and clippy check already (docs on public items, `unwrap`) is not repeated here.
+#![forbid(unsafe_code)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test binary: failing is its job"
+)]
+
+mod configs;
+mod dependencies;
+mod documents;
+mod licences;
+mod metric_names;
+mod program;
+mod purity;
+mod rust_code;
+mod source;
+mod tree;
+
+/// Fails the calling test with one line per finding.
+#[track_caller]
+fn assert_kept(rule: &str, findings: &[String]) {
+    assert!(
+        findings.is_empty(),
+        "{rule}: {} finding(s)\n  {}\n",
+        findings.len(),
+        findings.join("\n  ")
+    );
+}
+
+/// Says something that does not fail: written past the capture of libtest, so that it is seen.
+fn notice(message: &str) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr(), "tidy: {message}");
+}

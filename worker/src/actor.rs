@@ -1,0 +1,303 @@
+//! The worker actor: one per process. Dials the coordinator for ever, shakes hands, hands what it
+//! is told to the executor, and sends what the executor says.
+//!
+//! Its ends: asked to shut down by the coordinator, told to stop by the process, or refused for a
+//! reason that trying again cannot change. Losing the link is none: the epoch ends, the weights
+//! stay, and it dials again.
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
+use shared::actor::link::{Connection, LinkEvent, LinkHandle};
+use shared::actor::liveness::LivenessConfig;
+use shared::actor::remote::RemoteAddr;
+use shared::clock::Clock;
+use shared::ids::{Epoch, WorkerId};
+use shared::protocol::{FromWorker, Hello, ToWorker, Welcome};
+use shared::wire::codec;
+use shared::wire::frame::{Frame, FrameKind};
+use tokio::sync::oneshot;
+
+use crate::executor::{Executor, ExecutorCommand};
+
+/// How long dialling and each message of the handshake may take.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
+/// Waits between two attempts to reach the coordinator.
+const REDIAL_MIN: Duration = Duration::from_millis(50);
+const REDIAL_MAX: Duration = Duration::from_secs(2);
+
+/// Why a worker ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum WorkerEnd {
+    /// It was asked to.
+    Shutdown {
+        /// Why.
+        reason: String,
+    },
+    /// The coordinator will not have it.
+    Refused {
+        /// Why, in the coordinator's words.
+        reason: String,
+    },
+    /// Its own thread of execution is gone.
+    Failed {
+        /// What happened.
+        message: String,
+    },
+}
+
+/// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
+#[derive(Clone, Debug, Default)]
+pub struct Uplink {
+    inner: Arc<Mutex<Option<RemoteAddr<FromWorker>>>>,
+    worker: Arc<AtomicU32>,
+}
+
+impl Uplink {
+    /// Sends a message of `epoch`; without a link it is dropped, since its epoch is over.
+    pub fn tell(&self, epoch: Epoch, message: &FromWorker) {
+        let uplink = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(uplink) = uplink else { return };
+        if let Err(error) = uplink.tell(epoch, message) {
+            tracing::warn!(%error, "message to the coordinator lost");
+        }
+    }
+
+    /// The slot this worker has at its present or last coordinator.
+    #[must_use]
+    pub fn worker(&self) -> WorkerId {
+        WorkerId(self.worker.load(Ordering::Relaxed))
+    }
+
+    fn set(&self, link: Option<RemoteAddr<FromWorker>>) {
+        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
+    }
+}
+
+/// What the worker actor needs.
+#[derive(Debug)]
+pub struct WorkerConfig {
+    /// The coordinator's cluster address, `HOST:PORT`.
+    pub coordinator: String,
+    /// Who this worker is.
+    pub hello: Hello,
+    /// How the link is watched.
+    pub liveness: LivenessConfig,
+    /// The process's clock.
+    pub clock: Arc<dyn Clock>,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct WorkerActor {
+    config: Arc<WorkerConfig>,
+    executor: Executor,
+    uplink: Uplink,
+    link: Option<LinkHandle>,
+    /// Counts links, so that events of an older one are told apart.
+    generation: u64,
+    redial: Duration,
+    end: Option<oneshot::Sender<WorkerEnd>>,
+}
+
+impl WorkerActor {
+    /// Makes the actor; `end` is told once when it is over.
+    #[must_use]
+    pub fn new(
+        config: WorkerConfig,
+        executor: Executor,
+        uplink: Uplink,
+        end: oneshot::Sender<WorkerEnd>,
+    ) -> Self {
+        Self {
+            config: Arc::new(config),
+            executor,
+            uplink,
+            link: None,
+            generation: 0,
+            redial: REDIAL_MIN,
+            end: Some(end),
+        }
+    }
+
+    fn dial(&self, ctx: &mut Context<Self>, after: Duration) {
+        let config = self.config.clone();
+        let addr = ctx.address();
+        actix::spawn(async move {
+            tokio::time::sleep(after).await;
+            addr.do_send(Dialled(shake_hands(&config).await));
+        });
+    }
+
+    /// Has stats reported by a timer, until the link ends.
+    fn report_every(&self, ctx: &mut Context<Self>, interval: Duration) {
+        let generation = self.generation;
+        let addr = ctx.address();
+        actix::spawn(async move {
+            let mut timer = tokio::time::interval(interval);
+            while addr.send(ReportDue { generation }).await.unwrap_or(false) {
+                timer.tick().await;
+            }
+        });
+    }
+
+    fn lost(&mut self, ctx: &mut Context<Self>) {
+        self.generation += 1;
+        self.link = None;
+        self.uplink.set(None);
+        self.executor.abort_all();
+        self.dial(ctx, self.redial);
+    }
+
+    fn finish(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
+        if let Some(sender) = self.end.take() {
+            let _ = sender.send(end);
+        }
+        ctx.stop();
+    }
+
+    fn take(&mut self, ctx: &mut Context<Self>, frame: &Frame) {
+        let message = match codec::decode_message::<ToWorker>(&frame.body) {
+            Ok(message) => message,
+            Err(error) => {
+                tracing::error!(%error, "the coordinator sent what cannot be read");
+                if let Some(link) = &self.link {
+                    link.close();
+                }
+                return;
+            }
+        };
+        let queued = match message {
+            ToWorker::Form(form) => self.executor.command(ExecutorCommand::Form(form)),
+            ToWorker::Start(start) => self.executor.command(ExecutorCommand::Start(start)),
+            ToWorker::Step(plan) => self.executor.command(ExecutorCommand::Step(plan)),
+            ToWorker::Abort { epoch } => {
+                self.executor.abort(epoch);
+                Ok(())
+            }
+            ToWorker::Shutdown { reason } => {
+                return self.finish(ctx, WorkerEnd::Shutdown { reason });
+            }
+        };
+        if let Err(error) = queued {
+            self.finish(ctx, WorkerEnd::Failed { message: error.to_string() });
+        }
+    }
+}
+
+impl Actor for WorkerActor {
+    type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Self::Context) {
+        self.dial(ctx, Duration::ZERO);
+    }
+}
+
+/// How a handshake ended.
+enum HandshakeError {
+    /// Try again.
+    Retry(String),
+    /// Don't.
+    Refused(String),
+}
+
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Dialled(Result<(Connection, Welcome), HandshakeError>);
+
+#[derive(Message)]
+#[rtype(result = "()")]
+struct FromLink {
+    generation: u64,
+    event: LinkEvent,
+}
+
+/// Time for a report; answers whether the link it was meant for still lives.
+#[derive(Message)]
+#[rtype(result = "bool")]
+struct ReportDue {
+    generation: u64,
+}
+
+impl Handler<ReportDue> for WorkerActor {
+    type Result = bool;
+
+    fn handle(&mut self, due: ReportDue, _ctx: &mut Self::Context) -> bool {
+        let current = due.generation == self.generation;
+        if current {
+            // A full queue means a busy executor, whose stats ride on its steps.
+            let _ = self.executor.command(ExecutorCommand::Report);
+        }
+        current
+    }
+}
+
+impl Handler<Dialled> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, Dialled(outcome): Dialled, ctx: &mut Self::Context) {
+        match outcome {
+            Ok((connection, welcome)) => {
+                tracing::info!(worker = %welcome.worker, coordinator = %connection.peer(), "joined");
+                self.redial = REDIAL_MIN;
+                self.generation += 1;
+                self.uplink.worker.store(welcome.worker.0, Ordering::Relaxed);
+                let interval = Duration::from_millis(welcome.stats_interval_ms.max(100));
+                self.report_every(ctx, interval);
+                self.executor.new_link();
+                let (addr, generation) = (ctx.address(), self.generation);
+                let sink = move |event| addr.do_send(FromLink { generation, event });
+                let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
+                self.uplink.set(Some(RemoteAddr::new(link.clone())));
+                self.link = Some(link);
+            }
+            Err(HandshakeError::Retry(reason)) => {
+                tracing::debug!(%reason, "cannot join yet");
+                self.redial = (self.redial * 2).min(REDIAL_MAX);
+                self.dial(ctx, self.redial);
+            }
+            Err(HandshakeError::Refused(reason)) => {
+                self.finish(ctx, WorkerEnd::Refused { reason });
+            }
+        }
+    }
+}
+
+impl Handler<FromLink> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
+        if message.generation != self.generation {
+            return;
+        }
+        match message.event {
+            LinkEvent::Frame(frame) => self.take(ctx, &frame),
+            LinkEvent::Suspect => tracing::warn!("the coordinator is silent"),
+            LinkEvent::Alive => tracing::info!("the coordinator is heard again"),
+            LinkEvent::Closed { reason } => {
+                tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
+                self.lost(ctx);
+            }
+        }
+    }
+}
+
+async fn shake_hands(config: &WorkerConfig) -> Result<(Connection, Welcome), HandshakeError> {
+    let retry = |error: &dyn std::fmt::Display| HandshakeError::Retry(error.to_string());
+    let mut connection = Connection::dial(&config.coordinator, HANDSHAKE_DEADLINE)
+        .await
+        .map_err(|error| retry(&error))?;
+    let hello = codec::encode(&config.hello).map_err(|error| retry(&error))?;
+    connection.send(FrameKind::Hello, &hello).await.map_err(|error| retry(&error))?;
+    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(|error| retry(&error))?;
+    match frame.kind {
+        FrameKind::Welcome => codec::decode_message(&frame.body)
+            .map(|welcome| (connection, welcome))
+            .map_err(|error| retry(&error)),
+        FrameKind::Refused => Err(HandshakeError::Refused(
+            codec::decode_message(&frame.body).unwrap_or_else(|_| "no reason given".to_owned()),
+        )),
+        kind => Err(HandshakeError::Retry(format!("expected a welcome, got {kind:?}"))),
+    }
+}

@@ -1,0 +1,234 @@
+//! Measures the engine alone: ranks as threads of this process, driven by step plans, no HTTP, no
+//! links. What `tutti bench` prints.
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kernels::CpuBackend;
+use kernels::collective::{Collective, local_group};
+use shared::ids::{BlockId, Epoch, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::sampling::SamplingParams;
+
+use crate::engine::Engine;
+use crate::model::ModelError;
+use crate::model::config::ModelConfig;
+use crate::model::decoder::Decoder;
+use crate::model::safetensors::WeightFiles;
+use crate::model::shard::Shard;
+use crate::model::weights;
+
+const BLOCK_SIZE: u32 = 16;
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct BenchOptions {
+    /// The model folder.
+    pub model: PathBuf,
+    /// Ranks.
+    pub tensor_parallel: u32,
+    /// Compute threads per rank.
+    pub threads: u32,
+    /// Tokens of the prefill case's prompt.
+    pub prompt_tokens: u32,
+    /// Decode steps of each decode case.
+    pub decode_steps: u32,
+    /// Sequences of the decode cases.
+    pub batches: Vec<u32>,
+}
+
+/// Tokens per second.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BenchFigures {
+    /// Computing one prompt, first token included.
+    pub prefill: f64,
+    /// (sequences, tokens per second of all together), decode steps only.
+    pub decode: Vec<(u32, f64)>,
+    /// Microseconds of one step that computes nothing: plan handed over, ranks met, result back.
+    pub empty_step_us: f64,
+    /// What computed, in words.
+    pub backend: String,
+}
+
+/// Runs all cases once.
+///
+/// # Errors
+/// A sentence when the model cannot be loaded or a step fails.
+pub fn run(options: &BenchOptions) -> Result<BenchFigures, String> {
+    let mut replica = Replica::start(options)?;
+    // The first steps touch every page of weights and grow every buffer.
+    for _ in 0..2 {
+        replica.case(1, options.prompt_tokens, 4)?;
+    }
+    let (prefill, _) = replica.case(1, options.prompt_tokens, 1)?;
+    let mut decode = Vec::new();
+    for batch in &options.batches {
+        let (_, elapsed) = replica.case(*batch, 32, options.decode_steps)?;
+        let tokens = f64::from(batch * options.decode_steps);
+        decode.push((*batch, tokens / elapsed.as_secs_f64()));
+    }
+    let began = Instant::now();
+    for _ in 0..1000 {
+        replica.run(StepPlan::default())?;
+    }
+    Ok(BenchFigures {
+        prefill: f64::from(options.prompt_tokens) / prefill.as_secs_f64(),
+        decode,
+        empty_step_us: began.elapsed().as_secs_f64() * 1e6 / 1000.0,
+        backend: replica.backend.clone(),
+    })
+}
+
+struct Replica {
+    plans: Vec<SyncSender<StepPlan>>,
+    results: Receiver<Result<(), String>>,
+    threads: Vec<JoinHandle<()>>,
+    backend: String,
+    vocab: u32,
+    step: u64,
+    next_seq: u64,
+}
+
+impl Replica {
+    fn start(options: &BenchOptions) -> Result<Self, String> {
+        let ranks = options.tensor_parallel;
+        let group = local_group(ranks as usize, TIMEOUT).map_err(|error| error.to_string())?;
+        let config = ModelConfig::load(&options.model).map_err(|error| error.to_string())?;
+        let (sender, results) = sync_channel(ranks as usize);
+        let mut replica = Self {
+            plans: Vec::new(),
+            results,
+            threads: Vec::new(),
+            backend: String::new(),
+            vocab: u32::try_from(config.vocab_size).unwrap_or(u32::MAX),
+            step: 0,
+            next_seq: 0,
+        };
+        let (described, descriptions) = sync_channel(ranks as usize);
+        for (rank, collective) in (0..ranks).zip(group) {
+            let (plans, received) = sync_channel::<StepPlan>(2);
+            replica.plans.push(plans);
+            let (options, sender, described) = (options.clone(), sender.clone(), described.clone());
+            replica.threads.push(std::thread::spawn(move || {
+                let engine = engine(&options, rank, collective).map_err(|error| error.to_string());
+                let _ = described.send(engine.as_ref().map(|e| e.1.clone()).map_err(String::clone));
+                let Ok((mut engine, _)) = engine else { return };
+                let mut outputs = Vec::new();
+                for plan in received {
+                    outputs.clear();
+                    let result = engine.step(&plan, &mut outputs);
+                    if rank == 0 || result.is_err() {
+                        let _ = sender.send(result.map(|_| ()).map_err(|error| error.to_string()));
+                    }
+                }
+            }));
+        }
+        for _ in 0..ranks {
+            replica.backend = descriptions.recv().map_err(|error| error.to_string())??;
+        }
+        Ok(replica)
+    }
+
+    fn run(&mut self, mut plan: StepPlan) -> Result<(), String> {
+        self.step += 1;
+        plan.step = StepId(self.step);
+        plan.epoch = Epoch(1);
+        for plans in &self.plans {
+            plans.send(plan.clone()).map_err(|error| error.to_string())?;
+        }
+        self.results.recv_timeout(TIMEOUT).map_err(|error| error.to_string())?
+    }
+
+    /// Runs `batch` sequences of `prompt` tokens for `steps` decode steps; returns the time of the
+    /// prefill and of the decode steps.
+    fn case(
+        &mut self,
+        batch: u32,
+        prompt: u32,
+        steps: u32,
+    ) -> Result<(Duration, Duration), String> {
+        let blocks = (prompt + steps + 1).div_ceil(BLOCK_SIZE);
+        let first = self.next_seq;
+        self.next_seq += u64::from(batch);
+        let seqs: Vec<SeqId> = (first..self.next_seq).map(SeqId).collect();
+        let mut elapsed = Duration::ZERO;
+        for (index, seq) in (0u32..).zip(&seqs) {
+            let mut random = u64::from(index) + 1;
+            let tokens = (0..prompt)
+                .map(|_| {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    (random >> 33) as u32 % self.vocab
+                })
+                .collect();
+            let sampling = SamplingParams::greedy();
+            let admitted = vec![NewSequence { seq: *seq, tokens, num_prompt: prompt, sampling }];
+            let own = index * blocks..(index + 1) * blocks;
+            let sequences = vec![SequenceStep {
+                seq: *seq,
+                start: 0,
+                count: prompt,
+                new_blocks: own.map(BlockId).collect(),
+                sample: true,
+            }];
+            let began = Instant::now();
+            self.run(StepPlan { admitted, sequences, ..StepPlan::default() })?;
+            elapsed += began.elapsed();
+        }
+        let began = Instant::now();
+        for step in 0..steps {
+            let entry = |seq: &SeqId| SequenceStep {
+                seq: *seq,
+                start: prompt + step,
+                count: 1,
+                new_blocks: Vec::new(),
+                sample: true,
+            };
+            let sequences = seqs.iter().map(entry).collect();
+            self.run(StepPlan { sequences, ..StepPlan::default() })?;
+        }
+        let decode = began.elapsed();
+        self.run(StepPlan { finished: seqs, ..StepPlan::default() })?;
+        Ok((elapsed, decode))
+    }
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        self.plans.clear();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn engine(
+    options: &BenchOptions,
+    rank: u32,
+    collective: Box<dyn Collective>,
+) -> Result<(Engine<CpuBackend>, String), ModelError> {
+    let model: &Path = &options.model;
+    let config = ModelConfig::load(model)?;
+    let shard = Shard::new(&config, rank, options.tensor_parallel)?;
+    let files = WeightFiles::open(model)?;
+    let mut backend = CpuBackend::new(options.threads as usize, collective)?;
+    let described = kernels::Backend::describe(&backend);
+    let longest = options.prompt_tokens.max(32) + options.decode_steps + 1;
+    let positions = config.max_positions.min(longest as usize);
+    let seqs = options.batches.iter().copied().max().unwrap_or(1);
+    let sizes = EngineConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: u32::try_from(positions).unwrap_or(u32::MAX),
+        max_num_seqs: seqs,
+        max_num_batched_tokens: options.prompt_tokens.max(seqs),
+        kv_cache_bytes: u64::MAX,
+    };
+    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
+    let tokens = sizes.max_num_batched_tokens as usize;
+    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, seqs as usize)?;
+    let num_blocks = longest.div_ceil(BLOCK_SIZE) * seqs.max(2);
+    let mut engine = Engine::new(backend, decoder, sizes);
+    engine.start(num_blocks)?;
+    Ok((engine, described))
+}

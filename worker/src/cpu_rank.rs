@@ -1,0 +1,160 @@
+//! A rank on CPU cores: connects the collective a coordinator asks for, loads its shard, runs the
+//! engine over `kernels::CpuBackend`. Weights outlive the epoch: a rank that is formed again with
+//! the same shard only connects anew.
+use std::net::TcpListener;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use kernels::collective::{SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp};
+use kernels::{Collective, CpuBackend};
+use shared::protocol::{CollectiveSpec, Form, SequenceOutput, StepPlan, StepTimings};
+
+use crate::engine::Engine;
+use crate::model::ModelError;
+use crate::model::config::ModelConfig;
+use crate::model::decoder::Decoder;
+use crate::model::safetensors::WeightFiles;
+use crate::model::shard::Shard;
+use crate::model::weights;
+use crate::rank::{AbortSlot, FormError, Rank, RankReady};
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct CpuRank {
+    threads: usize,
+    listener: TcpListener,
+    loaded: Option<Loaded>,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    engine: Engine<CpuBackend>,
+    /// What was loaded: model folder, rank, degree, and the sizes the buffers were made for.
+    key: (String, u32, u32, u32, u32, u32),
+}
+
+impl CpuRank {
+    /// A rank of `threads` compute threads that takes TCP collectives on `listener`.
+    #[must_use]
+    pub fn new(threads: usize, listener: TcpListener) -> Self {
+        Self { threads, listener, loaded: None }
+    }
+
+    fn connect(&self, form: &Form) -> Result<Box<dyn Collective>, FormError> {
+        let timeout = Duration::from_millis(form.collective_timeout_ms);
+        let (rank, world_size) = (form.rank, form.world_size);
+        let connected = match &form.collective {
+            CollectiveSpec::None => Ok(single_rank()),
+            CollectiveSpec::SharedMemory { name } => {
+                tracing::info!(rank, world_size, "collective: shared memory");
+                let name = name.clone();
+                shared_memory(&SharedMemoryOptions { name, rank, world_size, timeout })
+            }
+            CollectiveSpec::Tcp { ranks } => {
+                tracing::info!(rank, world_size, "collective: tcp");
+                let (listener, token) = (&self.listener, form.epoch.0);
+                tcp(&TcpOptions { listener, ranks, rank, token, timeout })
+            }
+        };
+        connected.map_err(|error| FormError { message: error.to_string(), permanent: false })
+    }
+
+    fn load(
+        &self,
+        form: &Form,
+        collective: Box<dyn Collective>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Engine<CpuBackend>, ModelError> {
+        let folder = Path::new(&form.model);
+        let config = ModelConfig::load(folder)?;
+        let shard = Shard::new(&config, form.rank, form.world_size)?;
+        let files = WeightFiles::open(folder)?;
+        let mut backend = CpuBackend::new(self.threads, collective)?;
+        let positions = form.engine.max_model_len as usize;
+        if positions > config.max_positions {
+            let message = format!(
+                "max_position_embeddings is {}, below the max_model_len asked for ({positions})",
+                config.max_positions
+            );
+            return Err(ModelError::file(&folder.join("config.json"), message));
+        }
+        let weights = weights::load(&mut backend, &files, &config, &shard, positions, progress)?;
+        let tokens_max = form.engine.max_num_batched_tokens as usize;
+        let rows_max = form.engine.max_num_seqs as usize;
+        let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
+        Ok(Engine::new(backend, decoder, form.engine.clone()))
+    }
+}
+
+impl Rank for CpuRank {
+    fn form(
+        &mut self,
+        form: &Form,
+        abort: &AbortSlot,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<RankReady, FormError> {
+        let collective = self.connect(form)?;
+        abort.set(form.epoch, collective.abort_handle());
+        let sizes = &form.engine;
+        let key = (
+            form.model.clone(),
+            form.rank,
+            form.world_size,
+            sizes.max_model_len,
+            sizes.max_num_batched_tokens,
+            sizes.max_num_seqs,
+        );
+        let began = Instant::now();
+        let mut load_seconds = 0.0;
+        match self.loaded.take().filter(|loaded| loaded.key == key) {
+            Some(mut loaded) => {
+                loaded.engine.backend().set_collective(collective);
+                loaded.engine.reconfigure(form.engine.clone());
+                self.loaded = Some(loaded);
+            }
+            None => {
+                let engine = self.load(form, collective, progress).map_err(|error| FormError {
+                    permanent: error.is_permanent(),
+                    message: error.to_string(),
+                })?;
+                load_seconds = began.elapsed().as_secs_f64();
+                self.loaded = Some(Loaded { engine, key });
+            }
+        }
+        let Some(loaded) = &self.loaded else {
+            return Err(FormError { message: "nothing is loaded".to_owned(), permanent: false });
+        };
+        let kv_blocks = loaded.engine.kv_blocks();
+        let needed = sizes.max_model_len.div_ceil(sizes.block_size);
+        if kv_blocks == 0 {
+            let message = format!(
+                "{} bytes of KV cache memory hold not a single block; one sequence of {} tokens \
+                 needs {needed}",
+                sizes.kv_cache_bytes, sizes.max_model_len
+            );
+            return Err(FormError { message, permanent: true });
+        }
+        Ok(RankReady { kv_blocks, weight_bytes: loaded.engine.weight_bytes(), load_seconds })
+    }
+
+    fn start(&mut self, num_blocks: u32) -> Result<(), String> {
+        let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
+        loaded.engine.start(num_blocks).map_err(|error| error.to_string())
+    }
+
+    fn step(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
+        let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
+        loaded.engine.step(plan, outputs).map_err(|error| error.to_string())
+    }
+
+    fn release(&mut self) {
+        if let Some(loaded) = &mut self.loaded {
+            loaded.engine.release();
+            loaded.engine.backend().set_collective(single_rank());
+        }
+    }
+}

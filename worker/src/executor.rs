@@ -1,0 +1,257 @@
+//! The executor: one OS thread that owns the rank and runs one command at a time.
+//!
+//! It owns order and epochs: a command of an epoch that is over does nothing. It does no network IO
+//! beyond handing messages to the [`Outbox`]; it never waits for the link.
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use shared::ids::Epoch;
+use shared::protocol::{
+    Form, FormFailed, Formed, FromWorker, LoadProgress, Start, Started, StepFailed, StepPlan,
+    StepResult, WorkerStats,
+};
+
+use crate::rank::{AbortSlot, Rank};
+
+/// Commands waiting for the executor. The coordinator keeps two steps in flight, so a queue this
+/// long is full only if something is badly wrong.
+const COMMANDS_MAX: usize = 32;
+/// Load progress is reported at most this often.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
+
+/// What the executor is told.
+#[derive(Debug)]
+pub enum ExecutorCommand {
+    /// Become a rank.
+    Form(Form),
+    /// Allocate the KV cache.
+    Start(Start),
+    /// Run a step.
+    Step(StepPlan),
+    /// The epoch is over: drop its collective and cache, keep the weights.
+    Release(Epoch),
+    /// Report the stats, for there may be no step for them to ride on.
+    Report,
+}
+
+/// Where the executor's messages go.
+pub trait Outbox: Send {
+    /// Sends one message towards the coordinator. Must not block.
+    fn send(&mut self, message: FromWorker);
+    /// Records a finished step and returns the cumulative stats that ride on its result.
+    fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
+    /// Records a finished load.
+    fn loaded(&mut self, form: &Form, formed: &Formed);
+    /// The cumulative stats now.
+    fn report(&mut self) -> WorkerStats;
+}
+
+/// A handle on the executor thread. Dropping it ends the thread after the command in progress.
+#[derive(Debug)]
+pub struct Executor {
+    commands: Option<SyncSender<ExecutorCommand>>,
+    thread: Option<JoinHandle<()>>,
+    abort: AbortSlot,
+}
+
+/// The executor cannot take a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ExecutorError {
+    /// It is far behind.
+    #[error("the executor has {COMMANDS_MAX} commands waiting and takes no more")]
+    Full,
+    /// It panicked.
+    #[error("the executor thread has ended")]
+    Ended,
+}
+
+impl Executor {
+    /// Starts the thread. `make_rank` runs on it, since a rank may hold things that must stay on
+    /// one thread.
+    ///
+    /// # Errors
+    /// When the operating system gives no thread.
+    pub fn spawn<R, M>(make_rank: M, outbox: impl Outbox + 'static) -> std::io::Result<Self>
+    where
+        R: Rank,
+        M: FnOnce() -> R + Send + 'static,
+    {
+        let (commands, receiver) = sync_channel(COMMANDS_MAX);
+        let abort = AbortSlot::default();
+        let slot = abort.clone();
+        let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
+            Loop { rank: make_rank(), outbox, abort: slot, epoch: None }.run(&receiver)
+        })?;
+        Ok(Self { commands: Some(commands), thread: Some(thread), abort })
+    }
+
+    /// Queues a command.
+    ///
+    /// # Errors
+    /// [`ExecutorError`].
+    pub fn command(&self, command: ExecutorCommand) -> Result<(), ExecutorError> {
+        let Some(commands) = &self.commands else { return Err(ExecutorError::Ended) };
+        commands.try_send(command).map_err(|error| match error {
+            TrySendError::Full(_) => ExecutorError::Full,
+            TrySendError::Disconnected(_) => ExecutorError::Ended,
+        })
+    }
+
+    /// Ends `epoch`: frees the executor from its collective at once, then drops it.
+    pub fn abort(&self, epoch: Epoch) {
+        self.abort.abort(epoch);
+        // When the queue is full the next Form releases what is held.
+        let _ = self.command(ExecutorCommand::Release(epoch));
+    }
+
+    /// Ends whatever epoch is under way, for the link to the coordinator is gone.
+    pub fn abort_all(&self) {
+        self.abort(Epoch(u64::MAX));
+    }
+
+    /// Forgets that all epochs are over: called before the first message of a new link.
+    pub fn new_link(&self) {
+        self.abort.reset();
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        self.abort.abort(Epoch(u64::MAX));
+        drop(self.commands.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Loop<R, O> {
+    rank: R,
+    outbox: O,
+    abort: AbortSlot,
+    /// The epoch that is formed.
+    epoch: Option<Epoch>,
+}
+
+impl<R: Rank, O: Outbox> Loop<R, O> {
+    fn run(mut self, commands: &Receiver<ExecutorCommand>) {
+        let mut idle_since = Instant::now();
+        while let Ok(command) = commands.recv() {
+            let idle = idle_since.elapsed();
+            match command {
+                ExecutorCommand::Form(form) => self.form(&form),
+                ExecutorCommand::Start(start) => self.start(start),
+                ExecutorCommand::Step(plan) => self.step(&plan, idle),
+                ExecutorCommand::Report => {
+                    let stats = self.outbox.report();
+                    self.outbox.send(FromWorker::Stats(stats));
+                    // Time spent waiting for work goes on.
+                    continue;
+                }
+                ExecutorCommand::Release(epoch) => {
+                    if self.epoch.is_some_and(|current| current <= epoch) {
+                        self.release();
+                    }
+                }
+            }
+            idle_since = Instant::now();
+        }
+    }
+
+    fn release(&mut self) {
+        self.rank.release();
+        self.abort.clear();
+        self.epoch = None;
+    }
+
+    fn form(&mut self, form: &Form) {
+        self.release();
+        let epoch = form.epoch;
+        if self.abort.is_aborted(epoch) {
+            return;
+        }
+        let mut last = None::<Instant>;
+        let outbox = &mut self.outbox;
+        let mut progress = |bytes_done, bytes_total| {
+            let due = last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
+            if due || bytes_done == bytes_total {
+                last = Some(Instant::now());
+                outbox.send(FromWorker::Progress(LoadProgress { epoch, bytes_done, bytes_total }));
+            }
+        };
+        match self.rank.form(form, &self.abort, &mut progress) {
+            Ok(ready) => {
+                self.epoch = Some(epoch);
+                let formed = Formed {
+                    epoch,
+                    kv_blocks: ready.kv_blocks,
+                    weight_bytes: ready.weight_bytes,
+                    load_seconds: ready.load_seconds,
+                };
+                self.outbox.loaded(form, &formed);
+                self.outbox.send(FromWorker::Formed(formed));
+            }
+            Err(error) => {
+                self.release();
+                self.outbox.send(FromWorker::FormFailed(FormFailed {
+                    epoch,
+                    message: error.message,
+                    permanent: error.permanent,
+                }));
+            }
+        }
+    }
+
+    fn start(&mut self, start: Start) {
+        if self.epoch != Some(start.epoch) {
+            return;
+        }
+        let epoch = start.epoch;
+        match self.rank.start(start.num_blocks) {
+            Ok(()) => self.outbox.send(FromWorker::Started(Started { epoch })),
+            Err(message) => {
+                self.release();
+                let failed = FormFailed { epoch, message, permanent: false };
+                self.outbox.send(FromWorker::FormFailed(failed));
+            }
+        }
+    }
+
+    fn step(&mut self, plan: &StepPlan, idle: Duration) {
+        if self.epoch != Some(plan.epoch) {
+            return;
+        }
+        let began = Instant::now();
+        let mut outputs = Vec::with_capacity(plan.sequences.len());
+        match self.rank.step(plan, &mut outputs) {
+            Ok(mut timings) => {
+                timings.idle_us = micros(idle);
+                timings.step_us = micros(began.elapsed());
+                let mut result = StepResult {
+                    epoch: plan.epoch,
+                    step: plan.step,
+                    outputs,
+                    timings,
+                    stats: WorkerStats::default(),
+                };
+                result.stats = self.outbox.step_finished(&result);
+                self.outbox.send(FromWorker::Step(result));
+            }
+            Err(message) => {
+                let (epoch, step) = (plan.epoch, plan.step);
+                // The ranks no longer agree on what was run: the epoch is over on all of them.
+                self.abort.abort(epoch);
+                self.release();
+                self.outbox.send(FromWorker::StepFailed(StepFailed { epoch, step, message }));
+            }
+        }
+    }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

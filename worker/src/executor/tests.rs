@@ -1,0 +1,182 @@
+//! Epochs and order on the executor thread, with a rank that records what it is asked.
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+
+use kernels::collective::AbortHandle;
+use shared::ids::{ReplicaId, StepId};
+use shared::protocol::{CollectiveSpec, EngineConfig, SequenceOutput, StepTimings};
+
+use super::*;
+use crate::rank::{FormError, RankReady};
+
+#[derive(Debug)]
+struct Flag(Mutex<bool>, Condvar);
+
+impl AbortHandle for Flag {
+    fn abort(&self) {
+        *self.0.lock().unwrap() = true;
+        self.1.notify_all();
+    }
+}
+
+/// A rank whose step 13 hangs until it is aborted, as in a collective with a dead peer.
+struct ScriptedRank {
+    flag: Arc<Flag>,
+    released: Arc<Mutex<u32>>,
+}
+
+impl Rank for ScriptedRank {
+    fn form(
+        &mut self,
+        form: &Form,
+        abort: &AbortSlot,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<RankReady, FormError> {
+        if form.model == "corrupt" {
+            return Err(FormError {
+                message: "model.safetensors: truncated".into(),
+                permanent: true,
+            });
+        }
+        self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
+        abort.set(form.epoch, self.flag.clone());
+        progress(10, 10);
+        Ok(RankReady { kv_blocks: 5, weight_bytes: 10, load_seconds: 0.1 })
+    }
+
+    fn start(&mut self, _num_blocks: u32) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn step(
+        &mut self,
+        plan: &StepPlan,
+        _outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
+        if plan.step == StepId(13) {
+            let mut aborted = self.flag.0.lock().unwrap();
+            while !*aborted {
+                aborted = self.flag.1.wait(aborted).unwrap();
+            }
+            return Err("the collective was aborted".into());
+        }
+        Ok(StepTimings::default())
+    }
+
+    fn release(&mut self) {
+        *self.released.lock().unwrap() += 1;
+    }
+}
+
+struct ChannelOutbox(mpsc::Sender<FromWorker>);
+
+impl Outbox for ChannelOutbox {
+    fn send(&mut self, message: FromWorker) {
+        let _ = self.0.send(message);
+    }
+    fn step_finished(&mut self, _result: &StepResult) -> WorkerStats {
+        WorkerStats { sequence: 1, snapshot: vec![7] }
+    }
+    fn loaded(&mut self, _form: &Form, _formed: &Formed) {}
+    fn report(&mut self) -> WorkerStats {
+        WorkerStats::default()
+    }
+}
+
+fn executor() -> (Executor, Receiver<FromWorker>) {
+    let (sender, receiver) = mpsc::channel();
+    let make = || ScriptedRank {
+        flag: Arc::new(Flag(Mutex::new(false), Condvar::new())),
+        released: Arc::new(Mutex::new(0)),
+    };
+    (Executor::spawn(make, ChannelOutbox(sender)).unwrap(), receiver)
+}
+
+fn form(epoch: u64, model: &str) -> ExecutorCommand {
+    ExecutorCommand::Form(Form {
+        epoch: Epoch(epoch),
+        replica: ReplicaId(0),
+        rank: 0,
+        world_size: 1,
+        collective: CollectiveSpec::None,
+        collective_timeout_ms: 1000,
+        model: model.into(),
+        engine: EngineConfig {
+            block_size: 16,
+            max_model_len: 64,
+            max_num_seqs: 4,
+            max_num_batched_tokens: 16,
+            kv_cache_bytes: 1,
+        },
+    })
+}
+
+fn step(epoch: u64, step: u64) -> ExecutorCommand {
+    let plan = StepPlan { epoch: Epoch(epoch), step: StepId(step), ..StepPlan::default() };
+    ExecutorCommand::Step(plan)
+}
+
+fn next(receiver: &Receiver<FromWorker>) -> FromWorker {
+    receiver.recv_timeout(Duration::from_secs(5)).expect("a message within 5 s")
+}
+
+#[test]
+fn forms_starts_and_steps_with_stats_riding_along() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    executor.command(ExecutorCommand::Start(Start { epoch: Epoch(1), num_blocks: 5 })).unwrap();
+    executor.command(step(1, 1)).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(formed) if formed.kv_blocks == 5));
+    assert!(matches!(next(&messages), FromWorker::Started(_)));
+    let FromWorker::Step(result) = next(&messages) else { panic!("expected a result") };
+    assert_eq!((result.step, result.stats.snapshot), (StepId(1), vec![7]));
+}
+
+#[test]
+fn an_abort_frees_a_hanging_step_and_the_next_epoch_works() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    executor.command(step(1, 13)).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    executor.abort(Epoch(1));
+    assert!(matches!(next(&messages), FromWorker::StepFailed(f) if f.step == StepId(13)));
+    executor.command(step(1, 14)).unwrap();
+    executor.command(form(2, "m")).unwrap();
+    executor.command(step(2, 1)).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)), "step 14 of the old epoch is mute");
+    assert!(matches!(next(&messages), FromWorker::Formed(f) if f.epoch == Epoch(2)));
+    assert!(matches!(next(&messages), FromWorker::Step(r) if r.epoch == Epoch(2)));
+}
+
+#[test]
+fn a_lost_link_ends_everything_and_a_new_coordinator_may_count_from_one() {
+    let (executor, messages) = executor();
+    executor.command(form(9, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    executor.abort_all();
+    executor.new_link();
+    executor.command(form(1, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(f) if f.epoch == Epoch(1)));
+}
+
+#[test]
+fn a_form_failure_is_reported_and_later_steps_of_it_are_mute() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "corrupt")).unwrap();
+    executor.command(step(1, 1)).unwrap();
+    executor.command(form(2, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::FormFailed(f) if f.permanent));
+    assert!(matches!(next(&messages), FromWorker::Progress(p) if p.epoch == Epoch(2)));
+}
+
+#[test]
+fn dropping_the_executor_frees_a_hanging_step() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    executor.command(step(1, 13)).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    drop(executor);
+}

@@ -1,0 +1,170 @@
+//! Weight files: `model.safetensors`, or shards with an index; mapped, checked, never copied whole.
+//!
+//! Headers are bounded and validated before a tensor is looked at: offsets lie within the file, so
+//! a truncated file is an error here and not a fault later.
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use kernels::backend::DType;
+use kernels::mapped::MappedFile;
+use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
+
+use super::ModelError;
+
+/// Largest header taken: far above any model's.
+const HEADER_MAX: u64 = 16 << 20;
+
+/// A tensor as it lies in its file.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorView<'a> {
+    /// Its shape.
+    pub shape: &'a [usize],
+    /// Its element type.
+    pub dtype: DType,
+    /// Its bytes, row-major.
+    pub data: &'a [u8],
+    /// The file, for messages.
+    pub file: &'a Path,
+}
+
+#[derive(Debug)]
+struct WeightFile {
+    path: PathBuf,
+    map: MappedFile,
+    metadata: Metadata,
+    /// Where the data begins.
+    data_start: usize,
+}
+
+/// All tensors of a model folder.
+#[derive(Debug)]
+pub struct WeightFiles {
+    folder: PathBuf,
+    files: Vec<WeightFile>,
+    /// Which file has which tensor.
+    tensors: BTreeMap<String, usize>,
+}
+
+impl WeightFiles {
+    /// Maps the folder's weight files and checks their headers.
+    ///
+    /// # Errors
+    /// [`ModelError::File`].
+    pub fn open(folder: &Path) -> Result<Self, ModelError> {
+        let single = folder.join("model.safetensors");
+        let index = folder.join("model.safetensors.index.json");
+        let mut opened =
+            Self { folder: folder.to_owned(), files: Vec::new(), tensors: BTreeMap::new() };
+        if index.is_file() {
+            opened.open_index(&index)?;
+        } else if single.is_file() {
+            let file = WeightFile::open(single)?;
+            opened.tensors = file.metadata.tensors().into_keys().map(|name| (name, 0)).collect();
+            opened.files.push(file);
+        } else {
+            let message = "is missing, and so is model.safetensors.index.json";
+            return Err(ModelError::file(&single, message));
+        }
+        Ok(opened)
+    }
+
+    fn open_index(&mut self, index: &Path) -> Result<(), ModelError> {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+        let text = std::fs::read_to_string(index)
+            .map_err(|error| ModelError::file(index, format!("cannot be read: {error}")))?;
+        let parsed: Index = serde_json::from_str(&text)
+            .map_err(|error| ModelError::file(index, format!("not a weight index: {error}")))?;
+        let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
+        for (tensor, name) in parsed.weight_map {
+            if name.contains(['/', '\\']) || name.starts_with('.') {
+                let message =
+                    format!("tensor {tensor} is in \"{name}\", which is no plain file name");
+                return Err(ModelError::file(index, message));
+            }
+            let number = match numbers.get(&name) {
+                Some(number) => *number,
+                None => {
+                    self.files.push(WeightFile::open(self.folder.join(&name))?);
+                    numbers.insert(name, self.files.len() - 1);
+                    self.files.len() - 1
+                }
+            };
+            let file = &self.files[number];
+            if file.metadata.info(&tensor).is_none() {
+                return Err(ModelError::Tensor {
+                    file: file.path.clone(),
+                    tensor,
+                    message: "is not in this file, though the index says so".to_owned(),
+                });
+            }
+            self.tensors.insert(tensor, number);
+        }
+        Ok(())
+    }
+
+    /// Whether there is such a tensor.
+    #[must_use]
+    pub fn has(&self, tensor: &str) -> bool {
+        self.tensors.contains_key(tensor)
+    }
+
+    /// A tensor of exactly this shape.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`] when it is missing, of another shape or of an unknown type.
+    pub fn tensor(&self, tensor: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
+        let wrong = |file: &Path, message: String| ModelError::Tensor {
+            file: file.to_owned(),
+            tensor: tensor.to_owned(),
+            message,
+        };
+        let file = self.tensors.get(tensor).map(|number| &self.files[*number]);
+        let Some((file, info)) = file.and_then(|file| Some((file, file.metadata.info(tensor)?)))
+        else {
+            return Err(wrong(&self.folder, "is missing".to_owned()));
+        };
+        let dtype = match info.dtype {
+            safetensors::Dtype::BF16 => DType::Bf16,
+            safetensors::Dtype::F16 => DType::F16,
+            safetensors::Dtype::F32 => DType::F32,
+            other => {
+                let message = format!("is of type {other:?}; BF16, F16 and F32 are supported");
+                return Err(wrong(&file.path, message));
+            }
+        };
+        if info.shape != shape {
+            let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
+            return Err(wrong(&file.path, message));
+        }
+        let (start, end) = info.data_offsets;
+        let data = file.map.bytes().get(file.data_start + start..file.data_start + end);
+        let Some(data) = data else {
+            return Err(wrong(&file.path, "lies beyond the end of the file".to_owned()));
+        };
+        Ok(TensorView { shape: &info.shape, dtype, data, file: &file.path })
+    }
+}
+
+impl WeightFile {
+    fn open(path: PathBuf) -> Result<Self, ModelError> {
+        let map = MappedFile::open(&path)
+            .map_err(|error| ModelError::file(&path, format!("cannot be read: {error}")))?;
+        let bytes = map.bytes();
+        let Some(length) = bytes.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes)) else {
+            return Err(ModelError::file(&path, "is shorter than a safetensors header"));
+        };
+        if length > HEADER_MAX {
+            let message = format!("its header claims {length} bytes, the bound is {HEADER_MAX}");
+            return Err(ModelError::file(&path, message));
+        }
+        let (header_len, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| {
+            let message = format!("is no whole safetensors file ({} bytes): {error}", bytes.len());
+            ModelError::file(&path, message)
+        })?;
+        Ok(Self { path, map, metadata, data_start: header_len + 8 })
+    }
+}

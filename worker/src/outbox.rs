@@ -1,0 +1,73 @@
+//! The executor's way out: messages to the uplink, measurements into the worker's stats.
+use std::time::{Duration, Instant};
+
+use shared::ids::{Epoch, WorkerId};
+use shared::metrics::RankStats;
+use shared::protocol::{Form, Formed, FromWorker, StepResult, WorkerStats};
+
+use crate::actor::Uplink;
+use crate::executor::Outbox;
+
+/// Stats ride on a step result at most this often. Nothing is lost between: they are totals.
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct LinkOutbox {
+    uplink: Uplink,
+    stats: Option<(WorkerId, RankStats)>,
+    last_report: Option<Instant>,
+}
+
+impl LinkOutbox {
+    /// Sends through `uplink`.
+    #[must_use]
+    pub fn new(uplink: Uplink) -> Self {
+        Self { uplink, stats: None, last_report: None }
+    }
+}
+
+impl Outbox for LinkOutbox {
+    fn send(&mut self, message: FromWorker) {
+        let epoch = match &message {
+            FromWorker::Progress(progress) => progress.epoch,
+            FromWorker::Formed(formed) => formed.epoch,
+            FromWorker::FormFailed(failed) => failed.epoch,
+            FromWorker::Started(started) => started.epoch,
+            FromWorker::Step(result) => result.epoch,
+            FromWorker::StepFailed(failed) => failed.epoch,
+            FromWorker::Stats(_) | FromWorker::Goodbye { .. } => Epoch(0),
+        };
+        self.uplink.tell(epoch, &message);
+    }
+
+    fn step_finished(&mut self, result: &StepResult) -> WorkerStats {
+        let Some((_, stats)) = &mut self.stats else { return WorkerStats::default() };
+        stats.step(&result.timings);
+        if self.last_report.is_some_and(|last| last.elapsed() < REPORT_INTERVAL) {
+            return WorkerStats::default();
+        }
+        self.report()
+    }
+
+    fn loaded(&mut self, form: &Form, formed: &Formed) {
+        let worker = self.uplink.worker();
+        // Another slot is another coordinator, which counts from zero.
+        if self.stats.as_ref().is_none_or(|(known, _)| *known != worker) {
+            self.stats = Some((worker, RankStats::new(worker)));
+        }
+        if let Some((_, stats)) = &mut self.stats {
+            let load = Duration::from_secs_f64(formed.load_seconds.max(0.0));
+            stats.formed(form.replica, form.rank, formed.weight_bytes, load);
+        }
+    }
+
+    fn report(&mut self) -> WorkerStats {
+        self.last_report = Some(Instant::now());
+        let Some((_, stats)) = &mut self.stats else { return WorkerStats::default() };
+        stats.report().unwrap_or_else(|error| {
+            tracing::error!(%error, "stats cannot be reported");
+            WorkerStats::default()
+        })
+    }
+}

@@ -1,0 +1,128 @@
+//! What the executor drives: one rank of a replica, from forming to steps.
+//!
+//! The trait is the seam between message handling (epochs, order, deadlines: [`crate::executor`])
+//! and arithmetic ([`crate::engine`] over a `kernels::Backend`). Called from the executor thread
+//! alone; only [`AbortSlot`] is touched by other threads.
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kernels::collective::AbortHandle;
+use shared::ids::Epoch;
+use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
+
+/// One rank.
+pub trait Rank {
+    /// Connects the collective and loads the shard, or keeps what it has when the same shard is
+    /// asked for. `progress` is called with (bytes done, bytes total).
+    ///
+    /// # Errors
+    /// See [`FormError`]; the rank is then as if it had never been formed.
+    fn form(
+        &mut self,
+        form: &Form,
+        abort: &AbortSlot,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<RankReady, FormError>;
+
+    /// Allocates the KV cache.
+    ///
+    /// # Errors
+    /// One sentence.
+    fn start(&mut self, num_blocks: u32) -> Result<(), String>;
+
+    /// Runs one step. Appends to `outputs` on rank 0.
+    ///
+    /// # Errors
+    /// One sentence; the epoch is over then.
+    fn step(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String>;
+
+    /// Leaves the epoch: drops the collective and the KV cache, keeps the weights.
+    fn release(&mut self);
+}
+
+/// What a formed rank reports.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RankReady {
+    /// KV blocks that fit in the memory allowed.
+    pub kv_blocks: u32,
+    /// Bytes of weights held.
+    pub weight_bytes: u64,
+    /// Seconds spent loading; 0 when weights were kept.
+    pub load_seconds: f64,
+}
+
+/// Why a rank could not be formed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct FormError {
+    /// One sentence naming file, tensor or peer, and the reason.
+    pub message: String,
+    /// Trying again with the same model cannot help.
+    pub permanent: bool,
+}
+
+/// Lets other threads free the executor from a collective operation.
+#[derive(Clone, Debug, Default)]
+pub struct AbortSlot {
+    inner: Arc<Mutex<SlotState>>,
+}
+
+#[derive(Default)]
+struct SlotState {
+    /// Epochs up to this one are over.
+    aborted: Epoch,
+    current: Option<(Epoch, Arc<dyn AbortHandle>)>,
+}
+
+impl fmt::Debug for SlotState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let current = self.current.as_ref().map(|(epoch, _)| epoch);
+        f.debug_struct("SlotState")
+            .field("aborted", &self.aborted)
+            .field("current", &current)
+            .finish()
+    }
+}
+
+impl AbortSlot {
+    /// Names the handle that frees `epoch`; fires it at once when that epoch is already over.
+    pub fn set(&self, epoch: Epoch, handle: Arc<dyn AbortHandle>) {
+        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.aborted >= epoch {
+            handle.abort();
+        }
+        state.current = Some((epoch, handle));
+    }
+
+    /// Ends `epoch` and all before it.
+    pub fn abort(&self, epoch: Epoch) {
+        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        state.aborted = state.aborted.max(epoch);
+        if let Some((current, handle)) = &state.current
+            && *current <= epoch
+        {
+            handle.abort();
+        }
+    }
+
+    /// Whether `epoch` is over.
+    #[must_use]
+    pub fn is_aborted(&self, epoch: Epoch) -> bool {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).aborted >= epoch
+    }
+
+    /// Forgets the handle, when its collective is dropped.
+    pub fn clear(&self) {
+        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        state.current = None;
+    }
+
+    /// Prepares for a new coordinator, whose epochs are counted from the beginning.
+    pub fn reset(&self) {
+        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = SlotState::default();
+    }
+}

@@ -1,0 +1,100 @@
+//! Puts a worker together: executor, actor, link; used by `tutti worker` and by tests.
+use std::io;
+use std::net::{
+    IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _, UdpSocket,
+};
+use std::sync::Arc;
+
+use actix::Actor as _;
+use shared::actor::liveness::LivenessConfig;
+use shared::clock::{Clock, SystemClock};
+use shared::ids::Incarnation;
+use shared::protocol::{DeviceKind, Hello};
+use tokio::sync::oneshot;
+
+use crate::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
+use crate::cpu_rank::CpuRank;
+use crate::executor::Executor;
+use crate::outbox::LinkOutbox;
+
+/// What `tutti worker` was asked for.
+#[derive(Clone, Debug)]
+pub struct WorkerOptions {
+    /// The coordinator's cluster address, `HOST:PORT`.
+    pub coordinator: String,
+    /// This worker's name.
+    pub node: String,
+    /// Identifies the host; workers with equal values share memory.
+    pub host: String,
+    /// Compute threads.
+    pub threads: u32,
+    /// Where the TCP collective listens; by default any port of the address from which this host
+    /// reaches the coordinator.
+    pub collective_listen: Option<SocketAddr>,
+    /// This process run.
+    pub incarnation: u64,
+}
+
+/// Runs a worker on the current actix system until it ends.
+///
+/// # Errors
+/// When the collective's address cannot be bound or the executor has no thread.
+pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
+    let listen = match options.collective_listen {
+        Some(address) => address,
+        None => SocketAddr::new(address_towards(&options.coordinator)?, 0),
+    };
+    let listener = TcpListener::bind(listen)?;
+    let collective_addr = listener.local_addr()?;
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let uplink = Uplink::default();
+    let threads = options.threads.max(1);
+    let executor = Executor::spawn(
+        move || CpuRank::new(threads as usize, listener),
+        LinkOutbox::new(uplink.clone()),
+    )?;
+    let hello = Hello {
+        node: options.node,
+        incarnation: Incarnation(options.incarnation),
+        host: options.host,
+        pid: std::process::id(),
+        device: DeviceKind::Cpu,
+        threads,
+        memory_bytes: available_memory(),
+        collective_addr,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let config = WorkerConfig {
+        coordinator: options.coordinator,
+        hello,
+        liveness: LivenessConfig::default(),
+        clock,
+    };
+    let (end, ended) = oneshot::channel();
+    WorkerActor::new(config, executor, uplink, end).start();
+    let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
+    Ok(ended.await.unwrap_or(failed))
+}
+
+/// The address of this host on the way to `peer`.
+fn address_towards(peer: &str) -> io::Result<IpAddr> {
+    let unknown = || {
+        let message = format!("the coordinator's address {peer} cannot be resolved");
+        io::Error::new(io::ErrorKind::InvalidInput, message)
+    };
+    let peer = peer.to_socket_addrs().ok().and_then(|mut all| all.next()).ok_or_else(unknown)?;
+    let any: IpAddr =
+        if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    // Connecting a datagram socket sends nothing; it only chooses the way.
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(peer)?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Memory that could be had without swapping, in bytes; 0 where the system does not say.
+fn available_memory() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0).saturating_mul(1024)
+}
