@@ -7,6 +7,7 @@
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`rig`]: ranks as threads, driven by step plans
+//! - [`samplers`]: the fast sampler against the one by definition
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -22,3 +23,4 @@ mod invariance;
 mod odd;
 mod plans;
 mod rig;
+mod samplers;
