@@ -167,6 +167,7 @@ async fn ranks_report_their_own_times() {
         })
     };
     let scrape = client.scrape_until(Duration::from_secs(5), both).await.unwrap();
+    assert!(scrape.sum("tutti_rank_straggler_gap_seconds_count", &[]) >= 32.0);
     assert!(
         both(&scrape),
         "{:?}",

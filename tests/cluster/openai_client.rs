@@ -14,7 +14,7 @@ async fn the_openai_package_works_unchanged() {
     let cluster = up(&[]).await;
     let output = Command::new(python)
         .arg(repository().join("tests/openai/test_openai_client.py"))
-        .env("TUTTI_BASE_URL", cluster.base())
+        .env("TUTTI_BASE_URL", format!("{}/v1", cluster.base()))
         .env("NO_PROXY", "127.0.0.1")
         .output()
         .unwrap();

@@ -63,7 +63,7 @@ impl Scrape {
 
 fn parse_line(line: &str) -> Result<Sample, String> {
     let bad = || format!("not a sample: {line}");
-    let (series, value) = match line.find('}') {
+    let (series, value) = match line.rfind('}') {
         Some(end) => line.split_at(end + 1),
         None => line.split_once(' ').ok_or_else(bad)?,
     };

@@ -8,7 +8,7 @@
 //! - [`rank`]: the seam between message handling and arithmetic
 //! - [`cpu_rank`]: a rank on CPU cores
 //! - [`engine`]: step plans to tokens
-//! - [`bench`]: the engine's speed, alone
+//! - [`mod@bench`]: the engine's speed, alone
 //! - [`model`]: configuration, weights, sharding, the decoder
 #![forbid(unsafe_code)]
 

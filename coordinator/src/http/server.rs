@@ -78,7 +78,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         let refuse = move |request: HttpRequest| async move {
             Err::<HttpResponse, _>(ApiError::method(request.method().as_str(), allow))
         };
-        let resource = web::resource(path).route(route).default_service(web::to(refuse));
+        let resource = web::resource(pattern(path)).route(route).default_service(web::to(refuse));
         // Gateways ask for heads.
         let resource = if path == "/health" || path == "/live" {
             resource.route(web::head().to(get_health))
@@ -90,6 +90,11 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     config.default_service(web::to(|request: HttpRequest| async move {
         Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))
     }));
+}
+
+/// The pattern of a path: a model's name may have slashes (`organisation/model`).
+fn pattern(path: &str) -> &str {
+    if path == "/v1/models/{id}" { "/v1/models/{id:.+}" } else { path }
 }
 
 async fn post_completions(
@@ -213,8 +218,8 @@ async fn observe(
     match &response {
         Ok(response) => {
             counted.status = response.status().as_u16();
-            let pattern = response.request().match_pattern();
-            let known = ROUTES.iter().find(|(path, _)| pattern.as_deref() == Some(path));
+            let matched = response.request().match_pattern();
+            let known = ROUTES.iter().find(|(path, _)| matched.as_deref() == Some(pattern(path)));
             counted.route = known.map_or("other", |(path, _)| path);
         }
         Err(error) => counted.status = error.as_response_error().status_code().as_u16(),

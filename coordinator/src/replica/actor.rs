@@ -1,4 +1,5 @@
 //! The actix shell of one replica: its mailbox, its timer, its ranks' links.
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -40,7 +41,10 @@ pub struct ReplicaActor {
     load: Arc<ReplicaLoad>,
     /// Told when the epoch must end.
     cluster: Recipient<EpochFailed>,
-    last_step_sent: Duration,
+    /// Steps that some ranks have finished and others not, oldest first.
+    spread: VecDeque<Spread>,
+    /// When a step was last sent in this epoch.
+    last_step_sent: Option<Duration>,
 }
 
 /// One rank, as its replica sees it.
@@ -50,6 +54,15 @@ struct Rank {
     link: WorkerLink,
     /// The last step it finished.
     done: StepId,
+}
+
+/// How long the ranks computed in one step, as far as they have reported.
+#[derive(Debug)]
+struct Spread {
+    step: StepId,
+    reported: usize,
+    fastest_us: u64,
+    slowest_us: u64,
 }
 
 /// Run a request.
@@ -132,10 +145,11 @@ impl ReplicaActor {
             clock,
             epoch: None,
             ranks: Vec::new(),
+            spread: VecDeque::new(),
             plan: StepPlan::default(),
             load,
             cluster,
-            last_step_sent: Duration::ZERO,
+            last_step_sent: None,
         }
     }
 
@@ -153,7 +167,7 @@ impl ReplicaActor {
     /// Encodes the plan once and sends the same bytes to every rank.
     fn send_plan(&mut self) {
         let Some(epoch) = self.epoch else { return };
-        self.last_step_sent = self.clock.now();
+        self.last_step_sent = Some(self.clock.now());
         let message = ToWorker::Step(std::mem::take(&mut self.plan));
         let sent = Encoded::new(&message).map_err(|error| error.to_string()).and_then(|encoded| {
             self.ranks.iter().try_for_each(|rank| {
@@ -168,6 +182,28 @@ impl ReplicaActor {
         }
         if let Err(reason) = sent {
             self.end_epoch(format!("a step plan could not be sent: {reason}"));
+        }
+    }
+
+    /// Notes a rank's own time for a step, without its waiting for others: the gap between the
+    /// slowest and the fastest is what the others waited.
+    fn note_spread(&mut self, result: &StepResult) {
+        let own_us = result.timings.forward_us;
+        let noted = self.spread.iter_mut().find(|spread| spread.step == result.step);
+        if let Some(spread) = noted {
+            spread.reported += 1;
+            spread.fastest_us = spread.fastest_us.min(own_us);
+            spread.slowest_us = spread.slowest_us.max(own_us);
+        } else {
+            let step = result.step;
+            let first = Spread { step, reported: 1, fastest_us: own_us, slowest_us: own_us };
+            self.spread.push_back(first);
+        }
+        while let Some(spread) =
+            self.spread.pop_front_if(|spread| spread.reported == self.ranks.len())
+        {
+            let gap = Duration::from_micros(spread.slowest_us - spread.fastest_us);
+            self.driver.straggler_gap(gap);
         }
     }
 
@@ -189,7 +225,8 @@ impl ReplicaActor {
             let slow = slow.join(", ");
             self.end_epoch(format!("a step took over {} s on {slow}", waited.as_secs()));
         }
-        let quiet = now.saturating_sub(self.last_step_sent) >= CANARY_INTERVAL;
+        let quiet =
+            self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
         if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
             self.send_plan();
         }
@@ -237,7 +274,8 @@ impl Handler<Ready> for ReplicaActor {
             .collect();
         self.driver.ready(self.clock.now(), epoch, num_blocks);
         // The first canary goes out at once: readiness waits for it.
-        self.last_step_sent = Duration::ZERO;
+        self.last_step_sent = None;
+        self.spread.clear();
         self.drive();
         self.tick();
     }
@@ -250,6 +288,7 @@ impl Handler<Lost> for ReplicaActor {
         if self.epoch == Some(lost.epoch) {
             self.epoch = None;
             self.ranks.clear();
+            self.spread.clear();
             self.driver.lost(self.clock.now());
         }
     }
@@ -264,6 +303,9 @@ impl Handler<StepDone> for ReplicaActor {
         }
         let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else { return };
         self.ranks[index].done = self.ranks[index].done.max(result.step);
+        if self.ranks.len() > 1 {
+            self.note_spread(&result);
+        }
         if self.ranks.iter().all(|rank| rank.done >= result.step) {
             let now_ms = u64::try_from(self.clock.now().as_millis()).unwrap_or(u64::MAX);
             self.load.last_step_ms.store(now_ms.max(1), Ordering::Relaxed);

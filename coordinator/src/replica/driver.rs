@@ -189,6 +189,11 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
+    /// The slowest rank of a step computed so much longer than the fastest.
+    pub fn straggler_gap(&mut self, gap: Duration) {
+        self.observer.record().straggler_gap(self.id, gap);
+    }
+
     /// Time passes: gives up what waited too long, finds clients that are gone. Returns how long
     /// the oldest step has been in flight, when that is too long.
     pub fn tick(&mut self, now: Duration) -> Option<Duration> {

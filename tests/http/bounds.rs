@@ -1,0 +1,246 @@
+//! Every bad request gets a 4xx that names the field, quickly, and disturbs nobody.
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use serde_json::{Value, json};
+
+use crate::rig::Rig;
+
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
+
+#[tokio::test]
+async fn every_field_is_bounded_and_named() {
+    let rig = Rig::saying("x");
+    let cases = [
+        ("temperature", json!(-0.1)),
+        ("temperature", json!(2.1)),
+        ("temperature", json!("hot")),
+        ("top_p", json!(0)),
+        ("top_p", json!(1.01)),
+        ("top_k", json!(-2)),
+        ("top_k", json!(1.5)),
+        ("min_p", json!(-1)),
+        ("presence_penalty", json!(3)),
+        ("frequency_penalty", json!(-3)),
+        ("repetition_penalty", json!(0)),
+        ("n", json!(0)),
+        ("n", json!(9)),
+        ("n", json!(1e30)),
+        ("best_of", json!(2)),
+        ("seed", json!(1u64 << 63)),
+        ("stop", json!("")),
+        ("stop", json!(["a", "b", "c", "d", "e"])),
+        ("stop", json!("x".repeat(257))),
+        ("stop", json!([1])),
+        ("stop_token_ids", json!([2048])),
+        ("logit_bias", json!({"2048": 1})),
+        ("logit_bias", json!({"1": 101})),
+        ("logit_bias", json!([1])),
+        ("max_tokens", json!(-1)),
+        ("max_tokens", json!(u64::MAX)),
+        ("min_tokens", json!(-1)),
+        ("stream", json!("yes")),
+        ("stream_options", json!({"include_usage": true})),
+        ("user", json!("u".repeat(257))),
+        ("ignore_eos", json!(1)),
+        ("model", json!(7)),
+    ];
+    for (path, prompt) in [
+        (COMPLETIONS, ("prompt", json!("x"))),
+        (CHAT, ("messages", json!([{"role": "user", "content": "x"}]))),
+    ] {
+        for (field, value) in &cases {
+            let body = json!({prompt.0: prompt.1, (*field): value});
+            let reply = rig.client.post(path, &body).await.unwrap();
+            assert_eq!(reply.status, 400, "{field} = {value}: {}", reply.body);
+            let error = &reply.body["error"];
+            assert_eq!(error["param"], *field, "{field} = {value}: {error}");
+            assert_eq!(error["type"], "invalid_request_error");
+            assert!(error["message"].as_str().unwrap().contains(field), "{error}");
+        }
+    }
+    assert!(rig.seen.lock().unwrap().requests.is_empty(), "nothing of it reached the engine");
+}
+
+#[tokio::test]
+async fn prompts_and_messages_are_checked() {
+    let rig = Rig::saying("x");
+    let prompts = [
+        json!(null),
+        json!(""),
+        json!([]),
+        json!([""]),
+        json!([[]]),
+        json!([2048]),
+        json!([-1]),
+        json!([1.5]),
+        json!({}),
+        json!(["a", 1]),
+        json!(vec!["a"; 65]),
+        json!(true),
+    ];
+    for prompt in prompts {
+        let reply = rig.client.post(COMPLETIONS, &json!({"prompt": prompt})).await.unwrap();
+        assert_eq!(reply.status, 400, "{prompt}: {}", reply.body);
+        assert_eq!(reply.body["error"]["param"], "prompt", "{prompt}");
+    }
+    let long = json!({"prompt": "word ".repeat(3000), "max_tokens": 1});
+    let reply = rig.client.post(COMPLETIONS, &long).await.unwrap();
+    assert_eq!(reply.body["error"]["code"], "context_length_exceeded", "{}", reply.body);
+    let both = json!({"prompt": "word", "max_tokens": 1024});
+    let reply = rig.client.post(COMPLETIONS, &both).await.unwrap();
+    assert_eq!((reply.status, reply.body["error"]["param"].as_str()), (400, Some("max_tokens")));
+    let messages = [
+        json!(null),
+        json!([]),
+        json!("hi"),
+        json!([1]),
+        json!([{"role": "user"}]),
+        json!([{"role": "pope", "content": "x"}]),
+        json!([{"role": "user", "content": 5}]),
+        json!([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+    ];
+    for list in messages {
+        let reply = rig.client.post(CHAT, &json!({"messages": list})).await.unwrap();
+        assert_eq!(reply.status, 400, "{list}: {}", reply.body);
+        assert_eq!(reply.body["error"]["param"], "messages", "{list}");
+    }
+    let tools =
+        json!({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]});
+    assert_eq!(rig.client.post(CHAT, &tools).await.unwrap().body["error"]["param"], "tools");
+}
+
+/// Sends raw bytes; returns the status and the whole answer.
+fn raw(rig: &Rig, request: &[u8]) -> (u16, String) {
+    let mut stream = TcpStream::connect(rig.address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(15))).unwrap();
+    stream.write_all(request).unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    let answer = String::from_utf8_lossy(&answer).into_owned();
+    let status = answer.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0);
+    (status, answer)
+}
+
+fn post(path: &str, content_type: &str, body: &[u8]) -> Vec<u8> {
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {content_type}\r\n\
+         content-length: {}\r\n\r\n",
+        body.len()
+    );
+    [head.as_bytes(), body].concat()
+}
+
+#[test]
+fn bodies_that_are_no_json_object_of_bounded_size() {
+    let rig = Rig::saying("x");
+    let cases: [(&[u8], u16); 9] = [
+        (b"", 400),
+        (b"nonsense", 400),
+        (b"[1]", 400),
+        (b"{\"prompt\": \"\xff\xfe\"}", 400),
+        (b"{\"prompt\": \"x\", \"temperature\": NaN}", 400),
+        (b"{\"prompt\": \"x\", \"temperature\": 1e400}", 400),
+        (b"{\"prompt\": \"x\", \"temperature\": Infinity}", 400),
+        (&[b'['; 100_000], 400),
+        (&[b' '; 2 << 20], 413),
+    ];
+    for (body, expected) in cases {
+        let shown = String::from_utf8_lossy(&body[..body.len().min(40)]);
+        let (status, answer) = raw(&rig, &post(COMPLETIONS, "application/json", body));
+        assert_eq!(status, expected, "{shown}: {answer}");
+        assert!(answer.contains("\"error\""), "{shown}: {answer}");
+    }
+    let (status, _) = raw(&rig, &post(COMPLETIONS, "text/plain", b"{\"prompt\": \"x\"}"));
+    assert_eq!(status, 415);
+    let (status, _) =
+        raw(&rig, &post(COMPLETIONS, "application/json; charset=utf-8", b"{\"prompt\": \"x\"}"));
+    assert_eq!(status, 200);
+    let (status, answer) =
+        raw(&rig, b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+    assert_eq!(status, 405);
+    assert!(answer.to_lowercase().contains("allow: post"), "{answer}");
+    let (status, answer) =
+        raw(&rig, b"GET /v2/nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+    assert_eq!(status, 404);
+    assert!(answer.contains("Unknown request URL: GET /v2/nothing"), "{answer}");
+}
+
+#[test]
+fn a_body_that_never_comes_ends_in_bounded_time() {
+    let rig = Rig::saying("x");
+    let began = Instant::now();
+    let head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+        content-type: application/json\r\ncontent-length: 50\r\n\r\n{";
+    let (status, answer) = raw(&rig, head);
+    assert_eq!(status, 408, "{answer}");
+    assert!(began.elapsed() < Duration::from_secs(13), "{:?}", began.elapsed());
+}
+
+/// Any JSON, with fields that mean something more often than not.
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        ".{0,12}".prop_map(Value::from),
+        Just(json!("demo")),
+        Just(json!(1)),
+    ];
+    leaf.prop_recursive(3, 24, 6, |inner| {
+        let key = prop_oneof![
+            Just("role".to_owned()),
+            Just("content".to_owned()),
+            Just("type".to_owned()),
+            "[a-z]{0,6}",
+        ];
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
+            prop::collection::vec((key, inner), 0..6)
+                .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+        ]
+    })
+}
+
+#[test]
+fn no_json_gives_a_5xx_or_hangs() {
+    const FIELDS: [&str; 16] = [
+        "prompt",
+        "messages",
+        "max_tokens",
+        "n",
+        "stop",
+        "stream",
+        "stream_options",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+        "seed",
+        "temperature",
+        "top_p",
+        "min_tokens",
+        "user",
+    ];
+    let rig = Rig::saying("x");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let body = prop::collection::vec((prop::sample::select(FIELDS.to_vec()), any_json()), 0..6);
+    let mut runner = TestRunner::new(Config { cases: 400, ..Config::default() });
+    runner
+        .run(&(body, any::<bool>()), |(fields, chat)| {
+            let mut map = json!({"prompt": "x", "messages": [{"role": "user", "content": "x"}]});
+            for (field, value) in fields {
+                map[field] = value;
+            }
+            let path = if chat { CHAT } else { COMPLETIONS };
+            let reply = runtime.block_on(rig.client.post(path, &map)).unwrap();
+            prop_assert!(reply.status < 500, "{}: {} {}", map, reply.status, reply.body);
+            Ok(())
+        })
+        .unwrap();
+}

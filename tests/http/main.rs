@@ -1,0 +1,13 @@
+//! The API against a scripted engine: shapes, bounds, streams, disconnects. No model is computed:
+//! the engine gives the tokens it is told to.
+//!
+//! - [`rig`]: a real server on a free port, with a scripted engine behind it
+//! - [`shapes`]: the JSON of every answer
+//! - [`bounds`]: every bad request gets a 4xx that names the field
+//! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
+
+mod bounds;
+mod rig;
+mod shapes;
+mod streams;

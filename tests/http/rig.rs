@@ -1,0 +1,167 @@
+//! A real server on a free port, with a scripted engine behind it.
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use coordinator::engine::{
+    EngineCommand, EngineError, EngineEvent, EngineHandle, FinishReason, GenerateRequest,
+};
+use coordinator::http::params::Limits;
+use coordinator::http::server;
+use coordinator::http::state::{AppState, Readiness};
+use coordinator::metrics::Hub;
+use coordinator::text::model::TextModel;
+use shared::clock::SystemClock;
+use shared::ids::Incarnation;
+use shared::protocol::TokenLogprobs;
+use testkit::client::Client;
+use testkit::models::demo;
+use tokio::sync::mpsc;
+
+/// What the engine does with every request.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Script {
+    /// The text it generates; each choice gets it whole, unless it is cut by a bound.
+    pub(crate) text: String,
+    /// Refuse at once.
+    pub(crate) refuse: Option<EngineError>,
+    /// Fail after so many tokens.
+    pub(crate) fail_after: Option<usize>,
+    /// Give one token and then nothing more.
+    pub(crate) hang: bool,
+}
+
+/// What the engine saw.
+#[derive(Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) requests: Vec<GenerateRequest>,
+    pub(crate) cancelled: usize,
+}
+
+/// A running server.
+pub(crate) struct Rig {
+    pub(crate) address: SocketAddr,
+    pub(crate) client: Client,
+    pub(crate) text: Arc<TextModel>,
+    pub(crate) seen: Arc<Mutex<Seen>>,
+    script: Arc<Mutex<Script>>,
+}
+
+impl Rig {
+    pub(crate) fn new(script: Script) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let text = Arc::new(TextModel::load(&demo()).unwrap());
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let script = Arc::new(Mutex::new(script));
+        let (engine, commands) = EngineHandle::channel();
+        let state = AppState::new(
+            "demo",
+            text.clone(),
+            engine,
+            Limits::new(text.max_positions),
+            Arc::new(SystemClock::start()),
+            Arc::new(Hub::new(Incarnation(1), shared::metrics::Limits::default())),
+            Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),
+            7,
+        );
+        let (model, log, told) = (text.clone(), seen.clone(), script.clone());
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(run_engine(commands, model, log, told));
+        });
+        std::thread::spawn(move || {
+            actix_web::rt::System::new().block_on(async move {
+                server::start(listener, state, 1).unwrap().await.unwrap();
+            });
+        });
+        let client = Client::new(&format!("http://{address}")).unwrap();
+        Self { address, client, text, seen, script }
+    }
+
+    /// A rig whose engine generates `text`.
+    pub(crate) fn saying(text: &str) -> Self {
+        Self::new(Script { text: text.to_owned(), ..Script::default() })
+    }
+
+    pub(crate) fn script(&self, change: impl FnOnce(&mut Script)) {
+        change(&mut self.script.lock().unwrap());
+    }
+
+    /// Waits until the engine has seen a cancellation.
+    pub(crate) async fn cancelled(&self) -> bool {
+        for _ in 0..200 {
+            if self.seen.lock().unwrap().cancelled > 0 {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        false
+    }
+}
+
+async fn run_engine(
+    mut commands: mpsc::Receiver<EngineCommand>,
+    model: Arc<TextModel>,
+    seen: Arc<Mutex<Seen>>,
+    script: Arc<Mutex<Script>>,
+) {
+    let mut held = Vec::new();
+    while let Some(command) = commands.recv().await {
+        match command {
+            EngineCommand::Cancel { .. } => seen.lock().unwrap().cancelled += 1,
+            EngineCommand::Submit { mut request, events } => {
+                let script = script.lock().unwrap().clone();
+                if let Some(error) = script.refuse {
+                    let _ = events.try_send(EngineEvent::Failed(error));
+                    continue;
+                }
+                generate(&script, &model, &mut request, &events);
+                seen.lock().unwrap().requests.push(*request);
+                held.push(events);
+            }
+        }
+    }
+}
+
+fn logprobs(token: u32) -> TokenLogprobs {
+    TokenLogprobs { token, logprob: -0.5, rank: 1, top: vec![(token, -0.5), (33, -2.0)] }
+}
+
+fn generate(
+    script: &Script,
+    model: &TextModel,
+    request: &mut GenerateRequest,
+    events: &mpsc::Sender<EngineEvent>,
+) {
+    let tokens = model.encode(&script.text, false).unwrap();
+    if request.sampling[0].prompt_logprobs.is_some() {
+        let prompt = request.prompt[1..].iter().map(|token| logprobs(*token)).collect();
+        let _ = events.try_send(EngineEvent::PromptLogprobs(prompt));
+    }
+    for (choice, sampling) in (0u32..).zip(&request.sampling) {
+        let mut reason = FinishReason::Length;
+        for (index, token) in tokens.iter().take(request.max_tokens as usize).enumerate() {
+            if script.fail_after == Some(index) {
+                let _ = events.try_send(EngineEvent::Failed(EngineError::Corrupted));
+                return;
+            }
+            let reported = sampling.logprobs.map(|_| logprobs(*token));
+            let event = EngineEvent::Token { choice, token: *token, logprobs: reported };
+            let _ = events.try_send(event);
+            if script.hang {
+                return;
+            }
+            if request.end_tokens.contains(token) {
+                reason = FinishReason::EndToken(*token);
+                break;
+            }
+            let check = request.stop_checks.get_mut(choice as usize);
+            if check.is_some_and(|check| check.push(*token)) {
+                reason = FinishReason::StopString;
+                break;
+            }
+        }
+        let _ = events.try_send(EngineEvent::Finished { choice, reason });
+    }
+}

@@ -1,0 +1,156 @@
+//! The JSON of every answer.
+use serde_json::{Value, json};
+
+use crate::rig::Rig;
+
+const TEXT: &str = "The owl said: \"Good night!\"";
+
+#[tokio::test]
+async fn a_completion_has_openais_shape() {
+    let rig = Rig::saying(TEXT);
+    let body = json!({"model": "demo", "prompt": "Hello", "max_tokens": 100});
+    let reply = rig.client.post("/v1/completions", &body).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    let answer = reply.body;
+    assert!(answer["id"].as_str().unwrap().starts_with("cmpl-"));
+    assert_eq!(
+        (answer["object"].as_str(), answer["model"].as_str()),
+        (Some("text_completion"), Some("demo"))
+    );
+    let choice = json!({"index": 0, "text": TEXT, "logprobs": null, "finish_reason": "length"});
+    assert_eq!(answer["choices"], json!([choice]));
+    let prompt = rig.text.encode("Hello", true).unwrap().len();
+    let completion = rig.text.encode(TEXT, false).unwrap().len();
+    let usage = json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion});
+    assert_eq!(answer["usage"], usage);
+}
+
+#[tokio::test]
+async fn several_prompts_and_choices_are_indexed_prompt_by_prompt() {
+    let rig = Rig::saying(TEXT);
+    let body = json!({"prompt": ["a", [10, 11, 12]], "n": 2, "max_tokens": 100, "echo": true});
+    let answer = rig.client.post("/v1/completions", &body).await.unwrap().body;
+    let choices = answer["choices"].as_array().unwrap();
+    assert_eq!(choices.len(), 4, "{answer}");
+    let echoed = rig.text.decode(&[10, 11, 12]);
+    for (index, choice) in choices.iter().enumerate() {
+        let prompt = if index < 2 { "a" } else { echoed.as_str() };
+        assert_eq!(choice["index"], index);
+        assert_eq!(choice["text"].as_str().unwrap(), format!("{prompt}{TEXT}"));
+    }
+    let requests = &rig.seen.lock().unwrap().requests;
+    let choices: Vec<u32> = requests[0].sampling.iter().map(|sampling| sampling.choice).collect();
+    assert_eq!(choices, [0, 1]);
+    assert_eq!(requests[1].prompt, [10, 11, 12]);
+}
+
+#[tokio::test]
+async fn completion_logprobs_line_up_with_the_text() {
+    let rig = Rig::saying("Hi é!");
+    let body = json!({"prompt": "Hello", "max_tokens": 100, "logprobs": 2, "echo": true});
+    let answer = rig.client.post("/v1/completions", &body).await.unwrap().body;
+    let logprobs = &answer["choices"][0]["logprobs"];
+    let tokens = logprobs["tokens"].as_array().unwrap();
+    let prompt = rig.text.encode("Hello", true).unwrap().len();
+    let completion = rig.text.encode("Hi é!", false).unwrap().len();
+    for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+        assert_eq!(logprobs[list].as_array().unwrap().len(), prompt + completion, "{list}");
+    }
+    assert_eq!(logprobs["token_logprobs"][0], Value::Null, "nothing comes before the first token");
+    assert_eq!(logprobs["token_logprobs"][1], -0.5);
+    let top = logprobs["top_logprobs"][prompt].as_object().unwrap();
+    assert_eq!(top[tokens[prompt].as_str().unwrap()], -0.5);
+    let lengths = tokens.iter().map(|token| token.as_str().unwrap().chars().count());
+    let mut offset = 0;
+    for (length, given) in lengths.zip(logprobs["text_offset"].as_array().unwrap()) {
+        assert_eq!(given, offset);
+        offset += length;
+    }
+}
+
+#[tokio::test]
+async fn a_chat_completion_has_openais_shape() {
+    let rig = Rig::saying(TEXT);
+    let body = json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        "max_completion_tokens": 100, "logprobs": true, "top_logprobs": 2, "n": 2});
+    let reply = rig.client.post("/v1/chat/completions", &body).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    let answer = reply.body;
+    assert!(answer["id"].as_str().unwrap().starts_with("chatcmpl-"));
+    assert_eq!(answer["object"], "chat.completion");
+    assert_eq!(answer["choices"].as_array().unwrap().len(), 2);
+    for choice in answer["choices"].as_array().unwrap() {
+        let message = json!({"role": "assistant", "content": TEXT, "refusal": null});
+        assert_eq!(choice["message"], message);
+        let bytes: Vec<u8> = choice["logprobs"]["content"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .flat_map(|entry| serde_json::from_value::<Vec<u8>>(entry["bytes"].clone()).unwrap())
+            .collect();
+        assert_eq!(String::from_utf8(bytes).unwrap(), TEXT);
+        assert_eq!(choice["logprobs"]["content"][0]["top_logprobs"].as_array().unwrap().len(), 2);
+    }
+    let rendered = "<|bos|><|user|>\nHi<|end|>\n<|assistant|>\n";
+    assert_eq!(
+        rig.seen.lock().unwrap().requests[0].prompt,
+        rig.text.encode(rendered, false).unwrap()
+    );
+}
+
+#[tokio::test]
+async fn end_tokens_are_counted_and_not_shown() {
+    let rig = Rig::saying("Bye.<|end|>never seen");
+    let body = json!({"prompt": "x", "max_tokens": 100});
+    let answer = rig.client.post("/v1/completions", &body).await.unwrap().body;
+    assert_eq!(answer["choices"][0]["text"], "Bye.");
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+    let tokens = rig.text.encode("Bye.<|end|>", false).unwrap().len();
+    assert_eq!(answer["usage"]["completion_tokens"], tokens);
+}
+
+#[tokio::test]
+async fn sampling_fields_reach_the_engine_and_absent_ones_are_the_models_defaults() {
+    let rig = Rig::saying("x");
+    let body = json!({"prompt": "x", "temperature": 0.25, "top_k": 7, "min_p": 0.125, "seed": -1,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5,
+        "logit_bias": {"12": -100}, "min_tokens": 3, "stop_token_ids": [9], "ignore_eos": true});
+    rig.client.post("/v1/completions", &body).await.unwrap();
+    rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
+    let seen = rig.seen.lock().unwrap();
+    let given = &seen.requests[0].sampling[0];
+    assert_eq!((given.temperature, given.top_k, given.min_p), (0.25, 7, 0.125));
+    assert_eq!((given.seed, given.min_tokens), (u64::MAX, 3));
+    assert_eq!((given.presence_penalty, given.frequency_penalty), (0.5, -0.5));
+    assert_eq!((given.repetition_penalty, &given.logit_bias), (1.5, &vec![(12, -100.0)]));
+    assert_eq!(seen.requests[0].end_tokens, [9]);
+    let default = &seen.requests[1].sampling[0];
+    // models/demo/generation_config.json
+    assert_eq!((default.temperature, default.top_p), (0.8, 0.95));
+    assert_eq!(seen.requests[1].end_tokens, [2, 6]);
+    assert_eq!(seen.requests[1].max_tokens, 16);
+    assert_ne!(default.seed, given.seed, "a seed is drawn when none is given");
+}
+
+#[tokio::test]
+async fn models_health_version_and_metrics() {
+    let rig = Rig::saying("x");
+    let list = rig.client.get("/v1/models").await.unwrap().body;
+    assert_eq!(
+        (list["object"].as_str(), list["data"][0]["id"].as_str()),
+        (Some("list"), Some("demo"))
+    );
+    let model = rig.client.get("/v1/models/demo").await.unwrap();
+    assert_eq!((model.status, model.body["object"].as_str()), (200, Some("model")));
+    for other in ["/v1/models/org%2Fother", "/v1/models/org/other"] {
+        let other = rig.client.get(other).await.unwrap();
+        let code = other.body["error"]["code"].as_str();
+        assert_eq!((other.status, code), (404, Some("model_not_found")));
+    }
+    for path in ["/health", "/live", "/ready", "/version"] {
+        assert_eq!(rig.client.get(path).await.unwrap().status, 200, "{path}");
+    }
+    let scrape = rig.client.scrape().await.unwrap();
+    let labels = [("route", "/v1/models/{id}"), ("method", "GET"), ("status", "404")];
+    assert_eq!(scrape.sum("tutti_http_requests_total", &labels), 2.0);
+}

@@ -1,0 +1,126 @@
+//! Server-Sent Events, stop strings, failures, disconnects.
+use coordinator::engine::EngineError;
+use serde_json::{Value, json};
+
+use crate::rig::{Rig, Script};
+
+const TEXT: &str = "Caf\u{e9} \u{1f98a} said \"good night\" and left. The end.";
+
+fn texts(events: &[Value]) -> String {
+    events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect()
+}
+
+#[tokio::test]
+async fn a_completion_stream_gives_the_same_text_in_whole_characters() {
+    let rig = Rig::saying(TEXT);
+    let body = json!({"prompt": "x", "max_tokens": 200, "stream": true, "stream_options": {"include_usage": true}});
+    let streamed = rig.client.stream("/v1/completions", &body).await.unwrap();
+    assert!(streamed.done);
+    assert_eq!(texts(&streamed.events), TEXT);
+    let (usage, pieces) = streamed.events.split_last().unwrap();
+    assert_eq!(usage["choices"], json!([]));
+    let tokens = rig.text.encode(TEXT, false).unwrap().len();
+    assert_eq!(usage["usage"]["completion_tokens"], tokens);
+    let id = &streamed.events[0]["id"];
+    for event in pieces {
+        assert_eq!((&event["id"], &event["usage"]), (id, &Value::Null));
+        assert!(!event["choices"][0]["text"].as_str().unwrap().contains('\u{fffd}'));
+    }
+    let reasons: Vec<&Value> =
+        pieces.iter().map(|event| &event["choices"][0]["finish_reason"]).collect();
+    assert_eq!(reasons.last().unwrap().as_str(), Some("length"));
+    assert!(reasons[..reasons.len() - 1].iter().all(|reason| reason.is_null()));
+}
+
+#[tokio::test]
+async fn a_chat_stream_begins_with_the_role_and_ends_with_the_reason() {
+    let rig = Rig::saying(TEXT);
+    let body = json!({"messages": [{"role": "user", "content": "x"}], "stream": true});
+    let streamed = rig.client.stream("/v1/chat/completions", &body).await.unwrap();
+    assert!(streamed.done);
+    let first = &streamed.events[0]["choices"][0];
+    assert_eq!(first["delta"], json!({"role": "assistant", "content": ""}));
+    assert_eq!(streamed.events[0]["object"], "chat.completion.chunk");
+    assert!(streamed.events[0].get("usage").is_none(), "no usage unless asked for");
+    let content: String = streamed
+        .events
+        .iter()
+        .filter_map(|event| event["choices"][0]["delta"]["content"].as_str())
+        .collect();
+    assert_eq!(content, TEXT);
+    let last = &streamed.events.last().unwrap()["choices"][0];
+    assert_eq!((last["finish_reason"].as_str(), &last["delta"]), (Some("length"), &json!({})));
+}
+
+#[tokio::test]
+async fn stop_strings_over_token_boundaries_are_never_leaked() {
+    let rig = Rig::saying(TEXT);
+    for stop in [json!("night\" and"), json!(["nothing", "d nigh"]), json!("\u{1f98a} s")] {
+        let first = stop.as_str().unwrap_or_else(|| stop[1].as_str().unwrap());
+        let expected = &TEXT[..TEXT.find(first).unwrap()];
+        let mut body = json!({"prompt": "x", "max_tokens": 200, "stop": stop});
+        let reply = rig.client.post("/v1/completions", &body).await.unwrap().body;
+        assert_eq!(reply["choices"][0]["text"], expected);
+        assert_eq!(reply["choices"][0]["finish_reason"], "stop");
+        body["stream"] = json!(true);
+        let streamed = rig.client.stream("/v1/completions", &body).await.unwrap();
+        assert_eq!(texts(&streamed.events), expected);
+    }
+}
+
+#[tokio::test]
+async fn refusals_have_their_status_and_a_retry_after() {
+    let rig = Rig::new(Script::default());
+    let full = EngineError::QueueFull { queued: 5, max: 5, retry_after_s: 3 };
+    let unavailable = EngineError::Unavailable { message: "no workers".to_owned() };
+    let large = EngineError::TooLarge { needed: 9, available: 4 };
+    let cases = [
+        (full, 429),
+        (unavailable, 503),
+        (large, 400),
+        (EngineError::ShuttingDown, 503),
+        (EngineError::Corrupted, 500),
+    ];
+    for (error, status) in cases {
+        rig.script(|script| script.refuse = Some(error.clone()));
+        let response = rig.client.open("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
+        assert_eq!(response.status().as_u16(), status, "{error}");
+        let retry = response.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
+        assert_eq!(retry.is_some(), [429, 503].contains(&status), "{error}");
+        let body: Value = response.json().await.unwrap();
+        assert!(body["error"]["message"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn a_failure_in_the_middle_ends_the_stream_without_done() {
+    let rig = Rig::new(Script { text: TEXT.to_owned(), fail_after: Some(3), ..Script::default() });
+    for (path, prompt) in [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")] {
+        let mut body = json!({"stream": true, "max_tokens": 50});
+        body[prompt] =
+            if prompt == "prompt" { json!("x") } else { json!([{"role": "user", "content": "x"}]) };
+        let streamed = rig.client.stream(path, &body).await.unwrap();
+        assert!(!streamed.done, "{path}");
+        let last = streamed.events.last().unwrap();
+        assert_eq!(last["error"]["type"], "server_error", "{path}: {last}");
+        body["stream"] = json!(false);
+        assert_eq!(rig.client.post(path, &body).await.unwrap().status, 500);
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_its_request_streaming_or_not() {
+    for stream in [true, false] {
+        let rig = Rig::new(Script { text: TEXT.to_owned(), hang: true, ..Script::default() });
+        let client = rig.client.clone();
+        let body = json!({"prompt": "x", "max_tokens": 50, "stream": stream});
+        let task = tokio::spawn(async move { client.open("/v1/completions", &body).await });
+        while rig.seen.lock().unwrap().requests.is_empty() {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        task.abort();
+        drop(task.await);
+        assert!(rig.cancelled().await, "stream = {stream}");
+    }
+}
