@@ -1,10 +1,18 @@
 //! Broken model folders give one clear error that names file, tensor and reason.
 use std::path::Path;
 
+use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use testkit::models::variant;
+use worker::model::config::ModelConfig;
+use worker::model::safetensors::WeightFiles;
+use worker::model::shard::Shard;
+use worker::model::weights;
 
+use crate::checkpoint::{Folder, Tensor};
 use crate::rig::engine;
+
+const WEIGHTS: &str = "model.safetensors";
 
 fn broken(folder: &str, change: impl Fn(&Path)) -> String {
     let scratch = tempfile::tempdir().unwrap();
@@ -50,6 +58,25 @@ fn truncated_and_corrupt_weight_files() {
     names(&error, &["model.safetensors"]);
 }
 
+/// A stopped download says so, in bytes; sizes that overflow are no panic.
+#[test]
+fn truncation_is_called_truncation() {
+    let cut = |keep| broken("llama-gqa", |dir| edit(&dir.join(WEIGHTS), |b| b.truncate(keep)));
+    let whole = std::fs::metadata(variant("llama-gqa").join(WEIGHTS)).unwrap().len() as usize;
+    let described = "is truncated: its header describes 246400 bytes of weights, 246399 are there";
+    names(&cut(whole - 1), &[WEIGHTS, described]);
+    names(&cut(100), &[WEIGHTS, "is truncated: its header has 2160 bytes, the file 100"]);
+    let error = broken("llama-gqa", |dir| {
+        let header = r#"{"a":{"dtype":"U8","shape":[1152921504606846976],
+            "data_offsets":[0,1152921504606846976]}}"#;
+        edit(&dir.join(WEIGHTS), |bytes| {
+            *bytes = (header.len() as u64).to_le_bytes().to_vec();
+            bytes.extend_from_slice(header.as_bytes());
+        });
+    });
+    names(&error, &[WEIGHTS, "is truncated", "1152921504606846976"]);
+}
+
 #[test]
 fn missing_files_and_tensors() {
     let remove =
@@ -92,4 +119,81 @@ fn configurations_that_cannot_be_served() {
     let error = config("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": -1");
     names(&error, &["config.json", "rms_norm_eps is -1"]);
     names(&config("\"vocab_size\": 384", "\"vocab_size\": 0"), &["vocab_size is 0", "1..="]);
+}
+
+/// A download that stopped: the last layer is missing, and nothing is packed before that is found.
+#[test]
+fn a_missing_last_layer_is_found_before_anything_is_loaded() {
+    let folder = Folder::copy_of("llama-gqa");
+    folder.edit(|tensors| tensors.retain(|tensor| tensor.name != "model.norm.weight"));
+    let config = ModelConfig::load(folder.path()).unwrap();
+    let shard = Shard::new(&config, 0, 1).unwrap();
+    let files = WeightFiles::open(folder.path()).unwrap();
+    let mut backend = ReferenceBackend::new(single_rank());
+    let mut reports = 0;
+    let loaded = weights::load(&mut backend, &files, &config, &shard, 16, &mut |_, _| reports += 1);
+    names(&loaded.unwrap_err().to_string(), &["tensor model.norm.weight", "missing"]);
+    assert_eq!(reports, 0);
+}
+
+/// Bytes as they are in the files, of any type, replicated KV heads counted on every rank.
+#[test]
+fn progress_ends_with_all_bytes_of_the_shard() {
+    let folder = Folder::copy_of("llama-gqa");
+    folder.edit(|tensors| tensors.iter_mut().for_each(Tensor::widen));
+    let config = ModelConfig::load(folder.path()).unwrap();
+    // Weights of embedding, head, q, k, v, o, gate, up, down, in f32.
+    let (hidden, q, kv, inner) = (64, 64, 32, 128);
+    for (degree, kv) in [(1, kv), (2, kv / 2), (4, 16)] {
+        let share = 2 * 384 * hidden + 2 * (2 * q * hidden + 3 * inner * hidden);
+        let expected = 4 * (share / u64::from(degree) + 2 * 2 * kv * hidden);
+        let shard = Shard::new(&config, degree - 1, degree).unwrap();
+        let files = WeightFiles::open(folder.path()).unwrap();
+        let mut backend = ReferenceBackend::new(single_rank());
+        let mut reports = Vec::new();
+        let mut progress = |done, total| reports.push((done, total));
+        weights::load(&mut backend, &files, &config, &shard, 16, &mut progress).unwrap();
+        assert_eq!(reports.first(), Some(&(0, expected)), "tp {degree}");
+        assert_eq!(reports.last(), Some(&(expected, expected)), "tp {degree}");
+        assert!(reports.is_sorted());
+    }
+}
+
+/// Flipped bits all over the length and the header are noticed, or change nothing that matters (the
+/// name of a tensor that is not used); none is a panic.
+#[test]
+fn no_flipped_header_bit_panics() {
+    let folder = Folder::copy_of("llama-gqa");
+    let file = folder.file("model.safetensors");
+    let original = std::fs::read(&file).unwrap();
+    let header = 8 + u64::from_le_bytes(*original.first_chunk().unwrap()) as usize;
+    let (mut refused, mut tried) = (0, 0);
+    for (i, byte) in (0..header).step_by(7).enumerate() {
+        let mut bytes = original.clone();
+        bytes[byte] ^= 1 << (i % 8);
+        std::fs::write(&file, bytes).unwrap();
+        tried += 1;
+        if let Err(error) = engine(folder.path(), 0, 1, single_rank()) {
+            names(&error.to_string(), &[folder.path().to_str().unwrap()]);
+            refused += 1;
+        }
+    }
+    assert!(refused * 10 > tried * 9, "{refused} of {tried}");
+}
+
+#[test]
+fn an_index_names_files_of_its_folder_that_have_what_it_says() {
+    let index = "model.safetensors.index.json";
+    let assign = |file: &str| {
+        let folder = Folder::copy_of("llama-gqa-sharded");
+        folder.damage(index, |bytes| {
+            let mut value: serde_json::Value = serde_json::from_slice(bytes).unwrap();
+            value["weight_map"]["lm_head.weight"] = file.into();
+            *bytes = value.to_string().into_bytes();
+        });
+        engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string()
+    };
+    let first = "model-00001-of-00004.safetensors";
+    names(&assign(first), &[first, "tensor lm_head.weight", "not in this file"]);
+    names(&assign("../../etc/passwd"), &[index, "../../etc/passwd", "no plain file name"]);
 }

@@ -3,16 +3,24 @@
 //! - [`goldens`]: prompt log-probabilities and greedy tokens
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
+//! - [`checkpoint`]: scratch copies of model folders with other tensors
+//! - [`odd`]: sizes, types and numbers that the repository's models do not have
+//! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`rig`]: ranks as threads, driven by step plans
+//! - [`samplers`]: the fast sampler against the one by definition
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
     clippy::print_stdout,
-    reason = "tests panic and print"
+    reason = "a test ends by panicking, and says how close it was"
 )]
 
 mod broken;
+mod checkpoint;
 mod goldens;
 mod invariance;
+mod odd;
+mod plans;
 mod rig;
+mod samplers;

@@ -76,25 +76,36 @@ fn engine_on<B: Backend>(
     model: &Path,
     rank: u32,
     degree: u32,
-    mut backend: B,
+    backend: B,
 ) -> Result<Engine<B>, ModelError> {
-    let config = ModelConfig::load(model)?;
-    let shard = Shard::new(&config, rank, degree)?;
-    let files = WeightFiles::open(model)?;
-    let positions = config.max_positions;
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
-        max_model_len: positions as u32,
+        max_model_len: ModelConfig::load(model)?.max_positions as u32,
         max_num_seqs: SEQS_MAX,
         max_num_batched_tokens: TOKENS_MAX,
         kv_cache_bytes: 1 << 30,
     };
-    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
-    let (tokens, rows) = (TOKENS_MAX as usize, SEQS_MAX as usize);
-    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, rows)?;
-    let mut engine = Engine::new(backend, decoder, sizes);
+    let mut engine = engine_of(model, rank, degree, backend, sizes)?;
     engine.start(NUM_BLOCKS)?;
     Ok(engine)
+}
+
+/// An engine of any sizes, not started.
+pub(crate) fn engine_of<B: Backend>(
+    model: &Path,
+    rank: u32,
+    degree: u32,
+    mut backend: B,
+    sizes: EngineConfig,
+) -> Result<Engine<B>, ModelError> {
+    let config = ModelConfig::load(model)?;
+    let shard = Shard::new(&config, rank, degree)?;
+    let files = WeightFiles::open(model)?;
+    let positions = sizes.max_model_len as usize;
+    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
+    let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
+    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, rows)?;
+    Ok(Engine::new(backend, decoder, sizes))
 }
 
 fn serve<B: Backend>(

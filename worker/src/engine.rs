@@ -35,6 +35,10 @@ pub enum EngineError {
     Kernel(#[from] KernelError),
 }
 
+/// Sequences held for each that a step can run: those of the step, those waiting within a chunked
+/// prefill, and those that finished too late to leave with the last plan.
+const HELD_PER_RUNNING: usize = 4;
+
 /// One rank's engine.
 pub struct Engine<B: Backend> {
     backend: B,
@@ -57,8 +61,12 @@ struct StepBuffers {
     /// Row of the logits of each sampled sequence, and which entry of the plan it is.
     sample_rows: Vec<u32>,
     sample_entries: Vec<usize>,
+    /// Empty between steps: kept for its memory.
+    sampling: Vec<SampleRow<'static>>,
     sampled: Vec<Sampled>,
     tokens: Vec<u32>,
+    /// Rows and next tokens of one chunk of prompt log-probabilities.
+    prompt_rows: Vec<u32>,
     targets: Vec<u32>,
 }
 
@@ -173,6 +181,7 @@ impl<B: Backend> Engine<B> {
 
     /// Forgets and learns sequences.
     fn admit(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let held_max = self.config.max_num_seqs as usize * HELD_PER_RUNNING;
         for seq in &plan.finished {
             self.sequences.remove(seq);
         }
@@ -186,7 +195,12 @@ impl<B: Backend> Engine<B> {
             if new.num_prompt as usize > new.tokens.len() {
                 return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
             }
-            self.sequences.insert(new.seq, Sequence::new(new, max));
+            if self.sequences.len() >= held_max {
+                return Err(fault(format!("{held_max} sequences are held, the bound is reached")));
+            }
+            if self.sequences.insert(new.seq, Sequence::new(new, max)).is_some() {
+                return Err(fault(format!("{} is admitted twice", new.seq)));
+            }
         }
         Ok(())
     }
@@ -196,15 +210,22 @@ impl<B: Backend> Engine<B> {
         let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
         let step = &mut self.step;
         step.clear();
+        if self.cache.is_none() && !plan.sequences.is_empty() {
+            return Err(fault("there is no KV cache yet".to_owned()));
+        }
         let vocab = self.decoder.config().vocab_size as u32;
         if plan.sequences.len() > self.config.max_num_seqs as usize {
-            return Err(fault(format!("{} sequences", plan.sequences.len())));
+            let (len, max) = (plan.sequences.len(), self.config.max_num_seqs);
+            return Err(fault(format!("{len} sequences, the bound is {max}")));
         }
         for (index, entry) in plan.sequences.iter().enumerate() {
             let seq = self
                 .sequences
                 .get_mut(&entry.seq)
                 .ok_or_else(|| fault(format!("{} is not known", entry.seq)))?;
+            if seq.last_step.replace(plan.step) == Some(plan.step) {
+                return Err(fault(format!("{} occurs twice", entry.seq)));
+            }
             seq.check(entry, &self.config, self.num_blocks)
                 .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
             seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
@@ -229,7 +250,7 @@ impl<B: Backend> Engine<B> {
                 table_start,
                 table_len: seq.blocks.len() as u32,
             });
-            seq.computed = entry.start + entry.count;
+            seq.computed = Some(entry.start + entry.count);
             if entry.sample {
                 step.sample_rows.push(row_start + entry.count - 1);
                 step.sample_entries.push(index);
@@ -273,13 +294,15 @@ impl<B: Backend> Engine<B> {
         step.tokens.clear();
         step.tokens.resize(step.sample_rows.len(), 0);
         if backend.rank() == 0 {
-            let mut rows: Vec<SampleRow<'_>> = Vec::with_capacity(step.sample_rows.len());
+            let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
             for index in &step.sample_entries {
                 if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
                     rows.push(seq.sample_row());
                 }
             }
-            backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
+            let result = backend.sample(logits, vocab, 0, &rows, &mut step.sampled);
+            step.sampling = recycle(rows);
+            result?;
             for (token, sampled) in step.tokens.iter_mut().zip(&step.sampled) {
                 *token = sampled.token;
             }
@@ -317,6 +340,7 @@ impl<B: Backend> Engine<B> {
                 continue;
             }
             let mut report = Vec::with_capacity((last - entry.start) as usize);
+            let mut corrupted = false;
             let row_start = self.step.seqs[index].row_start;
             let mut from = entry.start;
             while from < last {
@@ -325,13 +349,15 @@ impl<B: Backend> Engine<B> {
                 self.step
                     .targets
                     .extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
-                let rows: Vec<u32> =
-                    (from..to).map(|position| row_start + position - entry.start).collect();
-                let logits = self.decoder.logits(&mut self.backend, &rows)?;
+                let rows = &mut self.step.prompt_rows;
+                rows.clear();
+                rows.extend((from..to).map(|position| row_start + position - entry.start));
+                let logits = self.decoder.logits(&mut self.backend, rows)?;
                 if self.backend.rank() == 0 {
                     let targets = &self.step.targets;
                     let sampled = &mut self.step.sampled;
                     self.backend.logprobs(logits, vocab, 0, targets, top_n, sampled)?;
+                    corrupted |= sampled.iter().any(|scored| scored.corrupted);
                     report.extend(sampled.drain(..).map(token_logprobs));
                 }
                 from = to;
@@ -344,7 +370,7 @@ impl<B: Backend> Engine<B> {
                     logprobs: None,
                     prompt_logprobs: report,
                     prompt_start: entry.start + 1,
-                    corrupted: false,
+                    corrupted,
                 });
             }
         }
@@ -365,7 +391,7 @@ fn merge_output(
     if let Some(begun) = outputs.iter_mut().find(|output| output.seq == entry.seq) {
         begun.token = Some(token);
         begun.logprobs = logprobs;
-        begun.corrupted = corrupted;
+        begun.corrupted |= corrupted;
         return;
     }
     outputs.push(SequenceOutput {
@@ -386,6 +412,14 @@ fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
         rank: sampled.rank,
         top: sampled.top,
     }
+}
+
+/// An empty vector with the same memory, free of the borrows that the old contents had.
+#[allow(clippy::unnecessary_filter_map, reason = "a filter cannot change the lifetime")]
+fn recycle(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
+    rows.clear();
+    // Collecting a vector's own iterator reuses its allocation.
+    rows.into_iter().filter_map(|_| None).collect()
 }
 
 fn micros(duration: Duration) -> u64 {

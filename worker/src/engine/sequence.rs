@@ -1,5 +1,6 @@
 //! What a rank keeps of one sequence.
 use kernels::sampling::{SampleParams, SampleRow};
+use shared::ids::StepId;
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep};
 
 /// One sequence.
@@ -10,8 +11,11 @@ pub(super) struct Sequence {
     pub(super) num_prompt: u32,
     /// Block table: ids in the cache.
     pub(super) blocks: Vec<u32>,
-    /// Tokens whose K and V are in the cache.
-    pub(super) computed: u32,
+    /// Tokens whose K and V are in the cache. Unknown before the first step, which may begin behind
+    /// a prefix that another sequence has computed.
+    pub(super) computed: Option<u32>,
+    /// The last step it was part of.
+    pub(super) last_step: Option<StepId>,
     pub(super) params: SampleParams,
     /// How many alternatives to report for each prompt token.
     pub(super) prompt_logprobs: Option<u32>,
@@ -42,7 +46,8 @@ impl Sequence {
             tokens,
             num_prompt: new.num_prompt,
             blocks: Vec::new(),
-            computed: 0,
+            computed: None,
+            last_step: None,
             params,
             prompt_logprobs: sampling.prompt_logprobs,
         }
@@ -55,11 +60,11 @@ impl Sequence {
         config: &EngineConfig,
         num_blocks: u32,
     ) -> Result<(), String> {
-        if entry.start != self.computed {
-            return Err(format!(
-                "is to be computed from {}, its cache ends at {}",
-                entry.start, self.computed
-            ));
+        if let Some(computed) = self.computed
+            && entry.start != computed
+        {
+            let start = entry.start;
+            return Err(format!("is to be computed from {start}, its cache ends at {computed}"));
         }
         let end = entry.start.checked_add(entry.count).filter(|_| entry.count > 0);
         let known = self.tokens.len() as u32;

@@ -34,8 +34,8 @@ pub struct ModelConfig {
     pub norm_eps: f32,
     /// Rotary embedding.
     pub rope: RopeConfig,
-    /// Attention reaches back this far, where it is limited.
-    pub sliding_window: Option<u32>,
+    /// How far each layer's attention reaches back, the current token included, where it is limited.
+    pub sliding_windows: Vec<Option<u32>>,
     /// The output head is the embedding.
     pub tied: bool,
     /// q, k and v projections have biases.
@@ -66,11 +66,14 @@ struct Raw {
     rope_parameters: Option<RawRope>,
     sliding_window: Option<u32>,
     use_sliding_window: Option<bool>,
+    max_window_layers: Option<usize>,
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
     mlp_bias: Option<bool>,
     hidden_act: Option<String>,
     layer_types: Option<Vec<String>>,
+    partial_rotary_factor: Option<f64>,
+    quantization_config: Option<serde::de::IgnoredAny>,
 }
 
 #[derive(Clone, Deserialize)]
@@ -114,6 +117,16 @@ impl ModelConfig {
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
             return Err(format!("hidden_act is \"{act}\", only \"silu\" is supported"));
         }
+        if let Some(factor) = raw.partial_rotary_factor.filter(|factor| *factor != 1.0) {
+            return Err(format!("partial_rotary_factor is {factor}, only 1 is supported"));
+        }
+        if raw.quantization_config.is_some() {
+            return Err(
+                "quantization_config is set: quantized weights are not supported, use the \
+                        model's bf16, f16 or f32 weights"
+                    .to_owned(),
+            );
+        }
         let num_heads = size("num_attention_heads", raw.num_attention_heads)?;
         let hidden_size = size("hidden_size", raw.hidden_size)?;
         let num_kv_heads = raw
@@ -136,22 +149,14 @@ impl ModelConfig {
         }
         let qwen2 = architecture == "Qwen2ForCausalLM";
         let qwen3 = architecture == "Qwen3ForCausalLM";
-        let windowed = if qwen2 || qwen3 {
-            raw.use_sliding_window.unwrap_or(false)
-        } else {
-            architecture == "MistralForCausalLM"
-        };
-        let mixed = raw.layer_types.iter().flatten().any(|kind| kind != "full_attention");
-        if (qwen2 || qwen3) && (windowed || mixed) {
-            return Err("layers that differ in their attention (use_sliding_window, layer_types) \
-                        are not supported for Qwen models"
-                .to_owned());
-        }
-        let attention_bias = raw.attention_bias.unwrap_or(false);
+        // Mistral's and Qwen2's code does not read the key.
+        let reads_bias = qwen3 || architecture == "LlamaForCausalLM";
+        let attention_bias = reads_bias && raw.attention_bias.unwrap_or(false);
+        let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
         Ok(Self {
             hidden_size,
             intermediate_size: size("intermediate_size", raw.intermediate_size)?,
-            num_layers: size("num_hidden_layers", raw.num_hidden_layers)?,
+            num_layers,
             num_heads,
             num_kv_heads,
             head_dim,
@@ -159,11 +164,11 @@ impl ModelConfig {
             max_positions: size("max_position_embeddings", raw.max_position_embeddings)?,
             norm_eps: norm_eps as f32,
             rope: rope(&raw)?,
-            sliding_window: raw.sliding_window.filter(|window| windowed && *window > 0),
+            sliding_windows: sliding_windows(&raw, &architecture, num_layers)?,
             tied: raw.tie_word_embeddings.unwrap_or(false),
             qkv_bias: attention_bias || qwen2,
-            output_bias: attention_bias && !qwen2,
-            mlp_bias: raw.mlp_bias.unwrap_or(false),
+            output_bias: attention_bias,
+            mlp_bias: architecture == "LlamaForCausalLM" && raw.mlp_bias.unwrap_or(false),
             qk_norm: qwen3,
         })
     }
@@ -177,6 +182,44 @@ fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
         }
         Some(value) => Ok(value),
     }
+}
+
+/// Mistral slides in every layer; Qwen, if `use_sliding_window`, in the layers that `layer_types`
+/// names, or else from layer `max_window_layers` on; Llama never.
+fn sliding_windows(
+    raw: &Raw,
+    architecture: &str,
+    num_layers: usize,
+) -> Result<Vec<Option<u32>>, String> {
+    let window = match architecture {
+        "MistralForCausalLM" => raw.sliding_window,
+        "LlamaForCausalLM" => None,
+        _ => raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true)),
+    };
+    if window == Some(0) {
+        return Err("sliding_window is 0, it must be at least 1".to_owned());
+    }
+    if window.is_none() || architecture == "MistralForCausalLM" {
+        return Ok(vec![window; num_layers]);
+    }
+    let Some(types) = &raw.layer_types else {
+        let first = raw.max_window_layers.unwrap_or(num_layers);
+        return Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first)).collect());
+    };
+    if types.len() != num_layers {
+        let len = types.len();
+        return Err(format!("layer_types has {len} entries, num_hidden_layers is {num_layers}"));
+    }
+    types
+        .iter()
+        .map(|kind| match kind.as_str() {
+            "sliding_attention" => Ok(window),
+            "full_attention" => Ok(None),
+            _ => Err(format!(
+                "layer_types has \"{kind}\"; supported are: full_attention, sliding_attention"
+            )),
+        })
+        .collect()
 }
 
 fn rope(raw: &Raw) -> Result<RopeConfig, String> {
@@ -232,6 +275,45 @@ mod tests {
         "num_key_value_heads": 2, "vocab_size": 384, "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0"#;
 
+    fn parse(architecture: &str, more: &str) -> Result<ModelConfig, String> {
+        let text = format!("{LLAMA}{more}}}").replace("LlamaForCausalLM", architecture);
+        let text = text.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 4");
+        ModelConfig::check(serde_json::from_str(&text).map_err(|error| error.to_string())?)
+    }
+
+    #[test]
+    fn windows_slide_where_the_architecture_says() {
+        let windows = |architecture, more| parse(architecture, more).unwrap().sliding_windows;
+        let window = r#", "sliding_window": 16"#;
+        assert_eq!(windows("MistralForCausalLM", window), [Some(16); 4]);
+        assert_eq!(windows("MistralForCausalLM", r#", "sliding_window": null"#), [None; 4]);
+        assert_eq!(windows("LlamaForCausalLM", window), [None; 4]);
+        // Qwen writes a window that it does not use.
+        assert_eq!(windows("Qwen2ForCausalLM", window), [None; 4]);
+        let used = r#", "sliding_window": 16, "use_sliding_window": true, "max_window_layers": 3"#;
+        assert_eq!(windows("Qwen2ForCausalLM", used), [None, None, None, Some(16)]);
+        let types = r#", "sliding_window": 16, "use_sliding_window": true, "layer_types":
+            ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]"#;
+        let slides = [Some(16), None, None, Some(16)];
+        assert_eq!(windows("Qwen3ForCausalLM", types), slides);
+        let error = parse("Qwen3ForCausalLM", &types.replace("full", "chunked")).unwrap_err();
+        assert!(error.contains("layer_types has \"chunked_attention\""), "{error}");
+    }
+
+    #[test]
+    fn biases_are_where_the_architecture_has_them() {
+        let biases = |architecture, more| {
+            let config = parse(architecture, more).unwrap();
+            (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm)
+        };
+        let all = r#", "attention_bias": true, "mlp_bias": true"#;
+        assert_eq!(biases("LlamaForCausalLM", all), (true, true, true, false));
+        assert_eq!(biases("MistralForCausalLM", all), (false, false, false, false));
+        assert_eq!(biases("Qwen2ForCausalLM", ""), (true, false, false, false));
+        assert_eq!(biases("Qwen3ForCausalLM", ""), (false, false, false, true));
+        assert_eq!(biases("Qwen3ForCausalLM", all), (true, true, false, true));
+    }
+
     fn check(more: &str) -> Result<ModelConfig, String> {
         let raw = serde_json::from_str(&format!("{LLAMA}{more}}}")).map_err(|e| e.to_string())?;
         ModelConfig::check(raw)
@@ -254,6 +336,8 @@ mod tests {
             (r#", "rope_scaling": {"rope_type": "yarn"}"#, "rope_type \"yarn\" is not supported"),
             (r#", "rope_scaling": {"rope_type": "llama3"}"#, "low_freq_factor is missing"),
             (r#", "hidden_act": "gelu""#, "hidden_act is \"gelu\""),
+            (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor is 0.5, only 1"),
+            (r#", "quantization_config": {"bits": 4}"#, "quantized weights are not supported"),
         ];
         for (more, expected) in cases {
             let error = check(more).unwrap_err();

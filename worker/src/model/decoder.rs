@@ -13,6 +13,7 @@ pub struct Decoder<B: Backend> {
     weights: Weights<B::Matrix, B::Vector>,
     config: ModelConfig,
     shard: Shard,
+    /// Of every layer, but for its window.
     attention: AttentionShape,
     buffers: Buffers<B>,
 }
@@ -76,7 +77,7 @@ impl<B: Backend> Decoder<B> {
             num_kv_heads: shard.kv_heads.len(),
             head_dim: config.head_dim,
             norm_eps: config.norm_eps,
-            sliding_window: config.sliding_window,
+            sliding_window: None,
         };
         Ok(Self { weights, config, shard, attention, buffers })
     }
@@ -127,6 +128,8 @@ impl<B: Backend> Decoder<B> {
         }
         let mut delta = None;
         for (index, layer) in weights.layers.iter().enumerate() {
+            let sliding_window = config.sliding_windows[index];
+            let attention = &AttentionShape { sliding_window, ..*attention };
             backend.add_rmsnorm(
                 &mut buffers.residual,
                 delta,

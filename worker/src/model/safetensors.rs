@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 
 use kernels::backend::DType;
 use kernels::mapped::MappedFile;
-use safetensors::SafeTensors;
 use safetensors::tensor::Metadata;
 
 use super::ModelError;
@@ -161,10 +160,23 @@ impl WeightFile {
             let message = format!("its header claims {length} bytes, the bound is {HEADER_MAX}");
             return Err(ModelError::file(&path, message));
         }
-        let (header_len, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| {
-            let message = format!("is no whole safetensors file ({} bytes): {error}", bytes.len());
-            ModelError::file(&path, message)
-        })?;
-        Ok(Self { path, map, metadata, data_start: header_len + 8 })
+        let data_start = 8 + length as usize;
+        let Some(header) = bytes.get(8..data_start) else {
+            let message =
+                format!("is truncated: its header has {length} bytes, the file {}", bytes.len());
+            return Err(ModelError::file(&path, message));
+        };
+        // The crate checks that tensors follow one another without gaps and have their shapes' sizes.
+        let metadata: Metadata = serde_json::from_slice(header)
+            .map_err(|error| ModelError::file(&path, format!("its header is damaged: {error}")))?;
+        let (found, described) = (bytes.len() - data_start, metadata.data_len());
+        if found != described {
+            let fault = if found < described { "truncated" } else { "damaged" };
+            let message = format!(
+                "is {fault}: its header describes {described} bytes of weights, {found} are there"
+            );
+            return Err(ModelError::file(&path, message));
+        }
+        Ok(Self { path, map, metadata, data_start })
     }
 }

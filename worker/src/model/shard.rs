@@ -90,7 +90,7 @@ mod tests {
             max_positions: 32,
             norm_eps: 1e-5,
             rope: RopeConfig { theta: 1e4, scaling: RopeScaling::None },
-            sliding_window: None,
+            sliding_windows: vec![None],
             tied: false,
             qkv_bias: false,
             output_bias: false,

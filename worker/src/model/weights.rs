@@ -1,6 +1,12 @@
 //! One rank's shard of the weights, packed for its backend.
-use kernels::Backend;
-use kernels::backend::{DType, HostMatrix, QkvWeights, RopeTable};
+//!
+//! Owns the tensor names of the Llama family, their shapes and which rectangle of each a rank
+//! takes. Everything is checked before anything is loaded, so that a folder with a wrong last
+//! layer fails at once. Only the pages of this rank's rectangles are read from the files.
+use std::ops::Range;
+
+use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable};
+use kernels::error::KernelError;
 
 use super::ModelError;
 use super::config::ModelConfig;
@@ -43,22 +49,12 @@ pub struct Weights<M, V> {
     pub final_norm: V,
     /// Rotary tables.
     pub rope: RopeTable<V>,
-    /// Bytes of the shard, as stored.
+    /// Bytes of the shard's matrices, as stored.
     pub bytes: u64,
 }
 
-struct Loader<'a, B> {
-    backend: &'a mut B,
-    files: &'a WeightFiles,
-    config: &'a ModelConfig,
-    shard: &'a Shard,
-    done: u64,
-    total: u64,
-    progress: &'a mut dyn FnMut(u64, u64),
-}
-
-/// Loads one rank's shard; touches no other bytes of the files. `max_positions` bounds the rotary
-/// tables; `progress` is called with (bytes done, bytes total).
+/// Checks all tensors, then packs one rank's shard of each. `max_positions` bounds the rotary
+/// tables; `progress` is called with (bytes done, bytes total) of the matrices as stored.
 ///
 /// # Errors
 /// [`ModelError`].
@@ -70,200 +66,173 @@ pub fn load<B: Backend>(
     max_positions: usize,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Weights<B::Matrix, B::Vector>, ModelError> {
-    let total = shard_bytes(config, shard);
-    progress(0, total);
-    let mut loader = Loader { backend, files, config, shard, done: 0, total, progress };
-    let hidden = config.hidden_size;
-    let embedding = loader.vocabulary("model.embed_tokens.weight")?;
-    let lm_head = if config.tied { None } else { Some(loader.vocabulary("lm_head.weight")?) };
-    let layers = (0..config.num_layers).map(|i| loader.layer(i)).collect::<Result<_, _>>()?;
-    let final_norm = loader.vector("model.norm.weight", hidden, 0..hidden)?;
-    let (cos, sin) = config.rope.tables(config.head_dim, max_positions);
-    let rope = RopeTable {
-        cos: loader.backend.load_vector(&cos)?,
-        sin: loader.backend.load_vector(&sin)?,
+    let part = Part { config, shard, files };
+    let padding = vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4];
+    let embedding = part.vocabulary("model.embed_tokens.weight", &padding)?;
+    let lm_head = match config.tied {
+        true => None,
+        false => Some(part.vocabulary("lm_head.weight", &padding)?),
     };
-    let bytes = loader.done;
-    (loader.progress)(bytes, bytes);
-    Ok(Weights { embedding, lm_head, layers, final_norm, rope, bytes })
+    let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
+    let final_norm = part.vector("model.norm.weight", config.hidden_size)?;
+
+    let matrices = layers.iter().flat_map(|layer| {
+        [layer.qkv.as_slice(), &layer.output, &layer.gate_up, &layer.down].into_iter().flatten()
+    });
+    let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
+    progress(0, total);
+    let (cos, sin) = config.rope.tables(config.head_dim, max_positions);
+    let mut loader = Loader { backend, progress, done: 0, total };
+    Ok(Weights {
+        embedding: loader.matrix(&embedding)?,
+        lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
+        layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
+        final_norm: loader.vector(&final_norm)?,
+        rope: RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? },
+        bytes: total,
+    })
 }
 
-/// An estimate for the progress bar: matrices at two bytes an element.
-fn shard_bytes(config: &ModelConfig, shard: &Shard) -> u64 {
-    let hidden = config.hidden_size;
-    let heads = shard.heads.len() * config.head_dim;
-    let kv = shard.kv_heads.len() * config.head_dim;
-    let layer = hidden * (2 * heads + 2 * kv + 3 * shard.intermediate.len());
-    let vocabularies = if config.tied { 1 } else { 2 };
-    let elements = layer * config.num_layers + vocabularies * shard.vocab.len() * hidden;
-    2 * elements as u64
+fn bytes(matrix: &HostMatrix<'_>) -> u64 {
+    (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
 }
 
-impl<B: Backend> Loader<'_, B> {
-    fn layer(&mut self, index: usize) -> Result<LayerWeights<B::Matrix, B::Vector>, ModelError> {
-        let (config, shard) = (self.config, self.shard);
-        let prefix = format!("model.layers.{index}");
-        let name = |part: &str| format!("{prefix}.{part}");
-        let (hidden, dim) = (config.hidden_size, config.head_dim);
-        let rows = |heads: &std::ops::Range<usize>| heads.start * dim..heads.end * dim;
-        let projections = [
-            ("q", config.num_heads * dim, rows(&shard.heads)),
-            ("k", config.num_kv_heads * dim, rows(&shard.kv_heads)),
-            ("v", config.num_kv_heads * dim, rows(&shard.kv_heads)),
-        ];
-        let mut parts = Vec::new();
-        let mut biases = Vec::new();
-        for (letter, out, rows) in &projections {
-            let weight = name(&format!("self_attn.{letter}_proj.weight"));
-            parts.push((weight, *out, rows.clone()));
-            if config.qkv_bias {
-                let bias = name(&format!("self_attn.{letter}_proj.bias"));
-                biases.extend(self.values(&bias, *out, rows.clone())?);
-            }
-        }
-        let weight = self.column_parallel(&parts)?;
-        let bias = if config.qkv_bias { Some(self.backend.load_vector(&biases)?) } else { None };
-        let mut head_norm = |part: &str| -> Result<Option<B::Vector>, ModelError> {
-            if config.qk_norm { self.vector(&name(part), dim, 0..dim).map(Some) } else { Ok(None) }
+/// What one rank takes of one layer: checked, not yet read.
+struct LayerPart<'a> {
+    input_norm: Vec<f32>,
+    qkv: [HostMatrix<'a>; 3],
+    qkv_bias: Option<Vec<f32>>,
+    q_norm: Option<Vec<f32>>,
+    k_norm: Option<Vec<f32>>,
+    output: [HostMatrix<'a>; 1],
+    output_bias: Option<Vec<f32>>,
+    post_norm: Vec<f32>,
+    gate_up: [HostMatrix<'a>; 2],
+    gate_up_bias: Option<Vec<f32>>,
+    down: [HostMatrix<'a>; 1],
+    down_bias: Option<Vec<f32>>,
+}
+
+/// Finds tensors and cuts this rank's part out of them.
+struct Part<'a> {
+    config: &'a ModelConfig,
+    shard: &'a Shard,
+    files: &'a WeightFiles,
+}
+
+impl<'a> Part<'a> {
+    fn layer(&self, index: usize) -> Result<LayerPart<'a>, ModelError> {
+        let Self { config, shard, .. } = *self;
+        let name = |suffix: &str| format!("model.layers.{index}.{suffix}");
+        let (hidden, head_dim) = (config.hidden_size, config.head_dim);
+        let scaled = |range: &Range<usize>| range.start * head_dim..range.end * head_dim;
+        // All features of q, k, v and the MLP, and the ones of this rank.
+        let q = (config.num_heads * head_dim, scaled(&shard.heads));
+        let kv = (config.num_kv_heads * head_dim, scaled(&shard.kv_heads));
+        let inner = (config.intermediate_size, shard.intermediate.clone());
+        let columns = [("q", &q), ("k", &kv), ("v", &kv)];
+
+        let rows = |suffix: &str, (all, own): &(usize, Range<usize>)| {
+            Ok::<_, ModelError>(rows_of(&self.tensor(&name(suffix), &[*all, hidden])?, own))
         };
-        let qkv = QkvWeights {
-            weight,
-            bias,
+        let cols = |suffix: &str, (all, own): &(usize, Range<usize>)| {
+            Ok::<_, ModelError>(cols_of(&self.tensor(&name(suffix), &[hidden, *all])?, own))
+        };
+        let biases = |wanted: bool, parts: &[(&str, &(usize, Range<usize>))]| {
+            if !wanted {
+                return Ok(None);
+            }
+            let mut joined = Vec::new();
+            for (suffix, (all, own)) in parts {
+                joined.extend_from_slice(&self.vector(&name(suffix), *all)?[own.clone()]);
+            }
+            Ok::<_, ModelError>(Some(joined))
+        };
+        // Checked on every rank, kept on one.
+        let row_parallel_bias = |wanted: bool, suffix: &str| {
+            let bias = biases(wanted, &[(suffix, &(hidden, 0..hidden))])?;
+            Ok::<_, ModelError>(bias.filter(|_| shard.rank == 0))
+        };
+        let head_norm =
+            |suffix: &str| config.qk_norm.then(|| self.vector(&name(suffix), head_dim)).transpose();
+
+        let [q_suffix, k_suffix, v_suffix] =
+            columns.map(|(letter, _)| format!("self_attn.{letter}_proj.bias"));
+        Ok(LayerPart {
+            input_norm: self.vector(&name("input_layernorm.weight"), hidden)?,
+            qkv: [
+                rows("self_attn.q_proj.weight", &q)?,
+                rows("self_attn.k_proj.weight", &kv)?,
+                rows("self_attn.v_proj.weight", &kv)?,
+            ],
+            qkv_bias: biases(
+                config.qkv_bias,
+                &[(&q_suffix, &q), (&k_suffix, &kv), (&v_suffix, &kv)],
+            )?,
             q_norm: head_norm("self_attn.q_norm.weight")?,
             k_norm: head_norm("self_attn.k_norm.weight")?,
-        };
-        let inner = config.intermediate_size;
-        let columns = shard.intermediate.clone();
-        let gate_up = self.column_parallel(&[
-            (name("mlp.gate_proj.weight"), inner, columns.clone()),
-            (name("mlp.up_proj.weight"), inner, columns.clone()),
-        ])?;
-        let gate_up_bias = if config.mlp_bias {
-            let mut values = self.values(&name("mlp.gate_proj.bias"), inner, columns.clone())?;
-            values.extend(self.values(&name("mlp.up_proj.bias"), inner, columns.clone())?);
-            Some(self.backend.load_vector(&values)?)
-        } else {
-            None
-        };
-        let heads = rows(&shard.heads);
-        let out = config.num_heads * dim;
-        Ok(LayerWeights {
-            input_norm: self.vector(&name("input_layernorm.weight"), hidden, 0..hidden)?,
-            qkv,
-            output: self.row_parallel(&name("self_attn.o_proj.weight"), out, heads)?,
-            output_bias: self.row_bias(config.output_bias, &name("self_attn.o_proj.bias"))?,
-            post_norm: self.vector(&name("post_attention_layernorm.weight"), hidden, 0..hidden)?,
-            gate_up,
-            gate_up_bias,
-            down: self.row_parallel(&name("mlp.down_proj.weight"), inner, columns)?,
-            down_bias: self.row_bias(config.mlp_bias, &name("mlp.down_proj.bias"))?,
+            output: [cols("self_attn.o_proj.weight", &q)?],
+            output_bias: row_parallel_bias(config.output_bias, "self_attn.o_proj.bias")?,
+            post_norm: self.vector(&name("post_attention_layernorm.weight"), hidden)?,
+            gate_up: [rows("mlp.gate_proj.weight", &inner)?, rows("mlp.up_proj.weight", &inner)?],
+            gate_up_bias: biases(
+                config.mlp_bias,
+                &[("mlp.gate_proj.bias", &inner), ("mlp.up_proj.bias", &inner)],
+            )?,
+            down: [cols("mlp.down_proj.weight", &inner)?],
+            down_bias: row_parallel_bias(config.mlp_bias, "mlp.down_proj.bias")?,
         })
     }
 
-    /// Output rows of several `[out, hidden]` tensors, one below the other.
-    fn column_parallel(
-        &mut self,
-        parts: &[(String, usize, std::ops::Range<usize>)],
-    ) -> Result<B::Matrix, ModelError> {
-        let hidden = self.config.hidden_size;
-        let mut matrices = Vec::with_capacity(parts.len());
-        for (name, out, rows) in parts {
-            let tensor = self.files.tensor(name, &[*out, hidden])?;
-            matrices.push(rows_of(&tensor, hidden, rows));
-        }
-        self.matrix(&matrices)
-    }
-
-    /// Input columns of a `[hidden, input]` tensor.
-    fn row_parallel(
-        &mut self,
-        name: &str,
-        input: usize,
-        columns: std::ops::Range<usize>,
-    ) -> Result<B::Matrix, ModelError> {
-        let hidden = self.config.hidden_size;
-        let tensor = self.files.tensor(name, &[hidden, input])?;
-        let matrix = HostMatrix {
-            data: tensor.data,
-            dtype: tensor.dtype,
-            rows: hidden,
-            cols: columns.len(),
-            col_start: columns.start,
-            row_stride: input,
-        };
-        self.matrix(&[matrix])
-    }
-
-    /// A row-parallel projection's bias is added once: on rank 0.
-    fn row_bias(&mut self, has: bool, name: &str) -> Result<Option<B::Vector>, ModelError> {
-        let hidden = self.config.hidden_size;
-        if !has {
-            return Ok(None);
-        }
-        let values = self.values(name, hidden, 0..hidden)?;
-        if self.shard.rank == 0 { Ok(Some(self.backend.load_vector(&values)?)) } else { Ok(None) }
-    }
-
     /// This rank's rows of a `[vocab, hidden]` tensor, zero rows behind them up to `vocab_width`.
-    fn vocabulary(&mut self, name: &str) -> Result<B::Matrix, ModelError> {
-        let hidden = self.config.hidden_size;
-        let tensor = self.files.tensor(name, &[self.config.vocab_size, hidden])?;
-        let rows = &self.shard.vocab;
-        let padding = self.shard.vocab_width - rows.len();
-        let zeros = vec![0u8; padding * hidden * tensor.dtype.bytes()];
-        let mut parts = vec![rows_of(&tensor, hidden, rows)];
-        if padding > 0 {
-            parts.push(HostMatrix { data: &zeros, rows: padding, ..parts[0] });
-        }
-        parts.retain(|part| part.rows > 0);
-        self.matrix(&parts)
-    }
-
-    fn matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, ModelError> {
-        let matrix = self.backend.load_matrix(parts)?;
-        let bytes: usize =
-            parts.iter().map(|part| part.rows * part.cols * part.dtype.bytes()).sum();
-        self.done += bytes as u64;
-        (self.progress)(self.done.min(self.total), self.total);
-        Ok(matrix)
-    }
-
-    fn vector(
-        &mut self,
-        name: &str,
-        len: usize,
-        range: std::ops::Range<usize>,
-    ) -> Result<B::Vector, ModelError> {
-        let values = self.values(name, len, range)?;
-        Ok(self.backend.load_vector(&values)?)
-    }
-
-    fn values(
+    fn vocabulary<'b>(
         &self,
         name: &str,
-        len: usize,
-        range: std::ops::Range<usize>,
-    ) -> Result<Vec<f32>, ModelError> {
-        let tensor = self.files.tensor(name, &[len])?;
-        let width = tensor.dtype.bytes();
-        let bytes = &tensor.data[range.start * width..range.end * width];
-        Ok(widen(bytes, tensor.dtype))
+        padding: &'b [u8],
+    ) -> Result<Vec<HostMatrix<'b>>, ModelError>
+    where
+        'a: 'b,
+    {
+        let Self { config, shard, .. } = *self;
+        let tensor = self.tensor(name, &[config.vocab_size, config.hidden_size])?;
+        let own = rows_of(&tensor, &shard.vocab);
+        let rows = shard.vocab_width - shard.vocab.len();
+        let mut parts = vec![own, HostMatrix { data: padding, rows, ..own }];
+        parts.retain(|part| part.rows > 0);
+        Ok(parts)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.tensor(name, &[len])?;
+        Ok(widen(tensor.data, tensor.dtype))
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorView<'a>, ModelError> {
+        self.files.tensor(name, shape)
     }
 }
 
-fn rows_of<'a>(
-    tensor: &TensorView<'a>,
-    width: usize,
-    rows: &std::ops::Range<usize>,
-) -> HostMatrix<'a> {
-    let row_bytes = width * tensor.dtype.bytes();
+fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
+    let cols = tensor.shape[1];
+    let row_bytes = cols * tensor.dtype.bytes();
     HostMatrix {
         data: &tensor.data[rows.start * row_bytes..rows.end * row_bytes],
         dtype: tensor.dtype,
         rows: rows.len(),
-        cols: width,
+        cols,
         col_start: 0,
-        row_stride: width,
+        row_stride: cols,
+    }
+}
+
+fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
+    HostMatrix {
+        data: tensor.data,
+        dtype: tensor.dtype,
+        rows: tensor.shape[0],
+        cols: cols.len(),
+        col_start: cols.start,
+        row_stride: tensor.shape[1],
     }
 }
 
@@ -275,5 +244,52 @@ fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
         DType::F32 => {
             bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
         }
+    }
+}
+
+/// Packs matrices and reports how far it is.
+struct Loader<'a, 'p, B> {
+    backend: &'a mut B,
+    progress: &'p mut dyn FnMut(u64, u64),
+    done: u64,
+    total: u64,
+}
+
+impl<B: Backend> Loader<'_, '_, B> {
+    fn layer(
+        &mut self,
+        part: &LayerPart<'_>,
+    ) -> Result<LayerWeights<B::Matrix, B::Vector>, KernelError> {
+        Ok(LayerWeights {
+            input_norm: self.vector(&part.input_norm)?,
+            qkv: QkvWeights {
+                weight: self.matrix(&part.qkv)?,
+                bias: self.optional(part.qkv_bias.as_deref())?,
+                q_norm: self.optional(part.q_norm.as_deref())?,
+                k_norm: self.optional(part.k_norm.as_deref())?,
+            },
+            output: self.matrix(&part.output)?,
+            output_bias: self.optional(part.output_bias.as_deref())?,
+            post_norm: self.vector(&part.post_norm)?,
+            gate_up: self.matrix(&part.gate_up)?,
+            gate_up_bias: self.optional(part.gate_up_bias.as_deref())?,
+            down: self.matrix(&part.down)?,
+            down_bias: self.optional(part.down_bias.as_deref())?,
+        })
+    }
+
+    fn matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
+        let matrix = self.backend.load_matrix(parts)?;
+        self.done += parts.iter().map(bytes).sum::<u64>();
+        (self.progress)(self.done, self.total);
+        Ok(matrix)
+    }
+
+    fn vector(&mut self, values: &[f32]) -> Result<B::Vector, KernelError> {
+        self.backend.load_vector(values)
+    }
+
+    fn optional(&mut self, values: Option<&[f32]>) -> Result<Option<B::Vector>, KernelError> {
+        values.map(|values| self.backend.load_vector(values)).transpose()
     }
 }

@@ -1,0 +1,179 @@
+//! Plans that do not fit what a worker has are refused with one sentence, before the device sees
+//! them; plans at the very bounds are run.
+use kernels::ReferenceBackend;
+use kernels::collective::single_rank;
+use shared::ids::{BlockId, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::sampling::SamplingParams;
+use testkit::models::variant;
+use worker::engine::Engine;
+
+use crate::rig::engine_of;
+
+const NUM_BLOCKS: u32 = 8;
+const TOKENS: [u32; 5] = [1, 2, 3, 4, 5];
+
+fn unstarted() -> Engine<ReferenceBackend> {
+    let sizes = EngineConfig {
+        block_size: 4,
+        max_model_len: 12,
+        max_num_seqs: 2,
+        max_num_batched_tokens: 14,
+        kv_cache_bytes: 1 << 20,
+    };
+    let backend = ReferenceBackend::new(single_rank());
+    engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap()
+}
+
+/// An engine that has run `seq-1`: five tokens and one sampled, in blocks 0 and 1.
+fn engine() -> Engine<ReferenceBackend> {
+    let mut engine = unstarted();
+    engine.start(NUM_BLOCKS).unwrap();
+    let plan = StepPlan {
+        admitted: vec![new(1, &TOKENS, 5)],
+        sequences: vec![run(1, 0, 5, &[0, 1])],
+        ..plan(1)
+    };
+    step(&mut engine, &plan).unwrap();
+    engine
+}
+
+fn plan(step: u64) -> StepPlan {
+    StepPlan { step: StepId(step), ..StepPlan::default() }
+}
+
+fn new(seq: u64, tokens: &[u32], num_prompt: u32) -> NewSequence {
+    let sampling = SamplingParams { logprobs: Some(3), ..SamplingParams::greedy() };
+    NewSequence { seq: SeqId(seq), tokens: tokens.to_vec(), num_prompt, sampling }
+}
+
+fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {
+    let new_blocks = blocks.iter().copied().map(BlockId).collect();
+    SequenceStep { seq: SeqId(seq), start, count, new_blocks, sample: true }
+}
+
+fn step(engine: &mut Engine<ReferenceBackend>, plan: &StepPlan) -> Result<Vec<u32>, String> {
+    let mut outputs = Vec::new();
+    engine.step(plan, &mut outputs).map_err(|error| error.to_string())?;
+    Ok(outputs.iter().filter_map(|output| output.token).collect())
+}
+
+#[test]
+fn plans_that_do_not_fit() {
+    let chunk = |seq, start, count, blocks: &[u32]| SequenceStep {
+        sample: false,
+        ..run(seq, start, count, blocks)
+    };
+    let cases = [
+        (vec![], vec![run(7, 0, 1, &[2])], "seq-7 is not known"),
+        (vec![new(1, &[1], 1)], vec![], "seq-1 is admitted twice"),
+        (vec![], vec![chunk(1, 5, 1, &[]); 2], "seq-1 occurs twice"),
+        (vec![], vec![run(1, 5, 1, &[8])], "seq-1 is given block-8 of 8"),
+        (vec![], vec![run(1, 5, 0, &[])], "seq-1 is to be computed to beyond its 6 tokens"),
+        (vec![], vec![run(1, 5, 2, &[])], "seq-1 is to be computed to beyond its 6 tokens"),
+        (vec![], vec![run(1, 5, u32::MAX, &[])], "seq-1 is to be computed to beyond its 6 tokens"),
+        (vec![], vec![run(1, 6, 1, &[])], "seq-1 is to be computed from 6, its cache ends at 5"),
+        (
+            vec![new(2, &TOKENS, 5)],
+            vec![run(2, 0, 4, &[2])],
+            "seq-2 is to be sampled at 4, it has 5 tokens",
+        ),
+        (
+            vec![new(2, &TOKENS, 5)],
+            vec![run(2, 0, 5, &[2])],
+            "seq-2 has 1 blocks, too few for 5 tokens",
+        ),
+        (vec![new(2, &[], 0)], vec![], "seq-2 has 0 tokens, the bound is 12"),
+        (vec![new(2, &[1; 13], 1)], vec![], "seq-2 has 13 tokens, the bound is 12"),
+        (vec![new(2, &[1], 2)], vec![], "seq-2 has fewer tokens than its prompt"),
+        (vec![new(2, &[384], 1)], vec![run(2, 0, 1, &[2])], "seq-2 has token 384 of 384"),
+        (
+            vec![new(2, &[1], 1), new(3, &[1], 1)],
+            vec![run(1, 5, 1, &[]), run(2, 0, 1, &[2]), run(3, 0, 1, &[3])],
+            "3 sequences, the bound is 2",
+        ),
+        (
+            vec![new(2, &[1; 8], 1), new(3, &[1; 8], 1)],
+            vec![run(2, 0, 8, &[2, 3]), run(3, 0, 8, &[4, 5])],
+            "16 tokens, the bound is 14",
+        ),
+        (
+            (2..10).map(|seq| new(seq, &[1], 1)).collect(),
+            vec![],
+            "8 sequences are held, the bound is reached",
+        ),
+    ];
+    for (admitted, sequences, expected) in cases {
+        let error = step(&mut engine(), &StepPlan { admitted, sequences, ..plan(2) }).unwrap_err();
+        assert_eq!(error, format!("step 2: {expected}"));
+    }
+    let error = step(
+        &mut unstarted(),
+        &StepPlan {
+            admitted: vec![new(1, &TOKENS, 5)],
+            sequences: vec![run(1, 0, 5, &[0, 1])],
+            ..plan(1)
+        },
+    );
+    assert_eq!(error.unwrap_err(), "step 1: there is no KV cache yet");
+}
+
+/// What the plans above are one step beyond.
+#[test]
+fn the_last_position_is_computed_and_no_further() {
+    let mut engine = engine();
+    let fill = StepPlan {
+        finished: vec![SeqId(1)],
+        admitted: vec![new(2, &[9; 12], 12)],
+        sequences: vec![run(2, 0, 12, &[7, 6, 5])],
+        ..plan(2)
+    };
+    assert_eq!(step(&mut engine, &fill).unwrap().len(), 1);
+    let beyond = StepPlan { sequences: vec![run(2, 12, 1, &[4])], ..plan(3) };
+    let error = step(&mut engine, &beyond).unwrap_err();
+    assert_eq!(error, "step 3: seq-2 is to be sampled at 13, it has 13 tokens");
+}
+
+/// `finished` comes first: its id and its blocks are free within the same plan. Ids that were never
+/// here do no harm.
+#[test]
+fn a_finished_sequence_makes_room_in_the_same_plan() {
+    let mut fresh = unstarted();
+    fresh.start(NUM_BLOCKS).unwrap();
+    let again = |step: u64| StepPlan {
+        finished: vec![SeqId(1), SeqId(99)],
+        admitted: vec![new(1, &[7, 8, 9], 3)],
+        sequences: vec![run(1, 0, 3, &[0])],
+        ..plan(step)
+    };
+    let expected = step(&mut fresh, &again(1)).unwrap();
+    assert_eq!(step(&mut engine(), &again(2)).unwrap(), expected);
+}
+
+/// A sequence may begin behind a prefix that another one has computed, in the same blocks.
+#[test]
+fn a_prefix_computed_by_another_sequence_is_read() {
+    let tokens = [TOKENS.as_slice(), &[6]].concat();
+    let whole = StepPlan {
+        admitted: vec![new(2, &tokens, 6)],
+        sequences: vec![run(2, 0, 6, &[2, 3])],
+        ..plan(2)
+    };
+    let shared = StepPlan { sequences: vec![run(2, 4, 2, &[0, 3])], ..whole.clone() };
+    let other = StepPlan { sequences: vec![run(2, 4, 2, &[5, 3])], ..whole.clone() };
+    let scored = |plan: &StepPlan| {
+        let mut outputs = Vec::new();
+        engine().step(plan, &mut outputs).unwrap();
+        outputs
+    };
+    assert_eq!(scored(&shared), scored(&whole));
+    assert_ne!(scored(&other), scored(&whole), "an empty block is another prefix");
+}
+
+#[test]
+fn a_new_start_forgets_everything() {
+    let mut engine = engine();
+    engine.start(NUM_BLOCKS).unwrap();
+    let error = step(&mut engine, &StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) });
+    assert_eq!(error.unwrap_err(), "step 2: seq-1 is not known");
+}
