@@ -277,7 +277,7 @@ impl Scheduler {
             if entry.samples
                 && let Some(seq) = &mut self.sequences[entry.slot]
             {
-                seq.pending -= 1;
+                seq.pending = seq.pending.saturating_sub(1);
             }
             if self.accept(entry.slot, output, entry.samples, stopped, effects) {
                 generated += 1;

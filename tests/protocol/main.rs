@@ -1,0 +1,10 @@
+//! Frames, the codec and links: what a peer may send, and what becomes of it.
+//!
+//! - [`frames`]: the frame format, bit by bit
+//! - [`messages`]: every message through codec and frame, and hostile bytes
+//! - [`links`]: real connections on loopback
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
+
+mod frames;
+mod links;
+mod messages;

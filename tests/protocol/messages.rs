@@ -1,0 +1,173 @@
+//! Every message through codec and frame, and hostile bytes.
+use proptest::prelude::*;
+use shared::ids::{BlockId, Epoch, ReplicaId, SeqId, StepId};
+use shared::protocol::{
+    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, FromWorker, LoadProgress, NewSequence,
+    SequenceOutput, SequenceStep, Start, Started, StepFailed, StepPlan, StepResult, StepTimings,
+    ToWorker, TokenLogprobs, WorkerStats,
+};
+use shared::sampling::SamplingParams;
+use shared::wire::codec::{self, CodecError};
+
+fn round_trip<T>(value: &T)
+where
+    T: serde::Serialize + serde::de::DeserializeOwned + PartialEq + std::fmt::Debug,
+{
+    let bytes = codec::encode(value).unwrap();
+    assert_eq!(&codec::decode_message::<T>(&bytes).unwrap(), value);
+    let longer = [bytes.as_slice(), &[0]].concat();
+    let trailing = codec::decode_message::<T>(&longer);
+    assert!(matches!(trailing, Err(CodecError::Trailing { extra: 1 })), "{trailing:?}");
+    for len in 0..bytes.len() {
+        assert!(codec::decode_message::<T>(&bytes[..len]).is_err(), "{len} of {}", bytes.len());
+    }
+}
+
+fn plan() -> StepPlan {
+    StepPlan {
+        epoch: Epoch(3),
+        step: StepId(300),
+        finished: vec![SeqId(1), SeqId(u64::MAX)],
+        admitted: vec![NewSequence {
+            seq: SeqId(9),
+            tokens: vec![1, 2, 70_000],
+            num_prompt: 2,
+            sampling: SamplingParams { logit_bias: vec![(5, -1.5)], ..SamplingParams::greedy() },
+        }],
+        sequences: vec![SequenceStep {
+            seq: SeqId(9),
+            start: 0,
+            count: 3,
+            new_blocks: vec![BlockId(0), BlockId(77)],
+            sample: true,
+        }],
+    }
+}
+
+fn result() -> StepResult {
+    let logprobs = TokenLogprobs { token: 4, logprob: -0.25, rank: 1, top: vec![(4, -0.25)] };
+    StepResult {
+        epoch: Epoch(3),
+        step: StepId(300),
+        outputs: vec![SequenceOutput {
+            seq: SeqId(9),
+            position: 3,
+            token: Some(4),
+            logprobs: Some(logprobs.clone()),
+            prompt_logprobs: vec![logprobs],
+            prompt_start: 1,
+            corrupted: false,
+        }],
+        timings: StepTimings {
+            step_us: 1,
+            forward_us: 2,
+            collective_us: 3,
+            sample_us: 4,
+            idle_us: 5,
+        },
+        stats: WorkerStats { sequence: 8, snapshot: vec![1, 2, 3] },
+    }
+}
+
+fn form(collective: CollectiveSpec) -> ToWorker {
+    ToWorker::Form(Form {
+        epoch: Epoch(1),
+        replica: ReplicaId(2),
+        rank: 0,
+        world_size: 2,
+        collective,
+        collective_timeout_ms: 30_000,
+        model: "/models/\u{e9}".to_owned(),
+        engine: EngineConfig {
+            block_size: 16,
+            max_model_len: 1024,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            kv_cache_bytes: 1 << 40,
+        },
+    })
+}
+
+#[test]
+fn every_message_survives_and_every_cut_is_noticed() {
+    let ranks = vec!["10.0.0.1:1".parse().unwrap(), "[::1]:65535".parse().unwrap()];
+    let to = [
+        form(CollectiveSpec::None),
+        form(CollectiveSpec::SharedMemory { name: "tutti-1".to_owned() }),
+        form(CollectiveSpec::Tcp { ranks }),
+        ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 9 }),
+        ToWorker::Step(plan()),
+        ToWorker::Abort { epoch: Epoch(1) },
+        ToWorker::Shutdown { reason: "r".to_owned() },
+    ];
+    to.iter().for_each(round_trip);
+    let epoch = Epoch(1);
+    let from = [
+        FromWorker::Progress(LoadProgress { epoch, bytes_done: 1, bytes_total: 2 }),
+        FromWorker::Formed(Formed { epoch, kv_blocks: 1, weight_bytes: 2, load_seconds: 0.5 }),
+        FromWorker::FormFailed(FormFailed { epoch, message: "m".to_owned(), permanent: true }),
+        FromWorker::Started(Started { epoch }),
+        FromWorker::Step(result()),
+        FromWorker::StepFailed(StepFailed { epoch, step: StepId(1), message: "m".to_owned() }),
+        FromWorker::Stats(WorkerStats::default()),
+        FromWorker::Goodbye { reason: "r".to_owned() },
+    ];
+    from.iter().for_each(round_trip);
+}
+
+/// The form of messages is part of the protocol's version.
+#[test]
+fn the_form_of_messages_is_pinned() {
+    let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let abort = codec::encode(&ToWorker::Abort { epoch: Epoch(300) }).unwrap();
+    assert_eq!(hex(abort), "03fb2c01");
+    let start =
+        codec::encode(&ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 70_000 })).unwrap();
+    assert_eq!(hex(start), "0101fc70110100");
+    let entry = SequenceStep {
+        seq: SeqId(9),
+        start: 3,
+        count: 1,
+        new_blocks: vec![BlockId(7)],
+        sample: true,
+    };
+    assert_eq!(hex(codec::encode(&entry).unwrap()), "090301010701");
+}
+
+#[test]
+fn hostile_lengths_are_errors() {
+    // Lists that claim 2^32, 2^63 and as many elements as a limit of 16 MiB just allows.
+    for claim in [
+        &[0xfd, 0, 0, 0, 0, 1, 0, 0, 0][..],
+        &[0xfd, 0, 0, 0, 0, 0, 0, 0, 0x80],
+        &[0xfc, 0xff, 0xff, 0x3f, 0],
+    ] {
+        assert!(codec::decode_message::<Vec<u32>>(claim).is_err(), "{claim:?}");
+        assert!(codec::decode_message::<String>(claim).is_err(), "{claim:?}");
+        assert!(codec::decode_message::<Vec<NewSequence>>(claim).is_err(), "{claim:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10_000))]
+    #[test]
+    fn random_bytes_are_errors_or_values_but_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
+        let _ = codec::decode_message::<ToWorker>(&bytes);
+        let _ = codec::decode_message::<FromWorker>(&bytes);
+    }
+
+    #[test]
+    fn plans_with_any_numbers_survive(
+        tokens in prop::collection::vec(any::<u32>(), 0..50),
+        ids in prop::collection::vec(any::<u64>(), 0..20),
+        temperature in any::<f32>().prop_filter("comparable", |t| !t.is_nan()),
+    ) {
+        let mut plan = plan();
+        plan.admitted[0].tokens = tokens;
+        plan.admitted[0].sampling.temperature = temperature;
+        plan.finished = ids.into_iter().map(SeqId).collect();
+        let message = ToWorker::Step(plan);
+        let bytes = codec::encode(&message).unwrap();
+        prop_assert_eq!(codec::decode_message::<ToWorker>(&bytes).unwrap(), message);
+    }
+}
