@@ -27,9 +27,7 @@ async fn sockets() -> (TcpStream, TcpStream) {
 
 fn link(stream: TcpStream) -> (LinkHandle, UnboundedReceiver<LinkEvent>) {
     let (sender, events) = unbounded_channel();
-    let sink = move |event| {
-        let _ = sender.send(event);
-    };
+    let sink = move |event| sender.send(event).is_ok();
     let connection = Connection::new(stream).unwrap();
     (connection.start(quick(), Arc::new(SystemClock::start()), sink), events)
 }
@@ -113,6 +111,26 @@ async fn a_peer_that_does_not_read_ends_the_link_and_memory_is_bounded() {
     };
     assert_eq!(refused, SendError::Full);
     assert!(matches!(closed(&mut events).await, CloseReason::QueueFull));
+}
+
+#[tokio::test]
+async fn an_owner_that_takes_no_more_frames_ends_the_link() {
+    let (a, b) = sockets().await;
+    let (a, _a_events) = link(a);
+    let (sender, mut events) = unbounded_channel();
+    let mut room = 3;
+    let sink = move |event| {
+        let closed = matches!(event, LinkEvent::Closed { .. });
+        room -= i32::from(!closed);
+        let _ = sender.send(event);
+        closed || room > 0
+    };
+    let clock = Arc::new(SystemClock::start());
+    let _b = Connection::new(b).unwrap().start(quick(), clock, sink);
+    for _ in 0..5 {
+        a.tell(FrameKind::Control, 0, Arc::from([1])).unwrap();
+    }
+    assert!(matches!(closed(&mut events).await, CloseReason::OwnerBusy));
 }
 
 #[tokio::test]

@@ -190,6 +190,7 @@ impl Actor for WorkerActor {
     type Context = Context<Self>;
 
     fn started(&mut self, ctx: &mut Self::Context) {
+        ctx.set_mailbox_capacity(1024);
         self.dial(ctx, Duration::ZERO);
     }
 }
@@ -247,7 +248,15 @@ impl Handler<Dialled> for WorkerActor {
                 self.report_every(ctx, interval);
                 self.executor.new_link();
                 let (addr, generation) = (ctx.address(), self.generation);
-                let sink = move |event| addr.do_send(FromLink { generation, event });
+                let sink = move |event| {
+                    let last = matches!(event, LinkEvent::Closed { .. });
+                    let message = FromLink { generation, event };
+                    if last {
+                        addr.do_send(message);
+                        return true;
+                    }
+                    addr.try_send(message).is_ok()
+                };
                 let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
                 self.uplink.set(Some(RemoteAddr::new(link.clone())));
                 self.link = Some(link);

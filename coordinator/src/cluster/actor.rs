@@ -476,7 +476,15 @@ impl Handler<Joined> for ClusterActor {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
         let addr = ctx.address();
-        let sink = move |event| addr.do_send(FromLink { worker, incarnation, event });
+        let sink = move |event| {
+            let last = matches!(event, LinkEvent::Closed { .. });
+            let message = FromLink { worker, incarnation, event };
+            if last {
+                addr.do_send(message);
+                return true;
+            }
+            addr.try_send(message).is_ok()
+        };
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
         if let Some(old) = self.connected.get(&worker) {

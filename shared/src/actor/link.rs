@@ -64,6 +64,9 @@ pub enum CloseReason {
     /// The peer did not take its frames.
     #[error("{QUEUE_MAX} frames were waiting to be taken by the peer")]
     QueueFull,
+    /// The owner does not take what the peer sends.
+    #[error("the owner of the link does not take its frames")]
+    OwnerBusy,
     /// This side closed it.
     #[error("closed by this side")]
     Local,
@@ -105,13 +108,14 @@ struct Shared {
 
 /// Receives a link's events, in order, on the link's reading task. Must not block.
 pub trait LinkSink: Send + 'static {
-    /// Takes one event.
-    fn event(&mut self, event: LinkEvent);
+    /// Takes one event; returns false when the owner has no room for it, which ends the link: what
+    /// a peer sends may not queue without bound. `Closed` must always be taken.
+    fn event(&mut self, event: LinkEvent) -> bool;
 }
 
-impl<F: FnMut(LinkEvent) + Send + 'static> LinkSink for F {
-    fn event(&mut self, event: LinkEvent) {
-        self(event);
+impl<F: FnMut(LinkEvent) -> bool + Send + 'static> LinkSink for F {
+    fn event(&mut self, event: LinkEvent) -> bool {
+        self(event)
     }
 }
 
@@ -297,7 +301,7 @@ impl Reader {
         mut sink: impl LinkSink,
     ) {
         let reason = self.read_frames(&shared, &mut write_ended, &mut sink).await;
-        sink.event(LinkEvent::Closed { reason });
+        let _ = sink.event(LinkEvent::Closed { reason });
     }
 
     async fn read_frames(
@@ -328,7 +332,10 @@ impl Reader {
                 _ = timer.tick() => match self.liveness.poll(self.clock.now()) {
                     LivenessAction::Wait => {}
                     LivenessAction::Ping => self.reply(FrameKind::Ping),
-                    LivenessAction::Suspect => sink.event(LinkEvent::Suspect),
+                    LivenessAction::Suspect => {
+                        // The silence itself goes on being watched.
+                        let _ = sink.event(LinkEvent::Suspect);
+                    }
                     LivenessAction::Dead { silent } => return CloseReason::Silent { silent },
                 },
                 ended = write_ended.recv() => return match ended {
@@ -346,12 +353,13 @@ impl Reader {
     fn take_frames(&mut self, sink: &mut impl LinkSink) -> Result<(), CloseReason> {
         while let Some(frame) = self.decoder.next_frame()? {
             if self.liveness.heard(self.clock.now()) {
-                sink.event(LinkEvent::Alive);
+                let _ = sink.event(LinkEvent::Alive);
             }
             match frame.kind {
                 FrameKind::Ping => self.reply(FrameKind::Pong),
                 FrameKind::Pong => {}
-                _ => sink.event(LinkEvent::Frame(frame)),
+                _ if sink.event(LinkEvent::Frame(frame)) => {}
+                _ => return Err(CloseReason::OwnerBusy),
             }
         }
         Ok(())
