@@ -83,8 +83,12 @@ async fn refusals_have_their_status_and_a_retry_after() {
     ];
     for (error, status) in cases {
         rig.script(|script| script.refuse = Some(error.clone()));
+        for stream in [true, false] {
+            let body = json!({"prompt": "x", "stream": stream});
+            let reply = rig.client.post("/v1/completions", &body).await.unwrap();
+            assert_eq!(reply.status, status, "{error}, stream = {stream}");
+        }
         let response = rig.client.open("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
-        assert_eq!(response.status().as_u16(), status, "{error}");
         let retry = response.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
         assert_eq!(retry.is_some(), [429, 503].contains(&status), "{error}");
         let body: Value = response.json().await.unwrap();

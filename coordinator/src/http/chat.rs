@@ -56,7 +56,7 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     let mut chat =
         Chat { state: state.clone(), common, id, running, choices, greeted: false, ended: false };
     if chat.common.stream {
-        return Ok(sse::respond(chat));
+        return sse::respond(chat).await;
     }
     while let Some(next) = chat.running.next().await {
         if let Next::Piece(piece) = next? {
@@ -154,14 +154,14 @@ impl Chat {
 }
 
 impl EventSource for Chat {
-    async fn next(&mut self) -> Option<Result<Vec<Value>, Value>> {
+    async fn next(&mut self) -> Option<Result<Vec<Value>, ApiError>> {
         while !self.ended {
             let next = self.running.next().await;
             let mut events = Vec::new();
             match next {
                 Some(Err(error)) => {
                     self.ended = true;
-                    return Some(Err(error.json()));
+                    return Some(Err(error));
                 }
                 Some(Ok(Next::Piece(piece))) => {
                     if !self.greeted {

@@ -57,7 +57,7 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     let mut completion =
         Completion { state: state.clone(), common, id, running, choices, ended: false };
     if completion.common.stream {
-        return Ok(sse::respond(completion));
+        return sse::respond(completion).await;
     }
     while let Some(next) = completion.advance().await {
         next?;
@@ -273,10 +273,10 @@ impl Completion {
 }
 
 impl EventSource for Completion {
-    async fn next(&mut self) -> Option<Result<Vec<Value>, Value>> {
+    async fn next(&mut self) -> Option<Result<Vec<Value>, ApiError>> {
         while !self.ended {
             match self.advance().await {
-                Some(Err(error)) => return Some(Err(error.json())),
+                Some(Err(error)) => return Some(Err(error)),
                 Some(Ok(Some((index, piece)))) => {
                     // What only holds text back says nothing.
                     let silent = piece.text.is_empty()
