@@ -1,0 +1,141 @@
+//! Every way a group can end.
+use std::io::Write as _;
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use kernels::CollectiveError;
+use kernels::collective::{SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp};
+
+use crate::groups::{KINDS, Kind, run, unique_name};
+
+#[test]
+fn an_abort_frees_every_rank_and_lasts() {
+    for kind in KINDS {
+        let waited = run(kind, 3, Duration::from_secs(20), |rank, mut collective| {
+            if rank == 0 {
+                let handle = collective.abort_handle();
+                std::thread::sleep(Duration::from_millis(150));
+                handle.abort();
+                handle.abort();
+                return Duration::ZERO;
+            }
+            let began = Instant::now();
+            let error = collective.all_reduce_sum(&mut [1.0; 10]).unwrap_err();
+            let gone = matches!(error, CollectiveError::Aborted | CollectiveError::LinkLost { .. });
+            assert!(gone, "{kind:?}: {error}");
+            assert!(collective.barrier().is_err(), "a group that ended stays so");
+            began.elapsed()
+        });
+        let longest = waited.into_iter().max().unwrap();
+        assert!(longest < Duration::from_millis(500), "{kind:?}: {longest:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_within_the_deadline() {
+    for kind in KINDS {
+        let timeout = Duration::from_millis(400);
+        run(kind, 3, timeout, |rank, mut collective| {
+            if rank == 1 {
+                std::thread::sleep(Duration::from_millis(1500));
+                return;
+            }
+            let began = Instant::now();
+            let error = collective.barrier().unwrap_err();
+            assert!(began.elapsed() < Duration::from_millis(1200), "{kind:?}: {error}");
+            match error {
+                CollectiveError::TimedOut { rank, .. } => assert_eq!(rank, 1, "{kind:?}"),
+                // The other rank ran out of time first and said so.
+                CollectiveError::Aborted | CollectiveError::LinkLost { .. } => {}
+                other => panic!("{kind:?}: {other}"),
+            }
+        });
+    }
+}
+
+#[test]
+fn ranks_that_disagree_are_told_so() {
+    for kind in KINDS {
+        let errors = run(kind, 2, Duration::from_secs(5), |rank, mut collective| {
+            let len = if rank == 0 { 8 } else { 16 };
+            collective.all_reduce_sum(&mut vec![0.0; len]).unwrap_err().to_string()
+        });
+        let told = errors.iter().any(|error| error.contains("8") && error.contains("16"));
+        assert!(told, "{kind:?}: {errors:?}");
+        let errors = run(kind, 2, Duration::from_secs(5), |rank, mut collective| {
+            if rank == 0 {
+                collective.broadcast(&mut [0; 4], 0).is_err()
+            } else {
+                collective.all_reduce_sum(&mut [0.0; 4]).is_err()
+            }
+        });
+        assert_eq!(errors, [true, true], "{kind:?}: different operations");
+    }
+}
+
+#[test]
+fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
+    let objects = || {
+        std::fs::read_dir("/dev/shm")
+            .unwrap()
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .filter(|name| name.starts_with(&format!("tutti-test-{}-", std::process::id())))
+            .count()
+    };
+    let timeout = Duration::from_millis(300);
+    run(Kind::SharedMemory, 2, timeout, |_, mut collective| collective.barrier().unwrap());
+    let lonely = SharedMemoryOptions { name: unique_name(), rank: 0, world_size: 2, timeout };
+    let error = shared_memory(&lonely).unwrap_err().to_string();
+    assert!(error.contains("1 of 2 ranks"), "{error}");
+    let late = SharedMemoryOptions { rank: 1, ..lonely };
+    assert!(shared_memory(&late).unwrap_err().to_string().contains("rank 0 did not create"));
+    for name in ["", "a/b", "..", "a b", "\u{e9}"] {
+        let named = SharedMemoryOptions { name: name.to_owned(), ..late.clone() };
+        assert!(shared_memory(&named).unwrap_err().to_string().contains("letters, digits"));
+    }
+    // Groups of other tests of this binary come and go; ours are gone.
+    let began = Instant::now();
+    while objects() > 0 && began.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(objects(), 0);
+}
+
+#[test]
+fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
+    let listeners: Vec<TcpListener> =
+        (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
+    for token in [7, 8] {
+        // One speaks something else, one is of a group that is over; both are in the backlog.
+        let mut stranger = TcpStream::connect(ranks[0]).unwrap();
+        stranger.write_all(b"GET / HTTP/1.1\r\nhost: somewhere\r\n\r\n").unwrap();
+        let mut stale = TcpStream::connect(ranks[0]).unwrap();
+        let greeting: Vec<u8> =
+            [*b"TUTICOL1", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 6u64.to_le_bytes()].concat();
+        stale.write_all(&greeting).unwrap();
+        std::thread::scope(|scope| {
+            for rank in 0..2u32 {
+                let (listener, ranks) = (&listeners[rank as usize], &ranks);
+                scope.spawn(move || {
+                    let timeout = Duration::from_secs(10);
+                    let options = TcpOptions { listener, ranks, rank, token, timeout };
+                    let mut collective = tcp(&options).unwrap();
+                    let mut value = [f32::from(rank as u8 + 1)];
+                    collective.all_reduce_sum(&mut value).unwrap();
+                    assert_eq!(value, [3.0]);
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn one_rank_alone_can_be_aborted_too() {
+    let mut alone = single_rank();
+    let mut values = [1.5, -0.0];
+    alone.all_reduce_sum(&mut values).unwrap();
+    assert_eq!(values, [1.5, -0.0]);
+    alone.abort_handle().abort();
+    assert!(matches!(alone.barrier(), Err(CollectiveError::Aborted)));
+}
