@@ -8,6 +8,7 @@
 pub mod actor;
 mod placement;
 mod replica;
+pub mod view;
 
 use core::net::SocketAddr;
 use std::collections::BTreeMap;

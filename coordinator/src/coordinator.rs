@@ -17,7 +17,8 @@ use shared::protocol::EngineConfig;
 use tokio::sync::watch;
 
 use crate::cluster::ClusterConfig;
-use crate::cluster::actor::{ClusterActor, ClusterView, Command, ReplicaFactory, Stop, not_ready};
+use crate::cluster::actor::{ClusterActor, Command, ReplicaFactory, Stop};
+use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::http::params::Limits;
 use crate::http::server;

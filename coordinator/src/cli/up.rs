@@ -5,7 +5,7 @@ mod progress;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coordinator::cluster::actor::ClusterView;
+use coordinator::cluster::view::ClusterView;
 use coordinator::coordinator::Coordinator;
 use tokio::sync::{mpsc, watch};
 

@@ -19,7 +19,8 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
-use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase, ReplicaStatus};
+use super::view::{self, ClusterView};
+use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
 use crate::engine::{EngineCommand, EngineError, EngineEvent};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
@@ -33,25 +34,6 @@ use crate::scheduler::ConfigError;
 const TICK: Duration = Duration::from_millis(50);
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
-/// A replica is ready only if all its ranks finished a step, real or canary, this recently.
-const FRESH: Duration = Duration::from_secs(5);
-
-/// What others may see of the cluster, without asking the actor.
-#[derive(Clone, Debug, Default)]
-pub struct ClusterView {
-    /// Live workers.
-    pub workers: Vec<(WorkerId, String, u32)>,
-    /// Replicas and where they are in their lives.
-    pub replicas: Vec<ReplicaStatus>,
-    /// Loads of the replicas that serve.
-    pub serving: Vec<Arc<ReplicaLoad>>,
-    /// Bytes of weights loaded, bytes to load.
-    pub load: (u64, u64),
-    /// Set when trying again cannot help.
-    pub unservable: Option<String>,
-    /// A worker that is alive by its process but silent: its node and pid, for whoever started it.
-    pub frozen: Option<(String, u32)>,
-}
 
 struct Connected {
     incarnation: Incarnation,
@@ -135,7 +117,9 @@ impl ClusterActor {
                     self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
                 }
                 Effect::ReplicaBroken { replica, epoch, reason } => {
-                    tracing::warn!(%replica, %epoch, %reason, "the replica broke");
+                    if !self.stopping {
+                        tracing::warn!(%replica, %epoch, %reason, "the replica broke");
+                    }
                     if let Some(running) = self.replicas.get_mut(&replica) {
                         running.serving = None;
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
@@ -253,7 +237,7 @@ impl ClusterActor {
     }
 
     fn not_ready(&self) -> String {
-        not_ready(&self.view.borrow(), self.tensor_parallel)
+        view::not_ready(&self.view.borrow(), self.tensor_parallel)
     }
 
     fn take(&mut self, ctx: &mut Context<Self>, worker: WorkerId, frame: &Frame) {
@@ -357,45 +341,17 @@ impl ClusterActor {
             return;
         }
         if let Some(connected) = self.connected.remove(&worker) {
-            tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
+            if self.stopping {
+                tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
+            } else {
+                tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
+            }
             self.hub.retire(worker, incarnation);
             self.hub.observer().record().worker_up(worker, false);
         }
         let mut effects = Vec::new();
         self.core.worker_left(self.clock.now(), worker, incarnation, reason, &mut effects);
         self.carry_out(ctx, effects);
-    }
-}
-
-/// Why nothing can be served, in one sentence.
-#[must_use]
-pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
-    if let Some(reason) = &view.unservable {
-        return reason.clone();
-    }
-    let Some(replica) = view.replicas.first() else {
-        return format!(
-            "{} of {tensor_parallel} workers of the first replica have joined",
-            view.workers.len()
-        );
-    };
-    match (replica.phase, &replica.last_failure) {
-        (ReplicaPhase::Waiting, Some(failure)) => format!("waiting for workers after: {failure}"),
-        (ReplicaPhase::Forming, _) => {
-            format!("loading weights: {} of {} bytes", view.load.0, view.load.1)
-        }
-        (phase, _) => format!("the replica is {}", phase.as_str()),
-    }
-}
-
-impl ClusterView {
-    /// Whether all ranks of some replica finished a step, real or canary, lately.
-    #[must_use]
-    pub fn is_ready(&self, now: Duration) -> bool {
-        self.serving.iter().any(|load| {
-            let last = Duration::from_millis(load.last_step_ms.load(Ordering::Relaxed));
-            !last.is_zero() && now.saturating_sub(last) <= FRESH
-        })
     }
 }
 

@@ -1,0 +1,61 @@
+//! What others may see of the cluster, without asking its actor: for `/ready` and for displays.
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use shared::ids::WorkerId;
+
+use super::{ReplicaPhase, ReplicaStatus};
+use crate::replica::actor::ReplicaLoad;
+
+/// A replica is ready only if all its ranks finished a step, real or canary, this recently.
+const FRESH: Duration = Duration::from_secs(5);
+
+/// The cluster at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterView {
+    /// Live workers.
+    pub workers: Vec<(WorkerId, String, u32)>,
+    /// Replicas and where they are in their lives.
+    pub replicas: Vec<ReplicaStatus>,
+    /// Loads of the replicas that serve.
+    pub serving: Vec<Arc<ReplicaLoad>>,
+    /// Bytes of weights loaded, bytes to load.
+    pub load: (u64, u64),
+    /// Set when trying again cannot help.
+    pub unservable: Option<String>,
+    /// A worker that is alive by its process but silent: its node and pid, for whoever started it.
+    pub frozen: Option<(String, u32)>,
+}
+
+/// Why nothing can be served, in one sentence.
+#[must_use]
+pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
+    if let Some(reason) = &view.unservable {
+        return reason.clone();
+    }
+    let Some(replica) = view.replicas.first() else {
+        return format!(
+            "{} of {tensor_parallel} workers of the first replica have joined",
+            view.workers.len()
+        );
+    };
+    match (replica.phase, &replica.last_failure) {
+        (ReplicaPhase::Waiting, Some(failure)) => format!("waiting for workers after: {failure}"),
+        (ReplicaPhase::Forming, _) => {
+            format!("loading weights: {} of {} bytes", view.load.0, view.load.1)
+        }
+        (phase, _) => format!("the replica is {}", phase.as_str()),
+    }
+}
+
+impl ClusterView {
+    /// Whether all ranks of some replica finished a step, real or canary, lately.
+    #[must_use]
+    pub fn is_ready(&self, now: Duration) -> bool {
+        self.serving.iter().any(|load| {
+            let last = Duration::from_millis(load.last_step_ms.load(Ordering::Relaxed));
+            !last.is_zero() && now.saturating_sub(last) <= FRESH
+        })
+    }
+}
