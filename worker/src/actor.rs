@@ -262,7 +262,12 @@ impl Handler<Dialled> for WorkerActor {
                 self.link = Some(link);
             }
             Err(HandshakeError::Retry(reason)) => {
-                tracing::debug!(%reason, "cannot join yet");
+                if self.redial == REDIAL_MIN {
+                    let coordinator = &self.config.coordinator;
+                    tracing::info!(coordinator, %reason, "cannot join yet; dialling until it answers");
+                } else {
+                    tracing::debug!(%reason, "cannot join yet");
+                }
                 self.redial = (self.redial * 2).min(REDIAL_MAX);
                 self.dial(ctx, self.redial);
             }
