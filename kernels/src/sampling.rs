@@ -11,9 +11,9 @@ pub struct SampleParams {
     pub top_k: u32,
     /// 0 is off.
     pub min_p: f32,
-    /// Philox key, first half.
+    /// Philox key.
     pub seed: u64,
-    /// Philox key, second half.
+    /// Third word of the Philox counter.
     pub choice: u32,
     /// 0 is off.
     pub presence_penalty: f32,
@@ -38,7 +38,7 @@ pub struct SampleRow<'a> {
     pub params: &'a SampleParams,
     /// The prompt's tokens (for the repetition penalty).
     pub prompt: &'a [u32],
-    /// The tokens generated so far; its length is the Philox counter.
+    /// The tokens generated so far; its length is the first word of the Philox counter.
     pub output: &'a [u32],
 }
 

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 /// How the next token of one sequence is chosen. Field names and meanings are vLLM's.
 ///
-/// Randomness is counter-based (Philox4x32-10): key = (`seed`, `choice`), counter = the absolute
-/// position of the token in the sequence's output. So the same request gives the same tokens
-/// alone, in a batch, after a preemption or on another replica.
+/// Randomness is counter-based (Philox4x32-10): the key is `seed`, the counter is the token's
+/// position in the sequence's output, the draw and `choice`. So the same request gives the same
+/// tokens alone, in a batch, after a preemption or on another replica.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// Softmax temperature; 0 means greedy. In 0..=2.
@@ -21,7 +21,7 @@ pub struct SamplingParams {
     pub min_p: f32,
     /// Key of the random numbers; drawn at admission when the client names none.
     pub seed: u64,
-    /// Which of the request's `n` choices this is; second half of the key.
+    /// Which of the request's `n` choices this is; part of the counter.
     pub choice: u32,
     /// Subtracted once from the logits of tokens already generated. In -2..=2; 0 is off.
     pub presence_penalty: f32,

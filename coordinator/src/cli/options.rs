@@ -95,7 +95,7 @@ pub(crate) struct WorkerArgs {
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) collective_listen: Option<SocketAddr>,
     /// Identifies the host: workers with equal values exchange data through shared memory, others
-    /// over TCP [default: the boot id]
+    /// over TCP [default: told by boot, /dev/shm and process namespace]
     #[arg(long, value_name = "ID")]
     pub(crate) host_id: Option<String>,
     /// Exit when stdin closes: how `tutti up` makes sure that no worker outlives it

@@ -1,6 +1,7 @@
 //! `tutti worker`: one rank, until it is told to stop.
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::Read as _;
+use std::os::unix::fs::MetadataExt as _;
 
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
@@ -75,13 +76,17 @@ pub(crate) fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1))
 }
 
-/// Identifies the host: the same for every process of one boot, and different on every machine.
+/// Identifies the host: equal for processes that can share memory and see each other's processes,
+/// so that containers with a /dev/shm or process ids of their own count as hosts of their own.
 pub(crate) fn host_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map(|id| id.trim().to_owned())
         .ok()
         .filter(|id| !id.is_empty())
-        .unwrap_or_else(hostname)
+        .unwrap_or_else(hostname);
+    let memory = std::fs::metadata("/dev/shm").map_or(0, |folder| folder.dev());
+    let processes = std::fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino());
+    format!("{boot}-{memory:x}-{processes:x}")
 }
 
 /// A random number from the operating system's entropy.
