@@ -51,6 +51,13 @@ async fn a_killed_worker_comes_back_and_its_requests_go_on_unchanged() {
         assert_eq!(client.get("/ready").await.unwrap().status, 200);
     }
     let scrape = client.scrape().await.unwrap();
+    let sum = |name: &str| scrape.sum(name, &[]);
+    let prompt = undisturbed["usage"]["prompt_tokens"].as_f64().unwrap();
+    assert_eq!(sum("tutti_generation_tokens_total"), 3.0 * 600.0, "every token is counted once");
+    assert_eq!(sum("tutti_prompt_tokens_total"), 3.0 * prompt);
+    assert_eq!(sum("tutti_iteration_tokens_sum"), 3.0 * (600.0 + prompt));
+    assert_eq!(scrape.sum("tutti_request_success_total", &[("finished_reason", "length")]), 3.0);
+    assert!(sum("tutti_tokens_recomputed_total") > 0.0 && sum("tutti_failovers_total") >= 2.0);
     assert!(scrape.sum("tutti_worker_restarts_total", &[]) >= 2.0);
     assert_eq!(scrape.sum("tutti_worker_up", &[]), 2.0);
 }
