@@ -453,6 +453,7 @@ impl Handler<Joined> for ClusterActor {
         self.connected.insert(worker, Connected { incarnation, node, pid: hello.pid, link, addr });
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
+        recording.worker_info(worker, &hello.node, &hello.version);
         if self.known.insert(worker, incarnation).is_some_and(|old| old != incarnation) {
             recording.worker_restarted(worker);
         }

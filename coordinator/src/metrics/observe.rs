@@ -72,8 +72,12 @@ struct Fixed {
     inference: Histogram,
     prompt_tokens: Histogram,
     generation_tokens: Histogram,
+    max_generation_tokens: Histogram,
     n: Histogram,
+    best_of: Histogram,
     max_tokens: Histogram,
+    prompt_throughput: Gauge,
+    generation_throughput: Gauge,
     fenced: Counter,
     actors: PerValue<Gauge>,
     http_in_flight: Level,
@@ -94,7 +98,9 @@ struct ReplicaCells {
     iteration_tokens: Histogram,
     straggler_gap: Histogram,
     preemptions: Counter,
+    preempted_tokens: Counter,
     failovers: Counter,
+    up: Gauge,
     used_blocks: Gauge,
     blocks: Gauge,
     /// The present configuration's series.
@@ -108,6 +114,8 @@ const WAITING_AT_REPLICA: [WaitingReason; 2] = [WaitingReason::Capacity, Waiting
 #[derive(Debug)]
 struct WorkerCells {
     up: Gauge,
+    /// The present process's series.
+    info: Option<Gauge>,
     restarts: Counter,
     last_report: Gauge,
 }
@@ -246,6 +254,13 @@ impl Recording<'_> {
         stats.set(cells.blocks, f64::from(total));
     }
 
+    /// Tokens per second of the last log interval.
+    pub fn throughput(&mut self, prompt: f64, generation: f64) {
+        let Cells { stats, fixed, .. } = &mut *self.cells;
+        stats.set(fixed.prompt_throughput, prompt);
+        stats.set(fixed.generation_throughput, generation);
+    }
+
     /// Merging and rendering a scrape took this long.
     pub fn scraped(&mut self, duration: Duration) {
         let Cells { stats, fixed, .. } = &mut *self.cells;
@@ -266,10 +281,11 @@ impl Cells {
 impl ReplicaCells {
     /// Whether the replica serves, and so has its load published also when that is 0.
     fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
-        let levels = [&mut self.running, &mut self.swapped];
-        for level in levels.into_iter().chain(&mut self.waiting) {
+        // Swapped requests are shown from the first one on: no zero for what does not exist.
+        for level in [&mut self.running].into_iter().chain(&mut self.waiting) {
             level.show_zero(stats, serves);
         }
+        stats.set(self.up, if serves { 1.0 } else { 0.0 });
     }
 }
 
@@ -297,8 +313,13 @@ impl Fixed {
             inference: stats.histogram(catalogue::REQUEST_INFERENCE_TIME, []),
             prompt_tokens: stats.histogram(catalogue::REQUEST_PROMPT_TOKENS, []),
             generation_tokens: stats.histogram(catalogue::REQUEST_GENERATION_TOKENS, []),
+            max_generation_tokens: stats
+                .histogram(catalogue::REQUEST_MAX_NUM_GENERATION_TOKENS, []),
             n: stats.histogram(catalogue::REQUEST_PARAMS_N, []),
+            best_of: stats.histogram(catalogue::REQUEST_PARAMS_BEST_OF, []),
             max_tokens: stats.histogram(catalogue::REQUEST_PARAMS_MAX_TOKENS, []),
+            prompt_throughput: stats.gauge(catalogue::PROMPT_THROUGHPUT, []),
+            generation_throughput: stats.gauge(catalogue::GENERATION_THROUGHPUT, []),
             fenced: stats.counter(catalogue::FENCED_FRAMES, []),
             actors: PerValue::new::<ActorState>(|state| stats.gauge(catalogue::ACTORS, [state])),
             http_in_flight: Level::permanent(stats, http_in_flight),
@@ -330,7 +351,9 @@ impl ReplicaCells {
             iteration_tokens: stats.histogram(catalogue::ITERATION_TOKENS, label),
             straggler_gap: stats.histogram(catalogue::RANK_STRAGGLER_GAP, label),
             preemptions: stats.counter(catalogue::PREEMPTIONS, label),
+            preempted_tokens: stats.counter(catalogue::PREEMPTED_TOKENS, label),
             failovers: stats.counter(catalogue::FAILOVERS, label),
+            up: stats.gauge(catalogue::REPLICA_UP, label),
             used_blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS_USED, label),
             blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS, label),
             config: None,

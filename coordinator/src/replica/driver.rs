@@ -244,9 +244,9 @@ impl ReplicaDriver {
                         recording.scheduled(&mut live.track, self.id, now);
                     }
                 }
-                Effect::Preempted { request, waits } => {
+                Effect::Preempted { request, waits, tokens } => {
                     if let Some(live) = self.live.get_mut(&request) {
-                        recording.preempted(&mut live.track, self.id);
+                        recording.preempted(&mut live.track, self.id, u64::from(tokens));
                         if !waits {
                             recording.scheduled(&mut live.track, self.id, now);
                         }

@@ -63,6 +63,8 @@ pub enum Effect {
         request: RequestId,
         /// No other sequence of the request is admitted.
         waits: bool,
+        /// Tokens whose K and V were computed and are lost.
+        tokens: u32,
     },
     /// A step was answered.
     StepDone(StepSummary),

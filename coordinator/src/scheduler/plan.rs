@@ -180,12 +180,12 @@ impl Scheduler {
 
     fn preempt(&mut self, victim: usize, plan: &mut StepPlan, effects: &mut Vec<Effect>) {
         let Some(seq) = &self.sequences[victim] else { return };
-        let (id, request) = (seq.id, seq.request);
+        let (id, request, tokens) = (seq.id, seq.request, seq.computed);
         // It may have been admitted by this very plan, before its first share of it.
         plan.admitted.retain(|new| new.seq != id);
         self.unadmit(victim);
         let waits = self.requests.get(&request).is_some_and(|owner| owner.admitted == 0);
-        effects.push(Effect::Preempted { request, waits });
+        effects.push(Effect::Preempted { request, waits, tokens });
     }
 
     fn plan_sequence(&mut self, slot: usize, count: u32, plan: &mut StepPlan, step: &mut InFlight) {

@@ -8,61 +8,18 @@ use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
 use super::labels::{
-    ActorState, BLOCK_SIZE, FinishedReason, Label, LabelValue, MAX_MODEL_LEN,
-    MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Method, NUM_BLOCKS, ObservationRefusal, PromptSource,
-    RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, VERSION, WORKER,
-    WaitingReason,
+    ADAPTER, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, HOST, Label, LabelValue,
+    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Method, NAME, NODE, NUM_BLOCKS,
+    ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal,
+    STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
-/// Arrival to first token.
-const TTFT_SECONDS: &[f64] = &[
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
-    10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-];
-/// Between two tokens of one sequence.
-const TOKEN_SECONDS: &[f64] = &[
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-];
-/// Whole requests and their parts.
-const REQUEST_SECONDS: &[f64] = &[
-    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0,
-    20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-];
-/// Parts of one engine step.
-const STEP_SECONDS: &[f64] = &[
-    0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
-    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-];
-/// Tokens of one request.
-const REQUEST_TOKENS: &[f64] = &[
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    20.0,
-    50.0,
-    100.0,
-    200.0,
-    500.0,
-    1_000.0,
-    2_000.0,
-    5_000.0,
-    10_000.0,
-    20_000.0,
-    50_000.0,
-    100_000.0,
-    200_000.0,
-    500_000.0,
-    1_000_000.0,
-];
-/// Tokens of one engine step.
-const STEP_TOKENS: &[f64] = &[
-    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0,
-    16_384.0, 32_768.0, 65_536.0,
-];
-/// Choices of one request.
-const CHOICES: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0];
+mod buckets;
+
+use self::buckets::{
+    CHOICES, REQUEST_SECONDS, REQUEST_TOKENS, STEP_SECONDS, STEP_TOKENS, TOKEN_SECONDS,
+    TTFT_SECONDS,
+};
 
 macro_rules! typed_id {
     (counter, $labels:expr) => { CounterId<{ $labels }> };
@@ -92,11 +49,31 @@ macro_rules! kind {
     };
 }
 
+macro_rules! is_given {
+    () => {
+        false
+    };
+    ($given:ident) => {
+        true
+    };
+}
+macro_rules! text_or_none {
+    () => {
+        None
+    };
+    ($text:literal) => {
+        Some($text)
+    };
+}
+
 /// Declares the table and one typed constant per row:
-/// `kind(argument) ID: "name", unit, [labels], owner, "help";`
+/// `kind(argument) ID: "name", unit, model [labels], owner, "help", when "condition";`
+/// where `model` stands before the labels of series that also carry the served model's name, and
+/// `when` tells what makes a series appear that is not always there.
 macro_rules! catalogue {
     ($($kind:ident $(($argument:expr))? $id:ident: $name:literal, $unit:ident,
-       [$($label:expr),*], $owner:ident, $help:literal;)*) => {
+       $($model:ident)? [$($label:expr),*], $owner:ident, $help:literal
+       $(, when $when:literal)?;)*) => {
         #[allow(
             non_camel_case_types,
             clippy::upper_case_acronyms,
@@ -119,131 +96,211 @@ macro_rules! catalogue {
                 name: $name,
                 kind: kind!($kind $(, $argument)?),
                 unit: Unit::$unit,
+                model: is_given!($($model)?),
                 labels: &[$($label),*],
                 owner: Owner::$owner,
                 help: $help,
+                when: text_or_none!($($when)?),
             },
         )*];
     };
 }
 
-use GaugeMerge::{Max, Sum};
+use GaugeMerge::{Max, Ratio, Sum};
 
 catalogue! {
     // Requests. Each is counted once, by the coordinator.
-    counter REQUESTS_ACCEPTED: "tutti_requests_accepted_total", Requests, [], Coordinator,
+    counter REQUESTS_ACCEPTED: "tutti_requests_accepted_total", Requests, model [], Coordinator,
         "Requests taken into the queue. Equals finished by reason plus in flight.";
-    counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests, [RejectReason::LABEL],
-        Coordinator, "Requests not taken, by reason; never counted as accepted.";
-    counter REQUEST_SUCCESS: "tutti_request_success_total", Requests, [FinishedReason::LABEL],
-        Coordinator, "Accepted requests that ended, by reason; abort and error included.";
-    gauge(Sum) REQUESTS_IN_FLIGHT: "tutti_requests_in_flight", Requests, [], Coordinator,
+    counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
+        model [RejectReason::LABEL], Frontend,
+        "Requests not taken, by reason; never counted as accepted.";
+    counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
+        model [FinishedReason::LABEL], Coordinator,
+        "Accepted requests that ended, by reason; abort and error included.";
+    gauge(Sum) REQUESTS_IN_FLIGHT: "tutti_requests_in_flight", Requests, model [], Coordinator,
         "Accepted requests that have not ended. Equals running plus waiting plus swapped.";
-    gauge(Sum) REQUESTS_RUNNING: "tutti_requests_running", Requests, [REPLICA], Coordinator,
+    gauge(Sum) REQUESTS_RUNNING: "tutti_requests_running", Requests, model [REPLICA], Coordinator,
         "Requests in a replica's batch now.";
-    gauge(Sum) REQUESTS_WAITING: "tutti_requests_waiting", Requests, [WaitingReason::LABEL, REPLICA],
-        Coordinator, "Requests waiting now, by what for; replica is none before one was chosen.";
-    gauge(Sum) REQUESTS_SWAPPED: "tutti_requests_swapped", Requests, [REPLICA], Coordinator,
-        "Requests whose KV blocks are in host memory now.";
-    counter REQUESTS_REPLAYED: "tutti_requests_replayed_total", Requests, [], Coordinator,
+    gauge(Sum) REQUESTS_WAITING: "tutti_requests_waiting", Requests,
+        model [WaitingReason::LABEL, REPLICA], Coordinator,
+        "Requests waiting now, by what for; replica is none before one was chosen.";
+    gauge(Sum) REQUESTS_SWAPPED: "tutti_requests_swapped", Requests, model [REPLICA], Coordinator,
+        "Requests whose KV blocks are in host memory now.", when "requests are swapped";
+    counter REQUESTS_REPLAYED: "tutti_requests_replayed_total", Requests, model [], Coordinator,
         "Requests continued elsewhere from their accepted tokens after their replica broke.";
+    gauge(Sum) LORA_REQUESTS: "tutti_lora_requests", Requests, model [ADAPTER, REPLICA],
+        Coordinator, "Requests in a replica's batch now, by LoRA adapter.",
+        when "LoRA adapters are served";
 
     // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there are.
-    counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, [REPLICA], Coordinator,
+    counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, model [REPLICA], Coordinator,
         "Prompt tokens processed for the first time, computed or from a cache.";
     counter PROMPT_TOKENS_BY_SOURCE: "tutti_prompt_tokens_by_source_total", Tokens,
-        [REPLICA, PromptSource::LABEL], Coordinator,
+        model [REPLICA, PromptSource::LABEL], Coordinator,
         "Prompt tokens by where their keys and values came from; adds up to the prompt tokens.";
-    counter GENERATION_TOKENS: "tutti_generation_tokens_total", Tokens, [REPLICA], Coordinator,
-        "Tokens generated and accepted.";
-    counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, [REPLICA], Coordinator,
+    counter PREFIX_CACHE_QUERIES: "tutti_prefix_cache_query_tokens_total", Tokens,
+        model [REPLICA], Coordinator,
+        "Prompt tokens looked up in the prefix cache, once per request.",
+        when "prefixes are cached";
+    counter PREFIX_CACHE_HITS: "tutti_prefix_cache_hit_tokens_total", Tokens, model [REPLICA],
+        Coordinator, "Prompt tokens found in the prefix cache, once per request.",
+        when "prefixes are cached";
+    counter GENERATION_TOKENS: "tutti_generation_tokens_total", Tokens, model [REPLICA],
+        Coordinator, "Tokens generated and accepted.";
+    counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],
+        Coordinator,
         "Tokens computed again after a preemption or failover; in no other token series.";
+    gauge(Sum) PROMPT_THROUGHPUT: "tutti_prompt_throughput_tokens_per_second", Tokens, model [],
+        Coordinator,
+        "Deprecated, use rate(): prompt tokens computed per second of the last log interval.";
+    gauge(Sum) GENERATION_THROUGHPUT: "tutti_generation_throughput_tokens_per_second", Tokens,
+        model [], Coordinator,
+        "Deprecated, use rate(): tokens generated per second of the last log interval.";
 
     // Engine steps.
-    counter ENGINE_STEPS: "tutti_engine_steps_total", Steps, [REPLICA], Coordinator,
+    counter ENGINE_STEPS: "tutti_engine_steps_total", Steps, model [REPLICA], Coordinator,
         "Engine steps completed.";
-    histogram(STEP_TOKENS) ITERATION_TOKENS: "tutti_iteration_tokens", Tokens, [REPLICA],
+    histogram(STEP_TOKENS) ITERATION_TOKENS: "tutti_iteration_tokens", Tokens, model [REPLICA],
         Coordinator,
         "Tokens per engine step: prompt tokens computed plus tokens generated, once per step.";
     histogram(STEP_SECONDS) RANK_STRAGGLER_GAP: "tutti_rank_straggler_gap_seconds", Seconds,
-        [REPLICA], Coordinator, "Per engine step: slowest rank's time minus fastest rank's.";
-    counter PREEMPTIONS: "tutti_preemptions_total", Events, [REPLICA], Coordinator,
+        model [REPLICA], Coordinator,
+        "Per engine step: slowest rank's forward time minus fastest rank's.";
+    counter PREEMPTIONS: "tutti_preemptions_total", Events, model [REPLICA], Coordinator,
         "Requests put back from the batch into the queue for lack of KV blocks.";
+    counter PREEMPTED_TOKENS: "tutti_preempted_tokens_total", Tokens, model [REPLICA], Coordinator,
+        "Computed tokens whose KV blocks were given up by preemptions.";
+
+    // Speculative decoding.
+    counter SPEC_DECODE_DRAFT_TOKENS: "tutti_spec_decode_draft_tokens_total", Tokens,
+        model [REPLICA], Coordinator, "Tokens drafted.", when "decoding is speculative";
+    counter SPEC_DECODE_ACCEPTED_TOKENS: "tutti_spec_decode_accepted_tokens_total", Tokens,
+        model [REPLICA], Coordinator, "Drafted tokens accepted.", when "decoding is speculative";
+    counter SPEC_DECODE_EMITTED_TOKENS: "tutti_spec_decode_emitted_tokens_total", Tokens,
+        model [REPLICA], Coordinator,
+        "Tokens emitted by speculative steps: accepted drafts and one more per draft.",
+        when "decoding is speculative";
+    counter SPEC_DECODE_EMITTABLE_TOKENS: "tutti_spec_decode_emittable_tokens_total", Tokens,
+        model [REPLICA], Coordinator,
+        "Tokens that speculative steps would emit if every draft were accepted.",
+        when "decoding is speculative";
+    gauge(Ratio {
+        numerator: SPEC_DECODE_ACCEPTED_TOKENS.series(),
+        denominator: SPEC_DECODE_DRAFT_TOKENS.series(),
+    }) SPEC_DECODE_ACCEPTANCE: "tutti_spec_decode_draft_acceptance_ratio", Ratio, model [REPLICA],
+        Coordinator, "Drafted tokens accepted of those drafted, over all time.",
+        when "decoding is speculative";
+    gauge(Ratio {
+        numerator: SPEC_DECODE_EMITTED_TOKENS.series(),
+        denominator: SPEC_DECODE_EMITTABLE_TOKENS.series(),
+    }) SPEC_DECODE_EFFICIENCY: "tutti_spec_decode_efficiency_ratio", Ratio, model [REPLICA],
+        Coordinator, "Tokens emitted of those that could have been, over all time.",
+        when "decoding is speculative";
 
     // Latencies. They start at arrival and survive the loss of a replica.
-    histogram(TTFT_SECONDS) TIME_TO_FIRST_TOKEN: "tutti_time_to_first_token_seconds", Seconds, [],
-        Coordinator, "Arrival to first token, once per request.";
-    histogram(TOKEN_SECONDS) INTER_TOKEN_LATENCY: "tutti_inter_token_latency_seconds", Seconds, [],
-        Coordinator, "Between two tokens of one choice, once per gap.";
+    histogram(TTFT_SECONDS) TIME_TO_FIRST_TOKEN: "tutti_time_to_first_token_seconds", Seconds,
+        model [], Coordinator, "Arrival to first token, once per request.";
+    histogram(TOKEN_SECONDS) INTER_TOKEN_LATENCY: "tutti_inter_token_latency_seconds", Seconds,
+        model [], Coordinator, "Between two tokens of one choice, once per gap.";
     histogram(TOKEN_SECONDS) REQUEST_TIME_PER_OUTPUT_TOKEN:
-        "tutti_request_time_per_output_token_seconds", Seconds, [], Coordinator,
+        "tutti_request_time_per_output_token_seconds", Seconds, model [], Coordinator,
         "Mean time per output token after the first, once per request that ended by stop or length.";
     histogram(REQUEST_SECONDS) E2E_REQUEST_LATENCY: "tutti_e2e_request_latency_seconds", Seconds,
-        [], Coordinator, "Arrival to end, once per request that ended by stop or length.";
-    histogram(REQUEST_SECONDS) REQUEST_QUEUE_TIME: "tutti_request_queue_time_seconds", Seconds, [],
-        Coordinator, "Arrival to first scheduling, of requests that ended by stop or length.";
+        model [], Coordinator, "Arrival to end, once per request that ended by stop or length.";
+    histogram(REQUEST_SECONDS) REQUEST_QUEUE_TIME: "tutti_request_queue_time_seconds", Seconds,
+        model [], Coordinator,
+        "Arrival to first scheduling, of requests that ended by stop or length.";
     histogram(REQUEST_SECONDS) REQUEST_PREFILL_TIME: "tutti_request_prefill_time_seconds", Seconds,
-        [], Coordinator, "First scheduling to first token, of requests that ended by stop or length.";
+        model [], Coordinator,
+        "First scheduling to first token, of requests that ended by stop or length.";
     histogram(REQUEST_SECONDS) REQUEST_DECODE_TIME: "tutti_request_decode_time_seconds", Seconds,
-        [], Coordinator,
+        model [], Coordinator,
         "First to last token, preemptions included, of requests that ended by stop or length.";
     histogram(REQUEST_SECONDS) REQUEST_INFERENCE_TIME: "tutti_request_inference_time_seconds",
-        Seconds, [], Coordinator,
+        Seconds, model [], Coordinator,
         "First scheduling to last token, of requests that ended by stop or length.";
 
     // Sizes and parameters of requests.
-    histogram(REQUEST_TOKENS) REQUEST_PROMPT_TOKENS: "tutti_request_prompt_tokens", Tokens, [],
-        Coordinator, "Prompt tokens of a request, once when it ends for any reason.";
+    histogram(REQUEST_TOKENS) REQUEST_PROMPT_TOKENS: "tutti_request_prompt_tokens", Tokens,
+        model [], Coordinator, "Prompt tokens of a request, once when it ends for any reason.";
     histogram(REQUEST_TOKENS) REQUEST_GENERATION_TOKENS: "tutti_request_generation_tokens", Tokens,
-        [], Coordinator,
+        model [], Coordinator,
         "Tokens accepted over all choices of a request, once when it ends for any reason.";
-    histogram(CHOICES) REQUEST_PARAMS_N: "tutti_request_params_n", Value, [], Coordinator,
+    histogram(REQUEST_TOKENS) REQUEST_MAX_NUM_GENERATION_TOKENS:
+        "tutti_request_max_num_generation_tokens", Tokens, model [], Coordinator,
+        "Tokens accepted of a request's longest choice, once when it ends for any reason.";
+    histogram(CHOICES) REQUEST_PARAMS_N: "tutti_request_params_n", Value, model [], Coordinator,
         "The parameter n, once when a request ends for any reason.";
+    histogram(CHOICES) REQUEST_PARAMS_BEST_OF: "tutti_request_params_best_of", Value, model [],
+        Coordinator,
+        "The parameter best_of (n where it is not given), once when a request ends for any reason.";
     histogram(REQUEST_TOKENS) REQUEST_PARAMS_MAX_TOKENS: "tutti_request_params_max_tokens", Tokens,
-        [], Coordinator, "The parameter max_tokens, once when a request ends for any reason.";
+        model [], Coordinator, "The parameter max_tokens, once when a request ends for any reason.";
 
     // KV cache, per replica: every rank has the same blocks, so they are counted once.
-    gauge(Sum) KV_CACHE_BLOCKS_USED: "tutti_kv_cache_used_blocks", Blocks, [REPLICA], Coordinator,
-        "KV blocks that requests hold now.";
-    gauge(Sum) KV_CACHE_BLOCKS: "tutti_kv_cache_blocks", Blocks, [REPLICA], Coordinator,
+    gauge(Sum) KV_CACHE_BLOCKS_USED: "tutti_kv_cache_used_blocks", Blocks, model [REPLICA],
+        Coordinator, "KV blocks that requests hold now.";
+    gauge(Sum) KV_CACHE_BLOCKS: "tutti_kv_cache_blocks", Blocks, model [REPLICA], Coordinator,
         "KV blocks there are.";
-    gauge(GaugeMerge::Ratio {
+    gauge(Ratio {
         numerator: KV_CACHE_BLOCKS_USED.series(),
         denominator: KV_CACHE_BLOCKS.series(),
-    }) KV_CACHE_USAGE: "tutti_kv_cache_usage_ratio", Ratio, [REPLICA], Coordinator,
+    }) KV_CACHE_USAGE: "tutti_kv_cache_usage_ratio", Ratio, model [REPLICA], Coordinator,
         "KV blocks used of those there are, 0 to 1. Over replicas divide the sums, do not average.";
+    gauge(Sum) HOST_KV_CACHE_BLOCKS_USED: "tutti_host_kv_cache_used_blocks", Blocks,
+        model [REPLICA], Coordinator, "KV blocks of host memory that requests hold now.",
+        when "requests are swapped";
+    gauge(Sum) HOST_KV_CACHE_BLOCKS: "tutti_host_kv_cache_blocks", Blocks, model [REPLICA],
+        Coordinator, "KV blocks of host memory there are.", when "requests are swapped";
+    gauge(Ratio {
+        numerator: HOST_KV_CACHE_BLOCKS_USED.series(),
+        denominator: HOST_KV_CACHE_BLOCKS.series(),
+    }) HOST_KV_CACHE_USAGE: "tutti_host_kv_cache_usage_ratio", Ratio, model [REPLICA], Coordinator,
+        "KV blocks of host memory used of those there are, 0 to 1.", when "requests are swapped";
     gauge(Max) CACHE_CONFIG_INFO: "tutti_cache_config_info", Info,
-        [BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, NUM_BLOCKS, REPLICA,
-         TENSOR_PARALLEL],
+        model [BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, NUM_BLOCKS,
+         REPLICA, TENSOR_PARALLEL],
         Coordinator, "Sizes of a replica's engine, while it serves.";
 
     // Ranks. Every rank is real: labelled, never deduplicated.
-    histogram(STEP_SECONDS) RANK_STEP: "tutti_rank_step_seconds", Seconds, [RANK, REPLICA, WORKER],
-        EveryRank, "Plan received to result handed back, per step.";
+    histogram(STEP_SECONDS) RANK_STEP: "tutti_rank_step_seconds", Seconds,
+        model [RANK, REPLICA, WORKER], EveryRank, "Plan received to result handed back, per step.";
     histogram(STEP_SECONDS) RANK_FORWARD: "tutti_rank_forward_seconds", Seconds,
-        [RANK, REPLICA, WORKER], EveryRank, "Forward pass without collectives, per step.";
+        model [RANK, REPLICA, WORKER], EveryRank, "Forward pass without collectives, per step.";
     histogram(STEP_SECONDS) RANK_COLLECTIVE: "tutti_rank_collective_seconds", Seconds,
-        [RANK, REPLICA, WORKER], EveryRank, "Waiting for and exchanging with other ranks, per step.";
+        model [RANK, REPLICA, WORKER], EveryRank,
+        "Waiting for and exchanging with other ranks, per step.";
     histogram(STEP_SECONDS) RANK_SAMPLE: "tutti_rank_sample_seconds", Seconds,
-        [RANK, REPLICA, WORKER], EveryRank, "Choosing tokens, per step.";
-    histogram(STEP_SECONDS) RANK_IDLE: "tutti_rank_idle_seconds", Seconds, [RANK, REPLICA, WORKER],
-        EveryRank, "The executor had nothing to do before a step, per step.";
-    gauge(Sum) RANK_WEIGHTS: "tutti_rank_weights_bytes", Bytes, [RANK, REPLICA, WORKER], EveryRank,
-        "Weights that a rank holds.";
-    gauge(Max) RANK_LOAD: "tutti_rank_load_seconds", Seconds, [RANK, REPLICA, WORKER], EveryRank,
-        "Time the last load of a rank's weights took; 0 when they were kept.";
+        model [RANK, REPLICA, WORKER], EveryRank, "Choosing tokens, per step.";
+    histogram(STEP_SECONDS) RANK_IDLE: "tutti_rank_idle_seconds", Seconds,
+        model [RANK, REPLICA, WORKER], EveryRank,
+        "The executor had nothing to do before a step, per step.";
+    gauge(Sum) RANK_WEIGHTS: "tutti_rank_weights_bytes", Bytes, model [RANK, REPLICA, WORKER],
+        EveryRank, "Weights that a rank holds.";
+    gauge(Max) RANK_LOAD: "tutti_rank_load_seconds", Seconds, model [RANK, REPLICA, WORKER],
+        EveryRank, "Time the last load of a rank's weights took; 0 when they were kept.";
 
     // Cluster.
-    counter FAILOVERS: "tutti_failovers_total", Events, [REPLICA], Coordinator,
+    gauge(Max) REPLICA_UP: "tutti_replica_up", Items, model [REPLICA], Coordinator,
+        "1 while a replica serves, 0 while it is being formed again.";
+    counter FAILOVERS: "tutti_failovers_total", Events, model [REPLICA], Coordinator,
         "Times a serving replica broke and its requests were moved.";
     counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [], Coordinator,
         "Frames dropped because their epoch is over.";
     gauge(Max) WORKER_UP: "tutti_worker_up", Items, [WORKER], Coordinator,
         "1 while a worker is linked, 0 while one is expected and is not.";
+    gauge(Max) WORKER_INFO: "tutti_worker_info", Info, [NODE, VERSION, WORKER], Coordinator,
+        "The node name and version of a linked worker.";
     counter WORKER_RESTARTS: "tutti_worker_restarts_total", Events, [WORKER], Coordinator,
         "Times a worker came back as another process.";
     gauge(Max) WORKER_LAST_REPORT: "tutti_worker_last_report_timestamp_seconds", Seconds, [WORKER],
         Coordinator, "When a worker's stats last arrived, in seconds since 1970.";
+    gauge(Max) FRONTEND_UP: "tutti_frontend_up", Items, [FRONTEND], Coordinator,
+        "1 while a front end of its own process is linked.", when "front ends join";
+    gauge(Max) FRONTEND_LAST_REPORT: "tutti_frontend_last_report_timestamp_seconds", Seconds,
+        [FRONTEND], Coordinator, "When a front end's stats last arrived, in seconds since 1970.",
+        when "front ends join";
     gauge(Sum) ACTORS: "tutti_actors", Items, [ActorState::LABEL], Coordinator,
         "Actors by state.";
 
@@ -255,6 +312,32 @@ catalogue! {
         "HTTP request received to the last byte of its answer handed over.";
     gauge(Sum) HTTP_REQUESTS_IN_FLIGHT: "tutti_http_requests_in_flight", Requests, [], Frontend,
         "HTTP requests being answered now.";
+
+    // Processes, hosts and devices. Processes of one host see the same host: maximum, not sum.
+    counter PROCESS_CPU: "tutti_process_cpu_seconds_total", Seconds, [PROCESS], Process,
+        "Time that a process's threads have computed, user and system.";
+    gauge(Max) PROCESS_MEMORY: "tutti_process_resident_memory_bytes", Bytes, [PROCESS], Process,
+        "Memory that a process has in RAM.";
+    gauge(Max) HOST_CPU_USAGE: "tutti_host_cpu_usage_ratio", Ratio, [HOST], Process,
+        "Share of a host's cores in use since the last report, 0 to 1.";
+    gauge(Max) HOST_CPUS: "tutti_host_cpus", Items, [HOST], Process, "Cores of a host.";
+    gauge(Max) HOST_MEMORY_USED: "tutti_host_memory_used_bytes", Bytes, [HOST], Process,
+        "Memory in use on a host.";
+    gauge(Max) HOST_MEMORY: "tutti_host_memory_bytes", Bytes, [HOST], Process,
+        "Memory of a host.";
+    gauge(Max) GPU_INFO: "tutti_gpu_info", Info, [GPU, HOST, NAME, UUID], Process,
+        "The name of a GPU, by NVML.", when "NVML finds a GPU";
+    gauge(Max) GPU_UTILIZATION: "tutti_gpu_utilization_ratio", Ratio, [GPU, HOST], Process,
+        "Share of the last sample period in which a GPU ran a kernel, 0 to 1, by NVML.",
+        when "NVML finds a GPU";
+    gauge(Max) GPU_MEMORY_USED: "tutti_gpu_memory_used_bytes", Bytes, [GPU, HOST], Process,
+        "Device memory in use on a GPU, by NVML.", when "NVML finds a GPU";
+    gauge(Max) GPU_MEMORY: "tutti_gpu_memory_bytes", Bytes, [GPU, HOST], Process,
+        "Device memory of a GPU, by NVML.", when "NVML finds a GPU";
+    gauge(Max) GPU_TEMPERATURE: "tutti_gpu_temperature_celsius", Celsius, [GPU, HOST], Process,
+        "Temperature of a GPU, by NVML.", when "NVML finds a GPU";
+    gauge(Max) GPU_POWER: "tutti_gpu_power_watts", Watts, [GPU, HOST], Process,
+        "Power drawn by a GPU, by NVML.", when "NVML finds a GPU";
 
     // The metrics themselves.
     counter REPORTS_REFUSED: "tutti_reports_refused_total", Events, [ReportRefusal::LABEL],

@@ -62,15 +62,30 @@ pub struct Definition {
     pub kind: Kind,
     /// What one unit of the value is.
     pub unit: Unit,
-    /// The labels, sorted by name.
+    /// Whether the published series also carries the served model's name: the same for all of a
+    /// cluster's series, so it is written when they are published and not kept with each of them.
+    pub model: bool,
+    /// The labels whose values tell its series apart, sorted by name.
     pub labels: &'static [Label],
     /// Who measures it.
     pub owner: Owner,
     /// What the value means, for `# HELP` and the documentation.
     pub help: &'static str,
+    /// What makes the series appear, where it is not always there.
+    pub when: Option<&'static str>,
 }
 
 impl Definition {
+    /// How many of a counter's integers make 1 of its unit: seconds are counted in 1e-9.
+    #[must_use]
+    pub fn counter_scale(&self) -> f64 {
+        match self.unit {
+            Unit::Seconds => 1e9,
+            _ => 1.0,
+        }
+    }
+
+
     /// The upper bounds of a histogram's buckets without the infinite one; empty for other kinds.
     #[must_use]
     pub fn buckets(&self) -> &'static [f64] {
@@ -115,9 +130,9 @@ pub enum GaugeMerge {
     /// Never reported by a source: computed after merging as numerator / denominator for each set
     /// of labels, absent where the denominator is 0.
     Ratio {
-        /// A gauge with the same labels.
+        /// A summed gauge or a counter with the same labels.
         numerator: SeriesId,
-        /// A gauge with the same labels.
+        /// A summed gauge or a counter with the same labels.
         denominator: SeriesId,
     },
 }
@@ -159,7 +174,7 @@ pub enum Unit {
     Requests,
     /// Tokens.
     Tokens,
-    /// Seconds; with gauges also seconds since 1970.
+    /// Seconds; with gauges also seconds since 1970. Counters hold 1e-9 of them.
     Seconds,
     /// Bytes.
     Bytes,
@@ -169,6 +184,10 @@ pub enum Unit {
     Steps,
     /// Parts of 1.
     Ratio,
+    /// Degrees Celsius.
+    Celsius,
+    /// Watts.
+    Watts,
     /// Occurrences of anything else.
     Events,
     /// Things that exist now.
@@ -191,6 +210,8 @@ impl Unit {
             Self::Blocks => "blocks",
             Self::Steps => "steps",
             Self::Ratio => "ratio",
+            Self::Celsius => "degrees Celsius",
+            Self::Watts => "watts",
             Self::Events => "events",
             Self::Items => "items",
             Self::Value => "value",

@@ -54,6 +54,27 @@ pub const MAX_NUM_BATCHED_TOKENS: Label = Label::open("max_num_batched_tokens");
 /// Ranks of the replica.
 pub const TENSOR_PARALLEL: Label = Label::open("tensor_parallel");
 
+/// A front end's slot, stable over its restarts.
+pub const FRONTEND: Label = Label::open(FRONTEND_NAME);
+/// A node's name: one process that is part of the cluster.
+pub const NODE: Label = Label::open("node");
+/// A process of the cluster: `coordinator`, `worker-0`, `frontend-0`.
+pub const PROCESS: Label = Label::open(PROCESS_NAME);
+/// A machine's name.
+pub const HOST: Label = Label::open("host");
+/// Index of a GPU on its host.
+pub const GPU: Label = Label::open("gpu");
+/// The product name of a device.
+pub const NAME: Label = Label::open("name");
+/// A device's own identity.
+pub const UUID: Label = Label::open("uuid");
+/// A LoRA adapter.
+pub const ADAPTER: Label = Label::open("adapter");
+/// The served model's name: see [`super::Definition::model`].
+pub const MODEL_NAME: &str = "model_name";
+
+pub(super) const FRONTEND_NAME: &str = "frontend";
+pub(super) const PROCESS_NAME: &str = "process";
 pub(super) const RANK_NAME: &str = "rank";
 pub(super) const WORKER_NAME: &str = "worker";
 

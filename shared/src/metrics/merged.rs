@@ -121,11 +121,10 @@ impl Merged {
             };
             let ratios: BTreeMap<LabelValues, Value> = wholes
                 .iter()
-                .filter_map(|(labels, whole)| match (parts.get(labels), whole) {
-                    (Some(Value::Gauge(part)), Value::Gauge(whole)) if *whole > 0.0 => {
-                        Some((LabelValues::clone(labels), Value::Gauge(part / whole)))
-                    }
-                    _ => None,
+                .filter_map(|(labels, whole)| {
+                    let (part, whole) = (scalar(parts.get(labels)?)?, scalar(whole)?);
+                    let ratio = Value::Gauge(part / whole);
+                    (whole > 0.0).then(|| (LabelValues::clone(labels), ratio))
                 })
                 .collect();
             if let Some(id) = u16::try_from(index).ok().and_then(SeriesId::from_index)
@@ -144,6 +143,15 @@ impl Merged {
         let family = self.series.get(&id)?;
         let wanted: Vec<String> = labels.iter().map(|label| (*label).to_owned()).collect();
         family.get(wanted.as_slice())
+    }
+}
+
+/// A value that is one number.
+fn scalar(value: &Value) -> Option<f64> {
+    match value {
+        Value::Counter(total) => Some(*total as f64),
+        Value::Gauge(value) => Some(*value),
+        Value::Histogram(_) => None,
     }
 }
 

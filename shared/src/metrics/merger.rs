@@ -8,7 +8,7 @@ use std::fmt;
 
 use super::catalogue::{CATALOGUE_HASH, REPORTS_REFUSED};
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
-use super::labels::{LabelValue, RANK_NAME, ReportRefusal, WORKER_NAME};
+use super::labels::{LabelValue, PROCESS_NAME, RANK_NAME, ReportRefusal, WORKER_NAME};
 use super::merged::{Merged, merge};
 use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
 use crate::ids::{Incarnation, WorkerId};
@@ -318,8 +318,10 @@ fn check_labels(
         declared.iter().zip(values).find(|(label, _)| label.name == name).map(|(_, value)| value)
     };
     let owns = match (definition.owner, source) {
-        (Owner::Process, _)
-        | (Owner::Coordinator | Owner::Frontend, Source::Coordinator)
+        (Owner::Process, _) => {
+            value_of(PROCESS_NAME).is_none_or(|process| *process == source.to_string())
+        }
+        (Owner::Coordinator | Owner::Frontend, Source::Coordinator)
         | (Owner::Frontend, Source::Frontend(_)) => true,
         (Owner::EveryRank | Owner::RankZero, Source::Worker(worker)) => {
             // A worker speaks for itself alone, and for a replica only as its rank 0.

@@ -74,6 +74,20 @@ impl Recording<'_> {
     pub fn worker_up(&mut self, worker: WorkerId, up: bool) {
         let (cells, stats) = self.cells.worker(worker);
         stats.set(cells.up, if up { 1.0 } else { 0.0 });
+        if !up && let Some(info) = cells.info.take() {
+            stats.clear(info);
+        }
+    }
+
+    /// Which program run is behind a worker's slot now.
+    pub fn worker_info(&mut self, worker: WorkerId, node: &str, version: &str) {
+        let name = worker.0.to_string();
+        let info = self.cells.stats.gauge(catalogue::WORKER_INFO, [node, version, &name]);
+        let (cells, stats) = self.cells.worker(worker);
+        if let Some(old) = cells.info.replace(info) {
+            stats.clear(old);
+        }
+        stats.set(info, 1.0);
     }
 
     /// A worker came back as another process.
@@ -93,6 +107,9 @@ impl Recording<'_> {
         let (cells, stats) = self.cells.worker(worker);
         stats.clear(cells.up);
         stats.clear(cells.last_report);
+        if let Some(info) = cells.info.take() {
+            stats.clear(info);
+        }
     }
 
     /// How many actors are in a state now.
@@ -113,12 +130,13 @@ impl Recording<'_> {
 }
 
 impl Cells {
-    fn worker(&mut self, worker: WorkerId) -> (&WorkerCells, &mut LocalStats) {
+    fn worker(&mut self, worker: WorkerId) -> (&mut WorkerCells, &mut LocalStats) {
         let stats = &mut self.stats;
         let cells = self.workers.entry(worker).or_insert_with(|| {
             let name = worker.0.to_string();
             WorkerCells {
                 up: stats.gauge(catalogue::WORKER_UP, [&name]),
+                info: None,
                 restarts: stats.counter(catalogue::WORKER_RESTARTS, [&name]),
                 last_report: stats.gauge(catalogue::WORKER_LAST_REPORT, [&name]),
             }

@@ -21,8 +21,16 @@ pub struct RequestTrack {
     first_token: Option<Duration>,
     last_token: Option<Duration>,
     tokens: u64,
-    /// Per choice, when its last token came.
-    choices: Vec<Option<Duration>>,
+    /// By choice.
+    choices: Vec<ChoiceTrack>,
+}
+
+/// One choice of a request.
+#[derive(Clone, Copy, Debug, Default)]
+struct ChoiceTrack {
+    /// When its last token came.
+    last_token: Option<Duration>,
+    tokens: u64,
 }
 
 /// Which gauge a request is counted in.
@@ -80,7 +88,7 @@ impl Recording<'_> {
             first_token: None,
             last_token: None,
             tokens: 0,
-            choices: vec![None; n as usize],
+            choices: vec![ChoiceTrack::default(); n as usize],
         }
     }
 
@@ -102,11 +110,13 @@ impl Recording<'_> {
         self.cells.move_to(track, Place::Running(replica));
     }
 
-    /// The request lost its blocks and is back in its replica's queue.
-    pub fn preempted(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
+    /// The request lost its blocks, which held `tokens` computed tokens, and is back in its
+    /// replica's queue.
+    pub fn preempted(&mut self, track: &mut RequestTrack, replica: ReplicaId, tokens: u64) {
         self.cells.move_to(track, Place::Waiting(replica, WaitingAt::Preempted));
         let (cells, stats) = self.cells.replica(replica);
         stats.add(cells.preemptions, 1);
+        stats.add(cells.preempted_tokens, tokens);
     }
 
     /// The request's blocks were moved to host memory.
@@ -137,8 +147,9 @@ impl Recording<'_> {
         }
         track.last_token = Some(now);
         track.tokens += u64::from(count);
-        let Some(last) = track.choices.get_mut(choice as usize) else { return };
-        let before = last.replace(now);
+        let Some(choice) = track.choices.get_mut(choice as usize) else { return };
+        choice.tokens += u64::from(count);
+        let before = choice.last_token.replace(now);
         // A choice's own first token follows the prompt, not a token: it closes no gap.
         let gaps = if before.is_some() { count } else { count - 1 };
         let span = now.saturating_sub(before.unwrap_or(now));
@@ -210,7 +221,11 @@ impl Cells {
         stats.add(counter, 1);
         stats.observe_count(fixed.prompt_tokens, summary.prompt_tokens);
         stats.observe_count(fixed.generation_tokens, track.tokens);
+        let longest = track.choices.iter().map(|choice| choice.tokens).max().unwrap_or(0);
+        stats.observe_count(fixed.max_generation_tokens, longest);
         stats.observe_count(fixed.n, u64::from(summary.n));
+        // The API takes no other best_of than n.
+        stats.observe_count(fixed.best_of, u64::from(summary.n));
         stats.observe_count(fixed.max_tokens, u64::from(summary.max_tokens));
     }
 
@@ -224,7 +239,7 @@ impl Cells {
         stats.observe_duration(fixed.decode, last.saturating_sub(first));
         stats.observe_duration(fixed.inference, last.saturating_sub(scheduled));
         // Choices run side by side: per choice, as many tokens follow its first.
-        let choices = track.choices.iter().flatten().count() as u64;
+        let choices = track.choices.iter().filter(|choice| choice.tokens > 0).count() as u64;
         let after_first = track.tokens.saturating_sub(choices);
         if after_first > 0 && choices > 0 {
             let per_choice = after_first as f64 / choices as f64;
