@@ -4,6 +4,7 @@
 //! Exit codes: 0 done, 1 failed, 2 bad options or configuration.
 mod bench;
 mod config_file;
+mod front;
 mod logging;
 mod options;
 mod output;
@@ -14,7 +15,7 @@ mod work;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-pub(crate) use self::options::{Command, CoordinatorArgs, UpArgs, WorkerArgs};
+pub(crate) use self::options::{Command, CoordinatorArgs, FrontendArgs, UpArgs, WorkerArgs};
 use self::output::{error_line, print_line};
 
 /// What went wrong, for the exit code.
@@ -42,6 +43,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Up(args) => up::run(&args),
         Command::Coordinator(args) => serve::run(&args),
         Command::Worker(args) => work::run(&args),
+        Command::Frontend(args) => front::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Metrics(args) => {
             print_line(&catalogue(args.markdown));

@@ -13,7 +13,7 @@ use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::{Incarnation, ReplicaId};
 use shared::metrics;
-use shared::protocol::EngineConfig;
+use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::watch;
 
 use crate::cluster::ClusterConfig;
@@ -21,8 +21,10 @@ use crate::cluster::actor::{ClusterActor, Command, ReplicaFactory, Stop};
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::http::params::Limits;
+use crate::frontends::Frontends;
+use crate::http::metrics::MetricsPage;
 use crate::http::server;
-use crate::http::state::{AppState, Readiness};
+use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::links;
 use crate::metrics::{Hub, LogLine, StatLoggers};
 use crate::replica::actor::{ReplicaActor, ReplicaLoad};
@@ -163,31 +165,45 @@ impl Coordinator {
         let listener = tokio::net::TcpListener::from_std(cluster_listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
-        actix::spawn(links::accept(listener, cluster.clone()));
-
         let (handle, commands) = EngineHandle::channel();
         actix::spawn(forward(commands, cluster.clone()));
-        let readiness = {
+        let readiness: ReadinessCheck = {
             let (view, clock) = (view.clone(), clock.clone());
             let degree = options.tensor_parallel;
-            move || {
+            Arc::new(move || {
                 let view = view.borrow();
                 if view.is_ready(clock.now()) {
                     return Readiness { ready: true, message: "serving".to_owned() };
                 }
                 Readiness { ready: false, message: not_ready(&view, degree) }
-            }
+            })
         };
+        let serving = Serving {
+            model: options.model.to_string_lossy().into_owned(),
+            served_model_name: options.served_model_name.clone(),
+            max_model_len,
+            text_fingerprint: text.fingerprint,
+        };
+        let frontends = Arc::new(Frontends::new(
+            hub.clone(),
+            clock.clone(),
+            handle.commands(),
+            text.clone(),
+            serving,
+            readiness.clone(),
+        ));
+        actix::spawn(links::accept(listener, cluster.clone(), frontends));
         let state = AppState::new(
             &options.served_model_name,
             text,
             handle,
             Limits::new(max_model_len),
             clock.clone(),
-            hub.clone(),
-            Arc::new(readiness),
+            hub.frontend().clone(),
+            readiness,
             options.run,
-        );
+        )
+        .with_metrics(Arc::new(MetricsPage::new(hub.clone(), clock.clone())));
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
         let http_handle = http.handle();

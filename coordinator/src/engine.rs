@@ -4,12 +4,15 @@
 //! replicas, schedulers) never sees text, except that it is told by a [`StopCheck`] whether a token
 //! completes a stop string, so that the accepted-token log ends exactly there.
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use shared::ids::RequestId;
-use shared::protocol::TokenLogprobs;
+pub use shared::protocol::{EngineError, EngineEvent, FinishReason};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
+
+use crate::frontends::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
 
 /// Decides whether a sequence ends for a reason that only text can tell (a stop string).
 ///
@@ -35,92 +38,59 @@ pub struct GenerateRequest {
     /// Tokens that end a sequence (the model's end tokens unless `ignore_eos`, and
     /// `stop_token_ids`); the ending token is accepted and counted, and is not part of the text.
     pub end_tokens: Vec<u32>,
+    /// The stop strings themselves, for an engine in another process.
+    pub stops: Arc<[String]>,
     /// When the HTTP layer took the request, by the process's clock.
     pub arrived: Duration,
+    /// The id of the client's response, for exemplars.
+    pub response_id: Arc<str>,
 }
 
-/// What happens to a request, in order. A request ends with `Finished` for each choice, or with one
-/// `Failed`.
-#[derive(Clone, Debug, PartialEq)]
-pub enum EngineEvent {
-    /// Log-probabilities of the prompt tokens 1.., complete, before the first token.
-    PromptLogprobs(Vec<TokenLogprobs>),
-    /// One accepted token.
-    Token {
-        /// The choice it belongs to.
-        choice: u32,
-        /// The token.
-        token: u32,
-        /// Its log-probabilities, when asked for.
-        logprobs: Option<TokenLogprobs>,
-    },
-    /// One choice is complete.
-    Finished {
-        /// The choice.
-        choice: u32,
-        /// Why.
-        reason: FinishReason,
-    },
-    /// The request failed as a whole.
-    Failed(EngineError),
+/// Where a request's events go.
+#[derive(Clone, Debug)]
+pub enum EventSender {
+    /// To a front end in this process. The bound must hold the whole request (it is
+    /// `n * (max_tokens + 1) + 2`), so that a slow reader never blocks a step.
+    Local(mpsc::Sender<EngineEvent>),
+    /// To a front end in another process.
+    Remote(RemoteEvents),
 }
 
-/// Why a choice ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum FinishReason {
-    /// An end token was accepted.
-    EndToken(u32),
-    /// A stop string was completed.
-    StopString,
-    /// `max_tokens` or the model's length was reached.
-    Length,
-}
+/// The receiver of a request's events is gone: the client left, or its front end did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone;
 
-/// Why the engine refused or gave up a request.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum EngineError {
-    /// The bounded queue is full.
-    #[error("the queue is full: {queued} requests are waiting, the bound is {max}")]
-    QueueFull {
-        /// Requests waiting now.
-        queued: u32,
-        /// The bound.
-        max: u32,
-        /// When to try again, in seconds.
-        retry_after_s: u32,
-    },
-    /// The request can never fit.
-    #[error("the request needs {needed} KV blocks, this replica has {available}")]
-    TooLarge {
-        /// Blocks for prompt and output.
-        needed: u32,
-        /// Blocks there are.
-        available: u32,
-    },
-    /// No replica can serve, and none came back in time.
-    #[error("no replica is ready: {message}")]
-    Unavailable {
-        /// What is being waited for.
-        message: String,
-    },
-    /// The model produced values that are not finite.
-    #[error("the model produced invalid numbers for this request")]
-    Corrupted,
-    /// The coordinator is shutting down.
-    #[error("the server is shutting down")]
-    ShuttingDown,
+impl EventSender {
+    /// Sends one event; never waits.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    pub fn send(&self, event: EngineEvent) -> Result<(), Gone> {
+        match self {
+            Self::Local(events) => events.try_send(event).map_err(|_| Gone),
+            Self::Remote(events) => events.send(event),
+        }
+    }
+
+    /// Whether nobody takes events any more.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        match self {
+            Self::Local(events) => events.is_closed(),
+            Self::Remote(events) => events.is_closed(),
+        }
+    }
 }
 
 /// What the front end sends to the engine.
 #[derive(Debug)]
 pub enum EngineCommand {
-    /// Run a request; its events go to `events`, whose bound must hold the whole request (it is
-    /// `n * (max_tokens + 1) + 2`), so that a slow reader never blocks a step.
+    /// Run a request.
     Submit {
         /// The request.
         request: Box<GenerateRequest>,
         /// Where its events go. When the receiver is dropped the request is cancelled.
-        events: mpsc::Sender<EngineEvent>,
+        events: EventSender,
     },
     /// The client is gone: free everything the request holds.
     Cancel {
@@ -155,6 +125,12 @@ impl EngineHandle {
         (Self { commands }, receiver)
     }
 
+    /// Where commands go that come from other processes.
+    #[must_use]
+    pub fn commands(&self) -> mpsc::Sender<EngineCommand> {
+        self.commands.clone()
+    }
+
     /// Hands a request to the engine.
     ///
     /// # Errors
@@ -163,9 +139,12 @@ impl EngineHandle {
     pub fn submit(&self, request: GenerateRequest) -> Result<Generation, EngineError> {
         let id = request.id;
         let choices = request.sampling.len();
-        let bound = choices * (request.max_tokens as usize + 1) + 2;
+        // A long prompt's log-probabilities may come in pieces.
+        let pieces = request.prompt.len() / PROMPT_LOGPROBS_PIECE + 2;
+        let bound = choices * (request.max_tokens as usize + 1) + pieces;
         let (sender, events) = mpsc::channel(bound);
-        let command = EngineCommand::Submit { request: Box::new(request), events: sender };
+        let events_to = EventSender::Local(sender);
+        let command = EngineCommand::Submit { request: Box::new(request), events: events_to };
         self.commands.try_send(command).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => EngineError::QueueFull {
                 queued: COMMAND_QUEUE_MAX as u32,

@@ -7,12 +7,14 @@
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`sse`]: pieces as Server-Sent Events
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes
+//! - [`metrics`]: the cluster's metrics, in the format asked for
 //! - [`error`]: every error a client can see, in one mapping
 pub mod chat;
 pub mod completions;
 pub mod error;
 pub mod generation;
 pub mod logprobs;
+pub mod metrics;
 pub mod models;
 pub mod params;
 pub mod server;

@@ -5,7 +5,9 @@
 //! - [`scheduler`]: PURE: one replica's queue, batch, blocks, preemption
 //! - [`replica`]: one replica in operation: scheduler, request channels, ranks' links
 //! - [`cluster`]: PURE: workers to replicas, epochs; and the actor around it
-//! - [`links`]: workers' connections
+//! - [`links`]: connections of workers and front ends, accepted and shaken hands with
+//! - [`frontends`]: front ends of their own processes, as the coordinator sees them
+//! - [`frontend`]: such a process itself
 //! - [`coordinator`]: puts everything together
 //! - [`http`]: the API
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
@@ -15,6 +17,8 @@
 pub mod cluster;
 pub mod coordinator;
 pub mod engine;
+pub mod frontend;
+pub mod frontends;
 pub mod http;
 pub mod links;
 pub mod metrics;

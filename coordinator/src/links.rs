@@ -1,4 +1,4 @@
-//! Workers' connections: accepted, shaken hands with, handed to the cluster actor.
+//! Connections of workers and front ends: accepted, shaken hands with, handed to their owners.
 //!
 //! Strangers are kept cheap: a bounded number of half-open connections, a deadline, small frames,
 //! and nothing is decoded before the frame's checksum holds. (Authentication will stand before
@@ -7,15 +7,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use actix::Addr;
-use shared::actor::link::{CloseReason, Connection};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use shared::actor::link::Connection;
 use shared::actor::remote::RemoteAddr;
-use shared::protocol::{Hello, ToWorker, Welcome};
+use shared::protocol::{FrontendHello, Hello, ToWorker, Welcome};
 use shared::wire::codec;
 use shared::wire::frame::FrameKind;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use crate::cluster::actor::{Admit, ClusterActor, Joined};
+use crate::frontends::Frontends;
 
 /// The address of one worker.
 pub type WorkerLink = RemoteAddr<ToWorker>;
@@ -27,14 +30,18 @@ const HALF_OPEN_MAX: usize = 64;
 /// Longest node name.
 const NODE_NAME_MAX: usize = 128;
 
-/// Accepts workers until the listener fails or the task is dropped.
-pub async fn accept(listener: TcpListener, cluster: Addr<ClusterActor>) {
+/// Accepts workers and front ends until the task is dropped.
+pub async fn accept(
+    listener: TcpListener,
+    cluster: Addr<ClusterActor>,
+    frontends: Arc<Frontends>,
+) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
     loop {
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a worker's connection");
+                tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -43,45 +50,71 @@ pub async fn accept(listener: TcpListener, cluster: Addr<ClusterActor>) {
             tracing::warn!(%peer, "{HALF_OPEN_MAX} connections are half open; this one is refused");
             continue;
         };
-        let cluster = cluster.clone();
+        let (cluster, frontends) = (cluster.clone(), frontends.clone());
         actix::spawn(async move {
-            if let Err(reason) = shake_hands(stream, &cluster).await {
-                tracing::warn!(%peer, %reason, "a connection did not become a worker");
+            if let Err(reason) = shake_hands(stream, &cluster, &frontends).await {
+                tracing::warn!(%peer, %reason, "a connection was not taken");
             }
             drop(permit);
         });
     }
 }
 
-async fn shake_hands(stream: TcpStream, cluster: &Addr<ClusterActor>) -> Result<(), String> {
-    let text = |reason: CloseReason| reason.to_string();
+async fn shake_hands(
+    stream: TcpStream,
+    cluster: &Addr<ClusterActor>,
+    frontends: &Arc<Frontends>,
+) -> Result<(), String> {
     let mut connection = Connection::new(stream).map_err(|error| error.to_string())?;
-    let frame = connection.receive(HELLO_DEADLINE).await.map_err(text)?;
-    if frame.kind != FrameKind::Hello {
-        return Err(format!("expected a hello, got {:?}", frame.kind));
-    }
-    let hello: Hello = codec::decode_message(&frame.body).map_err(|error| error.to_string())?;
-    let admitted = match check(&hello) {
-        Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(|error| error.to_string())?,
-        Err(reason) => Err(reason),
-    };
-    match admitted {
-        Ok(welcome) => {
-            let body = codec::encode::<Welcome>(&welcome).map_err(|error| error.to_string())?;
-            connection.send(FrameKind::Welcome, &body).await.map_err(text)?;
+    let frame =
+        connection.receive(HELLO_DEADLINE).await.map_err(|reason| reason.to_string())?;
+    match frame.kind {
+        FrameKind::Hello => {
+            let hello: Hello = decode(&frame.body)?;
+            let admitted =
+                match check(&[("node", &hello.node), ("host", &hello.host)]) {
+                    Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(text)?,
+                    Err(reason) => Err(reason),
+                };
+            let welcome: Welcome = answer(&mut connection, admitted).await?;
             let joined = Joined { hello, worker: welcome.worker, connection };
-            cluster.send(joined).await.map_err(|error| error.to_string())
+            cluster.send(joined).await.map_err(text)
         }
-        Err(reason) => {
-            let body = codec::encode(&reason).map_err(|error| error.to_string())?;
-            connection.send(FrameKind::Refused, &body).await.map_err(text)?;
-            Err(reason)
+        FrameKind::FrontendHello => {
+            let hello: FrontendHello = decode(&frame.body)?;
+            let admitted =
+                check(&[("node", &hello.node)]).and_then(|()| frontends.admit(&hello));
+            let welcome = answer(&mut connection, admitted).await?;
+            frontends.joined(&hello, welcome.frontend, connection);
+            Ok(())
         }
+        kind => Err(format!("expected a hello, got {kind:?}")),
     }
 }
 
-fn check(hello: &Hello) -> Result<(), String> {
-    for (field, value) in [("node", &hello.node), ("host", &hello.host)] {
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, String> {
+    codec::decode_message(body).map_err(text)
+}
+
+/// Sends the welcome or the refusal; returns the welcome.
+async fn answer<T: Serialize>(
+    connection: &mut Connection,
+    admitted: Result<T, String>,
+) -> Result<T, String> {
+    let (kind, body) = match &admitted {
+        Ok(welcome) => (FrameKind::Welcome, codec::encode(welcome)),
+        Err(reason) => (FrameKind::Refused, codec::encode(reason)),
+    };
+    connection.send(kind, &body.map_err(text)?).await.map_err(text)?;
+    admitted
+}
+
+fn check(names: &[(&str, &String)]) -> Result<(), String> {
+    for (field, value) in names {
         if value.is_empty() || value.len() > NODE_NAME_MAX {
             return Err(format!(
                 "{field} has {} bytes, it must have 1 to {NODE_NAME_MAX}",

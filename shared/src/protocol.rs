@@ -1,4 +1,4 @@
-//! The messages on the link between the coordinator and one worker.
+//! The messages on the links between the coordinator and its workers and front ends.
 //!
 //! These types are the wire format: changing one means raising [`PROTOCOL_VERSION`]. Nothing else
 //! in the workspace is serialised between processes.
@@ -7,11 +7,16 @@
 //! [`Form`] -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
 //! [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
 pub mod control;
+pub mod frontend;
 pub mod step;
 
 pub use control::{
     CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, Hello, LoadProgress, Start,
     Started, Welcome, WorkerStats,
+};
+pub use frontend::{
+    EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
+    FrontendWelcome, Serving, SubmitRequest, ToFrontend,
 };
 use serde::{Deserialize, Serialize};
 pub use step::{
@@ -24,7 +29,7 @@ use crate::ids::Epoch;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use coordinator::engine::{
-    EngineCommand, EngineError, EngineEvent, EngineHandle, FinishReason, GenerateRequest,
+    EngineCommand, EngineError, EngineEvent, EngineHandle, EventSender, FinishReason, GenerateRequest,
 };
 use coordinator::http::params::Limits;
 use coordinator::http::server;
@@ -113,7 +113,7 @@ async fn run_engine(
             EngineCommand::Submit { mut request, events } => {
                 let script = script.lock().unwrap().clone();
                 if let Some(error) = script.refuse {
-                    let _ = events.try_send(EngineEvent::Failed(error));
+                    let _ = events.send(EngineEvent::Failed(error));
                     continue;
                 }
                 generate(&script, &model, &mut request, &events);
@@ -132,23 +132,23 @@ fn generate(
     script: &Script,
     model: &TextModel,
     request: &mut GenerateRequest,
-    events: &mpsc::Sender<EngineEvent>,
+    events: &EventSender,
 ) {
     let tokens = model.encode(&script.text, false).unwrap();
     if request.sampling[0].prompt_logprobs.is_some() {
         let prompt = request.prompt[1..].iter().map(|token| logprobs(*token)).collect();
-        let _ = events.try_send(EngineEvent::PromptLogprobs(prompt));
+        let _ = events.send(EngineEvent::PromptLogprobs(prompt));
     }
     for (choice, sampling) in (0u32..).zip(&request.sampling) {
         let mut reason = FinishReason::Length;
         for (index, token) in tokens.iter().take(request.max_tokens as usize).enumerate() {
             if script.fail_after == Some(index) {
-                let _ = events.try_send(EngineEvent::Failed(EngineError::Corrupted));
+                let _ = events.send(EngineEvent::Failed(EngineError::Corrupted));
                 return;
             }
             let reported = sampling.logprobs.map(|_| logprobs(*token));
             let event = EngineEvent::Token { choice, token: *token, logprobs: reported };
-            let _ = events.try_send(event);
+            let _ = events.send(event);
             if script.hang {
                 return;
             }
@@ -162,6 +162,6 @@ fn generate(
                 break;
             }
         }
-        let _ = events.try_send(EngineEvent::Finished { choice, reason });
+        let _ = events.send(EngineEvent::Finished { choice, reason });
     }
 }

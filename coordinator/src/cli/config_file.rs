@@ -38,7 +38,7 @@ pub(crate) fn apply(
 pub(crate) fn check(file: &Path) -> Result<usize, CliError> {
     let command = super::options::command();
     let values = read(&command, file).map_err(CliError::Usage)?;
-    for subcommand in ["up", "coordinator", "worker"] {
+    for subcommand in ["up", "coordinator", "worker", "frontend"] {
         let command = apply(super::options::command(), subcommand, file)
             .map_err(|error| CliError::Usage(error.to_string()))?;
         command

@@ -25,6 +25,8 @@ pub(crate) enum Command {
     Coordinator(CoordinatorArgs),
     /// Start one worker and join a coordinator
     Worker(WorkerArgs),
+    /// Start one more HTTP front end for a coordinator
+    Frontend(FrontendArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line
     Bench(BenchArgs),
     /// Print the metrics catalogue
@@ -101,6 +103,28 @@ pub(crate) struct WorkerArgs {
     /// Exit when stdin closes: how `tutti up` makes sure that no worker outlives it
     #[arg(long, hide = true)]
     pub(crate) exit_with_stdin: bool,
+}
+
+/// Options of `tutti frontend`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct FrontendArgs {
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+    /// The coordinator's cluster address
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8001")]
+    pub(crate) coordinator: String,
+    /// This front end's name, unique among front ends [default: HOSTNAME-PID]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) node: Option<String>,
+    /// Where HTTP is served
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8010")]
+    pub(crate) listen: SocketAddr,
+    /// Model folder, for its tokenizer and chat template [default: where the coordinator has it]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Threads that serve HTTP [default: the cores, at most 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) http_threads: Option<u32>,
 }
 
 /// Options of `tutti bench`.

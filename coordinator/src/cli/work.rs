@@ -99,7 +99,8 @@ fn hostname() -> String {
         .map_or_else(|_| "host".to_owned(), |name| name.trim().to_owned())
 }
 
-fn default_node() -> String {
+/// A process's name where none is given.
+pub(crate) fn default_node() -> String {
     format!("{}-{}", hostname(), std::process::id())
 }
 

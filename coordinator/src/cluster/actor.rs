@@ -11,6 +11,7 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::metrics::Source;
 use shared::metrics::labels::ActorState;
 use shared::protocol::{
     EngineConfig, FromWorker, Hello, StepResult, ToWorker, Welcome, WorkerStats,
@@ -25,6 +26,7 @@ use crate::engine::{EngineCommand, EngineError, EngineEvent};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
+use crate::replica::driver::reject_reason;
 use crate::replica::actor::{
     Cancel, EpochFailed, FailAll, Lost, Ready, ReplicaActor, ReplicaLoad, StepDone, Submit,
 };
@@ -217,8 +219,9 @@ impl ClusterActor {
     fn submit(&self, command: EngineCommand) {
         match command {
             EngineCommand::Submit { request, events } => {
-                let refuse = |error| {
-                    let _ = events.try_send(EngineEvent::Failed(error));
+                let refuse = |error: EngineError| {
+                    self.hub.observer().record().rejected(reject_reason(&error));
+                    let _ = events.send(EngineEvent::Failed(error));
                 };
                 if self.stopping {
                     return refuse(EngineError::ShuttingDown);
@@ -288,7 +291,7 @@ impl ClusterActor {
         if stats.snapshot.is_empty() {
             return;
         }
-        match self.hub.report(worker, connected.incarnation, stats) {
+        match self.hub.report(Source::Worker(worker), connected.incarnation, stats) {
             Ok(_) => {
                 let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
                 self.hub.observer().record().worker_reported(worker, since_1970);
@@ -346,7 +349,7 @@ impl ClusterActor {
             } else {
                 tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
             }
-            self.hub.retire(worker, incarnation);
+            self.hub.lost(Source::Worker(worker), incarnation);
             self.hub.observer().record().worker_up(worker, false);
         }
         let mut effects = Vec::new();
@@ -454,10 +457,14 @@ impl Handler<Joined> for ClusterActor {
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
-        if self.known.insert(worker, incarnation).is_some_and(|old| old != incarnation) {
+        let last = self.known.insert(worker, incarnation).filter(|last| *last != incarnation);
+        if last.is_some() {
             recording.worker_restarted(worker);
         }
         drop(recording);
+        if let Some(last) = last {
+            self.hub.retire(Source::Worker(worker), last);
+        }
         let member = Member {
             worker,
             incarnation,

@@ -1,4 +1,6 @@
 //! `POST /v1/chat/completions`.
+use std::sync::Arc;
+
 use actix_web::HttpResponse;
 use serde_json::{Value, json};
 
@@ -50,8 +52,8 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));
     }
     let max_tokens = common.output_tokens(tokens.len(), limits)?;
-    let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived)?;
-    let id = state.response_id("chatcmpl", state.next_request());
+    let id: Arc<str> = state.response_id("chatcmpl", state.next_request()).into();
+    let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let choices = vec![Choice::default(); common.n as usize];
     let mut chat =
         Chat { state: state.clone(), common, id, running, choices, greeted: false, ended: false };
@@ -77,7 +79,7 @@ struct Choice {
 struct Chat {
     state: AppState,
     common: Common,
-    id: String,
+    id: Arc<str>,
     running: RunningPrompt,
     choices: Vec<Choice>,
     /// The first event of each choice, which names the role, was sent.
@@ -104,7 +106,7 @@ impl Chat {
 
     fn envelope(&self, object: &str, choices: Value) -> Value {
         json!({
-            "id": self.id, "object": object, "created": since_1970(),
+            "id": &*self.id, "object": object, "created": since_1970(),
             "model": &*self.state.model_name, "system_fingerprint": null, "choices": choices,
         })
     }

@@ -1,4 +1,6 @@
 //! `POST /v1/completions`.
+use std::sync::Arc;
+
 use actix_web::HttpResponse;
 use futures_util::future::select_all;
 use serde_json::{Value, json};
@@ -49,11 +51,11 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
         running.push((tokens, max_tokens));
     }
     // Nothing runs before everything is known to be valid.
+    let id: Arc<str> = state.response_id("cmpl", state.next_request()).into();
     let running = running
         .into_iter()
-        .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived))
+        .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
-    let id = state.response_id("cmpl", state.next_request());
     let mut completion =
         Completion { state: state.clone(), common, id, running, choices, ended: false };
     if completion.common.stream {
@@ -144,7 +146,7 @@ impl Choice {
 struct Completion {
     state: AppState,
     common: Common,
-    id: String,
+    id: Arc<str>,
     running: Vec<RunningPrompt>,
     choices: Vec<Choice>,
     ended: bool,
@@ -228,7 +230,7 @@ impl Completion {
 
     fn envelope(&self, choices: Value) -> Value {
         json!({
-            "id": self.id, "object": "text_completion", "created": since_1970(),
+            "id": &*self.id, "object": "text_completion", "created": since_1970(),
             "model": &*self.state.model_name, "system_fingerprint": null, "choices": choices,
         })
     }

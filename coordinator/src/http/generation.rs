@@ -6,6 +6,7 @@ use shared::protocol::TokenLogprobs;
 use super::error::ApiError;
 use super::params::Common;
 use super::state::AppState;
+use crate::replica::driver::reject_reason;
 use crate::engine::{EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck};
 use crate::text::stream::{StopRules, TextStream};
 
@@ -53,6 +54,7 @@ impl RunningPrompt {
         prompt: Vec<u32>,
         max_tokens: u32,
         arrived: std::time::Duration,
+        response_id: &Arc<str>,
     ) -> Result<Self, ApiError> {
         let id = state.next_request();
         let rules = Arc::new(StopRules {
@@ -80,9 +82,13 @@ impl RunningPrompt {
             stop_checks,
             max_tokens,
             end_tokens: common.end_tokens.clone(),
+            stops: common.stops.as_slice().into(),
             arrived,
+            response_id: response_id.clone(),
         };
-        let generation = state.engine.submit(request)?;
+        let generation = state.engine.submit(request).inspect_err(|error| {
+            state.stats.rejected(reject_reason(error));
+        })?;
         let choices = vec![stream; common.n as usize];
         Ok(Self { generation, choices, prompt_tokens, completion_tokens: 0 })
     }

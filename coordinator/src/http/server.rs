@@ -15,8 +15,7 @@ use shared::metrics::labels::{Method, RejectReason};
 use super::error::ApiError;
 use super::params::{Fields, Limits};
 use super::state::AppState;
-use super::{chat, completions, models};
-use crate::metrics::exposition;
+use super::{chat, completions, metrics, models};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -71,7 +70,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/models" => web::get().to(get_models),
             "/v1/models/{id}" => web::get().to(get_model),
             "/ready" => web::get().to(get_ready),
-            "/metrics" => web::get().to(get_metrics),
+            "/metrics" => web::get().to(metrics::respond),
             "/version" | "/" => web::get().to(get_version),
             _ => web::get().to(get_health),
         };
@@ -125,7 +124,7 @@ async fn post_chat(
 
 fn count_invalid(state: &AppState, error: &ApiError) {
     if error.is_clients() {
-        state.hub.observer().record().rejected(RejectReason::Invalid);
+        state.stats.rejected(RejectReason::Invalid);
     }
 }
 
@@ -183,26 +182,6 @@ async fn get_version() -> HttpResponse {
     HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
 }
 
-async fn get_metrics(state: Data<AppState>) -> HttpResponse {
-    let hub = state.hub.clone();
-    let clock = state.clock.clone();
-    // Rendering thousands of series takes milliseconds: not on a thread that serves streams.
-    let page = web::block(move || {
-        let began = clock.now();
-        let page = exposition::render(&hub.merged());
-        hub.observer().record().scraped(clock.now().saturating_sub(began));
-        page
-    });
-    match page.await {
-        Ok(Ok(page)) => HttpResponse::Ok().content_type(exposition::CONTENT_TYPE).body(page),
-        Ok(Err(error)) => {
-            tracing::error!(%error, "the metrics could not be rendered");
-            HttpResponse::InternalServerError().finish()
-        }
-        Err(_) => HttpResponse::ServiceUnavailable().finish(),
-    }
-}
-
 /// Counts every HTTP request by route, method and status, and times it to its head.
 async fn observe(
     request: ServiceRequest,
@@ -212,7 +191,7 @@ async fn observe(
     let method = method(request.method().as_str());
     let Some(state) = state else { return next.call(request).await };
     let began = state.clock.now();
-    state.hub.observer().record().http_started();
+    state.stats.http_started();
     let mut counted = Counted { state, method, began, route: "other", status: 499 };
     let response = next.call(request).await;
     match &response {
@@ -239,8 +218,7 @@ struct Counted {
 impl Drop for Counted {
     fn drop(&mut self) {
         let duration = self.state.clock.now().saturating_sub(self.began);
-        let mut recording = self.state.hub.observer().record();
-        recording.http_finished(self.route, self.method, self.status, duration);
+        self.state.stats.http_finished(self.route, self.method, self.status, duration);
     }
 }
 

@@ -10,14 +10,15 @@ use tokio::sync::Semaphore;
 use super::error::ApiError;
 use super::params::Limits;
 use crate::engine::EngineHandle;
-use crate::metrics::Hub;
+use super::metrics::MetricsPage;
+use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
 
 /// Longest wait for the tokenizer.
 const TOKENIZE_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Whether requests can be served now.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Readiness {
     /// They can.
     pub ready: bool,
@@ -41,8 +42,10 @@ pub struct AppState {
     pub limits: Arc<Limits>,
     /// The process's clock.
     pub clock: Arc<dyn Clock>,
-    /// The cluster's metrics.
-    pub hub: Arc<Hub>,
+    /// Where this front end counts.
+    pub stats: FrontendStats,
+    /// The cluster's metrics, at the coordinator.
+    pub metrics: Option<Arc<MetricsPage>>,
     /// Whether requests can be served now.
     pub readiness: ReadinessCheck,
     /// When the server started, in seconds since 1970.
@@ -69,7 +72,7 @@ impl AppState {
         engine: EngineHandle,
         limits: Limits,
         clock: Arc<dyn Clock>,
-        hub: Arc<Hub>,
+        stats: FrontendStats,
         readiness: ReadinessCheck,
         run: u64,
     ) -> Self {
@@ -79,13 +82,20 @@ impl AppState {
             engine,
             limits: Arc::new(limits),
             clock,
-            hub,
+            stats,
+            metrics: None,
             readiness,
             created: since_1970(),
             next_request: Arc::new(AtomicU64::new(1)),
             run,
             tokenizers: Arc::new(Semaphore::new(256)),
         }
+    }
+
+    /// With the cluster's metrics at `/metrics`.
+    #[must_use]
+    pub fn with_metrics(self, page: Arc<MetricsPage>) -> Self {
+        Self { metrics: Some(page), ..self }
     }
 
     /// A new request's number.

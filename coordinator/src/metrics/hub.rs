@@ -1,19 +1,21 @@
 //! Own observations and all reports behind one door.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use shared::ids::{Incarnation, WorkerId};
+use shared::ids::Incarnation;
 use shared::metrics::labels::ReportRefusal;
 use shared::metrics::{Applied, Limits, Merged, Merger, Refused, Source, decode_snapshot};
-use shared::protocol::WorkerStats;
+use shared::protocol::{FrontendId, WorkerStats};
 
+use super::frontend::FrontendStats;
 use super::observe::Observer;
 
 /// Gathers the cluster's metrics. Shared by the actors that receive reports and whoever publishes.
 ///
-/// Its two locks (the observer's cells, the merger) are never held together.
+/// Its locks (the cells of observer and front end, the merger) are never held together.
 #[derive(Debug)]
 pub struct Hub {
     observer: Observer,
+    frontend: FrontendStats,
     merger: Mutex<Merger>,
     incarnation: Incarnation,
 }
@@ -22,7 +24,18 @@ impl Hub {
     /// A hub of the coordinator process `incarnation` that has seen nothing.
     #[must_use]
     pub fn new(incarnation: Incarnation, limits: Limits) -> Self {
-        Self { observer: Observer::new(), merger: Mutex::new(Merger::new(limits)), incarnation }
+        Self {
+            observer: Observer::new(),
+            frontend: FrontendStats::new(),
+            merger: Mutex::new(Merger::new(limits)),
+            incarnation,
+        }
+    }
+
+    /// Where this process's own front end records.
+    #[must_use]
+    pub fn frontend(&self) -> &FrontendStats {
+        &self.frontend
     }
 
     /// Where this process records.
@@ -31,14 +44,14 @@ impl Hub {
         &self.observer
     }
 
-    /// Takes a worker's report. Empty ones (a worker that had nothing to add to a step result) are
-    /// stale by definition.
+    /// Takes the report of a worker or front end. Empty ones (a worker that had nothing to add to
+    /// a step result) are stale by definition.
     ///
     /// # Errors
     /// Returns [`Refused`], already counted, when the report cannot be merged.
     pub fn report(
         &self,
-        worker: WorkerId,
+        source: Source,
         incarnation: Incarnation,
         stats: &WorkerStats,
     ) -> Result<Applied, Refused> {
@@ -49,16 +62,19 @@ impl Hub {
         let snapshot = decode_snapshot(&stats.snapshot);
         let mut merger = self.merger();
         match snapshot {
-            Ok(snapshot) => {
-                merger.apply(Source::Worker(worker), incarnation, stats.sequence, snapshot)
-            }
+            Ok(snapshot) => merger.apply(source, incarnation, stats.sequence, snapshot),
             Err(_) => Err(merger.refuse(ReportRefusal::Malformed, None)),
         }
     }
 
-    /// A worker's process is gone: its totals stay, its gauges vanish.
-    pub fn retire(&self, worker: WorkerId, incarnation: Incarnation) {
-        self.merger().retire(Source::Worker(worker), incarnation);
+    /// The link to a process is gone: its gauges vanish until it reports again.
+    pub fn lost(&self, source: Source, incarnation: Incarnation) {
+        self.merger().lost(source, incarnation);
+    }
+
+    /// A process is gone for good: its totals stay, its gauges vanish.
+    pub fn retire(&self, source: Source, incarnation: Incarnation) {
+        self.merger().retire(source, incarnation);
     }
 
     /// All totals now.
@@ -66,11 +82,16 @@ impl Hub {
     pub fn merged(&self) -> Merged {
         // Two scrapes at once may arrive here in either order: like any source's reports, the
         // newer one wins.
-        let (sequence, own) = self.observer.report();
+        let own = [
+            (Source::Coordinator, self.observer.report()),
+            (Source::Frontend(FrontendId(0)), self.frontend.report()),
+        ];
         let mut merger = self.merger();
-        if let Err(refused) = merger.apply(Source::Coordinator, self.incarnation, sequence, own) {
-            // Counted and published as a refusal; the last good totals stay.
-            tracing::error!(%refused, "the coordinator's own metrics are inconsistent");
+        for (source, (sequence, snapshot)) in own {
+            if let Err(refused) = merger.apply(source, self.incarnation, sequence, snapshot) {
+                // Counted and published as a refusal; the last good totals stay.
+                tracing::error!(%refused, "the coordinator's own metrics are inconsistent");
+            }
         }
         merger.merged()
     }

@@ -9,7 +9,6 @@
 //! - running + waiting + swapped = in flight
 //! - finished over all reasons + in flight = accepted
 mod cluster;
-mod http;
 mod request;
 
 use std::collections::BTreeMap;
@@ -19,14 +18,14 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::catalogue;
 use shared::metrics::labels::{
-    ActorState, FinishedReason, LabelValue, Method, NO_REPLICA, PromptSource, RejectReason,
-    WaitingReason,
+    ActorState, FinishedReason, LabelValue, NO_REPLICA, PromptSource, RejectReason, WaitingReason,
 };
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Gauge, Histogram, LocalStats, PartialSnapshot};
 
 pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
+use super::level::Level;
 
 /// Where the coordinator records. Clones share the same cells.
 #[derive(Clone, Debug)]
@@ -50,8 +49,6 @@ struct Cells {
     waiting_for_replica: Level,
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
     workers: BTreeMap<WorkerId, WorkerCells>,
-    http_requests: BTreeMap<(&'static str, Method, u16), Counter>,
-    http_durations: BTreeMap<(&'static str, Method), Histogram>,
 }
 
 /// Series that exist once.
@@ -80,7 +77,6 @@ struct Fixed {
     generation_throughput: Gauge,
     fenced: Counter,
     actors: PerValue<Gauge>,
-    http_in_flight: Level,
     scrape: Histogram,
 }
 
@@ -120,52 +116,6 @@ struct WorkerCells {
     last_report: Gauge,
 }
 
-/// A gauge that counts things which come and go.
-#[derive(Clone, Copy, Debug)]
-struct Level {
-    gauge: Gauge,
-    count: u64,
-    /// Whether the series also exists at 0. That of a replica which does not serve vanishes with
-    /// its last request.
-    shows_zero: bool,
-}
-
-impl Level {
-    fn new(gauge: Gauge) -> Self {
-        Self { gauge, count: 0, shows_zero: false }
-    }
-
-    /// One that is never absent.
-    fn permanent(stats: &mut LocalStats, gauge: Gauge) -> Self {
-        let mut level = Self::new(gauge);
-        level.show_zero(stats, true);
-        level
-    }
-
-    fn show_zero(&mut self, stats: &mut LocalStats, shows_zero: bool) {
-        self.shows_zero = shows_zero;
-        self.publish(stats);
-    }
-
-    fn up(&mut self, stats: &mut LocalStats) {
-        self.count += 1;
-        self.publish(stats);
-    }
-
-    fn down(&mut self, stats: &mut LocalStats) {
-        self.count = self.count.saturating_sub(1);
-        self.publish(stats);
-    }
-
-    fn publish(&self, stats: &mut LocalStats) {
-        if self.count > 0 || self.shows_zero {
-            stats.set(self.gauge, self.count as f64);
-        } else {
-            stats.clear(self.gauge);
-        }
-    }
-}
-
 /// What one engine step did. Tokens of the same step that were only wasted (found late to be behind
 /// a finish) are in none of these.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -196,8 +146,6 @@ impl Observer {
             waiting_for_replica,
             replicas: BTreeMap::new(),
             workers: BTreeMap::new(),
-            http_requests: BTreeMap::new(),
-            http_durations: BTreeMap::new(),
         };
         Self { cells: Arc::new(Mutex::new(cells)) }
     }
@@ -292,7 +240,6 @@ impl ReplicaCells {
 impl Fixed {
     fn resolve(stats: &mut LocalStats) -> Self {
         let in_flight = stats.gauge(catalogue::REQUESTS_IN_FLIGHT, []);
-        let http_in_flight = stats.gauge(catalogue::HTTP_REQUESTS_IN_FLIGHT, []);
         Self {
             accepted: stats.counter(catalogue::REQUESTS_ACCEPTED, []),
             rejected: PerValue::new::<RejectReason>(|reason| {
@@ -322,7 +269,6 @@ impl Fixed {
             generation_throughput: stats.gauge(catalogue::GENERATION_THROUGHPUT, []),
             fenced: stats.counter(catalogue::FENCED_FRAMES, []),
             actors: PerValue::new::<ActorState>(|state| stats.gauge(catalogue::ACTORS, [state])),
-            http_in_flight: Level::permanent(stats, http_in_flight),
             scrape: stats.histogram(catalogue::SCRAPE_DURATION, []),
         }
     }

@@ -9,10 +9,9 @@ use shared::actor::remote::Encoded;
 use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, StepId, WorkerId};
 use shared::protocol::{StepPlan, StepResult, ToWorker};
-use tokio::sync::mpsc;
 
 use super::driver::ReplicaDriver;
-use crate::engine::{EngineError, EngineEvent, GenerateRequest};
+use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
 
 /// How often waits and lost clients are looked at.
@@ -72,7 +71,7 @@ pub struct Submit {
     /// The request.
     pub request: Box<GenerateRequest>,
     /// Where its events go.
-    pub events: mpsc::Sender<EngineEvent>,
+    pub events: EventSender,
 }
 
 /// Free what a request holds, if it is here.

@@ -8,9 +8,10 @@ use std::time::Duration;
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
 use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::protocol::{StepPlan, StepResult};
-use tokio::sync::mpsc;
 
-use crate::engine::{EngineError, EngineEvent, FinishReason, GenerateRequest, StopCheck};
+use crate::engine::{
+    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck,
+};
 use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
 use crate::metrics::{Observer, Recording};
 use crate::scheduler::{Effect, Scheduler};
@@ -27,7 +28,7 @@ pub struct DriverLimits {
 /// A request this replica has accepted and not ended.
 #[derive(Debug)]
 struct Live {
-    events: mpsc::Sender<EngineEvent>,
+    events: EventSender,
     track: RequestTrack,
     summary: RequestSummary,
     /// Whether any choice so far ended by length: the request then counts as such.
@@ -92,7 +93,7 @@ impl ReplicaDriver {
     }
 
     /// Takes a request, or tells it at once why not.
-    pub fn submit(&mut self, mut request: GenerateRequest, events: mpsc::Sender<EngineEvent>) {
+    pub fn submit(&mut self, mut request: GenerateRequest, events: EventSender) {
         let id = request.id;
         let stop_checks = std::mem::take(&mut request.stop_checks);
         let n = u32::try_from(request.sampling.len()).unwrap_or(u32::MAX);
@@ -114,7 +115,7 @@ impl ReplicaDriver {
             Err(error) => {
                 self.observer.record().rejected(reject_reason(&error));
                 // The receiver may be gone already; nothing is lost then.
-                let _ = events.try_send(EngineEvent::Failed(error));
+                let _ = events.send(EngineEvent::Failed(error));
             }
         }
     }
@@ -303,7 +304,7 @@ impl ReplicaDriver {
 
 fn send(live: &Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId>) {
     // The channel holds a whole request, so it is never full; closed means that the client left.
-    if live.events.try_send(event).is_err() {
+    if live.events.send(event).is_err() {
         gone.push(id);
     }
 }
@@ -318,12 +319,13 @@ fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>
         None => recording.aborted(live.track, live.summary),
         Some(error) => {
             recording.failed(live.track, live.summary);
-            let _ = live.events.try_send(EngineEvent::Failed(error));
+            let _ = live.events.send(EngineEvent::Failed(error));
         }
     }
 }
 
-fn reject_reason(error: &EngineError) -> RejectReason {
+/// As which reason a refusal is counted.
+pub fn reject_reason(error: &EngineError) -> RejectReason {
     match error {
         EngineError::QueueFull { .. } => RejectReason::QueueFull,
         EngineError::TooLarge { .. } => RejectReason::TooLarge,

@@ -53,6 +53,8 @@ pub struct TextModel {
     pub vocab_size: u32,
     /// Longest sequence the model was made for.
     pub max_positions: u32,
+    /// Of all files that the above came from: equal on hosts that turn text into tokens alike.
+    pub fingerprint: u64,
     /// The tokenizer writes bytes as printable characters (byte-level BPE).
     byte_level: bool,
 }
@@ -80,13 +82,13 @@ impl TextModel {
         if !file.is_file() {
             return Err(TextModelError::new(&file, "is missing"));
         }
+        let bytes = std::fs::read(&file).map_err(|error| TextModelError::new(&file, error))?;
         let mut tokenizer =
-            Tokenizer::from_file(&file).map_err(|error| TextModelError::new(&file, error))?;
+            Tokenizer::from_bytes(&bytes).map_err(|error| TextModelError::new(&file, error))?;
         // Padding and truncation are for training.
         tokenizer.with_padding(None);
         let _ = tokenizer.with_truncation(None);
-        let byte_level =
-            std::fs::read_to_string(&file).is_ok_and(|text| text.contains("ByteLevel"));
+        let byte_level = bytes.windows(9).any(|window| window == b"ByteLevel");
         let generation = optional_json(&folder.join("generation_config.json"))?;
         let ends = |source: &Value| match source.get("eos_token_id") {
             Some(Value::Number(id)) => id.as_u64().into_iter().collect(),
@@ -113,6 +115,7 @@ impl TextModel {
             vocab_size,
             max_positions,
             byte_level,
+            fingerprint: fingerprint(folder),
         })
     }
 
@@ -191,6 +194,28 @@ fn load_template(folder: &Path) -> Result<Option<ChatTemplate>, TextModelError> 
                 .map_err(|message| TextModelError::new(&file, message))
         })
         .transpose()
+}
+
+/// FNV-1a over the names and contents of the folder's files about text.
+fn fingerprint(folder: &Path) -> u64 {
+    let files = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ];
+    let mut state = 0xcbf2_9ce4_8422_2325u64;
+    for name in files {
+        // A file that cannot be read is as good as none: what needs it has said so before.
+        let content = std::fs::read(folder.join(name)).unwrap_or_default();
+        let length = (content.len() as u64).to_le_bytes();
+        for byte in name.as_bytes().iter().chain(&length).chain(&content) {
+            state = (state ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+    state
 }
 
 fn read_json(file: &Path) -> Result<Value, TextModelError> {

@@ -254,6 +254,26 @@ impl LinkHandle {
         })
     }
 
+    /// Queues one frame as soon as there is room: for senders that may be held up, which never
+    /// overflow the queue.
+    ///
+    /// # Errors
+    /// [`SendError`], never [`SendError::Full`].
+    pub async fn tell_when_room(
+        &self,
+        kind: FrameKind,
+        epoch: u64,
+        body: Arc<[u8]>,
+    ) -> Result<(), SendError> {
+        let max = kind.body_max();
+        if body.len() > max as usize {
+            let len = body.len() as u64;
+            return Err(SendError::TooLarge(FrameError::TooLarge { kind, len, max }));
+        }
+        let outgoing = Outgoing { kind, epoch, body };
+        self.queue.send(outgoing).await.map_err(|_| SendError::Closed)
+    }
+
     /// Ends the link; what is queued may be lost.
     pub fn close(&self) {
         self.shared.closing.notify_one();

@@ -79,6 +79,15 @@ impl<M: RemoteMessage> RemoteAddr<M> {
         self.link.tell(message.kind, epoch.0, message.body.clone())
     }
 
+    /// Sends a message as soon as the link has room for it.
+    ///
+    /// # Errors
+    /// [`TellError`].
+    pub async fn tell_when_room(&self, message: &M) -> Result<(), TellError> {
+        let Encoded { kind, body } = Encoded::new(message)?;
+        Ok(self.link.tell_when_room(kind, 0, body).await?)
+    }
+
     /// Ends the link.
     pub fn close(&self) {
         self.link.close();

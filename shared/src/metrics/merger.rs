@@ -12,6 +12,7 @@ use super::labels::{LabelValue, PROCESS_NAME, RANK_NAME, ReportRefusal, WORKER_N
 use super::merged::{Merged, merge};
 use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
 use crate::ids::{Incarnation, WorkerId};
+use crate::protocol::FrontendId;
 
 /// Who reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -20,8 +21,8 @@ pub enum Source {
     Coordinator,
     /// A worker, by its slot.
     Worker(WorkerId),
-    /// A front end of its own, by its slot.
-    Frontend(u32),
+    /// A front end, by its slot: of this process (slot 0) or of its own.
+    Frontend(FrontendId),
 }
 
 impl fmt::Display for Source {
@@ -29,7 +30,7 @@ impl fmt::Display for Source {
         match self {
             Self::Coordinator => f.write_str("coordinator"),
             Self::Worker(worker) => worker.fmt(f),
-            Self::Frontend(frontend) => write!(f, "frontend-{frontend}"),
+            Self::Frontend(frontend) => frontend.fmt(f),
         }
     }
 }
@@ -42,11 +43,13 @@ pub struct Limits {
     /// How many retired incarnations of a source are remembered, so that a late report of one is
     /// refused rather than counted again.
     pub retired_incarnations: usize,
+    /// How many incarnations may be lost and not retired; then the one lost first is.
+    pub lost: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { label_sets: 16_384, retired_incarnations: 64 }
+        Self { label_sets: 16_384, retired_incarnations: 64, lost: 1024 }
     }
 }
 
@@ -81,6 +84,8 @@ pub struct Merger {
     /// Counters and histograms of incarnations that are gone.
     retired: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
     gone: BTreeMap<Source, VecDeque<Incarnation>>,
+    /// Lost and not heard of again, longest first.
+    lost: VecDeque<(Source, Incarnation)>,
     /// Label sets ever seen, for their bound.
     label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
     /// By [`ReportRefusal::position`].
@@ -90,6 +95,8 @@ pub struct Merger {
 #[derive(Debug)]
 struct Live {
     sequence: u64,
+    /// Nothing is heard of it: its gauges do not count until it reports again.
+    lost: bool,
     series: Vec<SeriesSnapshot>,
 }
 
@@ -108,6 +115,7 @@ impl Merger {
             live: BTreeMap::new(),
             retired: BTreeMap::new(),
             gone: BTreeMap::new(),
+            lost: VecDeque::new(),
             label_sets: BTreeMap::new(),
             refused: vec![0; ReportRefusal::ALL.len()],
         }
@@ -144,8 +152,26 @@ impl Merger {
         if let Err(series) = self.admit_label_sets(&new) {
             return Err(self.refuse(ReportRefusal::LabelCardinality, Some(series)));
         }
-        self.live.insert((source, incarnation), Live { sequence, series: snapshot.series });
+        let live = Live { sequence, lost: false, series: snapshot.series };
+        if self.live.insert((source, incarnation), live).is_some_and(|old| old.lost) {
+            self.lost.retain(|lost| *lost != (source, incarnation));
+        }
         Ok(Applied::Fresh)
+    }
+
+    /// The link to an incarnation is gone: its gauges vanish, its totals stay, and it goes on from
+    /// them if it reports again.
+    pub fn lost(&mut self, source: Source, incarnation: Incarnation) {
+        let Some(live) = self.live.get_mut(&(source, incarnation)) else { return };
+        if std::mem::replace(&mut live.lost, true) {
+            return;
+        }
+        self.lost.push_back((source, incarnation));
+        if self.lost.len() > self.limits.lost
+            && let Some((source, incarnation)) = self.lost.pop_front()
+        {
+            self.retire(source, incarnation);
+        }
     }
 
     /// The incarnation is gone for good: its totals stay, its gauges vanish, later reports of it
@@ -159,6 +185,9 @@ impl Merger {
             }
         }
         let Some(live) = self.live.remove(&(source, incarnation)) else { return };
+        if live.lost {
+            self.lost.retain(|lost| *lost != (source, incarnation));
+        }
         for series in live.series {
             let Some(id) = SeriesId::from_index(series.id) else { continue };
             if matches!(series.value, Value::Gauge(_)) {
@@ -191,6 +220,9 @@ impl Merger {
         }
         for live in self.live.values() {
             for series in &live.series {
+                if live.lost && matches!(series.value, Value::Gauge(_)) {
+                    continue;
+                }
                 if let Some(id) = SeriesId::from_index(series.id) {
                     merged.add(id, &series.labels, &series.value);
                 }

@@ -47,6 +47,12 @@ pub enum FrameKind {
     Control = 6,
     /// A step plan or result, in the same enums.
     Step = 7,
+    /// A front end introduces itself: `protocol::FrontendHello`.
+    FrontendHello = 8,
+    /// A request: `protocol::FromFrontend`.
+    Request = 9,
+    /// What happened to requests: `protocol::ToFrontend`.
+    Events = 10,
 }
 
 impl FrameKind {
@@ -54,10 +60,10 @@ impl FrameKind {
     #[must_use]
     pub const fn body_max(self) -> u32 {
         match self {
-            Self::Hello | Self::Welcome | Self::Refused => HANDSHAKE_MAX,
+            Self::Hello | Self::FrontendHello | Self::Welcome | Self::Refused => HANDSHAKE_MAX,
             Self::Ping | Self::Pong => 0,
             Self::Control => CONTROL_MAX,
-            Self::Step => BODY_MAX,
+            Self::Step | Self::Request | Self::Events => BODY_MAX,
         }
     }
 
@@ -70,6 +76,9 @@ impl FrameKind {
             5 => Self::Pong,
             6 => Self::Control,
             7 => Self::Step,
+            8 => Self::FrontendHello,
+            9 => Self::Request,
+            10 => Self::Events,
             _ => return None,
         })
     }

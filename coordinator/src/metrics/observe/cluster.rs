@@ -5,7 +5,7 @@ use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::LocalStats;
 use shared::metrics::catalogue;
 use shared::metrics::labels::ActorState;
-use shared::protocol::EngineConfig;
+use shared::protocol::{EngineConfig, FrontendId};
 
 use super::{Cells, Recording, WorkerCells};
 
@@ -110,6 +110,27 @@ impl Recording<'_> {
         if let Some(info) = cells.info.take() {
             stats.clear(info);
         }
+    }
+
+    /// A front end of its own process is linked, or was.
+    pub fn frontend_up(&mut self, frontend: FrontendId, up: bool) {
+        let name = frontend.0.to_string();
+        let stats = &mut self.cells.stats;
+        let gauge = stats.gauge(catalogue::FRONTEND_UP, [&name]);
+        let last_report = stats.gauge(catalogue::FRONTEND_LAST_REPORT, [&name]);
+        if up {
+            stats.set(gauge, 1.0);
+        } else {
+            stats.clear(gauge);
+            stats.clear(last_report);
+        }
+    }
+
+    /// A front end's stats arrived, `since_1970` by the wall clock.
+    pub fn frontend_reported(&mut self, frontend: FrontendId, since_1970: Duration) {
+        let stats = &mut self.cells.stats;
+        let gauge = stats.gauge(catalogue::FRONTEND_LAST_REPORT, [&frontend.0.to_string()]);
+        stats.set(gauge, since_1970.as_secs_f64());
     }
 
     /// How many actors are in a state now.

@@ -1,0 +1,33 @@
+//! `tutti frontend`: HTTP in a process of its own, until it is told to stop.
+use coordinator::frontend::{Frontend, FrontendOptions};
+
+use super::output::print_line;
+use super::work::{cores, default_node, interrupted, random};
+use super::{CliError, FrontendArgs, logging};
+
+pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
+    logging::init(&args.common.log_level);
+    let options = FrontendOptions {
+        coordinator: args.coordinator.clone(),
+        node: args.node.clone().unwrap_or_else(default_node),
+        listen: args.listen,
+        model: args.model.clone(),
+        http_threads: args.http_threads.unwrap_or_else(|| cores().clamp(1, 8)) as usize,
+        nvml: None,
+        run: random(),
+    };
+    actix::System::new().block_on(async move {
+        let started = tokio::select! {
+            started = Frontend::start(options) => started,
+            () = interrupted() => return Ok(()),
+        };
+        let mut frontend = started.map_err(|error| CliError::Failed(error.to_string()))?;
+        print_line(&format!("tutti frontend: http://{}", frontend.http_addr()));
+        tokio::select! {
+            () = interrupted() => {}
+            error = frontend.failed() => return Err(CliError::Failed(error.to_string())),
+        }
+        frontend.stop().await;
+        Ok(())
+    })
+}

@@ -1,0 +1,198 @@
+//! A front end in a process of its own: HTTP, templates, tokens to text and back. The engine is at
+//! the other end of a link to the coordinator.
+//!
+//! It learns from the coordinator what is served, loads the same tokenizer, and serves the same
+//! API; any number of them serve one cluster. It has no `/metrics`: what it counts is in the
+//! coordinator's.
+mod uplink;
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use actix_web::dev::ServerHandle;
+use shared::clock::{Clock, SystemClock};
+use shared::ids::Incarnation;
+use shared::protocol::{FrontendHello, FrontendWelcome};
+use tokio::sync::oneshot;
+
+use self::uplink::{JoinError, Uplink, join};
+use crate::engine::EngineHandle;
+use crate::http::params::Limits;
+use crate::http::server;
+use crate::http::state::{AppState, Readiness};
+use crate::metrics::FrontendStats;
+use crate::text::model::{TextModel, TextModelError};
+
+/// What `tutti frontend` was asked for.
+#[derive(Clone, Debug)]
+pub struct FrontendOptions {
+    /// The coordinator's cluster address, `HOST:PORT`.
+    pub coordinator: String,
+    /// This front end's name, unique among front ends.
+    pub node: String,
+    /// Where HTTP is served.
+    pub listen: SocketAddr,
+    /// The model folder; where the coordinator has it unless given.
+    pub model: Option<PathBuf>,
+    /// Threads that serve HTTP.
+    pub http_threads: usize,
+    /// The NVML library, when it is not where the system's loader finds it.
+    pub nvml: Option<PathBuf>,
+    /// Drawn at random for this process.
+    pub run: u64,
+}
+
+/// A front end cannot start, or cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum FrontendError {
+    /// The coordinator will not have it.
+    #[error("the coordinator refuses this front end: {0}")]
+    Refused(String),
+    /// The model folder cannot be used.
+    #[error(transparent)]
+    Model(#[from] TextModelError),
+    /// It is another model's.
+    #[error(
+        "{} turns text into tokens differently from the coordinator's model folder: \
+         the files must be the same", folder.display()
+    )]
+    OtherText {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// The coordinator serves something else now.
+    #[error("the coordinator now serves {0}; this front end was started for another model")]
+    OtherModel(String),
+    /// The address cannot be used.
+    #[error("cannot listen on {address} (--listen): {error}")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// The operating system's words.
+        error: std::io::Error,
+    },
+}
+
+/// A running front end.
+#[derive(Debug)]
+pub struct Frontend {
+    http_addr: SocketAddr,
+    http: ServerHandle,
+    stop: oneshot::Sender<()>,
+    ended: oneshot::Receiver<FrontendError>,
+}
+
+impl Frontend {
+    /// Joins the coordinator, waiting for it as long as it takes, and starts to serve.
+    ///
+    /// # Errors
+    /// [`FrontendError`].
+    pub async fn start(options: FrontendOptions) -> Result<Self, FrontendError> {
+        let address = options.listen;
+        let failed = |error| FrontendError::Listen { address, error };
+        let bind = || {
+            let listener = TcpListener::bind(address)?;
+            listener.set_nonblocking(true)?;
+            let bound = listener.local_addr()?;
+            Ok((listener, bound))
+        };
+        let (listener, http_addr) = bind().map_err(failed)?;
+        let hello = FrontendHello {
+            node: options.node.clone(),
+            incarnation: Incarnation(options.run),
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let (connection, welcome) = dial_until_welcome(&options.coordinator, &hello).await?;
+        let serving = welcome.serving.clone();
+        let folder = options.model.unwrap_or_else(|| PathBuf::from(&serving.model));
+        let text = Arc::new(TextModel::load(&folder)?);
+        if text.fingerprint != serving.text_fingerprint {
+            return Err(FrontendError::OtherText { folder });
+        }
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+        let stats = FrontendStats::new();
+        let readiness = Arc::new(Mutex::new(Readiness {
+            ready: false,
+            message: "the coordinator has not said yet".to_owned(),
+        }));
+        let (engine, commands) = EngineHandle::channel();
+        let told = readiness.clone();
+        let state = AppState::new(
+            &serving.served_model_name,
+            text,
+            engine,
+            Limits::new(serving.max_model_len),
+            clock.clone(),
+            stats.clone(),
+            Arc::new(move || told.lock().unwrap_or_else(PoisonError::into_inner).clone()),
+            options.run,
+        );
+        let http = server::start(listener, state, options.http_threads).map_err(failed)?;
+        let handle = http.handle();
+        actix::spawn(http);
+        let uplink = Uplink::new(
+            options.coordinator,
+            hello,
+            serving,
+            clock,
+            stats,
+            commands,
+            readiness,
+            options.nvml,
+        );
+        let (stop, stopped) = oneshot::channel();
+        let (end, ended) = oneshot::channel();
+        actix::spawn(async move {
+            if let Some(error) = uplink.run(connection, welcome, stopped).await {
+                let _ = end.send(error);
+            }
+        });
+        Ok(Self { http_addr, http: handle, stop, ended })
+    }
+
+    /// Where HTTP is served.
+    #[must_use]
+    pub fn http_addr(&self) -> SocketAddr {
+        self.http_addr
+    }
+
+    /// Resolves when it cannot go on.
+    pub async fn failed(&mut self) -> FrontendError {
+        match (&mut self.ended).await {
+            Ok(error) => error,
+            // The link's task ends without an error only when told to.
+            Err(_) => std::future::pending().await,
+        }
+    }
+
+    /// Finishes what runs, for a few seconds, reports for the last time, and leaves.
+    pub async fn stop(self) {
+        self.http.stop(true).await;
+        let _ = self.stop.send(());
+        let _ = tokio::time::timeout(Duration::from_secs(1), self.ended).await;
+    }
+}
+
+/// Dials until the coordinator answers.
+async fn dial_until_welcome(
+    coordinator: &str,
+    hello: &FrontendHello,
+) -> Result<(shared::actor::link::Connection, FrontendWelcome), FrontendError> {
+    let mut wait = uplink::REDIAL_MIN;
+    loop {
+        match join(coordinator, hello).await {
+            Ok(joined) => return Ok(joined),
+            Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
+            Err(JoinError::Retry(reason)) => {
+                if wait == uplink::REDIAL_MIN {
+                    tracing::info!(coordinator, %reason, "cannot join yet; dialling until it answers");
+                }
+            }
+        }
+        wait = (wait * 2).min(uplink::REDIAL_MAX);
+        tokio::time::sleep(wait).await;
+    }
+}

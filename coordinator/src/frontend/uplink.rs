@@ -1,0 +1,313 @@
+//! A front end's link to the coordinator: requests out, events in, stats on a timer; dials again
+//! for ever.
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use shared::actor::link::{Connection, LinkEvent};
+use shared::actor::liveness::LivenessConfig;
+use shared::actor::remote::RemoteAddr;
+use shared::clock::Clock;
+use shared::ids::RequestId;
+use shared::metrics::encode_snapshot;
+use shared::metrics::labels::RejectReason;
+use shared::protocol::{
+    EngineError, EngineEvent, FromFrontend, FrontendHello, FrontendWelcome, Serving, SubmitRequest,
+    ToFrontend, WorkerStats,
+};
+use shared::wire::codec;
+use shared::wire::frame::FrameKind;
+use tokio::sync::{mpsc, oneshot};
+
+use super::FrontendError;
+use crate::engine::{EngineCommand, EventSender, GenerateRequest};
+use crate::http::state::Readiness;
+use crate::metrics::FrontendStats;
+
+/// How long dialling and each message of the handshake may take.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
+/// Waits between two attempts to reach the coordinator.
+pub(super) const REDIAL_MIN: Duration = Duration::from_millis(50);
+pub(super) const REDIAL_MAX: Duration = Duration::from_secs(2);
+/// Frames of events taken from the link and not handed to their requests yet.
+const INCOMING_MAX: usize = 1024;
+
+/// Why the coordinator was not joined.
+#[derive(Debug)]
+pub(super) enum JoinError {
+    /// Try again.
+    Retry(String),
+    /// Don't.
+    Refused(String),
+}
+
+/// Dials and shakes hands once.
+pub(super) async fn join(
+    coordinator: &str,
+    hello: &FrontendHello,
+) -> Result<(Connection, FrontendWelcome), JoinError> {
+    fn retry(error: impl std::fmt::Display) -> JoinError {
+        JoinError::Retry(error.to_string())
+    }
+    let mut connection =
+        Connection::dial(coordinator, HANDSHAKE_DEADLINE).await.map_err(retry)?;
+    let body = codec::encode(hello).map_err(retry)?;
+    connection.send(FrameKind::FrontendHello, &body).await.map_err(retry)?;
+    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(retry)?;
+    match frame.kind {
+        FrameKind::Welcome => {
+            let welcome = codec::decode_message(&frame.body).map_err(retry)?;
+            Ok((connection, welcome))
+        }
+        FrameKind::Refused => Err(JoinError::Refused(
+            codec::decode_message(&frame.body).unwrap_or_else(|_| "no reason given".to_owned()),
+        )),
+        kind => Err(retry(format!("expected a welcome, got {kind:?}"))),
+    }
+}
+
+/// A request that the coordinator has.
+#[derive(Debug)]
+struct Live {
+    events: EventSender,
+    choices_left: usize,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Uplink {
+    coordinator: String,
+    hello: FrontendHello,
+    serving: Serving,
+    clock: Arc<dyn Clock>,
+    stats: FrontendStats,
+    commands: mpsc::Receiver<EngineCommand>,
+    readiness: Arc<Mutex<Readiness>>,
+    nvml: Option<PathBuf>,
+    live: HashMap<RequestId, Live>,
+}
+
+/// How serving over one link ended.
+enum Served {
+    /// The link is gone, for this reason.
+    Lost(String),
+    /// It was told to stop.
+    Stopped,
+}
+
+impl Uplink {
+    pub(super) fn new(
+        coordinator: String,
+        hello: FrontendHello,
+        serving: Serving,
+        clock: Arc<dyn Clock>,
+        stats: FrontendStats,
+        commands: mpsc::Receiver<EngineCommand>,
+        readiness: Arc<Mutex<Readiness>>,
+        nvml: Option<PathBuf>,
+    ) -> Self {
+        let live = HashMap::new();
+        Self { coordinator, hello, serving, clock, stats, commands, readiness, nvml, live }
+    }
+
+    /// Serves until it is told to stop (`None`) or cannot go on.
+    pub(super) async fn run(
+        mut self,
+        mut connection: Connection,
+        mut welcome: FrontendWelcome,
+        mut stop: oneshot::Receiver<()>,
+    ) -> Option<FrontendError> {
+        loop {
+            tracing::info!(frontend = %welcome.frontend, coordinator = self.coordinator, "joined");
+            match self.serve(connection, &welcome, &mut stop).await {
+                Served::Stopped => return None,
+                Served::Lost(reason) => {
+                    tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
+                    self.fail_all(&reason);
+                }
+            }
+            (connection, welcome) = tokio::select! {
+                joined = self.dial() => match joined {
+                    Ok(joined) => joined,
+                    Err(error) => return Some(error),
+                },
+                _ = &mut stop => return None,
+            };
+            if welcome.serving != self.serving {
+                return Some(FrontendError::OtherModel(welcome.serving.served_model_name));
+            }
+        }
+    }
+
+    async fn serve(
+        &mut self,
+        connection: Connection,
+        welcome: &FrontendWelcome,
+        stop: &mut oneshot::Receiver<()>,
+    ) -> Served {
+        let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
+        let sink = move |event| incoming.try_send(event).is_ok();
+        let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
+        let link: RemoteAddr<FromFrontend> = RemoteAddr::new(link);
+        let interval = Duration::from_millis(welcome.stats_interval_ms.clamp(10, 60_000));
+        let mut timer = tokio::time::interval(interval);
+        loop {
+            let sent = tokio::select! {
+                event = events.recv() => match event {
+                    Some(LinkEvent::Frame(frame)) => {
+                        match codec::decode_message::<ToFrontend>(&frame.body) {
+                            Ok(message) => self.take(message),
+                            Err(error) => return Served::Lost(error.to_string()),
+                        }
+                        Ok(())
+                    }
+                    Some(LinkEvent::Suspect | LinkEvent::Alive) => Ok(()),
+                    Some(LinkEvent::Closed { reason }) => {
+                        return Served::Lost(reason.to_string());
+                    }
+                    // The sink could not even say that it closed: this side was too slow.
+                    None => return Served::Lost("events came faster than they were taken".into()),
+                },
+                Some(command) = self.commands.recv() => self.send(&link, command).await,
+                _ = timer.tick() => self.report(&link).await,
+                _ = &mut *stop => {
+                    let _ = self.report(&link).await;
+                    let reason = "the front end stops".to_owned();
+                    let _ = link.tell_when_room(&FromFrontend::Goodbye { reason }).await;
+                    return Served::Stopped;
+                }
+            };
+            if let Err(reason) = sent {
+                return Served::Lost(reason);
+            }
+        }
+    }
+
+    /// Dials until the coordinator answers; requests are refused meanwhile.
+    async fn dial(&mut self) -> Result<(Connection, FrontendWelcome), FrontendError> {
+        let mut wait = REDIAL_MIN;
+        loop {
+            let (coordinator, hello) = (self.coordinator.clone(), self.hello.clone());
+            let attempt = async move {
+                tokio::time::sleep(wait).await;
+                join(&coordinator, &hello).await
+            };
+            tokio::pin!(attempt);
+            let joined = loop {
+                tokio::select! {
+                    joined = &mut attempt => break joined,
+                    Some(command) = self.commands.recv() => self.refuse(command),
+                }
+            };
+            match joined {
+                Ok(joined) => return Ok(joined),
+                Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
+                Err(JoinError::Retry(reason)) => tracing::debug!(%reason, "cannot join yet"),
+            }
+            wait = (wait * 2).min(REDIAL_MAX);
+        }
+    }
+
+    async fn send(
+        &mut self,
+        link: &RemoteAddr<FromFrontend>,
+        command: EngineCommand,
+    ) -> Result<(), String> {
+        let message = match command {
+            EngineCommand::Submit { request, events } => {
+                let choices_left = request.sampling.len();
+                let (id, submit) = (request.id, submit(*request, self.clock.now()));
+                let Some(submit) = submit else { return Ok(()) };
+                self.live.insert(id, Live { events, choices_left });
+                FromFrontend::Submit(submit)
+            }
+            EngineCommand::Cancel { id } => {
+                self.live.remove(&id);
+                FromFrontend::Cancel(id)
+            }
+        };
+        link.tell_when_room(&message).await.map_err(|error| error.to_string())
+    }
+
+    async fn report(&mut self, link: &RemoteAddr<FromFrontend>) -> Result<(), String> {
+        let (sequence, snapshot) = self.stats.report();
+        match encode_snapshot(&snapshot) {
+            Ok(snapshot) => {
+                let stats = FromFrontend::Stats(WorkerStats { sequence, snapshot });
+                link.tell_when_room(&stats).await.map_err(|error| error.to_string())
+            }
+            Err(error) => {
+                tracing::error!(%error, "stats cannot be reported");
+                Ok(())
+            }
+        }
+    }
+
+    fn take(&mut self, message: ToFrontend) {
+        match message {
+            ToFrontend::Readiness { ready, message } => self.set_readiness(ready, message),
+            ToFrontend::Events(events) => {
+                for (id, event) in events {
+                    self.deliver(id, event);
+                }
+            }
+        }
+    }
+
+    fn deliver(&mut self, id: RequestId, event: EngineEvent) {
+        // Events of a request that was cancelled meanwhile may still be on their way.
+        let Some(live) = self.live.get_mut(&id) else { return };
+        match event {
+            EngineEvent::Failed(_) => live.choices_left = 0,
+            EngineEvent::Finished { .. } => live.choices_left = live.choices_left.saturating_sub(1),
+            EngineEvent::Token { .. } | EngineEvent::PromptLogprobs(_) => {}
+        }
+        let done = live.choices_left == 0;
+        // A client that left cancels its request by itself.
+        let _ = live.events.send(event);
+        if done {
+            self.live.remove(&id);
+        }
+    }
+
+    fn set_readiness(&self, ready: bool, message: String) {
+        let mut readiness = self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
+        *readiness = Readiness { ready, message };
+    }
+
+    /// The coordinator's side of every request is gone with the link.
+    fn fail_all(&mut self, reason: &str) {
+        let message = format!("the link to the coordinator ended: {reason}");
+        self.set_readiness(false, message.clone());
+        for (_, live) in self.live.drain() {
+            let error = EngineError::Unavailable { message: message.clone() };
+            let _ = live.events.send(EngineEvent::Failed(error));
+        }
+    }
+
+    fn refuse(&self, command: EngineCommand) {
+        if let EngineCommand::Submit { events, .. } = command {
+            self.stats.rejected(RejectReason::Unavailable);
+            let message = "there is no link to the coordinator".to_owned();
+            let _ = events.send(EngineEvent::Failed(EngineError::Unavailable { message }));
+        }
+    }
+}
+
+/// The request as it travels; `None` for one without choices, which there is none of.
+fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
+    let n = u32::try_from(request.sampling.len()).ok()?;
+    let waited = now.saturating_sub(request.arrived);
+    Some(SubmitRequest {
+        id: request.id,
+        prompt: request.prompt,
+        sampling: request.sampling.into_iter().next()?,
+        n,
+        stops: request.stops.to_vec(),
+        max_tokens: request.max_tokens,
+        end_tokens: request.end_tokens,
+        waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
+        response_id: request.response_id.as_ref().to_owned(),
+    })
+}

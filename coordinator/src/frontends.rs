@@ -1,0 +1,443 @@
+//! Front ends of their own processes: their links, their requests, their reports.
+//!
+//! A link's reading task hands requests to the engine's queue; a task per front end gathers what
+//! happens to its requests and sends it, many events in one frame. Neither waits for the other: a
+//! full queue answers 429, a front end that does not take its events loses its link, and the
+//! requests of a lost link are cancelled.
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use shared::actor::link::{Connection, LinkEvent, LinkHandle};
+use shared::actor::liveness::LivenessConfig;
+use shared::actor::remote::RemoteAddr;
+use shared::clock::Clock;
+use shared::ids::{Incarnation, RequestId};
+use shared::metrics::Source;
+use shared::protocol::{
+    EngineEvent, FromFrontend, FrontendHello, FrontendId, FrontendWelcome, Serving, SubmitRequest,
+    ToFrontend, WorkerStats,
+};
+use shared::wire::codec;
+use tokio::sync::mpsc;
+
+use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, Gone, StopCheck};
+use crate::http::params::Limits;
+use crate::http::state::ReadinessCheck;
+use crate::metrics::Hub;
+use crate::text::model::TextModel;
+use crate::text::stream::{StopRules, TextStream};
+
+/// Events of one front end waiting to be sent. At 10,000 streams these are several steps.
+const EVENTS_MAX: usize = 1 << 17;
+/// A frame of events is sent when it has about so many bytes.
+const GATHER_BYTES: usize = 1 << 20;
+/// Log-probabilities of a prompt travel in pieces of so many tokens.
+pub const PROMPT_LOGPROBS_PIECE: usize = 4096;
+/// Interval of a front end's stats reports.
+const STATS_INTERVAL: Duration = Duration::from_millis(500);
+/// How often readiness is looked at.
+const READINESS_INTERVAL: Duration = Duration::from_millis(100);
+/// A front end's own request numbers lie below this; the link's number comes above.
+const LINK_SHIFT: u32 = 40;
+/// Front ends, linked or gone, that have a slot.
+const SLOTS_MAX: usize = 4096;
+
+/// Takes front ends in. Lives as long as the coordinator.
+pub struct Frontends {
+    hub: Arc<Hub>,
+    clock: Arc<dyn Clock>,
+    commands: mpsc::Sender<EngineCommand>,
+    text: Arc<TextModel>,
+    serving: Serving,
+    limits: Limits,
+    readiness: ReadinessCheck,
+    slots: Mutex<Slots>,
+    /// Links so far; link 0 is this process's own front end.
+    links: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Slots {
+    by_node: BTreeMap<String, FrontendId>,
+    /// The last process of each slot, and its link while there is one.
+    last: BTreeMap<FrontendId, (Incarnation, Option<(u64, LinkHandle)>)>,
+}
+
+impl std::fmt::Debug for Frontends {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Frontends").field("serving", &self.serving).finish_non_exhaustive()
+    }
+}
+
+impl Frontends {
+    /// No front ends yet; their requests go to `commands`.
+    #[must_use]
+    pub fn new(
+        hub: Arc<Hub>,
+        clock: Arc<dyn Clock>,
+        commands: mpsc::Sender<EngineCommand>,
+        text: Arc<TextModel>,
+        serving: Serving,
+        readiness: ReadinessCheck,
+    ) -> Self {
+        Self {
+            hub,
+            clock,
+            commands,
+            text,
+            limits: Limits::new(serving.max_model_len),
+            serving,
+            readiness,
+            slots: Mutex::default(),
+            links: AtomicU64::new(1),
+        }
+    }
+
+    /// The answer to a hello.
+    ///
+    /// # Errors
+    /// Why this front end cannot be taken, in words for it.
+    pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, String> {
+        let slots = &mut *self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let frontend = match slots.by_node.get(&hello.node) {
+            Some(frontend) => *frontend,
+            None if slots.by_node.len() >= SLOTS_MAX => {
+                return Err(format!("there have been {SLOTS_MAX} front ends, the most there can"));
+            }
+            None => {
+                // Slot 0 is the coordinator's own.
+                let frontend = FrontendId(slots.by_node.len() as u32 + 1);
+                slots.by_node.insert(hello.node.clone(), frontend);
+                frontend
+            }
+        };
+        Ok(FrontendWelcome {
+            frontend,
+            stats_interval_ms: STATS_INTERVAL.as_millis() as u64,
+            serving: self.serving.clone(),
+        })
+    }
+
+    /// A front end has been welcomed: its link begins.
+    pub fn joined(self: &Arc<Self>, hello: &FrontendHello, id: FrontendId, connection: Connection) {
+        let (queue, events) = mpsc::channel(EVENTS_MAX);
+        let open = Arc::new(AtomicBool::new(true));
+        let incarnation = hello.incarnation;
+        let link_number = self.links.fetch_add(1, Ordering::Relaxed);
+        let receiver = Receiver {
+            frontends: self.clone(),
+            id,
+            incarnation,
+            link_number,
+            queue,
+            open: open.clone(),
+        };
+        let sink = move |event| receiver.take(event);
+        let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
+        tracing::info!(frontend = %id, node = hello.node, pid = hello.pid, "joined");
+        let old = self
+            .slots
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .last
+            .insert(id, (incarnation, Some((link_number, link.clone()))));
+        if let Some((last, old)) = old {
+            if last != incarnation {
+                self.hub.retire(Source::Frontend(id), last);
+            }
+            if let Some((_, old)) = old {
+                old.close();
+            }
+        }
+        self.hub.observer().record().frontend_up(id, true);
+        let addr = RemoteAddr::new(link);
+        actix::spawn(send_events(events, addr.clone(), open.clone()));
+        actix::spawn(send_readiness(self.readiness.clone(), addr, open));
+    }
+
+    fn left(&self, id: FrontendId, incarnation: Incarnation, link_number: u64, reason: &str) {
+        tracing::info!(frontend = %id, %reason, "the front end is gone");
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = slots.last.get_mut(&id).filter(|(last, link)| {
+            // An old link of the same process may end after its next one began.
+            *last == incarnation && link.as_ref().is_some_and(|(number, _)| *number == link_number)
+        });
+        let Some((_, link)) = last else { return };
+        *link = None;
+        drop(slots);
+        self.hub.lost(Source::Frontend(id), incarnation);
+        self.hub.observer().record().frontend_up(id, false);
+    }
+
+    fn report(&self, id: FrontendId, incarnation: Incarnation, stats: &WorkerStats) {
+        match self.hub.report(Source::Frontend(id), incarnation, stats) {
+            Ok(_) => {
+                let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                self.hub.observer().record().frontend_reported(id, since_1970);
+            }
+            Err(refused) => tracing::warn!(frontend = %id, %refused, "stats report"),
+        }
+    }
+
+    /// Makes the engine's request of a front end's. The front end has checked everything for its
+    /// client already; this only keeps a broken one from harming the engine.
+    fn request(&self, id: RequestId, submit: SubmitRequest) -> Result<GenerateRequest, String> {
+        let max = self.serving.max_model_len;
+        let vocab = self.text.vocab_size;
+        if submit.prompt.is_empty() || submit.prompt.len() > max as usize {
+            return Err(format!("a prompt of {} tokens; 1 to {max} fit", submit.prompt.len()));
+        }
+        let tokens = submit.prompt.iter().chain(&submit.end_tokens);
+        if let Some(token) = tokens.copied().find(|token| *token >= vocab) {
+            return Err(format!("token {token} is not below the vocabulary's {vocab}"));
+        }
+        let choices = self.limits.n;
+        if submit.n == 0 || submit.n > choices || submit.max_tokens > max {
+            return Err(format!(
+                "n {} of 1 to {choices}, max_tokens {} of 0 to {max}",
+                submit.n, submit.max_tokens
+            ));
+        }
+        let stops = self.limits.stops;
+        if submit.stops.len() > stops {
+            return Err(format!("{} stop strings, at most {stops}", submit.stops.len()));
+        }
+        let waited = Duration::from_micros(submit.waited_us);
+        let sampling = submit.sampling;
+        let stop_checks = self.stop_checks(&submit.stops, &submit.end_tokens, &sampling, submit.n);
+        Ok(GenerateRequest {
+            id,
+            prompt: submit.prompt,
+            sampling: (0..submit.n)
+                .map(|choice| shared::sampling::SamplingParams { choice, ..sampling.clone() })
+                .collect(),
+            stop_checks,
+            max_tokens: submit.max_tokens,
+            end_tokens: submit.end_tokens,
+            stops: submit.stops.into(),
+            arrived: self.clock.now().saturating_sub(waited),
+            response_id: submit.response_id.into(),
+        })
+    }
+
+    fn stop_checks(
+        &self,
+        stops: &[String],
+        end_tokens: &[u32],
+        sampling: &shared::sampling::SamplingParams,
+        n: u32,
+    ) -> Vec<Box<dyn StopCheck>> {
+        if stops.is_empty() {
+            return Vec::new();
+        }
+        let rules = Arc::new(StopRules {
+            stops: stops.to_vec(),
+            end_tokens: end_tokens.to_vec(),
+            min_tokens: sampling.min_tokens,
+        });
+        let stream = TextStream::new(self.text.tokenizer.clone(), rules);
+        (0..n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
+    }
+}
+
+/// The receiving side of one front end's link.
+struct Receiver {
+    frontends: Arc<Frontends>,
+    id: FrontendId,
+    incarnation: Incarnation,
+    /// Unique among all links there ever were, so that two front ends' request numbers differ.
+    link_number: u64,
+    queue: mpsc::Sender<(RequestId, EngineEvent)>,
+    open: Arc<AtomicBool>,
+}
+
+impl Receiver {
+    /// Takes what the link has; false ends it.
+    fn take(&self, event: LinkEvent) -> bool {
+        match event {
+            LinkEvent::Frame(frame) => {
+                match codec::decode_message::<FromFrontend>(&frame.body) {
+                    Ok(message) => return self.message(message),
+                    Err(error) => {
+                        tracing::error!(frontend = %self.id, %error, "sent what cannot be read");
+                    }
+                }
+                false
+            }
+            LinkEvent::Suspect | LinkEvent::Alive => true,
+            LinkEvent::Closed { reason } => {
+                self.open.store(false, Ordering::Release);
+                let (frontends, number) = (&self.frontends, self.link_number);
+                frontends.left(self.id, self.incarnation, number, &reason.to_string());
+                true
+            }
+        }
+    }
+
+    fn message(&self, message: FromFrontend) -> bool {
+        match message {
+            FromFrontend::Submit(submit) => self.submit(submit),
+            FromFrontend::Cancel(id) => {
+                // A full channel is no loss: what is not cancelled runs to its end.
+                let id = self.global(id);
+                let _ = self.frontends.commands.try_send(EngineCommand::Cancel { id });
+                true
+            }
+            FromFrontend::Stats(stats) => {
+                self.frontends.report(self.id, self.incarnation, &stats);
+                true
+            }
+            FromFrontend::Goodbye { reason } => {
+                tracing::info!(frontend = %self.id, %reason, "the front end says goodbye");
+                true
+            }
+        }
+    }
+
+    fn global(&self, id: RequestId) -> RequestId {
+        RequestId(self.link_number << LINK_SHIFT | id.0)
+    }
+
+    fn submit(&self, submit: SubmitRequest) -> bool {
+        let events = RemoteEvents {
+            id: submit.id,
+            queue: self.queue.clone(),
+            open: self.open.clone(),
+        };
+        let frontends = &self.frontends;
+        let request = if submit.id.0 >> LINK_SHIFT == 0 {
+            frontends.request(self.global(submit.id), submit)
+        } else {
+            Err(format!("request number {} is not below 2^{LINK_SHIFT}", submit.id.0))
+        };
+        let request = match request {
+            Ok(request) => Box::new(request),
+            Err(reason) => {
+                tracing::error!(frontend = %self.id, %reason, "sent an impossible request");
+                return false;
+            }
+        };
+        let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
+        if let Err(mpsc::error::TrySendError::Full(command)) = frontends.commands.try_send(command)
+            && let EngineCommand::Submit { events, .. } = command
+        {
+            let max = crate::engine::COMMAND_QUEUE_MAX as u32;
+            let error = EngineError::QueueFull { queued: max, max, retry_after_s: 1 };
+            let reason = crate::replica::driver::reject_reason(&error);
+            frontends.hub.observer().record().rejected(reason);
+            let _ = events.send(EngineEvent::Failed(error));
+        }
+        true
+    }
+}
+
+/// Where the events of one request of a front end go.
+#[derive(Clone, Debug)]
+pub struct RemoteEvents {
+    /// The front end's number for it.
+    id: RequestId,
+    queue: mpsc::Sender<(RequestId, EngineEvent)>,
+    open: Arc<AtomicBool>,
+}
+
+impl RemoteEvents {
+    /// Queues one event.
+    ///
+    /// # Errors
+    /// [`Gone`], also for a front end that is far behind: it is given up.
+    pub fn send(&self, event: EngineEvent) -> Result<(), Gone> {
+        if self.is_closed() {
+            return Err(Gone);
+        }
+        match event {
+            EngineEvent::PromptLogprobs(all) if all.len() > PROMPT_LOGPROBS_PIECE => all
+                .chunks(PROMPT_LOGPROBS_PIECE)
+                .try_for_each(|piece| self.queue(EngineEvent::PromptLogprobs(piece.to_vec()))),
+            event => self.queue(event),
+        }
+    }
+
+    /// Whether the front end's link is gone.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        !self.open.load(Ordering::Acquire)
+    }
+
+    fn queue(&self, event: EngineEvent) -> Result<(), Gone> {
+        self.queue.try_send((self.id, event)).map_err(|_| {
+            // The sending task sees it and ends the link.
+            self.open.store(false, Ordering::Release);
+            Gone
+        })
+    }
+}
+
+/// Gathers events and sends them until the link is over.
+async fn send_events(
+    mut events: mpsc::Receiver<(RequestId, EngineEvent)>,
+    link: RemoteAddr<ToFrontend>,
+    open: Arc<AtomicBool>,
+) {
+    let mut gathered = Vec::new();
+    while let Some(first) = events.recv().await {
+        let mut bytes = weight(&first.1);
+        gathered.push(first);
+        while bytes < GATHER_BYTES
+            && let Ok(next) = events.try_recv()
+        {
+            bytes += weight(&next.1);
+            gathered.push(next);
+        }
+        let message = ToFrontend::Events(std::mem::take(&mut gathered));
+        // A link that is full holds this task up, never the engine.
+        let sent = link.tell_when_room(&message).await;
+        if !open.load(Ordering::Acquire) {
+            break;
+        }
+        if let Err(error) = sent {
+            tracing::warn!(%error, "events for a front end could not be sent");
+            break;
+        }
+        if let ToFrontend::Events(mut events) = message {
+            events.clear();
+            gathered = events;
+        }
+    }
+    open.store(false, Ordering::Release);
+    link.close();
+}
+
+/// About how many bytes an event has on the wire.
+fn weight(event: &EngineEvent) -> usize {
+    let logprobs = |token: &shared::protocol::TokenLogprobs| 16 + 10 * token.top.len();
+    match event {
+        EngineEvent::PromptLogprobs(all) => all.iter().map(logprobs).sum(),
+        EngineEvent::Token { logprobs: Some(token), .. } => 16 + logprobs(token),
+        _ => 16,
+    }
+}
+
+/// Tells the front end whether requests can be served, whenever that changes.
+async fn send_readiness(
+    readiness: ReadinessCheck,
+    link: RemoteAddr<ToFrontend>,
+    open: Arc<AtomicBool>,
+) {
+    let mut timer = tokio::time::interval(READINESS_INTERVAL);
+    let mut told = None;
+    while open.load(Ordering::Acquire) {
+        timer.tick().await;
+        let now = readiness();
+        if told.as_ref() == Some(&now) {
+            continue;
+        }
+        let (ready, message) = (now.ready, now.message.clone());
+        let message = ToFrontend::Readiness { ready, message };
+        if link.tell_when_room(&message).await.is_err() {
+            return;
+        }
+        told = Some(now);
+    }
+}

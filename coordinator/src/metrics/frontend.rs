@@ -1,0 +1,111 @@
+//! What a front end counts: its HTTP requests, and what it refuses by itself.
+//!
+//! The coordinator's own front end and those of their own processes count alike, each under its
+//! slot; the totals are their sum. What the engine does with a request is counted by the
+//! coordinator, wherever the request came from.
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use shared::metrics::labels::{LabelValue, Method, RejectReason};
+use shared::metrics::local::PerValue;
+use shared::metrics::{Counter, Histogram, LocalStats, PartialSnapshot, catalogue};
+
+use super::level::Level;
+
+/// A front end's cells. Clones share them.
+#[derive(Clone, Debug)]
+pub struct FrontendStats {
+    cells: Arc<Mutex<Cells>>,
+}
+
+#[derive(Debug)]
+struct Cells {
+    stats: LocalStats,
+    /// Reports taken of it.
+    reports: u64,
+    rejected: PerValue<Counter>,
+    in_flight: Level,
+    /// The route is the pattern from our own route table, never the requested path, so that a
+    /// client cannot make series.
+    requests: BTreeMap<(&'static str, Method, u16), Counter>,
+    durations: BTreeMap<(&'static str, Method), Histogram>,
+}
+
+impl FrontendStats {
+    /// Cells at zero.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut stats = LocalStats::new();
+        let in_flight = stats.gauge(catalogue::HTTP_REQUESTS_IN_FLIGHT, []);
+        let cells = Cells {
+            reports: 0,
+            rejected: PerValue::new::<RejectReason>(|reason| {
+                stats.counter(catalogue::REQUESTS_REJECTED, [reason])
+            }),
+            in_flight: Level::permanent(&mut stats, in_flight),
+            requests: BTreeMap::new(),
+            durations: BTreeMap::new(),
+            stats,
+        };
+        Self { cells: Arc::new(Mutex::new(cells)) }
+    }
+
+    /// An HTTP request came in. Answer with [`FrontendStats::http_finished`], however it ends.
+    pub fn http_started(&self) {
+        let Cells { stats, in_flight, .. } = &mut *self.cells();
+        in_flight.up(stats);
+    }
+
+    /// The last byte of an answer was handed over, or the client left.
+    pub fn http_finished(
+        &self,
+        route: &'static str,
+        method: Method,
+        status: u16,
+        duration: Duration,
+    ) {
+        let Cells { stats, in_flight, requests, durations, .. } = &mut *self.cells();
+        in_flight.down(stats);
+        let requests = *requests.entry((route, method, status)).or_insert_with(|| {
+            let status = status.to_string();
+            stats.counter(catalogue::HTTP_REQUESTS, [method.as_str(), route, &status])
+        });
+        let durations = *durations.entry((route, method)).or_insert_with(|| {
+            stats.histogram(catalogue::HTTP_REQUEST_DURATION, [method.as_str(), route])
+        });
+        stats.add(requests, 1);
+        stats.observe_duration(durations, duration);
+    }
+
+    /// A request was refused before the engine had it.
+    pub fn rejected(&self, reason: RejectReason) {
+        let Cells { stats, rejected, .. } = &mut *self.cells();
+        let counter = rejected.get(reason);
+        stats.add(counter, 1);
+    }
+
+    /// Records with the cells, for what else the process measures.
+    pub fn with_local<R>(&self, record: impl FnOnce(&mut LocalStats) -> R) -> R {
+        record(&mut self.cells().stats)
+    }
+
+    /// All totals at one moment, with a number that grows from call to call.
+    #[must_use]
+    pub fn report(&self) -> (u64, PartialSnapshot) {
+        let cells = &mut *self.cells();
+        cells.reports += 1;
+        (cells.reports, cells.stats.snapshot())
+    }
+
+    fn cells(&self) -> MutexGuard<'_, Cells> {
+        // A panic elsewhere leaves plain numbers behind, which stay usable.
+        self.cells.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for FrontendStats {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,48 @@
+//! Gauges that count things which come and go.
+use shared::metrics::{Gauge, LocalStats};
+
+/// A gauge that counts things which come and go.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Level {
+    gauge: Gauge,
+    count: u64,
+    /// Whether the series also exists at 0. That of a replica which does not serve vanishes with
+    /// its last request.
+    shows_zero: bool,
+}
+
+impl Level {
+    pub(super) fn new(gauge: Gauge) -> Self {
+        Self { gauge, count: 0, shows_zero: false }
+    }
+
+    /// One that is never absent.
+    pub(super) fn permanent(stats: &mut LocalStats, gauge: Gauge) -> Self {
+        let mut level = Self::new(gauge);
+        level.show_zero(stats, true);
+        level
+    }
+
+    pub(super) fn show_zero(&mut self, stats: &mut LocalStats, shows_zero: bool) {
+        self.shows_zero = shows_zero;
+        self.publish(stats);
+    }
+
+    pub(super) fn up(&mut self, stats: &mut LocalStats) {
+        self.count += 1;
+        self.publish(stats);
+    }
+
+    pub(super) fn down(&mut self, stats: &mut LocalStats) {
+        self.count = self.count.saturating_sub(1);
+        self.publish(stats);
+    }
+
+    fn publish(&self, stats: &mut LocalStats) {
+        if self.count > 0 || self.shows_zero {
+            stats.set(self.gauge, self.count as f64);
+        } else {
+            stats.clear(self.gauge);
+        }
+    }
+}

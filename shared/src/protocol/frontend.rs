@@ -1,0 +1,211 @@
+//! Messages between the coordinator and a front end of its own process.
+//!
+//! A front end dials, sends [`FrontendHello`], gets [`FrontendWelcome`]; then requests go one way
+//! ([`FromFrontend`]), what happens to them the other ([`ToFrontend`]), many events in one frame.
+//! Text stays with the front end; the engine gets stop strings because the accepted-token log ends
+//! where the first is complete.
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::control::WorkerStats;
+use super::step::TokenLogprobs;
+use crate::actor::remote::RemoteMessage;
+use crate::ids::{Incarnation, RequestId};
+use crate::sampling::SamplingParams;
+use crate::wire::frame::FrameKind;
+
+/// One front end process slot, as the coordinator numbers them; survives the process's restart.
+/// Slot 0 is the coordinator's own front end.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct FrontendId(pub u32);
+
+impl fmt::Display for FrontendId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "frontend-{}", self.0)
+    }
+}
+
+/// A front end's first message.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FrontendHello {
+    /// The node's name, unique among front ends; one that restarts under the same name takes its
+    /// old slot again.
+    pub node: String,
+    /// This process run.
+    pub incarnation: Incarnation,
+    /// The process id, for the operator.
+    pub pid: u32,
+    /// The program's version; informational.
+    pub version: String,
+}
+
+/// The coordinator's answer to [`FrontendHello`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FrontendWelcome {
+    /// The slot this front end has in the cluster.
+    pub frontend: FrontendId,
+    /// Interval of its stats reports, in milliseconds.
+    pub stats_interval_ms: u64,
+    /// What is served.
+    pub serving: Serving,
+}
+
+/// What a front end must know of the model to take requests for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Serving {
+    /// The model folder, as a path on the coordinator's host.
+    pub model: String,
+    /// The model's name in the API.
+    pub served_model_name: String,
+    /// Longest sequence, in tokens.
+    pub max_model_len: u32,
+    /// Of the files that turn text into tokens and back: both sides must have the same.
+    pub text_fingerprint: u64,
+}
+
+/// A request on its way to the engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SubmitRequest {
+    /// The front end's number for it, below 2^40 and used once per link.
+    pub id: RequestId,
+    /// The prompt.
+    pub prompt: Vec<u32>,
+    /// Of the first choice; the others differ in their index alone.
+    pub sampling: SamplingParams,
+    /// Number of choices.
+    pub n: u32,
+    /// Stop strings.
+    pub stops: Vec<String>,
+    /// Most tokens per choice.
+    pub max_tokens: u32,
+    /// Tokens that end a sequence.
+    pub end_tokens: Vec<u32>,
+    /// Microseconds since the front end received it: clocks of two processes are never compared.
+    pub waited_us: u64,
+    /// The id of the client's response.
+    pub response_id: String,
+}
+
+/// What happens to a request, in order. A request ends with `Finished` for each choice, or with one
+/// `Failed`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum EngineEvent {
+    /// Log-probabilities of the prompt tokens 1.., complete before the first token; a long prompt's
+    /// come in several pieces, in order.
+    PromptLogprobs(Vec<TokenLogprobs>),
+    /// One accepted token.
+    Token {
+        /// The choice it belongs to.
+        choice: u32,
+        /// The token.
+        token: u32,
+        /// Its log-probabilities, when asked for.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// One choice is complete.
+    Finished {
+        /// The choice.
+        choice: u32,
+        /// Why.
+        reason: FinishReason,
+    },
+    /// The request failed as a whole.
+    Failed(EngineError),
+}
+
+/// Why a choice ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum FinishReason {
+    /// An end token was accepted.
+    EndToken(u32),
+    /// A stop string was completed.
+    StopString,
+    /// `max_tokens` or the model's length was reached.
+    Length,
+}
+
+/// Why the engine refused or gave up a request.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+pub enum EngineError {
+    /// The bounded queue is full.
+    #[error("the queue is full: {queued} requests are waiting, the bound is {max}")]
+    QueueFull {
+        /// Requests waiting now.
+        queued: u32,
+        /// The bound.
+        max: u32,
+        /// When to try again, in seconds.
+        retry_after_s: u32,
+    },
+    /// The request can never fit.
+    #[error("the request needs {needed} KV blocks, this replica has {available}")]
+    TooLarge {
+        /// Blocks for prompt and output.
+        needed: u32,
+        /// Blocks there are.
+        available: u32,
+    },
+    /// No replica can serve, and none came back in time.
+    #[error("no replica is ready: {message}")]
+    Unavailable {
+        /// What is being waited for.
+        message: String,
+    },
+    /// The model produced values that are not finite.
+    #[error("the model produced invalid numbers for this request")]
+    Corrupted,
+    /// The coordinator is shutting down.
+    #[error("the server is shutting down")]
+    ShuttingDown,
+}
+
+/// Everything a front end says to the coordinator after the handshake.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum FromFrontend {
+    /// Run a request.
+    Submit(SubmitRequest),
+    /// The client is gone.
+    Cancel(RequestId),
+    /// Cumulative stats, on a timer.
+    Stats(WorkerStats),
+    /// The front end leaves on purpose.
+    Goodbye {
+        /// Why, for the coordinator's log.
+        reason: String,
+    },
+}
+
+/// Everything the coordinator says to a front end after the handshake.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ToFrontend {
+    /// What happened, in order.
+    Events(Vec<(RequestId, EngineEvent)>),
+    /// Whether requests can be served, whenever that changes.
+    Readiness {
+        /// They can.
+        ready: bool,
+        /// What is being waited for, when not.
+        message: String,
+    },
+}
+
+impl RemoteMessage for FromFrontend {
+    fn kind(&self) -> FrameKind {
+        match self {
+            Self::Submit(_) => FrameKind::Request,
+            Self::Cancel(_) | Self::Stats(_) | Self::Goodbye { .. } => FrameKind::Control,
+        }
+    }
+}
+
+impl RemoteMessage for ToFrontend {
+    fn kind(&self) -> FrameKind {
+        match self {
+            Self::Events(_) => FrameKind::Events,
+            Self::Readiness { .. } => FrameKind::Control,
+        }
+    }
+}
