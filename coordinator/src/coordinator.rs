@@ -13,6 +13,7 @@ use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::{Incarnation, ReplicaId};
 use shared::metrics;
+use shared::metrics::compat::Compat;
 use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::watch;
 
@@ -20,13 +21,15 @@ use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{ClusterActor, Command, ReplicaFactory, Stop};
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
-use crate::http::params::Limits;
 use crate::frontends::Frontends;
-use crate::http::metrics::MetricsPage;
+use crate::http::metrics::{self as metrics_page, MetricsPage};
+use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::links;
-use crate::metrics::{Hub, LogLine, StatLoggers};
+use crate::metrics::exposition::PageOptions;
+use crate::metrics::log_line::Field;
+use crate::metrics::{Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges, logger};
 use crate::replica::actor::{ReplicaActor, ReplicaLoad};
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{ConfigError, Scheduler, SchedulerConfig};
@@ -64,12 +67,27 @@ pub struct CoordinatorOptions {
     pub max_queued_requests: u32,
     /// How long is waited for what.
     pub limits: DriverLimits,
-    /// Between two lines of statistics in the log; zero turns them off.
-    pub log_stats_interval: Duration,
+    /// How statistics are logged.
+    pub log_stats: LogStats,
+    /// Where `/metrics` is served besides, if anywhere.
+    pub metrics_listen: Option<SocketAddr>,
+    /// Whose names are published beside ours.
+    pub metrics_compat: Vec<Compat>,
     /// Threads that serve HTTP.
     pub http_threads: usize,
     /// Drawn at random for this process.
     pub run: u64,
+}
+
+/// How statistics are logged.
+#[derive(Clone, Debug)]
+pub struct LogStats {
+    /// Between two lines; zero turns the lines off.
+    pub interval: Duration,
+    /// What the log line has.
+    pub fields: Vec<Field>,
+    /// Where JSON lines go; `-` is stdout.
+    pub json: Option<PathBuf>,
 }
 
 /// A coordinator cannot start.
@@ -84,6 +102,14 @@ pub enum StartError {
     /// Sizes do not fit the model.
     #[error("{0}")]
     Sizes(String),
+    /// A file cannot be written.
+    #[error("cannot write {} (--log-stats-json): {error}", file.display())]
+    StatsFile {
+        /// The file.
+        file: PathBuf,
+        /// The operating system's words.
+        error: io::Error,
+    },
     /// An address cannot be used.
     #[error("cannot listen on {address} ({option}): {error}")]
     Listen {
@@ -103,6 +129,8 @@ pub struct Coordinator {
     cluster_addr: SocketAddr,
     cluster: Addr<ClusterActor>,
     http: ServerHandle,
+    /// The listener of `/metrics` alone.
+    metrics: Option<(SocketAddr, ServerHandle)>,
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
 }
@@ -139,6 +167,10 @@ impl Coordinator {
         scheduling.validate()?;
         let (http_listener, http_addr) = listen(options.listen, "--listen")?;
         let (cluster_listener, cluster_addr) = listen(options.cluster_listen, "--cluster-listen")?;
+        let metrics_listener = options
+            .metrics_listen
+            .map(|address| listen(address, "--metrics-listen"))
+            .transpose()?;
 
         if !cluster_addr.ip().is_loopback() {
             tracing::warn!(
@@ -149,6 +181,7 @@ impl Coordinator {
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let hub = Arc::new(Hub::new(Incarnation(options.run), metrics::Limits::default()));
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
 
         let config = ClusterConfig {
@@ -193,6 +226,12 @@ impl Coordinator {
             readiness.clone(),
         ));
         actix::spawn(links::accept(listener, cluster.clone(), frontends));
+        let page_options = PageOptions {
+            model_name: options.served_model_name.clone(),
+            compat: options.metrics_compat,
+            clock_start,
+        };
+        let page = Arc::new(MetricsPage::new(hub.clone(), clock.clone(), page_options));
         let state = AppState::new(
             &options.served_model_name,
             text,
@@ -203,15 +242,25 @@ impl Coordinator {
             readiness,
             options.run,
         )
-        .with_metrics(Arc::new(MetricsPage::new(hub.clone(), clock.clone())));
+        .with_metrics(page.clone());
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
         let http_handle = http.handle();
         actix::spawn(http);
-        if !options.log_stats_interval.is_zero() {
-            actix::spawn(log_stats(hub, clock.clone(), options.log_stats_interval));
-        }
-        Ok(Self { http_addr, cluster_addr, cluster, http: http_handle, view, clock })
+        let metrics = match metrics_listener {
+            None => None,
+            Some((listener, address)) => {
+                let option = "--metrics-listen";
+                let failed = |error| StartError::Listen { address, option, error };
+                let server = metrics_page::start(listener, page).map_err(failed)?;
+                let handle = server.handle();
+                actix::spawn(server);
+                Some((address, handle))
+            }
+        };
+        let (loggers, interval) = stat_loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
+        actix::spawn(log_stats(hub, clock.clone(), loggers, interval));
+        Ok(Self { http_addr, cluster_addr, cluster, http: http_handle, metrics, view, clock })
     }
 
     /// Where HTTP is served.
@@ -224,6 +273,12 @@ impl Coordinator {
     #[must_use]
     pub fn cluster_addr(&self) -> SocketAddr {
         self.cluster_addr
+    }
+
+    /// Where `/metrics` is served alone, if anywhere.
+    #[must_use]
+    pub fn metrics_addr(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref().map(|(address, _)| *address)
     }
 
     /// The cluster, as it changes.
@@ -244,6 +299,9 @@ impl Coordinator {
         let reason = "the coordinator stops".to_owned();
         let _ = self.cluster.send(Stop { reason, workers_too }).await;
         self.http.stop(true).await;
+        if let Some((_, metrics)) = self.metrics {
+            metrics.stop(false).await;
+        }
     }
 }
 
@@ -286,9 +344,39 @@ async fn forward(
     }
 }
 
-async fn log_stats(hub: Arc<Hub>, clock: Arc<dyn Clock>, interval: Duration) {
-    let now = clock.now();
-    let mut loggers = StatLoggers::new(vec![Box::new(LogLine::new(now))], interval, now);
+/// The loggers asked for, and how often they are called.
+fn stat_loggers(
+    options: &LogStats,
+    hub: &Hub,
+    now: Duration,
+    clock_start: Duration,
+) -> Result<(Vec<Box<dyn StatLogger>>, Duration), StartError> {
+    let mut loggers: Vec<Box<dyn StatLogger>> =
+        vec![Box::new(ThroughputGauges::new(now, hub.observer().clone()))];
+    if options.interval.is_zero() {
+        // The gauges go on.
+        return Ok((loggers, logger::DEFAULT_INTERVAL));
+    }
+    loggers.push(Box::new(LogLine::new(now, options.fields.clone())));
+    if let Some(file) = &options.json {
+        let out: Box<dyn io::Write + Send> = if file.as_os_str() == "-" {
+            Box::new(io::stdout())
+        } else {
+            let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
+            Box::new(open.map_err(|error| StartError::StatsFile { file: file.clone(), error })?)
+        };
+        loggers.push(Box::new(JsonLines::new(now, clock_start, out)));
+    }
+    Ok((loggers, options.interval))
+}
+
+async fn log_stats(
+    hub: Arc<Hub>,
+    clock: Arc<dyn Clock>,
+    loggers: Vec<Box<dyn StatLogger>>,
+    interval: Duration,
+) {
+    let mut loggers = StatLoggers::new(loggers, interval, clock.now());
     loop {
         tokio::time::sleep(loggers.next().saturating_sub(clock.now())).await;
         loggers.tick(clock.now(), || hub.merged());

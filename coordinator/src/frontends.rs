@@ -301,11 +301,8 @@ impl Receiver {
     }
 
     fn submit(&self, submit: SubmitRequest) -> bool {
-        let events = RemoteEvents {
-            id: submit.id,
-            queue: self.queue.clone(),
-            open: self.open.clone(),
-        };
+        let events =
+            RemoteEvents { id: submit.id, queue: self.queue.clone(), open: self.open.clone() };
         let frontends = &self.frontends;
         let request = if submit.id.0 >> LINK_SHIFT == 0 {
             frontends.request(self.global(submit.id), submit)

@@ -31,11 +31,7 @@ const HALF_OPEN_MAX: usize = 64;
 const NODE_NAME_MAX: usize = 128;
 
 /// Accepts workers and front ends until the task is dropped.
-pub async fn accept(
-    listener: TcpListener,
-    cluster: Addr<ClusterActor>,
-    frontends: Arc<Frontends>,
-) {
+pub async fn accept(listener: TcpListener, cluster: Addr<ClusterActor>, frontends: Arc<Frontends>) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
     loop {
         let (stream, peer) = match listener.accept().await {
@@ -66,24 +62,21 @@ async fn shake_hands(
     frontends: &Arc<Frontends>,
 ) -> Result<(), String> {
     let mut connection = Connection::new(stream).map_err(|error| error.to_string())?;
-    let frame =
-        connection.receive(HELLO_DEADLINE).await.map_err(|reason| reason.to_string())?;
+    let frame = connection.receive(HELLO_DEADLINE).await.map_err(|reason| reason.to_string())?;
     match frame.kind {
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;
-            let admitted =
-                match check(&[("node", &hello.node), ("host", &hello.host)]) {
-                    Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(text)?,
-                    Err(reason) => Err(reason),
-                };
+            let admitted = match check(&[("node", &hello.node), ("host", &hello.host)]) {
+                Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(text)?,
+                Err(reason) => Err(reason),
+            };
             let welcome: Welcome = answer(&mut connection, admitted).await?;
             let joined = Joined { hello, worker: welcome.worker, connection };
             cluster.send(joined).await.map_err(text)
         }
         FrameKind::FrontendHello => {
             let hello: FrontendHello = decode(&frame.body)?;
-            let admitted =
-                check(&[("node", &hello.node)]).and_then(|()| frontends.admit(&hello));
+            let admitted = check(&[("node", &hello.node)]).and_then(|()| frontends.admit(&hello));
             let welcome = answer(&mut connection, admitted).await?;
             frontends.joined(&hello, welcome.frontend, connection);
             Ok(())

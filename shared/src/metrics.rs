@@ -7,6 +7,7 @@
 //! - [`local`]: plain cells of one process or thread, addressed by handles
 //! - [`rank`]: the series of one rank of a replica, as a worker's executor records them
 //! - [`snapshot`]: running totals as they travel
+//! - [`compat`]: the names that other servers publish, from the same totals
 //! - [`merger`]: reports of all sources to one total; [`merged`]: that total, to be read
 //!
 //! Everything here is pure: no clock, no thread, no socket. The text format, the log line and the
@@ -16,6 +17,7 @@
 //! incarnation the highest sequence wins; incarnations and sources add. So repeated, reordered and
 //! lost reports do no harm, and a total never falls.
 pub mod catalogue;
+pub mod compat;
 pub mod definition;
 pub mod labels;
 pub mod local;
@@ -27,7 +29,7 @@ pub mod snapshot;
 pub use definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
-pub use local::{Counter, Gauge, Histogram, LocalStats};
+pub use local::{Counter, Exemplar, Exemplars, Gauge, Histogram, LocalStats};
 pub use merged::Merged;
 pub use merger::{Applied, Limits, Merger, Refused, Source};
 pub use rank::RankStats;

@@ -4,12 +4,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use coordinator::engine::{
-    EngineCommand, EngineError, EngineEvent, EngineHandle, EventSender, FinishReason, GenerateRequest,
+    EngineCommand, EngineError, EngineEvent, EngineHandle, EventSender, FinishReason,
+    GenerateRequest,
 };
+use coordinator::http::metrics::MetricsPage;
 use coordinator::http::params::Limits;
 use coordinator::http::server;
 use coordinator::http::state::{AppState, Readiness};
 use coordinator::metrics::Hub;
+use coordinator::metrics::exposition::PageOptions;
 use coordinator::text::model::TextModel;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
@@ -55,16 +58,20 @@ impl Rig {
         let seen = Arc::new(Mutex::new(Seen::default()));
         let script = Arc::new(Mutex::new(script));
         let (engine, commands) = EngineHandle::channel();
+        let hub = Arc::new(Hub::new(Incarnation(1), shared::metrics::Limits::default()));
+        let stats = hub.frontend().clone();
+        let page = MetricsPage::new(hub, Arc::new(SystemClock::start()), PageOptions::default());
         let state = AppState::new(
             "demo",
             text.clone(),
             engine,
             Limits::new(text.max_positions),
             Arc::new(SystemClock::start()),
-            Arc::new(Hub::new(Incarnation(1), shared::metrics::Limits::default())),
+            stats,
             Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),
             7,
-        );
+        )
+        .with_metrics(Arc::new(page));
         let (model, log, told) = (text.clone(), seen.clone(), script.clone());
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

@@ -2,15 +2,17 @@
 use std::io::Write;
 use std::process::{Command, Stdio};
 
+use coordinator::metrics::exposition::{Format, Page, PageOptions};
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
-use coordinator::metrics::{Exposition, Hub, StatLogger, exposition};
+use coordinator::metrics::{Exposition, Hub, StatLogger};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
-use shared::metrics::RankStats;
-use shared::metrics::catalogue::CATALOGUE;
+use shared::metrics::catalogue::{self, CATALOGUE};
+use shared::metrics::compat::Compat;
 use shared::metrics::labels::{ActorState, FinishedReason, Method};
+use shared::metrics::{RankStats, Source};
 use shared::protocol::StepTimings;
 
-use crate::observing::{config, hub, ms};
+use crate::observing::{config, hub, id, ms, text};
 use crate::scrape::Scrape;
 
 /// A hub in which every series of the catalogue exists.
@@ -24,9 +26,11 @@ fn full() -> Hub {
     record.worker_reported(WorkerId(0), ms(1_700_000_000_000));
     record.replica_ready(replica, &config(100));
     record.kv_blocks(replica, 3, 100);
-    record.http_started();
-    record.http_finished("/v1/completions", Method::Post, 200, ms(30));
-    let mut track = record.accepted(ms(0), 1);
+    hub.frontend().http_started();
+    hub.frontend().http_finished("/v1/completions", Method::Post, 200, ms(30));
+    record.throughput(3.5, 0.0);
+    record.worker_info(WorkerId(0), "a-node", "1.2.3");
+    let mut track = record.accepted(ms(0), 1, &id());
     record.scheduled(&mut track, replica, ms(1));
     record.tokens(&mut track, 0, 1, ms(2));
     record.tokens(&mut track, 0, 1, ms(5));
@@ -38,74 +42,199 @@ fn full() -> Hub {
     drop(record);
     let mut rank = RankStats::new(WorkerId(0));
     rank.formed(replica, 0, 1_000, ms(20));
+    let stats = rank.local();
+    let cpu = stats.counter(catalogue::PROCESS_CPU, ["worker-0"]);
+    stats.add(cpu, 1_500_000_000);
+    for (id, value) in [
+        (catalogue::HOST_CPU_USAGE, 0.25),
+        (catalogue::HOST_CPUS, 8.0),
+        (catalogue::HOST_MEMORY_USED, 3.0),
+        (catalogue::HOST_MEMORY, 9.0),
+        (catalogue::PROCESS_MEMORY, 2.0),
+    ] {
+        let label = if id == catalogue::PROCESS_MEMORY { "worker-0" } else { "a-host" };
+        let gauge = stats.gauge(id, [label]);
+        stats.set(gauge, value);
+    }
     rank.step(&StepTimings { step_us: 900, ..StepTimings::default() });
-    hub.report(WorkerId(0), Incarnation(5), &rank.report().unwrap()).unwrap();
+    hub.report(Source::Worker(WorkerId(0)), Incarnation(5), &rank.report().unwrap()).unwrap();
     hub
 }
 
 #[test]
 fn every_declared_series_is_published_as_declared() {
-    let text = exposition::render(&full().merged()).unwrap();
+    let text = text(&full(), Format::Text);
     let scrape = Scrape::read(&text);
     scrape.check_identities();
-    let declared: Vec<_> = CATALOGUE.iter().map(|d| d.name).collect();
-    for name in &declared {
+    let always: Vec<_> = CATALOGUE.iter().filter(|d| d.when.is_none()).map(|d| d.name).collect();
+    for name in &always {
         assert!(scrape.types.contains_key(*name), "{name} is missing");
     }
-    assert_eq!(scrape.types.len(), declared.len(), "nothing undeclared");
-    assert_eq!(exposition::CONTENT_TYPE, "text/plain; version=0.0.4");
+    assert_eq!(scrape.types.len(), always.len(), "nothing undeclared, nothing that is not there");
+    assert_eq!(Format::Text.content_type(), "text/plain; version=0.0.4");
 }
 
 /// Whole families, byte by byte: labels, order, cumulative buckets, numbers.
 #[test]
 fn families_are_written_as_the_format_says() {
-    let text = exposition::render(&full().merged()).unwrap();
+    let text = text(&full(), Format::Text);
     let golden = "\
 # HELP tutti_iteration_tokens Tokens per engine step: prompt tokens computed plus tokens generated, once per step.
 # TYPE tutti_iteration_tokens histogram
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"1\"} 1
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"2\"} 1
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"4\"} 1
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"8\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"16\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"32\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"64\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"128\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"256\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"512\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"1024\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"2048\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"4096\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"8192\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"16384\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"32768\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"65536\"} 2
-tutti_iteration_tokens_bucket{replica=\"0\",le=\"+Inf\"} 2
-tutti_iteration_tokens_sum{replica=\"0\"} 7
-tutti_iteration_tokens_count{replica=\"0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"1.0\"} 1
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"2.0\"} 1
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"4.0\"} 1
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"8.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"16.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"32.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"64.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"128.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"256.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"512.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"1024.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"2048.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"4096.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"8192.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"16384.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"32768.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"65536.0\"} 2
+tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"+Inf\"} 2
+tutti_iteration_tokens_sum{model_name=\"demo\",replica=\"0\"} 7
+tutti_iteration_tokens_count{model_name=\"demo\",replica=\"0\"} 2
 # HELP tutti_kv_cache_blocks KV blocks there are.
 # TYPE tutti_kv_cache_blocks gauge
-tutti_kv_cache_blocks{replica=\"0\"} 100
+tutti_kv_cache_blocks{model_name=\"demo\",replica=\"0\"} 100
 # HELP tutti_kv_cache_usage_ratio KV blocks used of those there are, 0 to 1. Over replicas divide the sums, do not average.
 # TYPE tutti_kv_cache_usage_ratio gauge
-tutti_kv_cache_usage_ratio{replica=\"0\"} 0.03
+tutti_kv_cache_usage_ratio{model_name=\"demo\",replica=\"0\"} 0.03
 # HELP tutti_kv_cache_used_blocks KV blocks that requests hold now.
 # TYPE tutti_kv_cache_used_blocks gauge
-tutti_kv_cache_used_blocks{replica=\"0\"} 3
+tutti_kv_cache_used_blocks{model_name=\"demo\",replica=\"0\"} 3
 ";
     assert!(text.contains(golden), "{text}");
     let golden = "\
 # TYPE tutti_request_success_total counter
-tutti_request_success_total{finished_reason=\"abort\"} 0
-tutti_request_success_total{finished_reason=\"error\"} 0
-tutti_request_success_total{finished_reason=\"length\"} 0
-tutti_request_success_total{finished_reason=\"stop\"} 1
+tutti_request_success_total{model_name=\"demo\",finished_reason=\"abort\"} 0
+tutti_request_success_total{model_name=\"demo\",finished_reason=\"error\"} 0
+tutti_request_success_total{model_name=\"demo\",finished_reason=\"length\"} 0
+tutti_request_success_total{model_name=\"demo\",finished_reason=\"stop\"} 1
 ";
     assert!(text.contains(golden), "{text}");
-    let info = "tutti_cache_config_info{block_size=\"16\",max_model_len=\"4096\",\
+    let info = "tutti_cache_config_info{model_name=\"demo\",block_size=\"16\",max_model_len=\"4096\",\
                 max_num_batched_tokens=\"2048\",max_num_seqs=\"64\",num_blocks=\"100\",\
                 replica=\"0\",tensor_parallel=\"2\"} 1\n";
     assert!(text.contains(info), "{text}");
+    // Seconds are counted in integers.
+    assert!(text.contains("tutti_process_cpu_seconds_total{process=\"worker-0\"} 1.5\n"), "{text}");
+}
+
+/// The same in OpenMetrics: counters without `_total` in their heads, exemplars, an end.
+#[test]
+fn open_metrics_has_exemplars_and_an_end() {
+    let page = text(&full(), Format::OpenMetrics);
+    assert!(page.ends_with("\n# EOF\n") && page.matches("# EOF").count() == 1);
+    let golden = "\
+# HELP tutti_request_success Accepted requests that ended, by reason; abort and error included.
+# TYPE tutti_request_success counter
+tutti_request_success_total{model_name=\"demo\",finished_reason=\"abort\"} 0
+";
+    assert!(page.contains(golden), "{page}");
+    let golden = "\
+# TYPE tutti_time_to_first_token_seconds histogram
+# UNIT tutti_time_to_first_token_seconds seconds
+tutti_time_to_first_token_seconds_bucket{model_name=\"demo\",le=\"0.001\"} 0
+tutti_time_to_first_token_seconds_bucket{model_name=\"demo\",le=\"0.0025\"} 1 \
+     # {request_id=\"cmpl-7\"} 0.002 1700000000.002
+";
+    assert!(page.contains(golden), "{page}");
+    assert!(!text(&full(), Format::Text).contains("request_id"), "not in the text format");
+}
+
+#[test]
+fn the_format_is_the_one_that_the_scraper_prefers() {
+    let cases = [
+        ("", Format::Text),
+        ("*/*", Format::Text),
+        ("application/openmetrics-text", Format::OpenMetrics),
+        ("text/plain;version=0.0.4;q=1,*/*;q=0.1", Format::Text),
+        // What Prometheus 2 sends, and what 3 does.
+        (
+            "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;\
+             q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+            Format::OpenMetrics,
+        ),
+        (
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
+             application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;q=0.4,\
+             text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+            Format::OpenMetrics,
+        ),
+        ("application/openmetrics-text;version=9.0.0, text/plain;q=0.1", Format::Text),
+        ("application/openmetrics-text;q=0, text/plain;q=0.1", Format::Text),
+        ("application/openmetrics-text;q=nonsense", Format::Text),
+        ("image/png", Format::Text),
+    ];
+    for (accept, format) in cases {
+        assert_eq!(Format::negotiate(accept), format, "{accept}");
+    }
+}
+
+/// The names of other servers: same data, their labels.
+#[test]
+fn other_servers_names_come_from_the_same_totals() {
+    let hub = full();
+    let options = PageOptions {
+        model_name: "demo".to_owned(),
+        compat: vec![Compat::Vllm, Compat::Aphrodite],
+        ..PageOptions::default()
+    };
+    let merged = hub.merged();
+    let mut page = String::new();
+    Page { merged: &merged, exemplars: &Vec::new(), gathered: &[] }.render(
+        Format::Text,
+        &options,
+        &mut page,
+    );
+    let scrape = Scrape::read(&page);
+    scrape.check_identities();
+    for (series, value) in [
+        ("vllm:num_requests_running{engine=\"0\"}", 0.0),
+        ("vllm:kv_cache_usage_perc{engine=\"0\"}", 0.03),
+        ("vllm:prompt_tokens_total{engine=\"0\"}", 7.0),
+        ("vllm:generation_tokens_total{engine=\"0\"}", 2.0),
+        ("vllm:request_success_total{finished_reason=\"stop\"}", 1.0),
+        ("vllm:request_success_total{finished_reason=\"abort\"}", 0.0),
+        ("vllm:iteration_tokens_total_sum{engine=\"0\"}", 7.0),
+        ("vllm:num_requests_waiting_by_reason{engine=\"none\",reason=\"deferred\"}", 0.0),
+        ("vllm:num_requests_waiting_by_reason{engine=\"0\",reason=\"capacity\"}", 0.0),
+        ("vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"}", 1.0),
+        ("vllm:inter_token_latency_seconds_count", 1.0),
+        ("aphrodite:num_requests_waiting", 0.0),
+        ("aphrodite:gpu_cache_usage_perc", 0.03),
+        ("aphrodite:prompt_tokens_total", 7.0),
+        ("aphrodite:avg_prompt_throughput_toks_per_s", 3.5),
+        ("aphrodite:request_params_best_of_sum", 1.0),
+        ("aphrodite:time_to_first_token_seconds_sum", 0.002),
+    ] {
+        assert_eq!(scrape.get(series), value, "{series}");
+    }
+    // What does not exist is not published under another name either.
+    let absent: Vec<_> = [Compat::Vllm, Compat::Aphrodite]
+        .iter()
+        .flat_map(|compat| compat.aliases())
+        .filter(|alias| alias.source().definition().when.is_some())
+        .map(|alias| alias.name)
+        .collect();
+    assert!(absent.contains(&"aphrodite:num_requests_swapped") && absent.len() > 5);
+    for name in absent {
+        assert!(!scrape.types.contains_key(name), "{name}");
+    }
+    for compat in [Compat::Vllm, Compat::Aphrodite] {
+        for alias in compat.aliases() {
+            let there = scrape.types.contains_key(alias.name);
+            assert_eq!(there, alias.source().definition().when.is_none(), "{}", alias.name);
+        }
+    }
 }
 
 #[test]
@@ -128,7 +257,7 @@ fn the_prometheus_logger_holds_the_last_text() {
 /// this checks nothing on a developer's machine and fails in continuous integration.
 #[test]
 fn promtool_finds_nothing_to_complain_about() {
-    let text = exposition::render(&full().merged()).unwrap();
+    let text = text(&full(), Format::Text);
     let child = Command::new("promtool")
         .args(["check", "metrics"])
         .stdin(Stdio::piped())

@@ -15,6 +15,7 @@ use shared::metrics::{
     Applied, LocalStats, Merged, Merger, PartialSnapshot, Source, Value, decode_snapshot,
     encode_snapshot,
 };
+use shared::protocol::FrontendId;
 
 const ROUTES: [&str; 2] = ["/a", "/b"];
 
@@ -41,8 +42,8 @@ enum Act {
 
 /// Places: two front ends and two workers.
 const SOURCES: [Source; 4] = [
-    Source::Frontend(0),
-    Source::Frontend(1),
+    Source::Frontend(FrontendId(0)),
+    Source::Frontend(FrontendId(1)),
     Source::Worker(WorkerId(0)),
     Source::Worker(WorkerId(1)),
 ];

@@ -1,13 +1,15 @@
 //! What the coordinator's parts record comes out of a scrape, and the identities hold in each.
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use coordinator::metrics::Hub;
+use coordinator::metrics::exposition::{Format, Page, PageOptions};
 use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, RequestTrack, StepTokens};
-use coordinator::metrics::{Hub, exposition};
 use proptest::prelude::*;
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::labels::{ActorState, FinishedReason, Method, RejectReason};
-use shared::metrics::{Limits, RankStats};
+use shared::metrics::{Limits, RankStats, Source};
 use shared::protocol::{EngineConfig, StepTimings, WorkerStats};
 
 use crate::scrape::Scrape;
@@ -17,7 +19,26 @@ pub(crate) fn hub() -> Hub {
 }
 
 pub(crate) fn scrape(hub: &Hub) -> Scrape {
-    Scrape::read(&exposition::render(&hub.merged()).unwrap())
+    Scrape::read(&text(hub, Format::Text))
+}
+
+/// The page of a coordinator that serves the model `demo`.
+pub(crate) fn text(hub: &Hub, format: Format) -> String {
+    let options = PageOptions {
+        model_name: "demo".to_owned(),
+        clock_start: Duration::from_secs(1_700_000_000),
+        ..PageOptions::default()
+    };
+    let (merged, exemplars) = (hub.merged(), hub.exemplars());
+    let mut text = String::new();
+    let page = Page { merged: &merged, exemplars: &exemplars, gathered: &[] };
+    page.render(format, &options, &mut text);
+    text
+}
+
+/// The id that a client knows its request by.
+pub(crate) fn id() -> Arc<str> {
+    "cmpl-7".into()
 }
 
 pub(crate) fn config(num_blocks: u32) -> ReplicaConfig {
@@ -59,11 +80,11 @@ fn one_request_with_a_preemption_leaves_the_expected_times() {
     let replica = ReplicaId(0);
     let mut record = hub.observer().record();
     record.replica_ready(replica, &config(100));
-    let mut track = record.accepted(ms(1_000), 1);
+    let mut track = record.accepted(ms(1_000), 1, &id());
     record.routed(&mut track, replica);
     record.scheduled(&mut track, replica, ms(1_100));
     record.tokens(&mut track, 0, 1, ms(1_400));
-    record.preempted(&mut track, replica);
+    record.preempted(&mut track, replica, 20);
     record.scheduled(&mut track, replica, ms(1_900));
     record.tokens(&mut track, 0, 1, ms(2_000));
     // Two tokens of one step share the time since the last.
@@ -97,7 +118,7 @@ fn one_request_with_a_preemption_leaves_the_expected_times() {
 fn choices_are_separate_streams_of_tokens() {
     let hub = hub();
     let mut record = hub.observer().record();
-    let mut track = record.accepted(ms(0), 2);
+    let mut track = record.accepted(ms(0), 2, &id());
     record.scheduled(&mut track, ReplicaId(0), ms(0));
     for now in [100, 200, 300] {
         record.tokens(&mut track, 0, 1, ms(now));
@@ -119,7 +140,7 @@ fn aborts_and_failures_count_but_have_no_latency() {
     let hub = hub();
     let mut record = hub.observer().record();
     for end in 0..2 {
-        let mut track = record.accepted(ms(0), 1);
+        let mut track = record.accepted(ms(0), 1, &id());
         record.scheduled(&mut track, ReplicaId(0), ms(5));
         record.tokens(&mut track, 0, 1, ms(10));
         if end == 0 {
@@ -151,7 +172,7 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     record.replica_ready(other, &config(50));
     record.kv_blocks(broken, 25, 100);
     record.kv_blocks(other, 10, 50);
-    let mut track = record.accepted(ms(0), 1);
+    let mut track = record.accepted(ms(0), 1, &id());
     record.routed(&mut track, broken);
     record.scheduled(&mut track, broken, ms(1));
     let tokens = StepTokens { prompt_computed: 5, generated: 1, ..StepTokens::default() };
@@ -179,7 +200,8 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
         .filter(|series| series.contains("replica=\"0\""))
         .filter(|series| after.totals().all(|(total, _)| total != *series))
         .collect();
-    assert_eq!(gauges_of_broken, Vec::<&String>::new());
+    assert_eq!(gauges_of_broken, ["tutti_replica_up{replica=\"0\"}"], "and that one is 0");
+    assert_eq!(after.get(gauges_of_broken[0]), 0.0);
     assert_eq!(after.get("tutti_generation_tokens_total{replica=\"0\"}"), 1.0);
     assert_eq!(after.get("tutti_failovers_total{replica=\"0\"}"), 1.0);
     assert_eq!(after.get("tutti_requests_replayed_total"), 1.0);
@@ -214,8 +236,9 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
             });
         }
         let report = stats.report().unwrap();
-        hub.report(WorkerId(rank as u32), Incarnation(7), &report).unwrap();
-        hub.report(WorkerId(rank as u32), Incarnation(7), &WorkerStats::default()).unwrap();
+        hub.report(Source::Worker(WorkerId(rank as u32)), Incarnation(7), &report).unwrap();
+        hub.report(Source::Worker(WorkerId(rank as u32)), Incarnation(7), &WorkerStats::default())
+            .unwrap();
     }
     let of = |name: &str, rank: u32| {
         format!("{name}{{rank=\"{rank}\",replica=\"3\",worker=\"{rank}\"}}")
@@ -229,7 +252,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
     assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 0)), 4.0);
     assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 1)), 0.0);
 
-    hub.retire(WorkerId(1), Incarnation(7));
+    hub.retire(Source::Worker(WorkerId(1)), Incarnation(7));
     let after = scrape(&hub);
     assert_eq!(after.get(&of("tutti_rank_step_seconds_count", 1)), 4.0);
     assert!(!after.samples.contains_key(&of("tutti_rank_weights_bytes", 1)));
@@ -238,7 +261,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
     let mut again = RankStats::new(WorkerId(1));
     again.formed(replica, 1, 1_000, ms(0));
     again.step(&StepTimings::default());
-    hub.report(WorkerId(1), Incarnation(8), &again.report().unwrap()).unwrap();
+    hub.report(Source::Worker(WorkerId(1)), Incarnation(8), &again.report().unwrap()).unwrap();
     assert_eq!(scrape(&hub).get(&of("tutti_rank_step_seconds_count", 1)), 5.0);
 }
 
@@ -252,9 +275,9 @@ fn cluster_and_http_events_come_out() {
     record.actors(ActorState::Alive, 3);
     record.fenced_frames(2);
     record.started("1.2.3", Duration::from_secs(1_700_000_000));
-    record.http_started();
-    record.http_started();
-    record.http_finished("/v1/completions", Method::Post, 200, ms(20));
+    hub.frontend().http_started();
+    hub.frontend().http_started();
+    hub.frontend().http_finished("/v1/completions", Method::Post, 200, ms(20));
     record.straggler_gap(ReplicaId(0), Duration::from_micros(80));
     record.scraped(ms(3));
     drop(record);
@@ -331,7 +354,7 @@ proptest! {
             let picked = |i: usize| (!tracks.is_empty()).then(|| i % tracks.len().max(1));
             match event {
                 Event::Accept => {
-                    tracks.push(record.accepted(now, 1));
+                    tracks.push(record.accepted(now, 1, &id()));
                     accepted += 1.0;
                 }
                 Event::Route(i, r) => {
@@ -346,7 +369,7 @@ proptest! {
                 }
                 Event::Preempt(i, r) => {
                     if let Some(i) = picked(i) {
-                        record.preempted(&mut tracks[i], ReplicaId(r));
+                        record.preempted(&mut tracks[i], ReplicaId(r), 3);
                     }
                 }
                 Event::Swap(i, r) => {
@@ -407,7 +430,7 @@ fn identities_hold_in_scrapes_under_load() {
             scope.spawn(move || {
                 let replica = ReplicaId(replica);
                 while !stop.load(Ordering::Relaxed) {
-                    let mut track = hub.observer().record().accepted(ms(0), 1);
+                    let mut track = hub.observer().record().accepted(ms(0), 1, &id());
                     let mut record = hub.observer().record();
                     record.scheduled(&mut track, replica, ms(1));
                     let tokens = StepTokens { prompt_computed: 5, generated: 1, ..<_>::default() };

@@ -10,6 +10,7 @@ use shared::metrics::{
     Applied, HistogramTotals, LabelValues, Limits, Merger, PartialSnapshot, SeriesId,
     SeriesSnapshot, Source, Value,
 };
+use shared::protocol::FrontendId;
 
 const WORKER: Source = Source::Worker(WorkerId(3));
 const RUN: Incarnation = Incarnation(9);
@@ -175,7 +176,7 @@ fn series_out_of_order_or_twice() {
 fn more_label_sets_than_allowed() {
     let limits = Limits { label_sets: 2, ..Limits::default() };
     let mut merger = Merger::new(limits);
-    let front = Source::Frontend(0);
+    let front = Source::Frontend(FrontendId(0));
     let answers = |statuses: &[&str]| {
         report(
             statuses
@@ -188,7 +189,7 @@ fn more_label_sets_than_allowed() {
     };
     merger.apply(front, RUN, 1, answers(&["200", "404"])).unwrap();
     // The same ones from elsewhere are no new series.
-    merger.apply(Source::Frontend(1), RUN, 1, answers(&["200", "404"])).unwrap();
+    merger.apply(Source::Frontend(FrontendId(1)), RUN, 1, answers(&["200", "404"])).unwrap();
     let refusal = merger.apply(front, RUN, 2, answers(&["200", "404", "500"])).unwrap_err();
     assert_eq!(refusal.reason, ReportRefusal::LabelCardinality);
     // Nor does one refused report use up the room of others.

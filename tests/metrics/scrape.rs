@@ -31,9 +31,13 @@ impl Scrape {
                 family = name.to_owned();
             } else {
                 let (series, value) = line.rsplit_once(' ').unwrap();
+                // The same on all series of a cluster: what tells them apart is the rest.
+                let series = series
+                    .replace("{model_name=\"demo\"}", "")
+                    .replace("{model_name=\"demo\",", "{");
                 assert!(series.starts_with(&family), "{series} is among its family");
                 let value = value.parse().unwrap();
-                let old = scrape.samples.insert(series.to_owned(), value);
+                let old = scrape.samples.insert(series.clone(), value);
                 assert!(old.is_none(), "{series} occurs once");
             }
         }

@@ -3,6 +3,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
+use coordinator::metrics::log_line::Field;
 
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
@@ -54,6 +55,20 @@ pub(crate) enum Device {
     Cpu,
     /// A CUDA GPU
     Cuda,
+}
+
+/// A server whose metric names can be published too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CompatArg {
+    /// The vllm: names
+    Vllm,
+    /// The aphrodite: names
+    Aphrodite,
+}
+
+/// The names of the log line's fields.
+fn log_fields() -> clap::builder::PossibleValuesParser {
+    clap::builder::PossibleValuesParser::new(Field::ALL.map(|(name, _)| name))
 }
 
 /// Options of `tutti up`.
@@ -216,6 +231,20 @@ pub(crate) struct ServingArgs {
     /// Fail requests when no replica has been ready for this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) unavailable_timeout: u64,
+    /// Serve /metrics on an address of its own too, for scrapers that may not reach the API
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) metrics_listen: Option<SocketAddr>,
+    /// Also publish the names of other servers, comma separated: their dashboards and autoscaling
+    /// rules then work unchanged
+    #[arg(long, value_name = "SERVERS", value_enum, value_delimiter = ',')]
+    pub(crate) metrics_compat: Vec<CompatArg>,
+    /// What the log's line of engine statistics holds, comma separated
+    #[arg(long, value_name = "FIELDS", value_delimiter = ',', value_parser = log_fields(),
+          default_value = "prompt-throughput,generation-throughput,running,swapped,pending,gpu-cache,cpu-cache")]
+    pub(crate) log_stats_fields: Vec<String>,
+    /// Append the statistics as JSON lines to this file too; - is stdout
+    #[arg(long, value_name = "FILE")]
+    pub(crate) log_stats_json: Option<PathBuf>,
     /// Seconds between two lines of engine statistics in the log; 0 turns them off
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) log_stats_interval: u64,

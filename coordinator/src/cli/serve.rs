@@ -3,10 +3,13 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coordinator::coordinator::{Coordinator, CoordinatorOptions};
+use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats};
+use coordinator::metrics::log_line::Field;
 use coordinator::replica::driver::DriverLimits;
 
-use super::options::ServingArgs;
+use shared::metrics::compat::Compat;
+
+use super::options::{CompatArg, ServingArgs};
 use super::output::print_line;
 use super::work::{cores, interrupted, random};
 use super::{CliError, CoordinatorArgs, logging};
@@ -23,6 +26,9 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
         let coordinator =
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
         print_line(&format!("tutti coordinator: http://{}", coordinator.http_addr()));
+        if let Some(address) = coordinator.metrics_addr() {
+            print_line(&format!("metrics alone: http://{address}/metrics"));
+        }
         print_line(&format!(
             "waiting for {degree} workers: tutti worker --coordinator {}",
             coordinator.cluster_addr()
@@ -63,10 +69,32 @@ pub(crate) fn coordinator_options(
             step_timeout: Duration::from_secs(args.step_timeout),
             unavailable_timeout: Duration::from_secs(args.unavailable_timeout),
         },
-        log_stats_interval: Duration::from_secs(args.log_stats_interval),
+        log_stats: LogStats {
+            interval: Duration::from_secs(args.log_stats_interval),
+            fields: log_fields(&args.log_stats_fields),
+            json: args.log_stats_json.clone(),
+        },
+        metrics_listen: args.metrics_listen,
+        metrics_compat: args
+            .metrics_compat
+            .iter()
+            .map(|compat| match compat {
+                CompatArg::Vllm => Compat::Vllm,
+                CompatArg::Aphrodite => Compat::Aphrodite,
+            })
+            .collect(),
         http_threads: cores().clamp(1, 8) as usize,
         run: random(),
     })
+}
+
+/// The fields named; clap has checked the names.
+fn log_fields(names: &[String]) -> Vec<Field> {
+    names
+        .iter()
+        .filter_map(|name| Field::ALL.iter().find(|(known, _)| known == name))
+        .map(|(_, field)| *field)
+        .collect()
 }
 
 /// The demo model of the repository: in the working folder, or beside where the program was built.

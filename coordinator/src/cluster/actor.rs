@@ -26,10 +26,10 @@ use crate::engine::{EngineCommand, EngineError, EngineEvent};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
-use crate::replica::driver::reject_reason;
 use crate::replica::actor::{
     Cancel, EpochFailed, FailAll, Lost, Ready, ReplicaActor, ReplicaLoad, StepDone, Submit,
 };
+use crate::replica::driver::reject_reason;
 use crate::scheduler::ConfigError;
 
 /// How often time passes for the core.

@@ -50,8 +50,7 @@ pub(super) async fn join(
     fn retry(error: impl std::fmt::Display) -> JoinError {
         JoinError::Retry(error.to_string())
     }
-    let mut connection =
-        Connection::dial(coordinator, HANDSHAKE_DEADLINE).await.map_err(retry)?;
+    let mut connection = Connection::dial(coordinator, HANDSHAKE_DEADLINE).await.map_err(retry)?;
     let body = codec::encode(hello).map_err(retry)?;
     connection.send(FrameKind::FrontendHello, &body).await.map_err(retry)?;
     let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(retry)?;

@@ -61,6 +61,12 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, format!("Unknown request URL: {method} {path}"))
     }
 
+    /// Not at this process: 404.
+    #[must_use]
+    pub fn not_here(message: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, message)
+    }
+
     /// Not with this method: 405.
     #[must_use]
     pub fn method(method: &str, allow: &'static str) -> Self {

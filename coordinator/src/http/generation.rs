@@ -6,8 +6,8 @@ use shared::protocol::TokenLogprobs;
 use super::error::ApiError;
 use super::params::Common;
 use super::state::AppState;
-use crate::replica::driver::reject_reason;
 use crate::engine::{EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck};
+use crate::replica::driver::reject_reason;
 use crate::text::stream::{StopRules, TextStream};
 
 /// What one event gave one choice.

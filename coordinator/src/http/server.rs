@@ -5,7 +5,7 @@ use std::time::Duration;
 use actix_web::body::MessageBody;
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::header::CONTENT_TYPE;
-use actix_web::middleware::{Next, from_fn};
+use actix_web::middleware::{Compress, Next, from_fn};
 use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route};
 use futures_util::StreamExt as _;
@@ -84,7 +84,12 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         } else {
             resource
         };
-        config.service(resource);
+        if path == "/metrics" {
+            // Alone: compressing a stream would hold its events back.
+            config.service(resource.wrap(Compress::default()));
+        } else {
+            config.service(resource);
+        }
     }
     config.default_service(web::to(|request: HttpRequest| async move {
         Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))

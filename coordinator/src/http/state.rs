@@ -8,9 +8,9 @@ use shared::ids::RequestId;
 use tokio::sync::Semaphore;
 
 use super::error::ApiError;
+use super::metrics::MetricsPage;
 use super::params::Limits;
 use crate::engine::EngineHandle;
-use super::metrics::MetricsPage;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
 

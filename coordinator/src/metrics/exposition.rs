@@ -1,36 +1,179 @@
-//! Merged totals as Prometheus text, version 0.0.4.
+//! A scrape: merged totals as text, in the format that the scraper asks for.
 //!
-//! Totals are merged already, so families are built from them directly instead of through the
-//! library's own counters: a histogram of it cannot take added-up buckets.
+//! - Prometheus text 0.0.4, the fallback
+//! - OpenMetrics 1.0, which adds exemplars: the request behind a latency
+//!
+//! Bounds of buckets are written alike in both (`1.0`), so that a change of format is no change of
+//! series.
+mod writer;
+
+use std::fmt::Write as _;
 use std::time::Duration;
 
-use prometheus::TextEncoder;
-use prometheus::proto;
-use shared::metrics::{Definition, HistogramTotals, Kind, LabelValues, Merged, Value};
+use prometheus::proto::{MetricFamily, MetricType};
+use shared::metrics::compat::Compat;
+use shared::metrics::labels::MODEL_NAME;
+use shared::metrics::{Exemplars, Merged};
 
+use self::writer::{Family, Writer};
 use super::logger::StatLogger;
 
-/// Content-Type of the text.
-pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
+/// A text format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Format {
+    /// Prometheus text, version 0.0.4.
+    #[default]
+    Text,
+    /// OpenMetrics, version 1.0.0.
+    OpenMetrics,
+}
 
-/// Renders merged totals.
-///
-/// # Errors
-/// Returns the encoder's error, which only a family without a name or a sample causes.
-pub fn render(merged: &Merged) -> Result<String, prometheus::Error> {
-    let mut text = String::new();
-    encode(merged, &mut text)?;
-    Ok(text)
+impl Format {
+    /// The Content-Type of a page.
+    #[must_use]
+    pub const fn content_type(self) -> &'static str {
+        match self {
+            Self::Text => prometheus::TEXT_FORMAT,
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        }
+    }
+
+    /// The format that an Accept header prefers; text where it prefers nothing that we have.
+    #[must_use]
+    pub fn negotiate(accept: &str) -> Self {
+        let mut best = (0.0, Self::Text);
+        for range in accept.split(',') {
+            let mut parts = range.split(';').map(str::trim);
+            let kind = parts.next().unwrap_or_default().to_ascii_lowercase();
+            let (mut quality, mut version) = (1.0, String::new());
+            for parameter in parts {
+                match parameter.split_once('=') {
+                    Some(("q", value)) => quality = value.trim().parse().unwrap_or(0.0),
+                    Some(("version", value)) => value.trim().clone_into(&mut version),
+                    _ => {}
+                }
+            }
+            let format = match kind.as_str() {
+                "application/openmetrics-text" if ["", "1.0.0", "0.0.1"].contains(&&*version) => {
+                    Self::OpenMetrics
+                }
+                "text/plain" if ["", "0.0.4"].contains(&&*version) => Self::Text,
+                "*/*" | "text/*" => Self::Text,
+                _ => continue,
+            };
+            if quality > best.0 {
+                best = (quality, format);
+            }
+        }
+        best.1
+    }
+}
+
+/// What a page holds besides the totals.
+#[derive(Clone, Debug, Default)]
+pub struct PageOptions {
+    /// The value of `model_name`.
+    pub model_name: String,
+    /// Whose names are published beside ours.
+    pub compat: Vec<Compat>,
+    /// The wall clock's time, since 1970, when the process's clock was at 0.
+    pub clock_start: Duration,
+}
+
+/// Everything that is published at one moment.
+#[derive(Debug)]
+pub struct Page<'a> {
+    /// The cluster's totals.
+    pub merged: &'a Merged,
+    /// Requests behind latencies; written where the format can.
+    pub exemplars: &'a Exemplars,
+    /// What the `prometheus` crate's registry of this process has.
+    pub gathered: &'a [MetricFamily],
+}
+
+impl Page<'_> {
+    /// Writes the page into `text`, which is cleared first and whose memory is used again.
+    pub fn render(&self, format: Format, options: &PageOptions, text: &mut String) {
+        text.clear();
+        let mut writer = Writer::new(format, options.clock_start, text);
+        let mut families: Vec<_> = self.merged.families().collect();
+        families.sort_unstable_by_key(|(definition, _)| definition.name);
+        for (definition, series) in families {
+            let labels: Vec<&str> = definition.labels.iter().map(|label| label.name).collect();
+            let constant = definition.model.then_some((MODEL_NAME, options.model_name.as_str()));
+            writer.family(
+                &Family {
+                    name: definition.name,
+                    help: definition.help,
+                    kind: definition.kind,
+                    scale: definition.counter_scale(),
+                    constant,
+                    labels: &labels,
+                },
+                series.iter().map(|(labels, value)| (&**labels, value)),
+                self.exemplars,
+            );
+        }
+        for compat in &options.compat {
+            for family in compat.families(self.merged) {
+                writer.family(
+                    &Family {
+                        name: family.name,
+                        help: &family.help,
+                        kind: family.kind,
+                        scale: family.scale,
+                        constant: Some((MODEL_NAME, options.model_name.as_str())),
+                        labels: &family.labels,
+                    },
+                    family.series.iter().map(|(labels, value)| (&**labels, value)),
+                    &Vec::new(),
+                );
+            }
+        }
+        for family in self.gathered {
+            gathered(&mut writer, family);
+        }
+        writer.end();
+    }
+}
+
+/// A family of the `prometheus` crate's registry: counters and gauges.
+fn gathered(writer: &mut Writer<'_>, family: &MetricFamily) {
+    let counter = match family.get_field_type() {
+        MetricType::COUNTER => true,
+        MetricType::GAUGE => false,
+        // Nothing of this process registers others.
+        _ => return,
+    };
+    writer.head(family.name(), family.help(), if counter { "counter" } else { "gauge" });
+    for metric in family.get_metric() {
+        let mut labels = String::new();
+        for pair in metric.get_label() {
+            writer::label(&mut labels, pair.name(), pair.value());
+        }
+        let value =
+            if counter { metric.get_counter().get_value() } else { metric.get_gauge().get_value() };
+        writer.sample(family.name(), "", &labels, |text| {
+            let _ = write!(text, "{value}");
+        });
+    }
 }
 
 /// The Prometheus logger: holds the text of the last totals it was given. A scrape logs the totals
 /// of that moment and takes the text; its buffer is used again.
 #[derive(Debug, Default)]
 pub struct Exposition {
+    options: PageOptions,
     text: String,
 }
 
 impl Exposition {
+    /// A logger of pages with `options`, in the text format.
+    #[must_use]
+    pub fn new(options: PageOptions) -> Self {
+        Self { options, text: String::new() }
+    }
+
     /// The last totals' text.
     #[must_use]
     pub fn text(&self) -> &str {
@@ -40,74 +183,7 @@ impl Exposition {
 
 impl StatLogger for Exposition {
     fn log(&mut self, _now: Duration, merged: &Merged) {
-        self.text.clear();
-        if let Err(error) = encode(merged, &mut self.text) {
-            // Half a text would be read as series that vanished.
-            self.text.clear();
-            tracing::error!(%error, "the metrics could not be rendered");
-        }
+        let page = Page { merged, exemplars: &Vec::new(), gathered: &[] };
+        page.render(Format::Text, &self.options, &mut self.text);
     }
-}
-
-fn encode(merged: &Merged, text: &mut String) -> Result<(), prometheus::Error> {
-    let mut families: Vec<_> = merged
-        .families()
-        .map(|(definition, family)| {
-            let samples = family.iter().map(|(labels, value)| sample(definition, labels, value));
-            let mut family = proto::MetricFamily::default();
-            family.set_name(definition.name.to_owned());
-            family.set_help(definition.help.to_owned());
-            family.set_field_type(match definition.kind {
-                Kind::Counter => proto::MetricType::COUNTER,
-                Kind::Gauge(_) => proto::MetricType::GAUGE,
-                Kind::Histogram(_) => proto::MetricType::HISTOGRAM,
-            });
-            family.set_metric(samples.collect());
-            family
-        })
-        .collect();
-    families.sort_by(|a, b| a.name().cmp(b.name()));
-    TextEncoder::new().encode_utf8(&families, text)
-}
-
-fn sample(definition: &Definition, labels: &LabelValues, value: &Value) -> proto::Metric {
-    let pairs = definition.labels.iter().zip(labels.iter()).map(|(label, value)| {
-        let mut pair = proto::LabelPair::default();
-        pair.set_name(label.name.to_owned());
-        pair.set_value(value.clone());
-        pair
-    });
-    let mut metric = proto::Metric::from_label(pairs.collect());
-    match value {
-        Value::Counter(total) => {
-            let mut counter = proto::Counter::default();
-            counter.set_value(*total as f64);
-            metric.set_counter(counter);
-        }
-        Value::Gauge(value) => {
-            let mut gauge = proto::Gauge::default();
-            gauge.set_value(*value);
-            metric.set_gauge(gauge);
-        }
-        Value::Histogram(totals) => metric.set_histogram(histogram(definition.buckets(), totals)),
-    }
-    metric
-}
-
-/// Buckets become cumulative here. The infinite one is left out: the encoder writes it from the
-/// count, and would print an explicit one as `inf`.
-fn histogram(bounds: &[f64], totals: &HistogramTotals) -> proto::Histogram {
-    let mut cumulative = 0;
-    let buckets = bounds.iter().zip(&totals.buckets).map(|(bound, count)| {
-        cumulative += count;
-        let mut bucket = proto::Bucket::default();
-        bucket.set_upper_bound(*bound);
-        bucket.set_cumulative_count(cumulative);
-        bucket
-    });
-    let mut histogram = proto::Histogram::default();
-    histogram.set_bucket(buckets.collect());
-    histogram.set_sample_count(totals.count());
-    histogram.set_sample_sum(totals.sum());
-    histogram
 }

@@ -3,7 +3,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use shared::ids::Incarnation;
 use shared::metrics::labels::ReportRefusal;
-use shared::metrics::{Applied, Limits, Merged, Merger, Refused, Source, decode_snapshot};
+use shared::metrics::{
+    Applied, Exemplars, Limits, Merged, Merger, Refused, Source, decode_snapshot,
+};
 use shared::protocol::{FrontendId, WorkerStats};
 
 use super::frontend::FrontendStats;
@@ -17,6 +19,7 @@ pub struct Hub {
     observer: Observer,
     frontend: FrontendStats,
     merger: Mutex<Merger>,
+    registry: prometheus::Registry,
     incarnation: Incarnation,
 }
 
@@ -28,8 +31,16 @@ impl Hub {
             observer: Observer::new(),
             frontend: FrontendStats::new(),
             merger: Mutex::new(Merger::new(limits)),
+            registry: process_registry(),
             incarnation,
         }
+    }
+
+    /// The process's registry of the `prometheus` crate, published with everything else: its own
+    /// `process_*` series, and a place for libraries that count with that crate.
+    #[must_use]
+    pub fn registry(&self) -> &prometheus::Registry {
+        &self.registry
     }
 
     /// Where this process's own front end records.
@@ -77,6 +88,12 @@ impl Hub {
         self.merger().retire(source, incarnation);
     }
 
+    /// Requests to look at, by what they took.
+    #[must_use]
+    pub fn exemplars(&self) -> Exemplars {
+        self.observer.exemplars()
+    }
+
     /// All totals now.
     #[must_use]
     pub fn merged(&self) -> Merged {
@@ -99,4 +116,16 @@ impl Hub {
     fn merger(&self) -> MutexGuard<'_, Merger> {
         self.merger.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn process_registry() -> prometheus::Registry {
+    let registry = prometheus::Registry::new();
+    #[cfg(target_os = "linux")]
+    {
+        use prometheus::process_collector::ProcessCollector;
+        if let Err(error) = registry.register(Box::new(ProcessCollector::for_self())) {
+            tracing::warn!(%error, "the process's own series are missing");
+        }
+    }
+    registry
 }

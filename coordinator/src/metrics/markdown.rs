@@ -2,6 +2,8 @@
 use std::fmt::Write;
 
 use shared::metrics::catalogue::CATALOGUE;
+use shared::metrics::compat::Compat;
+use shared::metrics::labels::MODEL_NAME;
 use shared::metrics::{Definition, Kind};
 
 const HEAD: &str = "\
@@ -21,8 +23,17 @@ How to read it:
 - Do not average ratios: divide the sums of numerator and denominator.
 - A worker that dies takes at most one report interval of its own `rank` series with it. Requests and
   tokens are counted by the coordinator and lose nothing.
+- Front ends of their own processes (`tutti frontend`) count their HTTP requests and what they refuse;
+  everything the engine does is counted by the coordinator, so no total depends on how many front ends
+  there are. A front end that is killed takes at most one report interval (0.5 s) of its HTTP series with
+  it, one that stops none.
 - Latencies of parts (queue, prefill, decode, inference, end to end, time per output token) are those of
   requests that ended by `stop` or `length`; sizes and parameters are those of all requests that ended.
+
+Formats: Prometheus text 0.0.4, and OpenMetrics 1.0 when the scraper asks for it, with the id of a
+request beside the buckets of latency histograms (exemplars); gzip when asked for. The coordinator's own
+`process_*` series come from the `prometheus` crate. Application metrics (`shared::metrics::application`)
+appear under the names that the application gave them.
 
 In every single scrape:
 
@@ -38,8 +49,8 @@ In every single scrape:
 pub fn markdown() -> String {
     let mut page = String::from(HEAD);
     page.push_str("\n## Series\n\n");
-    page.push_str("| name | type | unit | labels | measured by | merged by | meaning |\n");
-    page.push_str("| --- | --- | --- | --- | --- | --- | --- |\n");
+    page.push_str("| name | type | unit | labels | measured by | merged by | meaning | there |\n");
+    page.push_str("| --- | --- | --- | --- | --- | --- | --- | --- |\n");
     for definition in CATALOGUE {
         row(&mut page, definition);
     }
@@ -51,6 +62,15 @@ pub fn markdown() -> String {
             let _ = writeln!(page, "| `{}` | {} |", definition.name, bounds.join(" "));
         }
     }
+    page.push_str(
+        "\n## Names of other servers\n\nPublished beside ours from the same totals with \
+         `--metrics-compat vllm,aphrodite`; with `model_name`, and `engine` for `replica`.\n\n\
+         | name | series |\n| --- | --- |\n",
+    );
+    for alias in [Compat::Vllm, Compat::Aphrodite].iter().flat_map(|compat| compat.aliases()) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(page, "| `{}` | `{}` |", alias.name, alias.source().definition().name);
+    }
     page
 }
 
@@ -60,23 +80,22 @@ fn row(page: &mut String, definition: &Definition) {
         Kind::Gauge(_) => "gauge",
         Kind::Histogram(_) => "histogram",
     };
-    let labels: Vec<_> = definition
-        .labels
-        .iter()
-        .map(|label| match label.values {
-            [] => format!("`{}`", label.name),
-            values => format!("`{}` ({})", label.name, values.join(", ")),
-        })
-        .collect();
+    let model = definition.model.then(|| format!("`{MODEL_NAME}`"));
+    let labels = definition.labels.iter().map(|label| match label.values {
+        [] => format!("`{}`", label.name),
+        values => format!("`{}` ({})", label.name, values.join(", ")),
+    });
+    let labels: Vec<String> = model.into_iter().chain(labels).collect();
     // Writing to a String cannot fail.
     let _ = writeln!(
         page,
-        "| `{}` | {kind} | {} | {} | {} | {} | {} |",
+        "| `{}` | {kind} | {} | {} | {} | {} | {} | {} |",
         definition.name,
         definition.unit.as_str(),
         labels.join(", "),
         definition.owner.as_str(),
         definition.merge_rule(),
         definition.help,
+        definition.when.map_or_else(|| "always".to_owned(), |when| format!("when {when}")),
     );
 }

@@ -21,7 +21,7 @@ use shared::metrics::labels::{
     ActorState, FinishedReason, LabelValue, NO_REPLICA, PromptSource, RejectReason, WaitingReason,
 };
 use shared::metrics::local::PerValue;
-use shared::metrics::{Counter, Gauge, Histogram, LocalStats, PartialSnapshot};
+use shared::metrics::{Counter, Exemplars, Gauge, Histogram, LocalStats, PartialSnapshot};
 
 pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
@@ -163,6 +163,12 @@ impl Observer {
         let cells = &mut *self.record().cells;
         cells.reports += 1;
         (cells.reports, cells.stats.snapshot())
+    }
+
+    /// Requests to look at, by what they took.
+    #[must_use]
+    pub fn exemplars(&self) -> Exemplars {
+        self.record().cells.stats.exemplars()
     }
 }
 

@@ -102,11 +102,11 @@ impl ReplicaDriver {
             n,
             max_tokens: request.max_tokens,
         };
-        let arrived = request.arrived;
+        let (arrived, response_id) = (request.arrived, request.response_id.clone());
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
-                let mut track = recording.accepted(arrived, n);
+                let mut track = recording.accepted(arrived, n, &response_id);
                 recording.routed(&mut track, self.id);
                 drop(recording);
                 self.stop_checks.extend(seqs.into_iter().zip(stop_checks));

@@ -85,7 +85,6 @@ impl Definition {
         }
     }
 
-
     /// The upper bounds of a histogram's buckets without the infinite one; empty for other kinds.
     #[must_use]
     pub fn buckets(&self) -> &'static [f64] {

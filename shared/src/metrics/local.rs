@@ -3,6 +3,7 @@
 //! A series with its label values is resolved once into a handle; recording through a handle is an
 //! index and an addition: no string, no hash, no lock, no allocation. Whoever shares a
 //! [`LocalStats`] between threads puts it behind one lock of its own.
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::catalogue::OBSERVATIONS_REFUSED;
@@ -57,7 +58,26 @@ enum Cell {
 struct HistogramCell {
     bounds: &'static [f64],
     totals: HistogramTotals,
+    /// By bucket; empty for histograms without.
+    exemplars: Vec<Option<Exemplar>>,
 }
+
+/// One observation of a bucket, with the request it came from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exemplar {
+    /// The id of the response that its client saw.
+    pub request_id: Arc<str>,
+    /// The value observed.
+    pub value: f64,
+    /// When, by the process's clock.
+    pub at: Duration,
+}
+
+/// The exemplars of a process: series, label values, bucket, exemplar.
+pub type Exemplars = Vec<(SeriesId, LabelValues, usize, Exemplar)>;
+
+/// An exemplar is replaced when it is older than this: a busy histogram pays for one now and then.
+const EXEMPLAR_AGE: Duration = Duration::from_secs(1);
 
 impl Default for LocalStats {
     fn default() -> Self {
@@ -111,7 +131,8 @@ impl LocalStats {
         let bounds = id.series().definition().buckets();
         let cell = self.resolve(id.series(), &labels, |stats| {
             let totals = HistogramTotals::empty(bounds.len());
-            stats.histograms.push(HistogramCell { bounds, totals });
+            let exemplars = Vec::new();
+            stats.histograms.push(HistogramCell { bounds, totals, exemplars });
             Cell::Histogram(stats.histograms.len() - 1)
         });
         Histogram(if let Some(Cell::Histogram(cell)) = cell { cell } else { NOWHERE })
@@ -165,6 +186,44 @@ impl LocalStats {
     /// Observes a duration in seconds, exactly.
     pub fn observe_duration(&mut self, histogram: Histogram, value: Duration) {
         self.record(histogram, value.as_secs_f64(), value.as_nanos(), 1);
+    }
+
+    /// Observes a duration as [`LocalStats::observe_duration`] does and remembers, now and then,
+    /// which request it was of.
+    pub fn observe_exemplar(
+        &mut self,
+        histogram: Histogram,
+        value: Duration,
+        request_id: &Arc<str>,
+        now: Duration,
+    ) {
+        self.observe_duration(histogram, value);
+        let Some(cell) = self.histograms.get_mut(histogram.0) else { return };
+        let value = value.as_secs_f64();
+        let bucket = cell.bounds.partition_point(|bound| *bound < value);
+        if cell.exemplars.is_empty() {
+            cell.exemplars.resize(cell.bounds.len() + 1, None);
+        }
+        let Some(held) = cell.exemplars.get_mut(bucket) else { return };
+        let young = |held: &Exemplar| now.saturating_sub(held.at) < EXEMPLAR_AGE;
+        if !held.as_ref().is_some_and(young) {
+            let request_id = request_id.clone();
+            *held = Some(Exemplar { request_id, value, at: now });
+        }
+    }
+
+    /// All exemplars.
+    #[must_use]
+    pub fn exemplars(&self) -> Exemplars {
+        let mut all = Vec::new();
+        for entry in &self.index {
+            let Cell::Histogram(cell) = entry.cell else { continue };
+            for (bucket, exemplar) in self.histograms[cell].exemplars.iter().enumerate() {
+                let labels = LabelValues::clone(&entry.labels);
+                all.extend(exemplar.clone().map(|held| (entry.id, labels, bucket, held)));
+            }
+        }
+        all
     }
 
     /// Takes all totals. Costs one allocation per histogram.

@@ -21,6 +21,12 @@ impl Merged {
         self.series.iter().map(|(id, family)| (id.definition(), family))
     }
 
+    /// One family, if any of its series exists.
+    #[must_use]
+    pub fn family(&self, id: SeriesId) -> Option<&BTreeMap<LabelValues, Value>> {
+        self.series.get(&id)
+    }
+
     /// One counter, if it exists.
     #[must_use]
     pub fn counter<const L: usize>(&self, id: CounterId<L>, labels: [&str; L]) -> Option<u64> {
@@ -147,7 +153,7 @@ impl Merged {
 }
 
 /// A value that is one number.
-fn scalar(value: &Value) -> Option<f64> {
+pub(super) fn scalar(value: &Value) -> Option<f64> {
     match value {
         Value::Counter(total) => Some(*total as f64),
         Value::Gauge(value) => Some(*value),

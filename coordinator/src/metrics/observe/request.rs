@@ -2,6 +2,7 @@
 //!
 //! A [`RequestTrack`] travels with the request. It knows which gauge the request is counted in, so
 //! that no event can leave running, waiting and in flight disagreeing.
+use std::sync::Arc;
 use std::time::Duration;
 
 use shared::ids::ReplicaId;
@@ -16,6 +17,7 @@ use super::{Cells, Level, Recording, WAITING_AT_REPLICA};
 #[must_use = "a request that is never ended stays in flight"]
 pub struct RequestTrack {
     place: Place,
+    response_id: Arc<str>,
     arrived: Duration,
     first_scheduled: Option<Duration>,
     first_token: Option<Duration>,
@@ -74,15 +76,16 @@ impl RequestTrack {
 }
 
 impl Recording<'_> {
-    /// A request was taken into the queue. It arrived at `arrived` and has `n` choices; no replica
-    /// holds it yet.
-    pub fn accepted(&mut self, arrived: Duration, n: u32) -> RequestTrack {
+    /// A request was taken into the queue. It arrived at `arrived` and has `n` choices, its client
+    /// knows it as `response_id`; no replica holds it yet.
+    pub fn accepted(&mut self, arrived: Duration, n: u32, response_id: &Arc<str>) -> RequestTrack {
         let Cells { stats, fixed, waiting_for_replica, .. } = &mut *self.cells;
         stats.add(fixed.accepted, 1);
         fixed.in_flight.up(stats);
         waiting_for_replica.up(stats);
         RequestTrack {
             place: Place::NoReplica,
+            response_id: response_id.clone(),
             arrived,
             first_scheduled: None,
             first_token: None,
@@ -143,7 +146,8 @@ impl Recording<'_> {
         let Cells { stats, fixed, .. } = &mut *self.cells;
         if track.first_token.is_none() {
             track.first_token = Some(now);
-            stats.observe_duration(fixed.ttft, now.saturating_sub(track.arrived));
+            let waited = now.saturating_sub(track.arrived);
+            stats.observe_exemplar(fixed.ttft, waited, &track.response_id, now);
         }
         track.last_token = Some(now);
         track.tokens += u64::from(count);
@@ -153,7 +157,9 @@ impl Recording<'_> {
         // A choice's own first token follows the prompt, not a token: it closes no gap.
         let gaps = if before.is_some() { count } else { count - 1 };
         let span = now.saturating_sub(before.unwrap_or(now));
-        if gaps > 0 {
+        if gaps == 1 {
+            stats.observe_exemplar(fixed.inter_token, span, &track.response_id, now);
+        } else if gaps > 1 {
             let gap = span.as_secs_f64() / f64::from(gaps);
             stats.observe_n(fixed.inter_token, gap, u64::from(gaps));
         }
@@ -231,20 +237,25 @@ impl Cells {
 
     fn latencies(&mut self, track: &RequestTrack, now: Duration) {
         let Self { stats, fixed, .. } = self;
-        stats.observe_duration(fixed.e2e, now.saturating_sub(track.arrived));
+        let mut observe = |histogram, from: Duration, to: Duration| {
+            stats.observe_exemplar(histogram, to.saturating_sub(from), &track.response_id, now);
+        };
+        observe(fixed.e2e, track.arrived, now);
         let Some(scheduled) = track.first_scheduled else { return };
-        stats.observe_duration(fixed.queue, scheduled.saturating_sub(track.arrived));
+        observe(fixed.queue, track.arrived, scheduled);
         let (Some(first), Some(last)) = (track.first_token, track.last_token) else { return };
-        stats.observe_duration(fixed.prefill, first.saturating_sub(scheduled));
-        stats.observe_duration(fixed.decode, last.saturating_sub(first));
-        stats.observe_duration(fixed.inference, last.saturating_sub(scheduled));
+        observe(fixed.prefill, scheduled, first);
+        observe(fixed.decode, first, last);
+        observe(fixed.inference, scheduled, last);
         // Choices run side by side: per choice, as many tokens follow its first.
         let choices = track.choices.iter().filter(|choice| choice.tokens > 0).count() as u64;
         let after_first = track.tokens.saturating_sub(choices);
         if after_first > 0 && choices > 0 {
             let per_choice = after_first as f64 / choices as f64;
             let mean = last.saturating_sub(first).as_secs_f64() / per_choice;
-            stats.observe(fixed.time_per_output_token, mean);
+            let mean = Duration::try_from_secs_f64(mean).unwrap_or_default();
+            let id = &track.response_id;
+            stats.observe_exemplar(fixed.time_per_output_token, mean, id, now);
         }
     }
 }

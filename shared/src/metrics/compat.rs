@@ -1,0 +1,229 @@
+//! PURE: the names that other servers publish, from the same totals.
+//!
+//! Dashboards, autoscaling rules and gateway pickers written for those servers work unchanged. The
+//! names are theirs (a colon, `_perc` for a ratio), so a linter objects to them; ours stay clean.
+//! Buckets are ours: theirs are a subset wherever a query could name one.
+use std::collections::BTreeMap;
+
+use super::catalogue as ours;
+use super::definition::{GaugeMerge, Kind, SeriesId};
+use super::merged::{Merged, merge, scalar};
+use super::snapshot::{LabelValues, Value};
+
+/// A server whose names can be published too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Compat {
+    /// The `vllm:` names; replicas are engines.
+    Vllm,
+    /// The `aphrodite:` names; one series for the whole cluster.
+    Aphrodite,
+}
+
+/// One name of another server.
+#[derive(Clone, Copy, Debug)]
+pub struct Alias {
+    /// The name.
+    pub name: &'static str,
+    source: From,
+    /// Their label, and ours that gives its value. Labels that are not named are summed over.
+    labels: &'static [(&'static str, &'static str)],
+}
+
+/// Where an alias's values come from.
+#[derive(Clone, Copy, Debug)]
+enum From {
+    Series(SeriesId),
+    /// Sums of both, divided.
+    Ratio(SeriesId, SeriesId),
+}
+
+/// The series of an alias now.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AliasFamily {
+    /// The name.
+    pub name: &'static str,
+    /// What it means, and which series of ours it is.
+    pub help: String,
+    /// Counter, gauge or histogram.
+    pub kind: Kind,
+    /// How many of a counter's integers make 1.
+    pub scale: f64,
+    /// Label names, in the order of the values.
+    pub labels: Vec<&'static str>,
+    /// The values.
+    pub series: BTreeMap<LabelValues, Value>,
+}
+
+const ENGINE: (&str, &str) = ("engine", "replica");
+const REASON: (&str, &str) = ("finished_reason", "finished_reason");
+
+macro_rules! aliases {
+    ($($name:literal = $source:expr, [$($label:expr),*];)*) => {
+        &[$(Alias { name: $name, source: $source, labels: &[$($label),*] },)*]
+    };
+}
+
+macro_rules! of {
+    ($id:ident) => {
+        From::Series(ours::$id.series())
+    };
+    ($part:ident / $whole:ident) => {
+        From::Ratio(ours::$part.series(), ours::$whole.series())
+    };
+}
+
+const VLLM: &[Alias] = aliases! {
+    "vllm:num_requests_running" = of!(REQUESTS_RUNNING), [ENGINE];
+    "vllm:num_requests_waiting" = of!(REQUESTS_WAITING), [ENGINE];
+    "vllm:num_requests_waiting_by_reason" = of!(REQUESTS_WAITING), [ENGINE, ("reason", "reason")];
+    "vllm:num_requests_swapped" = of!(REQUESTS_SWAPPED), [ENGINE];
+    "vllm:kv_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [ENGINE];
+    "vllm:gpu_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [ENGINE];
+    "vllm:cache_config_info" = of!(CACHE_CONFIG_INFO),
+        [("block_size", "block_size"), ENGINE, ("num_gpu_blocks", "num_blocks")];
+    "vllm:prefix_cache_queries_total" = of!(PREFIX_CACHE_QUERIES), [ENGINE];
+    "vllm:prefix_cache_hits_total" = of!(PREFIX_CACHE_HITS), [ENGINE];
+    "vllm:num_preemptions_total" = of!(PREEMPTIONS), [ENGINE];
+    "vllm:prompt_tokens_total" = of!(PROMPT_TOKENS), [ENGINE];
+    "vllm:prompt_tokens_by_source_total" = of!(PROMPT_TOKENS_BY_SOURCE),
+        [ENGINE, ("source", "source")];
+    "vllm:generation_tokens_total" = of!(GENERATION_TOKENS), [ENGINE];
+    "vllm:request_success_total" = of!(REQUEST_SUCCESS), [REASON];
+    "vllm:request_prompt_tokens" = of!(REQUEST_PROMPT_TOKENS), [];
+    "vllm:request_generation_tokens" = of!(REQUEST_GENERATION_TOKENS), [];
+    "vllm:request_max_num_generation_tokens" = of!(REQUEST_MAX_NUM_GENERATION_TOKENS), [];
+    "vllm:request_params_max_tokens" = of!(REQUEST_PARAMS_MAX_TOKENS), [];
+    "vllm:request_params_n" = of!(REQUEST_PARAMS_N), [];
+    "vllm:request_params_best_of" = of!(REQUEST_PARAMS_BEST_OF), [];
+    "vllm:iteration_tokens_total" = of!(ITERATION_TOKENS), [ENGINE];
+    "vllm:time_to_first_token_seconds" = of!(TIME_TO_FIRST_TOKEN), [];
+    "vllm:inter_token_latency_seconds" = of!(INTER_TOKEN_LATENCY), [];
+    "vllm:time_per_output_token_seconds" = of!(INTER_TOKEN_LATENCY), [];
+    "vllm:request_time_per_output_token_seconds" = of!(REQUEST_TIME_PER_OUTPUT_TOKEN), [];
+    "vllm:e2e_request_latency_seconds" = of!(E2E_REQUEST_LATENCY), [];
+    "vllm:request_queue_time_seconds" = of!(REQUEST_QUEUE_TIME), [];
+    "vllm:request_inference_time_seconds" = of!(REQUEST_INFERENCE_TIME), [];
+    "vllm:request_prefill_time_seconds" = of!(REQUEST_PREFILL_TIME), [];
+    "vllm:request_decode_time_seconds" = of!(REQUEST_DECODE_TIME), [];
+    "vllm:spec_decode_num_draft_tokens_total" = of!(SPEC_DECODE_DRAFT_TOKENS), [ENGINE];
+    "vllm:spec_decode_num_accepted_tokens_total" = of!(SPEC_DECODE_ACCEPTED_TOKENS), [ENGINE];
+};
+
+const APHRODITE: &[Alias] = aliases! {
+    "aphrodite:num_requests_running" = of!(REQUESTS_RUNNING), [];
+    "aphrodite:num_requests_waiting" = of!(REQUESTS_WAITING), [];
+    "aphrodite:num_requests_swapped" = of!(REQUESTS_SWAPPED), [];
+    "aphrodite:gpu_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [];
+    "aphrodite:cpu_cache_usage_perc" = of!(HOST_KV_CACHE_BLOCKS_USED / HOST_KV_CACHE_BLOCKS), [];
+    "aphrodite:num_preemptions_total" = of!(PREEMPTIONS), [];
+    "aphrodite:prompt_tokens_total" = of!(PROMPT_TOKENS), [];
+    "aphrodite:generation_tokens_total" = of!(GENERATION_TOKENS), [];
+    "aphrodite:time_to_first_token_seconds" = of!(TIME_TO_FIRST_TOKEN), [];
+    "aphrodite:time_per_output_token_seconds" = of!(INTER_TOKEN_LATENCY), [];
+    "aphrodite:e2e_request_latency_seconds" = of!(E2E_REQUEST_LATENCY), [];
+    "aphrodite:request_prompt_tokens" = of!(REQUEST_PROMPT_TOKENS), [];
+    "aphrodite:request_generation_tokens" = of!(REQUEST_GENERATION_TOKENS), [];
+    "aphrodite:request_params_best_of" = of!(REQUEST_PARAMS_BEST_OF), [];
+    "aphrodite:request_params_n" = of!(REQUEST_PARAMS_N), [];
+    "aphrodite:request_success_total" = of!(REQUEST_SUCCESS), [REASON];
+    "aphrodite:spec_decode_draft_acceptance_rate" =
+        of!(SPEC_DECODE_ACCEPTED_TOKENS / SPEC_DECODE_DRAFT_TOKENS), [];
+    "aphrodite:spec_decode_efficiency" =
+        of!(SPEC_DECODE_EMITTED_TOKENS / SPEC_DECODE_EMITTABLE_TOKENS), [];
+    "aphrodite:spec_decode_num_accepted_tokens_total" = of!(SPEC_DECODE_ACCEPTED_TOKENS), [];
+    "aphrodite:spec_decode_num_draft_tokens_total" = of!(SPEC_DECODE_DRAFT_TOKENS), [];
+    "aphrodite:spec_decode_num_emitted_tokens_total" = of!(SPEC_DECODE_EMITTED_TOKENS), [];
+    "aphrodite:avg_prompt_throughput_toks_per_s" = of!(PROMPT_THROUGHPUT), [];
+    "aphrodite:avg_generation_throughput_toks_per_s" = of!(GENERATION_THROUGHPUT), [];
+    "aphrodite:cache_config_info" = of!(CACHE_CONFIG_INFO),
+        [("block_size", "block_size"), ("num_gpu_blocks", "num_blocks")];
+};
+
+impl Compat {
+    /// Every name it has.
+    #[must_use]
+    pub const fn aliases(self) -> &'static [Alias] {
+        match self {
+            Self::Vllm => VLLM,
+            Self::Aphrodite => APHRODITE,
+        }
+    }
+
+    /// Its families, where ours exist.
+    pub fn families(self, merged: &Merged) -> impl Iterator<Item = AliasFamily> {
+        self.aliases().iter().filter_map(|alias| alias.family(merged))
+    }
+}
+
+impl Alias {
+    /// The series of ours that it stands for.
+    #[must_use]
+    pub fn source(&self) -> SeriesId {
+        match self.source {
+            From::Series(id) | From::Ratio(id, _) => id,
+        }
+    }
+
+    fn family(&self, merged: &Merged) -> Option<AliasFamily> {
+        let definition = self.source().definition();
+        let (kind, series, help) = match self.source {
+            From::Series(id) => {
+                (definition.kind, self.regroup(merged, id)?, definition.help.to_owned())
+            }
+            From::Ratio(part, whole) => {
+                let (parts, wholes) = (self.regroup(merged, part)?, self.regroup(merged, whole)?);
+                let ratio = |(labels, part): (LabelValues, Value)| {
+                    let whole = scalar(wholes.get(&labels)?)?;
+                    let ratio = scalar(&part)? / whole;
+                    (whole > 0.0).then_some((labels, Value::Gauge(ratio)))
+                };
+                let series: BTreeMap<_, _> = parts.into_iter().filter_map(ratio).collect();
+                let whole = whole.definition().name;
+                let help = format!("{} divided by {whole}.", definition.name);
+                (Kind::Gauge(GaugeMerge::Sum), series, help)
+            }
+        };
+        (!series.is_empty()).then(|| AliasFamily {
+            name: self.name,
+            help,
+            kind,
+            scale: definition.counter_scale(),
+            labels: self.labels.iter().map(|(theirs, _)| *theirs).collect(),
+            series,
+        })
+    }
+
+    /// One of our families under their labels.
+    fn regroup(&self, merged: &Merged, id: SeriesId) -> Option<BTreeMap<LabelValues, Value>> {
+        let definition = id.definition();
+        let places: Vec<Option<usize>> = self
+            .labels
+            .iter()
+            .map(|(_, ours)| definition.labels.iter().position(|label| label.name == *ours))
+            .collect();
+        let mut grouped: BTreeMap<LabelValues, Value> = BTreeMap::new();
+        for (labels, value) in merged.family(id)? {
+            let theirs: LabelValues = places
+                .iter()
+                .map(|place| place.and_then(|place| labels.get(place)))
+                .map(|value| value.map_or("", |value| their_value(value)).to_owned())
+                .collect();
+            match grouped.get_mut(&theirs) {
+                Some(held) => merge(definition.kind, held, value),
+                None => {
+                    grouped.insert(theirs, value.clone());
+                }
+            }
+        }
+        Some(grouped)
+    }
+}
+
+/// What a label value of ours is called there.
+fn their_value(value: &str) -> &str {
+    match value {
+        "preempted" => "capacity",
+        "no_replica" => "deferred",
+        value => value,
+    }
+}
