@@ -14,6 +14,8 @@ use std::time::Duration;
 use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
+use shared::metrics::SharedStats;
+use shared::metrics::application::Metrics;
 use shared::protocol::{FrontendHello, FrontendWelcome};
 use tokio::sync::oneshot;
 
@@ -42,6 +44,8 @@ pub struct FrontendOptions {
     pub nvml: Option<PathBuf>,
     /// Drawn at random for this process.
     pub run: u64,
+    /// What the application counts; reported with everything else.
+    pub application: Metrics,
 }
 
 /// A front end cannot start, or cannot go on.
@@ -114,6 +118,7 @@ impl Frontend {
         }
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let stats = FrontendStats::new();
+        let process = SharedStats::default();
         let readiness = Arc::new(Mutex::new(Readiness {
             ready: false,
             message: "the coordinator has not said yet".to_owned(),
@@ -141,7 +146,8 @@ impl Frontend {
             stats,
             commands,
             readiness,
-            options.nvml,
+            process,
+            options.application,
         );
         let (stop, stopped) = oneshot::channel();
         let (end, ended) = oneshot::channel();

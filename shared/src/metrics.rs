@@ -7,6 +7,7 @@
 //! - [`local`]: plain cells of one process or thread, addressed by handles
 //! - [`rank`]: the series of one rank of a replica, as a worker's executor records them
 //! - [`snapshot`]: running totals as they travel
+//! - [`application`]: what users of the runtime count
 //! - [`compat`]: the names that other servers publish, from the same totals
 //! - [`merger`]: reports of all sources to one total; [`merged`]: that total, to be read
 //!
@@ -16,6 +17,7 @@
 //! The algebra: a source reports running totals stamped (source, incarnation, sequence). Within an
 //! incarnation the highest sequence wins; incarnations and sources add. So repeated, reordered and
 //! lost reports do no harm, and a total never falls.
+pub mod application;
 pub mod catalogue;
 pub mod compat;
 pub mod definition;
@@ -29,7 +31,7 @@ pub mod snapshot;
 pub use definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
-pub use local::{Counter, Exemplar, Exemplars, Gauge, Histogram, LocalStats};
+pub use local::{Counter, Exemplar, Exemplars, Gauge, Histogram, LocalStats, SharedStats};
 pub use merged::Merged;
 pub use merger::{Applied, Limits, Merger, Refused, Source};
 pub use rank::RankStats;

@@ -4,6 +4,7 @@
     clippy::panic,
     reason = "a test's helpers may fail it where they stand"
 )]
+mod application;
 mod catalogue;
 mod docs;
 mod exposition;

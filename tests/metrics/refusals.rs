@@ -71,7 +71,7 @@ fn with(index: usize, value: Value) -> PartialSnapshot {
 
 #[test]
 fn another_catalogue() {
-    let bad = PartialSnapshot { catalogue: 1, series: honest() };
+    let bad = PartialSnapshot { catalogue: 1, ..report(honest()) };
     refused(bad, ReportRefusal::CatalogueMismatch);
 }
 

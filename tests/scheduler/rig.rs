@@ -122,6 +122,8 @@ impl Rig {
             max_tokens: client.max_tokens,
             end_tokens: client.end_tokens.clone(),
             arrived: Duration::ZERO,
+            stops: Vec::new().into(),
+            response_id: "cmpl-1".into(),
         };
         let before = self.scheduler.gauges();
         let seqs = self.scheduler.submit(request).inspect_err(|_| {

@@ -2,7 +2,8 @@
 use std::time::{Duration, Instant};
 
 use shared::ids::{Epoch, WorkerId};
-use shared::metrics::RankStats;
+use shared::metrics::application::Metrics;
+use shared::metrics::{RankStats, SharedStats};
 use shared::protocol::{Form, Formed, FromWorker, StepResult, WorkerStats};
 
 use crate::actor::Uplink;
@@ -15,15 +16,30 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct LinkOutbox {
     uplink: Uplink,
+    process: SharedStats,
+    application: Metrics,
     stats: Option<(WorkerId, RankStats)>,
     last_report: Option<Instant>,
 }
 
 impl LinkOutbox {
-    /// Sends through `uplink`.
+    /// Sends through `uplink`, and reports what other threads of the process measure and what the
+    /// application counts.
     #[must_use]
-    pub fn new(uplink: Uplink) -> Self {
-        Self { uplink, stats: None, last_report: None }
+    pub fn new(uplink: Uplink, process: SharedStats, application: Metrics) -> Self {
+        Self { uplink, process, application, stats: None, last_report: None }
+    }
+
+    /// The stats under the slot that the coordinator gave.
+    fn stats(&mut self) -> &mut RankStats {
+        let worker = self.uplink.worker();
+        // Another slot is another coordinator, which counts from zero.
+        let current = self.stats.take().filter(|(known, _)| *known == worker);
+        let stats = current.unwrap_or_else(|| {
+            let (process, application) = (self.process.clone(), self.application.clone());
+            (worker, RankStats::new(worker).with_process(process, application))
+        });
+        &mut self.stats.insert(stats).1
     }
 }
 
@@ -42,8 +58,7 @@ impl Outbox for LinkOutbox {
     }
 
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats {
-        let Some((_, stats)) = &mut self.stats else { return WorkerStats::default() };
-        stats.step(&result.timings);
+        self.stats().step(&result.timings);
         if self.last_report.is_some_and(|last| last.elapsed() < REPORT_INTERVAL) {
             return WorkerStats::default();
         }
@@ -51,21 +66,13 @@ impl Outbox for LinkOutbox {
     }
 
     fn loaded(&mut self, form: &Form, formed: &Formed) {
-        let worker = self.uplink.worker();
-        // Another slot is another coordinator, which counts from zero.
-        if self.stats.as_ref().is_none_or(|(known, _)| *known != worker) {
-            self.stats = Some((worker, RankStats::new(worker)));
-        }
-        if let Some((_, stats)) = &mut self.stats {
-            let load = Duration::from_secs_f64(formed.load_seconds.max(0.0));
-            stats.formed(form.replica, form.rank, formed.weight_bytes, load);
-        }
+        let load = Duration::from_secs_f64(formed.load_seconds.max(0.0));
+        self.stats().formed(form.replica, form.rank, formed.weight_bytes, load);
     }
 
     fn report(&mut self) -> WorkerStats {
         self.last_report = Some(Instant::now());
-        let Some((_, stats)) = &mut self.stats else { return WorkerStats::default() };
-        stats.report().unwrap_or_else(|error| {
+        self.stats().report().unwrap_or_else(|error| {
             tracing::error!(%error, "stats cannot be reported");
             WorkerStats::default()
         })

@@ -9,6 +9,8 @@ use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
+use shared::metrics::SharedStats;
+use shared::metrics::application::Metrics;
 use shared::protocol::{DeviceKind, Hello};
 use tokio::sync::oneshot;
 
@@ -33,6 +35,8 @@ pub struct WorkerOptions {
     pub collective_listen: Option<SocketAddr>,
     /// This process run.
     pub incarnation: u64,
+    /// What the application counts; reported with everything else.
+    pub application: Metrics,
 }
 
 /// Runs a worker on the current actix system until it ends.
@@ -48,10 +52,11 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
+    let process = SharedStats::default();
     let threads = options.threads.max(1);
     let executor = Executor::spawn(
         move || CpuRank::new(threads as usize, listener),
-        LinkOutbox::new(uplink.clone()),
+        LinkOutbox::new(uplink.clone(), process, options.application),
     )?;
     let hello = Hello {
         node: options.node,

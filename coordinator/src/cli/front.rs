@@ -1,6 +1,8 @@
 //! `tutti frontend`: HTTP in a process of its own, until it is told to stop.
 use coordinator::frontend::{Frontend, FrontendOptions};
 
+use shared::metrics::application::Metrics;
+
 use super::output::print_line;
 use super::work::{cores, default_node, interrupted, random};
 use super::{CliError, FrontendArgs, logging};
@@ -15,6 +17,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         http_threads: args.http_threads.unwrap_or_else(|| cores().clamp(1, 8)) as usize,
         nvml: None,
         run: random(),
+        application: Metrics::new(),
     };
     actix::System::new().block_on(async move {
         let started = tokio::select! {

@@ -3,6 +3,7 @@ use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 
+use shared::metrics::application::Metrics;
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
 use worker::run::WorkerOptions;
@@ -20,6 +21,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
         collective_listen: args.collective_listen,
         incarnation: random(),
+        application: Metrics::new(),
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
     let end = actix::System::new().block_on(async move {

@@ -1,7 +1,6 @@
 //! A front end's link to the coordinator: requests out, events in, stats on a timer; dials again
 //! for ever.
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -10,8 +9,9 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
 use shared::ids::RequestId;
-use shared::metrics::encode_snapshot;
+use shared::metrics::application::Metrics;
 use shared::metrics::labels::RejectReason;
+use shared::metrics::{SharedStats, encode_snapshot};
 use shared::protocol::{
     EngineError, EngineEvent, FromFrontend, FrontendHello, FrontendWelcome, Serving, SubmitRequest,
     ToFrontend, WorkerStats,
@@ -83,7 +83,8 @@ pub(super) struct Uplink {
     stats: FrontendStats,
     commands: mpsc::Receiver<EngineCommand>,
     readiness: Arc<Mutex<Readiness>>,
-    nvml: Option<PathBuf>,
+    process: SharedStats,
+    application: Metrics,
     live: HashMap<RequestId, Live>,
 }
 
@@ -104,10 +105,22 @@ impl Uplink {
         stats: FrontendStats,
         commands: mpsc::Receiver<EngineCommand>,
         readiness: Arc<Mutex<Readiness>>,
-        nvml: Option<PathBuf>,
+        process: SharedStats,
+        application: Metrics,
     ) -> Self {
         let live = HashMap::new();
-        Self { coordinator, hello, serving, clock, stats, commands, readiness, nvml, live }
+        Self {
+            coordinator,
+            hello,
+            serving,
+            clock,
+            stats,
+            commands,
+            readiness,
+            process,
+            application,
+            live,
+        }
     }
 
     /// Serves until it is told to stop (`None`) or cannot go on.
@@ -230,7 +243,9 @@ impl Uplink {
     }
 
     async fn report(&mut self, link: &RemoteAddr<FromFrontend>) -> Result<(), String> {
-        let (sequence, snapshot) = self.stats.report();
+        let (sequence, mut snapshot) = self.stats.report();
+        snapshot.add(self.process.snapshot());
+        snapshot.application = self.application.snapshot();
         match encode_snapshot(&snapshot) {
             Ok(snapshot) => {
                 let stats = FromFrontend::Stats(WorkerStats { sequence, snapshot });

@@ -13,7 +13,7 @@ use std::time::Duration;
 use prometheus::proto::{MetricFamily, MetricType};
 use shared::metrics::compat::Compat;
 use shared::metrics::labels::MODEL_NAME;
-use shared::metrics::{Exemplars, Merged};
+use shared::metrics::{Exemplars, Kind, Merged, application};
 
 use self::writer::{Family, Writer};
 use super::logger::StatLogger;
@@ -105,7 +105,8 @@ impl Page<'_> {
                 &Family {
                     name: definition.name,
                     help: definition.help,
-                    kind: definition.kind,
+                    kind: word(definition.kind),
+                    bounds: definition.buckets(),
                     scale: definition.counter_scale(),
                     constant,
                     labels: &labels,
@@ -114,13 +115,36 @@ impl Page<'_> {
                 self.exemplars,
             );
         }
+        for family in self.merged.application() {
+            let declaration = &family.declaration;
+            let (kind, bounds) = match &declaration.kind {
+                application::Kind::Counter => ("counter", &[][..]),
+                application::Kind::Gauge(_) => ("gauge", &[][..]),
+                application::Kind::Histogram(bounds) => ("histogram", bounds.as_slice()),
+            };
+            let labels: Vec<&str> = declaration.tags.iter().map(String::as_str).collect();
+            writer.family(
+                &Family {
+                    name: &declaration.name,
+                    help: &declaration.help,
+                    kind,
+                    bounds,
+                    scale: 1.0,
+                    constant: None,
+                    labels: &labels,
+                },
+                family.series.iter().map(|(labels, value)| (&**labels, value)),
+                &Vec::new(),
+            );
+        }
         for compat in &options.compat {
             for family in compat.families(self.merged) {
                 writer.family(
                     &Family {
                         name: family.name,
                         help: &family.help,
-                        kind: family.kind,
+                        kind: word(family.kind),
+                        bounds: family.bounds(),
                         scale: family.scale,
                         constant: Some((MODEL_NAME, options.model_name.as_str())),
                         labels: &family.labels,
@@ -134,6 +158,14 @@ impl Page<'_> {
             gathered(&mut writer, family);
         }
         writer.end();
+    }
+}
+
+fn word(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Counter => "counter",
+        Kind::Gauge(_) => "gauge",
+        Kind::Histogram(_) => "histogram",
     }
 }
 

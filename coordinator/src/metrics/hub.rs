@@ -2,9 +2,10 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use shared::ids::Incarnation;
+use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
 use shared::metrics::{
-    Applied, Exemplars, Limits, Merged, Merger, Refused, Source, decode_snapshot,
+    Applied, Exemplars, Limits, Merged, Merger, Refused, SharedStats, Source, decode_snapshot,
 };
 use shared::protocol::{FrontendId, WorkerStats};
 
@@ -20,6 +21,8 @@ pub struct Hub {
     frontend: FrontendStats,
     merger: Mutex<Merger>,
     registry: prometheus::Registry,
+    process: SharedStats,
+    application: Metrics,
     incarnation: Incarnation,
 }
 
@@ -32,6 +35,8 @@ impl Hub {
             frontend: FrontendStats::new(),
             merger: Mutex::new(Merger::new(limits)),
             registry: process_registry(),
+            process: SharedStats::default(),
+            application: Metrics::new(),
             incarnation,
         }
     }
@@ -41,6 +46,18 @@ impl Hub {
     #[must_use]
     pub fn registry(&self) -> &prometheus::Registry {
         &self.registry
+    }
+
+    /// Where other threads of this process record.
+    #[must_use]
+    pub fn process(&self) -> &SharedStats {
+        &self.process
+    }
+
+    /// What the application counts in this process.
+    #[must_use]
+    pub fn application(&self) -> &Metrics {
+        &self.application
     }
 
     /// Where this process's own front end records.
@@ -72,10 +89,14 @@ impl Hub {
         // Decoded before the lock is taken: the work grows with the report.
         let snapshot = decode_snapshot(&stats.snapshot);
         let mut merger = self.merger();
-        match snapshot {
+        let applied = match snapshot {
             Ok(snapshot) => merger.apply(source, incarnation, stats.sequence, snapshot),
             Err(_) => Err(merger.refuse(ReportRefusal::Malformed, None)),
+        };
+        for line in merger.take_unsaid() {
+            tracing::warn!("{line}");
         }
+        applied
     }
 
     /// The link to a process is gone: its gauges vanish until it reports again.
@@ -99,8 +120,11 @@ impl Hub {
     pub fn merged(&self) -> Merged {
         // Two scrapes at once may arrive here in either order: like any source's reports, the
         // newer one wins.
+        let (sequence, mut snapshot) = self.observer.report();
+        snapshot.add(self.process.snapshot());
+        snapshot.application = self.application.snapshot();
         let own = [
-            (Source::Coordinator, self.observer.report()),
+            (Source::Coordinator, (sequence, snapshot)),
             (Source::Frontend(FrontendId(0)), self.frontend.report()),
         ];
         let mut merger = self.merger();

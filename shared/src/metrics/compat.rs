@@ -139,6 +139,17 @@ const APHRODITE: &[Alias] = aliases! {
         [("block_size", "block_size"), ("num_gpu_blocks", "num_blocks")];
 };
 
+impl AliasFamily {
+    /// The upper bounds of a histogram's buckets; empty for other kinds.
+    #[must_use]
+    pub fn bounds(&self) -> &'static [f64] {
+        match self.kind {
+            Kind::Histogram(bounds) => bounds,
+            Kind::Counter | Kind::Gauge(_) => &[],
+        }
+    }
+}
+
 impl Compat {
     /// Every name it has.
     #[must_use]

@@ -218,6 +218,9 @@ label_enum! {
 label_enum! {
     /// Why a source's report was refused.
     ReportRefusal, "reason" {
+        /// An application metric of it is not legal, or is declared otherwise elsewhere; the rest
+        /// of the report was taken.
+        Application = "application",
         /// Bucket counts do not fit the declared bounds.
         BucketMismatch = "bucket_mismatch",
         /// Its catalogue differs from ours.

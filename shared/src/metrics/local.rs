@@ -3,7 +3,7 @@
 //! A series with its label values is resolved once into a handle; recording through a handle is an
 //! index and an addition: no string, no hash, no lock, no allocation. Whoever shares a
 //! [`LocalStats`] between threads puts it behind one lock of its own.
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::catalogue::OBSERVATIONS_REFUSED;
@@ -38,6 +38,24 @@ pub struct LocalStats {
     gauges: Vec<Option<f64>>,
     histograms: Vec<HistogramCell>,
     refused: PerValue<Counter>,
+}
+
+/// Cells that several threads count in.
+#[derive(Clone, Debug, Default)]
+pub struct SharedStats(Arc<Mutex<LocalStats>>);
+
+impl SharedStats {
+    /// Records with the cells.
+    pub fn with<R>(&self, record: impl FnOnce(&mut LocalStats) -> R) -> R {
+        // A panic elsewhere leaves plain numbers behind, which stay usable.
+        record(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes all totals.
+    #[must_use]
+    pub fn snapshot(&self) -> PartialSnapshot {
+        self.with(|stats| stats.snapshot())
+    }
 }
 
 #[derive(Debug)]

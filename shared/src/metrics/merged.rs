@@ -1,6 +1,7 @@
 //! The totals of the whole cluster at one moment, to be read by whoever publishes them.
 use std::collections::BTreeMap;
 
+use super::application::MergedFamily;
 use super::catalogue::CATALOGUE;
 use super::definition::{CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, SeriesId};
 use super::labels::LabelValue;
@@ -11,6 +12,7 @@ use super::snapshot::{HistogramTotals, LabelValues, Value};
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Merged {
     series: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
+    application: Vec<MergedFamily>,
 }
 
 impl Merged {
@@ -19,6 +21,16 @@ impl Merged {
         &self,
     ) -> impl Iterator<Item = (&'static Definition, &BTreeMap<LabelValues, Value>)> {
         self.series.iter().map(|(id, family)| (id.definition(), family))
+    }
+
+    /// Application metrics, by name.
+    #[must_use]
+    pub fn application(&self) -> &[MergedFamily] {
+        &self.application
+    }
+
+    pub(super) fn set_application(&mut self, application: Vec<MergedFamily>) {
+        self.application = application;
     }
 
     /// One family, if any of its series exists.

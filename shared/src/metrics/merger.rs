@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 
+use super::application::{Applications, Family};
 use super::catalogue::{CATALOGUE_HASH, REPORTS_REFUSED};
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
 use super::labels::{LabelValue, PROCESS_NAME, RANK_NAME, ReportRefusal, WORKER_NAME};
@@ -86,6 +87,7 @@ pub struct Merger {
     gone: BTreeMap<Source, VecDeque<Incarnation>>,
     /// Lost and not heard of again, longest first.
     lost: VecDeque<(Source, Incarnation)>,
+    applications: Applications,
     /// Label sets ever seen, for their bound.
     label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
     /// By [`ReportRefusal::position`].
@@ -98,6 +100,7 @@ struct Live {
     /// Nothing is heard of it: its gauges do not count until it reports again.
     lost: bool,
     series: Vec<SeriesSnapshot>,
+    application: Vec<Family>,
 }
 
 impl Default for Merger {
@@ -116,6 +119,7 @@ impl Merger {
             retired: BTreeMap::new(),
             gone: BTreeMap::new(),
             lost: VecDeque::new(),
+            applications: Applications::default(),
             label_sets: BTreeMap::new(),
             refused: vec![0; ReportRefusal::ALL.len()],
         }
@@ -152,7 +156,14 @@ impl Merger {
         if let Err(series) = self.admit_label_sets(&new) {
             return Err(self.refuse(ReportRefusal::LabelCardinality, Some(series)));
         }
-        let live = Live { sequence, lost: false, series: snapshot.series };
+        let PartialSnapshot { series, mut application, .. } = snapshot;
+        let before = self.live.get(&(source, incarnation));
+        let before = before.map_or(&[][..], |last| &last.application);
+        if !application.is_empty() || !before.is_empty() {
+            let refused = self.applications.admit(&source.to_string(), before, &mut application);
+            self.refused[ReportRefusal::Application.position()] += refused as u64;
+        }
+        let live = Live { sequence, lost: false, series, application };
         if self.live.insert((source, incarnation), live).is_some_and(|old| old.lost) {
             self.lost.retain(|lost| *lost != (source, incarnation));
         }
@@ -188,6 +199,7 @@ impl Merger {
         if live.lost {
             self.lost.retain(|lost| *lost != (source, incarnation));
         }
+        self.applications.retire(&live.application);
         for series in live.series {
             let Some(id) = SeriesId::from_index(series.id) else { continue };
             if matches!(series.value, Value::Gauge(_)) {
@@ -207,6 +219,11 @@ impl Merger {
     pub fn refuse(&mut self, reason: ReportRefusal, series: Option<SeriesId>) -> Refused {
         self.refused[reason.position()] += 1;
         Refused { reason, series }
+    }
+
+    /// What was refused of application metrics and has not been said yet, in words.
+    pub fn take_unsaid(&mut self) -> Vec<String> {
+        self.applications.take_unsaid()
     }
 
     /// The totals now.
@@ -234,6 +251,8 @@ impl Merger {
             merged.add(REPORTS_REFUSED.series(), &labels, &count);
         }
         merged.add_ratios();
+        let live = self.live.values().map(|live| (live.application.as_slice(), live.lost));
+        merged.set_application(self.applications.merged(live));
         merged
     }
 

@@ -4,10 +4,11 @@
 //! totals stay under their labels, its old gauges vanish.
 use std::time::Duration;
 
+use super::application::Metrics;
 use super::catalogue::{
     RANK_COLLECTIVE, RANK_FORWARD, RANK_IDLE, RANK_LOAD, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
 };
-use super::local::{Gauge, Histogram, LocalStats};
+use super::local::{Gauge, Histogram, LocalStats, SharedStats};
 use super::snapshot::{SnapshotError, encode_snapshot};
 use crate::ids::{ReplicaId, WorkerId};
 use crate::protocol::{StepTimings, WorkerStats};
@@ -18,6 +19,9 @@ pub struct RankStats {
     stats: LocalStats,
     worker: WorkerId,
     rank: Option<Handles>,
+    /// What other threads of the process measure.
+    process: SharedStats,
+    application: Metrics,
     sequence: u64,
 }
 
@@ -37,7 +41,20 @@ impl RankStats {
     /// The cells of the worker in slot `worker`, for one process run.
     #[must_use]
     pub fn new(worker: WorkerId) -> Self {
-        Self { stats: LocalStats::new(), worker, rank: None, sequence: 0 }
+        Self {
+            stats: LocalStats::new(),
+            worker,
+            rank: None,
+            process: SharedStats::default(),
+            application: Metrics::new(),
+            sequence: 0,
+        }
+    }
+
+    /// With what other threads of the process measure and what the application counts.
+    #[must_use]
+    pub fn with_process(self, process: SharedStats, application: Metrics) -> Self {
+        Self { process, application, ..self }
     }
 
     /// The worker became rank `rank` of `replica`.
@@ -92,7 +109,10 @@ impl RankStats {
     /// # Errors
     /// Returns [`SnapshotError::TooLarge`] when this worker has grown too many series.
     pub fn report(&mut self) -> Result<WorkerStats, SnapshotError> {
-        let snapshot = encode_snapshot(&self.stats.snapshot())?;
+        let mut snapshot = self.stats.snapshot();
+        snapshot.add(self.process.snapshot());
+        snapshot.application = self.application.snapshot();
+        let snapshot = encode_snapshot(&snapshot)?;
         self.sequence += 1;
         Ok(WorkerStats { sequence: self.sequence, snapshot })
     }

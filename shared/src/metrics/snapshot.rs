@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::application::Family;
 use super::catalogue::CATALOGUE_HASH;
 use crate::wire::codec::{self, CodecError};
 
@@ -27,11 +28,34 @@ pub struct PartialSnapshot {
     pub catalogue: u64,
     /// The series.
     pub series: Vec<SeriesSnapshot>,
+    /// Metrics of the application, sorted by name.
+    pub application: Vec<Family>,
+}
+
+impl PartialSnapshot {
+    /// Adds the series of another part of the same process. Counters and histograms that both have
+    /// are added up; a gauge belongs to one part.
+    pub fn add(&mut self, other: Self) {
+        for series in other.series {
+            let key = (series.id, &series.labels);
+            match self.series.binary_search_by(|held| (held.id, &held.labels).cmp(&key)) {
+                Err(place) => self.series.insert(place, series),
+                Ok(place) => match (&mut self.series[place].value, series.value) {
+                    (Value::Counter(held), Value::Counter(value)) => {
+                        *held = held.saturating_add(value);
+                    }
+                    (Value::Histogram(held), Value::Histogram(value)) => held.add(&value),
+                    (held, value) => *held = value,
+                },
+            }
+        }
+        self.application.extend(other.application);
+    }
 }
 
 impl Default for PartialSnapshot {
     fn default() -> Self {
-        Self { catalogue: CATALOGUE_HASH, series: Vec::new() }
+        Self { catalogue: CATALOGUE_HASH, series: Vec::new(), application: Vec::new() }
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use shared::metrics::local::Exemplar;
-use shared::metrics::{Exemplars, HistogramTotals, Kind, Value};
+use shared::metrics::{Exemplars, HistogramTotals, Value};
 
 use super::Format;
 
@@ -12,7 +12,10 @@ use super::Format;
 pub(super) struct Family<'a> {
     pub(super) name: &'a str,
     pub(super) help: &'a str,
-    pub(super) kind: Kind,
+    /// `counter`, `gauge` or `histogram`.
+    pub(super) kind: &'a str,
+    /// A histogram's bounds without the infinite one.
+    pub(super) bounds: &'a [f64],
     /// How many of a counter's integers make 1.
     pub(super) scale: f64,
     /// A label that every series has.
@@ -44,16 +47,10 @@ impl<'a> Writer<'a> {
         if series.peek().is_none() {
             return;
         }
-        let kind = match family.kind {
-            Kind::Counter => "counter",
-            Kind::Gauge(_) => "gauge",
-            Kind::Histogram(_) => "histogram",
-        };
-        self.head(family.name, family.help, kind);
-        let bounds: Vec<(f64, String)> = match family.kind {
-            Kind::Histogram(bounds) => bounds.iter().map(|le| (*le, float(*le))).collect(),
-            Kind::Counter | Kind::Gauge(_) => Vec::new(),
-        };
+        self.head(family.name, family.help, family.kind);
+        let infinite = "+Inf".to_owned();
+        let bounds: Vec<String> =
+            family.bounds.iter().map(|le| float(*le)).chain([infinite]).collect();
         let exemplars: Vec<_> = match self.format {
             Format::OpenMetrics => {
                 exemplars.iter().filter(|(id, ..)| id.definition().name == family.name).collect()
@@ -147,13 +144,12 @@ impl<'a> Writer<'a> {
         &mut self,
         name: &str,
         labels: &str,
-        bounds: &[(f64, String)],
+        bounds: &[String],
         totals: &HistogramTotals,
         exemplar: impl Fn(usize) -> Option<&'e Exemplar>,
     ) {
         let mut cumulative = 0u64;
-        let infinite = (f64::INFINITY, "+Inf".to_owned());
-        for (index, (_, le)) in bounds.iter().chain([&infinite]).enumerate() {
+        for (index, le) in bounds.iter().enumerate() {
             cumulative = cumulative.saturating_add(totals.buckets.get(index).copied().unwrap_or(0));
             self.text.push_str(name);
             self.text.push_str("_bucket{");

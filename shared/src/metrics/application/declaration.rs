@@ -1,0 +1,264 @@
+//! What an application declares, and which declarations are legal.
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::metrics::labels::MAX_LABEL_VALUE_BYTES;
+use crate::metrics::snapshot::{HistogramTotals, Value};
+
+/// Longest name of a metric or tag.
+const NAME_MAX: usize = 128;
+/// Longest help.
+const HELP_MAX: usize = 200;
+/// Most tags of a metric.
+const TAGS_MAX: usize = 8;
+/// Most bounds of a histogram.
+const BOUNDS_MAX: usize = 64;
+/// Beginnings of names that belong to others.
+const RESERVED: [&str; 4] = ["tutti_", "process_", "scrape_", "up"];
+/// Labels that Prometheus or its text format gives a meaning to.
+const RESERVED_TAGS: [&str; 4] = ["le", "quantile", "job", "instance"];
+
+/// One metric: everything that is fixed about it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Declaration {
+    /// The published name.
+    pub name: String,
+    /// What the value means.
+    pub help: String,
+    /// Names of the tags, which become labels.
+    pub tags: Vec<String>,
+    /// Counter, gauge or histogram.
+    pub kind: Kind,
+}
+
+/// The kind of a metric.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Kind {
+    /// A total that only grows.
+    Counter,
+    /// A present value; it vanishes with its process.
+    Gauge(GaugeMerge),
+    /// Observations in buckets with these upper bounds.
+    Histogram(Vec<f64>),
+}
+
+/// How gauges of several processes with equal tags become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GaugeMerge {
+    /// Added up.
+    Sum,
+    /// The largest.
+    Max,
+    /// The smallest.
+    Min,
+}
+
+/// A declaration or a record is refused.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// The name of a metric or tag is not legal.
+    #[error("`{name}` is no name for {what}: {problem}")]
+    Name {
+        /// The name.
+        name: String,
+        /// Of what.
+        what: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The buckets are not legal.
+    #[error("the bounds of `{name}` {problem}")]
+    Bounds {
+        /// The histogram.
+        name: String,
+        /// What is wrong with them.
+        problem: String,
+    },
+    /// It was declared otherwise before.
+    #[error("`{name}` was declared as {was}; it cannot become {now}")]
+    Changed {
+        /// The metric.
+        name: String,
+        /// The first declaration.
+        was: String,
+        /// This one.
+        now: String,
+    },
+    /// The tags of a record do not fit the declaration.
+    #[error("`{name}` {problem}")]
+    Tags {
+        /// The metric.
+        name: String,
+        /// What is wrong with them.
+        problem: String,
+    },
+    /// A value that makes no sense.
+    #[error("`{name}` cannot take {value}")]
+    Value {
+        /// The metric.
+        name: String,
+        /// The value.
+        value: f64,
+    },
+    /// A bound of the process is reached.
+    #[error("a process may have {max} {what} of application metrics, and has them")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// The bound.
+        max: usize,
+    },
+}
+
+impl Declaration {
+    /// A legal declaration.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn new(name: &str, help: &str, tags: &[&str], kind: Kind) -> Result<Self, Error> {
+        let declaration = Self {
+            name: name.to_owned(),
+            help: help.to_owned(),
+            tags: tags.iter().map(|tag| (*tag).to_owned()).collect(),
+            kind,
+        };
+        declaration.check()?;
+        Ok(declaration)
+    }
+
+    /// Checks what may have come from another process.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn check(&self) -> Result<(), Error> {
+        let name = |problem: &str| Error::Name {
+            name: self.name.clone(),
+            what: "a metric",
+            problem: problem.to_owned(),
+        };
+        if let Some(problem) = malformed(&self.name) {
+            return Err(name(&problem));
+        }
+        if let Some(reserved) = RESERVED.iter().find(|reserved| self.name.starts_with(**reserved)) {
+            return Err(name(&format!("names that begin with `{reserved}` are taken")));
+        }
+        let is_counter = self.kind == Kind::Counter;
+        if is_counter != self.name.ends_with("_total") {
+            return Err(name("counters end with `_total`, and nothing else does"));
+        }
+        for suffix in ["_bucket", "_sum", "_count", "_created"] {
+            if self.name.ends_with(suffix) {
+                return Err(name(&format!("`{suffix}` is what the format adds to others")));
+            }
+        }
+        if self.help.is_empty() || self.help.len() > HELP_MAX {
+            let length = self.help.len();
+            return Err(name(&format!(
+                "its help has {length} bytes, it must have 1 to {HELP_MAX}"
+            )));
+        }
+        self.check_tag_names()?;
+        match &self.kind {
+            Kind::Histogram(bounds) => self.check_bounds(bounds),
+            Kind::Counter | Kind::Gauge(_) => Ok(()),
+        }
+    }
+
+    fn check_tag_names(&self) -> Result<(), Error> {
+        let tags = |problem: String| Error::Tags { name: self.name.clone(), problem };
+        if self.tags.len() > TAGS_MAX {
+            return Err(tags(format!("has {} tags, at most {TAGS_MAX} may be", self.tags.len())));
+        }
+        for (index, tag) in self.tags.iter().enumerate() {
+            let problem = malformed(tag).or_else(|| {
+                let reserved = RESERVED_TAGS.contains(&tag.as_str()) || tag.starts_with("__");
+                let twice = self.tags[..index].contains(tag);
+                match (reserved, twice) {
+                    (true, _) => Some("it has a meaning to Prometheus".to_owned()),
+                    (_, true) => Some("it is there twice".to_owned()),
+                    _ => None,
+                }
+            });
+            if let Some(problem) = problem {
+                return Err(Error::Name { name: tag.clone(), what: "a tag", problem });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_bounds(&self, bounds: &[f64]) -> Result<(), Error> {
+        let bad = |problem: String| Err(Error::Bounds { name: self.name.clone(), problem });
+        if bounds.is_empty() || bounds.len() > BOUNDS_MAX {
+            return bad(format!("are {}, there must be 1 to {BOUNDS_MAX}", bounds.len()));
+        }
+        if !bounds.iter().all(|bound| bound.is_finite()) {
+            return bad("must be finite; the infinite one is implied".to_owned());
+        }
+        if !bounds.is_sorted_by(|a, b| a < b) {
+            return bad("must increase".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Checks the values of tags.
+    ///
+    /// # Errors
+    /// [`Error::Tags`].
+    pub fn check_tags(&self, tags: &[impl AsRef<str>]) -> Result<(), Error> {
+        let bad = |problem: String| Err(Error::Tags { name: self.name.clone(), problem });
+        if tags.len() != self.tags.len() {
+            let (declared, given) = (self.tags.join(", "), tags.len());
+            return bad(format!("has the tags [{declared}], {given} values were given"));
+        }
+        match tags.iter().find(|tag| tag.as_ref().len() > MAX_LABEL_VALUE_BYTES) {
+            Some(tag) => bad(format!(
+                "was given a tag of {} bytes, at most {MAX_LABEL_VALUE_BYTES} may be",
+                tag.as_ref().len()
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether totals of both may be added: everything but the help is equal.
+    #[must_use]
+    pub fn same(&self, other: &Self) -> bool {
+        (&self.name, &self.tags, &self.kind) == (&other.name, &other.tags, &other.kind)
+    }
+}
+
+impl Kind {
+    /// The value before anything was recorded.
+    pub(super) fn empty(&self) -> Value {
+        match self {
+            Self::Counter => Value::Counter(0),
+            Self::Gauge(_) => Value::Gauge(0.0),
+            Self::Histogram(bounds) => Value::Histogram(HistogramTotals::empty(bounds.len())),
+        }
+    }
+}
+
+impl fmt::Display for Declaration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.kind {
+            Kind::Counter => f.write_str("a counter")?,
+            Kind::Gauge(merge) => {
+                write!(f, "a gauge merged by {}", format!("{merge:?}").to_lowercase())?;
+            }
+            Kind::Histogram(bounds) => write!(f, "a histogram with the bounds {bounds:?}")?,
+        }
+        write!(f, " and the tags [{}]", self.tags.join(", "))
+    }
+}
+
+/// What is wrong with a name, if anything.
+fn malformed(name: &str) -> Option<String> {
+    let legal = |(index, c): (usize, char)| {
+        c.is_ascii_alphabetic() || c == '_' || (index > 0 && c.is_ascii_digit())
+    };
+    if name.is_empty() || name.len() > NAME_MAX {
+        return Some(format!("it has {} bytes, it must have 1 to {NAME_MAX}", name.len()));
+    }
+    (!name.chars().enumerate().all(legal))
+        .then(|| "it must match [a-zA-Z_][a-zA-Z0-9_]*".to_owned())
+}
