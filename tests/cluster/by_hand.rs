@@ -1,14 +1,8 @@
 //! A coordinator and workers started one by one, as on several machines.
-use std::net::TcpListener;
-
+use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 
 use crate::{STORY, greedy, text, up};
-
-/// A port that was free a moment ago.
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn parts_started_by_hand_serve_the_same_text_over_tcp() {

@@ -46,7 +46,7 @@ impl Counted {
 }
 
 /// Invariants of every single scrape, whatever is going on.
-fn check_invariants(scrape: &Scrape) {
+pub(crate) fn check_invariants(scrape: &Scrape) {
     let sum = |name: &str| scrape.sum(name, &[]);
     let in_flight = sum("tutti_requests_in_flight");
     assert_eq!(sum("tutti_requests_running") + sum("tutti_requests_waiting"), in_flight);

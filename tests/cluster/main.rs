@@ -3,6 +3,7 @@
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
+//! - [`front_ends`]: HTTP in further processes
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
@@ -15,6 +16,7 @@
 mod by_hand;
 mod counters;
 mod failures;
+mod front_ends;
 mod openai_client;
 mod serving;
 

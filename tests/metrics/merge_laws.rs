@@ -3,7 +3,7 @@
 //!
 //! The oracle keeps every single event of every process and counts from scratch: for each process
 //! the events up to the newest report that arrived while it lived.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -36,6 +36,8 @@ enum Act {
     Send(usize),
     /// A report arrives, perhaps again, perhaps never.
     Deliver(usize),
+    /// The link to the process breaks; it may report again.
+    Lose(usize),
     /// The process is found dead and another takes its place.
     Restart(usize),
 }
@@ -65,6 +67,7 @@ fn act() -> impl Strategy<Value = Act> {
         ),
         3 => place.clone().prop_map(Act::Send),
         4 => any::<usize>().prop_map(Act::Deliver),
+        1 => place.clone().prop_map(Act::Lose),
         1 => place.prop_map(Act::Restart),
     ]
 }
@@ -132,6 +135,7 @@ impl Report {
 struct Oracle {
     newest: BTreeMap<(Source, Incarnation), (u64, Vec<Event>)>,
     dead: Vec<(Source, Incarnation)>,
+    lost: BTreeSet<(Source, Incarnation)>,
 }
 
 impl Oracle {
@@ -143,6 +147,7 @@ impl Oracle {
         let newest = self.newest.entry(key).or_default();
         if report.sequence > newest.0 {
             *newest = (report.sequence, report.events.clone());
+            self.lost.remove(&key);
         }
     }
 
@@ -188,7 +193,10 @@ impl Oracle {
 
     /// A gauge is what the living last said.
     fn check_gauges(&self, merged: &Merged) {
-        let living = self.newest.iter().filter(|(key, _)| !self.dead.contains(key));
+        let living = self
+            .newest
+            .iter()
+            .filter(|(key, _)| !self.dead.contains(key) && !self.lost.contains(key));
         let mut in_flight: Option<f64> = None;
         let mut weights = [None; 2];
         for ((source, _), (_, events)) in living {
@@ -298,6 +306,11 @@ proptest! {
                         oracle.deliver(report);
                     }
                 }
+                Act::Lose(place) => {
+                    let key = (SOURCES[place], world.processes[place].incarnation);
+                    merger.lost(key.0, key.1);
+                    oracle.lost.insert(key);
+                }
                 Act::Restart(place) => {
                     let dead = world.restart(place);
                     merger.retire(SOURCES[place], dead);
@@ -323,7 +336,7 @@ proptest! {
             match act {
                 Act::Happen(place, event) => world.processes[place].happen(place, event),
                 Act::Send(place) => world.send(place),
-                Act::Deliver(_) => {}
+                Act::Deliver(_) | Act::Lose(_) => {}
                 Act::Restart(place) => {
                     world.restart(place);
                 }

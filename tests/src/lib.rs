@@ -1,12 +1,14 @@
 //! What the test binaries share: real processes on loopback, and clients for them.
 //!
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
+//! - [`fleet`]: a coordinator, workers and front ends as processes of their own
 //! - [`client`]: a small HTTP client that is not ours underneath, SSE included
 //! - [`scrape`]: reads a `/metrics` page into numbers
 //! - [`models`]: where the model folders and their golden values are
 #![forbid(unsafe_code)]
 
 pub mod client;
+pub mod fleet;
 pub mod local_cluster;
 pub mod models;
 pub mod scrape;
