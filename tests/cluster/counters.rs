@@ -1,4 +1,5 @@
 //! `/metrics` equals what the client itself counted, exactly.
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -102,8 +103,8 @@ async fn streaming(client: &Client, counted: &mut Counted) {
     }
 }
 
-async fn counters_for(degree: &str) -> Counted {
-    let cluster = up(&["--workers", degree, "--tensor-parallel", degree]).await;
+async fn counters_for(degree: &str, workers: &str) -> Counted {
+    let cluster = up(&["--workers", workers, "--tensor-parallel", degree]).await;
     let client = cluster.client().unwrap();
     let mut counted = Counted::default();
     sequential(&client, &mut counted).await;
@@ -143,16 +144,86 @@ async fn counters_for(degree: &str) -> Counted {
         counted.prompt_tokens + counted.completion_tokens,
         "every token was computed in exactly one step"
     );
-    let ranks: f64 = degree.parse().unwrap();
+    let (ranks, degree): (f64, f64) = (workers.parse().unwrap(), degree.parse().unwrap());
     assert_eq!(sum("tutti_worker_up"), ranks);
+    assert_eq!(sum("tutti_replica_up"), ranks / degree);
     counted
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn counters_equal_the_clients_own_and_do_not_depend_on_tp() {
-    let tp1 = counters_for("1").await;
-    let tp2 = counters_for("2").await;
-    assert_eq!(tp1, tp2);
+    let tp1 = counters_for("1", "1").await;
+    for (degree, workers) in [("2", "2"), ("4", "4"), ("1", "3")] {
+        let counted = counters_for(degree, workers).await;
+        assert_eq!(tp1, counted, "tp {degree}, {workers} workers");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refused_and_aborted_requests_are_counted_exactly() {
+    let args = ["--max-queued-requests", "3", "--max-num-seqs", "2", "--workers", "1"];
+    let cluster = up(&[&args[..], &["--tensor-parallel", "1"]].concat()).await;
+    let client = cluster.client().unwrap();
+    let mut statuses = BTreeMap::<u16, f64>::new();
+    let tasks: Vec<_> = (0..40)
+        .map(|i| {
+            let client = client.clone();
+            let mut body = greedy(STORY, 30);
+            if i % 8 == 0 {
+                body["temperature"] = json!(-1.0);
+            }
+            tokio::spawn(async move { client.post("/v1/completions", &body).await.unwrap().status })
+        })
+        .collect();
+    for task in tasks {
+        *statuses.entry(task.await.unwrap()).or_default() += 1.0;
+    }
+    let of = |status: u16| statuses.get(&status).copied().unwrap_or(0.0);
+    assert_eq!(of(200) + of(400) + of(429), 40.0, "{statuses:?}");
+    assert!(of(200) >= 2.0 && of(429) > 0.0, "{statuses:?}");
+    let scrape = client.scrape().await.unwrap();
+    check_invariants(&scrape);
+    let rejected = |s: &Scrape, why| s.sum("tutti_requests_rejected_total", &[("reason", why)]);
+    assert_eq!(scrape.sum("tutti_requests_accepted_total", &[]), of(200));
+    assert_eq!(rejected(&scrape, "queue_full"), of(429));
+    assert_eq!((rejected(&scrape, "invalid"), of(400)), (5.0, 5.0));
+    for (status, count) in &statuses {
+        let labels = [("status", &*status.to_string()), ("route", "/v1/completions")];
+        assert_eq!(scrape.sum("tutti_http_requests_total", &labels), *count, "{status}");
+    }
+
+    // Streams whose client leaves in the middle.
+    let before = scrape;
+    for i in 0..5 {
+        let mut body = greedy(STORY, 900);
+        body["ignore_eos"] = json!(true);
+        body["stream"] = json!(true);
+        let mut response = client.open("/v1/completions", &body).await.unwrap();
+        assert!(response.chunk().await.unwrap().is_some());
+        drop(response);
+        let aborts = |s: &Scrape| {
+            s.sum("tutti_request_success_total", &[("finished_reason", "abort")])
+                == f64::from(i + 1)
+        };
+        let scrape = client.scrape_until(Duration::from_secs(10), aborts).await.unwrap();
+        assert!(aborts(&scrape), "abort {i}");
+        check_invariants(&scrape);
+        // Nothing runs now: no step comes to correct what the cancellation did not.
+        assert_eq!(scrape.sum("tutti_requests_in_flight", &[]), 0.0);
+        assert_eq!(scrape.sum("tutti_requests_running", &[]), 0.0);
+        assert_eq!(scrape.sum("tutti_kv_cache_used_blocks", &[]), 0.0);
+        assert_eq!(scrape.sum("tutti_kv_cache_usage_ratio", &[]), 0.0);
+    }
+    let after = client.scrape().await.unwrap();
+    let grown = |name: &str| after.sum(name, &[]) - before.sum(name, &[]);
+    assert_eq!(grown("tutti_requests_accepted_total"), 5.0);
+    assert_eq!(grown("tutti_request_prompt_tokens_count"), 5.0, "sizes of aborted ones count");
+    assert_eq!(grown("tutti_e2e_request_latency_seconds_count"), 0.0, "latencies do not");
+    assert_eq!(
+        after.sum("tutti_request_generation_tokens_sum", &[]),
+        after.sum("tutti_generation_tokens_total", &[]),
+        "at rest every token belongs to a request that ended"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,6 +4,7 @@
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
+//! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
@@ -18,6 +19,7 @@ mod counters;
 mod failures;
 mod front_ends;
 mod openai_client;
+mod scraping;
 mod serving;
 
 use serde_json::{Value, json};

@@ -68,6 +68,12 @@ impl Fleet {
         LocalCluster::spawn(&args)
     }
 
+    /// Where workers and front ends dial.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
     /// A client of the coordinator.
     ///
     /// # Errors
