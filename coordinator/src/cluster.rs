@@ -34,6 +34,8 @@ pub struct ClusterConfig {
     pub engine: EngineConfig,
     /// Deadline of collective set-up and operations.
     pub collective_timeout: Duration,
+    /// Whether workers shall measure anything.
+    pub worker_stats: bool,
     /// Makes names of shared memory objects unique on a host: drawn at random per coordinator run.
     pub run: u64,
 }

@@ -69,6 +69,8 @@ pub struct CoordinatorOptions {
     pub limits: DriverLimits,
     /// How statistics are logged.
     pub log_stats: LogStats,
+    /// Whether anything is measured; without, there is no `/metrics`.
+    pub metrics: bool,
     /// Where `/metrics` is served besides, if anywhere.
     pub metrics_listen: Option<SocketAddr>,
     /// Whose names are published beside ours.
@@ -179,7 +181,8 @@ impl Coordinator {
             );
         }
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
-        let hub = Arc::new(Hub::new(Incarnation(options.run), metrics::Limits::default()));
+        let make_hub = if options.metrics { Hub::new } else { Hub::off };
+        let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
@@ -189,6 +192,7 @@ impl Coordinator {
             model: options.model.to_string_lossy().into_owned(),
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
+            worker_stats: options.metrics,
             run: options.run,
         };
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
@@ -241,8 +245,8 @@ impl Coordinator {
             hub.frontend().clone(),
             readiness,
             options.run,
-        )
-        .with_metrics(page.clone());
+        );
+        let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
         let http_handle = http.handle();

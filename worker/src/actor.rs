@@ -4,7 +4,7 @@
 //! Its ends: asked to shut down by the coordinator, told to stop by the process, or refused for a
 //! reason that trying again cannot change. Losing the link is none: the epoch ends, the weights
 //! stay, and it dials again.
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -52,6 +52,8 @@ pub enum WorkerEnd {
 pub struct Uplink {
     inner: Arc<Mutex<Option<RemoteAddr<FromWorker>>>>,
     worker: Arc<AtomicU32>,
+    /// Whether the coordinator wants stats.
+    measures: Arc<AtomicBool>,
 }
 
 impl Uplink {
@@ -68,6 +70,12 @@ impl Uplink {
     #[must_use]
     pub fn worker(&self) -> WorkerId {
         WorkerId(self.worker.load(Ordering::Relaxed))
+    }
+
+    /// Whether the coordinator wants stats.
+    #[must_use]
+    pub fn measures(&self) -> bool {
+        self.measures.load(Ordering::Relaxed)
     }
 
     fn set(&self, link: Option<RemoteAddr<FromWorker>>) {
@@ -244,8 +252,12 @@ impl Handler<Dialled> for WorkerActor {
                 self.redial = REDIAL_MIN;
                 self.generation += 1;
                 self.uplink.worker.store(welcome.worker.0, Ordering::Relaxed);
-                let interval = Duration::from_millis(welcome.stats_interval_ms.max(100));
-                self.report_every(ctx, interval);
+                let measures = welcome.stats_interval_ms > 0;
+                self.uplink.measures.store(measures, Ordering::Relaxed);
+                if measures {
+                    let interval = Duration::from_millis(welcome.stats_interval_ms.max(100));
+                    self.report_every(ctx, interval);
+                }
                 self.executor.new_link();
                 let (addr, generation) = (ctx.address(), self.generation);
                 let sink = move |event| {

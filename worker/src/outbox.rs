@@ -58,6 +58,9 @@ impl Outbox for LinkOutbox {
     }
 
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats {
+        if !self.uplink.measures() {
+            return WorkerStats::default();
+        }
         self.stats().step(&result.timings);
         if self.last_report.is_some_and(|last| last.elapsed() < REPORT_INTERVAL) {
             return WorkerStats::default();

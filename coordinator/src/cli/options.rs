@@ -238,6 +238,9 @@ pub(crate) struct ServingArgs {
     /// rules then work unchanged
     #[arg(long, value_name = "SERVERS", value_enum, value_delimiter = ',')]
     pub(crate) metrics_compat: Vec<CompatArg>,
+    /// Measure nothing: to see for yourself what the metrics cost
+    #[arg(long)]
+    pub(crate) disable_metrics: bool,
     /// What the log's line of engine statistics holds, comma separated
     #[arg(long, value_name = "FIELDS", value_delimiter = ',', value_parser = log_fields(),
           default_value = "prompt-throughput,generation-throughput,running,swapped,pending,gpu-cache,cpu-cache")]

@@ -74,6 +74,7 @@ pub(crate) fn coordinator_options(
             fields: log_fields(&args.log_stats_fields),
             json: args.log_stats_json.clone(),
         },
+        metrics: !args.disable_metrics,
         metrics_listen: args.metrics_listen,
         metrics_compat: args
             .metrics_compat

@@ -72,6 +72,7 @@ pub struct ClusterActor {
     unservable: Option<String>,
     frozen: Option<(String, u32)>,
     tensor_parallel: u32,
+    worker_stats: bool,
     stopping: bool,
 }
 
@@ -92,6 +93,7 @@ impl ClusterActor {
         view: watch::Sender<ClusterView>,
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
+        let worker_stats = config.worker_stats;
         Self {
             core: Cluster::new(config),
             clock,
@@ -106,6 +108,7 @@ impl ClusterActor {
             unservable: None,
             frozen: None,
             tensor_parallel,
+            worker_stats,
             stopping: false,
         }
     }
@@ -424,7 +427,8 @@ impl Handler<Admit> for ClusterActor {
         }
         let next = WorkerId(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
         let worker = *self.slots.entry(hello.node).or_insert(next);
-        Ok(Welcome { worker, stats_interval_ms: STATS_INTERVAL.as_millis() as u64 })
+        let interval = if self.worker_stats { STATS_INTERVAL } else { Duration::ZERO };
+        Ok(Welcome { worker, stats_interval_ms: interval.as_millis() as u64 })
     }
 }
 

@@ -13,6 +13,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
             kv_cache_bytes: 1 << 20,
         },
         collective_timeout: Duration::from_secs(5),
+        worker_stats: true,
         run: 7,
     }
 }

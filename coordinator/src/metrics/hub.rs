@@ -48,6 +48,12 @@ impl Hub {
         &self.registry
     }
 
+    /// A hub that measures nothing but HTTP: to find out what measuring costs.
+    #[must_use]
+    pub fn off(incarnation: Incarnation, limits: Limits) -> Self {
+        Self { observer: Observer::off(), ..Self::new(incarnation, limits) }
+    }
+
     /// Where other threads of this process record.
     #[must_use]
     pub fn process(&self) -> &SharedStats {

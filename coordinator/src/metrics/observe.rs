@@ -30,13 +30,18 @@ use super::level::Level;
 /// Where the coordinator records. Clones share the same cells.
 #[derive(Clone, Debug)]
 pub struct Observer {
-    cells: Arc<Mutex<Cells>>,
+    /// `None` measures nothing.
+    cells: Option<Arc<Mutex<Cells>>>,
 }
 
 /// The cells, held for a moment. Keep it short and do not hold it over an `await`.
 #[derive(Debug)]
 pub struct Recording<'a> {
-    cells: MutexGuard<'a, Cells>,
+    cells: Option<MutexGuard<'a, Cells>>,
+    /// Gaps between tokens not counted yet: how long, how many, and a request that had one. The
+    /// sequences of a batch have equal gaps as a rule, so a step counts them at once.
+    gaps: (Duration, u64),
+    gap_of: Option<(Arc<str>, Duration)>,
 }
 
 /// All cells with their resolved handles.
@@ -147,20 +152,30 @@ impl Observer {
             replicas: BTreeMap::new(),
             workers: BTreeMap::new(),
         };
-        Self { cells: Arc::new(Mutex::new(cells)) }
+        Self { cells: Some(Arc::new(Mutex::new(cells))) }
+    }
+
+    /// Cells that record nothing: to find out what the others cost.
+    #[must_use]
+    pub fn off() -> Self {
+        Self { cells: None }
     }
 
     /// Takes the cells.
     #[must_use]
     pub fn record(&self) -> Recording<'_> {
         // A panic elsewhere leaves plain numbers behind, which stay usable.
-        Recording { cells: self.cells.lock().unwrap_or_else(PoisonError::into_inner) }
+        let cells = self.cells.as_deref();
+        let cells = cells.map(|cells| cells.lock().unwrap_or_else(PoisonError::into_inner));
+        Recording { cells, gaps: (Duration::ZERO, 0), gap_of: None }
     }
 
     /// All totals at one moment, with a number that grows from call to call.
     #[must_use]
     pub fn report(&self) -> (u64, PartialSnapshot) {
-        let cells = &mut *self.record().cells;
+        let Some(cells) = &mut self.record().cells else {
+            return (0, PartialSnapshot::default());
+        };
         cells.reports += 1;
         (cells.reports, cells.stats.snapshot())
     }
@@ -168,7 +183,7 @@ impl Observer {
     /// Requests to look at, by what they took.
     #[must_use]
     pub fn exemplars(&self) -> Exemplars {
-        self.record().cells.stats.exemplars()
+        self.record().cells.as_ref().map(|cells| cells.stats.exemplars()).unwrap_or_default()
     }
 }
 
@@ -181,7 +196,8 @@ impl Default for Observer {
 impl Recording<'_> {
     /// A replica completed a step: one observation, whatever it did and however many ranks it has.
     pub fn step(&mut self, replica: ReplicaId, tokens: StepTokens) {
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
         stats.add(cells.steps, 1);
         stats.observe_count(
             cells.iteration_tokens,
@@ -197,28 +213,61 @@ impl Recording<'_> {
 
     /// The slowest rank of a step took `gap` longer than the fastest.
     pub fn straggler_gap(&mut self, replica: ReplicaId, gap: Duration) {
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
         stats.observe_duration(cells.straggler_gap, gap);
     }
 
     /// A replica's KV blocks now.
     pub fn kv_blocks(&mut self, replica: ReplicaId, used: u32, total: u32) {
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
         stats.set(cells.used_blocks, f64::from(used));
         stats.set(cells.blocks, f64::from(total));
     }
 
     /// Tokens per second of the last log interval.
     pub fn throughput(&mut self, prompt: f64, generation: f64) {
-        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let Cells { stats, fixed, .. } = cells;
         stats.set(fixed.prompt_throughput, prompt);
         stats.set(fixed.generation_throughput, generation);
     }
 
     /// Merging and rendering a scrape took this long.
     pub fn scraped(&mut self, duration: Duration) {
-        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let Cells { stats, fixed, .. } = cells;
         stats.observe_duration(fixed.scrape, duration);
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        self.count_gaps();
+    }
+}
+
+impl Recording<'_> {
+    /// Notes a gap between two tokens of a request.
+    fn gap(&mut self, gap: Duration, request: &Arc<str>, now: Duration) {
+        if self.gaps.0 != gap {
+            self.count_gaps();
+            self.gaps.0 = gap;
+        }
+        if self.gaps.1 == 0 {
+            self.gap_of = Some((request.clone(), now));
+        }
+        self.gaps.1 += 1;
+    }
+
+    fn count_gaps(&mut self) {
+        let (gap, count) = std::mem::take(&mut self.gaps);
+        let (Some(cells), Some((request, now))) = (&mut self.cells, self.gap_of.take()) else {
+            return;
+        };
+        let Cells { stats, fixed, .. } = &mut **cells;
+        stats.observe_exemplar(fixed.inter_token, gap, count, &request, now);
     }
 }
 

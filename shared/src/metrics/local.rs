@@ -206,19 +206,19 @@ impl LocalStats {
         self.record(histogram, value.as_secs_f64(), value.as_nanos(), 1);
     }
 
-    /// Observes a duration as [`LocalStats::observe_duration`] does and remembers, now and then,
-    /// which request it was of.
+    /// Observes a duration `n` times, exactly, and remembers now and then which request it was of.
     pub fn observe_exemplar(
         &mut self,
         histogram: Histogram,
         value: Duration,
+        n: u64,
         request_id: &Arc<str>,
         now: Duration,
     ) {
-        self.observe_duration(histogram, value);
+        let (seconds, nanos) = (value.as_secs_f64(), value.as_nanos());
+        let Some(bucket) = self.record(histogram, seconds, nanos, n) else { return };
         let Some(cell) = self.histograms.get_mut(histogram.0) else { return };
-        let value = value.as_secs_f64();
-        let bucket = cell.bounds.partition_point(|bound| *bound < value);
+        let value = seconds;
         if cell.exemplars.is_empty() {
             cell.exemplars.resize(cell.bounds.len() + 1, None);
         }
@@ -259,8 +259,9 @@ impl LocalStats {
         PartialSnapshot { series: series.collect(), ..PartialSnapshot::default() }
     }
 
-    fn record(&mut self, histogram: Histogram, value: f64, nanos: u128, n: u64) {
-        let Some(cell) = self.histograms.get_mut(histogram.0) else { return };
+    /// Returns the bucket.
+    fn record(&mut self, histogram: Histogram, value: f64, nanos: u128, n: u64) -> Option<usize> {
+        let cell = self.histograms.get_mut(histogram.0)?;
         // `le` is inclusive: the first bucket whose bound is not below the value.
         let bucket = cell.bounds.partition_point(|bound| *bound < value);
         if let Some(count) = cell.totals.buckets.get_mut(bucket) {
@@ -268,6 +269,7 @@ impl LocalStats {
         }
         let sum = &mut cell.totals.sum_nanos;
         *sum = sum.saturating_add(nanos.saturating_mul(u128::from(n)));
+        Some(bucket)
     }
 
     fn refuse(&mut self, reason: ObservationRefusal) {

@@ -43,7 +43,8 @@ pub struct Hello {
 pub struct Welcome {
     /// The slot this worker has in the cluster.
     pub worker: WorkerId,
-    /// Interval of the worker's idle stats reports, in milliseconds.
+    /// Interval of the worker's idle stats reports, in milliseconds; 0 when it shall measure
+    /// nothing.
     pub stats_interval_ms: u64,
 }
 

@@ -24,7 +24,8 @@ impl Recording<'_> {
     /// A replica can serve: its gauges appear.
     pub fn replica_ready(&mut self, replica: ReplicaId, config: &ReplicaConfig) {
         self.replica_gone(replica);
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
         cells.serves(stats, true);
         stats.set(cells.used_blocks, 0.0);
         stats.set(cells.blocks, f64::from(config.num_blocks));
@@ -48,7 +49,8 @@ impl Recording<'_> {
     /// A replica cannot serve: what described its cache vanishes, its load vanishes when its
     /// requests were moved, one by one, with [`Recording::replayed`].
     pub fn replica_gone(&mut self, replica: ReplicaId) {
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
         cells.serves(stats, false);
         stats.clear(cells.used_blocks);
         stats.clear(cells.blocks);
@@ -60,19 +62,22 @@ impl Recording<'_> {
     /// A serving replica broke; its requests go elsewhere.
     pub fn failover(&mut self, replica: ReplicaId) {
         self.replica_gone(replica);
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
         stats.add(cells.failovers, 1);
     }
 
     /// Frames were dropped because their epoch is over.
     pub fn fenced_frames(&mut self, count: u64) {
-        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let Cells { stats, fixed, .. } = cells;
         stats.add(fixed.fenced, count);
     }
 
     /// A worker is linked, or was and is expected back.
     pub fn worker_up(&mut self, worker: WorkerId, up: bool) {
-        let (cells, stats) = self.cells.worker(worker);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.worker(worker);
         stats.set(cells.up, if up { 1.0 } else { 0.0 });
         if !up && let Some(info) = cells.info.take() {
             stats.clear(info);
@@ -81,9 +86,10 @@ impl Recording<'_> {
 
     /// Which program run is behind a worker's slot now.
     pub fn worker_info(&mut self, worker: WorkerId, node: &str, version: &str) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
         let name = worker.0.to_string();
-        let info = self.cells.stats.gauge(catalogue::WORKER_INFO, [node, version, &name]);
-        let (cells, stats) = self.cells.worker(worker);
+        let info = cells.stats.gauge(catalogue::WORKER_INFO, [node, version, &name]);
+        let (cells, stats) = cells.worker(worker);
         if let Some(old) = cells.info.replace(info) {
             stats.clear(old);
         }
@@ -92,19 +98,22 @@ impl Recording<'_> {
 
     /// A worker came back as another process.
     pub fn worker_restarted(&mut self, worker: WorkerId) {
-        let (cells, stats) = self.cells.worker(worker);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.worker(worker);
         stats.add(cells.restarts, 1);
     }
 
     /// A worker's stats arrived, `since_1970` by the wall clock.
     pub fn worker_reported(&mut self, worker: WorkerId, since_1970: Duration) {
-        let (cells, stats) = self.cells.worker(worker);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.worker(worker);
         stats.set(cells.last_report, since_1970.as_secs_f64());
     }
 
     /// A worker left and is not expected back.
     pub fn worker_gone(&mut self, worker: WorkerId) {
-        let (cells, stats) = self.cells.worker(worker);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.worker(worker);
         stats.clear(cells.up);
         stats.clear(cells.last_report);
         if let Some(info) = cells.info.take() {
@@ -114,8 +123,9 @@ impl Recording<'_> {
 
     /// A front end of its own process is linked, or was.
     pub fn frontend_up(&mut self, frontend: FrontendId, up: bool) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
         let name = frontend.0.to_string();
-        let stats = &mut self.cells.stats;
+        let stats = &mut cells.stats;
         let gauge = stats.gauge(catalogue::FRONTEND_UP, [&name]);
         let last_report = stats.gauge(catalogue::FRONTEND_LAST_REPORT, [&name]);
         if up {
@@ -128,21 +138,24 @@ impl Recording<'_> {
 
     /// A front end's stats arrived, `since_1970` by the wall clock.
     pub fn frontend_reported(&mut self, frontend: FrontendId, since_1970: Duration) {
-        let stats = &mut self.cells.stats;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let stats = &mut cells.stats;
         let gauge = stats.gauge(catalogue::FRONTEND_LAST_REPORT, [&frontend.0.to_string()]);
         stats.set(gauge, since_1970.as_secs_f64());
     }
 
     /// How many actors are in a state now.
     pub fn actors(&mut self, state: ActorState, count: u64) {
-        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let Cells { stats, fixed, .. } = cells;
         let gauge = fixed.actors.get(state);
         stats.set(gauge, count as f64);
     }
 
     /// The coordinator started, `since_1970` by the wall clock, as version `version`.
     pub fn started(&mut self, version: &str, since_1970: Duration) {
-        let stats = &mut self.cells.stats;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let stats = &mut cells.stats;
         let info = stats.gauge(catalogue::BUILD_INFO, [version]);
         stats.set(info, 1.0);
         let start = stats.gauge(catalogue::PROCESS_START_TIME, []);

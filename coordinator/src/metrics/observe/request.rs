@@ -79,10 +79,11 @@ impl Recording<'_> {
     /// A request was taken into the queue. It arrived at `arrived` and has `n` choices, its client
     /// knows it as `response_id`; no replica holds it yet.
     pub fn accepted(&mut self, arrived: Duration, n: u32, response_id: &Arc<str>) -> RequestTrack {
-        let Cells { stats, fixed, waiting_for_replica, .. } = &mut *self.cells;
-        stats.add(fixed.accepted, 1);
-        fixed.in_flight.up(stats);
-        waiting_for_replica.up(stats);
+        if let Some(Cells { stats, fixed, waiting_for_replica, .. }) = self.cells.as_deref_mut() {
+            stats.add(fixed.accepted, 1);
+            fixed.in_flight.up(stats);
+            waiting_for_replica.up(stats);
+        }
         RequestTrack {
             place: Place::NoReplica,
             response_id: response_id.clone(),
@@ -97,42 +98,48 @@ impl Recording<'_> {
 
     /// A request was not taken.
     pub fn rejected(&mut self, reason: RejectReason) {
-        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let Cells { stats, fixed, .. } = cells;
         let counter = fixed.rejected.get(reason);
         stats.add(counter, 1);
     }
 
     /// A replica was chosen; the request is in its queue.
     pub fn routed(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
-        self.cells.move_to(track, Place::Waiting(replica, WaitingAt::Capacity));
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.move_to(track, Place::Waiting(replica, WaitingAt::Capacity));
     }
 
     /// The request entered its replica's batch, for the first time or again.
     pub fn scheduled(&mut self, track: &mut RequestTrack, replica: ReplicaId, now: Duration) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
         track.first_scheduled.get_or_insert(now);
-        self.cells.move_to(track, Place::Running(replica));
+        cells.move_to(track, Place::Running(replica));
     }
 
     /// The request lost its blocks, which held `tokens` computed tokens, and is back in its
     /// replica's queue.
     pub fn preempted(&mut self, track: &mut RequestTrack, replica: ReplicaId, tokens: u64) {
-        self.cells.move_to(track, Place::Waiting(replica, WaitingAt::Preempted));
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.move_to(track, Place::Waiting(replica, WaitingAt::Preempted));
+        let (cells, stats) = cells.replica(replica);
         stats.add(cells.preemptions, 1);
         stats.add(cells.preempted_tokens, tokens);
     }
 
     /// The request's blocks were moved to host memory.
     pub fn swapped_out(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
-        self.cells.move_to(track, Place::Swapped(replica));
-        let (cells, stats) = self.cells.replica(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.move_to(track, Place::Swapped(replica));
+        let (cells, stats) = cells.replica(replica);
         stats.add(cells.preemptions, 1);
     }
 
     /// The request's replica broke; it waits for another one and will be continued there.
     pub fn replayed(&mut self, track: &mut RequestTrack) {
-        self.cells.move_to(track, Place::NoReplica);
-        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.move_to(track, Place::NoReplica);
+        let Cells { stats, fixed, .. } = cells;
         stats.add(fixed.replayed, 1);
     }
 
@@ -140,14 +147,15 @@ impl Recording<'_> {
     /// first token; every other token of a choice is a gap, and tokens that come together share
     /// theirs equally.
     pub fn tokens(&mut self, track: &mut RequestTrack, choice: u32, count: u32, now: Duration) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
         if count == 0 {
             return;
         }
-        let Cells { stats, fixed, .. } = &mut *self.cells;
+        let Cells { stats, fixed, .. } = cells;
         if track.first_token.is_none() {
             track.first_token = Some(now);
             let waited = now.saturating_sub(track.arrived);
-            stats.observe_exemplar(fixed.ttft, waited, &track.response_id, now);
+            stats.observe_exemplar(fixed.ttft, waited, 1, &track.response_id, now);
         }
         track.last_token = Some(now);
         track.tokens += u64::from(count);
@@ -158,7 +166,7 @@ impl Recording<'_> {
         let gaps = if before.is_some() { count } else { count - 1 };
         let span = now.saturating_sub(before.unwrap_or(now));
         if gaps == 1 {
-            stats.observe_exemplar(fixed.inter_token, span, &track.response_id, now);
+            self.gap(span, &track.response_id, now);
         } else if gaps > 1 {
             let gap = span.as_secs_f64() / f64::from(gaps);
             stats.observe_n(fixed.inter_token, gap, u64::from(gaps));
@@ -173,21 +181,24 @@ impl Recording<'_> {
         summary: RequestSummary,
         now: Duration,
     ) {
-        self.cells.end(&track, reason, summary);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.end(&track, reason, summary);
         if matches!(reason, FinishedReason::Stop | FinishedReason::Length) {
-            self.cells.latencies(&track, now);
+            cells.latencies(&track, now);
         }
     }
 
     /// The client left or cancelled. Its latencies are not observed: they say when it lost
     /// patience, not how fast we are.
     pub fn aborted(&mut self, track: RequestTrack, summary: RequestSummary) {
-        self.cells.end(&track, FinishedReason::Abort, summary);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.end(&track, FinishedReason::Abort, summary);
     }
 
     /// The request was given up. Its latencies are not observed.
     pub fn failed(&mut self, track: RequestTrack, summary: RequestSummary) {
-        self.cells.end(&track, FinishedReason::Error, summary);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.end(&track, FinishedReason::Error, summary);
     }
 }
 
@@ -238,7 +249,8 @@ impl Cells {
     fn latencies(&mut self, track: &RequestTrack, now: Duration) {
         let Self { stats, fixed, .. } = self;
         let mut observe = |histogram, from: Duration, to: Duration| {
-            stats.observe_exemplar(histogram, to.saturating_sub(from), &track.response_id, now);
+            let took = to.saturating_sub(from);
+            stats.observe_exemplar(histogram, took, 1, &track.response_id, now);
         };
         observe(fixed.e2e, track.arrived, now);
         let Some(scheduled) = track.first_scheduled else { return };
@@ -255,7 +267,7 @@ impl Cells {
             let mean = last.saturating_sub(first).as_secs_f64() / per_choice;
             let mean = Duration::try_from_secs_f64(mean).unwrap_or_default();
             let id = &track.response_id;
-            stats.observe_exemplar(fixed.time_per_output_token, mean, id, now);
+            stats.observe_exemplar(fixed.time_per_output_token, mean, 1, id, now);
         }
     }
 }
