@@ -1,0 +1,399 @@
+//! What can be told from the files alone. Each rule of a dashboard is fed a violation, too.
+use std::collections::BTreeSet;
+
+use serde_json::{Value, json};
+use shared::metrics::labels::REPLICA;
+use shared::metrics::{Definition, Kind, Unit};
+
+use crate::files::{self, Dashboard, Rule, list, text};
+use crate::promql::{Selector, definition, selectors};
+
+/// Grafana's grid.
+const COLUMNS: i64 = 24;
+const DATASOURCE: &str = "${datasource}";
+
+/// What is wrong with the form of a query, whoever asks it.
+fn query_problems(query: &str, recorded: &BTreeSet<String>) -> Vec<String> {
+    let mut problems = Vec::new();
+    let found = selectors(query);
+    if found.is_empty() {
+        problems.push("selects no series".to_owned());
+    }
+    for selector in &found {
+        let Some(definition) = definition(selector.name) else {
+            if selector.name != "up" && !recorded.contains(selector.name) {
+                problems.push(format!("{} is not declared", selector.name));
+            }
+            continue;
+        };
+        let grows = !matches!(definition.kind, Kind::Gauge(_));
+        let rated = selector.before.ends_with("rate(") || selector.before.ends_with("increase(");
+        if grows != rated {
+            problems.push(format!("{}: rate() is for what grows, all of it", selector.name));
+        }
+        let is_histogram = matches!(definition.kind, Kind::Histogram(_));
+        if is_histogram && selector.name == definition.name {
+            problems.push(format!("{} is a histogram: it has no such series", selector.name));
+        }
+        let added = ["avg", "sum", "count"].iter().any(|operator| query.contains(operator));
+        if definition.unit == Unit::Ratio && added {
+            problems.push(format!("{}: ratios do not add, divide sums", selector.name));
+        }
+        if selector.name.ends_with("_bucket") && !query.contains("sum by (le") {
+            problems.push("buckets are added by le".to_owned());
+        }
+    }
+    if query.contains("histogram_quantile(") && !query.contains(", sum by (le") {
+        problems.push("a quantile is over sum by (le".to_owned());
+    }
+    if found.iter().any(|selector| selector.name.ends_with("_sum")) && !is_average(query) {
+        problems.push("an average is sum(rate(.._sum)) / sum(rate(.._count))".to_owned());
+    }
+    problems
+}
+
+/// Whether a query is `sum..(rate(X_sum..)) / sum..(rate(X_count..))` of one histogram, the same
+/// labels and the same time.
+fn is_average(query: &str) -> bool {
+    let Some((above, below)) = query.split_once(" / ") else { return false };
+    let name = selectors(above).first().map_or("", |selector| selector.name);
+    let count = name.strip_suffix("_sum").map(|base| format!("{base}_count"));
+    above.starts_with("sum")
+        && above.contains("(rate(")
+        && count.is_some_and(|count| above.replace(name, &count) == below)
+}
+
+/// Whether a selection is narrowed by the dashboard's variables exactly where its series carry
+/// the labels.
+fn is_narrowed(selector: &Selector<'_>, definition: &Definition) -> bool {
+    let has_replica = definition.labels.contains(&REPLICA);
+    let narrowed = |by: &str| selector.matchers.split(", ").any(|matcher| matcher == by);
+    narrowed("model_name=~\"$model_name\"") == definition.model
+        && narrowed("replica=~\"$replica\"") == has_replica
+}
+
+/// The unit that Grafana shows a value of this unit in.
+fn shown(unit: Unit) -> &'static str {
+    match unit {
+        Unit::Seconds => "s",
+        Unit::Bytes => "bytes",
+        Unit::Ratio => "percentunit",
+        Unit::Celsius => "celsius",
+        Unit::Watts => "watt",
+        Unit::Info => "",
+        Unit::Requests
+        | Unit::Tokens
+        | Unit::Blocks
+        | Unit::Steps
+        | Unit::Events
+        | Unit::Items
+        | Unit::Value => "short",
+    }
+}
+
+/// The unit of a query's values, as Grafana calls it.
+fn unit_of(query: &str) -> Option<&'static str> {
+    let selector = *selectors(query).first()?;
+    let definition = definition(selector.name)?;
+    if query.contains("histogram_quantile(") || is_average(query) {
+        return Some(shown(definition.unit));
+    }
+    if query.contains(" / ") {
+        return Some("percentunit");
+    }
+    if query.contains("count(") || query.contains("increase(") {
+        return Some("short");
+    }
+    if matches!(definition.kind, Kind::Gauge(_)) {
+        let per_second = selector.name.ends_with("_tokens_per_second");
+        return Some(if per_second { "suffix: tok/s" } else { shown(definition.unit) });
+    }
+    Some(match definition.unit {
+        Unit::Requests => "reqps",
+        Unit::Tokens => "suffix: tok/s",
+        Unit::Steps => "suffix: steps/s",
+        // Seconds of computing per second.
+        Unit::Seconds => "suffix: cores",
+        _ => "cps",
+    })
+}
+
+/// What is wrong with one panel.
+fn panel_problems(panel: &Value) -> Vec<String> {
+    let mut problems = Vec::new();
+    if text(&panel["title"]).is_empty() {
+        problems.push("no title".to_owned());
+    }
+    if panel["type"] == "row" {
+        return problems;
+    }
+    if text(&panel["description"]).is_empty() {
+        problems.push("no description".to_owned());
+    }
+    let targets = list(&panel["targets"]);
+    if targets.is_empty() {
+        problems.push("no query".to_owned());
+    }
+    for holder in targets.iter().chain([panel]) {
+        if holder["datasource"]["uid"] != DATASOURCE {
+            problems.push("the data source is not the variable".to_owned());
+        }
+    }
+    let references: BTreeSet<&str> = targets.iter().map(|target| text(&target["refId"])).collect();
+    if references.len() != targets.len() {
+        problems.push("two queries have one refId".to_owned());
+    }
+    for target in targets {
+        let query = text(&target["expr"]);
+        if text(&target["legendFormat"]).is_empty() {
+            problems.push("no legend".to_owned());
+        }
+        // Dashboards must work without the recording rules.
+        problems.extend(query_problems(query, &BTreeSet::new()));
+        for selector in selectors(query) {
+            if definition(selector.name).is_some_and(|found| !is_narrowed(&selector, found)) {
+                problems.push(format!("{}: wrong variables in its braces", selector.name));
+            }
+        }
+        let unit = text(&panel["fieldConfig"]["defaults"]["unit"]);
+        if panel["type"] == "heatmap" {
+            let axis = text(&panel["options"]["yAxis"]["unit"]);
+            let name = selectors(query).first().map_or("", |selector| selector.name);
+            if definition(name).is_none_or(|found| shown(found.unit) != axis) {
+                problems.push(format!("the axis is in '{axis}'"));
+            }
+            if target["format"] != "heatmap" || panel["options"]["calculate"] != false {
+                problems.push("the buckets are Prometheus's own".to_owned());
+            }
+        } else if unit_of(query) != Some(unit) {
+            problems.push(format!("shows '{unit}', is {:?}", unit_of(query)));
+        }
+    }
+    problems
+}
+
+/// A panel's left, top, right and bottom.
+fn area(panel: &Value) -> [i64; 4] {
+    let side = |name: &str| panel["gridPos"][name].as_i64().unwrap_or(-1);
+    let (x, y) = (side("x"), side("y"));
+    [x, y, x + side("w"), y + side("h")]
+}
+
+/// What is wrong with a dashboard.
+fn dashboard_problems(dashboard: &Dashboard) -> Vec<String> {
+    let mut problems = Vec::new();
+    let panels = dashboard.panels();
+    if panels.is_empty() {
+        problems.push("no panel".to_owned());
+    }
+    let mut ids = BTreeSet::new();
+    let mut titles = BTreeSet::new();
+    for (index, panel) in panels.iter().enumerate() {
+        let title = text(&panel["title"]);
+        let mut report = |problem: &str| problems.push(format!("{title}: {problem}"));
+        if !ids.insert(panel["id"].as_i64()) {
+            report("its id is another's, too");
+        }
+        if !titles.insert(title) {
+            report("its title is another's, too");
+        }
+        let [left, top, right, bottom] = area(panel);
+        if left < 0 || top < 0 || right > COLUMNS || left >= right || top >= bottom {
+            report("is not on the grid");
+        }
+        for other in &panels[..index] {
+            let [l, t, r, b] = area(other);
+            if left < r && l < right && top < b && t < bottom {
+                report(&format!("lies over {}", other["title"]));
+            }
+        }
+        panel_problems(panel).iter().for_each(|problem| report(problem));
+    }
+    let variables = list(&dashboard.json["templating"]["list"]);
+    for name in ["datasource", "model_name", "replica"] {
+        let Some(variable) = variables.iter().find(|variable| variable["name"] == name) else {
+            problems.push(format!("no variable {name}"));
+            continue;
+        };
+        let all = variable["includeAll"] == true
+            && variable["multi"] == true
+            && variable["allValue"] == ".*";
+        if name != "datasource" && !all {
+            problems.push(format!("the variable {name} cannot be All"));
+        }
+    }
+    for problem in &mut problems {
+        *problem = format!("{}: {problem}", dashboard.name);
+    }
+    problems
+}
+
+/// What is wrong with a rule.
+fn rule_problems(rule: &Rule, recorded: &BTreeSet<String>) -> Vec<String> {
+    let mut problems = query_problems(&rule.expr, recorded);
+    if rule.is_alert {
+        if !["critical", "warning"].contains(&rule.severity.as_str()) {
+            problems.push(format!("severity '{}'", rule.severity));
+        }
+        if rule.summary.is_empty() || rule.description.is_empty() {
+            problems.push("no summary or no description".to_owned());
+        }
+    } else {
+        // level:metric:operation, where the level is what is left of the labels.
+        let labels = rule.expr.split_once("by (").and_then(|(_, rest)| rest.split_once(')'));
+        let level: Vec<&str> = labels
+            .map_or("", |(labels, _)| labels)
+            .split(", ")
+            .filter(|label| *label != "le")
+            .collect();
+        let parts: Vec<&str> = rule.name.split(':').collect();
+        if parts.len() != 3 || parts[0] != level.join("_") || !parts[1].starts_with("tutti_") {
+            problems.push("its name is not level:metric:operation".to_owned());
+        }
+    }
+    problems.iter().map(|problem| format!("{}: {problem}", rule.name)).collect()
+}
+
+fn recorded() -> BTreeSet<String> {
+    files::rules().into_iter().filter(|rule| !rule.is_alert).map(|rule| rule.name).collect()
+}
+
+#[test]
+fn dashboards_are_well_made() {
+    let dashboards = files::dashboards();
+    let names: Vec<&str> = dashboards.iter().map(|dashboard| dashboard.name.as_str()).collect();
+    assert_eq!(names, ["cluster", "overview", "realtime"]);
+    let problems: Vec<String> = dashboards.iter().flat_map(dashboard_problems).collect();
+    crate::assert_none("dashboards", &problems);
+}
+
+#[test]
+fn rules_are_well_made() {
+    let recorded = recorded();
+    assert!(!recorded.is_empty());
+    let rules = files::rules();
+    let names: BTreeSet<&str> = rules.iter().map(|rule| rule.name.as_str()).collect();
+    assert_eq!(names.len(), rules.len(), "every rule has its own name");
+    let problems: Vec<String> =
+        rules.iter().flat_map(|rule| rule_problems(rule, &recorded)).collect();
+    crate::assert_none("rules", &problems);
+}
+
+/// A dashboard of two sound panels.
+fn sample() -> Value {
+    let panel = |id: i64, title: &str, unit: &str, expr: &str| {
+        json!({
+            "id": id, "title": title, "description": "d", "type": "timeseries",
+            "datasource": {"uid": DATASOURCE}, "gridPos": {"x": 12 * (id - 1), "y": 0, "w": 12, "h": 8},
+            "fieldConfig": {"defaults": {"unit": unit}},
+            "targets": [{"refId": "A", "expr": expr, "legendFormat": "x",
+                         "datasource": {"uid": DATASOURCE}}],
+        })
+    };
+    let average = "sum(rate(tutti_rank_step_seconds_sum{model_name=~\"$model_name\", \
+                   replica=~\"$replica\"}[1m])) / sum(rate(tutti_rank_step_seconds_count{model_name=~\
+                   \"$model_name\", replica=~\"$replica\"}[1m]))";
+    let heat = "sum by (le) (increase(tutti_time_to_first_token_seconds_bucket\
+                {model_name=~\"$model_name\"}[1m]))";
+    let mut heat = panel(2, "heat", "", heat);
+    heat["type"] = json!("heatmap");
+    heat["options"] = json!({"calculate": false, "yAxis": {"unit": "s"}});
+    heat["targets"][0]["format"] = json!("heatmap");
+    let all = json!({"includeAll": true, "multi": true, "allValue": ".*"});
+    let mut variables = [json!({"name": "datasource"}), all.clone(), all];
+    variables[1]["name"] = json!("model_name");
+    variables[2]["name"] = json!("replica");
+    json!({"panels": [panel(1, "average", "s", average), heat], "templating": {"list": variables}})
+}
+
+#[test]
+fn the_dashboard_rules_can_fail() {
+    let problems = |json: Value| dashboard_problems(&Dashboard { name: "x".to_owned(), json });
+    assert_eq!(problems(sample()), Vec::<String>::new());
+    let spoil = |pointer: &str, value: Value| {
+        let mut json = sample();
+        *json.pointer_mut(pointer).unwrap() = value;
+        assert!(!problems(json).is_empty(), "{pointer}");
+    };
+    spoil("/panels", json!([]));
+    spoil("/panels/0/id", json!(2));
+    spoil("/panels/0/title", json!("heat"));
+    spoil("/panels/0/title", json!(""));
+    spoil("/panels/0/description", json!(""));
+    spoil("/panels/0/gridPos/w", json!(13));
+    spoil("/panels/1/gridPos/w", json!(13));
+    spoil("/panels/0/datasource/uid", json!("abc"));
+    spoil("/panels/0/targets/0/datasource/uid", json!("abc"));
+    spoil("/panels/0/targets/0/legendFormat", json!(""));
+    spoil("/panels/0/fieldConfig/defaults/unit", json!("ms"));
+    spoil("/panels/1/options/yAxis/unit", json!("short"));
+    spoil("/panels/1/options/calculate", json!(true));
+    spoil("/panels/1/targets/0/format", json!("time_series"));
+    spoil("/templating/list/1/allValue", json!(""));
+    spoil("/templating/list/2/name", json!("engine"));
+    let spoil_query = |from: &str, to: &str| {
+        let json = sample().to_string();
+        assert!(json.contains(from), "{from}");
+        let json = serde_json::from_str(&json.replacen(from, to, 1)).unwrap();
+        assert!(!problems(json).is_empty(), "{from} -> {to}");
+    };
+    spoil_query(", replica=~\\\"$replica\\\"", "");
+    spoil_query("model_name=~\\\"$model_name\\\", ", "");
+    spoil_query("bucket{", "bucket{replica=~\\\"$replica\\\", ");
+    spoil_query("[1m])) / ", "[5m])) / ");
+}
+
+#[test]
+fn the_query_rules_can_fail() {
+    let recorded = BTreeSet::from(["job:tutti_x:sum".to_owned()]);
+    let sound = |query: &str| query_problems(query, &recorded).is_empty();
+    for query in [
+        "job:tutti_x:sum > 3",
+        "up == 0",
+        "tutti_gpu_utilization_ratio",
+        "sum by (a) (rate(tutti_iteration_tokens_sum[1m])) / sum by (a) (rate(tutti_iteration_tokens_count[1m]))",
+        "histogram_quantile(0.9, sum by (le, job) (rate(tutti_iteration_tokens_bucket[1m])))",
+        "sum(tutti_kv_cache_used_blocks) / sum(tutti_kv_cache_blocks)",
+    ] {
+        assert!(sound(query), "{query}: {:?}", query_problems(query, &recorded));
+    }
+    for query in [
+        "1 + 1",
+        "job:tutti_y:sum > 3",
+        "tutti_engine_step_total",
+        "tutti_engine_steps_total",
+        "rate(tutti_requests_running[1m])",
+        "rate(tutti_iteration_tokens[1m])",
+        "avg(tutti_kv_cache_usage_ratio)",
+        "sum(tutti_kv_cache_usage_ratio)",
+        "sum(rate(tutti_iteration_tokens_bucket[1m]))",
+        "histogram_quantile(0.9, rate(tutti_iteration_tokens_bucket[1m]))",
+        "sum(rate(tutti_iteration_tokens_sum[1m]))",
+        "rate(tutti_iteration_tokens_sum[1m]) / rate(tutti_iteration_tokens_count[1m])",
+        "sum by (a) (rate(tutti_iteration_tokens_sum[1m])) / sum(rate(tutti_iteration_tokens_count[1m]))",
+        "sum(rate(tutti_rank_step_seconds_sum[1m])) / sum(rate(tutti_rank_idle_seconds_count[1m]))",
+    ] {
+        assert!(!sound(query), "{query}");
+    }
+}
+
+#[test]
+fn the_rule_rules_can_fail() {
+    let problems = |yaml: &str| {
+        let yaml = format!("groups: [{{name: g, rules: [{yaml}]}}]");
+        let rules = files::rules_in(&yaml);
+        assert_eq!(rules.len(), 1, "{yaml}");
+        rule_problems(&rules[0], &BTreeSet::new()).len()
+    };
+    let expr = "expr: 'sum by (job) (rate(tutti_engine_steps_total[5m]))'";
+    assert_eq!(problems(&format!("{{record: 'job:tutti_engine_steps:rate5m', {expr}}}")), 0);
+    assert_eq!(problems(&format!("{{record: 'replica:tutti_engine_steps:rate5m', {expr}}}")), 1);
+    assert_eq!(problems(&format!("{{record: 'tutti_engine_steps', {expr}}}")), 1);
+    let told = "annotations: {summary: a, description: b}";
+    assert_eq!(
+        problems(&format!("{{alert: A, {expr}, labels: {{severity: warning}}, {told}}}")),
+        0
+    );
+    assert_eq!(problems(&format!("{{alert: A, {expr}, labels: {{severity: loud}}, {told}}}")), 1);
+    assert_eq!(problems(&format!("{{alert: A, {expr}, labels: {{severity: warning}}}}")), 1);
+}

@@ -1,0 +1,220 @@
+//! Every query of dashboards and rules, by a real Prometheus that scrapes a real cluster.
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt as _;
+use serde_json::{Value, json};
+use testkit::client::Client;
+use testkit::local_cluster::LocalCluster;
+
+use crate::files::{self, Query, Rule};
+use crate::prometheus::Prometheus;
+use crate::promql::{definition, label_values, selectors, substitute};
+
+/// Declared, but not published by any process yet: delete each entry once it is. An entry that is
+/// published fails the test, so none is forgotten.
+const NOT_YET: &[&str] = &[
+    "tutti_prompt_throughput_tokens_per_second",
+    "tutti_generation_throughput_tokens_per_second",
+    "tutti_process_cpu_seconds_total",
+    "tutti_process_resident_memory_bytes",
+    "tutti_host_cpu_usage_ratio",
+    "tutti_host_memory_used_bytes",
+    "tutti_host_memory_bytes",
+];
+
+/// Labels that no series carries yet: as above.
+const LABELS_NOT_YET: &[&str] = &["model_name"];
+
+/// How long requests are sent: long enough for rates, shorter than the window that replaces
+/// Grafana's variables.
+const LOAD: Duration = Duration::from_secs(12);
+
+/// Sends requests of every kind until `LOAD` is over.
+async fn load(client: &Client) {
+    let began = Instant::now();
+    let mut seed = 0;
+    while began.elapsed() < LOAD {
+        seed += 1;
+        let body = json!({
+            "model": "demo", "prompt": "Once upon a time, there was a little fox named Pip.",
+            "max_tokens": 24, "temperature": 0.8, "seed": seed,
+        });
+        let mut streaming = body.clone();
+        streaming["stream"] = json!(true);
+        let mut abandoned = streaming.clone();
+        abandoned["max_tokens"] = json!(600);
+        abandoned["ignore_eos"] = json!(true);
+        let (whole, stream, ()) = tokio::join!(
+            client.post("/v1/completions", &body),
+            client.stream("/v1/completions", &streaming),
+            abandon(client, &abandoned),
+        );
+        assert_eq!(whole.unwrap().status, 200);
+        assert!(stream.unwrap().done);
+        let bad = client.post("/v1/completions", &json!({"model": "demo", "prompt": 7})).await;
+        assert_eq!(bad.unwrap().status, 400);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
+/// Starts a stream and leaves after its first bytes.
+async fn abandon(client: &Client, body: &Value) {
+    let response = client.open("/v1/completions", body).await.unwrap();
+    assert!(response.bytes_stream().next().await.is_some());
+}
+
+/// Whether `name` appears only under a condition that this cluster need not meet.
+fn is_conditional(name: &str) -> bool {
+    definition(name).is_some_and(|definition| definition.when.is_some())
+}
+
+/// Whether a query may have no answer, by the series that it names.
+fn may_be_empty(query: &str) -> bool {
+    let found = selectors(query);
+    !found.is_empty()
+        && found.iter().all(|found| is_conditional(found.name) || NOT_YET.contains(&found.name))
+}
+
+/// What is wrong with the answer to a query that has to have one.
+async fn query_problem(server: &Prometheus, query: &Query) -> Option<String> {
+    let sent = substitute(&query.expr);
+    let problem = match server.query(&sent).await {
+        Err(error) => error,
+        Ok(values) if values.is_empty() && !may_be_empty(&query.expr) => "no data".to_owned(),
+        Ok(_) => return None,
+    };
+    Some(format!("{}: {problem}: {sent}", query.place))
+}
+
+/// What is wrong with the values of a dashboard's variable.
+async fn variable_problem(server: &Prometheus, variable: &Query) -> Option<String> {
+    let sent = substitute(&variable.expr);
+    let problem = match label_values(&sent) {
+        None => "is not label_values(SERIES, LABEL)".to_owned(),
+        Some((series, label)) => match server.label_values(series, label).await {
+            Err(error) => error,
+            Ok(0) if !LABELS_NOT_YET.contains(&label) => "no value".to_owned(),
+            Ok(_) => return None,
+        },
+    };
+    Some(format!("{}: {problem}: {sent}", variable.place))
+}
+
+/// What is wrong with an alert: it must be quiet on a healthy cluster, and about something.
+async fn alert_problem(server: &Prometheus, alert: &Rule) -> Option<String> {
+    let values = match server.query(&alert.expr).await {
+        Err(error) => return Some(format!("{}: {error}", alert.name)),
+        Ok(values) => values,
+    };
+    // The machine under test may well be short of something.
+    if !values.is_empty() && alert.group != "tutti-hardware" {
+        return Some(format!("{}: a healthy cluster raises it: {values:?}", alert.name));
+    }
+    let mut exists = may_be_empty(&alert.expr);
+    for selector in selectors(&alert.expr) {
+        exists |= !server.query(selector.name).await.unwrap_or_default().is_empty();
+    }
+    (!exists).then(|| format!("{}: none of its series exists", alert.name))
+}
+
+/// Rules that the server itself could not evaluate.
+async fn rule_health(server: &Prometheus) -> Vec<String> {
+    let data = server.get("/api/v1/rules").await.unwrap();
+    let mut problems = Vec::new();
+    let mut evaluated = 0;
+    for rule in files::list(&data["groups"]).iter().flat_map(|group| files::list(&group["rules"])) {
+        evaluated += 1;
+        if rule["health"] != "ok" {
+            problems.push(format!("{}: {} {}", rule["name"], rule["health"], rule["lastError"]));
+        }
+    }
+    assert_eq!(evaluated, files::rules().len(), "the server has every rule");
+    problems
+}
+
+/// Waits until the recording rules were evaluated over the load.
+async fn wait_recorded(server: &Prometheus) {
+    let began = Instant::now();
+    let recorded: Vec<Rule> = files::rules().into_iter().filter(|rule| !rule.is_alert).collect();
+    let mut next = 0;
+    while next < recorded.len() && began.elapsed() < Duration::from_secs(10) {
+        if server.query(&recorded[next].name).await.unwrap_or_default().is_empty() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        } else {
+            next += 1;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_query_has_an_answer() {
+    let cluster = LocalCluster::up(&[]).await.unwrap();
+    let target = cluster.base().trim_start_matches("http://");
+    let Some(server) = Prometheus::start(target, &files::rule_files()).await else { return };
+    load(&cluster.client().unwrap()).await;
+    wait_recorded(&server).await;
+
+    let mut problems = Vec::new();
+    for dashboard in files::dashboards() {
+        for query in dashboard.queries() {
+            problems.extend(query_problem(&server, &query).await);
+        }
+        for variable in dashboard.variables() {
+            problems.extend(variable_problem(&server, &variable).await);
+        }
+    }
+    for rule in files::rules() {
+        if rule.is_alert {
+            problems.extend(alert_problem(&server, &rule).await);
+        } else {
+            for expr in [rule.expr, rule.name.clone()] {
+                let query = Query { place: rule.name.clone(), expr };
+                problems.extend(query_problem(&server, &query).await);
+            }
+        }
+    }
+    problems.extend(rule_health(&server).await);
+    for name in NOT_YET {
+        if !server.query(name).await.unwrap().is_empty() {
+            problems.push(format!("{name} is published: delete it from NOT_YET"));
+        }
+    }
+    for label in LABELS_NOT_YET {
+        if server.label_values("tutti_cache_config_info", label).await.unwrap() > 0 {
+            problems.push(format!("{label} is published: delete it from LABELS_NOT_YET"));
+        }
+    }
+    crate::assert_none("queries", &problems);
+    the_checks_can_fail(&server).await;
+}
+
+/// Each check finds what it is there for, with the server that the test has anyway.
+async fn the_checks_can_fail(server: &Prometheus) {
+    let query = |expr: &str| Query { place: "x".to_owned(), expr: expr.to_owned() };
+    for bad in [
+        "sum(rate(tutti_generation_tokens_total[30s])",
+        "sum(tutti_generated_tokens_total)",
+        "sum(tutti_requests_running{replica=\"7\"})",
+        "sum(tutti_requests_waiting) / sum(tutti_requests_waiting * 0)",
+        "sum by (le) (rate(tutti_iteration_tokens_total[30s]))",
+        "sum(tutti_worker_up) + sum(tutti_requests_swapped)",
+    ] {
+        assert!(query_problem(server, &query(bad)).await.is_some(), "{bad}");
+    }
+    assert!(query_problem(server, &query("sum(tutti_requests_swapped)")).await.is_none());
+    for bad in ["label_values(tutti_cache_config_info, engine)", "label_values(replica)"] {
+        assert!(variable_problem(server, &query(bad)).await.is_some(), "{bad}");
+    }
+    let alert = |expr: &str| Rule {
+        group: "tutti-cluster".to_owned(),
+        name: "x".to_owned(),
+        is_alert: true,
+        expr: expr.to_owned(),
+        severity: String::new(),
+        summary: String::new(),
+        description: String::new(),
+    };
+    for bad in ["tutti_worker_up == 1", "tutti_workers_up == 0", "tutti_worker_up =="] {
+        assert!(alert_problem(server, &alert(bad)).await.is_some(), "{bad}");
+    }
+}

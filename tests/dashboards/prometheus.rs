@@ -1,0 +1,110 @@
+//! A real Prometheus server that scrapes one address, and its HTTP API.
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use testkit::client::Client;
+
+/// A `prometheus` process with its storage in a scratch folder. Killed on drop.
+#[derive(Debug)]
+pub(crate) struct Prometheus {
+    child: Child,
+    client: Client,
+    _folder: tempfile::TempDir,
+}
+
+impl Prometheus {
+    /// Starts a server that scrapes `target` every second and evaluates `rules` as often.
+    /// `None` when there is no such program here, which continuous integration does not accept.
+    pub(crate) async fn start(target: &str, rules: &[PathBuf]) -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let rules: Vec<String> =
+            rules.iter().map(|path| format!("  - {}\n", path.display())).collect();
+        let config = format!(
+            "global:\n  scrape_interval: 1s\n  scrape_timeout: 1s\n  evaluation_interval: 1s\n\
+             rule_files:\n{}scrape_configs:\n  - job_name: tutti\n    static_configs:\n      \
+             - targets: [\"{target}\"]\n",
+            rules.concat()
+        );
+        let file = folder.path().join("prometheus.yml");
+        std::fs::write(&file, config).unwrap();
+        // The server takes no port 0, so a port that was free a moment ago has to do.
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let child = Command::new("prometheus")
+            .arg(format!("--config.file={}", file.display()))
+            .arg(format!("--storage.tsdb.path={}", folder.path().join("data").display()))
+            .arg(format!("--web.listen-address={address}"))
+            .arg("--log.level=error")
+            .stdin(Stdio::null())
+            .spawn();
+        let child = match child {
+            Ok(child) => child,
+            Err(error) if std::env::var_os("CI").is_none() => {
+                crate::notice(&format!("prometheus is not here ({error}): no query was run"));
+                return None;
+            }
+            Err(error) => panic!("prometheus is needed in continuous integration: {error}"),
+        };
+        let client = Client::new(&format!("http://{address}")).unwrap();
+        let mut server = Self { child, client, _folder: folder };
+        server.wait_ready().await;
+        Some(server)
+    }
+
+    async fn wait_ready(&mut self) {
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(30) {
+            if let Ok(reply) = self.client.get("/-/ready").await
+                && reply.status == 200
+            {
+                return;
+            }
+            assert!(self.child.try_wait().unwrap().is_none(), "prometheus ended");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        panic!("prometheus is not ready in 30 s");
+    }
+
+    /// What the API holds under `data`, or what it says is wrong.
+    pub(crate) async fn get(&self, path: &str) -> Result<Value, String> {
+        let reply = self.client.get(path).await.map_err(|error| error.to_string())?;
+        if reply.status == 200 && reply.body["status"] == "success" {
+            Ok(reply.body["data"].clone())
+        } else {
+            Err(format!("{}: {}", reply.status, reply.body))
+        }
+    }
+
+    /// The values of an instant query, NaN left out: 0 / 0 is no answer.
+    pub(crate) async fn query(&self, query: &str) -> Result<Vec<f64>, String> {
+        let data = self.get(&format!("/api/v1/query?query={}", encoded(query))).await?;
+        let samples = data["result"].as_array().ok_or("no result")?;
+        let values = samples.iter().filter_map(|sample| sample["value"][1].as_str()?.parse().ok());
+        Ok(values.filter(|value: &f64| !value.is_nan()).collect())
+    }
+
+    /// The values of `label` among `series`.
+    pub(crate) async fn label_values(&self, series: &str, label: &str) -> Result<usize, String> {
+        let path = format!("/api/v1/label/{label}/values?match[]={}", encoded(series));
+        Ok(self.get(&path).await?.as_array().map_or(0, Vec::len))
+    }
+}
+
+impl Drop for Prometheus {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Percent-encoded for a URL's query.
+fn encoded(text: &str) -> String {
+    let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(byte);
+    text.bytes()
+        .map(
+            |byte| if plain(&byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") },
+        )
+        .collect()
+}

@@ -1,0 +1,135 @@
+//! `promtool`, Prometheus's own checker: the configurations are right, and every alert can fire.
+//!
+//! It comes with the Prometheus server; without it these tests check nothing on a developer's
+//! machine and fail in continuous integration.
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+use crate::files;
+
+/// What makes each alert fire: series, and how they begin and grow each minute of half an hour.
+const FIRING: &[(&str, &[(&str, &str)])] = &[
+    ("TuttiCoordinatorDown", &[("up{job=\"tutti\", instance=\"a\"}", "0+0")]),
+    (
+        "TuttiNoReplicaUp",
+        &[
+            ("up{job=\"tutti\", instance=\"a\"}", "1+0"),
+            ("tutti_replica_up{job=\"tutti\", instance=\"a\", replica=\"0\"}", "0+0"),
+        ],
+    ),
+    ("TuttiWorkerDown", &[("tutti_worker_up{worker=\"0\"}", "0+0")]),
+    (
+        "TuttiWorkerReportStale",
+        &[
+            ("tutti_worker_up{worker=\"0\"}", "1+0"),
+            ("tutti_worker_last_report_timestamp_seconds{worker=\"0\"}", "60+0"),
+        ],
+    ),
+    ("TuttiFailoversRepeated", &[("tutti_failovers_total{replica=\"0\"}", "0+1")]),
+    ("TuttiWorkerRestartsRepeated", &[("tutti_worker_restarts_total{worker=\"0\"}", "0+1")]),
+    ("TuttiReportsRefused", &[("tutti_reports_refused_total{reason=\"malformed\"}", "0+1")]),
+    ("TuttiQueueBuildingUp", &[("tutti_requests_waiting{reason=\"capacity\"}", "0+2")]),
+    (
+        "TuttiKvCacheNearlyFull",
+        &[
+            ("tutti_kv_cache_used_blocks{replica=\"0\"}", "99+0"),
+            ("tutti_kv_cache_blocks{replica=\"0\"}", "100+0"),
+        ],
+    ),
+    (
+        "TuttiTimeToFirstTokenHigh",
+        &[
+            ("tutti_time_to_first_token_seconds_bucket{le=\"10.0\"}", "0+0"),
+            ("tutti_time_to_first_token_seconds_bucket{le=\"20.0\"}", "0+9"),
+            ("tutti_time_to_first_token_seconds_bucket{le=\"+Inf\"}", "0+9"),
+        ],
+    ),
+    (
+        "TuttiRequestErrors",
+        &[
+            ("tutti_request_success_total{finished_reason=\"error\"}", "0+1"),
+            ("tutti_request_success_total{finished_reason=\"stop\"}", "0+9"),
+        ],
+    ),
+    ("TuttiRequestsTurnedAway", &[("tutti_requests_rejected_total{reason=\"queue_full\"}", "0+1")]),
+    (
+        "TuttiHttpServerErrors",
+        &[
+            ("tutti_http_requests_total{status=\"500\"}", "0+1"),
+            ("tutti_http_requests_total{status=\"200\"}", "0+9"),
+        ],
+    ),
+    ("TuttiGpuTooHot", &[("tutti_gpu_temperature_celsius{gpu=\"0\", host=\"a\"}", "90+0")]),
+    (
+        "TuttiHostMemoryNearlyFull",
+        &[
+            ("tutti_host_memory_used_bytes{host=\"a\"}", "99+0"),
+            ("tutti_host_memory_bytes{host=\"a\"}", "100+0"),
+        ],
+    ),
+];
+
+/// Runs `promtool`: whether it was content, and what it said. `None` when it is not here.
+fn promtool(arguments: &[&str], file: &Path) -> Option<(bool, String)> {
+    match Command::new("promtool").args(arguments).arg(file).output() {
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stdout).into_owned()
+                + &String::from_utf8_lossy(&output.stderr);
+            Some((output.status.success(), said))
+        }
+        Err(error) if std::env::var_os("CI").is_none() => {
+            crate::notice(&format!("promtool is not here ({error}): nothing was asked of it"));
+            None
+        }
+        Err(error) => panic!("promtool is needed in continuous integration: {error}"),
+    }
+}
+
+/// A file for `promtool test rules`: each alert fires `times` times with its series.
+fn firing(times: u32) -> String {
+    let quoted = |text: &str| serde_json::to_string(text).unwrap();
+    let rules: Vec<String> =
+        files::rule_files().iter().map(|path| quoted(path.to_str().unwrap())).collect();
+    let mut yaml = format!("rule_files: [{}]\ntests:\n", rules.join(", "));
+    for (alert, series) in FIRING {
+        yaml.push_str("- interval: 1m\n  input_series:\n");
+        for (series, values) in *series {
+            let (series, values) = (quoted(series), quoted(&format!("{values}x30")));
+            writeln!(yaml, "  - {{series: {series}, values: {values}}}").unwrap();
+        }
+        let expr = format!("count(ALERTS{{alertname=\"{alert}\", alertstate=\"firing\"}})");
+        let expr = quoted(&expr);
+        writeln!(yaml, "  promql_expr_test:\n  - expr: {expr}\n    eval_time: 30m").unwrap();
+        writeln!(yaml, "    exp_samples: [{{labels: '{{}}', value: {times}}}]").unwrap();
+    }
+    yaml
+}
+
+#[test]
+fn the_configurations_are_right() {
+    for path in files::prometheus_configs() {
+        let Some((content, said)) = promtool(&["check", "config"], &path) else { return };
+        assert!(content && said.contains("2 rule files found"), "{}: {said}", path.display());
+    }
+}
+
+#[test]
+fn every_alert_can_fire() {
+    let alerts: Vec<String> =
+        files::rules().into_iter().filter(|rule| rule.is_alert).map(|rule| rule.name).collect();
+    let listed: Vec<&str> = FIRING.iter().map(|(alert, _)| *alert).collect();
+    assert_eq!(listed, alerts, "the table has each alert, in the order of the file");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("firing.yml");
+    std::fs::write(&file, firing(1)).unwrap();
+    let Some((content, said)) = promtool(&["test", "rules"], &file) else { return };
+    assert!(content, "{said}");
+    // A wrong expectation is seen for every alert.
+    std::fs::write(&file, firing(2)).unwrap();
+    let (content, said) = promtool(&["test", "rules"], &file).unwrap();
+    assert!(!content, "{said}");
+    for alert in &alerts {
+        assert!(said.contains(alert.as_str()), "{alert}: {said}");
+    }
+}
