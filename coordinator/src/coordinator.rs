@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use actix::{Actor as _, Addr};
 use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
+use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::metrics;
 use shared::metrics::compat::Compat;
@@ -77,6 +78,8 @@ pub struct CoordinatorOptions {
     pub metrics_compat: Vec<Compat>,
     /// Threads that serve HTTP.
     pub http_threads: usize,
+    /// NVML's library, when the system's loader does not find it.
+    pub nvml: Option<PathBuf>,
     /// Drawn at random for this process.
     pub run: u64,
 }
@@ -133,6 +136,7 @@ pub struct Coordinator {
     http: ServerHandle,
     /// The listener of `/metrics` alone.
     metrics: Option<(SocketAddr, ServerHandle)>,
+    _host: HostThread,
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
 }
@@ -187,6 +191,7 @@ impl Coordinator {
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
 
+        let host = HostThread::start("coordinator", options.nvml, hub.process().clone());
         let config = ClusterConfig {
             tensor_parallel: options.tensor_parallel,
             model: options.model.to_string_lossy().into_owned(),
@@ -264,7 +269,8 @@ impl Coordinator {
         };
         let (loggers, interval) = stat_loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
         actix::spawn(log_stats(hub, clock.clone(), loggers, interval));
-        Ok(Self { http_addr, cluster_addr, cluster, http: http_handle, metrics, view, clock })
+        let http = http_handle;
+        Ok(Self { http_addr, cluster_addr, cluster, http, metrics, _host: host, view, clock })
     }
 
     /// Where HTTP is served.

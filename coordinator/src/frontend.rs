@@ -8,13 +8,12 @@ mod uplink;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
-use shared::metrics::SharedStats;
 use shared::metrics::application::Metrics;
 use shared::protocol::{FrontendHello, FrontendWelcome};
 use tokio::sync::oneshot;
@@ -23,7 +22,7 @@ use self::uplink::{JoinError, Uplink, join};
 use crate::engine::EngineHandle;
 use crate::http::params::Limits;
 use crate::http::server;
-use crate::http::state::{AppState, Readiness};
+use crate::http::state::AppState;
 use crate::metrics::FrontendStats;
 use crate::text::model::{TextModel, TextModelError};
 
@@ -111,44 +110,30 @@ impl Frontend {
         };
         let (connection, welcome) = dial_until_welcome(&options.coordinator, &hello).await?;
         let serving = welcome.serving.clone();
-        let folder = options.model.unwrap_or_else(|| PathBuf::from(&serving.model));
+        let folder = options.model.clone().unwrap_or_else(|| PathBuf::from(&serving.model));
         let text = Arc::new(TextModel::load(&folder)?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let stats = FrontendStats::new();
-        let process = SharedStats::default();
-        let readiness = Arc::new(Mutex::new(Readiness {
-            ready: false,
-            message: "the coordinator has not said yet".to_owned(),
-        }));
         let (engine, commands) = EngineHandle::channel();
-        let told = readiness.clone();
+        let (threads, run) = (options.http_threads, options.run);
+        let uplink =
+            Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands);
         let state = AppState::new(
             &serving.served_model_name,
             text,
             engine,
             Limits::new(serving.max_model_len),
-            clock.clone(),
-            stats.clone(),
-            Arc::new(move || told.lock().unwrap_or_else(PoisonError::into_inner).clone()),
-            options.run,
-        );
-        let http = server::start(listener, state, options.http_threads).map_err(failed)?;
-        let handle = http.handle();
-        actix::spawn(http);
-        let uplink = Uplink::new(
-            options.coordinator,
-            hello,
-            serving,
             clock,
             stats,
-            commands,
-            readiness,
-            process,
-            options.application,
+            uplink.readiness(),
+            run,
         );
+        let http = server::start(listener, state, threads).map_err(failed)?;
+        let handle = http.handle();
+        actix::spawn(http);
         let (stop, stopped) = oneshot::channel();
         let (end, ended) = oneshot::channel();
         actix::spawn(async move {

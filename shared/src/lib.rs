@@ -7,6 +7,7 @@
 //! - [`sampling`]: the sampling parameters of one sequence
 //! - [`protocol`]: the messages on a coordinator-worker link
 //! - [`wire`]: how those messages become bytes
+//! - [`host`]: what a process and its host use, GPUs included
 //! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
 //! This crate names no other crate of the workspace and contains no `unsafe`.
@@ -14,6 +15,7 @@
 
 pub mod actor;
 pub mod clock;
+pub mod host;
 pub mod ids;
 pub mod metrics;
 pub mod protocol;

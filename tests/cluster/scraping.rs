@@ -115,6 +115,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         collective_listen: None,
         incarnation: std::process::id().into(),
         application,
+        nvml: None,
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {

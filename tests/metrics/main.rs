@@ -8,6 +8,7 @@ mod application;
 mod catalogue;
 mod docs;
 mod exposition;
+mod host;
 mod logging;
 mod merge_laws;
 mod observing;

@@ -1,6 +1,7 @@
 //! What the test binaries share: real processes on loopback, and clients for them.
 //!
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
+//! - [`fake_nvml`]: a stand-in for the library that tells of GPUs
 //! - [`fleet`]: a coordinator, workers and front ends as processes of their own
 //! - [`client`]: a small HTTP client that is not ours underneath, SSE included
 //! - [`scrape`]: reads a `/metrics` page into numbers
@@ -8,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
+pub mod fake_nvml;
 pub mod fleet;
 pub mod local_cluster;
 pub mod models;

@@ -1,6 +1,8 @@
 //! The executor's way out: messages to the uplink, measurements into the worker's stats.
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use shared::host::HostThread;
 use shared::ids::{Epoch, WorkerId};
 use shared::metrics::application::Metrics;
 use shared::metrics::{RankStats, SharedStats};
@@ -18,16 +20,26 @@ pub struct LinkOutbox {
     uplink: Uplink,
     process: SharedStats,
     application: Metrics,
+    nvml: Option<PathBuf>,
+    host: Option<HostThread>,
     stats: Option<(WorkerId, RankStats)>,
     last_report: Option<Instant>,
 }
 
 impl LinkOutbox {
-    /// Sends through `uplink`, and reports what other threads of the process measure and what the
-    /// application counts.
+    /// Sends through `uplink`; reports what the process and its host use and what the application
+    /// counts, too.
     #[must_use]
-    pub fn new(uplink: Uplink, process: SharedStats, application: Metrics) -> Self {
-        Self { uplink, process, application, stats: None, last_report: None }
+    pub fn new(uplink: Uplink, application: Metrics, nvml: Option<PathBuf>) -> Self {
+        Self {
+            uplink,
+            process: SharedStats::default(),
+            application,
+            nvml,
+            host: None,
+            stats: None,
+            last_report: None,
+        }
     }
 
     /// The stats under the slot that the coordinator gave.
@@ -36,6 +48,8 @@ impl LinkOutbox {
         // Another slot is another coordinator, which counts from zero.
         let current = self.stats.take().filter(|(known, _)| *known == worker);
         let stats = current.unwrap_or_else(|| {
+            let (name, nvml) = (worker.to_string(), self.nvml.clone());
+            self.host = Some(HostThread::start(&name, nvml, self.process.clone()));
             let (process, application) = (self.process.clone(), self.application.clone());
             (worker, RankStats::new(worker).with_process(process, application))
         });

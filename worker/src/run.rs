@@ -3,13 +3,13 @@ use std::io;
 use std::net::{
     IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _, UdpSocket,
 };
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
-use shared::metrics::SharedStats;
 use shared::metrics::application::Metrics;
 use shared::protocol::{DeviceKind, Hello};
 use tokio::sync::oneshot;
@@ -37,6 +37,8 @@ pub struct WorkerOptions {
     pub incarnation: u64,
     /// What the application counts; reported with everything else.
     pub application: Metrics,
+    /// NVML's library, when the system's loader does not find it.
+    pub nvml: Option<PathBuf>,
 }
 
 /// Runs a worker on the current actix system until it ends.
@@ -52,11 +54,10 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
-    let process = SharedStats::default();
     let threads = options.threads.max(1);
     let executor = Executor::spawn(
         move || CpuRank::new(threads as usize, listener),
-        LinkOutbox::new(uplink.clone(), process, options.application),
+        LinkOutbox::new(uplink.clone(), options.application, options.nvml),
     )?;
     let hello = Hello {
         node: options.node,

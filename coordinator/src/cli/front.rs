@@ -15,7 +15,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         listen: args.listen,
         model: args.model.clone(),
         http_threads: args.http_threads.unwrap_or_else(|| cores().clamp(1, 8)) as usize,
-        nvml: None,
+        nvml: args.common.nvml_lib.clone(),
         run: random(),
         application: Metrics::new(),
     };

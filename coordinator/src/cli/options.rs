@@ -186,6 +186,10 @@ pub(crate) struct CommonArgs {
     /// error, warn, info, debug or trace; RUST_LOG, when set, wins
     #[arg(long, value_name = "LEVEL", default_value = "info", value_parser = ["error", "warn", "info", "debug", "trace"])]
     pub(crate) log_level: String,
+    /// NVIDIA's management library, for the GPU series of /metrics [default: where the system's
+    /// loader finds libnvidia-ml.so.1, if anywhere]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) nvml_lib: Option<PathBuf>,
 }
 
 /// Options of the roles that serve HTTP.

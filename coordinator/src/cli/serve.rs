@@ -9,7 +9,7 @@ use coordinator::replica::driver::DriverLimits;
 
 use shared::metrics::compat::Compat;
 
-use super::options::{CompatArg, ServingArgs};
+use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
 use super::work::{cores, interrupted, random};
 use super::{CliError, CoordinatorArgs, logging};
@@ -20,7 +20,7 @@ const CLUSTER_LISTEN: SocketAddr =
 
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
-    let options = coordinator_options(&args.serving, CLUSTER_LISTEN)?;
+    let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN)?;
     actix::System::new().block_on(async move {
         let degree = options.tensor_parallel;
         let coordinator =
@@ -41,6 +41,7 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
 
 /// Checks the options and fills in what depends on the machine.
 pub(crate) fn coordinator_options(
+    common: &CommonArgs,
     args: &ServingArgs,
     cluster_listen: SocketAddr,
 ) -> Result<CoordinatorOptions, CliError> {
@@ -85,6 +86,7 @@ pub(crate) fn coordinator_options(
             })
             .collect(),
         http_threads: cores().clamp(1, 8) as usize,
+        nvml: common.nvml_lib.clone(),
         run: random(),
     })
 }

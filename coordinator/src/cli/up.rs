@@ -26,7 +26,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         )));
     }
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
-    let options = coordinator_options(&args.serving, any_port)?;
+    let options = coordinator_options(&args.common, &args.serving, any_port)?;
     let model = options.model.display().to_string();
     actix::System::new().block_on(async move {
         let coordinator =
@@ -56,6 +56,8 @@ fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerComm
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.workers).max(1));
+    let nvml = args.common.nvml_lib.as_ref().map(|file| file.to_string_lossy().into_owned());
+    let nvml = nvml.map(|file| ["--nvml-lib".to_owned(), file]);
     let args = [
         "worker".to_owned(),
         "--coordinator".to_owned(),
@@ -66,7 +68,8 @@ fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerComm
         args.common.log_level.clone(),
         "--exit-with-stdin".to_owned(),
     ];
-    Ok(WorkerCommand { program, args: args.to_vec() })
+    let args = args.into_iter().chain(nvml.into_iter().flatten()).collect();
+    Ok(WorkerCommand { program, args })
 }
 
 /// Shows progress, says when it is ready, and ends only when going on makes no sense.

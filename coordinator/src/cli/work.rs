@@ -22,6 +22,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         collective_listen: args.collective_listen,
         incarnation: random(),
         application: Metrics::new(),
+        nvml: args.common.nvml_lib.clone(),
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
     let end = actix::System::new().block_on(async move {

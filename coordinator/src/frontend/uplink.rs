@@ -8,8 +8,8 @@ use shared::actor::link::{Connection, LinkEvent};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
+use shared::host::HostThread;
 use shared::ids::RequestId;
-use shared::metrics::application::Metrics;
 use shared::metrics::labels::RejectReason;
 use shared::metrics::{SharedStats, encode_snapshot};
 use shared::protocol::{
@@ -20,9 +20,9 @@ use shared::wire::codec;
 use shared::wire::frame::FrameKind;
 use tokio::sync::{mpsc, oneshot};
 
-use super::FrontendError;
+use super::{FrontendError, FrontendOptions};
 use crate::engine::{EngineCommand, EventSender, GenerateRequest};
-use crate::http::state::Readiness;
+use crate::http::state::{Readiness, ReadinessCheck};
 use crate::metrics::FrontendStats;
 
 /// How long dialling and each message of the handshake may take.
@@ -76,7 +76,7 @@ struct Live {
 /// See the module's documentation.
 #[derive(Debug)]
 pub(super) struct Uplink {
-    coordinator: String,
+    options: FrontendOptions,
     hello: FrontendHello,
     serving: Serving,
     clock: Arc<dyn Clock>,
@@ -84,7 +84,6 @@ pub(super) struct Uplink {
     commands: mpsc::Receiver<EngineCommand>,
     readiness: Arc<Mutex<Readiness>>,
     process: SharedStats,
-    application: Metrics,
     live: HashMap<RequestId, Live>,
 }
 
@@ -97,30 +96,35 @@ enum Served {
 }
 
 impl Uplink {
+    /// The link of the front end that `options` ask for; its HTTP side sends `commands` and counts
+    /// in `stats`.
     pub(super) fn new(
-        coordinator: String,
+        options: FrontendOptions,
         hello: FrontendHello,
         serving: Serving,
         clock: Arc<dyn Clock>,
         stats: FrontendStats,
         commands: mpsc::Receiver<EngineCommand>,
-        readiness: Arc<Mutex<Readiness>>,
-        process: SharedStats,
-        application: Metrics,
     ) -> Self {
-        let live = HashMap::new();
+        let readiness =
+            Readiness { ready: false, message: "the coordinator has not said yet".to_owned() };
         Self {
-            coordinator,
+            options,
             hello,
             serving,
             clock,
             stats,
             commands,
-            readiness,
-            process,
-            application,
-            live,
+            readiness: Arc::new(Mutex::new(readiness)),
+            process: SharedStats::default(),
+            live: HashMap::new(),
         }
+    }
+
+    /// Answers whether requests can be served now.
+    pub(super) fn readiness(&self) -> ReadinessCheck {
+        let readiness = self.readiness.clone();
+        Arc::new(move || readiness.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
     /// Serves until it is told to stop (`None`) or cannot go on.
@@ -131,7 +135,7 @@ impl Uplink {
         mut stop: oneshot::Receiver<()>,
     ) -> Option<FrontendError> {
         loop {
-            tracing::info!(frontend = %welcome.frontend, coordinator = self.coordinator, "joined");
+            tracing::info!(frontend = %welcome.frontend, coordinator = self.options.coordinator, "joined");
             match self.serve(connection, &welcome, &mut stop).await {
                 Served::Stopped => return None,
                 Served::Lost(reason) => {
@@ -158,6 +162,8 @@ impl Uplink {
         welcome: &FrontendWelcome,
         stop: &mut oneshot::Receiver<()>,
     ) -> Served {
+        let (name, nvml) = (welcome.frontend.to_string(), self.options.nvml.clone());
+        let _host = HostThread::start(&name, nvml, self.process.clone());
         let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
         let sink = move |event| incoming.try_send(event).is_ok();
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
@@ -200,7 +206,7 @@ impl Uplink {
     async fn dial(&mut self) -> Result<(Connection, FrontendWelcome), FrontendError> {
         let mut wait = REDIAL_MIN;
         loop {
-            let (coordinator, hello) = (self.coordinator.clone(), self.hello.clone());
+            let (coordinator, hello) = (self.options.coordinator.clone(), self.hello.clone());
             let attempt = async move {
                 tokio::time::sleep(wait).await;
                 join(&coordinator, &hello).await
@@ -245,7 +251,7 @@ impl Uplink {
     async fn report(&mut self, link: &RemoteAddr<FromFrontend>) -> Result<(), String> {
         let (sequence, mut snapshot) = self.stats.report();
         snapshot.add(self.process.snapshot());
-        snapshot.application = self.application.snapshot();
+        snapshot.application = self.options.application.snapshot();
         match encode_snapshot(&snapshot) {
             Ok(snapshot) => {
                 let stats = FromFrontend::Stats(WorkerStats { sequence, snapshot });

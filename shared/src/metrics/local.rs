@@ -29,7 +29,7 @@ pub struct Histogram(usize);
 const NOWHERE: usize = usize::MAX;
 
 /// The cells of one thread.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct LocalStats {
     /// Sorted by (id, labels): the canonical order of a snapshot.
     index: Vec<Entry>,
@@ -58,7 +58,7 @@ impl SharedStats {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Entry {
     id: SeriesId,
     labels: LabelValues,
@@ -72,7 +72,7 @@ enum Cell {
     Histogram(usize),
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct HistogramCell {
     bounds: &'static [f64],
     totals: HistogramTotals,

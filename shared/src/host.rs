@@ -1,0 +1,159 @@
+//! What a process and its host use: processor time, memory, GPUs; sampled on a thread of its own.
+//!
+//! A sample reads a few files below `/proc` and asks NVML a handful of questions per GPU: well
+//! below a millisecond without GPUs, a few with, once a second, away from every step.
+mod gpu;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use sysinfo::{Pid, ProcessRefreshKind, ProcessesToUpdate, System};
+
+use self::gpu::Gpus;
+use crate::metrics::catalogue::{
+    HOST_CPU_USAGE, HOST_CPUS, HOST_MEMORY, HOST_MEMORY_USED, PROCESS_CPU, PROCESS_MEMORY,
+};
+use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
+
+pub use self::gpu::GpuDevice;
+
+/// Between two samples.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Takes samples.
+pub struct HostSampler {
+    /// Absent on systems that the library does not know.
+    system: Option<System>,
+    pid: Option<Pid>,
+    gpus: Gpus,
+    handles: Option<Handles>,
+    process: String,
+    host: String,
+    /// Milliseconds of processor time already counted.
+    counted_ms: u64,
+    samples: u64,
+}
+
+struct Handles {
+    cpu: Counter,
+    memory: Gauge,
+    host_cpu: Gauge,
+    host_cpus: Gauge,
+    host_memory: Gauge,
+    host_memory_used: Gauge,
+}
+
+impl std::fmt::Debug for HostSampler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HostSampler").field("process", &self.process).finish_non_exhaustive()
+    }
+}
+
+impl HostSampler {
+    /// A sampler of this process under the name `process`, such as `worker-0`. `nvml` is NVML's
+    /// library when the system's loader does not find it; without NVML there are no GPUs.
+    #[must_use]
+    pub fn new(process: &str, nvml: Option<&Path>) -> Self {
+        let host = System::host_name().ok().filter(|name| !name.is_empty());
+        let host = host.unwrap_or_else(|| "host".to_owned());
+        Self {
+            system: System::new().ok(),
+            pid: sysinfo::get_current_pid().ok(),
+            gpus: Gpus::new(nvml, &host),
+            handles: None,
+            process: process.to_owned(),
+            host,
+            counted_ms: 0,
+            samples: 0,
+        }
+    }
+
+    /// The GPUs that NVML found.
+    #[must_use]
+    pub fn devices(&self) -> Vec<GpuDevice> {
+        self.gpus.devices()
+    }
+
+    /// Why there is no NVML, if there is none.
+    #[must_use]
+    pub fn nvml_problem(&self) -> Option<&str> {
+        self.gpus.problem()
+    }
+
+    /// Measures and records.
+    pub fn sample(&mut self, stats: &mut LocalStats) {
+        let handles = self.handles.get_or_insert_with(|| {
+            let (process, host) = ([self.process.as_str()], [self.host.as_str()]);
+            Handles {
+                cpu: stats.counter(PROCESS_CPU, process),
+                memory: stats.gauge(PROCESS_MEMORY, process),
+                host_cpu: stats.gauge(HOST_CPU_USAGE, host),
+                host_cpus: stats.gauge(HOST_CPUS, host),
+                host_memory: stats.gauge(HOST_MEMORY, host),
+                host_memory_used: stats.gauge(HOST_MEMORY_USED, host),
+            }
+        });
+        self.gpus.sample(stats);
+        let Some(system) = &mut self.system else { return };
+        system.refresh_cpu_usage();
+        system.refresh_memory();
+        stats.set(handles.host_cpus, system.cpus().len() as f64);
+        stats.set(handles.host_memory, system.total_memory() as f64);
+        stats.set(handles.host_memory_used, system.used_memory() as f64);
+        self.samples += 1;
+        // Usage is of the time between two samples.
+        if self.samples > 1 {
+            let usage = f64::from(system.global_cpu_usage()) / 100.0;
+            stats.set(handles.host_cpu, usage.clamp(0.0, 1.0));
+        }
+        if let Some(pid) = self.pid {
+            let what = ProcessRefreshKind::nothing().with_cpu().with_memory();
+            system.refresh_processes_specifics(ProcessesToUpdate::Some(&[pid]), false, what);
+            if let Some(process) = system.process(pid) {
+                let total_ms = process.accumulated_cpu_time();
+                let grown = total_ms.saturating_sub(self.counted_ms);
+                self.counted_ms += grown;
+                stats.add(handles.cpu, grown.saturating_mul(1_000_000));
+                stats.set(handles.memory, process.memory() as f64);
+            }
+        }
+    }
+}
+
+/// A thread that samples until it is dropped.
+#[derive(Debug)]
+pub struct HostThread {
+    stop: Arc<AtomicBool>,
+}
+
+impl HostThread {
+    /// Starts sampling into `stats`, as [`HostSampler::new`] says. When the operating system gives
+    /// no thread, nothing is sampled: a server does not stop for that.
+    #[must_use]
+    pub fn start(process: &str, nvml: Option<PathBuf>, stats: SharedStats) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (process, stopped) = (process.to_owned(), stop.clone());
+        let thread = std::thread::Builder::new().name("host-stats".into()).spawn(move || {
+            let mut sampler = HostSampler::new(&process, nvml.as_deref());
+            // Into cells of its own first: asking NVML may take its time.
+            let mut own = LocalStats::new();
+            while !stopped.load(Ordering::Relaxed) {
+                sampler.sample(&mut own);
+                stats.with(|stats| stats.clone_from(&own));
+                std::thread::sleep(INTERVAL);
+            }
+        });
+        if let Err(error) = thread {
+            tracing::warn!(%error, "the host is not sampled");
+        }
+        Self { stop }
+    }
+}
+
+impl Drop for HostThread {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}

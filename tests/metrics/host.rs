@@ -1,0 +1,125 @@
+//! What processes and hosts use, GPUs by a stand-in for NVML.
+use std::time::{Duration, Instant};
+
+use shared::host::HostSampler;
+use shared::ids::{Incarnation, WorkerId};
+use shared::metrics::catalogue as series;
+use shared::metrics::{LocalStats, Merged, Merger, Source};
+use testkit::fake_nvml::fake_nvml;
+
+/// What a process's cells are, merged.
+fn merged(stats: &LocalStats, source: Source) -> Merged {
+    let mut merger = Merger::default();
+    merger.apply(source, Incarnation(1), 1, stats.snapshot()).unwrap();
+    merger.merged()
+}
+
+fn host_of(merged: &Merged) -> String {
+    let family = merged.family(series::HOST_CPUS.series()).unwrap();
+    family.keys().next().unwrap()[0].clone()
+}
+
+#[test]
+fn gpus_are_measured_by_nvml() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(library) = fake_nvml(folder.path()) else { return };
+    let mut sampler = HostSampler::new("worker-0", Some(&library));
+    assert_eq!(sampler.nvml_problem(), None);
+    let found: Vec<_> = sampler.devices().into_iter().map(|gpu| (gpu.index, gpu.name)).collect();
+    assert_eq!(found, [(0, "Fake GPU A".to_owned()), (1, "Fake GPU B".to_owned())]);
+    let mut stats = LocalStats::new();
+    sampler.sample(&mut stats);
+    sampler.sample(&mut stats);
+    let merged = merged(&stats, Source::Worker(WorkerId(0)));
+    let host = host_of(&merged);
+    let gpu = |id, index| merged.gauge(id, [index, host.as_str()]);
+    assert_eq!(gpu(series::GPU_UTILIZATION, "0"), Some(0.75));
+    assert_eq!(gpu(series::GPU_UTILIZATION, "1"), Some(0.0));
+    assert_eq!(gpu(series::GPU_MEMORY_USED, "0"), Some(f64::from(20u32) * (1u64 << 30) as f64));
+    assert_eq!(gpu(series::GPU_MEMORY, "1"), Some(80.0 * (1u64 << 30) as f64));
+    assert_eq!(gpu(series::GPU_TEMPERATURE, "0"), Some(64.0));
+    assert_eq!(gpu(series::GPU_POWER, "0"), Some(350.5));
+    assert_eq!(gpu(series::GPU_POWER, "1"), None, "it does not tell: absent, and nothing else is");
+    let info = merged.gauge(series::GPU_INFO, ["1", &host, "Fake GPU B", "GPU-bbbb"]);
+    assert_eq!(info, Some(1.0));
+}
+
+#[test]
+fn without_nvml_there_are_no_gpus_and_a_reason() {
+    let missing = std::path::Path::new("/no/such/libnvidia-ml.so");
+    let mut sampler = HostSampler::new("worker-0", Some(missing));
+    let problem = sampler.nvml_problem().unwrap().to_owned();
+    assert!(problem.contains("/no/such/libnvidia-ml.so"), "{problem}");
+    assert!(sampler.devices().is_empty());
+    let mut stats = LocalStats::new();
+    sampler.sample(&mut stats);
+    let merged = merged(&stats, Source::Worker(WorkerId(0)));
+    assert!(merged.families().all(|(definition, _)| !definition.name.starts_with("tutti_gpu_")));
+    assert!(merged.gauge_sum(series::PROCESS_MEMORY) > 0.0, "the rest is there");
+}
+
+/// Computes for about so long.
+fn work(how_long: Duration) -> u64 {
+    let began = Instant::now();
+    let mut x = 1u64;
+    while began.elapsed() < how_long {
+        x = std::hint::black_box(x.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (x >> 7));
+    }
+    x
+}
+
+#[test]
+fn processes_and_hosts_are_measured_and_never_fall() {
+    let mut sampler = HostSampler::new("coordinator", None);
+    let mut stats = LocalStats::new();
+    let mut merger = Merger::default();
+    let mut last = 0;
+    for sequence in 1..=4 {
+        sampler.sample(&mut stats);
+        merger.apply(Source::Coordinator, Incarnation(1), sequence, stats.snapshot()).unwrap();
+        let now = merger.merged().counter(series::PROCESS_CPU, ["coordinator"]).unwrap();
+        assert!(now >= last);
+        last = now;
+        work(Duration::from_millis(250));
+    }
+    sampler.sample(&mut stats);
+    let merged = merged(&stats, Source::Coordinator);
+    let grown = merged.counter(series::PROCESS_CPU, ["coordinator"]).unwrap();
+    // At least a second was computed, in nanoseconds; other tests of this process compute too.
+    assert!((700_000_000..600_000_000_000).contains(&grown), "{grown} ns");
+    let host = host_of(&merged);
+    let gauge = |id| merged.gauge(id, [host.as_str()]).unwrap();
+    let cores = std::thread::available_parallelism().unwrap().get() as f64;
+    assert!(gauge(series::HOST_CPUS) >= cores);
+    let usage = gauge(series::HOST_CPU_USAGE);
+    assert!((0.0..=1.0).contains(&usage) && usage > 0.0, "{usage}");
+    let (used, total) = (gauge(series::HOST_MEMORY_USED), gauge(series::HOST_MEMORY));
+    assert!(used > 0.0 && used <= total, "{used} of {total}");
+    let own = merged.gauge(series::PROCESS_MEMORY, ["coordinator"]).unwrap();
+    assert!(own > 1e6 && own < used * 2.0, "{own}");
+}
+
+#[test]
+fn processes_of_one_host_do_not_add_it_up() {
+    let mut merger = Merger::default();
+    for (source, name) in
+        [(Source::Coordinator, "coordinator"), (Source::Worker(WorkerId(0)), "worker-0")]
+    {
+        let mut stats = LocalStats::new();
+        HostSampler::new(name, None).sample(&mut stats);
+        merger.apply(source, Incarnation(1), 1, stats.snapshot()).unwrap();
+    }
+    let merged = merger.merged();
+    let host = host_of(&merged);
+    let cores = merged.gauge(series::HOST_CPUS, [host.as_str()]).unwrap();
+    assert!(
+        cores < 2.0 * std::thread::available_parallelism().unwrap().get() as f64 || cores > 64.0
+    );
+    assert_eq!(merged.family(series::HOST_MEMORY.series()).unwrap().len(), 1);
+    assert_eq!(merged.family(series::PROCESS_MEMORY.series()).unwrap().len(), 2);
+    // A process speaks for itself alone.
+    let mut stats = LocalStats::new();
+    HostSampler::new("worker-7", None).sample(&mut stats);
+    let lie = merger.apply(Source::Worker(WorkerId(0)), Incarnation(2), 1, stats.snapshot());
+    assert!(lie.unwrap_err().to_string().contains("not_owner"));
+}
