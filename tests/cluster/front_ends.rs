@@ -36,7 +36,7 @@ fn request(i: u32) -> Value {
 /// What a client gets of a request, without what differs from answer to answer.
 async fn ask(client: &Client, i: u32) -> Value {
     let mut body = request(i);
-    if i % 2 == 0 {
+    if i.is_multiple_of(2) {
         let mut reply = client.post("/v1/completions", &body).await.unwrap();
         assert_eq!(reply.status, 200, "{}", reply.body);
         return json!([reply.body["choices"].take(), reply.body["usage"].take()]);

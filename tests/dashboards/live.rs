@@ -139,7 +139,7 @@ async fn wait_recorded(server: &Prometheus) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_query_has_an_answer() {
     let folder = tempfile::tempdir().unwrap();
-    let library = fake_nvml(folder.path()).expect("a C compiler for the stand-in of NVML");
+    let library = fake_nvml(folder.path()).unwrap();
     let address = format!("127.0.0.1:{}", free_port());
     let nvml = library.to_str().unwrap();
     let cluster =

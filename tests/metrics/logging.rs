@@ -1,10 +1,13 @@
 //! The log line's text and its silence.
 use std::time::Duration;
 
-use coordinator::metrics::LogLine;
+use coordinator::metrics::interval::Intervals;
 use coordinator::metrics::log_line::Field;
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
-use shared::ids::ReplicaId;
+use coordinator::metrics::{JsonLines, LogLine, StatLogger};
+use shared::ids::{Incarnation, ReplicaId};
+use shared::metrics::labels::FinishedReason;
+use shared::metrics::{LocalStats, Merged, Merger, Source, catalogue};
 
 use crate::observing::{config, hub, id, ms};
 
@@ -36,11 +39,9 @@ fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
     // 1000 prompt and 24 generated tokens in 10 s; 50 of 400 blocks, not the mean of 10 and 20 %.
     assert_eq!(
         log.lines(seconds(20), &hub.merged()).concat(),
-        concat!(
-            "Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 2.4 tokens/s, \
+        "Avg prompt throughput: 100.0 tokens/s, Avg generation throughput: 2.4 tokens/s, \
              Running: 1 reqs, Swapped: 0 reqs, Pending: 2 reqs, GPU KV cache usage: 12.5%, \
              CPU KV cache usage: 0.0%."
-        )
     );
 
     let mut record = hub.observer().record();
@@ -53,13 +54,108 @@ fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
     // No step since: the timer alone makes it fall.
     assert_eq!(
         log.lines(seconds(30), &hub.merged()).concat(),
-        concat!(
-            "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, \
+        "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, \
              Running: 0 reqs, Swapped: 0 reqs, Pending: 0 reqs, GPU KV cache usage: 0.0%, \
              CPU KV cache usage: 0.0%."
-        )
     );
     assert!(log.lines(seconds(40), &hub.merged()).is_empty(), "idle and said so");
     hub.observer().record().step(a, StepTokens { generated: 1, ..StepTokens::default() });
     assert!(log.lines(seconds(50), &hub.merged()).len() == 1, "awake again");
+}
+
+/// Totals of a cluster that speculates: 10 drafts of 4 tokens, half of them accepted.
+fn speculating() -> Merged {
+    let mut stats = LocalStats::new();
+    for (id, count) in [
+        (catalogue::SPEC_DECODE_DRAFT_TOKENS, 40),
+        (catalogue::SPEC_DECODE_ACCEPTED_TOKENS, 20),
+        (catalogue::SPEC_DECODE_EMITTED_TOKENS, 30),
+        (catalogue::SPEC_DECODE_EMITTABLE_TOKENS, 50),
+        (catalogue::GENERATION_TOKENS, 30),
+    ] {
+        let counter = stats.counter(id, ["0"]);
+        stats.add(counter, count);
+    }
+    let mut merger = Merger::default();
+    merger.apply(Source::Coordinator, Incarnation(1), 1, stats.snapshot()).unwrap();
+    merger.merged()
+}
+
+#[test]
+fn speculation_has_a_line_of_its_own_and_ratios_of_sums() {
+    let merged = speculating();
+    assert_eq!(merged.gauge(catalogue::SPEC_DECODE_ACCEPTANCE, ["0"]), Some(0.5));
+    assert_eq!(merged.gauge(catalogue::SPEC_DECODE_EFFICIENCY, ["0"]), Some(0.6));
+    let mut log = LogLine::new(Duration::ZERO, vec![Field::Running]);
+    assert_eq!(
+        log.lines(Duration::from_secs(5), &merged),
+        [
+            "Running: 0 reqs.",
+            "Speculative metrics: Draft acceptance rate: 0.500, System efficiency: 0.600, \
+             Number of speculative tokens: 4, Number of accepted tokens: 20, \
+             Number of draft tokens: 40, Number of emitted tokens: 30."
+        ]
+    );
+    // Without a draft there is no ratio: not 0, and not a division by it.
+    let none = Merger::default().merged();
+    assert_eq!(none.gauge(catalogue::SPEC_DECODE_ACCEPTANCE, ["0"]), None);
+}
+
+#[test]
+fn fields_are_chosen_and_means_are_of_the_interval() {
+    let hub = hub();
+    let replica = ReplicaId(0);
+    let fields = vec![Field::Finished, Field::Ttft, Field::InterToken, Field::E2e, Field::Workers];
+    let mut log = LogLine::new(Duration::ZERO, fields);
+    let mut intervals = Intervals::new(Duration::ZERO);
+    for (round, scale) in [(1u64, 1u64), (2, 10)] {
+        let mut record = hub.observer().record();
+        let mut track = record.accepted(ms(0), 1, &id());
+        record.scheduled(&mut track, replica, ms(0));
+        record.tokens(&mut track, 0, 1, ms(100 * scale));
+        record.tokens(&mut track, 0, 1, ms(150 * scale));
+        record.step(replica, StepTokens { generated: 2, ..StepTokens::default() });
+        record.finished(track, FinishedReason::Stop, SUMMARY, ms(200 * scale));
+        drop(record);
+        let now = Duration::from_secs(10 * round);
+        let merged = hub.merged();
+        // The second round's means are of the second round, not of both.
+        let seconds = |millis: u64| (millis * scale) as f64 / 1000.0;
+        assert_eq!(
+            log.lines(now, &merged),
+            [format!(
+                "Finished: 1 reqs, Avg time to first token: {:.4} s, \
+                 Avg inter-token latency: {:.4} s, Avg end-to-end latency: {:.4} s, Workers: 0.",
+                seconds(100),
+                seconds(50),
+                seconds(200)
+            )]
+        );
+        let interval = intervals.next(now, &merged).unwrap();
+        assert_eq!((interval.finished, interval.generation_throughput), (1, 0.2));
+        assert!(intervals.next(now, &merged).is_none(), "no time has passed");
+    }
+    let idle = intervals.next(Duration::from_secs(30), &hub.merged()).unwrap();
+    assert!(idle.is_idle() && idle.ttft.is_none());
+}
+
+#[test]
+fn json_lines_say_the_same_in_numbers() {
+    let merged = speculating();
+    let out = tempfile::NamedTempFile::new().unwrap();
+    let writer = Box::new(out.reopen().unwrap());
+    let start = Duration::from_secs(1_700_000_000);
+    let mut json = JsonLines::new(Duration::ZERO, start, writer);
+    let object = json.object(Duration::from_secs(10), &merged).unwrap();
+    assert_eq!(object["time"], 1_700_000_010.0);
+    assert_eq!(object["generation_tokens_per_second"], 3.0);
+    assert_eq!(object["spec_decode_accepted_tokens"], 20);
+    assert!(object["time_to_first_token_seconds"].is_null(), "no request, no mean");
+    StatLogger::log(&mut json, Duration::from_secs(20), &merged);
+    let line = std::fs::read_to_string(out.path()).unwrap();
+    let line: serde_json::Value = serde_json::from_str(line.trim()).unwrap();
+    assert_eq!(
+        (&line["interval_seconds"], &line["prompt_tokens_per_second"]),
+        (&10.0.into(), &0.0.into())
+    );
 }
