@@ -1,9 +1,8 @@
 //! The `openai` Python package against a running server.
 use std::process::Command;
 
+use testkit::fleet::Fleet;
 use testkit::models::repository;
-
-use crate::up;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_openai_package_works_unchanged() {
@@ -11,15 +10,18 @@ async fn the_openai_package_works_unchanged() {
         assert!(std::env::var_os("CI").is_none(), "CI must set TUTTI_TEST_PYTHON; run tests/run");
         return;
     };
-    let cluster = up(&[]).await;
-    let output = Command::new(python)
-        .arg(repository().join("tests/openai/test_openai_client.py"))
-        .env("TUTTI_BASE_URL", format!("{}/v1", cluster.base()))
-        .env("NO_PROXY", "127.0.0.1")
-        .output()
-        .unwrap();
-    let (out, err) =
-        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{out}\n{err}");
-    assert!(out.contains("checks passed"), "{out}\n{err}");
+    // The coordinator's own front end, and one in a process of its own.
+    let fleet = Fleet::start(&["--tensor-parallel", "2"], 2, 1).await.unwrap();
+    for server in [&fleet.coordinator, &fleet.frontends[0]] {
+        let output = Command::new(&python)
+            .arg(repository().join("tests/openai/test_openai_client.py"))
+            .env("TUTTI_BASE_URL", format!("{}/v1", server.base()))
+            .env("NO_PROXY", "127.0.0.1")
+            .output()
+            .unwrap();
+        let (out, err) =
+            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{out}\n{err}");
+        assert!(out.contains("checks passed"), "{out}\n{err}");
+    }
 }
