@@ -8,6 +8,7 @@ mod front;
 mod logging;
 mod options;
 mod output;
+mod secret;
 mod serve;
 mod up;
 mod work;

@@ -36,6 +36,8 @@ pub struct ClusterConfig {
     pub collective_timeout: Duration,
     /// Whether workers shall measure anything.
     pub worker_stats: bool,
+    /// Makes greetings of TCP collectives that cannot be guessed: drawn at random per run.
+    pub collective_key: u64,
     /// Makes names of shared memory objects unique on a host: drawn at random per coordinator run.
     pub run: u64,
 }
@@ -307,7 +309,7 @@ impl Cluster {
         let ranks = replica.ranks();
         let members: Vec<&Member> =
             ranks.iter().filter_map(|worker| self.members.get(worker)).collect();
-        let collective = collective_for(&members, self.config.run, epoch);
+        let collective = collective_for(&members, &self.config, epoch);
         for (rank, worker) in (0u32..).zip(ranks) {
             let message = ToWorker::Form(Form {
                 epoch,
@@ -325,16 +327,24 @@ impl Cluster {
 }
 
 /// Shared memory when all ranks are on one host, TCP otherwise.
-fn collective_for(members: &[&Member], run: u64, epoch: Epoch) -> CollectiveSpec {
+fn collective_for(members: &[&Member], config: &ClusterConfig, epoch: Epoch) -> CollectiveSpec {
     match members {
         [] | [_] => CollectiveSpec::None,
         [first, rest @ ..] if rest.iter().all(|member| member.host == first.host) => {
-            CollectiveSpec::SharedMemory { name: format!("tutti-{run:016x}-{}", epoch.0) }
+            CollectiveSpec::SharedMemory { name: format!("tutti-{:016x}-{}", config.run, epoch.0) }
         }
         _ => CollectiveSpec::Tcp {
             ranks: members.iter().map(|member| member.collective_addr).collect(),
+            token: scramble(config.collective_key ^ epoch.0),
         },
     }
+}
+
+/// splitmix64: a token of its own for every epoch.
+fn scramble(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ use shared::ids::{Incarnation, ReplicaId};
 use shared::metrics;
 use shared::metrics::compat::Compat;
 use shared::protocol::{EngineConfig, Serving};
+use shared::wire::auth::Secret;
 use tokio::sync::watch;
 
 use crate::cluster::ClusterConfig;
@@ -80,6 +81,10 @@ pub struct CoordinatorOptions {
     pub http_threads: usize,
     /// NVML's library, when the system's loader does not find it.
     pub nvml: Option<PathBuf>,
+    /// Drawn at random for this process, and never shown.
+    pub collective_key: u64,
+    /// The cluster's secret.
+    pub secret: Option<Secret>,
     /// Drawn at random for this process.
     pub run: u64,
 }
@@ -178,12 +183,6 @@ impl Coordinator {
             .map(|address| listen(address, "--metrics-listen"))
             .transpose()?;
 
-        if !cluster_addr.ip().is_loopback() {
-            tracing::warn!(
-                address = %cluster_addr,
-                "links to workers are not authenticated: anyone who reaches this address can join"
-            );
-        }
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let make_hub = if options.metrics { Hub::new } else { Hub::off };
         let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
@@ -198,6 +197,7 @@ impl Coordinator {
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
             worker_stats: options.metrics,
+            collective_key: options.collective_key,
             run: options.run,
         };
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
@@ -234,7 +234,7 @@ impl Coordinator {
             serving,
             readiness.clone(),
         ));
-        actix::spawn(links::accept(listener, cluster.clone(), frontends));
+        actix::spawn(links::accept(listener, cluster.clone(), frontends, options.secret));
         let page_options = PageOptions {
             model_name: options.served_model_name.clone(),
             compat: options.metrics_compat,

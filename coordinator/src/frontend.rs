@@ -16,6 +16,7 @@ use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
 use shared::protocol::{FrontendHello, FrontendWelcome};
+use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
 use self::uplink::{JoinError, Uplink, join};
@@ -41,6 +42,8 @@ pub struct FrontendOptions {
     pub http_threads: usize,
     /// The NVML library, when it is not where the system's loader finds it.
     pub nvml: Option<PathBuf>,
+    /// The cluster's secret.
+    pub secret: Option<Secret>,
     /// Drawn at random for this process.
     pub run: u64,
     /// What the application counts; reported with everything else.
@@ -108,7 +111,7 @@ impl Frontend {
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
-        let (connection, welcome) = dial_until_welcome(&options.coordinator, &hello).await?;
+        let (connection, welcome) = dial_until_welcome(&options, &hello).await?;
         let serving = welcome.serving.clone();
         let folder = options.model.clone().unwrap_or_else(|| PathBuf::from(&serving.model));
         let text = Arc::new(TextModel::load(&folder)?);
@@ -169,12 +172,13 @@ impl Frontend {
 
 /// Dials until the coordinator answers.
 async fn dial_until_welcome(
-    coordinator: &str,
+    options: &FrontendOptions,
     hello: &FrontendHello,
 ) -> Result<(shared::actor::link::Connection, FrontendWelcome), FrontendError> {
     let mut wait = uplink::REDIAL_MIN;
     loop {
-        match join(coordinator, hello).await {
+        let coordinator = options.coordinator.as_str();
+        match join(coordinator, hello, options.secret.as_ref()).await {
             Ok(joined) => return Ok(joined),
             Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
             Err(JoinError::Retry(reason)) => {

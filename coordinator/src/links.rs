@@ -1,19 +1,19 @@
 //! Connections of workers and front ends: accepted, shaken hands with, handed to their owners.
 //!
 //! Strangers are kept cheap: a bounded number of half-open connections, a deadline, small frames,
-//! and nothing is decoded before the frame's checksum holds. (Authentication will stand before
-//! decoding, here.)
+//! and with a cluster secret nothing is decoded before the peer has proved that it knows it.
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix::Addr;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shared::actor::link::Connection;
+use shared::actor::link::{CloseReason, Connection};
 use shared::actor::remote::RemoteAddr;
 use shared::protocol::{FrontendHello, Hello, ToWorker, Welcome};
+use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
 use shared::wire::codec;
-use shared::wire::frame::FrameKind;
+use shared::wire::frame::{FrameError, FrameKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
@@ -31,7 +31,12 @@ const HALF_OPEN_MAX: usize = 64;
 const NODE_NAME_MAX: usize = 128;
 
 /// Accepts workers and front ends until the task is dropped.
-pub async fn accept(listener: TcpListener, cluster: Addr<ClusterActor>, frontends: Arc<Frontends>) {
+pub async fn accept(
+    listener: TcpListener,
+    cluster: Addr<ClusterActor>,
+    frontends: Arc<Frontends>,
+    secret: Option<Secret>,
+) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
     loop {
         let (stream, peer) = match listener.accept().await {
@@ -46,9 +51,9 @@ pub async fn accept(listener: TcpListener, cluster: Addr<ClusterActor>, frontend
             tracing::warn!(%peer, "{HALF_OPEN_MAX} connections are half open; this one is refused");
             continue;
         };
-        let (cluster, frontends) = (cluster.clone(), frontends.clone());
+        let (cluster, frontends, secret) = (cluster.clone(), frontends.clone(), secret.clone());
         actix::spawn(async move {
-            if let Err(reason) = shake_hands(stream, &cluster, &frontends).await {
+            if let Err(reason) = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await {
                 tracing::warn!(%peer, %reason, "a connection was not taken");
             }
             drop(permit);
@@ -60,9 +65,36 @@ async fn shake_hands(
     stream: TcpStream,
     cluster: &Addr<ClusterActor>,
     frontends: &Arc<Frontends>,
+    secret: Option<&Secret>,
 ) -> Result<(), String> {
-    let mut connection = Connection::new(stream).map_err(|error| error.to_string())?;
-    let frame = connection.receive(HELLO_DEADLINE).await.map_err(|reason| reason.to_string())?;
+    let mut connection = Connection::new(stream).map_err(text)?;
+    let first = match secret {
+        Some(secret) => match connection.authenticate_as_server(secret, HELLO_DEADLINE).await {
+            Ok(()) => connection.receive(HELLO_DEADLINE).await,
+            Err(reason) => Err(reason),
+        },
+        None => connection.receive(HELLO_DEADLINE).await,
+    };
+    let frame = match first {
+        Ok(frame) => frame,
+        Err(reason) => {
+            // Said to those who run with the other setting; nothing else is.
+            let mismatch = match &reason {
+                CloseReason::Auth(AuthError::NoGreeting) => {
+                    Some("this cluster has a secret: give its file with --cluster-secret-file")
+                }
+                CloseReason::Frame(FrameError::BadMagic(AUTH_MAGIC)) => {
+                    Some("this coordinator runs without --cluster-secret-file")
+                }
+                _ => None,
+            };
+            if let Some(sentence) = mismatch {
+                let body = codec::encode(sentence).map_err(text)?;
+                let _ = connection.send(FrameKind::Refused, &body).await;
+            }
+            return Err(reason.to_string());
+        }
+    };
     match frame.kind {
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;

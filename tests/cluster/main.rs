@@ -5,6 +5,7 @@
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
+//! - [`secrets`]: who may join
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
@@ -20,6 +21,7 @@ mod failures;
 mod front_ends;
 mod openai_client;
 mod scraping;
+mod secrets;
 mod serving;
 
 use serde_json::{Value, json};

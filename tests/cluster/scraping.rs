@@ -116,6 +116,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         incarnation: std::process::id().into(),
         application,
         nvml: None,
+        secret: None,
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {

@@ -5,6 +5,7 @@
 //! - [`links`]: real connections on loopback
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
+mod auth;
 mod frames;
 mod links;
 mod messages;

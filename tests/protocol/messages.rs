@@ -1,10 +1,11 @@
 //! Every message through codec and frame, and hostile bytes.
 use proptest::prelude::*;
-use shared::ids::{BlockId, Epoch, ReplicaId, SeqId, StepId};
+use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId};
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, FromWorker, LoadProgress, NewSequence,
-    SequenceOutput, SequenceStep, Start, Started, StepFailed, StepPlan, StepResult, StepTimings,
-    ToWorker, TokenLogprobs, WorkerStats,
+    CollectiveSpec, EngineConfig, EngineError, EngineEvent, FinishReason, Form, FormFailed, Formed,
+    FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome, LoadProgress,
+    NewSequence, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan,
+    StepResult, StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, WorkerStats,
 };
 use shared::sampling::SamplingParams;
 use shared::wire::codec::{self, CodecError};
@@ -94,7 +95,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
     let to = [
         form(CollectiveSpec::None),
         form(CollectiveSpec::SharedMemory { name: "tutti-1".to_owned() }),
-        form(CollectiveSpec::Tcp { ranks }),
+        form(CollectiveSpec::Tcp { ranks, token: u64::MAX }),
         ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 9 }),
         ToWorker::Step(plan()),
         ToWorker::Abort { epoch: Epoch(1) },
@@ -113,6 +114,60 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::Goodbye { reason: "r".to_owned() },
     ];
     from.iter().for_each(round_trip);
+}
+
+fn submit() -> SubmitRequest {
+    SubmitRequest {
+        id: RequestId(1 << 39),
+        prompt: vec![1, 2, 70_000],
+        sampling: SamplingParams { seed: u64::MAX, ..SamplingParams::greedy() },
+        n: 2,
+        stops: vec!["\u{e9}nd".to_owned()],
+        max_tokens: 9,
+        end_tokens: vec![0],
+        waited_us: 12,
+        response_id: "cmpl-1".to_owned(),
+    }
+}
+
+#[test]
+fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
+    let id = RequestId(7);
+    let from = [
+        FromFrontend::Submit(submit()),
+        FromFrontend::Cancel(id),
+        FromFrontend::Stats(WorkerStats { sequence: 1, snapshot: vec![9] }),
+        FromFrontend::Goodbye { reason: "r".to_owned() },
+    ];
+    from.iter().for_each(round_trip);
+    let logprobs = TokenLogprobs { token: 4, logprob: -0.25, rank: 1, top: vec![(4, -0.25)] };
+    let events = [
+        EngineEvent::PromptLogprobs(vec![logprobs.clone()]),
+        EngineEvent::Token { choice: 1, token: 70_000, logprobs: Some(logprobs) },
+        EngineEvent::Token { choice: 0, token: 3, logprobs: None },
+        EngineEvent::Finished { choice: 0, reason: FinishReason::EndToken(5) },
+        EngineEvent::Finished { choice: 1, reason: FinishReason::StopString },
+        EngineEvent::Failed(EngineError::QueueFull { queued: 1, max: 2, retry_after_s: 3 }),
+        EngineEvent::Failed(EngineError::Unavailable { message: "m".to_owned() }),
+    ];
+    round_trip(&ToFrontend::Events(events.into_iter().map(|event| (id, event)).collect()));
+    round_trip(&ToFrontend::Readiness { ready: true, message: "serving".to_owned() });
+    round_trip(&FrontendHello {
+        node: "n".to_owned(),
+        incarnation: Incarnation(3),
+        pid: 4,
+        version: "0.1.0".to_owned(),
+    });
+    round_trip(&FrontendWelcome {
+        frontend: FrontendId(2),
+        stats_interval_ms: 500,
+        serving: Serving {
+            model: "/models/m".to_owned(),
+            served_model_name: "m".to_owned(),
+            max_model_len: 4096,
+            text_fingerprint: u64::MAX,
+        },
+    });
 }
 
 /// The form of messages is part of the protocol's version.
@@ -154,6 +209,8 @@ proptest! {
     fn random_bytes_are_errors_or_values_but_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
         let _ = codec::decode_message::<ToWorker>(&bytes);
         let _ = codec::decode_message::<FromWorker>(&bytes);
+        let _ = codec::decode_message::<FromFrontend>(&bytes);
+        let _ = codec::decode_message::<ToFrontend>(&bytes);
     }
 
     #[test]

@@ -9,12 +9,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
-use shared::actor::link::{Connection, LinkEvent, LinkHandle};
+use shared::actor::link::{CloseReason, Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, WorkerId};
 use shared::protocol::{FromWorker, Hello, ToWorker, Welcome};
+use shared::wire::auth::Secret;
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 use tokio::sync::oneshot;
@@ -94,6 +95,8 @@ pub struct WorkerConfig {
     pub liveness: LivenessConfig,
     /// The process's clock.
     pub clock: Arc<dyn Clock>,
+    /// The cluster's secret.
+    pub secret: Option<Secret>,
 }
 
 /// See the module's documentation.
@@ -314,6 +317,14 @@ async fn shake_hands(config: &WorkerConfig) -> Result<(Connection, Welcome), Han
     let mut connection = Connection::dial(&config.coordinator, HANDSHAKE_DEADLINE)
         .await
         .map_err(|error| retry(&error))?;
+    if let Some(secret) = &config.secret {
+        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(|reason| {
+            match reason {
+                CloseReason::Auth(error) => HandshakeError::Refused(error.to_string()),
+                reason => retry(&reason),
+            }
+        })?;
+    }
     let hello = codec::encode(&config.hello).map_err(|error| retry(&error))?;
     connection.send(FrameKind::Hello, &hello).await.map_err(|error| retry(&error))?;
     let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(|error| retry(&error))?;

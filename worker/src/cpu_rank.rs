@@ -50,9 +50,9 @@ impl CpuRank {
                 let name = name.clone();
                 shared_memory(&SharedMemoryOptions { name, rank, world_size, timeout })
             }
-            CollectiveSpec::Tcp { ranks } => {
+            CollectiveSpec::Tcp { ranks, token } => {
                 tracing::info!(rank, world_size, "collective: tcp");
-                let (listener, token) = (&self.listener, form.epoch.0);
+                let (listener, token) = (&self.listener, *token);
                 tcp(&TcpOptions { listener, ranks, rank, token, timeout })
             }
         };

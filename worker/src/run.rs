@@ -12,6 +12,7 @@ use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
 use shared::protocol::{DeviceKind, Hello};
+use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
 use crate::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
@@ -37,6 +38,8 @@ pub struct WorkerOptions {
     pub incarnation: u64,
     /// What the application counts; reported with everything else.
     pub application: Metrics,
+    /// The cluster's secret.
+    pub secret: Option<Secret>,
     /// NVML's library, when the system's loader does not find it.
     pub nvml: Option<PathBuf>,
 }
@@ -75,6 +78,7 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
         hello,
         liveness: LivenessConfig::default(),
         clock,
+        secret: options.secret,
     };
     let (end, ended) = oneshot::channel();
     WorkerActor::new(config, executor, uplink, end).start();

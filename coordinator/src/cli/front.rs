@@ -5,7 +5,7 @@ use shared::metrics::application::Metrics;
 
 use super::output::print_line;
 use super::work::{cores, default_node, interrupted, random};
-use super::{CliError, FrontendArgs, logging};
+use super::{CliError, FrontendArgs, logging, secret};
 
 pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
@@ -16,6 +16,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         model: args.model.clone(),
         http_threads: args.http_threads.unwrap_or_else(|| cores().clamp(1, 8)) as usize,
         nvml: args.common.nvml_lib.clone(),
+        secret: secret::read(&args.common)?,
         run: random(),
         application: Metrics::new(),
     };

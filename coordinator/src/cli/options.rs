@@ -190,6 +190,10 @@ pub(crate) struct CommonArgs {
     /// loader finds libnvidia-ml.so.1, if anywhere]
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,
+    /// File with the cluster's secret, at least 32 bytes that only its owner may read; the same on
+    /// every node. TUTTI_CLUSTER_SECRET in the environment does the same without a file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) cluster_secret_file: Option<PathBuf>,
 }
 
 /// Options of the roles that serve HTTP.
@@ -211,6 +215,9 @@ pub(crate) struct ServingArgs {
     /// Where workers dial in [default: 127.0.0.1:8001; for `up` any free port]
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) cluster_listen: Option<SocketAddr>,
+    /// Let workers and front ends of other hosts join without a secret
+    #[arg(long)]
+    pub(crate) insecure_no_auth: bool,
     /// Longest prompt plus output, in tokens [default: the model's own limit]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub(crate) max_model_len: Option<u32>,

@@ -12,7 +12,7 @@ use shared::metrics::compat::Compat;
 use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
 use super::work::{cores, interrupted, random};
-use super::{CliError, CoordinatorArgs, logging};
+use super::{CliError, CoordinatorArgs, logging, secret};
 
 /// Where workers dial in, unless told otherwise.
 const CLUSTER_LISTEN: SocketAddr =
@@ -45,6 +45,9 @@ pub(crate) fn coordinator_options(
     args: &ServingArgs,
     cluster_listen: SocketAddr,
 ) -> Result<CoordinatorOptions, CliError> {
+    let secret = secret::read(common)?;
+    let cluster_listen = args.cluster_listen.unwrap_or(cluster_listen);
+    secret::require(cluster_listen, secret.as_ref(), args.insecure_no_auth)?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => demo_model()?,
@@ -59,7 +62,8 @@ pub(crate) fn coordinator_options(
         model,
         tensor_parallel: args.tensor_parallel,
         listen: args.listen,
-        cluster_listen: args.cluster_listen.unwrap_or(cluster_listen),
+        cluster_listen,
+        secret,
         max_model_len: args.max_model_len,
         max_num_seqs: args.max_num_seqs,
         max_num_batched_tokens: args.max_num_batched_tokens,
@@ -87,6 +91,7 @@ pub(crate) fn coordinator_options(
             .collect(),
         http_threads: cores().clamp(1, 8) as usize,
         nvml: common.nvml_lib.clone(),
+        collective_key: random(),
         run: random(),
     })
 }

@@ -56,8 +56,13 @@ fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerComm
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.workers).max(1));
-    let nvml = args.common.nvml_lib.as_ref().map(|file| file.to_string_lossy().into_owned());
-    let nvml = nvml.map(|file| ["--nvml-lib".to_owned(), file]);
+    let files = [
+        ("--nvml-lib", &args.common.nvml_lib),
+        ("--cluster-secret-file", &args.common.cluster_secret_file),
+    ];
+    let files = files.into_iter().filter_map(|(option, file)| {
+        Some([option.to_owned(), file.as_ref()?.to_string_lossy().into_owned()])
+    });
     let args = [
         "worker".to_owned(),
         "--coordinator".to_owned(),
@@ -68,7 +73,7 @@ fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerComm
         args.common.log_level.clone(),
         "--exit-with-stdin".to_owned(),
     ];
-    let args = args.into_iter().chain(nvml.into_iter().flatten()).collect();
+    let args = args.into_iter().chain(files.flatten()).collect();
     Ok(WorkerCommand { program, args })
 }
 

@@ -9,7 +9,7 @@ use worker::actor::WorkerEnd;
 use worker::run::WorkerOptions;
 
 use super::options::{ComputeArgs, Device};
-use super::{CliError, WorkerArgs, logging};
+use super::{CliError, WorkerArgs, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
@@ -23,6 +23,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         incarnation: random(),
         application: Metrics::new(),
         nvml: args.common.nvml_lib.clone(),
+        secret: secret::read(&args.common)?,
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
     let end = actix::System::new().block_on(async move {

@@ -14,6 +14,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         },
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
+        collective_key: 5,
         run: 7,
     }
 }
@@ -86,7 +87,7 @@ fn ranks_on_two_hosts_meet_over_tcp() {
     cluster.worker_joined(secs(0), member(1, 1, "b"), &mut effects);
     let forms = forms(&effects);
     assert_eq!(forms.len(), 2);
-    assert!(matches!(&forms[0].3, CollectiveSpec::Tcp { ranks } if ranks.len() == 2));
+    assert!(matches!(&forms[0].3, CollectiveSpec::Tcp { ranks, .. } if ranks.len() == 2));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use shared::actor::link::{Connection, LinkEvent};
+use shared::actor::link::{CloseReason, Connection, LinkEvent};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
@@ -16,6 +16,7 @@ use shared::protocol::{
     EngineError, EngineEvent, FromFrontend, FrontendHello, FrontendWelcome, Serving, SubmitRequest,
     ToFrontend, WorkerStats,
 };
+use shared::wire::auth::Secret;
 use shared::wire::codec;
 use shared::wire::frame::FrameKind;
 use tokio::sync::{mpsc, oneshot};
@@ -46,11 +47,20 @@ pub(super) enum JoinError {
 pub(super) async fn join(
     coordinator: &str,
     hello: &FrontendHello,
+    secret: Option<&Secret>,
 ) -> Result<(Connection, FrontendWelcome), JoinError> {
     fn retry(error: impl std::fmt::Display) -> JoinError {
         JoinError::Retry(error.to_string())
     }
     let mut connection = Connection::dial(coordinator, HANDSHAKE_DEADLINE).await.map_err(retry)?;
+    if let Some(secret) = secret {
+        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(|reason| {
+            match reason {
+                CloseReason::Auth(error) => JoinError::Refused(error.to_string()),
+                reason => retry(reason),
+            }
+        })?;
+    }
     let body = codec::encode(hello).map_err(retry)?;
     connection.send(FrameKind::FrontendHello, &body).await.map_err(retry)?;
     let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(retry)?;
@@ -207,9 +217,10 @@ impl Uplink {
         let mut wait = REDIAL_MIN;
         loop {
             let (coordinator, hello) = (self.options.coordinator.clone(), self.hello.clone());
+            let secret = self.options.secret.clone();
             let attempt = async move {
                 tokio::time::sleep(wait).await;
-                join(&coordinator, &hello).await
+                join(&coordinator, &hello, secret.as_ref()).await
             };
             tokio::pin!(attempt);
             let joined = loop {

@@ -17,7 +17,11 @@ use tokio::sync::{Notify, mpsc};
 
 use super::liveness::{Liveness, LivenessAction, LivenessConfig};
 use crate::clock::Clock;
-use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameError, FrameKind};
+use crate::wire::auth::{
+    self, AUTH_MAGIC, AuthError, CHALLENGE_LEN, GREETING_LEN, NONCE_LEN, PROOF_LEN, Secret,
+    SessionKeys,
+};
+use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameError, FrameKind, MAGIC};
 
 /// Frames waiting to be written. Two steps in flight, pings and control messages are a handful; a
 /// queue this long means that the peer has stopped reading.
@@ -55,6 +59,9 @@ pub enum CloseReason {
     /// The peer sent something that is no frame of ours.
     #[error("{0}")]
     Frame(#[from] FrameError),
+    /// The peer did not authenticate.
+    #[error("{0}")]
+    Auth(#[from] AuthError),
     /// The peer was silent for too long.
     #[error("nothing was heard for {:.1} s", silent.as_secs_f64())]
     Silent {
@@ -174,6 +181,68 @@ impl Connection {
         self.stream.local_addr()
     }
 
+    /// Proves to the accepting side that this one knows the secret, and has it prove the same.
+    ///
+    /// # Errors
+    /// [`CloseReason::Auth`] when the peer does not know it, others when it does not answer.
+    pub async fn authenticate_as_client(
+        &mut self,
+        secret: &Secret,
+        deadline: Duration,
+    ) -> Result<(), CloseReason> {
+        let greeting = auth::greeting(&nonce()?);
+        let exchange = async {
+            self.stream.write_all(&greeting).await?;
+            let mut challenge = [0; CHALLENGE_LEN];
+            // A peer without the secret answers with a frame, if at all, which is shorter.
+            self.stream.read_exact(&mut challenge[..4]).await?;
+            if challenge[..4] == MAGIC {
+                return Err(CloseReason::Auth(AuthError::NoGreeting));
+            }
+            self.stream.read_exact(&mut challenge[4..]).await?;
+            let (proof, keys) = auth::prove(secret, &greeting, &challenge)?;
+            self.stream.write_all(&proof).await?;
+            Ok(keys)
+        };
+        let keys = within(deadline, exchange).await?;
+        self.set_keys(keys);
+        Ok(())
+    }
+
+    /// The accepting side of [`Connection::authenticate_as_client`]. Nothing the peer sends is
+    /// looked at before it has proved that it knows the secret.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn authenticate_as_server(
+        &mut self,
+        secret: &Secret,
+        deadline: Duration,
+    ) -> Result<(), CloseReason> {
+        let nonce = nonce()?;
+        let exchange = async {
+            let mut greeting = [0; GREETING_LEN];
+            self.stream.read_exact(&mut greeting[..4]).await?;
+            if greeting[..4] != AUTH_MAGIC {
+                return Err(CloseReason::Auth(AuthError::NoGreeting));
+            }
+            self.stream.read_exact(&mut greeting[4..]).await?;
+            let challenge = auth::challenge(secret, &greeting, &nonce)?;
+            self.stream.write_all(&challenge).await?;
+            let mut proof = [0; PROOF_LEN];
+            self.stream.read_exact(&mut proof).await?;
+            Ok(auth::verify(secret, &greeting, &nonce, &proof)?)
+        };
+        let keys = within(deadline, exchange).await?;
+        self.set_keys(keys);
+        Ok(())
+    }
+
+    fn set_keys(&mut self, keys: SessionKeys) {
+        self.encoder.set_key(keys.send);
+        self.decoder.set_key(keys.receive);
+    }
+
     /// Sends one frame.
     ///
     /// # Errors
@@ -231,6 +300,22 @@ impl Connection {
         tokio::spawn(reader.run(shared, write_ended, sink));
         handle
     }
+}
+
+/// Random bytes of the operating system.
+fn nonce() -> Result<[u8; NONCE_LEN], CloseReason> {
+    let mut nonce = [0; NONCE_LEN];
+    getrandom::fill(&mut nonce).map_err(|error| CloseReason::Io(io::Error::other(error)))?;
+    Ok(nonce)
+}
+
+async fn within<T>(
+    deadline: Duration,
+    exchange: impl Future<Output = Result<T, CloseReason>>,
+) -> Result<T, CloseReason> {
+    tokio::time::timeout(deadline, exchange)
+        .await
+        .unwrap_or(Err(CloseReason::Silent { silent: deadline }))
 }
 
 impl LinkHandle {

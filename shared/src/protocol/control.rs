@@ -63,6 +63,9 @@ pub enum CollectiveSpec {
     Tcp {
         /// Every rank's listening address, in rank order.
         ranks: Vec<SocketAddr>,
+        /// What ranks of this epoch greet each other with, so that no stranger takes a rank's
+        /// place; not to be guessed, and sent over the links alone.
+        token: u64,
     },
 }
 

@@ -5,22 +5,26 @@
 //!      0     4  magic "TUTI"
 //!      4     2  protocol version, little endian as all that follows
 //!      6     1  kind
-//!      7     1  flags: 0; bit 0 is kept for "the checksum field holds a keyed MAC's first bytes"
+//!      7     1  flags: bit 0 is set on authenticated links, where a tag follows the body
 //!      8     4  body length
 //!     12     8  epoch (0 outside of an epoch)
 //!     20     8  sequence: 1 for a direction's first frame, then one more each
 //!     28     4  CRC32C of bytes 0..28 and the body
 //!     32     -  body
+//!      -    16  the tag: HMAC-SHA-256 over header and body, its first bytes; see `auth`
 //! ```
 //!
 //! The length is checked against the kind's bound before anything is reserved, and the buffer grows
 //! as bytes arrive, so a lying length costs nothing.
+use super::auth::{MacKey, TAG_LEN};
 use crate::protocol::PROTOCOL_VERSION;
 
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"TUTI";
 /// Bytes before the body.
 pub const HEADER_LEN: usize = 32;
+/// The flag of frames with a tag.
+const AUTHENTICATED: u8 = 1;
 /// Largest body of any kind. A plan may admit `max_num_seqs` sequences in full: 4,096 sequences of
 /// 1,000 tokens fit.
 pub const BODY_MAX: u32 = 16 << 20;
@@ -135,6 +139,9 @@ pub enum FrameError {
         /// What the frame says.
         received: u32,
     },
+    /// The frame is not from the peer that authenticated.
+    #[error("the frame's tag is wrong: it is not from the peer that authenticated")]
+    BadTag,
     /// A frame was lost, repeated or injected.
     #[error("frame {received} arrived where {expected} was due")]
     BadSequence {
@@ -149,9 +156,15 @@ pub enum FrameError {
 #[derive(Clone, Debug, Default)]
 pub struct FrameEncoder {
     sequence: u64,
+    key: Option<MacKey>,
 }
 
 impl FrameEncoder {
+    /// Authenticates every frame from now on.
+    pub fn set_key(&mut self, key: MacKey) {
+        self.key = Some(key);
+    }
+
     /// Appends a frame to `out`.
     ///
     /// # Errors
@@ -172,13 +185,18 @@ impl FrameEncoder {
         let start = out.len();
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&PROTOCOL_VERSION.to_le_bytes());
-        out.extend_from_slice(&[kind as u8, 0]);
+        out.extend_from_slice(&[kind as u8, if self.key.is_some() { AUTHENTICATED } else { 0 }]);
         out.extend_from_slice(&len.to_le_bytes());
         out.extend_from_slice(&epoch.to_le_bytes());
         out.extend_from_slice(&self.sequence.to_le_bytes());
         let checksum = crc32c::crc32c_append(crc32c::crc32c(&out[start..]), body);
         out.extend_from_slice(&checksum.to_le_bytes());
+        let header_end = out.len();
         out.extend_from_slice(body);
+        if let Some(key) = &self.key {
+            let tag = key.tag(&out[start..header_end], body);
+            out.extend_from_slice(&tag);
+        }
         Ok(())
     }
 }
@@ -190,9 +208,15 @@ pub struct FrameDecoder {
     /// Bytes at the front of `buffer` that were taken already.
     taken: usize,
     sequence: u64,
+    key: Option<MacKey>,
 }
 
 impl FrameDecoder {
+    /// Takes authenticated frames alone from now on.
+    pub fn set_key(&mut self, key: MacKey) {
+        self.key = Some(key);
+    }
+
     /// Adds bytes that arrived.
     pub fn feed(&mut self, bytes: &[u8]) {
         if self.taken > 0 {
@@ -223,12 +247,17 @@ impl FrameDecoder {
         let Some((header, rest)) = bytes.split_first_chunk::<HEADER_LEN>() else {
             return Ok(None);
         };
-        let (kind, len) = check_header(header)?;
-        let Some(body) = rest.get(..len) else { return Ok(None) };
+        let (kind, len) = check_header(header, self.key.is_some())?;
+        let tag_len = if self.key.is_some() { TAG_LEN } else { 0 };
+        let Some((body, rest)) = rest.split_at_checked(len) else { return Ok(None) };
+        let Some(tag) = rest.get(..tag_len) else { return Ok(None) };
         let received = u32::from_le_bytes(field(header, 28));
         let computed = crc32c::crc32c_append(crc32c::crc32c(&header[..28]), body);
         if computed != received {
             return Err(FrameError::BadChecksum { computed, received });
+        }
+        if self.key.as_ref().is_some_and(|key| !key.verify(header, body, tag)) {
+            return Err(FrameError::BadTag);
         }
         let sequence = u64::from_le_bytes(field(header, 20));
         let expected = self.sequence + 1;
@@ -238,19 +267,22 @@ impl FrameDecoder {
         let frame =
             Frame { kind, epoch: u64::from_le_bytes(field(header, 12)), body: body.to_vec() };
         self.sequence = expected;
-        self.taken += HEADER_LEN + len;
+        self.taken += HEADER_LEN + len + tag_len;
         Ok(Some(frame))
     }
 }
 
-fn check_header(header: &[u8; HEADER_LEN]) -> Result<(FrameKind, usize), FrameError> {
+fn check_header(
+    header: &[u8; HEADER_LEN],
+    authenticated: bool,
+) -> Result<(FrameKind, usize), FrameError> {
     let theirs = u16::from_le_bytes(field(header, 4));
     if theirs != PROTOCOL_VERSION {
         return Err(FrameError::VersionMismatch { ours: PROTOCOL_VERSION, theirs });
     }
     let flags = header[7];
     let kind = FrameKind::from_byte(header[6])
-        .filter(|_| flags == 0)
+        .filter(|_| flags == if authenticated { AUTHENTICATED } else { 0 })
         .ok_or(FrameError::UnknownKind { kind: header[6], flags })?;
     let len = u32::from_le_bytes(field(header, 8));
     let max = kind.body_max();

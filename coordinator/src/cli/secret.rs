@@ -1,0 +1,50 @@
+//! The cluster's secret: where it comes from, and when there has to be one.
+use std::fs;
+use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt as _;
+
+use shared::wire::auth::Secret;
+
+use super::CliError;
+use super::options::CommonArgs;
+
+/// The variable that holds the secret where there is no file.
+const VARIABLE: &str = "TUTTI_CLUSTER_SECRET";
+
+/// Reads the secret, if one is given.
+pub(crate) fn read(args: &CommonArgs) -> Result<Option<Secret>, CliError> {
+    let Some(file) = &args.cluster_secret_file else {
+        return std::env::var_os(VARIABLE)
+            .map(|secret| {
+                Secret::new(secret.as_encoded_bytes())
+                    .map_err(|error| CliError::Usage(format!("{VARIABLE}: {error}")))
+            })
+            .transpose();
+    };
+    let at = |problem: String| {
+        CliError::Usage(format!("--cluster-secret-file {}: {problem}", file.display()))
+    };
+    let metadata = fs::metadata(file).map_err(|error| at(error.to_string()))?;
+    if metadata.mode() & 0o077 != 0 {
+        let mode = metadata.mode() & 0o777;
+        return Err(at(format!("others may read it (mode {mode:o}): chmod 600 it")));
+    }
+    let bytes = fs::read(file).map_err(|error| at(error.to_string()))?;
+    Secret::new(&bytes).map(Some).map_err(|error| at(error.to_string()))
+}
+
+/// Refuses an address that other hosts reach, unless who comes there has to prove something.
+pub(crate) fn require(
+    address: SocketAddr,
+    secret: Option<&Secret>,
+    insecure: bool,
+) -> Result<(), CliError> {
+    if address.ip().is_loopback() || secret.is_some() || insecure {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "--cluster-listen {address} can be reached from other hosts, and whoever joins there gets \
+         prompts and chooses tokens: give every node the same secret (head -c 32 /dev/urandom | \
+         base64 > FILE; chmod 600 FILE; --cluster-secret-file FILE), or say --insecure-no-auth"
+    )))
+}
