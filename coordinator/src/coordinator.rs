@@ -338,7 +338,8 @@ fn replica_factory(
         let scheduler = Scheduler::new(scheduling)?;
         let observer = hub.observer().clone();
         let driver = ReplicaDriver::new(clock.now(), id, scheduler, observer, limits);
-        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster.recipient()))
+        let orphanage = cluster.clone().recipient();
+        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster.recipient(), orphanage))
     })
 }
 

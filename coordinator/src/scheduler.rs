@@ -25,12 +25,17 @@ pub use blocks::BlockPool;
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, StepSummary};
 use plan::InFlight;
+pub use sequence::HandedOver;
 use sequence::{Request, Sequence};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, TokenLogprobs};
 use std::collections::{HashMap, VecDeque};
 
 use crate::engine::{EngineError, FinishReason, GenerateRequest};
+
+/// A request is given up when so many epochs in a row ended before a step with it was answered; all
+/// but the first of them it had for itself.
+pub const SUSPICION_MAX: u32 = 3;
 
 /// One replica's scheduler.
 #[derive(Debug)]
@@ -143,7 +148,9 @@ impl Scheduler {
     /// The ranks are formed with `num_blocks` empty blocks and know no sequence. Requests that can
     /// no longer fit, because the new cache is smaller, fail.
     pub fn replica_ready(&mut self, epoch: Epoch, num_blocks: u32, effects: &mut Vec<Effect>) {
-        self.replica_lost();
+        if self.epoch.is_some() {
+            self.replica_lost(effects);
+        }
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
         self.blocks = BlockPool::new(num_blocks);
@@ -161,16 +168,82 @@ impl Scheduler {
         }
     }
 
-    /// The epoch is over. What was accepted stays; all sequences wait again, oldest first.
-    pub fn replica_lost(&mut self) {
+    /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
+    /// request that was there alone, without progress, when [`SUSPICION_MAX`] epochs in a row ended
+    /// is what ends them: it fails, so that the others can go on.
+    pub fn replica_lost(&mut self, effects: &mut Vec<Effect>) {
         self.epoch = None;
         self.spare.extend(self.in_flight.drain(..));
+        let mut running: Vec<RequestId> = Vec::new();
         while let Some(slot) = self.running.last().copied() {
+            running.extend(self.sequences[slot].as_ref().map(|seq| seq.request));
             self.unadmit(slot);
+        }
+        running.dedup();
+        for request in running {
+            let Some(owner) = self.requests.get_mut(&request) else { continue };
+            owner.suspicion = if owner.progressed { 0 } else { owner.suspicion + 1 };
+            if owner.suspicion >= SUSPICION_MAX {
+                let epochs = owner.suspicion;
+                self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
+            }
         }
         // Workers that come back know nothing, and bring a cache of their own.
         self.forget.clear();
         self.blocks = BlockPool::default();
+    }
+
+    /// Gives up all requests, oldest first, for another replica to go on with. Only between two
+    /// epochs, when nothing of them is anywhere else.
+    pub fn hand_over(&mut self) -> Vec<HandedOver> {
+        if self.epoch.is_some() {
+            return Vec::new();
+        }
+        let mut handed: Vec<HandedOver> = Vec::new();
+        for slot in std::mem::take(&mut self.waiting) {
+            let Some(sequence) = self.sequences[slot].take() else { continue };
+            self.free_slots.push(slot);
+            let id = sequence.request;
+            match handed.iter_mut().find(|held| held.id == id) {
+                Some(held) => held.sequences.push(sequence),
+                None => {
+                    let Some(owner) = self.requests.remove(&id) else { continue };
+                    handed.push(HandedOver { id, owner, sequences: vec![sequence] });
+                }
+            }
+        }
+        handed
+    }
+
+    /// Goes on with another replica's requests, before all that wait here: they are older. Returns
+    /// which of their sequences is which here.
+    ///
+    /// # Errors
+    /// The request, when it does not fit here.
+    pub fn adopt(
+        &mut self,
+        handed: HandedOver,
+    ) -> Result<Vec<(SeqId, SeqId)>, (HandedOver, EngineError)> {
+        let needed = handed.sequences.first();
+        let needed = needed.map_or(0, |seq| self.blocks_needed(seq.num_prompt, seq.max_tokens));
+        if self.epoch.is_some() && needed > self.blocks.total() {
+            let available = self.blocks.total();
+            return Err((handed, EngineError::TooLarge { needed, available }));
+        }
+        let HandedOver { id, mut owner, sequences } = handed;
+        owner.live.clear();
+        let mut names = Vec::with_capacity(sequences.len());
+        for mut sequence in sequences.into_iter().rev() {
+            let here = SeqId(self.next_seq);
+            self.next_seq += 1;
+            names.push((sequence.id, here));
+            sequence.id = here;
+            let slot = self.store(sequence);
+            self.waiting.push_front(slot);
+            owner.live.push(slot);
+        }
+        self.requests.insert(id, owner);
+        Ok(names)
     }
 
     /// Takes a request. Returns its sequences, one per choice.
@@ -225,7 +298,14 @@ impl Scheduler {
             ids.push(id);
         }
         let end_tokens = request.end_tokens;
-        let owner = Request { live, end_tokens, admitted: 0, scheduled: false };
+        let owner = Request {
+            live,
+            end_tokens,
+            admitted: 0,
+            scheduled: false,
+            progressed: false,
+            suspicion: 0,
+        };
         self.requests.insert(request.id, owner);
         Ok(ids)
     }
@@ -274,10 +354,11 @@ impl Scheduler {
                 wasted += u32::from(output.is_some_and(|output| output.token.is_some()));
                 continue;
             }
-            if entry.samples
-                && let Some(seq) = &mut self.sequences[entry.slot]
-            {
-                seq.pending = seq.pending.saturating_sub(1);
+            if let Some(seq) = &mut self.sequences[entry.slot] {
+                seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
+                if let Some(owner) = self.requests.get_mut(&seq.request) {
+                    owner.progressed = true;
+                }
             }
             if self.accept(entry.slot, output, entry.samples, stopped, effects) {
                 generated += 1;

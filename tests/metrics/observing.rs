@@ -191,7 +191,7 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     during.check_identities();
     assert_eq!(during.get("tutti_requests_running{replica=\"0\"}"), 1.0);
 
-    hub.observer().record().replayed(&mut track);
+    hub.observer().record().interrupted(&mut track);
     let after = scrape(&hub);
     after.check_identities();
     let gauges_of_broken: Vec<_> = after
@@ -379,7 +379,7 @@ proptest! {
                 }
                 Event::Replay(i) => {
                     if let Some(i) = picked(i) {
-                        record.replayed(&mut tracks[i]);
+                        record.interrupted(&mut tracks[i]);
                     }
                 }
                 Event::Finish(i) => {

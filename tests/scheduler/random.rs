@@ -13,6 +13,7 @@ enum Event {
     Cancel(u64),
     Canary,
     Lost,
+    Move,
     Ready(u32),
 }
 
@@ -52,6 +53,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (0u64..40).prop_map(Event::Cancel),
         1 => Just(Event::Canary),
         1 => Just(Event::Lost),
+        1 => Just(Event::Move),
         2 => (7u32..30).prop_map(Event::Ready),
     ]
 }
@@ -98,6 +100,7 @@ proptest! {
                     < config.max_steps_in_flight => rig.canary(),
                 Event::Canary => {}
                 Event::Lost => rig.lost(),
+                Event::Move => rig.move_on(),
                 Event::Ready(blocks) => rig.ready(blocks),
             }
         }

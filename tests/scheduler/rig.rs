@@ -99,8 +99,41 @@ impl Rig {
     pub(crate) fn lost(&mut self) {
         self.worker = None;
         self.in_flight.clear();
-        self.scheduler.replica_lost();
+        self.scheduler.replica_lost(&mut self.effects);
         assert_eq!(self.scheduler.gauges().running, 0);
+        self.settle();
+    }
+
+    /// The replica breaks, and another one, which has served others before, goes on with what it
+    /// held.
+    pub(crate) fn move_on(&mut self) {
+        self.lost();
+        let mut other = Scheduler::new(self.config).unwrap();
+        // Its names for sequences are its own.
+        let used = GenerateRequest {
+            id: RequestId(u64::MAX),
+            prompt: vec![1],
+            sampling: vec![SamplingParams::greedy(); 5],
+            stop_checks: Vec::new(),
+            max_tokens: 1,
+            end_tokens: Vec::new(),
+            arrived: Duration::ZERO,
+            stops: Vec::new().into(),
+            response_id: "cmpl-0".into(),
+        };
+        other.submit(used).unwrap();
+        other.cancel(RequestId(u64::MAX), &mut Vec::new());
+        let handed = self.scheduler.hand_over();
+        assert_eq!(self.scheduler.gauges(), Default::default(), "nothing is left behind");
+        let mut stop_tokens = BTreeMap::new();
+        for handed in handed.into_iter().rev() {
+            let names = other.adopt(handed).expect("the same sizes");
+            for (there, here) in names {
+                stop_tokens.extend(self.stop_tokens.get(&there).map(|token| (here, *token)));
+            }
+        }
+        self.stop_tokens = stop_tokens;
+        self.scheduler = other;
         self.settle();
     }
 

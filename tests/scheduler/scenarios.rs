@@ -54,6 +54,79 @@ fn a_long_prompt_is_prefilled_in_chunks_while_others_decode() {
     rig.drain();
 }
 
+/// Plans until nothing more can be planned, answering nothing: what a replica has begun when it
+/// dies in the middle of a step.
+fn begin(rig: &mut Rig) {
+    while rig.plan() {}
+}
+
+#[test]
+fn another_replica_goes_on_where_the_broken_one_was_oldest_first() {
+    let mut rig = ready();
+    for max_tokens in [30, 20, 10] {
+        rig.submit(ClientRequest { max_tokens, n: 2, stop_token: Some(7), ..prompt(6) }).unwrap();
+    }
+    for _ in 0..4 {
+        rig.plan();
+        rig.deliver();
+    }
+    let generated = rig.totals.generated;
+    assert!(generated > 0);
+    rig.move_on();
+    assert_eq!(rig.scheduler.gauges().waiting, 3);
+    rig.ready(64);
+    rig.plan();
+    let admitted: Vec<u32> = rig.plan.admitted.iter().map(|new| new.tokens.len() as u32).collect();
+    assert!(admitted[0] > 6, "the oldest comes first, with what was accepted: {admitted:?}");
+    rig.drain();
+    assert!(rig.totals.recomputed > 0, "its tokens are computed again, and not counted again");
+}
+
+#[test]
+fn a_request_that_ends_epochs_is_tried_alone_and_then_given_up() {
+    let mut rig = ready();
+    let ends = rig.submit(prompt(4)).unwrap();
+    let others = [rig.submit(prompt(5)).unwrap(), rig.submit(prompt(6)).unwrap()];
+    // Together at first: nobody knows who it was.
+    begin(&mut rig);
+    assert!(rig.plan.sequences.len() + rig.plan.admitted.len() > 0);
+    rig.lost();
+    for _ in 0..2 {
+        rig.ready(64);
+        begin(&mut rig);
+        assert_eq!(rig.scheduler.gauges().running, 1, "alone");
+        rig.lost();
+    }
+    let (_, got) = &rig.requests[&ends];
+    assert_eq!(got.dropped, Some(Some(EngineError::Quarantined { epochs: 3 })));
+    rig.ready(64);
+    rig.drain();
+    for other in others {
+        assert!(rig.requests[&other].1.dropped.is_none(), "the others go on");
+    }
+}
+
+#[test]
+fn a_suspect_that_gets_on_is_one_no_more() {
+    let mut rig = ready();
+    for _ in 0..3 {
+        rig.submit(ClientRequest { max_tokens: 100, ..prompt(4) }).unwrap();
+    }
+    for _ in 0..8 {
+        begin(&mut rig);
+        rig.lost();
+        rig.ready(64);
+        // Each gets a step without other suspects, then they run together again.
+        for _ in 0..6 {
+            rig.plan();
+            rig.deliver();
+        }
+        assert_eq!(rig.scheduler.gauges().running, 3);
+    }
+    rig.drain();
+    assert!(rig.requests.values().all(|(_, got)| got.dropped.is_none()));
+}
+
 #[test]
 fn one_step_ahead_begins_where_only_the_worker_knows_the_token() {
     let mut rig = ready();

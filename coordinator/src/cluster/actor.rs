@@ -1,6 +1,6 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,7 +10,7 @@ use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
-use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
 use shared::metrics::Source;
 use shared::metrics::labels::ActorState;
 use shared::protocol::{
@@ -27,9 +27,10 @@ use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{
-    Cancel, EpochFailed, FailAll, Lost, Ready, ReplicaActor, ReplicaLoad, StepDone, Submit,
+    Adopt, Cancel, EpochFailed, FailAll, GiveUp, Lost, Orphans, Ready, ReplicaActor, ReplicaLoad,
+    StepDone, Submit,
 };
-use crate::replica::driver::reject_reason;
+use crate::replica::driver::{Moved, reject_reason};
 use crate::scheduler::ConfigError;
 
 /// How often time passes for the core.
@@ -74,6 +75,10 @@ pub struct ClusterActor {
     tensor_parallel: u32,
     worker_stats: bool,
     stopping: bool,
+    /// Replicas that have been asked for their requests and have not answered.
+    orphans_due: u32,
+    /// Requests cancelled meanwhile: they may be on their way.
+    cancelled: BTreeSet<RequestId>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -110,6 +115,8 @@ impl ClusterActor {
             tensor_parallel,
             worker_stats,
             stopping: false,
+            orphans_due: 0,
+            cancelled: BTreeSet::new(),
         }
     }
 
@@ -129,6 +136,7 @@ impl ClusterActor {
                         running.serving = None;
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
                         running.addr.do_send(Lost { epoch });
+                        self.orphans_due += 1;
                     }
                 }
                 Effect::Unservable { replica, reason } => {
@@ -186,6 +194,53 @@ impl ClusterActor {
         let Some(running) = self.replicas.get_mut(&id) else { return };
         running.addr.do_send(Ready { epoch, num_blocks, ranks: links, workers: ranks.clone() });
         running.serving = Some((epoch, ranks));
+        // What waits at replicas that cannot go on can go on here.
+        for running in self.replicas.values().filter(|running| running.serving.is_none()) {
+            running.addr.do_send(GiveUp);
+            self.orphans_due += 1;
+        }
+    }
+
+    /// Requests of a replica that cannot go on with them: to those that can, least loaded first;
+    /// back to where they were when there is none.
+    fn place_orphans(&mut self, orphans: Orphans) {
+        let Orphans { from, requests } = orphans;
+        self.orphans_due = self.orphans_due.saturating_sub(1);
+        let mut homes: BTreeMap<ReplicaId, (u32, Vec<Moved>)> = self
+            .replicas
+            .iter()
+            .filter(|(_, running)| running.serving.is_some())
+            .map(|(id, running)| {
+                (*id, (running.load.in_flight.load(Ordering::Relaxed), Vec::new()))
+            })
+            .collect();
+        let mut back = Vec::new();
+        for request in requests {
+            // Cancellations went past while it was on its way.
+            if self.cancelled.contains(&request.id()) {
+                request.end(self.hub.observer(), None);
+            } else if self.stopping {
+                request.end(self.hub.observer(), Some(EngineError::ShuttingDown));
+            } else if let Some((load, home)) = homes.values_mut().min_by_key(|(load, _)| *load) {
+                *load += 1;
+                home.push(request);
+            } else {
+                back.push(request);
+            }
+        }
+        let moved: usize = homes.values().map(|(_, home)| home.len()).sum();
+        if moved > 0 {
+            tracing::info!(replica = %from, requests = moved, "go on elsewhere");
+        }
+        let homes = homes.into_iter().map(|(id, (_, home))| (id, home)).chain([(from, back)]);
+        for (id, home) in homes.filter(|(_, home)| !home.is_empty()) {
+            if let Some(running) = self.replicas.get(&id) {
+                running.addr.do_send(Adopt(home));
+            }
+        }
+        if self.orphans_due == 0 {
+            self.cancelled.clear();
+        }
     }
 
     fn publish(&mut self) {
@@ -219,7 +274,7 @@ impl ClusterActor {
         })
     }
 
-    fn submit(&self, command: EngineCommand) {
+    fn submit(&mut self, command: EngineCommand) {
         match command {
             EngineCommand::Submit { request, events } => {
                 let refuse = |error: EngineError| {
@@ -235,6 +290,9 @@ impl ClusterActor {
                 running.addr.do_send(Submit { request, events: events.clone() });
             }
             EngineCommand::Cancel { id } => {
+                if self.orphans_due > 0 {
+                    self.cancelled.insert(id);
+                }
                 for running in self.replicas.values() {
                     running.addr.do_send(Cancel(id));
                 }
@@ -523,6 +581,14 @@ impl Handler<EpochFailed> for ClusterActor {
         let EpochFailed { replica, epoch, reason } = failed;
         self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
         self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<Orphans> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, orphans: Orphans, _ctx: &mut Self::Context) {
+        self.place_orphans(orphans);
     }
 }
 

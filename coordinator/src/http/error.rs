@@ -139,7 +139,9 @@ impl From<EngineError> for ApiError {
             EngineError::Unavailable { .. } | EngineError::ShuttingDown => {
                 Self::overloaded(message)
             }
-            EngineError::Corrupted => Self::new(StatusCode::INTERNAL_SERVER_ERROR, message),
+            EngineError::Corrupted | EngineError::Quarantined { .. } => {
+                Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+            }
         }
     }
 }

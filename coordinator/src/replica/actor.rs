@@ -10,7 +10,7 @@ use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, StepId, WorkerId};
 use shared::protocol::{StepPlan, StepResult, ToWorker};
 
-use super::driver::ReplicaDriver;
+use super::driver::{Moved, ReplicaDriver};
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
 
@@ -40,6 +40,8 @@ pub struct ReplicaActor {
     load: Arc<ReplicaLoad>,
     /// Told when the epoch must end.
     cluster: Recipient<EpochFailed>,
+    /// Takes requests that this replica cannot go on with.
+    orphanage: Recipient<Orphans>,
     /// Steps that some ranks have finished and others not, oldest first.
     spread: VecDeque<Spread>,
     /// When a step was last sent in this epoch.
@@ -101,6 +103,26 @@ pub struct Lost {
     pub epoch: Epoch,
 }
 
+/// Give up all requests if the replica cannot go on with them now; answered with [`Orphans`].
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub struct GiveUp;
+
+/// Requests that a replica gave up, to be gone on with elsewhere; perhaps none.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Orphans {
+    /// Whose they were.
+    pub from: ReplicaId,
+    /// The requests, oldest first.
+    pub requests: Vec<Moved>,
+}
+
+/// Go on with another replica's requests.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Adopt(pub Vec<Moved>);
+
 /// A rank finished a step.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
@@ -137,6 +159,7 @@ impl ReplicaActor {
         clock: Arc<dyn Clock>,
         load: Arc<ReplicaLoad>,
         cluster: Recipient<EpochFailed>,
+        orphanage: Recipient<Orphans>,
     ) -> Self {
         Self {
             id,
@@ -148,6 +171,7 @@ impl ReplicaActor {
             plan: StepPlan::default(),
             load,
             cluster,
+            orphanage,
             last_step_sent: None,
         }
     }
@@ -204,6 +228,13 @@ impl ReplicaActor {
             let gap = Duration::from_micros(spread.slowest_us - spread.fastest_us);
             self.driver.straggler_gap(gap);
         }
+    }
+
+    /// Answers with all requests when no epoch is under way, with none otherwise.
+    fn give_up(&mut self) {
+        let requests = if self.epoch.is_none() { self.driver.hand_over() } else { Vec::new() };
+        self.orphanage.do_send(Orphans { from: self.id, requests });
+        self.drive();
     }
 
     fn end_epoch(&mut self, reason: String) {
@@ -290,6 +321,24 @@ impl Handler<Lost> for ReplicaActor {
             self.spread.clear();
             self.driver.lost(self.clock.now());
         }
+        self.give_up();
+    }
+}
+
+impl Handler<GiveUp> for ReplicaActor {
+    type Result = ();
+
+    fn handle(&mut self, _: GiveUp, _ctx: &mut Self::Context) {
+        self.give_up();
+    }
+}
+
+impl Handler<Adopt> for ReplicaActor {
+    type Result = ();
+
+    fn handle(&mut self, Adopt(requests): Adopt, _ctx: &mut Self::Context) {
+        self.driver.adopt(requests);
+        self.drive();
     }
 }
 

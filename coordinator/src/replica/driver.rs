@@ -14,7 +14,7 @@ use crate::engine::{
 };
 use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
 use crate::metrics::{Observer, Recording};
-use crate::scheduler::{Effect, Scheduler};
+use crate::scheduler::{Effect, HandedOver, Scheduler};
 
 /// How long the driver waits for what.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +33,27 @@ struct Live {
     summary: RequestSummary,
     /// Whether any choice so far ended by length: the request then counts as such.
     by_length: bool,
+}
+
+/// A request that is moved from one replica to another, with everything that hangs off it.
+#[derive(Debug)]
+pub struct Moved {
+    handed: HandedOver,
+    live: Live,
+    stop_checks: Vec<(SeqId, Box<dyn StopCheck>)>,
+}
+
+impl Moved {
+    /// Which request.
+    #[must_use]
+    pub fn id(&self) -> RequestId {
+        self.handed.id()
+    }
+
+    /// Ends it where no replica will go on with it; without an error its client is gone.
+    pub fn end(self, observer: &Observer, error: Option<EngineError>) {
+        dropped(&mut observer.record(), self.live, error);
+    }
 }
 
 /// One replica's scheduler and everything that hangs off its effects.
@@ -131,6 +152,11 @@ impl ReplicaDriver {
         self.epoch = Some(epoch);
         self.in_flight.clear();
         self.scheduler.replica_ready(epoch, num_blocks, &mut self.effects);
+        let mut recording = self.observer.record();
+        for live in self.live.values_mut() {
+            recording.routed(&mut live.track, self.id);
+        }
+        drop(recording);
         self.deliver(now);
     }
 
@@ -141,12 +167,50 @@ impl ReplicaDriver {
         }
         self.unavailable_since = now;
         self.in_flight.clear();
-        self.scheduler.replica_lost();
+        self.scheduler.replica_lost(&mut self.effects);
         let mut recording = self.observer.record();
         recording.failover(self.id);
         for live in self.live.values_mut() {
-            recording.replayed(&mut live.track);
-            recording.routed(&mut live.track, self.id);
+            recording.interrupted(&mut live.track);
+        }
+        drop(recording);
+        self.deliver(now);
+    }
+
+    /// Gives up all requests for another replica to go on with, oldest first. Only between two
+    /// epochs.
+    pub fn hand_over(&mut self) -> Vec<Moved> {
+        let handed = self.scheduler.hand_over();
+        let mut moved = Vec::with_capacity(handed.len());
+        for handed in handed {
+            let Some(live) = self.live.remove(&handed.id()) else { continue };
+            let stop_checks = handed
+                .sequences()
+                .filter_map(|seq| Some((seq, self.stop_checks.remove(&seq)?)))
+                .collect();
+            moved.push(Moved { handed, live, stop_checks });
+        }
+        moved
+    }
+
+    /// Goes on with another replica's requests, before its own that wait.
+    pub fn adopt(&mut self, moved: Vec<Moved>) {
+        // The oldest is put in front of the queue last.
+        for Moved { handed, mut live, mut stop_checks } in moved.into_iter().rev() {
+            let id = handed.id();
+            match self.scheduler.adopt(handed) {
+                Ok(names) => {
+                    for (there, here) in names {
+                        let found = stop_checks.iter().position(|(seq, _)| *seq == there);
+                        if let Some(found) = found {
+                            self.stop_checks.insert(here, stop_checks.swap_remove(found).1);
+                        }
+                    }
+                    self.observer.record().routed(&mut live.track, self.id);
+                    self.live.insert(id, live);
+                }
+                Err((_, error)) => dropped(&mut self.observer.record(), live, Some(error)),
+            }
         }
     }
 
@@ -329,7 +393,9 @@ pub fn reject_reason(error: &EngineError) -> RejectReason {
     match error {
         EngineError::QueueFull { .. } => RejectReason::QueueFull,
         EngineError::TooLarge { .. } => RejectReason::TooLarge,
-        EngineError::Unavailable { .. } | EngineError::Corrupted => RejectReason::Unavailable,
+        EngineError::Unavailable { .. }
+        | EngineError::Corrupted
+        | EngineError::Quarantined { .. } => RejectReason::Unavailable,
         EngineError::ShuttingDown => RejectReason::ShuttingDown,
     }
 }

@@ -1,5 +1,5 @@
 //! PURE: what the next step computes.
-use shared::ids::{SeqId, StepId};
+use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 
 use super::{Effect, Scheduler};
@@ -115,11 +115,14 @@ impl Scheduler {
             if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
             }
-            let Some(seq) = &mut self.sequences[slot] else {
+            let Some(seq) = &self.sequences[slot] else {
                 self.waiting.pop_front();
                 continue;
             };
-            let length = seq.tokens.len() as u32;
+            let (length, request) = (seq.tokens.len() as u32, seq.request);
+            if self.would_blur_blame(request) {
+                return;
+            }
             // One more than the sequence has, so that it is not preempted for its first token.
             if self.config.blocks_for(length + 1) > self.blocks.num_free()
                 && !self.running.is_empty()
@@ -127,9 +130,9 @@ impl Scheduler {
                 return;
             }
             self.waiting.pop_front();
+            let Some(seq) = &mut self.sequences[slot] else { continue };
             seq.admission = Some(self.next_admission);
             self.next_admission += 1;
-            let request = seq.request;
             plan.admitted.push(NewSequence {
                 seq: seq.id,
                 tokens: seq.tokens.clone(),
@@ -141,6 +144,7 @@ impl Scheduler {
             if let Some(owner) = self.requests.get_mut(&request)
                 && owner.admitted == 1
             {
+                owner.progressed = false;
                 effects.push(if owner.scheduled {
                     Effect::Resumed { request }
                 } else {
@@ -186,6 +190,18 @@ impl Scheduler {
         self.unadmit(victim);
         let waits = self.requests.get(&request).is_some_and(|owner| owner.admitted == 0);
         effects.push(Effect::Preempted { request, waits, tokens });
+    }
+
+    /// One that an epoch may have ended by is not in the batch with others that have not got on
+    /// since they were admitted: if the epoch ends again, it was that one.
+    fn would_blur_blame(&self, request: RequestId) -> bool {
+        let others = || {
+            let of = |slot: &usize| self.sequences[*slot].as_ref().map(|seq| seq.request);
+            let others = self.running.iter().filter_map(of).filter(|other| *other != request);
+            others.filter_map(|other| self.requests.get(&other)).filter(|other| !other.progressed)
+        };
+        let suspect = self.requests.get(&request).is_some_and(|owner| owner.suspicion > 0);
+        others().any(|other| suspect || other.suspicion > 0)
     }
 
     fn plan_sequence(&mut self, slot: usize, count: u32, plan: &mut StepPlan, step: &mut InFlight) {

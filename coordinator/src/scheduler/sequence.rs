@@ -77,4 +77,30 @@ pub(super) struct Request {
     pub(super) admitted: u32,
     /// It has been in a step.
     pub(super) scheduled: bool,
+    /// A step with a share of it was answered since it was last admitted.
+    pub(super) progressed: bool,
+    /// Epochs in a row that ended while it was admitted and had not progressed: it may be what ends
+    /// them.
+    pub(super) suspicion: u32,
+}
+
+/// A request on its way to another replica's scheduler, with everything that was accepted of it.
+#[derive(Debug)]
+pub struct HandedOver {
+    pub(super) id: RequestId,
+    pub(super) owner: Request,
+    pub(super) sequences: Vec<Sequence>,
+}
+
+impl HandedOver {
+    /// Which request.
+    #[must_use]
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// Its unfinished sequences, under their old names.
+    pub fn sequences(&self) -> impl Iterator<Item = SeqId> + '_ {
+        self.sequences.iter().map(|sequence| sequence.id)
+    }
 }

@@ -157,6 +157,12 @@ pub enum EngineError {
     /// The model produced values that are not finite.
     #[error("the model produced invalid numbers for this request")]
     Corrupted,
+    /// Replicas keep ending while they compute this request and nothing else.
+    #[error("{epochs} times the engine stopped while it computed this request; it is given up")]
+    Quarantined {
+        /// How often.
+        epochs: u32,
+    },
     /// The coordinator is shutting down.
     #[error("the server is shutting down")]
     ShuttingDown,

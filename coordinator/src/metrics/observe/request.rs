@@ -135,12 +135,15 @@ impl Recording<'_> {
         stats.add(cells.preemptions, 1);
     }
 
-    /// The request's replica broke; it waits for another one and will be continued there.
-    pub fn replayed(&mut self, track: &mut RequestTrack) {
+    /// The request's replica broke: it waits to be continued, there or elsewhere. One that had not
+    /// been scheduled yet loses nothing and is not counted as replayed.
+    pub fn interrupted(&mut self, track: &mut RequestTrack) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::NoReplica);
-        let Cells { stats, fixed, .. } = cells;
-        stats.add(fixed.replayed, 1);
+        if track.first_scheduled.is_some() {
+            let Cells { stats, fixed, .. } = cells;
+            stats.add(fixed.replayed, 1);
+        }
     }
 
     /// `count` tokens of one choice were accepted at `now`. The request's first is its time to
