@@ -7,6 +7,7 @@
 //! returns from a pause cannot disturb anything.
 pub mod actor;
 mod placement;
+mod reconcile;
 mod replica;
 pub mod view;
 
@@ -28,6 +29,13 @@ use self::replica::Replica;
 pub struct ClusterConfig {
     /// Ranks per replica, at least 1.
     pub tensor_parallel: u32,
+    /// Degrees that a replica may have, largest first; the first is `tensor_parallel`. Smaller ones
+    /// are taken when ranks stay away.
+    pub degrees: Vec<u32>,
+    /// How long ranks may stay away before a smaller degree is taken: longer than a restart takes.
+    pub reshard_after: Duration,
+    /// Most replicas; as many as the members allow when absent.
+    pub max_replicas: Option<u32>,
     /// The model folder, as every worker sees it.
     pub model: String,
     /// Sizes sent to every rank.
@@ -55,6 +63,8 @@ pub struct Member {
     pub host: String,
     /// Where the worker's TCP collective listens.
     pub collective_addr: SocketAddr,
+    /// It is leaving and takes no rank.
+    pub draining: bool,
 }
 
 /// What the shell has to do.
@@ -89,6 +99,11 @@ pub enum Effect {
         /// Why.
         reason: String,
     },
+    /// A replica is given up for good; it is not ready at this point.
+    ReplicaRemoved {
+        /// Which.
+        replica: ReplicaId,
+    },
     /// Trying again cannot help (a corrupt model, an impossible degree).
     Unservable {
         /// Which replica.
@@ -104,6 +119,10 @@ pub struct Cluster {
     config: ClusterConfig,
     members: BTreeMap<WorkerId, Member>,
     replicas: BTreeMap<ReplicaId, Replica>,
+    /// The next replica's number: none is used twice.
+    next_replica: u32,
+    /// Since when there have been workers, and too few for a replica.
+    short_since: Option<Duration>,
     epoch: Epoch,
 }
 
@@ -111,7 +130,14 @@ impl Cluster {
     /// Makes an empty cluster.
     #[must_use]
     pub fn new(config: ClusterConfig) -> Self {
-        Self { config, members: BTreeMap::new(), replicas: BTreeMap::new(), epoch: Epoch(0) }
+        Self {
+            config,
+            members: BTreeMap::new(),
+            replicas: BTreeMap::new(),
+            next_replica: 0,
+            short_since: None,
+            epoch: Epoch(0),
+        }
     }
 
     /// The live members.
@@ -161,7 +187,7 @@ impl Cluster {
         if let Some(id) = self.replica_of(worker) {
             self.break_replica(now, id, &format!("{worker} ({node}): {reason}"), effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
-                replica.vacate(worker);
+                replica.vacate(now, worker);
             }
         }
         self.reconcile(now, effects);
@@ -275,38 +301,13 @@ impl Cluster {
         }
     }
 
-    /// Fills vacant ranks, makes replicas of spare workers, and forms what is complete and due.
-    fn reconcile(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        let world_size = self.config.tensor_parallel as usize;
-        let mut free: Vec<&Member> = self
-            .members
-            .values()
-            .filter(|member| !self.replicas.values().any(|replica| replica.has(member.worker)))
-            .collect();
-        for replica in self.replicas.values_mut() {
-            replica.fill(&mut free);
-        }
-        let next = self.replicas.keys().next_back().map_or(0, |id| id.0 + 1);
-        for (id, group) in (next..).zip(place(&free, world_size)) {
-            self.replicas.insert(ReplicaId(id), Replica::new(group));
-        }
-        let due: Vec<ReplicaId> = self
-            .replicas
-            .iter()
-            .filter(|(_, replica)| replica.may_form(now))
-            .map(|(id, _)| *id)
-            .collect();
-        for id in due {
-            self.form(id, effects);
-        }
-    }
-
     fn form(&mut self, id: ReplicaId, effects: &mut Vec<Effect>) {
         self.epoch.0 += 1;
         let epoch = self.epoch;
         let Some(replica) = self.replicas.get_mut(&id) else { return };
         replica.form(epoch);
         let ranks = replica.ranks();
+        let world_size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let members: Vec<&Member> =
             ranks.iter().filter_map(|worker| self.members.get(worker)).collect();
         let collective = collective_for(&members, &self.config, epoch);
@@ -315,7 +316,7 @@ impl Cluster {
                 epoch,
                 replica: id,
                 rank,
-                world_size: self.config.tensor_parallel,
+                world_size,
                 collective: collective.clone(),
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
                 model: self.config.model.clone(),

@@ -42,6 +42,10 @@ const STEPS_IN_FLIGHT: u32 = 2;
 /// Deadline of a collective's set-up and of each of its operations.
 const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long ranks may stay away before a replica goes on with fewer: a restarted process is back
+/// sooner.
+const RESHARD_AFTER: Duration = Duration::from_millis(1500);
+
 /// What a coordinator is asked for.
 #[derive(Clone, Debug)]
 pub struct CoordinatorOptions {
@@ -51,6 +55,10 @@ pub struct CoordinatorOptions {
     pub served_model_name: String,
     /// Ranks per replica.
     pub tensor_parallel: u32,
+    /// Fewest ranks per replica when workers are missing.
+    pub min_tensor_parallel: u32,
+    /// Most replicas; as many as the workers allow when absent.
+    pub max_replicas: Option<u32>,
     /// Where HTTP is served.
     pub listen: SocketAddr,
     /// Where workers dial in.
@@ -193,6 +201,9 @@ impl Coordinator {
         let host = HostThread::start("coordinator", options.nvml, hub.process().clone());
         let config = ClusterConfig {
             tensor_parallel: options.tensor_parallel,
+            degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
+            reshard_after: RESHARD_AFTER,
+            max_replicas: options.max_replicas,
             model: options.model.to_string_lossy().into_owned(),
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
@@ -313,6 +324,15 @@ impl Coordinator {
             metrics.stop(false).await;
         }
     }
+}
+
+/// Degrees from `wanted` down to `least`, halving.
+fn degrees(wanted: u32, least: u32) -> Vec<u32> {
+    std::iter::successors(Some(wanted.max(1)), |degree| {
+        degree.is_multiple_of(2).then_some(degree / 2)
+    })
+    .take_while(|degree| *degree == wanted || *degree >= least.max(1))
+    .collect()
 }
 
 fn listen(

@@ -4,6 +4,7 @@
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
+//! - [`resharding`]: the degree follows the members
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
 //! - [`by_hand`]: a coordinator and workers started one by one
@@ -20,6 +21,7 @@ mod counters;
 mod failures;
 mod front_ends;
 mod openai_client;
+mod resharding;
 mod scraping;
 mod secrets;
 mod serving;

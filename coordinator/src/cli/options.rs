@@ -209,6 +209,13 @@ pub(crate) struct ServingArgs {
     /// Workers per replica: each holds 1/N of every layer
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
+    /// Go on with fewer workers per replica, down to this many, when some stay away; back to
+    /// --tensor-parallel when they return [default: --tensor-parallel]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) min_tensor_parallel: Option<u32>,
+    /// Most replicas; workers beyond are kept as spares [default: as many as the workers allow]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) replicas: Option<u32>,
     /// Where HTTP is served
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,

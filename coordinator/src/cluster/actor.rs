@@ -28,7 +28,7 @@ use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{
     Adopt, Cancel, EpochFailed, FailAll, GiveUp, Lost, Orphans, Ready, ReplicaActor, ReplicaLoad,
-    StepDone, Submit,
+    Retire, StepDone, Submit,
 };
 use crate::replica::driver::{Moved, reject_reason};
 use crate::scheduler::ConfigError;
@@ -139,6 +139,15 @@ impl ClusterActor {
                         self.orphans_due += 1;
                     }
                 }
+                Effect::ReplicaRemoved { replica } => {
+                    tracing::info!(%replica, "the replica is given up");
+                    self.hub.observer().record().replica_removed(replica);
+                    if let Some(running) = self.replicas.remove(&replica) {
+                        // Its requests come as orphans; the actor ends with its last address.
+                        running.addr.do_send(Retire);
+                        self.orphans_due += 1;
+                    }
+                }
                 Effect::Unservable { replica, reason } => {
                     tracing::error!(%replica, %reason, "the replica cannot be formed");
                     self.unservable = Some(reason);
@@ -175,7 +184,7 @@ impl ClusterActor {
         }
         tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, "serving");
         self.unservable = None;
-        let tensor_parallel = self.tensor_parallel;
+        let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let config = ReplicaConfig { engine: self.engine.clone(), num_blocks, tensor_parallel };
         self.hub.observer().record().replica_ready(id, &config);
         if !self.replicas.contains_key(&id) {
@@ -232,10 +241,19 @@ impl ClusterActor {
         if moved > 0 {
             tracing::info!(replica = %from, requests = moved, "go on elsewhere");
         }
-        let homes = homes.into_iter().map(|(id, (_, home))| (id, home)).chain([(from, back)]);
-        for (id, home) in homes.filter(|(_, home)| !home.is_empty()) {
-            if let Some(running) = self.replicas.get(&id) {
-                running.addr.do_send(Adopt(home));
+        // A replica that is given up takes nothing back: another one waits with it.
+        let waits = self.replicas.contains_key(&from).then_some(from);
+        let waits = waits.or_else(|| self.replicas.keys().next().copied());
+        let homes = homes.into_iter().map(|(id, (_, home))| (Some(id), home));
+        for (id, home) in homes.chain([(waits, back)]).filter(|(_, home)| !home.is_empty()) {
+            match id.and_then(|id| self.replicas.get(&id)) {
+                Some(running) => running.addr.do_send(Adopt(home)),
+                None => {
+                    for request in home {
+                        let error = EngineError::Unavailable { message: self.not_ready() };
+                        request.end(self.hub.observer(), Some(error));
+                    }
+                }
             }
         }
         if self.orphans_due == 0 {
@@ -533,6 +551,7 @@ impl Handler<Joined> for ClusterActor {
             node: hello.node,
             host: hello.host,
             collective_addr: hello.collective_addr,
+            draining: false,
         };
         let mut effects = Vec::new();
         self.core.worker_joined(self.clock.now(), member, &mut effects);

@@ -53,11 +53,11 @@ pub struct ReplicaStatus {
     pub last_failure: Option<String>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Slot {
     worker: Option<WorkerId>,
     /// Who held the slot last: preferred when it is back, since it may still hold the weights.
-    last: WorkerId,
+    last: Option<WorkerId>,
     kv_blocks: Option<u32>,
     started: bool,
     bytes_done: u64,
@@ -72,20 +72,15 @@ pub(super) struct Replica {
     not_before: Duration,
     failures: u32,
     served_since: Duration,
+    /// Since when a rank has been missing.
+    incomplete_since: Option<Duration>,
     last_failure: Option<String>,
 }
 
 impl Replica {
     /// A complete group that may be formed at once.
     pub(super) fn new(ranks: Vec<WorkerId>) -> Self {
-        let slot = |worker| Slot {
-            worker: Some(worker),
-            last: worker,
-            kv_blocks: None,
-            started: false,
-            bytes_done: 0,
-            bytes_total: 0,
-        };
+        let slot = |worker| Slot { worker: Some(worker), last: Some(worker), ..Slot::default() };
         Self {
             slots: ranks.into_iter().map(slot).collect(),
             epoch: Epoch(0),
@@ -93,6 +88,7 @@ impl Replica {
             not_before: Duration::ZERO,
             failures: 0,
             served_since: Duration::ZERO,
+            incomplete_since: None,
             last_failure: None,
         }
     }
@@ -129,10 +125,47 @@ impl Replica {
         self.slots.iter().filter_map(|slot| slot.worker).collect()
     }
 
-    pub(super) fn vacate(&mut self, worker: WorkerId) {
+    /// Ranks it has or waits for.
+    pub(super) fn degree(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// How long a rank has been missing, while it is not live.
+    pub(super) fn incomplete_for(&self, now: Duration) -> Option<Duration> {
+        let since = self.incomplete_since.filter(|_| !self.is_live())?;
+        Some(now.saturating_sub(since))
+    }
+
+    /// Takes another degree. Present ranks stay, in order; the last of them are let go when there
+    /// are too many.
+    pub(super) fn resize(&mut self, now: Duration, degree: usize) {
+        let mut slots: Vec<Slot> =
+            self.slots.iter().filter(|slot| slot.worker.is_some()).copied().collect();
+        slots.truncate(degree);
+        let vacant = Slot { worker: None, last: None, ..Slot::default() };
+        slots.resize(degree, vacant);
+        self.slots = slots;
+        self.note_completeness(now);
+    }
+
+    /// Forgets the backoff: what comes next is no repetition of a failure.
+    pub(super) fn form_at_once(&mut self) {
+        self.not_before = Duration::ZERO;
+    }
+
+    fn note_completeness(&mut self, now: Duration) {
+        if self.slots.iter().all(|slot| slot.worker.is_some()) {
+            self.incomplete_since = None;
+        } else {
+            self.incomplete_since.get_or_insert(now);
+        }
+    }
+
+    pub(super) fn vacate(&mut self, now: Duration, worker: WorkerId) {
         for slot in self.slots.iter_mut().filter(|slot| slot.worker == Some(worker)) {
             slot.worker = None;
         }
+        self.note_completeness(now);
     }
 
     /// Takes workers from `free` into vacant ranks: a returning one into its own rank, then any.
@@ -142,15 +175,19 @@ impl Replica {
             if let Some(index) = index {
                 let worker = free.remove(index).worker;
                 slot.worker = Some(worker);
-                slot.last = worker;
+                slot.last = Some(worker);
             }
         };
         for slot in self.slots.iter_mut().filter(|slot| slot.worker.is_none()) {
-            let last = slot.last;
-            take(slot, Some(last));
+            if let Some(last) = slot.last {
+                take(slot, Some(last));
+            }
         }
         for slot in self.slots.iter_mut().filter(|slot| slot.worker.is_none()) {
             take(slot, None);
+        }
+        if self.slots.iter().all(|slot| slot.worker.is_some()) {
+            self.incomplete_since = None;
         }
     }
 

@@ -4,6 +4,9 @@ use super::*;
 fn config(tensor_parallel: u32) -> ClusterConfig {
     ClusterConfig {
         tensor_parallel,
+        degrees: vec![tensor_parallel],
+        reshard_after: secs(2),
+        max_replicas: None,
         model: "m".into(),
         engine: EngineConfig {
             block_size: 16,
@@ -26,6 +29,7 @@ fn member(worker: u32, incarnation: u64, host: &str) -> Member {
         node: format!("node-{worker}"),
         host: host.into(),
         collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000 + worker as u16)),
+        draining: false,
     }
 }
 
@@ -183,4 +187,174 @@ fn placement_keeps_groups_on_one_host_where_it_can() {
     assert_eq!(ids(place(&free, 4)), [[0, 2, 1, 3]]);
     assert_eq!(ids(place(&free, 1)), [[0], [1], [2], [3], [4]]);
     assert!(place(&free, 6).is_empty());
+}
+
+/// The world size of each rank that was told to form, by worker.
+fn world_sizes(effects: &[Effect]) -> Vec<(u32, u32, u32)> {
+    effects
+        .iter()
+        .filter_map(|effect| match effect {
+            Effect::Send { worker, message: ToWorker::Form(form), .. } => {
+                Some((worker.0, form.rank, form.world_size))
+            }
+            _ => None,
+        })
+        .collect()
+}
+
+/// A cluster of four workers that serve as one replica, which may go down to one.
+fn four() -> Cluster {
+    let mut config = config(4);
+    config.degrees = vec![4, 2, 1];
+    let mut cluster = Cluster::new(config);
+    let mut effects = Vec::new();
+    for worker in 0..4 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    assert_eq!(world_sizes(&effects).len(), 4);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1, 2, 3]);
+    cluster
+}
+
+#[test]
+fn the_degree_follows_the_members_down_and_up_again() {
+    let mut cluster = four();
+    let mut effects = Vec::new();
+    cluster.worker_left(secs(10), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(11), &mut effects);
+    assert!(world_sizes(&effects).is_empty(), "it may be back in a moment");
+    cluster.tick(secs(12), &mut effects);
+    assert_eq!(world_sizes(&effects), [(0, 0, 2), (2, 1, 2)]);
+    bring_up(&mut cluster, secs(13), 2, &[0, 2]);
+
+    // One of the two goes: down to one. The third is a spare and takes its place instead.
+    effects.clear();
+    cluster.worker_left(secs(20), WorkerId(2), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(21), &mut effects);
+    assert_eq!(world_sizes(&effects), [(0, 0, 2), (3, 1, 2)], "without waiting: nothing shrinks");
+    bring_up(&mut cluster, secs(21), 3, &[0, 3]);
+    effects.clear();
+    cluster.worker_left(secs(30), WorkerId(3), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(32), &mut effects);
+    assert_eq!(world_sizes(&effects), [(0, 0, 1)]);
+    bring_up(&mut cluster, secs(33), 4, &[0]);
+
+    // Back: to two as soon as there are two, to four when all are there.
+    effects.clear();
+    cluster.worker_joined(secs(40), member(3, 2, "a"), &mut effects);
+    assert!(effects.iter().any(|e| matches!(e, Effect::ReplicaBroken { .. })), "{effects:?}");
+    assert_eq!(world_sizes(&effects), [(0, 0, 2), (3, 1, 2)]);
+    bring_up(&mut cluster, secs(41), 5, &[0, 3]);
+    effects.clear();
+    cluster.worker_joined(secs(42), member(1, 2, "a"), &mut effects);
+    assert!(world_sizes(&effects).is_empty(), "three make no larger degree");
+    cluster.worker_joined(secs(43), member(2, 2, "a"), &mut effects);
+    assert_eq!(world_sizes(&effects), [(0, 0, 4), (3, 1, 4), (1, 2, 4), (2, 3, 4)]);
+    assert_eq!(cluster.replicas().count(), 1);
+}
+
+#[test]
+fn without_permission_a_replica_waits_for_its_ranks() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    for worker in 0..2 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.worker_left(secs(2), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(1000), &mut effects);
+    assert!(world_sizes(&effects).is_empty());
+}
+
+#[test]
+fn too_few_workers_from_the_start_serve_as_a_small_replica() {
+    let mut config = config(4);
+    config.degrees = vec![4, 2];
+    let mut cluster = Cluster::new(config);
+    let mut effects = Vec::new();
+    for worker in 0..3 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    cluster.tick(secs(1), &mut effects);
+    assert!(world_sizes(&effects).is_empty(), "the others may still come");
+    cluster.tick(secs(3), &mut effects);
+    assert_eq!(world_sizes(&effects), [(0, 0, 2), (1, 1, 2)]);
+}
+
+#[test]
+fn two_broken_replicas_complete_one() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    for worker in 0..4 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    bring_up(&mut cluster, secs(1), 2, &[2, 3]);
+    effects.clear();
+    cluster.worker_left(secs(2), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    cluster.worker_left(secs(2), WorkerId(3), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(5), &mut effects);
+    assert_eq!(world_sizes(&effects), [(0, 0, 2), (2, 1, 2)]);
+    assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }));
+    // And four again: the lost ones make a replica of their own, under a number never used.
+    effects.clear();
+    bring_up(&mut cluster, secs(6), 3, &[0, 2]);
+    cluster.worker_joined(secs(7), member(1, 2, "a"), &mut effects);
+    cluster.worker_joined(secs(7), member(3, 2, "a"), &mut effects);
+    assert_eq!(world_sizes(&effects), [(1, 0, 2), (3, 1, 2)]);
+    let ids: Vec<u32> = cluster.replicas().map(|replica| replica.id.0).collect();
+    assert_eq!(ids, [0, 2]);
+}
+
+#[test]
+fn scaling_removes_the_youngest_and_makes_new_ones_of_spares() {
+    let mut cluster = Cluster::new(config(1));
+    let mut effects = Vec::new();
+    for worker in 0..3 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    for (epoch, worker) in [(1, 0), (2, 1), (3, 2)] {
+        bring_up(&mut cluster, secs(1), epoch, &[worker]);
+    }
+    effects.clear();
+    cluster.set_max_replicas(secs(2), Some(1), &mut effects);
+    let removed: Vec<&Effect> =
+        effects.iter().filter(|e| matches!(e, Effect::ReplicaRemoved { .. })).collect();
+    assert_eq!(removed.len(), 2);
+    assert!(!effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(0) }));
+    // A spare takes over at once when the last one breaks.
+    effects.clear();
+    cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(4), &mut effects);
+    assert_eq!(world_sizes(&effects), [(1, 0, 1)]);
+    effects.clear();
+    cluster.set_max_replicas(secs(5), None, &mut effects);
+    assert_eq!(world_sizes(&effects), [(2, 0, 1)]);
+}
+
+#[test]
+fn a_drained_worker_is_replaced_and_told_to_end() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    for worker in 0..3 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.drain(secs(2), WorkerId(0), &mut effects).unwrap();
+    assert_eq!(world_sizes(&effects), [(2, 0, 2), (1, 1, 2)], "the spare has its rank");
+    let told = |worker: u32| {
+        effects.iter().any(|effect| {
+            matches!(effect, Effect::Send { worker: to, message: ToWorker::Shutdown { .. }, .. }
+                if to.0 == worker)
+        })
+    };
+    assert!(told(0) && !told(1) && !told(2));
+    let mut effects = Vec::new();
+    cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "goodbye", &mut effects);
+    let refused = cluster.drain(secs(4), WorkerId(1), &mut effects).unwrap_err();
+    assert!(refused.contains("1 workers are left") && refused.contains("needs 2"), "{refused}");
+    assert!(cluster.drain(secs(4), WorkerId(9), &mut effects).is_err());
+    assert!(effects.is_empty(), "a refusal changes nothing: {effects:?}");
 }

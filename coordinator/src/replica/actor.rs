@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use actix::{Actor, AsyncContext as _, Context, Handler, Message, Recipient};
+use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message, Recipient};
 use shared::actor::remote::Encoded;
 use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, StepId, WorkerId};
@@ -107,6 +107,11 @@ pub struct Lost {
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 pub struct GiveUp;
+
+/// The replica is given up for good: as [`GiveUp`], and the actor ends.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub struct Retire;
 
 /// Requests that a replica gave up, to be gone on with elsewhere; perhaps none.
 #[derive(Debug, Message)]
@@ -330,6 +335,17 @@ impl Handler<GiveUp> for ReplicaActor {
 
     fn handle(&mut self, _: GiveUp, _ctx: &mut Self::Context) {
         self.give_up();
+    }
+}
+
+impl Handler<Retire> for ReplicaActor {
+    type Result = ();
+
+    fn handle(&mut self, _: Retire, ctx: &mut Self::Context) {
+        self.epoch = None;
+        self.driver.lost(self.clock.now());
+        self.give_up();
+        ctx.stop();
     }
 }
 

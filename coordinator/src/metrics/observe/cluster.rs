@@ -59,6 +59,14 @@ impl Recording<'_> {
         }
     }
 
+    /// A replica is given up for good.
+    pub fn replica_removed(&mut self, replica: ReplicaId) {
+        self.replica_gone(replica);
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
+        stats.clear(cells.up);
+    }
+
     /// A serving replica broke; its requests go elsewhere.
     pub fn failover(&mut self, replica: ReplicaId) {
         self.replica_gone(replica);
