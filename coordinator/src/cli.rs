@@ -6,6 +6,7 @@ mod bench;
 mod config_file;
 mod front;
 mod logging;
+mod operate;
 mod options;
 mod output;
 mod secret;
@@ -45,6 +46,9 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Coordinator(args) => serve::run(&args),
         Command::Worker(args) => work::run(&args),
         Command::Frontend(args) => front::run(&args),
+        Command::Status(args) => operate::status(&args),
+        Command::Scale(args) => operate::scale(&args),
+        Command::Drain(args) => operate::drain(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Metrics(args) => {
             print_line(&catalogue(args.markdown));

@@ -9,6 +9,7 @@ pub mod actor;
 mod placement;
 mod reconcile;
 mod replica;
+pub mod status;
 pub mod view;
 
 use core::net::SocketAddr;

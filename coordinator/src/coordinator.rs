@@ -17,13 +17,14 @@ use shared::metrics;
 use shared::metrics::compat::Compat;
 use shared::protocol::{EngineConfig, Serving};
 use shared::wire::auth::Secret;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 use crate::cluster::ClusterConfig;
-use crate::cluster::actor::{ClusterActor, Command, ReplicaFactory, Stop};
+use crate::cluster::actor::{ClusterActor, Command, Drain, ReplicaFactory, Stop};
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
+use crate::http::admin::{Admin, ScaleWorkers};
 use crate::http::metrics::{self as metrics_page, MetricsPage};
 use crate::http::params::Limits;
 use crate::http::server;
@@ -89,6 +90,8 @@ pub struct CoordinatorOptions {
     pub http_threads: usize,
     /// NVML's library, when the system's loader does not find it.
     pub nvml: Option<PathBuf>,
+    /// Who starts and stops worker processes, where this process does.
+    pub workers: Option<mpsc::Sender<ScaleWorkers>>,
     /// Drawn at random for this process, and never shown.
     pub collective_key: u64,
     /// The cluster's secret.
@@ -245,7 +248,12 @@ impl Coordinator {
             serving,
             readiness.clone(),
         ));
-        actix::spawn(links::accept(listener, cluster.clone(), frontends, options.secret));
+        actix::spawn(links::accept(
+            listener,
+            cluster.clone(),
+            frontends.clone(),
+            options.secret.clone(),
+        ));
         let page_options = PageOptions {
             model_name: options.served_model_name.clone(),
             compat: options.metrics_compat,
@@ -263,6 +271,12 @@ impl Coordinator {
             options.run,
         );
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
+        let state = state.with_admin(Admin {
+            cluster: cluster.clone(),
+            frontends,
+            secret: options.secret,
+            workers: options.workers,
+        });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
         let http_handle = http.handle();
@@ -306,6 +320,15 @@ impl Coordinator {
     #[must_use]
     pub fn view(&self) -> watch::Receiver<ClusterView> {
         self.view.clone()
+    }
+
+    /// A worker shall leave.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    pub async fn drain(&self, node: &str) -> Result<(), String> {
+        let drained = self.cluster.send(Drain(node.to_owned())).await;
+        drained.unwrap_or_else(|error| Err(error.to_string()))
     }
 
     /// Whether requests can be served now.
@@ -364,10 +387,7 @@ fn replica_factory(
 }
 
 /// Hands the front end's commands to the cluster actor, as fast as it takes them.
-async fn forward(
-    mut commands: tokio::sync::mpsc::Receiver<EngineCommand>,
-    cluster: Addr<ClusterActor>,
-) {
+async fn forward(mut commands: mpsc::Receiver<EngineCommand>, cluster: Addr<ClusterActor>) {
     while let Some(command) = commands.recv().await {
         if cluster.send(Command(command)).await.is_err() {
             return;

@@ -62,7 +62,8 @@ pub struct Frontends {
 struct Slots {
     by_node: BTreeMap<String, FrontendId>,
     /// The last process of each slot, and its link while there is one.
-    last: BTreeMap<FrontendId, (Incarnation, Option<(u64, LinkHandle)>)>,
+    /// With the link's number and the process id.
+    last: BTreeMap<FrontendId, (Incarnation, Option<(u64, u32, LinkHandle)>)>,
 }
 
 impl std::fmt::Debug for Frontends {
@@ -93,6 +94,17 @@ impl Frontends {
             slots: Mutex::default(),
             links: AtomicU64::new(1),
         }
+    }
+
+    /// Linked front ends: name, slot, process id.
+    #[must_use]
+    pub fn linked(&self) -> Vec<(String, FrontendId, u32)> {
+        let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let linked = |id: &FrontendId| {
+            slots.last.get(id).and_then(|(_, link)| link.as_ref().map(|(_, pid, _)| *pid))
+        };
+        let all = slots.by_node.iter();
+        all.filter_map(|(node, id)| Some((node.clone(), *id, linked(id)?))).collect()
     }
 
     /// The answer to a hello.
@@ -142,12 +154,12 @@ impl Frontends {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .last
-            .insert(id, (incarnation, Some((link_number, link.clone()))));
+            .insert(id, (incarnation, Some((link_number, hello.pid, link.clone()))));
         if let Some((last, old)) = old {
             if last != incarnation {
                 self.hub.retire(Source::Frontend(id), last);
             }
-            if let Some((_, old)) = old {
+            if let Some((.., old)) = old {
                 old.close();
             }
         }
@@ -162,7 +174,7 @@ impl Frontends {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let last = slots.last.get_mut(&id).filter(|(last, link)| {
             // An old link of the same process may end after its next one began.
-            *last == incarnation && link.as_ref().is_some_and(|(number, _)| *number == link_number)
+            *last == incarnation && link.as_ref().is_some_and(|(number, ..)| *number == link_number)
         });
         let Some((_, link)) = last else { return };
         *link = None;

@@ -8,7 +8,9 @@
 //! - [`sse`]: pieces as Server-Sent Events
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes
 //! - [`metrics`]: the cluster's metrics, in the format asked for
+//! - [`admin`]: the operator's side
 //! - [`error`]: every error a client can see, in one mapping
+pub mod admin;
 pub mod chat;
 pub mod completions;
 pub mod error;

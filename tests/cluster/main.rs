@@ -5,6 +5,7 @@
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
 //! - [`resharding`]: the degree follows the members
+//! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
 //! - [`by_hand`]: a coordinator and workers started one by one
@@ -22,6 +23,7 @@ mod failures;
 mod front_ends;
 mod openai_client;
 mod resharding;
+mod scaling;
 mod scraping;
 mod secrets;
 mod serving;

@@ -28,6 +28,12 @@ pub(crate) enum Command {
     Worker(WorkerArgs),
     /// Start one more HTTP front end for a coordinator
     Frontend(FrontendArgs),
+    /// Show nodes, replicas and their states
+    Status(StatusArgs),
+    /// Change how many replicas there may be, or how many local workers `tutti up` runs
+    Scale(ScaleArgs),
+    /// Have a worker leave: its requests go on elsewhere, then its process ends
+    Drain(DrainArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line
     Bench(BenchArgs),
     /// Print the metrics catalogue
@@ -140,6 +146,54 @@ pub(crate) struct FrontendArgs {
     /// Threads that serve HTTP [default: the cores, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) http_threads: Option<u32>,
+}
+
+/// Options of the commands that talk to a running coordinator.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct OperatorArgs {
+    /// The coordinator's HTTP address
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    pub(crate) server: String,
+    /// File with the cluster's secret, where it has one
+    #[arg(long, value_name = "FILE")]
+    pub(crate) cluster_secret_file: Option<PathBuf>,
+}
+
+/// Options of `tutti status`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Processes that ended, and why
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) dead: bool,
+}
+
+/// Options of `tutti scale`.
+#[derive(Args, Clone, Debug)]
+#[group(required = true, multiple = true, args = ["replicas", "workers"])]
+pub(crate) struct ScaleArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// At most so many replicas; 0 for as many as the workers allow
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
+    pub(crate) replicas: Option<u32>,
+    /// So many local workers (of `tutti up`)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) workers: Option<u32>,
+}
+
+/// Options of `tutti drain`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DrainArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// The worker's node name, as `tutti status` shows it
+    #[arg(value_name = "NODE")]
+    pub(crate) node: String,
 }
 
 /// Options of `tutti bench`.

@@ -2,6 +2,7 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 
 use shared::wire::auth::Secret;
 
@@ -13,7 +14,12 @@ const VARIABLE: &str = "TUTTI_CLUSTER_SECRET";
 
 /// Reads the secret, if one is given.
 pub(crate) fn read(args: &CommonArgs) -> Result<Option<Secret>, CliError> {
-    let Some(file) = &args.cluster_secret_file else {
+    read_file(args.cluster_secret_file.as_deref())
+}
+
+/// Reads the secret of this file, or of the environment.
+pub(crate) fn read_file(file: Option<&Path>) -> Result<Option<Secret>, CliError> {
+    let Some(file) = file else {
         return std::env::var_os(VARIABLE)
             .map(|secret| {
                 Secret::new(secret.as_encoded_bytes())

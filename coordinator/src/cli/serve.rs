@@ -93,6 +93,7 @@ pub(crate) fn coordinator_options(
             .collect(),
         http_threads: cores().clamp(1, 8) as usize,
         nvml: common.nvml_lib.clone(),
+        workers: None,
         collective_key: random(),
         run: random(),
     })

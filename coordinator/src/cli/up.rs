@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use coordinator::cluster::view::ClusterView;
 use coordinator::coordinator::Coordinator;
+use coordinator::http::admin::ScaleWorkers;
 use tokio::sync::{mpsc, watch};
 
 use self::children::{ChildEvent, Children, WorkerCommand};
@@ -26,7 +27,9 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         )));
     }
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
-    let options = coordinator_options(&args.common, &args.serving, any_port)?;
+    let mut options = coordinator_options(&args.common, &args.serving, any_port)?;
+    let (scaler, scaling) = mpsc::channel(8);
+    options.workers = Some(scaler);
     let model = options.model.display().to_string();
     actix::System::new().block_on(async move {
         let coordinator =
@@ -40,10 +43,10 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let view = coordinator.view();
         let (events, ends) = mpsc::channel(64);
         let (kick, kicked) = watch::channel(None);
-        let children = Children::start(&command, workers, &events, &kicked);
+        let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
             () = interrupted() => Ok(()),
-            outcome = watch_over(&coordinator, view, ends, &kick) => outcome,
+            outcome = watch_over(&coordinator, view, ends, &kick, scaling, &mut children) => outcome,
         };
         print_line("stopping");
         coordinator.stop(true).await;
@@ -77,12 +80,30 @@ fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerComm
     Ok(WorkerCommand { program, args })
 }
 
+/// Starts workers, or has the last ones leave; a worker that cannot be done without stays.
+async fn scale(
+    coordinator: &Coordinator,
+    children: &mut Children,
+    workers: u32,
+) -> Result<(), String> {
+    while children.count() < workers {
+        children.add();
+    }
+    while children.count() > workers {
+        coordinator.drain(&children.last_node()).await?;
+        children.forget_last();
+    }
+    Ok(())
+}
+
 /// Shows progress, says when it is ready, and ends only when going on makes no sense.
 async fn watch_over(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
     mut ends: mpsc::Receiver<ChildEvent>,
     kick: &watch::Sender<Option<(String, u32)>>,
+    mut scaling: mpsc::Receiver<ScaleWorkers>,
+    children: &mut Children,
 ) -> Result<(), CliError> {
     let mut bar = Some(LoadBar::new());
     let mut announced = false;
@@ -93,7 +114,11 @@ async fn watch_over(
             changed = view.changed() => if changed.is_err() {
                 return Err(CliError::Failed("the cluster actor is gone".to_owned()));
             },
+            Some(ScaleWorkers { workers, answer }) = scaling.recv() => {
+                let _ = answer.send(scale(coordinator, children, workers).await);
+            }
             Some(event) = ends.recv() => match event {
+                ChildEvent::Left { node } => tracing::info!(node, "a worker left"),
                 ChildEvent::Restarting { node, status, after } => {
                     tracing::warn!(node, status, ?after, "a worker ended; starting it again");
                 }

@@ -1,6 +1,6 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -20,6 +20,7 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
+use super::status;
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
 use crate::engine::{EngineCommand, EngineError, EngineEvent};
@@ -38,9 +39,13 @@ const TICK: Duration = Duration::from_millis(50);
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
+/// How many of those that are gone are remembered.
+const DEAD_MAX: usize = 64;
+
 struct Connected {
     incarnation: Incarnation,
     node: String,
+    host: String,
     pid: u32,
     link: LinkHandle,
     addr: WorkerLink,
@@ -77,6 +82,8 @@ pub struct ClusterActor {
     stopping: bool,
     /// Replicas that have been asked for their requests and have not answered.
     orphans_due: u32,
+    /// Workers that are gone, oldest first.
+    dead: VecDeque<status::Dead>,
     /// Requests cancelled meanwhile: they may be on their way.
     cancelled: BTreeSet<RequestId>,
 }
@@ -116,6 +123,7 @@ impl ClusterActor {
             worker_stats,
             stopping: false,
             orphans_due: 0,
+            dead: VecDeque::new(),
             cancelled: BTreeSet::new(),
         }
     }
@@ -428,6 +436,17 @@ impl ClusterActor {
             } else {
                 tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
             }
+            let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+            self.dead.push_back(status::Dead {
+                node: connected.node.clone(),
+                slot: worker.0,
+                pid: connected.pid,
+                reason: reason.to_owned(),
+                at,
+            });
+            if self.dead.len() > DEAD_MAX {
+                self.dead.pop_front();
+            }
             self.hub.lost(Source::Worker(worker), incarnation);
             self.hub.observer().record().worker_up(worker, false);
         }
@@ -533,7 +552,10 @@ impl Handler<Joined> for ClusterActor {
         }
         let node = hello.node.clone();
         let addr = RemoteAddr::new(link.clone());
-        self.connected.insert(worker, Connected { incarnation, node, pid: hello.pid, link, addr });
+        self.connected.insert(
+            worker,
+            Connected { incarnation, node, host: hello.host.clone(), pid: hello.pid, link, addr },
+        );
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
@@ -600,6 +622,103 @@ impl Handler<EpochFailed> for ClusterActor {
         let EpochFailed { replica, epoch, reason } = failed;
         self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
         self.carry_out(ctx, effects);
+    }
+}
+
+/// Who is there and what it does; front ends and readiness are added by others.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "status::Status")]
+pub struct GetStatus;
+
+/// At most so many replicas from now on; without a bound when absent.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub struct SetReplicas(pub Option<u32>);
+
+/// A node shall leave; the error says why it cannot.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "Result<(), String>")]
+pub struct Drain(pub String);
+
+impl Handler<GetStatus> for ClusterActor {
+    type Result = actix::MessageResult<GetStatus>;
+
+    fn handle(&mut self, _: GetStatus, _ctx: &mut Self::Context) -> Self::Result {
+        let replicas: Vec<_> = self.core.replicas().collect();
+        let place = |worker: WorkerId| {
+            replicas.iter().find_map(|replica| {
+                let rank = replica.ranks.iter().position(|rank| *rank == Some(worker))?;
+                Some((replica.id.0, rank as u32))
+            })
+        };
+        let draining = |worker: WorkerId| {
+            self.core.members().any(|member| member.worker == worker && member.draining)
+        };
+        let nodes = self.connected.iter().map(|(worker, connected)| {
+            let place = place(*worker);
+            let state = match place {
+                _ if draining(*worker) => "draining",
+                Some(_) => "alive",
+                None => "spare",
+            };
+            status::Node {
+                node: connected.node.clone(),
+                role: "worker".to_owned(),
+                slot: worker.0,
+                pid: connected.pid,
+                host: connected.host.clone(),
+                state: state.to_owned(),
+                replica: place.map(|(replica, _)| replica),
+                rank: place.map(|(_, rank)| rank),
+            }
+        });
+        let load = |id: ReplicaId| {
+            self.replicas.get(&id).map_or(0, |r| r.load.in_flight.load(Ordering::Relaxed))
+        };
+        actix::MessageResult(status::Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            tensor_parallel: self.tensor_parallel,
+            max_replicas: self.core.max_replicas(),
+            nodes: nodes.collect(),
+            replicas: replicas
+                .iter()
+                .map(|replica| status::Replica {
+                    id: replica.id.0,
+                    state: replica.phase.as_str().to_owned(),
+                    epoch: replica.epoch.0,
+                    ranks: replica.ranks.iter().map(|rank| rank.map(|rank| rank.0)).collect(),
+                    requests: load(replica.id),
+                    last_failure: replica.last_failure.clone(),
+                })
+                .collect(),
+            dead: self.dead.iter().rev().cloned().collect(),
+            ..status::Status::default()
+        })
+    }
+}
+
+impl Handler<SetReplicas> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, SetReplicas(max): SetReplicas, ctx: &mut Self::Context) {
+        let mut effects = Vec::new();
+        self.core.set_max_replicas(self.clock.now(), max, &mut effects);
+        self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<Drain> for ClusterActor {
+    type Result = Result<(), String>;
+
+    fn handle(&mut self, Drain(node): Drain, ctx: &mut Self::Context) -> Self::Result {
+        let found = self.connected.iter().find(|(_, connected)| connected.node == node);
+        let Some((worker, _)) = found else {
+            return Err(format!("there is no worker `{node}`"));
+        };
+        let mut effects = Vec::new();
+        let result = self.core.drain(self.clock.now(), *worker, &mut effects);
+        self.carry_out(ctx, effects);
+        result
     }
 }
 

@@ -19,6 +19,12 @@ impl Cluster {
         self.reconcile(now, effects);
     }
 
+    /// How many replicas there shall be at most.
+    #[must_use]
+    pub fn max_replicas(&self) -> Option<u32> {
+        self.config.max_replicas
+    }
+
     /// A worker shall leave: its replica goes on without it, then it is told to end.
     ///
     /// # Errors

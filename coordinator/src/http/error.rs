@@ -61,6 +61,17 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, format!("Unknown request URL: {method} {path}"))
     }
 
+    /// Not for this client: 401 when a token would do, 403 otherwise.
+    #[must_use]
+    pub fn forbidden(token_helps: bool) -> Self {
+        let (status, message) = if token_helps {
+            (StatusCode::UNAUTHORIZED, "This needs a token made of the cluster's secret")
+        } else {
+            (StatusCode::FORBIDDEN, "Without a cluster secret only this host is answered here")
+        };
+        Self::new(status, message)
+    }
+
     /// Not at this process: 404.
     #[must_use]
     pub fn not_here(message: &str) -> Self {

@@ -15,7 +15,7 @@ use shared::metrics::labels::{Method, RejectReason};
 use super::error::ApiError;
 use super::params::{Fields, Limits};
 use super::state::AppState;
-use super::{chat, completions, metrics, models};
+use super::{admin, chat, completions, metrics, models};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -91,6 +91,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             config.service(resource);
         }
     }
+    admin::routes(config);
     config.default_service(web::to(|request: HttpRequest| async move {
         Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))
     }));

@@ -7,6 +7,7 @@ use shared::clock::Clock;
 use shared::ids::RequestId;
 use tokio::sync::Semaphore;
 
+use super::admin::Admin;
 use super::error::ApiError;
 use super::metrics::MetricsPage;
 use super::params::Limits;
@@ -44,6 +45,8 @@ pub struct AppState {
     pub clock: Arc<dyn Clock>,
     /// Where this front end counts.
     pub stats: FrontendStats,
+    /// The operator's side, at the coordinator.
+    pub admin: Option<Admin>,
     /// The cluster's metrics, at the coordinator.
     pub metrics: Option<Arc<MetricsPage>>,
     /// Whether requests can be served now.
@@ -83,6 +86,7 @@ impl AppState {
             limits: Arc::new(limits),
             clock,
             stats,
+            admin: None,
             metrics: None,
             readiness,
             created: since_1970(),
@@ -90,6 +94,12 @@ impl AppState {
             run,
             tokenizers: Arc::new(Semaphore::new(256)),
         }
+    }
+
+    /// With the operator's side at `/admin`.
+    #[must_use]
+    pub fn with_admin(self, admin: Admin) -> Self {
+        Self { admin: Some(admin), ..self }
     }
 
     /// With the cluster's metrics at `/metrics`.

@@ -80,6 +80,28 @@ impl Secret {
         Ok(Self(Sha256::digest(bytes).into()))
     }
 
+    /// What a holder of the secret shows over HTTP for a purpose: 64 hexadecimal digits that tell
+    /// nothing of the secret or of other purposes.
+    #[must_use]
+    pub fn token(&self, purpose: &str) -> String {
+        let mut mac = keyed(&self.0);
+        mac.update(b"tutti token ");
+        mac.update(purpose.as_bytes());
+        mac.finalize().into_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Whether this is the token for a purpose, in time that does not depend on the answer.
+    #[must_use]
+    pub fn verify_token(&self, purpose: &str, token: &str) -> bool {
+        let over = |text: &str| {
+            let mut mac = keyed(&self.0);
+            mac.update(text.as_bytes());
+            mac
+        };
+        let given = over(token).finalize().into_bytes();
+        over(&self.token(purpose)).verify_slice(&given).is_ok()
+    }
+
     fn mac(
         &self,
         label: &str,

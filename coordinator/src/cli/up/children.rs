@@ -2,6 +2,7 @@
 //!
 //! A worker must never outlive its parent, however that ends: each has a pipe as stdin whose other
 //! end this process holds, and exits when it closes.
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
@@ -28,6 +29,8 @@ pub(super) struct WorkerCommand {
 pub(super) enum ChildEvent {
     /// A worker process ended and will be started again.
     Restarting { node: String, status: String, after: Duration },
+    /// A worker was told to leave, and did.
+    Left { node: String },
     /// A worker keeps failing: nothing more is tried.
     GaveUp { node: String, reason: String },
 }
@@ -35,33 +38,59 @@ pub(super) enum ChildEvent {
 /// The running workers.
 #[derive(Debug)]
 pub(super) struct Children {
+    command: Arc<WorkerCommand>,
+    events: mpsc::Sender<ChildEvent>,
+    kick: watch::Receiver<Option<(String, u32)>>,
     stop: watch::Sender<bool>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
+    /// How many there shall be; their nodes are numbered from 0.
+    count: u32,
 }
 
 impl Children {
     /// Starts `count` workers, each watched by a task of its own.
     pub(super) fn start(
-        command: &WorkerCommand,
+        command: WorkerCommand,
         count: u32,
-        events: &mpsc::Sender<ChildEvent>,
-        kick: &watch::Receiver<Option<(String, u32)>>,
+        events: mpsc::Sender<ChildEvent>,
+        kick: watch::Receiver<Option<(String, u32)>>,
     ) -> Self {
-        let (stop, stopped) = watch::channel(false);
-        let command = Arc::new(command.clone());
-        let tasks = (0..count)
-            .map(|index| {
-                let watcher = Watcher {
-                    node: format!("local-{index}"),
-                    command: command.clone(),
-                    events: events.clone(),
-                    stopped: stopped.clone(),
-                    kick: kick.clone(),
-                };
-                tokio::spawn(watcher.run())
-            })
-            .collect();
-        Self { stop, tasks }
+        let (stop, _) = watch::channel(false);
+        let command = Arc::new(command);
+        let mut children = Self { command, events, kick, stop, tasks: Vec::new(), count: 0 };
+        while children.count < count {
+            children.add();
+        }
+        children
+    }
+
+    /// How many there shall be.
+    pub(super) fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// The node name of the last.
+    pub(super) fn last_node(&self) -> String {
+        format!("local-{}", self.count.saturating_sub(1))
+    }
+
+    /// The last one leaves; its process ends by itself.
+    pub(super) fn forget_last(&mut self) {
+        self.count = self.count.saturating_sub(1);
+    }
+
+    /// Starts one more.
+    pub(super) fn add(&mut self) {
+        let watcher = Watcher {
+            node: format!("local-{}", self.count),
+            command: self.command.clone(),
+            events: self.events.clone(),
+            stopped: self.stop.subscribe(),
+            kick: self.kick.clone(),
+        };
+        self.count += 1;
+        self.tasks.retain(|task| !task.is_finished());
+        self.tasks.push(tokio::spawn(watcher.run()));
     }
 
     /// Stops all workers and waits for their ends.
@@ -91,6 +120,12 @@ impl Watcher {
         loop {
             let ended = match self.spawn() {
                 Ok(child) => match self.watch(child).await {
+                    // Told to end by the coordinator: it is not wanted any more.
+                    Some(status) if status.success() => {
+                        let event = ChildEvent::Left { node: self.node.clone() };
+                        let _ = self.events.try_send(event);
+                        return;
+                    }
                     Some(status) => status.to_string(),
                     None => return,
                 },
@@ -133,7 +168,10 @@ impl Watcher {
         let stdin = child.stdin.take();
         loop {
             tokio::select! {
-                status = child.wait() => return status.ok().or_else(|| Some(ExitStatus::default())),
+                status = child.wait() => {
+                    // One that cannot be waited for counts as crashed.
+                    return Some(status.unwrap_or_else(|_| ExitStatus::from_raw(1 << 8)));
+                }
                 changed = self.kick.changed() => {
                     let frozen = changed.is_ok() && self.is_kicked(&child);
                     if frozen {

@@ -1,0 +1,156 @@
+//! Scaling up and down, draining, and what operators see of it; no request fails by any of it.
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use testkit::client::Client;
+use testkit::local_cluster::tutti_binary;
+use testkit::scrape::Scrape;
+
+use crate::{STORY, greedy, text, up};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Runs an operator's command against a server; success and what it said.
+fn operate(server: &str, args: &[&str]) -> (bool, String) {
+    let output =
+        Command::new(tutti_binary()).args(args).args(["--server", server]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    (output.status.success(), said)
+}
+
+fn status(server: &str) -> Value {
+    let (ok, said) = operate(server, &["status", "--json"]);
+    assert!(ok, "{said}");
+    serde_json::from_str(&said).unwrap()
+}
+
+fn nodes(status: &Value) -> Vec<String> {
+    let nodes = status["nodes"].as_array().unwrap().iter();
+    nodes.map(|node| node["node"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Sends requests until told to stop; every one must succeed with the text that is expected.
+fn load(client: &Client) -> (tokio::sync::watch::Sender<bool>, Vec<tokio::task::JoinHandle<u32>>) {
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let tasks = (0..4)
+        .map(|seed| {
+            let (client, stopped) = (client.clone(), stopped.clone());
+            tokio::spawn(async move {
+                let mut body = greedy(STORY, 60);
+                body["temperature"] = json!(0.8);
+                body["seed"] = json!(seed);
+                let mut expected = None;
+                let mut answered = 0;
+                while !*stopped.borrow() {
+                    let reply = client.post("/v1/completions", &body).await.unwrap();
+                    assert_eq!(reply.status, 200, "{}", reply.body);
+                    let text = text(&reply.body).to_owned();
+                    assert_eq!(*expected.get_or_insert(text.clone()), text);
+                    answered += 1;
+                }
+                answered
+            })
+        })
+        .collect();
+    (stop, tasks)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_request_fails_by_scaling_or_draining() {
+    let cluster = up(&["--workers", "1", "--tensor-parallel", "1", "--threads", "1"]).await;
+    let client = cluster.client().unwrap();
+    let server = cluster.base();
+    let (stop, tasks) = load(&client);
+    let serving = async |wanted: f64| {
+        let there = |s: &Scrape| s.sum("tutti_replica_up", &[]) == wanted;
+        let scrape = client.scrape_until(PATIENCE, there).await.unwrap();
+        assert!(there(&scrape), "{wanted} replicas: {}", cluster.log());
+    };
+    let (ok, said) = operate(server, &["scale", "--workers", "3"]);
+    assert!(ok, "{said}");
+    serving(3.0).await;
+    assert_eq!(nodes(&status(server)), ["local-0", "local-1", "local-2"]);
+    let (ok, said) = operate(server, &["scale", "--replicas", "1"]);
+    assert!(ok, "{said}");
+    serving(1.0).await;
+    let spare = status(server)["nodes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|n| n["state"] == "spare")
+        .count();
+    assert_eq!(spare, 2);
+    // The one that serves leaves: a spare takes its place.
+    let serves = |status: &Value| {
+        let all = status["nodes"].as_array().unwrap().clone();
+        let alive = all.iter().find(|node| node["state"] == "alive");
+        alive.map(|node| node["node"].as_str().unwrap().to_owned())
+    };
+    let first = serves(&status(server)).unwrap();
+    let (ok, said) = operate(server, &["drain", &first]);
+    assert!(ok, "{said}");
+    let mut now = status(server);
+    for _ in 0..200 {
+        if !nodes(&now).contains(&first) && serves(&now).is_some() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        now = status(server);
+    }
+    assert!(!nodes(&now).contains(&first), "it left and is not started again: {now}");
+    assert_eq!(now["dead"][0]["node"], json!(first));
+    let (ok, said) = operate(server, &["scale", "--replicas", "0"]);
+    assert!(ok, "{said}");
+    serving(2.0).await;
+    stop.send(true).unwrap();
+    let mut answered = 0;
+    for task in tasks {
+        answered += task.await.unwrap();
+    }
+    assert!(answered > 20, "{answered}");
+    let scrape = client.scrape().await.unwrap();
+    let finished =
+        |reason| scrape.sum("tutti_request_success_total", &[("finished_reason", reason)]);
+    assert_eq!(finished("stop") + finished("length"), f64::from(answered));
+    assert_eq!(finished("error") + finished("abort"), 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn operators_are_told_what_is_wrong() {
+    let cluster = up(&["--workers", "2", "--tensor-parallel", "2"]).await;
+    let server = cluster.base();
+    let (ok, said) = operate(server, &["drain", "nobody"]);
+    assert!(!ok && said.contains("no worker `nobody`"), "{said}");
+    let (ok, said) = operate(server, &["drain", "local-1"]);
+    assert!(!ok && said.contains("a replica needs 2"), "{said}");
+    let (ok, said) = operate(server, &["scale"]);
+    assert!(!ok && said.contains("--replicas"), "{said}");
+    let (ok, table) = operate(server, &["status"]);
+    assert!(ok && table.contains("serving") && table.contains("local-1"), "{table}");
+    let (ok, said) = operate("http://127.0.0.1:1", &["status"]);
+    assert!(!ok && said.contains("127.0.0.1:1"), "{said}");
+    // Front ends have no operator's side, and strangers of other hosts none at all.
+    let client = cluster.client().unwrap();
+    let bad = client.post("/admin/scale", &json!({"wrokers": 2})).await.unwrap();
+    assert_eq!(bad.status, 400, "{}", bad.body);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_a_secret_operators_show_that_they_know_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("secret");
+    std::fs::write(&file, [b's'; 40]).unwrap();
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let secret = ["--cluster-secret-file", file.to_str().unwrap()];
+    let cluster = up(&[&["--workers", "1", "--tensor-parallel", "1"][..], &secret].concat()).await;
+    let (ok, said) = operate(cluster.base(), &["status"]);
+    assert!(!ok && said.contains("token made of the cluster's secret"), "{said}");
+    let (ok, said) = operate(cluster.base(), &[&["status"][..], &secret].concat());
+    assert!(ok && said.contains("local-0"), "{said}");
+    let client = cluster.client().unwrap();
+    assert_eq!(client.get("/admin/status").await.unwrap().status, 401);
+    let reply = client.post("/v1/completions", &greedy(STORY, 3)).await.unwrap();
+    assert_eq!(reply.status, 200, "the API itself is not the operator's");
+}
