@@ -318,6 +318,7 @@ impl Cluster {
                 replica: id,
                 rank,
                 world_size,
+                reduction_ranks: self.config.tensor_parallel,
                 collective: collective.clone(),
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
                 model: self.config.model.clone(),

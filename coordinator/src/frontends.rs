@@ -62,8 +62,16 @@ pub struct Frontends {
 struct Slots {
     by_node: BTreeMap<String, FrontendId>,
     /// The last process of each slot, and its link while there is one.
-    /// With the link's number and the process id.
-    last: BTreeMap<FrontendId, (Incarnation, Option<(u64, u32, LinkHandle)>)>,
+    last: BTreeMap<FrontendId, (Incarnation, Option<Linked>)>,
+}
+
+/// A link that is up.
+#[derive(Debug)]
+struct Linked {
+    /// Unique among all links there ever were.
+    number: u64,
+    pid: u32,
+    handle: LinkHandle,
 }
 
 impl std::fmt::Debug for Frontends {
@@ -101,7 +109,7 @@ impl Frontends {
     pub fn linked(&self) -> Vec<(String, FrontendId, u32)> {
         let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let linked = |id: &FrontendId| {
-            slots.last.get(id).and_then(|(_, link)| link.as_ref().map(|(_, pid, _)| *pid))
+            slots.last.get(id).and_then(|(_, link)| link.as_ref().map(|link| link.pid))
         };
         let all = slots.by_node.iter();
         all.filter_map(|(node, id)| Some((node.clone(), *id, linked(id)?))).collect()
@@ -149,18 +157,19 @@ impl Frontends {
         let sink = move |event| receiver.take(event);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(frontend = %id, node = hello.node, pid = hello.pid, "joined");
+        let linked = Linked { number: link_number, pid: hello.pid, handle: link.clone() };
         let old = self
             .slots
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .last
-            .insert(id, (incarnation, Some((link_number, hello.pid, link.clone()))));
+            .insert(id, (incarnation, Some(linked)));
         if let Some((last, old)) = old {
             if last != incarnation {
                 self.hub.retire(Source::Frontend(id), last);
             }
-            if let Some((.., old)) = old {
-                old.close();
+            if let Some(old) = old {
+                old.handle.close();
             }
         }
         self.hub.observer().record().frontend_up(id, true);
@@ -174,7 +183,7 @@ impl Frontends {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let last = slots.last.get_mut(&id).filter(|(last, link)| {
             // An old link of the same process may end after its next one began.
-            *last == incarnation && link.as_ref().is_some_and(|(number, ..)| *number == link_number)
+            *last == incarnation && link.as_ref().is_some_and(|link| link.number == link_number)
         });
         let Some((_, link)) = last else { return };
         *link = None;

@@ -265,6 +265,29 @@ pub trait Backend {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
+    /// The inputs that a matrix takes.
+    fn columns(&self, matrix: &Self::Matrix) -> usize;
+
+    /// `out = x[.., first..first + in] W^T + bias`: a product over some of the columns.
+    /// `x: [rows, at least first + in]`, `out: [rows, out]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn linear_columns(
+        &mut self,
+        x: &Self::Buffer,
+        first: usize,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `sum += other`. Both `[rows, width]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError>;
+
     /// `out = silu(x Wg^T + bg) * (x Wu^T + bu)`, with `weight: [2 * inner, in]` = gate rows, then
     /// up rows, and `bias` likewise. `out: [rows, inner]`.
     ///
@@ -290,7 +313,7 @@ pub trait Backend {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Sums `data` over all ranks, in rank order.
+    /// Sums `data` over all ranks, as a binary tree over the ranks in order: `(0 + 1) + (2 + 3)`.
     ///
     /// # Errors
     /// [`KernelError::Collective`].

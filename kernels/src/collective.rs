@@ -1,7 +1,7 @@
 //! How tensor-parallel ranks on CPUs exchange data: in host memory, in f32.
 //!
 //! Every operation is called by all ranks in the same order with the same sizes, has the deadline
-//! given at set-up, and can be aborted from another thread. Sums are made in rank order on every
+//! given at set-up, and can be aborted from another thread. Sums are made in one order on every
 //! rank (rank 0 + rank 1 + ...), so all ranks hold bitwise equal results.
 //!
 //! - [`single`]: one rank
@@ -40,7 +40,7 @@ pub trait Collective: Send + Debug {
     /// How many ranks there are.
     fn world_size(&self) -> u32;
 
-    /// Replaces `data` by the element-wise sum over all ranks, added in rank order.
+    /// Replaces `data` by the element-wise sum over all ranks, added as a binary tree over them: `(0 + 1) + (2 + 3)`.
     ///
     /// # Errors
     /// See [`CollectiveError`]; `data` is then undefined.

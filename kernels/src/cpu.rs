@@ -325,6 +325,32 @@ impl Backend for CpuBackend {
         self.product(&|i| x.row(i), weight, bias, out)
     }
 
+    fn columns(&self, matrix: &CpuMatrix) -> usize {
+        matrix.cols()
+    }
+
+    fn linear_columns(
+        &mut self,
+        x: &CpuBuffer,
+        first: usize,
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::columns("linear_columns", x, first, weight, bias, out)?;
+        out.set_rows(x.rows())?;
+        self.product(&|i| &x.row(i)[first..first + weight.cols()], weight, bias, out)
+    }
+
+    fn add(&mut self, sum: &mut CpuBuffer, other: &CpuBuffer) -> Result<(), KernelError> {
+        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
+        ensure!("add", shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
+        for (sum, other) in sum.values_mut().iter_mut().zip(other.values()) {
+            *sum += other;
+        }
+        Ok(())
+    }
+
     fn gate_up_silu(
         &mut self,
         x: &CpuBuffer,

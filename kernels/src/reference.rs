@@ -288,6 +288,44 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
+    fn columns(&self, matrix: &Self::Matrix) -> usize {
+        matrix.cols()
+    }
+
+    fn linear_columns(
+        &mut self,
+        x: &Self::Buffer,
+        first: usize,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        let op = "linear_columns";
+        let end = first + weight.cols();
+        same(op, "width of out", out.width(), weight.rows())?;
+        if end > x.width() {
+            same(op, "columns of the activations", x.width(), end)?;
+        }
+        if let Some(bias) = bias {
+            same(op, "length of the bias", bias.len(), weight.rows())?;
+        }
+        out.set_rows(x.rows())?;
+        for i in 0..x.rows() {
+            let bias = bias.map(Vec::as_slice);
+            project(&x.row(i)[first..end], weight, bias, out.row_mut(i));
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError> {
+        same("add", "width", sum.width(), other.width())?;
+        same("add", "rows", sum.rows(), other.rows())?;
+        for (sum, other) in sum.values_mut().iter_mut().zip(other.values()) {
+            *sum += other;
+        }
+        Ok(())
+    }
+
     fn gate_up_silu(
         &mut self,
         x: &Self::Buffer,

@@ -28,7 +28,9 @@ fn status(server: &str) -> Value {
 
 fn nodes(status: &Value) -> Vec<String> {
     let nodes = status["nodes"].as_array().unwrap().iter();
-    nodes.map(|node| node["node"].as_str().unwrap().to_owned()).collect()
+    let mut names: Vec<_> = nodes.map(|n| n["node"].as_str().unwrap().to_owned()).collect();
+    names.sort_unstable();
+    names
 }
 
 /// Sends requests until told to stop; every one must succeed with the text that is expected.

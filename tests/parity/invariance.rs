@@ -2,7 +2,7 @@
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
-use crate::rig::{Rig, Seq};
+use crate::rig::{On, Rig, Seq};
 
 fn sampled(seed: u64) -> SamplingParams {
     SamplingParams {
@@ -114,4 +114,31 @@ fn seeds_and_choices_differ() {
     assert_eq!(run(1, 0), run(1, 0));
     assert_ne!(run(1, 0), run(2, 0));
     assert_ne!(run(1, 0), run(1, 1));
+}
+
+/// A replica that goes on with fewer ranks, or more, gives the same bits: each of its ranks makes
+/// the sums of those it stands for.
+#[test]
+fn every_degree_gives_the_bits_of_the_wanted_one() {
+    for model in [demo(), variant("qwen3"), variant("mistral-swa"), variant("qwen2")] {
+        let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
+        let prompt = &golden.prompt_ids;
+        for sampling in [greedy(), sampled(3)] {
+            let run = |degrees| {
+                let mut rig = Rig::reducing(On::Cpu, &model, degrees);
+                let mut seq = rig.sequence(prompt, prompt.len(), sampling.clone());
+                rig.run(&mut seq, 24, 33);
+                seq
+            };
+            let whole = run((4, 4));
+            for degree in [2, 1] {
+                let what = format!("{}: {degree} ranks as 4", model.display());
+                same(&run((degree, 4)), &whole, &what);
+            }
+            // Unless told so, a degree makes its own sums: this test can fail.
+            let own = run((1, 1));
+            let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
+            assert_ne!(bits(&own), bits(&whole), "{}", model.display());
+        }
+    }
 }

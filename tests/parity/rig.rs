@@ -69,13 +69,13 @@ pub(crate) fn engine(
     degree: u32,
     collective: Box<dyn Collective>,
 ) -> Result<Engine<CpuBackend>, ModelError> {
-    engine_on(model, rank, degree, CpuBackend::new(1, collective)?)
+    engine_on(model, rank, (degree, degree), CpuBackend::new(1, collective)?)
 }
 
 fn engine_on<B: Backend>(
     model: &Path,
     rank: u32,
-    degree: u32,
+    degree: (u32, u32),
     backend: B,
 ) -> Result<Engine<B>, ModelError> {
     let sizes = EngineConfig {
@@ -85,7 +85,7 @@ fn engine_on<B: Backend>(
         max_num_batched_tokens: TOKENS_MAX,
         kv_cache_bytes: 1 << 30,
     };
-    let mut engine = engine_of(model, rank, degree, backend, sizes)?;
+    let mut engine = engine_reducing(model, rank, degree, backend, sizes)?;
     engine.start(NUM_BLOCKS)?;
     Ok(engine)
 }
@@ -95,11 +95,22 @@ pub(crate) fn engine_of<B: Backend>(
     model: &Path,
     rank: u32,
     degree: u32,
+    backend: B,
+    sizes: EngineConfig,
+) -> Result<Engine<B>, ModelError> {
+    engine_reducing(model, rank, (degree, degree), backend, sizes)
+}
+
+/// The same, with sums made as by another number of ranks: `degree` is (ranks, ranks of sums).
+fn engine_reducing<B: Backend>(
+    model: &Path,
+    rank: u32,
+    degree: (u32, u32),
     mut backend: B,
     sizes: EngineConfig,
 ) -> Result<Engine<B>, ModelError> {
     let config = ModelConfig::load(model)?;
-    let shard = Shard::new(&config, rank, degree)?;
+    let shard = Shard::new(&config, rank, degree.0)?.with_reduction(&config, degree.1)?;
     let files = WeightFiles::open(model)?;
     let positions = sizes.max_model_len as usize;
     let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
@@ -130,6 +141,12 @@ impl Rig {
     }
 
     pub(crate) fn on(backend: On, model: &Path, degree: u32) -> Self {
+        Self::reducing(backend, model, (degree, degree))
+    }
+
+    /// `degree` is (ranks, ranks that sums are made as by).
+    pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
+        let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
         let (sender, outputs) = channel();
         let mut plans = Vec::new();
@@ -143,14 +160,15 @@ impl Rig {
                 On::Cpu => {
                     serve(
                         rank,
-                        engine(&model, rank, degree, collective).unwrap(),
+                        engine_on(&model, rank, degrees, CpuBackend::new(1, collective).unwrap())
+                            .unwrap(),
                         plan_receiver,
                         &sender,
                     );
                 }
                 On::Reference => {
                     let backend = ReferenceBackend::new(collective);
-                    let engine = engine_on(&model, rank, degree, backend).unwrap();
+                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
             }));

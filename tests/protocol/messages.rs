@@ -76,6 +76,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         replica: ReplicaId(2),
         rank: 0,
         world_size: 2,
+        reduction_ranks: 4,
         collective,
         collective_timeout_ms: 30_000,
         model: "/models/\u{e9}".to_owned(),

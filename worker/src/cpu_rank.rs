@@ -26,11 +26,14 @@ pub struct CpuRank {
     loaded: Option<Loaded>,
 }
 
+/// What was loaded: model folder, rank, degree and that of its sums, and the sizes the buffers were
+/// made for.
+type Key = (String, u32, (u32, u32), u32, u32, u32);
+
 #[derive(Debug)]
 struct Loaded {
     engine: Engine<CpuBackend>,
-    /// What was loaded: model folder, rank, degree, and the sizes the buffers were made for.
-    key: (String, u32, u32, u32, u32, u32),
+    key: Key,
 }
 
 impl CpuRank {
@@ -67,7 +70,8 @@ impl CpuRank {
     ) -> Result<Engine<CpuBackend>, ModelError> {
         let folder = Path::new(&form.model);
         let config = ModelConfig::load(folder)?;
-        let shard = Shard::new(&config, form.rank, form.world_size)?;
+        let shard = Shard::new(&config, form.rank, form.world_size)?
+            .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
         let mut backend = CpuBackend::new(self.threads, collective)?;
         let positions = form.engine.max_model_len as usize;
@@ -99,7 +103,7 @@ impl Rank for CpuRank {
         let key = (
             form.model.clone(),
             form.rank,
-            form.world_size,
+            (form.world_size, form.reduction_ranks),
             sizes.max_model_len,
             sizes.max_num_batched_tokens,
             sizes.max_num_seqs,

@@ -1,7 +1,7 @@
 //! The operations of a collective in terms of one: every rank shows its data to every other.
 //!
 //! A transport moves words (`u32`, the bits of an `f32` where they are numbers) in rounds of at most
-//! [`Transport::round_max`] words; sums are made here, in rank order, on every rank, so that all
+//! [`Transport::round_max`] words; sums are made here, in the same order on every rank, so that all
 //! hold bitwise equal results whatever the transport.
 use std::sync::Arc;
 
@@ -54,11 +54,65 @@ pub(super) struct Exchange<T> {
     transport: T,
     /// This rank's words of the round.
     words: Vec<u32>,
+    tree: Tree,
+}
+
+/// Adds up the ranks' data as a binary tree over the ranks in order: `(0 + 1) + (2 + 3)`. So a rank
+/// that holds what two others would hold, added up, changes nothing of the sum.
+#[derive(Debug, Default)]
+struct Tree {
+    /// Subtrees, larger ones first; what is behind `len` is memory to be used again.
+    levels: Vec<Vec<f32>>,
+    len: usize,
+    /// Ranks added so far.
+    ranks: usize,
+}
+
+impl Tree {
+    fn clear(&mut self) {
+        (self.len, self.ranks) = (0, 0);
+    }
+
+    fn push(&mut self, values: impl Iterator<Item = f32>) {
+        if self.len == self.levels.len() {
+            self.levels.push(Vec::new());
+        }
+        self.levels[self.len].clear();
+        self.levels[self.len].extend(values);
+        self.len += 1;
+        // As in counting: a subtree is whole when the bits of the number so far say so.
+        let mut bits = self.ranks;
+        while bits & 1 == 1 {
+            self.merge();
+            bits >>= 1;
+        }
+        self.ranks += 1;
+    }
+
+    /// Adds the last subtree to the one before it.
+    fn merge(&mut self) {
+        let (before, last) = self.levels.split_at_mut(self.len - 1);
+        if let (Some(sum), Some(last)) = (before.last_mut(), last.first()) {
+            for (sum, value) in sum.iter_mut().zip(last) {
+                *sum += value;
+            }
+        }
+        self.len -= 1;
+    }
+
+    fn finish(&mut self, to: &mut [f32]) {
+        while self.len > 1 {
+            self.merge();
+        }
+        if let Some(sum) = self.levels.first() {
+            to.copy_from_slice(sum);
+        }
+    }
 }
 
 impl<T: Transport> Exchange<T> {
     pub(super) fn new(transport: T) -> Self {
-        Self { transport, words: Vec::new() }
+        Self { transport, words: Vec::new(), tree: Tree::default() }
     }
 
     fn show(&mut self, data: &[f32]) {
@@ -111,19 +165,15 @@ impl<T: Transport> Collective for Exchange<T> {
 
     fn all_reduce_sum(&mut self, data: &mut [f32]) -> Result<(), CollectiveError> {
         let round_max = self.transport.round_max();
+        let Self { transport, words, tree } = self;
         for chunk in data.chunks_mut(round_max) {
-            self.show(chunk);
-            self.transport.round(Op::AllReduce, &self.words, &mut |rank, words| {
-                if rank == 0 {
-                    for (sum, word) in chunk.iter_mut().zip(words) {
-                        *sum = f32::from_bits(*word);
-                    }
-                } else {
-                    for (sum, word) in chunk.iter_mut().zip(words) {
-                        *sum += f32::from_bits(*word);
-                    }
-                }
+            words.clear();
+            words.extend(chunk.iter().map(|value| value.to_bits()));
+            tree.clear();
+            transport.round(Op::AllReduce, words, &mut |_, words| {
+                tree.push(words.iter().map(|word| f32::from_bits(*word)));
             })?;
+            tree.finish(chunk);
         }
         Ok(())
     }

@@ -36,6 +36,24 @@ pub(crate) fn product(
     Ok(())
 }
 
+pub(crate) fn columns(
+    op: &'static str,
+    x: &CpuBuffer,
+    first: usize,
+    weight: &CpuMatrix,
+    bias: Option<&CpuVector>,
+    out: &CpuBuffer,
+) -> Result<(), KernelError> {
+    let (width, cols, rows) = (x.width(), weight.cols(), weight.rows());
+    let end = first.saturating_add(cols);
+    ensure!(op, end <= width, "columns {first}..{end} of x, whose width is {width}");
+    ensure!(op, out.width() == rows, "out.width is {}, not {rows}", out.width());
+    if let Some(bias) = bias {
+        ensure!(op, bias.len() == rows, "bias has {} elements, not {rows}", bias.len());
+    }
+    Ok(())
+}
+
 fn heads(
     op: &'static str,
     shape: &AttentionShape,

@@ -95,6 +95,9 @@ pub struct Form {
     pub rank: u32,
     /// The tensor-parallel degree.
     pub world_size: u32,
+    /// Sums over ranks are made as so many ranks would make them, a multiple of `world_size`: so
+    /// that the same request gives the same bits at every degree the replica may take.
+    pub reduction_ranks: u32,
     /// How the ranks are connected.
     pub collective: CollectiveSpec,
     /// Deadline of the collective's set-up and of each of its operations, in milliseconds.

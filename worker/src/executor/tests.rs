@@ -97,6 +97,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         replica: ReplicaId(0),
         rank: 0,
         world_size: 1,
+        reduction_ranks: 1,
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
         model: model.into(),

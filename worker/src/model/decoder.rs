@@ -23,8 +23,9 @@ struct Buffers<B: Backend> {
     residual: B::Buffer,
     /// Its normalised form, `[tokens, hidden]`.
     normed: B::Buffer,
-    /// What attention or MLP adds to it, `[tokens, hidden]`.
-    delta: B::Buffer,
+    /// What attention or MLP adds to it, `[tokens, hidden]`; behind the first, what is being added
+    /// up to it.
+    deltas: Vec<B::Buffer>,
     /// Queries, `[tokens, heads * head_dim]`.
     q: B::Buffer,
     /// Attention's result, likewise.
@@ -65,7 +66,9 @@ impl<B: Backend> Decoder<B> {
         let buffers = Buffers {
             residual: backend.new_buffer(tokens_max, hidden)?,
             normed: backend.new_buffer(tokens_max, hidden)?,
-            delta: backend.new_buffer(tokens_max, hidden)?,
+            deltas: (0..=shard.parts.ilog2())
+                .map(|_| backend.new_buffer(tokens_max, hidden))
+                .collect::<Result<_, _>>()?,
             q: backend.new_buffer(tokens_max, heads)?,
             attended: backend.new_buffer(tokens_max, heads)?,
             inner: backend.new_buffer(tokens_max, shard.intermediate.len())?,
@@ -156,13 +159,11 @@ impl<B: Backend> Decoder<B> {
                 &mut buffers.attended,
             )?;
             let bias = layer.output_bias.as_ref();
-            backend.linear(&buffers.attended, &layer.output, bias, &mut buffers.delta)?;
-            if sharded {
-                backend.all_reduce(&mut buffers.delta)?;
-            }
+            let deltas = &mut buffers.deltas;
+            row_parallel(backend, &buffers.attended, &layer.output, bias, deltas, sharded)?;
             backend.add_rmsnorm(
                 &mut buffers.residual,
-                Some(&buffers.delta),
+                buffers.deltas.first(),
                 &layer.post_norm,
                 eps,
                 &mut buffers.normed,
@@ -170,11 +171,9 @@ impl<B: Backend> Decoder<B> {
             let bias = layer.gate_up_bias.as_ref();
             backend.gate_up_silu(&buffers.normed, &layer.gate_up, bias, &mut buffers.inner)?;
             let bias = layer.down_bias.as_ref();
-            backend.linear(&buffers.inner, &layer.down, bias, &mut buffers.delta)?;
-            if sharded {
-                backend.all_reduce(&mut buffers.delta)?;
-            }
-            delta = Some(&buffers.delta);
+            let deltas = &mut buffers.deltas;
+            row_parallel(backend, &buffers.inner, &layer.down, bias, deltas, sharded)?;
+            delta = buffers.deltas.first();
         }
         backend.add_rmsnorm(
             &mut buffers.residual,
@@ -199,5 +198,42 @@ impl<B: Backend> Decoder<B> {
         }
         backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
         Ok(&buffers.logits)
+    }
+}
+
+/// `deltas[0] = sum over all ranks of x W^T + bias`, where the columns of `W` are this rank's part
+/// of the whole. Its own parts are added up as a binary tree, as ranks are: with the parts of
+/// several ranks in one, the sum has the same bits as theirs.
+fn row_parallel<B: Backend>(
+    backend: &mut B,
+    x: &B::Buffer,
+    parts: &[B::Matrix],
+    bias: Option<&B::Vector>,
+    deltas: &mut [B::Buffer],
+    sharded: bool,
+) -> Result<(), KernelError> {
+    if let ([whole], [delta, ..]) = (parts, &mut *deltas) {
+        backend.linear(x, whole, bias, delta)?;
+    } else {
+        let mut first = 0;
+        let mut len = 0;
+        for (index, part) in parts.iter().enumerate() {
+            let bias = bias.filter(|_| index == 0);
+            backend.linear_columns(x, first, part, bias, &mut deltas[len])?;
+            first += backend.columns(part);
+            len += 1;
+            // As in counting: a subtree is whole when the bits of the number so far say so.
+            let mut bits = index;
+            while bits & 1 == 1 {
+                let (sums, last) = deltas.split_at_mut(len - 1);
+                backend.add(&mut sums[len - 2], &last[0])?;
+                len -= 1;
+                bits >>= 1;
+            }
+        }
+    }
+    match deltas.first_mut() {
+        Some(delta) if sharded => backend.all_reduce(delta),
+        _ => Ok(()),
     }
 }

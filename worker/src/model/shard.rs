@@ -15,6 +15,9 @@ pub struct Shard {
     pub rank: usize,
     /// Ranks.
     pub degree: usize,
+    /// In how many parts the sums over heads and over the MLP are made: see
+    /// [`Shard::with_reduction`].
+    pub parts: usize,
     /// Query heads held.
     pub heads: Range<usize>,
     /// KV heads held; held by several ranks when there are more ranks than heads.
@@ -57,7 +60,23 @@ impl Shard {
         let first = (rank * vocab_width).min(config.vocab_size);
         let vocab = first..(first + vocab_width).min(config.vocab_size);
         let intermediate = part(config.intermediate_size, rank, n);
-        Ok(Self { rank, degree: n, heads, kv_heads, intermediate, vocab, vocab_width })
+        let parts = 1;
+        Ok(Self { rank, degree: n, parts, heads, kv_heads, intermediate, vocab, vocab_width })
+    }
+
+    /// Makes sums over heads and over the MLP as `reduction` ranks would, so that every degree that
+    /// divides it gives the same bits.
+    ///
+    /// # Errors
+    /// As [`Shard::new`] for that degree, or when it is no multiple of this one.
+    pub fn with_reduction(self, config: &ModelConfig, reduction: u32) -> Result<Self, ModelError> {
+        let wanted = reduction as usize;
+        if !wanted.is_multiple_of(self.degree) || !(wanted / self.degree).is_power_of_two() {
+            let message = format!("{} ranks cannot add up as {reduction} do", self.degree);
+            return Err(ModelError::Degree { degree: reduction, message });
+        }
+        Self::new(config, 0, reduction)?;
+        Ok(Self { parts: wanted / self.degree, ..self })
     }
 }
 

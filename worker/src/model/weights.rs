@@ -21,7 +21,7 @@ pub struct LayerWeights<M, V> {
     /// q, k, v projections.
     pub qkv: QkvWeights<M, V>,
     /// Output projection, row-parallel.
-    pub output: M,
+    pub output: Vec<M>,
     /// Its bias; on rank 0 alone, since partial products are summed.
     pub output_bias: Option<V>,
     /// RMSNorm before the MLP.
@@ -31,7 +31,7 @@ pub struct LayerWeights<M, V> {
     /// Their biases.
     pub gate_up_bias: Option<V>,
     /// Down projection, row-parallel.
-    pub down: M,
+    pub down: Vec<M>,
     /// Its bias; on rank 0 alone.
     pub down_bias: Option<V>,
 }
@@ -104,12 +104,12 @@ struct LayerPart<'a> {
     qkv_bias: Option<Vec<f32>>,
     q_norm: Option<Vec<f32>>,
     k_norm: Option<Vec<f32>>,
-    output: [HostMatrix<'a>; 1],
+    output: Vec<HostMatrix<'a>>,
     output_bias: Option<Vec<f32>>,
     post_norm: Vec<f32>,
     gate_up: [HostMatrix<'a>; 2],
     gate_up_bias: Option<Vec<f32>>,
-    down: [HostMatrix<'a>; 1],
+    down: Vec<HostMatrix<'a>>,
     down_bias: Option<Vec<f32>>,
 }
 
@@ -136,7 +136,11 @@ impl<'a> Part<'a> {
             Ok::<_, ModelError>(rows_of(&self.tensor(&name(suffix), &[*all, hidden])?, own))
         };
         let cols = |suffix: &str, (all, own): &(usize, Range<usize>)| {
-            Ok::<_, ModelError>(cols_of(&self.tensor(&name(suffix), &[hidden, *all])?, own))
+            let tensor = self.tensor(&name(suffix), &[hidden, *all])?;
+            let width = own.len() / shard.parts;
+            let part = |i: usize| own.start + i * width..own.start + (i + 1) * width;
+            let parts = (0..shard.parts).map(|i| cols_of(&tensor, &part(i)));
+            Ok::<_, ModelError>(parts.collect::<Vec<_>>())
         };
         let biases = |wanted: bool, parts: &[(&str, &(usize, Range<usize>))]| {
             if !wanted {
@@ -171,7 +175,7 @@ impl<'a> Part<'a> {
             )?,
             q_norm: head_norm("self_attn.q_norm.weight")?,
             k_norm: head_norm("self_attn.k_norm.weight")?,
-            output: [cols("self_attn.o_proj.weight", &q)?],
+            output: cols("self_attn.o_proj.weight", &q)?,
             output_bias: row_parallel_bias(config.output_bias, "self_attn.o_proj.bias")?,
             post_norm: self.vector(&name("post_attention_layernorm.weight"), hidden)?,
             gate_up: [rows("mlp.gate_proj.weight", &inner)?, rows("mlp.up_proj.weight", &inner)?],
@@ -179,7 +183,7 @@ impl<'a> Part<'a> {
                 config.mlp_bias,
                 &[("mlp.gate_proj.bias", &inner), ("mlp.up_proj.bias", &inner)],
             )?,
-            down: [cols("mlp.down_proj.weight", &inner)?],
+            down: cols("mlp.down_proj.weight", &inner)?,
             down_bias: row_parallel_bias(config.mlp_bias, "mlp.down_proj.bias")?,
         })
     }
@@ -268,12 +272,12 @@ impl<B: Backend> Loader<'_, '_, B> {
                 q_norm: self.optional(part.q_norm.as_deref())?,
                 k_norm: self.optional(part.k_norm.as_deref())?,
             },
-            output: self.matrix(&part.output)?,
+            output: self.parts(&part.output)?,
             output_bias: self.optional(part.output_bias.as_deref())?,
             post_norm: self.vector(&part.post_norm)?,
             gate_up: self.matrix(&part.gate_up)?,
             gate_up_bias: self.optional(part.gate_up_bias.as_deref())?,
-            down: self.matrix(&part.down)?,
+            down: self.parts(&part.down)?,
             down_bias: self.optional(part.down_bias.as_deref())?,
         })
     }
@@ -283,6 +287,11 @@ impl<B: Backend> Loader<'_, '_, B> {
         self.done += parts.iter().map(bytes).sum::<u64>();
         (self.progress)(self.done, self.total);
         Ok(matrix)
+    }
+
+    /// Each a matrix of its own.
+    fn parts(&mut self, parts: &[HostMatrix<'_>]) -> Result<Vec<B::Matrix>, KernelError> {
+        parts.iter().map(|part| self.matrix(std::slice::from_ref(part))).collect()
     }
 
     fn vector(&mut self, values: &[f32]) -> Result<B::Vector, KernelError> {
