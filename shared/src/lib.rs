@@ -8,6 +8,7 @@
 //! - [`protocol`]: the messages on a coordinator-worker link
 //! - [`wire`]: how those messages become bytes
 //! - [`host`]: what a process and its host use, GPUs included
+//! - [`membership`]: who is in the cluster, by etcd
 //! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
 //! This crate names no other crate of the workspace and contains no `unsafe`.
@@ -17,6 +18,7 @@ pub mod actor;
 pub mod clock;
 pub mod host;
 pub mod ids;
+pub mod membership;
 pub mod metrics;
 pub mod protocol;
 pub mod sampling;

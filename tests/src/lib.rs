@@ -1,6 +1,7 @@
 //! What the test binaries share: real processes on loopback, and clients for them.
 //!
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
+//! - [`etcd`]: a real etcd
 //! - [`fake_nvml`]: a stand-in for the library that tells of GPUs
 //! - [`fleet`]: a coordinator, workers and front ends as processes of their own
 //! - [`client`]: a small HTTP client that is not ours underneath, SSE included
@@ -9,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
+pub mod etcd;
 pub mod fake_nvml;
 pub mod fleet;
 pub mod local_cluster;

@@ -11,6 +11,7 @@ const SOURCE_EXTENSIONS: [&str; 5] = ["rs", "cu", "cuh", "py", "sh"];
 
 /// What stands at the top. Tools look for their own file there; all else has its place below.
 const TOP_LEVEL: &[&str] = &[
+    ".cargo", // where etcd-client finds protoc
     ".ci",
     ".gitattributes",
     ".gitignore",

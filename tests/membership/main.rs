@@ -1,0 +1,216 @@
+//! Membership by a real etcd: joining, leaving, crashing, and etcd's own troubles.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test ends by panicking"
+)]
+
+use std::time::Duration;
+
+use etcd_client::Client;
+use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, View};
+use tempfile::TempDir;
+use testkit::etcd::Etcd;
+use testkit::local_cluster::LocalCluster;
+use tokio::sync::watch::Receiver;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// A short life, so that the tests need not wait for long.
+const TTL: Duration = Duration::from_secs(2);
+
+fn options(etcd: &Etcd) -> EtcdOptions {
+    EtcdOptions {
+        endpoints: vec![etcd.endpoint()],
+        cluster: "test".to_owned(),
+        user: None,
+        lease_ttl: TTL,
+    }
+}
+
+fn record(node: &str, incarnation: u64) -> Record {
+    Record {
+        node: node.to_owned(),
+        role: Role::Worker,
+        incarnation,
+        address: String::new(),
+        pid: 1,
+        version: "0".to_owned(),
+    }
+}
+
+fn coordinator(node: &str, incarnation: u64) -> Record {
+    let address = format!("{node}:8001");
+    Record { role: Role::Coordinator, address, ..record(node, incarnation) }
+}
+
+fn join(etcd: &Etcd, record: Record) -> EtcdMembership {
+    let campaign = record.role == Role::Coordinator;
+    EtcdMembership::start(options(etcd), record, campaign).unwrap()
+}
+
+async fn until(view: &mut Receiver<View>, what: &str, wanted: impl Fn(&View) -> bool) -> View {
+    let found = tokio::time::timeout(PATIENCE, view.wait_for(wanted)).await;
+    let found = found.ok().map(|found| found.unwrap().clone());
+    found.unwrap_or_else(|| panic!("{what}: {:?}", view.borrow()))
+}
+
+fn has(view: &View, node: &str) -> bool {
+    view.records.contains_key(&format!("workers/{node}"))
+}
+
+async fn etcd() -> Option<(TempDir, Etcd)> {
+    let folder = tempfile::tempdir().unwrap();
+    let etcd = Etcd::start(folder.path()).await.unwrap()?;
+    Some((folder, etcd))
+}
+
+#[tokio::test]
+async fn who_joins_is_seen_and_who_leaves_or_crashes_is_gone() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let watcher = join(&etcd, record("watcher", 1));
+    let mut view = watcher.view();
+    let a = join(&etcd, record("a", 2));
+    let seen = until(&mut view, "a joins", |v| has(v, "a")).await;
+    assert!(seen.connected && seen.confirmed > 1_700_000_000);
+    assert_eq!(seen.records["workers/a"], record("a", 2));
+    let began = std::time::Instant::now();
+    a.leave().await;
+    until(&mut view, "a leaves", |v| !has(v, "a")).await;
+    assert!(began.elapsed() < Duration::from_secs(1), "without waiting for its lease");
+    // A crash: its keepalives stop. The thread lives on with the handle alone gone, so another
+    // process's lease is what is taken away here.
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    let lease = client.lease_grant(2, None).await.unwrap().id();
+    let put = etcd_client::PutOptions::new().with_lease(lease);
+    let value = serde_json::to_vec(&record("crashed", 3)).unwrap();
+    client.put("/test/workers/crashed", value, Some(put)).await.unwrap();
+    until(&mut view, "it joins", |v| has(v, "crashed")).await;
+    until(&mut view, "its lease ends", |v| !has(v, "crashed")).await;
+    // What is no record of ours is nobody.
+    client.put("/test/workers/nonsense", "{", None).await.unwrap();
+    client.put("/other/workers/b", "{}", None).await.unwrap();
+    let _b = join(&etcd, record("b", 4));
+    let seen = until(&mut view, "b joins", |v| has(v, "b")).await;
+    assert_eq!(seen.records.len(), 2, "{seen:?}");
+}
+
+#[tokio::test]
+async fn etcd_frozen_and_killed_loses_nobody() {
+    let Some((_folder, mut etcd)) = etcd().await else { return };
+    let members: Vec<_> = (0..3u64).map(|i| join(&etcd, record(&format!("m{i}"), i))).collect();
+    let mut view = members[0].view();
+    let all = |v: &View| (0..3).all(|i| has(v, &format!("m{i}")));
+    until(&mut view, "all join", |v| all(v) && v.connected).await;
+    for kill in [false, true] {
+        if kill {
+            etcd.kill();
+        } else {
+            LocalCluster::signal(etcd.pid(), "STOP").unwrap();
+        }
+        let seen = until(&mut view, "etcd is missed", |v| !v.connected).await;
+        assert!(all(&seen), "the last view stays");
+        // For longer than the leases live.
+        tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+        assert!(all(&view.borrow()));
+        if kill {
+            etcd.restart().await.unwrap();
+        } else {
+            LocalCluster::signal(etcd.pid(), "CONT").unwrap();
+        }
+        until(&mut view, "all are back", |v| all(v) && v.connected).await;
+        // Whatever leases ended meanwhile: everybody is registered again.
+        for member in &members {
+            until(&mut member.view(), "each is back", |v| all(v) && v.connected).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_lease_taken_away_and_a_compacted_history_are_got_over() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let member = join(&etcd, record("m", 1));
+    let mut view = member.view();
+    until(&mut view, "it joins", |v| has(v, "m")).await;
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    let lease = client.get("/test/workers/m", None).await.unwrap().kvs()[0].lease();
+    client.lease_revoke(lease).await.unwrap();
+    let registered = async |client: &mut Client| {
+        for _ in 0..200 {
+            let got = client.get("/test/workers/m", None).await.unwrap();
+            if got.kvs().first().is_some_and(|kv| kv.lease() != lease) {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        false
+    };
+    assert!(registered(&mut client).await, "under a new lease");
+    // History that a watch would need is gone: what happened is known nonetheless.
+    LocalCluster::signal(etcd.pid(), "STOP").unwrap();
+    until(&mut view, "etcd is missed", |v| !v.connected).await;
+    LocalCluster::signal(etcd.pid(), "CONT").unwrap();
+    for i in 0..50 {
+        client.put("/test/workers/x", format!("{i}"), None).await.unwrap();
+    }
+    let value = serde_json::to_vec(&record("late", 9)).unwrap();
+    let put = client.put("/test/workers/late", value, None).await.unwrap();
+    client.compact(put.header().unwrap().revision(), None).await.unwrap();
+    until(&mut view, "the late one is known", |v| has(v, "late") && v.connected).await;
+}
+
+#[tokio::test]
+async fn a_name_belongs_to_one_process_and_is_free_again_after_it() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let first = join(&etcd, record("same", 1));
+    until(&mut first.view(), "it joins", |v| has(v, "same")).await;
+    let mut second = join(&etcd, record("same", 2));
+    let error = tokio::time::timeout(PATIENCE, second.failed()).await.unwrap();
+    assert_eq!(error, FatalError::NameTaken { key: "workers/same".to_owned() });
+    assert!(error.to_string().contains("unique"));
+    // A program started again finds its last run's key, and waits for its end.
+    let third = join(&etcd, record("same", 3));
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    first.leave().await;
+    let mut view = third.view();
+    until(&mut view, "it takes over", |v| {
+        v.records.get("workers/same").is_some_and(|record| record.incarnation == 3)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn one_of_three_leads_and_the_next_takes_over_under_a_larger_epoch() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let mut all: Vec<(u64, EtcdMembership)> =
+        (1..=3u64).map(|i| (i, join(&etcd, coordinator(&format!("c{i}"), i)))).collect();
+    let worker = join(&etcd, record("w", 9));
+    let mut view = worker.view();
+    let mut epochs = Vec::new();
+    while !all.is_empty() {
+        let seen = until(&mut view, "someone leads", |v| {
+            v.leader.as_ref().is_some_and(|l| {
+                all.iter().any(|(incarnation, _)| *incarnation == l.record.incarnation)
+            })
+        })
+        .await;
+        let leader = seen.leader.unwrap();
+        assert_eq!(leader.record.address, format!("c{}:8001", leader.record.incarnation));
+        epochs.push(leader.epoch);
+        let mut leading = 0;
+        for (incarnation, member) in &all {
+            let mut own = member.view();
+            let same = |v: &View| {
+                v.connected && v.leader.as_ref().is_some_and(|l| l.epoch == leader.epoch)
+            };
+            let own = until(&mut own, "all agree", same).await;
+            assert_eq!(own.leading, *incarnation == leader.record.incarnation);
+            leading += u32::from(own.leading);
+        }
+        assert_eq!(leading, 1);
+        let at = all.iter().position(|(i, _)| *i == leader.record.incarnation).unwrap();
+        all.remove(at).1.leave().await;
+    }
+    assert!(epochs.windows(2).all(|pair| pair[0] < pair[1]), "{epochs:?}");
+    until(&mut view, "nobody leads", |v| v.leader.is_none()).await;
+}
