@@ -47,7 +47,7 @@ impl Recording<'_> {
     }
 
     /// A replica cannot serve: what described its cache vanishes, its load vanishes when its
-    /// requests were moved, one by one, with [`Recording::replayed`].
+    /// requests were moved, one by one, with [`Recording::interrupted`].
     pub fn replica_gone(&mut self, replica: ReplicaId) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
