@@ -1,0 +1,551 @@
+//! The coordinator: its real cores, and between them what `cluster::actor` and `replica::actor` do
+//! with mailboxes and links.
+use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
+use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
+use coordinator::metrics::Hub;
+use coordinator::metrics::observe::ReplicaConfig;
+use coordinator::replica::driver::{ReplicaDriver, reject_reason};
+use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
+use coordinator::scheduler::Scheduler;
+use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
+use shared::metrics::{Limits, Source};
+use shared::protocol::{FromWorker, StepResult, ToWorker, WorkerStats};
+
+use crate::network::{LinkId, Packet, Side};
+use crate::scenario::{Scenario, Time};
+use crate::world::{Event, World};
+
+#[derive(Clone, Copy, Debug)]
+struct Connected {
+    incarnation: u64,
+    link: LinkId,
+}
+
+/// A message to a replica.
+pub(crate) enum ReplicaMail {
+    Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
+    Cancel(RequestId),
+    Ready { epoch: Epoch, num_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
+    Lost(Epoch),
+    StepDone { worker: WorkerId, result: Box<StepResult> },
+}
+
+/// A message to the cluster.
+struct EpochFailed {
+    replica: ReplicaId,
+    epoch: Epoch,
+    reason: String,
+}
+
+pub(crate) struct RunningReplica {
+    pub(crate) operation: Operation,
+    pub(crate) load: Arc<ReplicaLoad>,
+    pub(crate) serving: Option<(Epoch, Vec<WorkerId>)>,
+    /// The links that the replica's actor holds.
+    links: Vec<(WorkerId, LinkId)>,
+    mail: VecDeque<ReplicaMail>,
+    mail_due: Time,
+    /// Since when it has had no epoch.
+    pub(crate) down_since: Option<Time>,
+}
+
+pub(crate) struct Coordinator {
+    pub(crate) core: Cluster,
+    pub(crate) hub: Hub,
+    slots: BTreeMap<String, WorkerId>,
+    connected: BTreeMap<WorkerId, Connected>,
+    pub(crate) replicas: BTreeMap<ReplicaId, RunningReplica>,
+    known: BTreeMap<WorkerId, u64>,
+    mail: VecDeque<EpochFailed>,
+    mail_due: Time,
+    /// Reports to be delivered again, or late.
+    echoes: Vec<(WorkerId, u64, WorkerStats)>,
+}
+
+/// What a replica wants sent; sent when it has returned.
+struct Outgoing<'a> {
+    ranks: &'a [(WorkerId, LinkId, bool)],
+    plans: Vec<(LinkId, Rc<ToWorker>)>,
+    ends: Vec<(Epoch, String)>,
+}
+
+impl Outside for Outgoing<'_> {
+    fn send(&mut self, _epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
+        let plan = Rc::new(plan.clone());
+        for (worker, link, open) in self.ranks {
+            if !open {
+                return Err(format!("{worker}: the link is closed"));
+            }
+            self.plans.push((*link, plan.clone()));
+        }
+        Ok(())
+    }
+
+    fn end_epoch(&mut self, epoch: Epoch, reason: String) {
+        self.ends.push((epoch, reason));
+    }
+}
+
+impl Coordinator {
+    pub(crate) fn new(scenario: &Scenario, seed: u64) -> Self {
+        let config = ClusterConfig {
+            tensor_parallel: scenario.tensor_parallel,
+            model: "m".to_owned(),
+            engine: scenario.engine.clone(),
+            collective_timeout: Duration::from_micros(scenario.collective_timeout),
+            worker_stats: true,
+            run: seed,
+        };
+        Self {
+            core: Cluster::new(config),
+            hub: Hub::new(Incarnation(1), Limits::default()),
+            slots: BTreeMap::new(),
+            connected: BTreeMap::new(),
+            replicas: BTreeMap::new(),
+            known: BTreeMap::new(),
+            mail: VecDeque::new(),
+            mail_due: 0,
+            echoes: Vec::new(),
+        }
+    }
+
+    pub(crate) fn num_connected(&self) -> usize {
+        self.connected.len()
+    }
+
+    /// The serving replica with the fewest requests, as `ClusterActor::route`.
+    fn route(&self) -> Option<ReplicaId> {
+        let least = |(_, running): &(&ReplicaId, &RunningReplica)| {
+            let in_flight = running.load.in_flight.load(std::sync::atomic::Ordering::Relaxed);
+            (running.serving.is_none(), in_flight)
+        };
+        self.replicas.iter().min_by_key(least).map(|(id, _)| *id)
+    }
+
+    fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
+        let holds = |running: &RunningReplica| {
+            running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
+        };
+        self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id)
+    }
+}
+
+impl World {
+    /// A worker's hello: admitted, welcomed, joined.
+    pub(crate) fn hello(&mut self, link: LinkId) {
+        let (slot, incarnation) = (self.links[link].slot, self.links[link].incarnation);
+        let node = format!("node-{slot}");
+        let coordinator = &mut self.coordinator;
+        let next = WorkerId(coordinator.slots.len() as u32);
+        let worker = *coordinator.slots.entry(node.clone()).or_insert(next);
+        self.send(link, Side::Worker, Packet::Welcome(worker));
+        self.watch(link, Side::Coordinator);
+        self.links[link].joined = Some(worker);
+        if let Some(old) = self.coordinator.connected.get(&worker).copied() {
+            self.worker_gone(worker, old.link, "it joined again");
+            self.close(old.link, Side::Coordinator);
+        }
+        let coordinator = &mut self.coordinator;
+        coordinator.connected.insert(worker, Connected { incarnation, link });
+        let mut recording = coordinator.hub.observer().record();
+        recording.worker_up(worker, true);
+        recording.worker_info(worker, &node, "0");
+        let last = coordinator.known.insert(worker, incarnation).filter(|it| *it != incarnation);
+        if last.is_some() {
+            recording.worker_restarted(worker);
+        }
+        drop(recording);
+        if let Some(last) = last {
+            coordinator.hub.retire(Source::Worker(worker), Incarnation(last));
+            self.checks.retired.insert((worker, last));
+        }
+        let member = Member {
+            worker,
+            incarnation: Incarnation(incarnation),
+            node,
+            host: format!("host-{}", self.scenario.hosts[slot]),
+            collective_addr: ([127, 0, 0, 1], 9000 + slot as u16).into(),
+        };
+        let mut effects = Vec::new();
+        let now = self.time();
+        self.coordinator.core.worker_joined(now, member, &mut effects);
+        self.carry_out(effects);
+    }
+
+    /// Whether events of a link are of a worker's present connection.
+    fn is_current(&self, worker: WorkerId, link: LinkId) -> bool {
+        let Some(connected) = self.coordinator.connected.get(&worker) else { return false };
+        if self.switches.links_not_told_apart {
+            return connected.incarnation == self.links[link].incarnation;
+        }
+        connected.link == link
+    }
+
+    pub(crate) fn coordinator_link_closed(&mut self, link: LinkId) {
+        if let Some(worker) = self.links[link].joined
+            && self.is_current(worker, link)
+        {
+            self.worker_gone(worker, link, "the link ended");
+        }
+    }
+
+    fn worker_gone(&mut self, worker: WorkerId, link: LinkId, reason: &str) {
+        if !self.is_current(worker, link) {
+            return;
+        }
+        self.say(|| format!("{worker} is gone: {reason}"));
+        let Some(connected) = self.coordinator.connected.remove(&worker) else { return };
+        let incarnation = Incarnation(connected.incarnation);
+        self.coordinator.hub.lost(Source::Worker(worker), incarnation);
+        self.coordinator.hub.observer().record().worker_up(worker, false);
+        let mut effects = Vec::new();
+        let now = self.time();
+        self.coordinator.core.worker_left(now, worker, incarnation, reason, &mut effects);
+        self.carry_out(effects);
+        self.drop_handle(connected.link);
+    }
+
+    /// A link without any handle on it closes.
+    fn drop_handle(&mut self, link: LinkId) {
+        let coordinator = &self.coordinator;
+        let connected = coordinator.connected.values().any(|it| it.link == link);
+        let held = |running: &RunningReplica| running.links.iter().any(|(_, it)| *it == link);
+        if !connected && !coordinator.replicas.values().any(held) {
+            self.close(link, Side::Coordinator);
+        }
+    }
+
+    pub(crate) fn coordinator_takes(&mut self, link: LinkId, message: FromWorker) {
+        let Some(worker) = self.links[link].joined else { return };
+        if !self.is_current(worker, link) {
+            return;
+        }
+        let now = self.time();
+        let mut effects = Vec::new();
+        let core = &mut self.coordinator.core;
+        match message {
+            FromWorker::Step(result) => return self.step_done(worker, result),
+            FromWorker::Stats(stats) => return self.report(worker, stats),
+            FromWorker::Progress(progress) => core.load_progressed(worker, progress),
+            FromWorker::Formed(formed) => core.worker_formed(worker, formed, &mut effects),
+            FromWorker::FormFailed(failure) => {
+                core.form_failed(now, worker, &failure, &mut effects);
+            }
+            FromWorker::Started(started) => {
+                core.worker_started(now, worker, started, &mut effects);
+            }
+            FromWorker::StepFailed(failed) => {
+                if let Some(replica) = self.coordinator.replica_of(worker)
+                    && !self.switches.step_failures_ignored
+                {
+                    let core = &mut self.coordinator.core;
+                    core.epoch_failed(now, replica, failed.epoch, &failed.message, &mut effects);
+                }
+            }
+            FromWorker::Goodbye { .. } => self.close(link, Side::Coordinator),
+        }
+        self.carry_out(effects);
+    }
+
+    fn step_done(&mut self, worker: WorkerId, mut result: StepResult) {
+        self.report(worker, std::mem::take(&mut result.stats));
+        let Some(replica) = self.coordinator.replica_of(worker) else {
+            return self.coordinator.hub.observer().record().fenced_frames(1);
+        };
+        if self.switches.old_epochs_pass
+            && let Some(running) = self.coordinator.replicas.get(&replica)
+            && let Some((epoch, _)) = &running.serving
+        {
+            result.epoch = *epoch;
+        }
+        let again = self.switches.results_repeat.then(|| {
+            let mut again = result.clone();
+            again.step.0 += 1;
+            Box::new(again)
+        });
+        let result = Box::new(result);
+        self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
+        if let Some(result) = again {
+            self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
+        }
+    }
+
+    /// Takes a report; now and then it comes again later, or an older one does.
+    fn report(&mut self, worker: WorkerId, mut stats: WorkerStats) {
+        let Some(connected) = self.coordinator.connected.get(&worker) else { return };
+        if stats.snapshot.is_empty() {
+            return;
+        }
+        let incarnation = connected.incarnation;
+        self.checks.delivered(worker, incarnation, stats.sequence);
+        let echoes = &mut self.coordinator.echoes;
+        if self.random.chance(10) {
+            echoes.push((worker, incarnation, stats.clone()));
+        }
+        let echo = (!echoes.is_empty() && self.random.chance(10)).then(|| {
+            let index = self.random.range(0, echoes.len() as u64 - 1) as usize;
+            echoes.swap_remove(index)
+        });
+        let mut incarnation = Incarnation(incarnation);
+        if self.switches.reports_add_up {
+            incarnation.0 ^= stats.sequence;
+        }
+        let hub = &self.coordinator.hub;
+        let _ = hub.report(Source::Worker(worker), incarnation, &stats);
+        hub.observer().record().worker_reported(worker, self.time());
+        if let Some((worker, incarnation, echo)) = echo {
+            let late = self.checks.retired.contains(&(worker, incarnation));
+            self.checks.refused += u64::from(late);
+            stats = echo;
+            if self.switches.stale_reports_count {
+                stats.sequence += 1_000_000;
+            }
+            let _ = hub.report(Source::Worker(worker), Incarnation(incarnation), &stats);
+        }
+    }
+
+    fn carry_out(&mut self, effects: Vec<Effect>) {
+        for effect in effects {
+            match effect {
+                Effect::Send { worker, message, .. } => {
+                    if matches!(message, ToWorker::Form(_)) {
+                        self.report.epochs += 1;
+                    }
+                    if let Some(connected) = self.coordinator.connected.get(&worker) {
+                        let link = connected.link;
+                        self.send(link, Side::Worker, Packet::Down(Rc::new(message)));
+                    }
+                }
+                Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
+                    self.replica_ready(replica, epoch, ranks, num_blocks);
+                }
+                Effect::ReplicaBroken { replica, epoch, reason } => {
+                    self.say(|| format!("{replica} broke, {epoch}: {reason}"));
+                    if let Some(running) = self.coordinator.replicas.get_mut(&replica) {
+                        running.serving = None;
+                        running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
+                        if !self.switches.lost_is_not_told {
+                            self.mail_replica(replica, ReplicaMail::Lost(epoch));
+                        }
+                    }
+                }
+                Effect::Unservable { replica, reason } => {
+                    self.say(|| format!("{replica} cannot be formed: {reason}"));
+                }
+            }
+        }
+    }
+
+    fn replica_ready(
+        &mut self,
+        id: ReplicaId,
+        epoch: Epoch,
+        workers: Vec<WorkerId>,
+        num_blocks: u32,
+    ) {
+        let ranks: Vec<(WorkerId, LinkId)> = workers
+            .iter()
+            .filter_map(|worker| Some((*worker, self.coordinator.connected.get(worker)?.link)))
+            .collect();
+        if ranks.len() != workers.len() {
+            return;
+        }
+        self.say(|| format!("{id} serves in {epoch}"));
+        let config = ReplicaConfig {
+            engine: self.scenario.engine.clone(),
+            num_blocks,
+            tensor_parallel: self.scenario.tensor_parallel,
+        };
+        let (now, due) = (self.time(), self.now);
+        let coordinator = &mut self.coordinator;
+        coordinator.hub.observer().record().replica_ready(id, &config);
+        if !coordinator.replicas.contains_key(&id) {
+            let mut limits = self.scenario.limits;
+            if self.switches.no_step_timeout {
+                limits.step_timeout = Duration::MAX;
+            }
+            let observer = coordinator.hub.observer().clone();
+            let Ok(scheduler) = Scheduler::new(self.scenario.scheduler) else {
+                return self.fail("the scheduler refuses its configuration".to_owned());
+            };
+            let driver = ReplicaDriver::new(now, id, scheduler, observer, limits);
+            let load = Arc::new(ReplicaLoad::default());
+            let running = RunningReplica {
+                operation: Operation::new(driver, load.clone()),
+                load,
+                serving: None,
+                links: Vec::new(),
+                mail: VecDeque::new(),
+                mail_due: due,
+                down_since: Some(due),
+            };
+            coordinator.replicas.insert(id, running);
+        }
+        self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, ranks });
+        if let Some(running) = self.coordinator.replicas.get_mut(&id) {
+            running.serving = Some((epoch, workers));
+        }
+    }
+
+    /// Sends to a replica's mailbox, which it reads in order a little later.
+    fn mail_replica(&mut self, id: ReplicaId, mail: ReplicaMail) {
+        let after = self.now + self.random.skewed(1, 200);
+        if let Some(running) = self.coordinator.replicas.get_mut(&id) {
+            running.mail.push_back(mail);
+            running.mail_due = after.max(running.mail_due + 1);
+            let due = running.mail_due;
+            self.schedule_at(due, Event::ReplicaMail(id));
+        }
+    }
+
+    pub(crate) fn replica_mail(&mut self, id: ReplicaId) {
+        let Some(running) = self.coordinator.replicas.get_mut(&id) else { return };
+        let Some(mail) = running.mail.pop_front() else { return };
+        let at = self.now;
+        let mut submitted = None;
+        match mail {
+            ReplicaMail::Submit { index, request, events } => {
+                submitted = Some(index);
+                self.operate(id, |operation, now, out| {
+                    operation.submit(now, *request, events, out)
+                });
+            }
+            ReplicaMail::Cancel(request) => {
+                self.operate(id, |operation, now, out| operation.cancel(now, request, out));
+            }
+            ReplicaMail::Ready { epoch, num_blocks, ranks } => {
+                running.down_since = None;
+                let old = std::mem::replace(&mut running.links, ranks.clone());
+                let workers = ranks.iter().map(|(worker, _)| *worker).collect();
+                self.operate(id, |operation, now, out| {
+                    operation.ready(now, epoch, num_blocks, workers, out);
+                });
+                old.into_iter().for_each(|(_, link)| self.drop_handle(link));
+            }
+            ReplicaMail::Lost(epoch) => {
+                if running.operation.lost(Duration::from_micros(at), epoch) {
+                    running.down_since = Some(at);
+                    let old = std::mem::take(&mut running.links);
+                    old.into_iter().for_each(|(_, link)| self.drop_handle(link));
+                }
+            }
+            ReplicaMail::StepDone { worker, result } => {
+                self.operate(id, |operation, now, out| {
+                    operation.step_done(now, worker, *result, out);
+                });
+            }
+        }
+        self.hear_clients(id, submitted);
+    }
+
+    /// Lets a replica act, then sends what it wants sent.
+    fn operate(
+        &mut self,
+        id: ReplicaId,
+        act: impl FnOnce(&mut Operation, Duration, &mut Outgoing<'_>),
+    ) {
+        let now = self.time();
+        let Some(running) = self.coordinator.replicas.get_mut(&id) else { return };
+        let ranks: Vec<(WorkerId, LinkId, bool)> = running
+            .links
+            .iter()
+            .map(|(worker, link)| {
+                (*worker, *link, self.links[*link].open[Side::Coordinator as usize])
+            })
+            .collect();
+        let mut out = Outgoing { ranks: &ranks, plans: Vec::new(), ends: Vec::new() };
+        act(&mut running.operation, now, &mut out);
+        let Outgoing { plans, ends, .. } = out;
+        for (link, plan) in plans {
+            self.check_plan(id, &plan);
+            self.send(link, Side::Worker, Packet::Down(plan));
+        }
+        for (epoch, reason) in ends {
+            self.coordinator.mail.push_back(EpochFailed { replica: id, epoch, reason });
+            let after = self.now + self.random.skewed(1, 200);
+            self.coordinator.mail_due = after.max(self.coordinator.mail_due + 1);
+            let due = self.coordinator.mail_due;
+            self.schedule_at(due, Event::ClusterMail);
+        }
+    }
+
+    pub(crate) fn cluster_mail(&mut self) {
+        let Some(EpochFailed { replica, epoch, reason }) = self.coordinator.mail.pop_front() else {
+            return;
+        };
+        let mut effects = Vec::new();
+        let now = self.time();
+        self.coordinator.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
+        self.carry_out(effects);
+    }
+
+    /// Time passes for the cluster and its replicas.
+    pub(crate) fn tick(&mut self) {
+        let now = self.time();
+        let mut effects = Vec::new();
+        if !self.switches.no_cluster_tick {
+            self.coordinator.core.tick(now, &mut effects);
+        }
+        self.carry_out(effects);
+        let ids: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
+        for id in ids {
+            self.operate(id, |operation, now, out| operation.tick(now, out));
+            self.hear_clients(id, None);
+        }
+    }
+
+    /// A request comes in from the front end, as `ClusterActor::submit`.
+    pub(crate) fn submit(&mut self, index: usize) {
+        let (request, events) = self.clients.open(index, self.now);
+        if let Some((after, _)) = self.scenario.clients[index].leaves {
+            self.schedule(after, Event::Leave(index));
+        }
+        let Some(replica) = self.coordinator.route() else {
+            let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
+            self.coordinator.hub.observer().record().rejected(reject_reason(&error));
+            let _ = events.send(EngineEvent::Failed(error));
+            drop(events);
+            return self.hear_refused(index);
+        };
+        self.clients.routed(index, replica);
+        let request = Box::new(request);
+        self.mail_replica(replica, ReplicaMail::Submit { index, request, events });
+    }
+
+    pub(crate) fn cancel(&mut self, id: RequestId) {
+        let replicas: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
+        for replica in replicas {
+            self.mail_replica(replica, ReplicaMail::Cancel(id));
+        }
+    }
+
+    /// Whether as many replicas serve as there are live workers for, and all workers are linked.
+    pub(crate) fn converged(&self) -> Result<(), String> {
+        let alive = self.processes.iter().filter(|process| process.alive).count();
+        let possible = alive / self.scenario.tensor_parallel as usize;
+        let core = &self.coordinator.core;
+        let serving =
+            core.replicas().filter(|replica| replica.phase == ReplicaPhase::Serving).count();
+        let connected = self.coordinator.num_connected();
+        let all = || core.replicas().collect::<Vec<_>>();
+        if serving < possible || connected != alive {
+            return Err(format!(
+                "{serving} of {possible} replicas serve, {connected} of {alive} workers are \
+                 connected: {:?}",
+                all()
+            ));
+        }
+        for replica in core.replicas().filter(|it| it.phase == ReplicaPhase::Serving) {
+            let running = self.coordinator.replicas.get(&replica.id);
+            if running.and_then(|running| running.operation.epoch()) != Some(replica.epoch) {
+                return Err(format!("{} is not told of {}", replica.id, replica.epoch));
+            }
+        }
+        Ok(())
+    }
+}
