@@ -164,7 +164,18 @@ impl Scheduler {
     /// The epoch is over. What was accepted stays; all sequences wait again, oldest first.
     pub fn replica_lost(&mut self) {
         self.epoch = None;
-        self.spare.extend(self.in_flight.drain(..));
+        // What the steps in flight computed is counted by nobody: computing it again is no
+        // recomputation. Newest first, back to what was before the oldest.
+        while let Some(step) = self.in_flight.pop_back() {
+            for entry in step.entries.iter().rev() {
+                if let Some(seq) = &mut self.sequences[entry.slot]
+                    && seq.id == entry.seq
+                {
+                    seq.computed_max = entry.computed_max;
+                }
+            }
+            self.spare.push(step);
+        }
         while let Some(slot) = self.running.last().copied() {
             self.unadmit(slot);
         }

@@ -123,6 +123,18 @@ fn a_lost_replica_keeps_what_was_accepted() {
 }
 
 #[test]
+fn what_is_lost_with_its_epoch_was_not_computed() {
+    let mut rig = ready();
+    rig.submit(prompt(70)).unwrap();
+    assert!(rig.plan() && rig.plan());
+    rig.deliver();
+    rig.lost();
+    rig.ready(64);
+    rig.drain();
+    assert_eq!((rig.totals.prompt, rig.totals.recomputed), (70, 32), "one step of 32 was answered");
+}
+
+#[test]
 fn refusals_name_the_bound() {
     let mut rig = ready();
     let large = rig.submit(ClientRequest { max_tokens: 1000, ..prompt(40) });

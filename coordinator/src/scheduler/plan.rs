@@ -22,6 +22,9 @@ pub(super) struct Entry {
     pub(super) seq: SeqId,
     pub(super) admission: u64,
     pub(super) samples: bool,
+    /// The sequence's `computed_max` before this share: it falls back to it when the
+    /// step is lost with its epoch.
+    pub(super) computed_max: u32,
 }
 
 impl Scheduler {
@@ -203,6 +206,7 @@ impl Scheduler {
         let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));
         step.prompt_tokens += fresh_prompt;
         step.recomputed_tokens += count - fresh;
+        let computed_max = seq.computed_max;
         seq.computed = end;
         seq.computed_max = seq.computed_max.max(end);
         seq.pending += u32::from(samples);
@@ -214,7 +218,7 @@ impl Scheduler {
             sample: samples,
         });
         let admission = seq.admission.unwrap_or_default();
-        step.entries.push(Entry { slot, seq: seq.id, admission, samples });
+        step.entries.push(Entry { slot, seq: seq.id, admission, samples, computed_max });
     }
 }
 

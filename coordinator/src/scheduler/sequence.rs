@@ -17,7 +17,8 @@ pub(super) struct Sequence {
     pub(super) blocks: Vec<BlockId>,
     /// Tokens whose K and V are planned, sent steps included.
     pub(super) computed: u32,
-    /// Most that `computed` has ever been: computing below it again is recomputation.
+    /// Most that `computed` has ever been, but for steps lost with their epoch: computing below it
+    /// again is recomputation.
     pub(super) computed_max: u32,
     /// Tokens being sampled by steps in flight, behind `tokens`.
     pub(super) pending: u32,
