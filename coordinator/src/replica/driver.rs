@@ -48,7 +48,7 @@ pub struct ReplicaDriver {
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
-    /// When each step in flight was planned, oldest first.
+    /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
     in_flight: VecDeque<Duration>,
     epoch: Option<Epoch>,
     /// Since when no epoch has been under way.
@@ -84,6 +84,12 @@ impl ReplicaDriver {
     #[must_use]
     pub fn num_requests(&self) -> usize {
         self.live.len()
+    }
+
+    /// Whether a step is sent and not answered.
+    #[must_use]
+    pub fn is_stepping(&self) -> bool {
+        !self.in_flight.is_empty()
     }
 
     /// The last step planned in this epoch.
@@ -181,6 +187,9 @@ impl ReplicaDriver {
         match self.scheduler.apply(epoch, step, outputs, &mut stopped, effects) {
             Ok(()) => {
                 self.in_flight.pop_front();
+                if let Some(next) = self.in_flight.front_mut() {
+                    *next = now;
+                }
             }
             Err(error) => {
                 tracing::debug!(replica = %self.id, %error, "a result was fenced");
@@ -196,7 +205,7 @@ impl ReplicaDriver {
     }
 
     /// Time passes: gives up what waited too long, finds clients that are gone. Returns how long
-    /// the oldest step has been in flight, when that is too long.
+    /// the oldest step in flight has run, when that is too long.
     pub fn tick(&mut self, now: Duration) -> Option<Duration> {
         let closed = self.live.iter().filter(|(_, live)| live.events.is_closed());
         self.gone.extend(closed.map(|(id, _)| *id));

@@ -181,8 +181,9 @@ impl Operation {
             let slow = slow.join(", ");
             self.end_epoch(format!("a step took over {} s on {slow}", waited.as_secs()), outside);
         }
-        let quiet =
-            self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
+        // A step under way is itself a sign of life, and what is sent behind it only queues up.
+        let quiet = !self.driver.is_stepping()
+            && self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
         if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
             self.send_plan(now, outside);
         }
