@@ -12,6 +12,8 @@ use shared::metrics::labels::{FinishedReason, LabelValue as _, RejectReason};
 use shared::metrics::{Merged, Value};
 use shared::protocol::ToWorker;
 
+use crate::network::LinkId;
+use crate::scenario::Time;
 use crate::world::World;
 
 /// What the checks remember.
@@ -63,6 +65,17 @@ impl World {
             self.fail(format!("{replica} sends {} of {} after {last:?}", plan.step, plan.epoch));
         }
         self.checks.plans.insert(replica, (plan.epoch, plan.step.0));
+    }
+
+    /// No step ends its epoch that was in time: at least one rank was disturbed meanwhile.
+    pub(crate) fn check_timeout(&mut self, ranks: &[(WorkerId, LinkId, bool)], reason: &str) {
+        let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
+        let disturbed = |(_, link, _): &(WorkerId, LinkId, bool)| {
+            self.disturbed[self.links[*link].slot] + timeout >= self.now
+        };
+        if !ranks.iter().any(disturbed) {
+            self.fail(format!("every step was in time, and yet: {reason}"));
+        }
     }
 
     /// Identities that hold at every moment.

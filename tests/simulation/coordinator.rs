@@ -143,6 +143,13 @@ impl World {
         let coordinator = &mut self.coordinator;
         let next = WorkerId(coordinator.slots.len() as u32);
         let worker = *coordinator.slots.entry(node.clone()).or_insert(next);
+        let present = coordinator.connected.get(&worker);
+        if present.is_some_and(|present| present.incarnation != incarnation)
+            && !self.switches.newcomers_displace
+        {
+            // Another process has the name, as far as is known: it may try again.
+            return self.close(link, Side::Coordinator);
+        }
         self.send(link, Side::Worker, Packet::Welcome(worker));
         self.watch(link, Side::Coordinator);
         self.links[link].joined = Some(worker);
@@ -190,6 +197,10 @@ impl World {
         if let Some(worker) = self.links[link].joined
             && self.is_current(worker, link)
         {
+            let present = self.coordinator.connected[&worker].link;
+            if self.links[present].open[Side::Coordinator as usize] {
+                self.fail(format!("the end of an old link of {worker} ends its new one"));
+            }
             self.worker_gone(worker, link, "the link ended");
         }
     }
@@ -466,6 +477,9 @@ impl World {
             self.send(link, Side::Worker, Packet::Down(plan));
         }
         for (epoch, reason) in ends {
+            if reason.contains("took over") {
+                self.check_timeout(&ranks, &reason);
+            }
             self.coordinator.mail.push_back(EpochFailed { replica: id, epoch, reason });
             let after = self.now + self.random.skewed(1, 200);
             self.coordinator.mail_due = after.max(self.coordinator.mail_due + 1);

@@ -62,6 +62,8 @@ pub(crate) struct Link {
     pipes: [Pipe; 2],
     /// By side; there once the handshake is over on it.
     liveness: [Option<Liveness>; 2],
+    /// Whether frames of the worker can arrive even after its end is closed.
+    pub(crate) established: bool,
     /// As which worker the coordinator welcomed it.
     pub(crate) joined: Option<WorkerId>,
 }
@@ -83,6 +85,7 @@ impl World {
             open: [true, true],
             pipes: [Pipe::default(), Pipe::default()],
             liveness: [None, None],
+            established: true,
             joined: None,
         });
         self.links.len() - 1
@@ -177,6 +180,7 @@ impl World {
         if let Some(liveness) = &mut self.links[link].liveness[to as usize] {
             liveness.heard(now);
         }
+        self.links[link].established = true;
         match (packet, to) {
             (Packet::Ping, _) => {
                 self.send(link, to.other(), Packet::Pong);
@@ -216,8 +220,13 @@ impl World {
         if !std::mem::replace(&mut self.links[link].open[side as usize], false) {
             return;
         }
-        let kept =
-            if self.random.chance(50) { usize::MAX } else { self.random.range(0, 4) as usize };
+        let kept = if !self.links[link].established {
+            0
+        } else if self.random.chance(50) {
+            usize::MAX
+        } else {
+            self.random.range(0, 4) as usize
+        };
         self.links[link].pipes[side.other() as usize].queue.truncate(kept);
         self.push(link, side.other(), Packet::End);
         let soon = self.random.range(1, 300);

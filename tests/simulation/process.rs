@@ -62,15 +62,20 @@ struct Collective {
 
 #[derive(Debug, Default)]
 pub(crate) struct Executor {
-    queue: VecDeque<Command>,
+    /// With the number of the link that they came by.
+    queue: VecDeque<(u64, Command)>,
+    /// The present link's number.
+    link: u64,
     job: Option<Job>,
     /// Of the event that ends the job.
     token: u64,
     epoch: Option<Epoch>,
-    /// Epochs up to this one are over.
-    aborted: Epoch,
+    /// Epochs up to this one, of this link or one before, are over.
+    aborted: (u64, Epoch),
     /// The epoch whose collective an abort reaches.
-    handle: Option<Epoch>,
+    handle: Option<(u64, Epoch)>,
+    /// Of the command under way.
+    entered: u64,
     collective: Option<Collective>,
     /// Rank and degree of the weights held.
     loaded: Option<(u32, u32)>,
@@ -211,6 +216,8 @@ impl World {
             return;
         }
         let link = self.new_link(slot, incarnation);
+        // Without a way there and back no connection comes about before the partition ends.
+        self.links[link].established = self.paths[slot].blocked == [0, 0];
         self.processes[slot].dialling = Some(link);
         self.send(link, Side::Coordinator, Packet::Hello);
         self.schedule(HANDSHAKE_DEADLINE, Event::HandshakeDeadline { slot, link });
@@ -234,8 +241,10 @@ impl World {
         process.generation += 1;
         process.worker = worker;
         // As `Executor::new_link`.
-        process.executor.aborted = Epoch(0);
-        process.executor.handle = None;
+        process.executor.link += 1;
+        if self.switches.old_commands_run {
+            process.executor.aborted = (process.executor.link, Epoch(0));
+        }
         let (incarnation, generation) = (process.incarnation, process.generation);
         self.schedule(0, Event::ReportDue { slot, incarnation, generation });
         self.watch(link, Side::Worker);
@@ -268,7 +277,7 @@ impl World {
         let process = &self.processes[slot];
         let current = process.incarnation == incarnation && process.generation == generation;
         if process.alive && current && process.link.is_some() {
-            let waits = process.executor.queue.iter().any(|it| matches!(it, Command::Report));
+            let waits = process.executor.queue.iter().any(|it| matches!(it, (_, Command::Report)));
             if !waits || self.switches.reports_pile_up {
                 let _ = self.command(slot, Command::Report);
             }
@@ -299,11 +308,11 @@ impl World {
     }
 
     fn command(&mut self, slot: usize, command: Command) -> bool {
-        let queue = &mut self.processes[slot].executor.queue;
-        if queue.len() >= COMMANDS_MAX {
+        let executor = &mut self.processes[slot].executor;
+        if executor.queue.len() >= COMMANDS_MAX {
             return false;
         }
-        queue.push_back(command);
+        executor.queue.push_back((executor.link, command));
         self.pump(slot);
         true
     }
@@ -311,8 +320,9 @@ impl World {
     /// As `Executor::abort`.
     fn abort(&mut self, slot: usize, epoch: Epoch) {
         let executor = &mut self.processes[slot].executor;
-        executor.aborted = executor.aborted.max(epoch);
-        let reached = executor.handle.is_some_and(|current| current <= epoch);
+        let over = (executor.link, epoch);
+        executor.aborted = executor.aborted.max(over);
+        let reached = executor.handle.is_some_and(|current| current <= over);
         if reached && let Some(collective) = &mut executor.collective {
             collective.aborted = true;
         }
@@ -320,7 +330,7 @@ impl World {
         let frees = match &executor.job {
             Some(Job::Meet(_)) => reached,
             Some(Job::Connect(form)) => {
-                form.epoch <= epoch && !self.switches.connecting_is_not_freed
+                (executor.entered, form.epoch) <= over && !self.switches.connecting_is_not_freed
             }
             _ => false,
         };
@@ -348,7 +358,9 @@ impl World {
     /// Starts what is next, if nothing is under way.
     fn pump(&mut self, slot: usize) {
         while self.processes[slot].executor.job.is_none() {
-            let Some(command) = self.processes[slot].executor.queue.pop_front() else { return };
+            let executor = &mut self.processes[slot].executor;
+            let Some((link, command)) = executor.queue.pop_front() else { return };
+            executor.entered = if self.switches.old_commands_run { executor.link } else { link };
             match command {
                 Command::Form(form) => self.form(slot, form),
                 Command::Start(start) => {
@@ -385,7 +397,7 @@ impl World {
     fn form(&mut self, slot: usize, form: Form) {
         self.release(slot);
         let executor = &mut self.processes[slot].executor;
-        if executor.aborted >= form.epoch {
+        if executor.aborted >= (executor.entered, form.epoch) {
             return;
         }
         let epoch = form.epoch;
@@ -411,8 +423,11 @@ impl World {
         // The longest steps are within the time-out: a slow rank is no hung one.
         let bound = self.scenario.limits.step_timeout.as_micros() as Time;
         let takes = if stall == 0 { takes.min(bound * 4 / 5) } else { takes };
-        if stall > 0 {
+        if stall > 0 || slowed > 1 {
             self.faulty_until(self.now + takes);
+        }
+        if stall > 0 {
+            self.disturb(slot, takes);
         }
         self.begin_for(slot, Job::Compute(message), takes);
     }
@@ -436,13 +451,14 @@ impl World {
 
     fn connected(&mut self, slot: usize, form: Form) {
         let executor = &mut self.processes[slot].executor;
-        executor.handle = Some(form.epoch);
+        let term = (executor.entered, form.epoch);
+        executor.handle = Some(term);
         executor.collective = Some(Collective {
             epoch: form.epoch,
             rank: form.rank,
             world_size: form.world_size,
             tcp: matches!(form.collective, CollectiveSpec::Tcp { .. }),
-            aborted: executor.aborted >= form.epoch,
+            aborted: executor.aborted >= term,
         });
         if let Some(permanent) = self.processes[slot].fail_form.take() {
             return self.form_failed(slot, &form, "the file is not there", permanent);
@@ -566,7 +582,7 @@ impl World {
     fn step_failed(&mut self, slot: usize, plan: &StepPlan, why: &str) {
         let (epoch, step) = (plan.epoch, plan.step);
         let executor = &mut self.processes[slot].executor;
-        executor.aborted = executor.aborted.max(epoch);
+        executor.aborted = executor.aborted.max((executor.entered, epoch));
         self.release(slot);
         let failed = StepFailed { epoch, step, message: why.to_owned() };
         self.tell(slot, FromWorker::StepFailed(failed));

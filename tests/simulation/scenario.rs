@@ -50,6 +50,10 @@ pub(crate) enum Leaving {
     Drops,
 }
 
+impl Leaving {
+    const ALL: [Self; 2] = [Self::Cancels, Self::Drops];
+}
+
 /// A request and what is to come of it.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
@@ -176,9 +180,9 @@ impl Scenario {
             ends.stop_token = Some(random.pick(&text));
         }
         let n = random.pick(&[1, 1, 1, 2, 3]);
-        let leaves = random
-            .chance(15)
-            .then(|| (random.skewed(MS, 6 * S), random.pick(&[Leaving::Cancels, Leaving::Drops])));
+        // Whether a request for no tokens finished before its client was gone, no token tells.
+        let ways = if max_tokens == 0 { [Leaving::Cancels; 2] } else { Leaving::ALL };
+        let leaves = random.chance(15).then(|| (random.skewed(MS, 6 * S), random.pick(&ways)));
         let expected = (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect();
         Client { at, prompt, n, seed, ends, leaves, expected }
     }

@@ -39,6 +39,10 @@ pub(crate) struct Switches {
     pub(crate) no_cluster_tick: bool,
     /// Clients that leave are not noticed.
     pub(crate) leaving_unnoticed: bool,
+    /// Commands of an earlier link run as if they came by the present one.
+    pub(crate) old_commands_run: bool,
+    /// A process may take the name of another that is still connected.
+    pub(crate) newcomers_displace: bool,
     /// A returning worker's old link is not told apart from its new one.
     pub(crate) links_not_told_apart: bool,
     /// The client sees one token less.

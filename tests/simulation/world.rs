@@ -103,6 +103,8 @@ pub(crate) struct World {
     pub(crate) clients: Clients,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
+    /// By slot: until when something held up its steps, slowness aside.
+    pub(crate) disturbed: Vec<Time>,
     pub(crate) next_token: u64,
     pub(crate) report: Report,
     well_since: Option<Time>,
@@ -129,6 +131,7 @@ impl World {
             clients: Clients::new(scenario.clients.clone()),
             checks: Checks::default(),
             last_fault: 0,
+            disturbed: vec![0; slots],
             next_token: 1,
             report: Report::default(),
             well_since: None,
@@ -278,6 +281,7 @@ impl World {
         match fault {
             Fault::Crash { slot, back_after } => {
                 self.kill(slot);
+                self.disturb(slot, 0);
                 if let Some(after) = back_after {
                     self.start_again(slot, after);
                 }
@@ -287,6 +291,7 @@ impl World {
                 if process.alive && !process.frozen {
                     process.frozen = true;
                     let incarnation = process.incarnation;
+                    self.disturb(slot, lasts);
                     self.heal_after(lasts, Heal::Unfreeze { slot, incarnation });
                 }
             }
@@ -299,10 +304,12 @@ impl World {
             Fault::Partition { slot, up, down, lasts } => {
                 self.paths[slot].blocked[Side::Coordinator as usize] += u32::from(up);
                 self.paths[slot].blocked[Side::Worker as usize] += u32::from(down);
+                self.disturb(slot, lasts + S);
                 self.heal_after(lasts, Heal::Unblock { slot, up, down });
             }
             Fault::Delay { slot, extra, lasts } => {
                 self.paths[slot].extra += extra;
+                self.disturb(slot, lasts + 10 * extra);
                 self.heal_after(lasts, Heal::Faster { slot, extra });
             }
             Fault::Slow { slot, factor, lasts } => {
@@ -322,6 +329,11 @@ impl World {
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });
             }
         }
+    }
+
+    /// Something holds up the slot's steps for so long.
+    pub(crate) fn disturb(&mut self, slot: usize, lasts: Time) {
+        self.disturbed[slot] = self.disturbed[slot].max(self.now + lasts);
     }
 
     pub(crate) fn start_again(&mut self, slot: usize, after: Time) {
