@@ -159,7 +159,7 @@ impl Cluster {
         if let Some(id) = self.replica_of(worker) {
             self.break_replica(now, id, &format!("{worker} ({node}): {reason}"), effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
-                replica.vacate(worker);
+                replica.vacate(now, worker);
             }
         }
         self.reconcile(now, effects);
@@ -288,6 +288,7 @@ impl Cluster {
         for (id, group) in (next..).zip(place(&free, world_size)) {
             self.replicas.insert(ReplicaId(id), Replica::new(group));
         }
+        self.join_remains(now);
         let due: Vec<ReplicaId> = self
             .replicas
             .iter()
@@ -296,6 +297,34 @@ impl Cluster {
             .collect();
         for id in due {
             self.form(id, effects);
+        }
+    }
+
+    /// Replicas that miss ranks for long serve nobody: the later ones' workers complete the earlier
+    /// ones, as far as there are enough.
+    fn join_remains(&mut self, now: Duration) {
+        loop {
+            let waiting = self.replicas.iter().filter(|(_, it)| it.is_out_of_patience(now));
+            let remains: Vec<ReplicaId> = waiting.map(|(id, _)| *id).collect();
+            let [first, others @ ..] = remains.as_slice() else { return };
+            let there: usize = others.iter().map(|id| self.replicas[id].ranks().len()).sum();
+            let missing = self.replicas[first].missing();
+            if there < missing {
+                return;
+            }
+            let mut moved = Vec::with_capacity(missing);
+            for id in others.iter().rev() {
+                let Some(replica) = self.replicas.get_mut(id) else { continue };
+                while moved.len() < missing
+                    && let Some(worker) = replica.give_up()
+                {
+                    moved.push(worker);
+                }
+            }
+            let mut moved = self.members.values().filter(|it| moved.contains(&it.worker)).collect();
+            if let Some(replica) = self.replicas.get_mut(first) {
+                replica.fill(&mut moved);
+            }
         }
     }
 

@@ -12,6 +12,10 @@ const BACKOFF_MAX: Duration = Duration::from_secs(10);
 /// A replica that served this long starts counting failures anew.
 const STABLE_AFTER: Duration = Duration::from_secs(30);
 
+/// A replica that misses ranks waits this long for theirs to return before it gives the others to
+/// another one, or takes another one's.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// Where a replica is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplicaPhase {
@@ -72,6 +76,8 @@ pub(super) struct Replica {
     not_before: Duration,
     failures: u32,
     served_since: Duration,
+    /// Since when it has missed ranks.
+    vacant_since: Option<Duration>,
     last_failure: Option<String>,
 }
 
@@ -93,6 +99,7 @@ impl Replica {
             not_before: Duration::ZERO,
             failures: 0,
             served_since: Duration::ZERO,
+            vacant_since: None,
             last_failure: None,
         }
     }
@@ -129,7 +136,8 @@ impl Replica {
         self.slots.iter().filter_map(|slot| slot.worker).collect()
     }
 
-    pub(super) fn vacate(&mut self, worker: WorkerId) {
+    pub(super) fn vacate(&mut self, now: Duration, worker: WorkerId) {
+        self.vacant_since.get_or_insert(now);
         for slot in self.slots.iter_mut().filter(|slot| slot.worker == Some(worker)) {
             slot.worker = None;
         }
@@ -152,6 +160,25 @@ impl Replica {
         for slot in self.slots.iter_mut().filter(|slot| slot.worker.is_none()) {
             take(slot, None);
         }
+        if self.missing() == 0 {
+            self.vacant_since = None;
+        }
+    }
+
+    /// Ranks without a worker.
+    pub(super) fn missing(&self) -> usize {
+        self.slots.iter().filter(|slot| slot.worker.is_none()).count()
+    }
+
+    /// Whether it has waited long enough for missing ranks to return.
+    pub(super) fn is_out_of_patience(&self, now: Duration) -> bool {
+        !self.is_live()
+            && self.vacant_since.is_some_and(|since| now.saturating_sub(since) >= PATIENCE)
+    }
+
+    /// Lets its last worker go.
+    pub(super) fn give_up(&mut self) -> Option<WorkerId> {
+        self.slots.iter_mut().rev().find_map(|slot| slot.worker.take())
     }
 
     pub(super) fn may_form(&self, now: Duration) -> bool {

@@ -128,6 +128,31 @@ fn a_spare_takes_the_place_of_a_lost_rank() {
 }
 
 #[test]
+fn what_is_left_of_two_replicas_makes_one_when_nobody_returns() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    for worker in 0..4 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    bring_up(&mut cluster, secs(1), 2, &[2, 3]);
+    cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "killed", &mut effects);
+    cluster.worker_left(secs(3), WorkerId(3), Incarnation(1), "killed", &mut effects);
+    effects.clear();
+    cluster.tick(secs(7), &mut effects);
+    assert!(effects.is_empty(), "they may be back: {effects:?}");
+    cluster.tick(secs(8), &mut effects);
+    let ranks: Vec<(u32, u32)> = forms(&effects).iter().map(|f| (f.0, f.1)).collect();
+    assert_eq!(ranks, [(2, 0), (1, 1)]);
+    effects.clear();
+    for worker in [0, 3] {
+        cluster.worker_joined(secs(9), member(worker, 2, "a"), &mut effects);
+    }
+    let ranks: Vec<(u32, u32)> = forms(&effects).iter().map(|f| (f.0, f.1)).collect();
+    assert_eq!(ranks, [(0, 0), (3, 1)], "those who return make the other one whole");
+}
+
+#[test]
 fn messages_of_an_older_epoch_or_incarnation_change_nothing() {
     let mut cluster = Cluster::new(config(1));
     let mut effects = Vec::new();
