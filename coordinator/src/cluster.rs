@@ -8,6 +8,7 @@
 pub mod actor;
 mod placement;
 mod replica;
+pub mod roster;
 pub mod view;
 
 use core::net::SocketAddr;

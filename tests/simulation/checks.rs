@@ -1,6 +1,7 @@
 //! Invariants over the whole cluster.
 use std::collections::{BTreeMap, BTreeSet};
 
+use coordinator::cluster::ReplicaPhase;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::metrics::catalogue::{
     ENGINE_STEPS, FENCED_FRAMES, GENERATION_TOKENS, ITERATION_TOKENS, KV_CACHE_BLOCKS,
@@ -13,7 +14,7 @@ use shared::metrics::{Merged, Value};
 use shared::protocol::ToWorker;
 
 use crate::network::LinkId;
-use crate::scenario::Time;
+use crate::scenario::{S, Time};
 use crate::world::World;
 
 /// What the checks remember.
@@ -134,8 +135,31 @@ impl World {
         self.report.preemptions = merged.counter_sum(PREEMPTIONS);
         self.report.fenced = merged.counter_sum(FENCED_FRAMES);
         self.checks.last = Some(merged);
+        self.check_bounds();
         if !wrong.is_empty() {
             self.fail(format!("totals: {}", wrong.join("; ")));
+        }
+    }
+
+    /// Nothing that shall be noticed goes on unnoticed.
+    fn check_bounds(&mut self) {
+        if let Some(worker) = self.unnoticed_silence() {
+            self.fail(format!("{worker} is silent and still connected"));
+        }
+        if let Some(index) = self.clients.unnoticed(self.now) {
+            self.fail(format!("req-{index} is held although its client has left"));
+        }
+        let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
+        for slot in 0..self.processes.len() {
+            let Some((epoch, began)) = self.processes[slot].step_under_way() else { continue };
+            let serving = self
+                .coordinator
+                .core
+                .replicas()
+                .any(|it| it.epoch == epoch && it.phase == ReplicaPhase::Serving);
+            if serving && self.now > began + timeout + 7 * S {
+                self.fail(format!("{epoch} serves although slot {slot} has not finished a step"));
+            }
         }
     }
 

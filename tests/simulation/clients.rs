@@ -13,7 +13,7 @@ use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
 
 use coordinator::replica::driver::reject_reason;
 
-use crate::scenario::{Client, Leaving, Time};
+use crate::scenario::{Client, Leaving, MS, Time};
 use crate::world::World;
 
 /// Every token that was accepted for a request, by choice.
@@ -54,6 +54,7 @@ struct Open {
     reasons: Vec<Option<FinishReason>>,
     state: State,
     left: Option<Leaving>,
+    left_at: Time,
     replica: Option<ReplicaId>,
 }
 
@@ -86,6 +87,7 @@ impl Clients {
                 reasons: vec![None; n],
                 state: State::Coming,
                 left: None,
+                left_at: 0,
                 replica: None,
                 client,
             }
@@ -137,6 +139,14 @@ impl Clients {
         Some(format!("req-{index} at {:?} ({:?})", open.replica, open.state))
     }
 
+    /// A request that is still held long after its client left, if there is one.
+    pub(crate) fn unnoticed(&self, now: Time) -> Option<usize> {
+        let held = |open: &Open| {
+            open.left.is_some() && open.state == State::Live && now > open.left_at + 100 * MS
+        };
+        self.open.iter().position(held)
+    }
+
     /// Tokens accepted so far, over all requests.
     pub(crate) fn accepted_tokens(&self) -> u64 {
         let of = |open: &Open| -> usize {
@@ -182,13 +192,14 @@ impl Open {
 impl World {
     pub(crate) fn leave(&mut self, index: usize) {
         let open = &mut self.clients.open[index];
-        if !matches!(open.state, State::Submitted | State::Live) || self.switches.leaving_unnoticed
-        {
+        if !matches!(open.state, State::Submitted | State::Live) {
             return;
         }
+        open.left_at = self.now;
         let Some((_, leaving)) = open.client.leaves else { return };
         open.left = Some(leaving);
         match leaving {
+            _ if self.switches.leaving_unnoticed => {}
             Leaving::Drops => {
                 if let Some(events) = &mut open.events {
                     events.close();

@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use coordinator::cluster::roster::{Joining, LinkNumber, Roster};
 use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::Hub;
@@ -12,18 +13,20 @@ use coordinator::metrics::observe::ReplicaConfig;
 use coordinator::replica::driver::{ReplicaDriver, reject_reason};
 use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
 use coordinator::scheduler::Scheduler;
+use shared::actor::liveness::LivenessConfig;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
 use shared::metrics::{Limits, Source};
 use shared::protocol::{FromWorker, StepResult, ToWorker, WorkerStats};
 
-use crate::network::{LinkId, Packet, Side};
-use crate::scenario::{Scenario, Time};
+use crate::network::{Link, LinkId, Packet, Side};
+use crate::scenario::{S, Scenario, Time};
 use crate::world::{Event, World};
 
 #[derive(Clone, Copy, Debug)]
 struct Connected {
     incarnation: u64,
     link: LinkId,
+    number: LinkNumber,
 }
 
 /// A message to a replica.
@@ -57,12 +60,13 @@ pub(crate) struct RunningReplica {
 pub(crate) struct Coordinator {
     pub(crate) core: Cluster,
     pub(crate) hub: Hub,
-    slots: BTreeMap<String, WorkerId>,
+    roster: Roster,
     connected: BTreeMap<WorkerId, Connected>,
     pub(crate) replicas: BTreeMap<ReplicaId, RunningReplica>,
-    known: BTreeMap<WorkerId, u64>,
     mail: VecDeque<EpochFailed>,
     mail_due: Time,
+    /// Results of epochs to come, or gone by then, to be delivered again.
+    late_results: Vec<(ReplicaId, WorkerId, StepResult)>,
     /// Reports to be delivered again, or late.
     echoes: Vec<(WorkerId, u64, WorkerStats)>,
 }
@@ -104,12 +108,12 @@ impl Coordinator {
         Self {
             core: Cluster::new(config),
             hub: Hub::new(Incarnation(1), Limits::default()),
-            slots: BTreeMap::new(),
+            roster: Roster::default(),
             connected: BTreeMap::new(),
             replicas: BTreeMap::new(),
-            known: BTreeMap::new(),
             mail: VecDeque::new(),
             mail_due: 0,
+            late_results: Vec::new(),
             echoes: Vec::new(),
         }
     }
@@ -139,17 +143,20 @@ impl World {
     /// A worker's hello: admitted, welcomed, joined.
     pub(crate) fn hello(&mut self, link: LinkId) {
         let (slot, incarnation) = (self.links[link].slot, self.links[link].incarnation);
-        let node = format!("node-{slot}");
-        let coordinator = &mut self.coordinator;
-        let next = WorkerId(coordinator.slots.len() as u32);
-        let worker = *coordinator.slots.entry(node.clone()).or_insert(next);
-        let present = coordinator.connected.get(&worker);
-        if present.is_some_and(|present| present.incarnation != incarnation)
-            && !self.switches.newcomers_displace
-        {
+        let node = format!("node-{}", self.scenario.nodes[slot]);
+        let roster = &mut self.coordinator.roster;
+        let mut admitted = roster.admit(&node, Incarnation(incarnation));
+        if admitted.is_none() && self.switches.newcomers_displace {
+            let joined = |link: &Link| {
+                (self.scenario.nodes[link.slot] == self.scenario.nodes[slot])
+                    .then_some(link.joined)?
+            };
+            admitted = self.links.iter().find_map(joined);
+        }
+        let Some(worker) = admitted else {
             // Another process has the name, as far as is known: it may try again.
             return self.close(link, Side::Coordinator);
-        }
+        };
         self.send(link, Side::Worker, Packet::Welcome(worker));
         self.watch(link, Side::Coordinator);
         self.links[link].joined = Some(worker);
@@ -158,18 +165,19 @@ impl World {
             self.close(old.link, Side::Coordinator);
         }
         let coordinator = &mut self.coordinator;
-        coordinator.connected.insert(worker, Connected { incarnation, link });
+        let Joining { link: number, restarted, retired } =
+            coordinator.roster.joined(worker, Incarnation(incarnation));
+        coordinator.connected.insert(worker, Connected { incarnation, link, number });
         let mut recording = coordinator.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &node, "0");
-        let last = coordinator.known.insert(worker, incarnation).filter(|it| *it != incarnation);
-        if last.is_some() {
+        if restarted {
             recording.worker_restarted(worker);
         }
         drop(recording);
-        if let Some(last) = last {
-            coordinator.hub.retire(Source::Worker(worker), Incarnation(last));
-            self.checks.retired.insert((worker, last));
+        if let Some(retired) = retired {
+            coordinator.hub.retire(Source::Worker(worker), retired);
+            self.checks.retired.insert((worker, retired.0));
         }
         let member = Member {
             worker,
@@ -190,7 +198,7 @@ impl World {
         if self.switches.links_not_told_apart {
             return connected.incarnation == self.links[link].incarnation;
         }
-        connected.link == link
+        connected.link == link && self.coordinator.roster.is_present(worker, connected.number)
     }
 
     pub(crate) fn coordinator_link_closed(&mut self, link: LinkId) {
@@ -210,6 +218,7 @@ impl World {
             return;
         }
         self.say(|| format!("{worker} is gone: {reason}"));
+        self.coordinator.roster.left(worker);
         let Some(connected) = self.coordinator.connected.remove(&worker) else { return };
         let incarnation = Incarnation(connected.incarnation);
         self.coordinator.hub.lost(Source::Worker(worker), incarnation);
@@ -268,12 +277,7 @@ impl World {
         let Some(replica) = self.coordinator.replica_of(worker) else {
             return self.coordinator.hub.observer().record().fenced_frames(1);
         };
-        if self.switches.old_epochs_pass
-            && let Some(running) = self.coordinator.replicas.get(&replica)
-            && let Some((epoch, _)) = &running.serving
-        {
-            result.epoch = *epoch;
-        }
+        self.deliver_late(replica, worker, &result);
         let again = self.switches.results_repeat.then(|| {
             let mut again = result.clone();
             again.step.0 += 1;
@@ -282,6 +286,27 @@ impl World {
         let result = Box::new(result);
         self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
         if let Some(result) = again {
+            self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
+        }
+    }
+
+    /// Now and then a result of an epoch that is over comes again, as it could if links did not
+    /// keep order.
+    fn deliver_late(&mut self, replica: ReplicaId, worker: WorkerId, result: &StepResult) {
+        let late = &mut self.coordinator.late_results;
+        if self.random.chance(20) {
+            late.push((replica, worker, result.clone()));
+        }
+        let present = self.coordinator.replicas[&replica].operation.epoch();
+        let is_old = |it: &(ReplicaId, WorkerId, StepResult)| {
+            it.0 == replica && Some(it.2.epoch) < present && it.2.step == result.step
+        };
+        if let Some(index) = late.iter().position(is_old) {
+            let (replica, worker, mut result) = late.swap_remove(index);
+            if self.switches.old_epochs_pass {
+                result.epoch = present.unwrap_or_default();
+            }
+            let result = Box::new(result);
             self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
         }
     }
@@ -316,7 +341,9 @@ impl World {
             if self.switches.stale_reports_count {
                 stats.sequence += 1_000_000;
             }
-            let _ = hub.report(Source::Worker(worker), Incarnation(incarnation), &stats);
+            let mut incarnation = Incarnation(incarnation);
+            incarnation.0 += u64::from(late && self.switches.gone_process_counts_again);
+            let _ = hub.report(Source::Worker(worker), incarnation, &stats);
         }
     }
 
@@ -508,6 +535,9 @@ impl World {
         self.carry_out(effects);
         let ids: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
         for id in ids {
+            if self.switches.no_canary && self.clients.hung().is_none() {
+                continue;
+            }
             self.operate(id, |operation, now, out| operation.tick(now, out));
             self.hear_clients(id, None);
         }
@@ -536,6 +566,17 @@ impl World {
         for replica in replicas {
             self.mail_replica(replica, ReplicaMail::Cancel(id));
         }
+    }
+
+    /// A connection whose other end has been silent for too long, if there is one.
+    pub(crate) fn unnoticed_silence(&self) -> Option<WorkerId> {
+        let silent = |(_, it): &(&WorkerId, &Connected)| {
+            self.now
+                > self.links[it.link].heard
+                    + LivenessConfig::default().dead_after.as_micros() as Time
+                    + S / 5
+        };
+        self.coordinator.connected.iter().find(silent).map(|(worker, _)| *worker)
     }
 
     /// Whether as many replicas serve as there are live workers for, and all workers are linked.

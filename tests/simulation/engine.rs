@@ -39,6 +39,11 @@ impl RankEngine {
         self.num_blocks = num_blocks;
     }
 
+    /// Whether there is a cache of this size already.
+    pub(crate) fn fits(&self, num_blocks: u32) -> bool {
+        self.config.is_some() && self.num_blocks == num_blocks
+    }
+
     /// Drops the cache and all sequences.
     pub(crate) fn release(&mut self) {
         *self = Self::default();

@@ -84,3 +84,61 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
     println!("{seeds} seeds: {all:?}");
     assert!(failed.is_empty(), "{} of {seeds} seeds failed: {failed:?}", failed.len());
 }
+
+/// What is taken away, and its name.
+type Mutation = (&'static str, fn(&mut Switches));
+
+const MUTATIONS: [Mutation; 25] = [
+    ("ignores_abort", |it| it.ignores_abort = true),
+    ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
+    ("keeps_cache", |it| it.keeps_cache = true),
+    ("runs_any_epoch", |it| it.runs_any_epoch = true),
+    ("reports_pile_up", |it| it.reports_pile_up = true),
+    ("connecting_is_not_freed", |it| it.connecting_is_not_freed = true),
+    ("no_liveness", |it| it.no_liveness = true),
+    ("reorder_frames", |it| it.reorder_frames = true),
+    ("lose_frames", |it| it.lose_frames = true),
+    ("old_epochs_pass", |it| it.old_epochs_pass = true),
+    ("results_repeat", |it| it.results_repeat = true),
+    ("reports_add_up", |it| it.reports_add_up = true),
+    ("stale_reports_count", |it| it.stale_reports_count = true),
+    ("lost_is_not_told", |it| it.lost_is_not_told = true),
+    ("step_failures_ignored", |it| it.step_failures_ignored = true),
+    ("no_step_timeout", |it| it.no_step_timeout = true),
+    ("no_cluster_tick", |it| it.no_cluster_tick = true),
+    ("leaving_unnoticed", |it| it.leaving_unnoticed = true),
+    ("old_commands_run", |it| it.old_commands_run = true),
+    ("newcomers_displace", |it| it.newcomers_displace = true),
+    ("links_not_told_apart", |it| it.links_not_told_apart = true),
+    ("token_lost", |it| it.token_lost = true),
+    ("token_repeated", |it| it.token_repeated = true),
+    ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
+    ("no_canary", |it| it.no_canary = true),
+];
+
+#[test]
+fn every_guard_that_is_taken_away_is_missed() {
+    let mut unnoticed = Vec::new();
+    for (name, take_away) in MUTATIONS {
+        let mut switches = Switches::default();
+        take_away(&mut switches);
+        let red = (0..SEEDS).find_map(|seed| Some((seed, run(seed, switches, false).err()?)));
+        match red {
+            Some((seed, why)) => {
+                println!("{name}: seed {seed}: {}", why.chars().take(160).collect::<String>());
+            }
+            None => unnoticed.push(name),
+        }
+    }
+    assert!(unnoticed.is_empty(), "no seed of {SEEDS} notices: {unnoticed:?}");
+}
+
+#[test]
+fn a_seed_replays_exactly() {
+    for seed in 0..20 {
+        let (first, again) =
+            (run(seed, Switches::default(), false), run(seed, Switches::default(), false));
+        assert_eq!(first, again, "seed {seed}");
+        assert_ne!(first, run(seed + 1, Switches::default(), false));
+    }
+}

@@ -64,6 +64,8 @@ pub(crate) struct Link {
     liveness: [Option<Liveness>; 2],
     /// Whether frames of the worker can arrive even after its end is closed.
     pub(crate) established: bool,
+    /// When the coordinator last heard anything by it.
+    pub(crate) heard: Time,
     /// As which worker the coordinator welcomed it.
     pub(crate) joined: Option<WorkerId>,
 }
@@ -86,6 +88,7 @@ impl World {
             pipes: [Pipe::default(), Pipe::default()],
             liveness: [None, None],
             established: true,
+            heard: self.now,
             joined: None,
         });
         self.links.len() - 1
@@ -181,6 +184,9 @@ impl World {
             liveness.heard(now);
         }
         self.links[link].established = true;
+        if to == Side::Coordinator {
+            self.links[link].heard = self.now;
+        }
         match (packet, to) {
             (Packet::Ping, _) => {
                 self.send(link, to.other(), Packet::Pong);

@@ -69,6 +69,7 @@ pub(crate) struct Executor {
     job: Option<Job>,
     /// Of the event that ends the job.
     token: u64,
+    began: Time,
     epoch: Option<Epoch>,
     /// Epochs up to this one, of this link or one before, are over.
     aborted: (u64, Epoch),
@@ -143,6 +144,14 @@ impl Process {
             fail_step: false,
             fail_form: None,
         }
+    }
+
+    /// The epoch of the step under way, and since when it is.
+    pub(crate) fn step_under_way(&self) -> Option<(Epoch, Time)> {
+        let (Some(Job::Compute(_)), Some(epoch)) = (&self.executor.job, self.executor.epoch) else {
+            return None;
+        };
+        Some((epoch, self.executor.began))
     }
 
     fn report(&mut self) -> (WorkerStats, u64) {
@@ -347,6 +356,7 @@ impl World {
         let executor = &mut self.processes[slot].executor;
         executor.job = Some(job);
         executor.token = token;
+        executor.began = self.now;
         token
     }
 
@@ -498,7 +508,9 @@ impl World {
         let executor = &mut self.processes[slot].executor;
         let Some(form) = &executor.form else { return };
         let config = form.engine.clone();
-        executor.engine.start(config, start.num_blocks);
+        if !self.switches.keeps_cache || !executor.engine.fits(start.num_blocks) {
+            executor.engine.start(config, start.num_blocks);
+        }
         self.tell(slot, FromWorker::Started(Started { epoch: start.epoch }));
     }
 

@@ -37,6 +37,8 @@ pub(crate) enum Fault {
     Stall { slot: usize, takes: Time },
     /// The rank's next step fails.
     FailStep { slot: usize },
+    /// Another process takes the name of a slot's, for a while.
+    Twin { twin: usize, lasts: Time },
     /// The rank's next formation fails.
     FailForm { slot: usize, permanent: bool },
 }
@@ -72,6 +74,8 @@ pub(crate) struct Scenario {
     pub(crate) tensor_parallel: u32,
     /// Hosts of the first worker processes, by slot; more may join.
     pub(crate) hosts: Vec<u8>,
+    /// By slot, the number in its process's name: a twin has another's.
+    pub(crate) nodes: Vec<usize>,
     /// When each slot's process is started for the first time.
     pub(crate) starts: Vec<Time>,
     pub(crate) engine: EngineConfig,
@@ -124,6 +128,7 @@ impl Scenario {
         let fewest = random.range(17, 24);
         let mut scenario = Self {
             tensor_parallel,
+            nodes: (0..count).collect(),
             hosts: (0..count).map(|_| random.range(1, num_hosts) as u8).collect(),
             starts: (0..count)
                 .map(|slot| match late {
@@ -189,6 +194,18 @@ impl Scenario {
 
     fn add_faults(&mut self, random: &mut Random) {
         let slots = self.hosts.len() as u64;
+        if random.chance(15) {
+            // As where a process that is not heard of is replaced, and thaws.
+            let slot = random.range(0, slots - 1) as usize;
+            let at = random.range(0, FAULTS_END);
+            let twin = self.hosts.len();
+            self.nodes.push(slot);
+            self.hosts.push(self.hosts[slot]);
+            self.starts.push(Time::MAX);
+            self.faults.push((at, Fault::Freeze { slot, lasts: random.skewed(S, 14 * S) }));
+            let lasts = random.range(S, 20 * S);
+            self.faults.push((at + random.range(0, 6 * S), Fault::Twin { twin, lasts }));
+        }
         for _ in 0..random.range(3, 12) {
             let at = random.range(0, FAULTS_END);
             let slot = random.range(0, slots - 1) as usize;

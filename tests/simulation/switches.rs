@@ -29,6 +29,10 @@ pub(crate) struct Switches {
     pub(crate) reports_add_up: bool,
     /// A worker's stale reports count as new.
     pub(crate) stale_reports_count: bool,
+    /// Late reports of a process run that is gone count as of another one.
+    pub(crate) gone_process_counts_again: bool,
+    /// Time does not pass for replicas without requests.
+    pub(crate) no_canary: bool,
     /// A replica is not told that its epoch is over.
     pub(crate) lost_is_not_told: bool,
     /// Nobody tells the cluster that a step failed.

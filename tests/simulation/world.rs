@@ -32,6 +32,7 @@ pub(crate) enum Heal {
     Faster { slot: usize, extra: Time },
     Quicker { slot: usize, factor: u64 },
     NoOccasion { slot: usize },
+    Single { twin: usize },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -139,7 +140,9 @@ impl World {
             verbose,
             scenario,
         };
-        for slot in 0..slots {
+        for slot in
+            (0..slots).filter(|slot| world.scenario.starts[*slot] < Time::MAX).collect::<Vec<_>>()
+        {
             world.schedule_at(world.scenario.starts[slot], Event::Start { slot });
             world.last_fault = world.last_fault.max(world.scenario.starts[slot]);
         }
@@ -324,6 +327,10 @@ impl World {
                 self.processes[slot].fail_step = true;
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });
             }
+            Fault::Twin { twin, lasts } => {
+                self.start_process(twin);
+                self.heal_after(lasts, Heal::Single { twin });
+            }
             Fault::FailForm { slot, permanent } => {
                 self.processes[slot].fail_form = Some(permanent);
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });
@@ -361,6 +368,7 @@ impl World {
                 self.release_held(slot);
             }
             Heal::Faster { slot, extra } => self.paths[slot].extra -= extra,
+            Heal::Single { twin } => self.kill(twin),
             Heal::Quicker { slot, factor } => self.processes[slot].slowed /= factor,
             Heal::NoOccasion { slot } => {
                 let process = &mut self.processes[slot];

@@ -1,6 +1,6 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -20,6 +20,7 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
+use super::roster::{Joining, LinkNumber, Roster};
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
 use crate::engine::{EngineCommand, EngineError, EngineEvent};
@@ -39,6 +40,7 @@ const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
 struct Connected {
     incarnation: Incarnation,
+    number: LinkNumber,
     node: String,
     pid: u32,
     link: LinkHandle,
@@ -60,14 +62,12 @@ pub type ReplicaFactory = Box<
 pub struct ClusterActor {
     core: Cluster,
     clock: Arc<dyn Clock>,
-    slots: HashMap<String, WorkerId>,
+    roster: Roster,
     connected: BTreeMap<WorkerId, Connected>,
     replicas: BTreeMap<ReplicaId, RunningReplica>,
     make_replica: ReplicaFactory,
     hub: Arc<Hub>,
     engine: EngineConfig,
-    /// Every worker that ever joined, to count restarts.
-    known: HashMap<WorkerId, Incarnation>,
     view: watch::Sender<ClusterView>,
     unservable: Option<String>,
     frozen: Option<(String, u32)>,
@@ -97,13 +97,12 @@ impl ClusterActor {
         Self {
             core: Cluster::new(config),
             clock,
-            slots: HashMap::new(),
+            roster: Roster::default(),
             connected: BTreeMap::new(),
             replicas: BTreeMap::new(),
             make_replica,
             hub,
             engine,
-            known: HashMap::new(),
             view,
             unservable: None,
             frozen: None,
@@ -306,7 +305,7 @@ impl ClusterActor {
     /// Actors of the cluster by state, as `/metrics` shows them.
     fn count_actors(&self) {
         let mut recording = self.hub.observer().record();
-        let missing = self.known.len().saturating_sub(self.connected.len());
+        let missing = self.roster.num_known().saturating_sub(self.connected.len());
         let replicas = |phase: fn(ReplicaPhase) -> bool| {
             self.core.replicas().filter(|replica| phase(replica.phase)).count() as u64
         };
@@ -339,22 +338,22 @@ impl ClusterActor {
         &mut self,
         ctx: &mut Context<Self>,
         worker: WorkerId,
-        incarnation: Incarnation,
+        number: LinkNumber,
         reason: &str,
     ) {
-        let current = self.connected.get(&worker).is_some_and(|c| c.incarnation == incarnation);
-        if !current {
+        if !self.roster.is_present(worker, number) {
             return;
         }
-        if let Some(connected) = self.connected.remove(&worker) {
-            if self.stopping {
-                tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
-            } else {
-                tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
-            }
-            self.hub.lost(Source::Worker(worker), incarnation);
-            self.hub.observer().record().worker_up(worker, false);
+        self.roster.left(worker);
+        let Some(connected) = self.connected.remove(&worker) else { return };
+        let incarnation = connected.incarnation;
+        if self.stopping {
+            tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
+        } else {
+            tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
         }
+        self.hub.lost(Source::Worker(worker), incarnation);
+        self.hub.observer().record().worker_up(worker, false);
         let mut effects = Vec::new();
         self.core.worker_left(self.clock.now(), worker, incarnation, reason, &mut effects);
         self.carry_out(ctx, effects);
@@ -380,8 +379,17 @@ impl Actor for ClusterActor {
 
 /// May this worker join? Answered before its link is started.
 #[derive(Debug, Message)]
-#[rtype(result = "Result<Welcome, String>")]
+#[rtype(result = "Result<Welcome, Refusal>")]
 pub struct Admit(pub Hello);
+
+/// Why a worker may not join.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Now; it may dial again.
+    NotYet(String),
+    /// Ever.
+    Never(String),
+}
 
 /// A worker has been welcomed.
 #[derive(Debug, Message)]
@@ -399,7 +407,7 @@ pub struct Joined {
 #[rtype(result = "()")]
 struct FromLink {
     worker: WorkerId,
-    incarnation: Incarnation,
+    number: LinkNumber,
     event: LinkEvent,
 }
 
@@ -419,14 +427,16 @@ pub struct Stop {
 }
 
 impl Handler<Admit> for ClusterActor {
-    type Result = Result<Welcome, String>;
+    type Result = Result<Welcome, Refusal>;
 
     fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
         if self.stopping {
-            return Err("the coordinator is shutting down".to_owned());
+            return Err(Refusal::Never("the coordinator is shutting down".to_owned()));
         }
-        let next = WorkerId(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
-        let worker = *self.slots.entry(hello.node).or_insert(next);
+        let Some(worker) = self.roster.admit(&hello.node, hello.incarnation) else {
+            let node = hello.node;
+            return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
+        };
         let interval = if self.worker_stats { STATS_INTERVAL } else { Duration::ZERO };
         Ok(Welcome { worker, stats_interval_ms: interval.as_millis() as u64 })
     }
@@ -438,10 +448,20 @@ impl Handler<Joined> for ClusterActor {
     fn handle(&mut self, joined: Joined, ctx: &mut Self::Context) {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
+        // Between its admission and now another process may have joined in its place.
+        if self.roster.admit(&hello.node, incarnation) != Some(worker) {
+            return;
+        }
+        if let Some(old) = self.connected.get(&worker) {
+            let (old_number, old_link) = (old.number, old.link.clone());
+            self.worker_gone(ctx, worker, old_number, "it joined again");
+            old_link.close();
+        }
+        let Joining { link: number, restarted, retired } = self.roster.joined(worker, incarnation);
         let addr = ctx.address();
         let sink = move |event| {
             let last = matches!(event, LinkEvent::Closed { .. });
-            let message = FromLink { worker, incarnation, event };
+            let message = FromLink { worker, number, event };
             if last {
                 addr.do_send(message);
                 return true;
@@ -450,24 +470,19 @@ impl Handler<Joined> for ClusterActor {
         };
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
-        if let Some(old) = self.connected.get(&worker) {
-            let (old_incarnation, old_link) = (old.incarnation, old.link.clone());
-            self.worker_gone(ctx, worker, old_incarnation, "it joined again");
-            old_link.close();
-        }
         let node = hello.node.clone();
         let addr = RemoteAddr::new(link.clone());
-        self.connected.insert(worker, Connected { incarnation, node, pid: hello.pid, link, addr });
+        let connected = Connected { incarnation, number, node, pid: hello.pid, link, addr };
+        self.connected.insert(worker, connected);
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
-        let last = self.known.insert(worker, incarnation).filter(|last| *last != incarnation);
-        if last.is_some() {
+        if restarted {
             recording.worker_restarted(worker);
         }
         drop(recording);
-        if let Some(last) = last {
-            self.hub.retire(Source::Worker(worker), last);
+        if let Some(retired) = retired {
+            self.hub.retire(Source::Worker(worker), retired);
         }
         let member = Member {
             worker,
@@ -486,9 +501,8 @@ impl Handler<FromLink> for ClusterActor {
     type Result = ();
 
     fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
-        let FromLink { worker, incarnation, event } = message;
-        let current = self.connected.get(&worker).is_some_and(|c| c.incarnation == incarnation);
-        if !current {
+        let FromLink { worker, number, event } = message;
+        if !self.roster.is_present(worker, number) {
             return;
         }
         match event {
@@ -501,7 +515,7 @@ impl Handler<FromLink> for ClusterActor {
                 {
                     self.frozen = Some((connected.node.clone(), connected.pid));
                 }
-                self.worker_gone(ctx, worker, incarnation, &reason.to_string());
+                self.worker_gone(ctx, worker, number, &reason.to_string());
             }
         }
     }
