@@ -85,13 +85,22 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
     let timeout = Duration::from_millis(300);
     run(Kind::SharedMemory, 2, timeout, |_, mut collective| collective.barrier().unwrap());
     let lonely = SharedMemoryOptions { name: unique_name(), rank: 0, world_size: 2, timeout };
-    let error = shared_memory(&lonely).unwrap_err().to_string();
+    let error = shared_memory(&lonely, &|| false).unwrap_err().to_string();
     assert!(error.contains("1 of 2 ranks"), "{error}");
+    let patient = SharedMemoryOptions { timeout: Duration::from_secs(60), ..lonely.clone() };
+    for rank in 0..2 {
+        let error = shared_memory(&SharedMemoryOptions { rank, ..patient.clone() }, &|| true);
+        assert!(matches!(error, Err(CollectiveError::Aborted)));
+    }
     let late = SharedMemoryOptions { rank: 1, ..lonely };
-    assert!(shared_memory(&late).unwrap_err().to_string().contains("rank 0 did not create"));
+    assert!(
+        shared_memory(&late, &|| false).unwrap_err().to_string().contains("rank 0 did not create")
+    );
     for name in ["", "a/b", "..", "a b", "\u{e9}"] {
         let named = SharedMemoryOptions { name: name.to_owned(), ..late.clone() };
-        assert!(shared_memory(&named).unwrap_err().to_string().contains("letters, digits"));
+        assert!(
+            shared_memory(&named, &|| false).unwrap_err().to_string().contains("letters, digits")
+        );
     }
     // Groups of other tests of this binary come and go; ours are gone.
     let began = Instant::now();
@@ -99,6 +108,22 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
         std::thread::sleep(Duration::from_millis(10));
     }
     assert_eq!(objects(), 0);
+}
+
+#[test]
+fn waiting_for_the_other_ranks_can_be_given_up() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let absent = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let own = listener.local_addr().unwrap();
+    for (rank, ranks) in [(0, [own, absent]), (1, [absent, own])] {
+        let began = Instant::now();
+        let is_given_up = || began.elapsed() > Duration::from_millis(50);
+        let timeout = Duration::from_secs(60);
+        let options = TcpOptions { listener: &listener, ranks: &ranks, rank, token: 1, timeout };
+        let error = tcp(&options, &is_given_up);
+        assert!(matches!(error, Err(CollectiveError::Aborted)));
+        assert!(began.elapsed() < Duration::from_secs(10));
+    }
 }
 
 #[test]
@@ -120,7 +145,7 @@ fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
                 scope.spawn(move || {
                     let timeout = Duration::from_secs(10);
                     let options = TcpOptions { listener, ranks, rank, token, timeout };
-                    let mut collective = tcp(&options).unwrap();
+                    let mut collective = tcp(&options, &|| false).unwrap();
                     let mut value = [f32::from(rank as u8 + 1)];
                     collective.all_reduce_sum(&mut value).unwrap();
                     assert_eq!(value, [3.0]);

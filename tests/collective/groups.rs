@@ -41,10 +41,14 @@ pub(crate) fn run<R: Send>(
         Kind::Threads => thread,
         Kind::SharedMemory => {
             let name = name.clone();
-            shared_memory(&SharedMemoryOptions { name, rank, world_size: ranks, timeout }).unwrap()
+            shared_memory(&SharedMemoryOptions { name, rank, world_size: ranks, timeout }, &|| {
+                false
+            })
+            .unwrap()
         }
         Kind::Tcp => {
-            tcp(&TcpOptions { listener, ranks: &addresses, rank, token: 5, timeout }).unwrap()
+            tcp(&TcpOptions { listener, ranks: &addresses, rank, token: 5, timeout }, &|| false)
+                .unwrap()
         }
     };
     std::thread::scope(|scope| {

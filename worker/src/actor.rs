@@ -236,7 +236,7 @@ impl Handler<ReportDue> for WorkerActor {
         let current = due.generation == self.generation;
         if current {
             // A full queue means a busy executor, whose stats ride on its steps.
-            let _ = self.executor.command(ExecutorCommand::Report);
+            let _ = self.executor.report();
         }
         current
     }

@@ -40,20 +40,24 @@ impl CpuRank {
         Self { threads, listener, loaded: None }
     }
 
-    fn connect(&self, form: &Form) -> Result<Box<dyn Collective>, FormError> {
+    fn connect(&self, form: &Form, abort: &AbortSlot) -> Result<Box<dyn Collective>, FormError> {
         let timeout = Duration::from_millis(form.collective_timeout_ms);
         let (rank, world_size) = (form.rank, form.world_size);
+        let is_given_up = || abort.is_aborted(form.epoch);
         let connected = match &form.collective {
             CollectiveSpec::None => Ok(single_rank()),
             CollectiveSpec::SharedMemory { name } => {
                 tracing::info!(rank, world_size, "collective: shared memory");
                 let name = name.clone();
-                shared_memory(&SharedMemoryOptions { name, rank, world_size, timeout })
+                shared_memory(
+                    &SharedMemoryOptions { name, rank, world_size, timeout },
+                    &is_given_up,
+                )
             }
             CollectiveSpec::Tcp { ranks } => {
                 tracing::info!(rank, world_size, "collective: tcp");
                 let (listener, token) = (&self.listener, form.epoch.0);
-                tcp(&TcpOptions { listener, ranks, rank, token, timeout })
+                tcp(&TcpOptions { listener, ranks, rank, token, timeout }, &is_given_up)
             }
         };
         connected.map_err(|error| FormError { message: error.to_string(), permanent: false })
@@ -93,7 +97,7 @@ impl Rank for CpuRank {
         abort: &AbortSlot,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<RankReady, FormError> {
-        let collective = self.connect(form)?;
+        let collective = self.connect(form, abort)?;
         abort.set(form.epoch, collective.abort_handle());
         let sizes = &form.engine;
         let key = (

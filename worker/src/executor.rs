@@ -2,6 +2,8 @@
 //!
 //! It owns order and epochs: a command of an epoch that is over does nothing. It does no network IO
 //! beyond handing messages to the [`Outbox`]; it never waits for the link.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -50,9 +52,13 @@ pub trait Outbox: Send {
 /// A handle on the executor thread. Dropping it ends the thread after the command in progress.
 #[derive(Debug)]
 pub struct Executor {
-    commands: Option<SyncSender<ExecutorCommand>>,
+    commands: Option<SyncSender<(u64, ExecutorCommand)>>,
     thread: Option<JoinHandle<()>>,
     abort: AbortSlot,
+    /// The present link's number: commands carry it, since they may wait longer than it lasts.
+    link: AtomicU64,
+    /// A report waits to be made.
+    report_waits: Arc<AtomicBool>,
 }
 
 /// The executor cannot take a command.
@@ -80,10 +86,15 @@ impl Executor {
         let (commands, receiver) = sync_channel(COMMANDS_MAX);
         let abort = AbortSlot::default();
         let slot = abort.clone();
+        let report_waits = Arc::new(AtomicBool::new(false));
+        let waits = report_waits.clone();
         let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
-            Loop { rank: make_rank(), outbox, abort: slot, epoch: None }.run(&receiver)
+            let rank = make_rank();
+            Loop { rank, outbox, abort: slot, entered: 0, epoch: None, report_waits: waits }
+                .run(&receiver)
         })?;
-        Ok(Self { commands: Some(commands), thread: Some(thread), abort })
+        let (commands, thread) = (Some(commands), Some(thread));
+        Ok(Self { commands, thread, abort, link: AtomicU64::new(0), report_waits })
     }
 
     /// Queues a command.
@@ -92,10 +103,26 @@ impl Executor {
     /// [`ExecutorError`].
     pub fn command(&self, command: ExecutorCommand) -> Result<(), ExecutorError> {
         let Some(commands) = &self.commands else { return Err(ExecutorError::Ended) };
-        commands.try_send(command).map_err(|error| match error {
+        commands.try_send((self.link.load(Ordering::Relaxed), command)).map_err(|error| match error
+        {
             TrySendError::Full(_) => ExecutorError::Full,
             TrySendError::Disconnected(_) => ExecutorError::Ended,
         })
+    }
+
+    /// Queues a report, unless one waits already: a long step or load must not fill the queue.
+    ///
+    /// # Errors
+    /// [`ExecutorError`].
+    pub fn report(&self) -> Result<(), ExecutorError> {
+        if self.report_waits.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let queued = self.command(ExecutorCommand::Report);
+        if queued.is_err() {
+            self.report_waits.store(false, Ordering::Relaxed);
+        }
+        queued
     }
 
     /// Ends `epoch`: frees the executor from its collective at once, then drops it.
@@ -110,9 +137,10 @@ impl Executor {
         self.abort(Epoch(u64::MAX));
     }
 
-    /// Forgets that all epochs are over: called before the first message of a new link.
+    /// Called before the first message of a new link: its epochs are not over, whatever their
+    /// numbers, and those of earlier links are, also in commands that wait still.
     pub fn new_link(&self) {
-        self.abort.reset();
+        self.link.store(self.abort.new_link(), Ordering::Relaxed);
     }
 }
 
@@ -130,27 +158,33 @@ struct Loop<R, O> {
     rank: R,
     outbox: O,
     abort: AbortSlot,
-    /// The epoch that is formed.
-    epoch: Option<Epoch>,
+    /// The link over which the command under way came.
+    entered: u64,
+    /// The epoch that is formed, and the link over which it came.
+    epoch: Option<(u64, Epoch)>,
+    report_waits: Arc<AtomicBool>,
 }
 
 impl<R: Rank, O: Outbox> Loop<R, O> {
-    fn run(mut self, commands: &Receiver<ExecutorCommand>) {
+    fn run(mut self, commands: &Receiver<(u64, ExecutorCommand)>) {
         let mut idle_since = Instant::now();
-        while let Ok(command) = commands.recv() {
+        while let Ok((link, command)) = commands.recv() {
             let idle = idle_since.elapsed();
+            self.entered = link;
+            self.abort.enter(link);
             match command {
                 ExecutorCommand::Form(form) => self.form(&form),
                 ExecutorCommand::Start(start) => self.start(start),
                 ExecutorCommand::Step(plan) => self.step(&plan, idle),
                 ExecutorCommand::Report => {
+                    self.report_waits.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
                     self.outbox.send(FromWorker::Stats(stats));
                     // Time spent waiting for work goes on.
                     continue;
                 }
                 ExecutorCommand::Release(epoch) => {
-                    if self.epoch.is_some_and(|current| current <= epoch) {
+                    if self.epoch.is_some_and(|current| current <= (link, epoch)) {
                         self.release();
                     }
                 }
@@ -182,7 +216,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         };
         match self.rank.form(form, &self.abort, &mut progress) {
             Ok(ready) => {
-                self.epoch = Some(epoch);
+                self.epoch = Some((self.entered, epoch));
                 let formed = Formed {
                     epoch,
                     kv_blocks: ready.kv_blocks,
@@ -204,7 +238,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
     }
 
     fn start(&mut self, start: Start) {
-        if self.epoch != Some(start.epoch) {
+        if self.epoch != Some((self.entered, start.epoch)) {
             return;
         }
         let epoch = start.epoch;
@@ -219,7 +253,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
     }
 
     fn step(&mut self, plan: &StepPlan, idle: Duration) {
-        if self.epoch != Some(plan.epoch) {
+        if self.epoch != Some((self.entered, plan.epoch)) {
             return;
         }
         let began = Instant::now();
@@ -241,7 +275,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             Err(message) => {
                 let (epoch, step) = (plan.epoch, plan.step);
                 // The ranks no longer agree on what was run: the epoch is over on all of them.
-                self.abort.abort(epoch);
+                self.abort.abort_own(epoch);
                 self.release();
                 self.outbox.send(FromWorker::StepFailed(StepFailed { epoch, step, message }));
             }

@@ -4,7 +4,7 @@
 //! and arithmetic ([`crate::engine`] over a `kernels::Backend`). Called from the executor thread
 //! alone; only [`AbortSlot`] is touched by other threads.
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kernels::collective::AbortHandle;
 use shared::ids::Epoch;
@@ -66,22 +66,35 @@ pub struct FormError {
 }
 
 /// Lets other threads free the executor from a collective operation.
+///
+/// Epochs are counted by a coordinator, and another one counts anew: so what is over is known by
+/// the link, too, over which the epoch came. The executor may be behind: still in a command of an
+/// earlier link when the next is up.
 #[derive(Clone, Debug, Default)]
 pub struct AbortSlot {
     inner: Arc<Mutex<SlotState>>,
 }
 
+/// Links in their order, and the epochs that came over each.
+type Term = (u64, Epoch);
+
 #[derive(Default)]
 struct SlotState {
+    /// The present or last link.
+    link: u64,
+    /// The link over which the command under way came.
+    entered: u64,
     /// Epochs up to this one are over.
-    aborted: Epoch,
-    current: Option<(Epoch, Arc<dyn AbortHandle>)>,
+    aborted: Term,
+    current: Option<(Term, Arc<dyn AbortHandle>)>,
 }
 
 impl fmt::Debug for SlotState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let current = self.current.as_ref().map(|(epoch, _)| epoch);
+        let current = self.current.as_ref().map(|(term, _)| term);
         f.debug_struct("SlotState")
+            .field("link", &self.link)
+            .field("entered", &self.entered)
             .field("aborted", &self.aborted)
             .field("current", &current)
             .finish()
@@ -91,38 +104,64 @@ impl fmt::Debug for SlotState {
 impl AbortSlot {
     /// Names the handle that frees `epoch`; fires it at once when that epoch is already over.
     pub fn set(&self, epoch: Epoch, handle: Arc<dyn AbortHandle>) {
-        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.aborted >= epoch {
+        let mut state = self.state();
+        let term = (state.entered, epoch);
+        if state.aborted >= term {
             handle.abort();
         }
-        state.current = Some((epoch, handle));
+        state.current = Some((term, handle));
     }
 
-    /// Ends `epoch` and all before it.
+    /// Ends `epoch` of the present link and all before it.
     pub fn abort(&self, epoch: Epoch) {
-        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        state.aborted = state.aborted.max(epoch);
-        if let Some((current, handle)) = &state.current
-            && *current <= epoch
-        {
-            handle.abort();
-        }
+        let mut state = self.state();
+        let term = (state.link, epoch);
+        state.abort(term);
     }
 
-    /// Whether `epoch` is over.
+    /// Ends `epoch` of the command under way.
+    pub fn abort_own(&self, epoch: Epoch) {
+        let mut state = self.state();
+        let term = (state.entered, epoch);
+        state.abort(term);
+    }
+
+    /// Whether `epoch` of the command under way is over.
     #[must_use]
     pub fn is_aborted(&self, epoch: Epoch) -> bool {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).aborted >= epoch
+        let state = self.state();
+        state.aborted >= (state.entered, epoch)
     }
 
     /// Forgets the handle, when its collective is dropped.
     pub fn clear(&self) {
-        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        state.current = None;
+        self.state().current = None;
     }
 
-    /// Prepares for a new coordinator, whose epochs are counted from the beginning.
-    pub fn reset(&self) {
-        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = SlotState::default();
+    /// Another link is up; returns its number.
+    pub fn new_link(&self) -> u64 {
+        let mut state = self.state();
+        state.link += 1;
+        state.link
+    }
+
+    /// The executor begins a command that came over `link`.
+    pub fn enter(&self, link: u64) {
+        self.state().entered = link;
+    }
+
+    fn state(&self) -> MutexGuard<'_, SlotState> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl SlotState {
+    fn abort(&mut self, term: Term) {
+        self.aborted = self.aborted.max(term);
+        if let Some((current, handle)) = &self.current
+            && *current <= term
+        {
+            handle.abort();
+        }
     }
 }

@@ -66,12 +66,15 @@ impl Drop for Unlink<'_> {
     }
 }
 
-/// Connects this process as one rank; returns when all ranks are connected.
+/// Connects this process as one rank; returns when all ranks are connected, or soon after
+/// `is_given_up` says so.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] naming what is wrong, also when others do not come in time.
+/// [`CollectiveError::Setup`] naming what is wrong, also when others do not come in time;
+/// [`CollectiveError::Aborted`].
 pub fn shared_memory(
     options: &SharedMemoryOptions,
+    is_given_up: &dyn Fn() -> bool,
 ) -> Result<Box<dyn Collective>, CollectiveError> {
     let setup = |message: String| CollectiveError::Setup(message);
     let SharedMemoryOptions { name, rank, world_size, timeout } = options;
@@ -85,6 +88,7 @@ pub fn shared_memory(
     }
     let c_name = CString::new(format!("/{name}")).map_err(|error| setup(error.to_string()))?;
     let began = Instant::now();
+    let check = || if is_given_up() { Err(CollectiveError::Aborted) } else { Ok(()) };
     let len = region_bytes(ranks);
     let (memory, unlink) = if rank == 0 {
         let created =
@@ -96,6 +100,7 @@ pub fn shared_memory(
             match open(&c_name, len) {
                 Ok(Some(mapping)) => break mapping,
                 Ok(None) if began.elapsed() < *timeout => {
+                    check()?;
                     std::thread::sleep(Duration::from_micros(200));
                 }
                 Ok(None) => {
@@ -112,6 +117,7 @@ pub fn shared_memory(
         if began.elapsed() >= *timeout {
             return Err(setup(format!("rank 0 did not set up {name} within {timeout:?}")));
         }
+        check()?;
         std::thread::sleep(Duration::from_micros(50));
     }
     let region = Region::new(memory.clone(), rank, ranks, *timeout);
@@ -122,6 +128,7 @@ pub fn shared_memory(
             let came = head.attached.load(Ordering::Acquire);
             return Err(setup(format!("{came} of {ranks} ranks opened {name} within {timeout:?}")));
         }
+        check()?;
         std::thread::sleep(Duration::from_micros(100));
     }
     drop(unlink);

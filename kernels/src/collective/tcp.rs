@@ -22,6 +22,8 @@ const HEADER: usize = 8;
 const ROUND_WORDS: usize = 256 * 1024;
 /// How long to wait before looking at the abort flag and the deadline.
 const SLICE: Duration = Duration::from_millis(20);
+/// How long one attempt to reach a rank may take.
+const ATTEMPT: Duration = Duration::from_secs(1);
 /// How long a stranger has for its greeting.
 const GREETING_DEADLINE: Duration = Duration::from_secs(1);
 
@@ -40,11 +42,15 @@ pub struct TcpOptions<'a> {
     pub timeout: Duration,
 }
 
-/// Connects this process as one rank; returns when all ranks are connected.
+/// Connects this process as one rank; returns when all ranks are connected, or soon after
+/// `is_given_up` says so.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] naming the rank that cannot be reached.
-pub fn tcp(options: &TcpOptions<'_>) -> Result<Box<dyn Collective>, CollectiveError> {
+/// [`CollectiveError::Setup`] naming the rank that cannot be reached; [`CollectiveError::Aborted`].
+pub fn tcp(
+    options: &TcpOptions<'_>,
+    is_given_up: &dyn Fn() -> bool,
+) -> Result<Box<dyn Collective>, CollectiveError> {
     let ranks = options.ranks.len();
     if options.rank as usize >= ranks {
         let message = format!("rank {} of {ranks}", options.rank);
@@ -53,10 +59,10 @@ pub fn tcp(options: &TcpOptions<'_>) -> Result<Box<dyn Collective>, CollectiveEr
     let deadline = Instant::now() + options.timeout;
     let mut peers: Vec<Option<Peer>> = (0..ranks).map(|_| None).collect();
     for (rank, peer) in peers.iter_mut().enumerate().take(options.rank as usize) {
-        let stream = dial(options, rank, deadline)?;
+        let stream = dial(options, rank, deadline, is_given_up)?;
         *peer = Some(Peer::new(stream).map_err(|error| setup(rank, &error))?);
     }
-    accept(options, &mut peers, deadline)?;
+    accept(options, &mut peers, deadline, is_given_up)?;
     let streams = peers.iter().flatten().map(|peer| peer.stream.try_clone()).collect();
     let streams: Vec<TcpStream> = io::Result::from_iter(Vec::into_iter(streams))
         .map_err(|error| CollectiveError::Setup(error.to_string()))?;
@@ -78,6 +84,7 @@ fn dial(
     options: &TcpOptions<'_>,
     rank: usize,
     deadline: Instant,
+    is_given_up: &dyn Fn() -> bool,
 ) -> Result<TcpStream, CollectiveError> {
     let address = options.ranks[rank];
     let mut greeting = [0u8; GREETING];
@@ -86,7 +93,11 @@ fn dial(
     greeting[16..24].copy_from_slice(&(options.ranks.len() as u64).to_le_bytes());
     greeting[24..].copy_from_slice(&options.token.to_le_bytes());
     loop {
-        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        if is_given_up() {
+            return Err(CollectiveError::Aborted);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = left.clamp(Duration::from_millis(1), ATTEMPT);
         let dialled = TcpStream::connect_timeout(&address, left).and_then(|mut stream| {
             stream.set_nodelay(true)?;
             stream.write_all(&greeting)?;
@@ -107,6 +118,7 @@ fn accept(
     options: &TcpOptions<'_>,
     peers: &mut [Option<Peer>],
     deadline: Instant,
+    is_given_up: &dyn Fn() -> bool,
 ) -> Result<(), CollectiveError> {
     let own = options.rank as usize;
     let failed = |error: io::Error| CollectiveError::Setup(format!("cannot accept: {error}"));
@@ -123,6 +135,9 @@ fn accept(
                 if Instant::now() >= deadline {
                     let message = format!("did not connect within {:?}", options.timeout);
                     return Err(setup(missing, &message));
+                }
+                if is_given_up() {
+                    return Err(CollectiveError::Aborted);
                 }
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -18,7 +18,8 @@ impl AbortHandle for Flag {
     }
 }
 
-/// A rank whose step 13 hangs until it is aborted, as in a collective with a dead peer.
+/// A rank whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
+/// computes for long and fails then.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
@@ -57,6 +58,10 @@ impl Rank for ScriptedRank {
             while !*aborted {
                 aborted = self.flag.1.wait(aborted).unwrap();
             }
+            return Err("the collective was aborted".into());
+        }
+        if plan.step == StepId(17) {
+            std::thread::sleep(Duration::from_millis(300));
             return Err("the collective was aborted".into());
         }
         Ok(StepTimings::default())
@@ -160,6 +165,39 @@ fn a_lost_link_ends_everything_and_a_new_coordinator_may_count_from_one() {
     executor.command(form(1, "m")).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(f) if f.epoch == Epoch(1)));
+}
+
+#[test]
+fn what_waits_when_the_link_is_lost_does_not_run_over_the_next() {
+    let (executor, messages) = executor();
+    executor.command(form(8, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    executor.command(step(8, 17)).unwrap();
+    executor.command(form(9, "m")).unwrap();
+    executor.abort_all();
+    executor.new_link();
+    // The step of the old link fails only now: that says nothing of this link's epochs.
+    executor.command(form(1, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::StepFailed(f) if f.epoch == Epoch(8)));
+    assert!(matches!(next(&messages), FromWorker::Progress(p) if p.epoch == Epoch(1)));
+    assert!(matches!(next(&messages), FromWorker::Formed(f) if f.epoch == Epoch(1)));
+}
+
+#[test]
+fn reports_do_not_fill_the_queue_while_the_executor_is_busy() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    executor.command(step(1, 13)).unwrap();
+    for _ in 0..2 * COMMANDS_MAX {
+        executor.report().unwrap();
+    }
+    executor.command(form(2, "m")).unwrap();
+    executor.abort(Epoch(1));
+    let reports = std::iter::from_fn(|| Some(next(&messages)))
+        .take_while(|message| !matches!(message, FromWorker::Formed(f) if f.epoch == Epoch(2)))
+        .filter(|message| matches!(message, FromWorker::Stats(_)));
+    assert_eq!(reports.count(), 1);
 }
 
 #[test]
