@@ -352,7 +352,7 @@ impl World {
             match effect {
                 Effect::Send { worker, message, .. } => {
                     if matches!(message, ToWorker::Form(_)) {
-                        self.report.epochs += 1;
+                        self.report.forms += 1;
                     }
                     if let Some(connected) = self.coordinator.connected.get(&worker) {
                         let link = connected.link;

@@ -67,13 +67,14 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
             Ok(report) => {
                 all.events += report.events;
                 all.faults += report.faults;
-                all.epochs += report.epochs;
+                all.forms += report.forms;
                 all.finished += report.finished;
                 all.unavailable += report.unavailable;
                 all.preemptions += report.preemptions;
                 all.fenced += report.fenced;
                 all.lasted += report.lasted;
                 all.converged_after = all.converged_after.max(report.converged_after);
+                all.ended_after = all.ended_after.max(report.ended_after);
             }
             Err(why) => {
                 println!("TUTTI_SIM_SEED={seed} cargo test -p tests --test simulation: {why}");

@@ -186,6 +186,12 @@ impl World {
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });
     }
 
+    pub(crate) fn say_goodbye(&mut self, slot: usize) {
+        if !self.processes[slot].frozen {
+            self.tell(slot, FromWorker::Goodbye { reason: "it leaves".to_owned() });
+        }
+    }
+
     /// The process is gone, with all it held.
     pub(crate) fn kill(&mut self, slot: usize) {
         if !self.processes[slot].alive {

@@ -23,6 +23,8 @@ const FAULTS_END: Time = 15 * S;
 pub(crate) enum Fault {
     /// The process is killed, and started again after a while or never.
     Crash { slot: usize, back_after: Option<Time> },
+    /// The process says goodbye and ends, and is started again after a while or never.
+    Leave { slot: usize, back_after: Option<Time> },
     /// The process is stopped, and goes on after a while.
     Freeze { slot: usize, lasts: Time },
     /// The connection breaks; both ends notice.
@@ -154,19 +156,19 @@ impl Scenario {
 
     fn add_clients(&mut self, random: &mut Random) {
         let mut at = random.range(0, 2 * S);
-        for _ in 0..random.range(15, 45) {
+        for _ in 0..random.range(20, 90) {
             // Bursts: many arrive with the one before.
-            at += if random.chance(40) { random.range(0, MS) } else { random.skewed(0, 1200 * MS) };
+            at += if random.chance(50) { random.range(0, MS) } else { random.skewed(0, 900 * MS) };
             let client = self.client(random, at);
             self.clients.push(client);
         }
     }
 
     fn client(&self, random: &mut Random, at: Time) -> Client {
-        let len = random.skewed(1, 200);
+        let len = if random.chance(50) { random.skewed(1, 200) } else { random.range(1, 150) };
         let prompt: Vec<u32> =
             (0..len).map(|_| random.range(0, u64::from(VOCABULARY) - 1) as u32).collect();
-        let max_tokens = if random.chance(3) { 0 } else { random.skewed(1, 70) as u32 };
+        let max_tokens = if random.chance(3) { 0 } else { random.skewed(1, 100) as u32 };
         let seed = random.next();
         let mut ends = Ends {
             end_tokens: Vec::new(),
@@ -192,6 +194,11 @@ impl Scenario {
         Client { at, prompt, n, seed, ends, leaves, expected }
     }
 
+    /// When a process is started again, if ever.
+    fn back_after(&self, random: &mut Random) -> Option<Time> {
+        (!random.chance(8)).then(|| random.skewed(50 * MS, 6 * S))
+    }
+
     fn add_faults(&mut self, random: &mut Random) {
         let slots = self.hosts.len() as u64;
         if random.chance(15) {
@@ -206,14 +213,12 @@ impl Scenario {
             let lasts = random.range(S, 20 * S);
             self.faults.push((at + random.range(0, 6 * S), Fault::Twin { twin, lasts }));
         }
-        for _ in 0..random.range(3, 12) {
+        for _ in 0..random.range(5, 15) {
             let at = random.range(0, FAULTS_END);
             let slot = random.range(0, slots - 1) as usize;
             let fault = match random.range(0, 99) {
-                0..=19 => Fault::Crash {
-                    slot,
-                    back_after: (!random.chance(12)).then(|| random.skewed(50 * MS, 6 * S)),
-                },
+                0..=16 => Fault::Crash { slot, back_after: self.back_after(random) },
+                17..=19 => Fault::Leave { slot, back_after: self.back_after(random) },
                 20..=34 => Fault::Freeze { slot, lasts: random.skewed(10 * MS, 14 * S) },
                 35..=46 => Fault::Cut { slot },
                 47..=62 => {

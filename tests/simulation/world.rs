@@ -74,14 +74,16 @@ impl Ord for Side {
 pub(crate) struct Report {
     pub(crate) events: u64,
     pub(crate) faults: u64,
-    pub(crate) epochs: u64,
+    /// Times a rank was told to form.
+    pub(crate) forms: u64,
     pub(crate) finished: u64,
     pub(crate) unavailable: u64,
     pub(crate) preemptions: u64,
     pub(crate) fenced: u64,
     pub(crate) lasted: Time,
-    /// From the last fault until all workers served again.
+    /// From the last fault until all workers served again, and until all requests had ended.
     pub(crate) converged_after: Time,
+    pub(crate) ended_after: Time,
     /// Of everything that happened, in order.
     pub(crate) trace: u64,
 }
@@ -109,6 +111,7 @@ pub(crate) struct World {
     pub(crate) next_token: u64,
     pub(crate) report: Report,
     well_since: Option<Time>,
+    converged_since: Option<Time>,
     failure: Option<String>,
     verbose: bool,
 }
@@ -136,6 +139,7 @@ impl World {
             next_token: 1,
             report: Report::default(),
             well_since: None,
+            converged_since: None,
             failure: None,
             verbose,
             scenario,
@@ -282,7 +286,10 @@ impl World {
         self.say(|| format!("FAULT {fault:?}"));
         self.report.faults += 1;
         match fault {
-            Fault::Crash { slot, back_after } => {
+            Fault::Crash { slot, back_after } | Fault::Leave { slot, back_after } => {
+                if matches!(self.scenario.faults[index].1, Fault::Leave { .. }) {
+                    self.say_goodbye(slot);
+                }
                 self.kill(slot);
                 self.disturb(slot, 0);
                 if let Some(after) = back_after {
@@ -407,6 +414,12 @@ impl World {
             self.well_since = None;
         } else if self.well_since.is_none() {
             self.well_since = Some(self.now);
+            self.report.ended_after = since_fault;
+        }
+        if converged.is_err() || self.now <= self.last_fault {
+            self.converged_since = None;
+        } else if self.converged_since.is_none() {
+            self.converged_since = Some(self.now);
             self.report.converged_after = since_fault;
         }
         if self.well_since.is_some_and(|since| self.now - since >= STAYS_WELL) {
