@@ -4,8 +4,8 @@
 //! - [`scenario`]: what a seed stands for
 //! - [`world`]: the event queue and the faults
 //! - [`network`]: links, latency, partitions, liveness
-//! - [`process`], [`engine`], [`model`]: a worker, its cache, its model
-//! - [`coordinator`]: the cores, and what the actors do between them
+//! - [`process`], [`executor`], [`engine`], [`model`]: a worker, from its link to its cache
+//! - [`coordinator`], [`replicas`]: the cores, and what the actors do between them
 //! - [`clients`]: requests and what they were promised
 //! - [`checks`]: what must hold at every moment and at the end
 //! - [`switches`]: guards that can be taken away, to show that this is noticed
@@ -24,10 +24,12 @@ mod checks;
 mod clients;
 mod coordinator;
 mod engine;
+mod executor;
 mod model;
 mod network;
 mod process;
 mod random;
+mod replicas;
 mod scenario;
 mod switches;
 mod world;

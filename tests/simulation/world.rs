@@ -8,8 +8,9 @@ use shared::ids::ReplicaId;
 use crate::checks::Checks;
 use crate::clients::Clients;
 use crate::coordinator::Coordinator;
+use crate::executor::Meeting;
 use crate::network::{Link, LinkId, Packet, Path, Side};
-use crate::process::{Meeting, Process};
+use crate::process::Process;
 use crate::random::{Random, mix};
 use crate::scenario::{Fault, MS, S, Scenario, Time};
 use crate::switches::Switches;
@@ -19,7 +20,7 @@ const OCCASION: Time = 5 * S;
 /// The cluster serves with all its workers this long after the last fault.
 pub(crate) const CONVERGES_WITHIN: Time = 15 * S;
 /// Every request has ended this long after the last fault.
-const ENDS_WITHIN: Time = 60 * S;
+const ENDS_WITHIN: Time = 120 * S;
 /// A run ends when all was well for this long: two stats reports of every worker.
 const STAYS_WELL: Time = 2500 * MS;
 /// How often the totals are looked at.
