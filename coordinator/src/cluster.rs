@@ -6,9 +6,11 @@
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
 pub mod actor;
+pub mod orphanage;
 mod placement;
 mod reconcile;
 mod replica;
+pub mod roster;
 pub mod status;
 pub mod view;
 
