@@ -336,13 +336,13 @@ impl World {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
                     self.replica_ready(replica, epoch, ranks, num_blocks);
                 }
-                Effect::ReplicaBroken { replica, epoch, reason } => {
+                Effect::ReplicaBroken { replica, epoch, end, reason } => {
                     self.say(|| format!("{replica} broke, {epoch}: {reason}"));
                     if let Some(running) = self.coordinator.replicas.get_mut(&replica) {
                         running.serving = None;
                         running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
                         if !self.switches.lost_is_not_told {
-                            self.mail_replica(replica, ReplicaMail::Lost(epoch));
+                            self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
                             self.coordinator.orphanage.expect();
                         }
                     }

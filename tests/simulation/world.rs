@@ -116,6 +116,8 @@ pub(crate) struct World {
     pub(crate) clients: Clients,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
+    /// By slot: no process of it is started any more.
+    pub(crate) ended: Vec<bool>,
     /// By slot: until when something held up its steps, slowness aside.
     pub(crate) disturbed: Vec<Time>,
     pub(crate) next_token: u64,
@@ -145,6 +147,7 @@ impl World {
             clients: Clients::new(scenario.clients.clone()),
             checks: Checks::default(),
             last_fault: 0,
+            ended: vec![false; slots],
             disturbed: vec![0; slots],
             next_token: 1,
             report: Report::default(),
@@ -392,7 +395,10 @@ impl World {
                 self.release_held(slot);
             }
             Heal::Faster { slot, extra } => self.paths[slot].extra -= extra,
-            Heal::Single { twin } => self.kill(twin),
+            Heal::Single { twin } => {
+                self.kill(twin);
+                self.ended[twin] = true;
+            }
             Heal::Quicker { slot, factor } => self.processes[slot].slowed /= factor,
             Heal::NoOccasion { slot } => {
                 let process = &mut self.processes[slot];

@@ -34,7 +34,7 @@ use crate::replica::actor::{
     Retire, StepDone, Submit,
 };
 use crate::replica::driver::{Moved, reject_reason};
-use crate::scheduler::ConfigError;
+use crate::scheduler::{ConfigError, EpochEnd};
 
 /// How often time passes for the core.
 const TICK: Duration = Duration::from_millis(50);
@@ -132,14 +132,16 @@ impl ClusterActor {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
                     self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
                 }
-                Effect::ReplicaBroken { replica, epoch, reason } => {
-                    if !self.stopping {
+                Effect::ReplicaBroken { replica, epoch, end, reason } => {
+                    if self.stopping || end == EpochEnd::Planned {
+                        tracing::info!(%replica, %epoch, %reason, "the replica pauses");
+                    } else {
                         tracing::warn!(%replica, %epoch, %reason, "the replica broke");
                     }
                     if let Some(running) = self.replicas.get_mut(&replica) {
                         running.serving = None;
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
-                        running.addr.do_send(Lost { epoch });
+                        running.addr.do_send(Lost { epoch, end });
                         self.orphanage.expect();
                     }
                 }

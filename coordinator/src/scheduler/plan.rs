@@ -200,13 +200,12 @@ impl Scheduler {
     /// One that an epoch may have ended by is not in the batch with others that have not got on
     /// since they were admitted: if the epoch ends again, it was that one.
     fn would_blur_blame(&self, request: RequestId) -> bool {
-        let others = || {
-            let running = self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref());
-            let others = running.filter(|seq| seq.request != request && !seq.progressed);
-            others.filter_map(|seq| self.requests.get(&seq.request))
-        };
-        let suspect = self.requests.get(&request).is_some_and(|owner| owner.suspicion > 0);
-        others().any(|other| suspect || other.suspicion > 0)
+        let sequence = |slot: &usize| self.sequences[*slot].as_ref();
+        let running = self.running.iter().filter_map(sequence);
+        let mut others = running.filter(|seq| seq.request != request && !seq.progressed);
+        let mut own = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
+        let suspect = own.any(|slot| sequence(slot).is_some_and(|seq| seq.suspicion > 0));
+        others.any(|other| suspect || other.suspicion > 0)
     }
 
     fn plan_sequence(&mut self, slot: usize, count: u32, plan: &mut StepPlan, step: &mut InFlight) {
