@@ -3,6 +3,7 @@
 //!
 //! Everything but HTTP lives on one arbiter (thread): links, cluster and replicas exchange messages
 //! without crossing threads, and a step needs no lock that another thread holds for long.
+use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -14,7 +15,7 @@ use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
-use shared::membership::View;
+use shared::membership::{Role, View};
 use shared::metrics;
 use shared::metrics::compat::Compat;
 use shared::protocol::{EngineConfig, Serving};
@@ -174,6 +175,15 @@ pub struct Leadership {
     pub view: watch::Receiver<View>,
 }
 
+impl Leadership {
+    /// Nodes of the workers there are: they join as soon as they know who leads.
+    fn workers(&self) -> BTreeSet<String> {
+        let view = self.view.borrow();
+        let workers = view.records.values().filter(|record| record.role == Role::Worker);
+        workers.map(|record| record.node.clone()).collect()
+    }
+}
+
 /// A running coordinator.
 #[derive(Debug)]
 pub struct Coordinator {
@@ -268,7 +278,7 @@ impl Coordinator {
         let host = HostThread::start("coordinator", options.nvml, hub.process().clone());
         if let Some(leadership) = &leadership {
             let view = leadership.view.clone();
-            actix::spawn(membership::observe(hub.process().clone(), view));
+            actix::spawn(membership::observe(hub.membership().clone(), view));
         }
         let config = ClusterConfig {
             tensor_parallel: options.tensor_parallel,
@@ -284,8 +294,10 @@ impl Coordinator {
         };
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
-        let cluster =
-            ClusterActor::new(config, clock.clone(), hub.clone(), factory, view_sender).start();
+        let workers = leadership.as_ref().map(Leadership::workers).unwrap_or_default();
+        let cluster = ClusterActor::new(config, clock.clone(), hub.clone(), factory, view_sender)
+            .expecting(workers)
+            .start();
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;

@@ -20,6 +20,7 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
+use super::slots;
 use super::status;
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
@@ -126,6 +127,13 @@ impl ClusterActor {
             dead: VecDeque::new(),
             cancelled: BTreeSet::new(),
         }
+    }
+
+    /// With workers that are about to join, as [`Cluster::expect`] says.
+    #[must_use]
+    pub fn expecting(mut self, nodes: BTreeSet<String>) -> Self {
+        self.core.expect(nodes);
+        self
     }
 
     /// Carries out the core's effects, then publishes the view.
@@ -520,7 +528,7 @@ impl Handler<Admit> for ClusterActor {
         if self.stopping {
             return Err("the coordinator is shutting down".to_owned());
         }
-        let next = WorkerId(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
+        let next = slots::vacant(self.slots.values(), hello.rejoin.slot);
         let worker = *self.slots.entry(hello.node).or_insert(next);
         let interval = if self.worker_stats { STATS_INTERVAL } else { Duration::ZERO };
         Ok(Welcome { worker, stats_interval_ms: interval.as_millis() as u64 })
@@ -575,6 +583,7 @@ impl Handler<Joined> for ClusterActor {
             collective_addr: hello.collective_addr,
             draining: false,
         };
+        self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
         self.core.worker_joined(self.clock.now(), member, &mut effects);
         self.carry_out(ctx, effects);
