@@ -122,6 +122,7 @@ struct Session {
     watch: WatchStream,
     /// When keepalives without an answer yet were sent.
     sent: std::collections::VecDeque<Instant>,
+    opened: Instant,
     heard: Instant,
     listed: Instant,
 }
@@ -249,7 +250,7 @@ impl Keeper {
         let watch = client.watch(self.prefix(), Some(watch)).await?;
         let now = Instant::now();
         let sent = std::collections::VecDeque::new();
-        Ok(Session { client, keeper, kept, watch, sent, heard: now, listed: now })
+        Ok(Session { client, keeper, kept, watch, sent, opened: now, heard: now, listed: now })
     }
 
     /// The old lease if it still lives, else a new one.
@@ -404,11 +405,13 @@ impl Keeper {
     }
 
     async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
-        if self.lease.is_none_or(|(_, until)| until <= Instant::now()) {
+        let now = Instant::now();
+        let young = now < session.opened + self.options.lease_ttl;
+        if self.lease.is_none_or(|(_, until)| until <= now && !young) {
             // Nothing has answered for a whole life of the lease.
             return Err(Ended::Broken("no keepalive was answered in time".to_owned()));
         }
-        session.sent.push_back(Instant::now());
+        session.sent.push_back(now);
         session.keeper.keep_alive().await?;
         if session.heard.elapsed() > WATCH_SILENCE {
             return Err(Ended::Broken("the watch is silent".to_owned()));
