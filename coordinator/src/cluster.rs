@@ -11,18 +11,20 @@ mod placement;
 mod reconcile;
 mod replica;
 pub mod roster;
+mod slots;
 pub mod status;
 pub mod view;
 
 use core::net::SocketAddr;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 pub use placement::place;
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, LoadProgress, Start, Started, ToWorker,
+    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, HeldShard, LoadProgress, Start,
+    Started, ToWorker,
 };
 
 use self::replica::Replica;
@@ -130,6 +132,12 @@ pub struct Cluster {
     /// Since when there have been workers, and too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
+    /// The weights that workers brought from another coordinator.
+    held: BTreeMap<WorkerId, HeldShard>,
+    /// Nodes of workers that are about to join.
+    expected: BTreeSet<String>,
+    /// Since when somebody has been here while others were expected.
+    settling_since: Option<Duration>,
 }
 
 impl Cluster {
@@ -138,12 +146,29 @@ impl Cluster {
     pub fn new(config: ClusterConfig) -> Self {
         Self {
             config,
+            held: BTreeMap::new(),
+            expected: BTreeSet::new(),
+            settling_since: None,
             members: BTreeMap::new(),
             replicas: BTreeMap::new(),
             next_replica: 0,
             short_since: None,
             epoch: Epoch(0),
         }
+    }
+
+    /// The workers of these nodes were another coordinator's and are about to join: the first
+    /// replicas are formed when they are here, or have stayed away for as long as ranks may.
+    pub fn expect(&mut self, nodes: BTreeSet<String>) {
+        self.expected = nodes;
+    }
+
+    /// A worker that is about to join holds these weights already, or none.
+    pub fn holds(&mut self, worker: WorkerId, shard: Option<HeldShard>) {
+        match shard {
+            Some(shard) => self.held.insert(worker, shard),
+            None => self.held.remove(&worker),
+        };
     }
 
     /// The live members.

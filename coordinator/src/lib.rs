@@ -9,6 +9,7 @@
 //! - [`frontends`]: front ends of their own processes, as the coordinator sees them
 //! - [`frontend`]: such a process itself
 //! - [`coordinator`]: puts everything together
+//! - [`standby`]: a coordinator that waits until it leads
 //! - [`http`]: the API
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
@@ -24,4 +25,5 @@ pub mod links;
 pub mod metrics;
 pub mod replica;
 pub mod scheduler;
+pub mod standby;
 pub mod text;

@@ -24,6 +24,7 @@ fn options(etcd: &Etcd) -> EtcdOptions {
         endpoints: vec![etcd.endpoint()],
         cluster: "test".to_owned(),
         user: None,
+        tls: None,
         lease_ttl: TTL,
     }
 }
@@ -34,6 +35,7 @@ fn record(node: &str, incarnation: u64) -> Record {
         role: Role::Worker,
         incarnation,
         address: String::new(),
+        http: String::new(),
         pid: 1,
         version: "0".to_owned(),
     }

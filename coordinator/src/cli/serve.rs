@@ -12,7 +12,7 @@ use shared::metrics::compat::Compat;
 use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
 use super::work::{cores, interrupted, random};
-use super::{CliError, CoordinatorArgs, logging, secret};
+use super::{CliError, CoordinatorArgs, elected, etcd, logging, secret};
 
 /// Where workers dial in, unless told otherwise.
 const CLUSTER_LISTEN: SocketAddr =
@@ -21,6 +21,14 @@ const CLUSTER_LISTEN: SocketAddr =
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN)?;
+    let lease = Duration::from_secs(args.leader_lease);
+    if let Some(etcd) = etcd::options(&args.etcd, lease)? {
+        let advertise = args.advertise.as_deref();
+        return actix::System::new().block_on(elected::run(options, etcd, advertise));
+    }
+    if args.advertise.is_some() {
+        return Err(CliError::Usage("--advertise is given without --etcd".to_owned()));
+    }
     actix::System::new().block_on(async move {
         let degree = options.tensor_parallel;
         let coordinator =

@@ -1,6 +1,6 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -122,6 +122,13 @@ impl ClusterActor {
             orphanage: Orphanage::default(),
             dead: VecDeque::new(),
         }
+    }
+
+    /// With workers that are about to join, as [`Cluster::expect`] says.
+    #[must_use]
+    pub fn expecting(mut self, nodes: BTreeSet<String>) -> Self {
+        self.core.expect(nodes);
+        self
     }
 
     /// Carries out the core's effects, then publishes the view.
@@ -517,7 +524,7 @@ impl Handler<Admit> for ClusterActor {
             return Err(Refusal::Never("the coordinator is shutting down".to_owned()));
         }
         let node = &hello.node;
-        let worker = match self.roster.admit(node, hello.incarnation) {
+        let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
             Admission::Slot(worker) => worker,
             Admission::Taken => {
                 return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
@@ -539,7 +546,8 @@ impl Handler<Joined> for ClusterActor {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
         // Between its admission and now another process may have joined in its place.
-        if self.roster.admit(&hello.node, incarnation) != Admission::Slot(worker) {
+        let admission = self.roster.admit(&hello.node, incarnation, hello.rejoin.slot);
+        if admission != Admission::Slot(worker) {
             return;
         }
         if let Some(old) = self.connected.get(&worker) {
@@ -583,6 +591,7 @@ impl Handler<Joined> for ClusterActor {
             collective_addr: hello.collective_addr,
             draining: false,
         };
+        self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
         self.core.worker_joined(self.clock.now(), member, &mut effects);
         self.carry_out(ctx, effects);

@@ -22,6 +22,7 @@ pub struct Hub {
     merger: Mutex<Merger>,
     registry: prometheus::Registry,
     process: SharedStats,
+    membership: SharedStats,
     application: Metrics,
     incarnation: Incarnation,
 }
@@ -36,6 +37,7 @@ impl Hub {
             merger: Mutex::new(Merger::new(limits)),
             registry: process_registry(),
             process: SharedStats::default(),
+            membership: SharedStats::default(),
             application: Metrics::new(),
             incarnation,
         }
@@ -58,6 +60,12 @@ impl Hub {
     #[must_use]
     pub fn process(&self) -> &SharedStats {
         &self.process
+    }
+
+    /// Where the membership is recorded, in a process that has one.
+    #[must_use]
+    pub fn membership(&self) -> &SharedStats {
+        &self.membership
     }
 
     /// What the application counts in this process.
@@ -128,6 +136,7 @@ impl Hub {
         // newer one wins.
         let (sequence, mut snapshot) = self.observer.report();
         snapshot.add(self.process.snapshot());
+        snapshot.add(self.membership.snapshot());
         snapshot.application = self.application.snapshot();
         let own = [
             (Source::Coordinator, (sequence, snapshot)),
