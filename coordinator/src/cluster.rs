@@ -6,6 +6,7 @@
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
 pub mod actor;
+pub mod affinity;
 pub mod orphanage;
 mod placement;
 mod reconcile;

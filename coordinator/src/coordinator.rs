@@ -132,6 +132,7 @@ impl Prepared {
             max_num_batched_tokens: engine.max_num_batched_tokens,
             max_queued_requests: options.max_queued_requests,
             max_steps_in_flight: STEPS_IN_FLIGHT,
+            prefix_caching: options.prefix_caching,
         };
         scheduling.validate()?;
         let http = listen(options.listen, "--listen")?;

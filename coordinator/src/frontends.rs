@@ -236,6 +236,7 @@ impl Frontends {
                 .collect(),
             stop_checks,
             max_tokens: submit.max_tokens,
+            cache_salt: submit.cache_salt,
             end_tokens: submit.end_tokens,
             stops: submit.stops.into(),
             arrived: self.clock.now().saturating_sub(waited),
@@ -299,7 +300,7 @@ impl Receiver {
 
     fn message(&self, message: FromFrontend) -> bool {
         match message {
-            FromFrontend::Submit(submit) => self.submit(submit),
+            FromFrontend::Submit(submit) => self.submit(*submit),
             FromFrontend::Cancel(id) => {
                 // A full channel is no loss: what is not cancelled runs to its end.
                 let id = self.global(id);

@@ -21,7 +21,8 @@ mod effect;
 mod plan;
 mod sequence;
 
-pub use blocks::BlockPool;
+pub(crate) use blocks::mix;
+pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, StepSummary};
 use plan::InFlight;
@@ -62,6 +63,8 @@ pub struct Scheduler {
     /// Slots admitted, in order of admission.
     running: Vec<usize>,
     in_flight: VecDeque<InFlight>,
+    /// What the KV cache has of a sequence that is about to be admitted: kept for its memory.
+    found: Vec<Found>,
     /// Answered steps' lists, used again.
     spare: Vec<InFlight>,
     /// Sequences the workers shall forget with the next plan.
@@ -126,6 +129,7 @@ impl Scheduler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             in_flight: VecDeque::new(),
+            found: Vec::new(),
             spare: Vec::new(),
             forget: Vec::new(),
             next_seq: 1,
@@ -162,7 +166,7 @@ impl Scheduler {
         }
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
-        self.blocks = BlockPool::new(num_blocks);
+        self.blocks = BlockPool::new(num_blocks, self.config.block_size);
         let mut too_large: Vec<(RequestId, u32)> = self
             .waiting
             .iter()
@@ -190,6 +194,7 @@ impl Scheduler {
                     && seq.id == entry.seq
                 {
                     seq.computed_max = entry.computed_max;
+                    seq.looked_up &= !entry.looks_up;
                 }
             }
             self.spare.push(step);
@@ -306,6 +311,11 @@ impl Scheduler {
                 num_prompt,
                 max_tokens: request.max_tokens,
                 blocks: Vec::with_capacity(needed as usize),
+                told: 0,
+                kept: 0,
+                prefix: Prefix::Start { salt: request.cache_salt },
+                cache_salt: request.cache_salt,
+                looked_up: false,
                 computed: 0,
                 computed_max: 0,
                 progressed: false,
@@ -384,6 +394,9 @@ impl Scheduler {
         if answered.sequences > 0 {
             effects.push(Effect::StepDone(StepSummary {
                 prompt: answered.prompt_tokens,
+                cached: answered.cached_tokens,
+                looked_up: answered.looked_up,
+                found: answered.found,
                 generated,
                 recomputed: answered.recomputed_tokens,
                 wasted,
@@ -449,6 +462,7 @@ impl Scheduler {
     ) {
         let Some(seq) = &mut self.sequences[slot] else { return };
         seq.tokens.push(token);
+        keep_full(&mut self.blocks, seq, &self.config);
         let (id, request, choice) = (seq.id, seq.request, seq.sampling.choice);
         let num_output = seq.num_output();
         let may_end = num_output >= seq.sampling.min_tokens;
@@ -513,8 +527,7 @@ impl Scheduler {
         if seq.admission.is_some() {
             self.running.retain(|running| *running != slot);
             self.blocks.give_back(&mut seq.blocks);
-            // Workers know of it once a share of it was sent.
-            if seq.computed > 0 {
+            if seq.told > 0 {
                 self.forget.push(seq.id);
             }
             self.count_admitted(seq.request, false);
@@ -530,7 +543,7 @@ impl Scheduler {
         let Some(seq) = &mut self.sequences[slot] else { return };
         let request = seq.request;
         self.blocks.give_back(&mut seq.blocks);
-        if seq.computed > 0 {
+        if seq.told > 0 {
             self.forget.push(seq.id);
         }
         seq.reset();
@@ -566,5 +579,19 @@ impl Scheduler {
     fn blocks_needed(&self, num_prompt: u32, max_tokens: u32) -> u32 {
         let longest = num_prompt.saturating_add(max_tokens).min(self.config.max_model_len);
         self.config.blocks_for(longest)
+    }
+}
+
+/// Lets others find the blocks of a sequence that are planned whole and whose tokens are known.
+fn keep_full(blocks: &mut BlockPool, seq: &mut Sequence, config: &SchedulerConfig) {
+    if !config.prefix_caching {
+        return;
+    }
+    let known = seq.computed.min(seq.tokens.len() as u32);
+    while (seq.kept + 1) * config.block_size <= known {
+        let start = (seq.kept * config.block_size) as usize;
+        let tokens = &seq.tokens[start..start + config.block_size as usize];
+        seq.prefix = blocks.keep(seq.blocks[seq.kept as usize], seq.prefix, tokens);
+        seq.kept += 1;
     }
 }

@@ -24,6 +24,7 @@ mod etcd;
 mod failures;
 mod front_ends;
 mod openai_client;
+mod prefixes;
 mod resharding;
 mod scaling;
 mod scraping;

@@ -125,6 +125,7 @@ fn submit() -> SubmitRequest {
         n: 2,
         stops: vec!["\u{e9}nd".to_owned()],
         max_tokens: 9,
+        cache_salt: u64::MAX,
         end_tokens: vec![0],
         waited_us: 12,
         response_id: "cmpl-1".to_owned(),
@@ -135,7 +136,7 @@ fn submit() -> SubmitRequest {
 fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
     let id = RequestId(7);
     let from = [
-        FromFrontend::Submit(submit()),
+        FromFrontend::Submit(Box::new(submit())),
         FromFrontend::Cancel(id),
         FromFrontend::Stats(WorkerStats { sequence: 1, snapshot: vec![9] }),
         FromFrontend::Goodbye { reason: "r".to_owned() },

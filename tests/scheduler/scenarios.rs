@@ -16,6 +16,7 @@ fn config() -> SchedulerConfig {
         max_num_batched_tokens: 32,
         max_queued_requests: 3,
         max_steps_in_flight: 2,
+        prefix_caching: true,
     }
 }
 

@@ -122,6 +122,7 @@ impl Clients {
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: (0..client.n).map(stop_check).collect(),
             max_tokens: client.ends.max_tokens,
+            cache_salt: 0,
             end_tokens: client.ends.end_tokens.clone(),
             stops: Vec::new().into(),
             arrived: Duration::from_micros(now),

@@ -312,6 +312,9 @@ pub(crate) struct ServingArgs {
     /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
     #[arg(long, value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
+    /// Compute every prompt whole, also where the KV cache still has its beginning
+    #[arg(long)]
+    pub(crate) no_enable_prefix_caching: bool,
     /// Most requests waiting for their first step; beyond it clients get 429
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,

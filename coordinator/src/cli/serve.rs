@@ -79,6 +79,7 @@ pub(crate) fn coordinator_options(
         max_num_batched_tokens: args.max_num_batched_tokens,
         block_size: args.block_size,
         kv_cache_bytes: args.kv_cache_memory,
+        prefix_caching: !args.no_enable_prefix_caching,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {
             step_timeout: Duration::from_secs(args.step_timeout),

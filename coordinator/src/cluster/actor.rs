@@ -20,12 +20,13 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
+use super::affinity::Affinity;
 use super::orphanage::{Home, Orphanage};
 use super::roster::{Admission, Joining, LinkNumber, Roster};
 use super::status;
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
-use crate::engine::{EngineCommand, EngineError, EngineEvent};
+use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
@@ -82,6 +83,7 @@ pub struct ClusterActor {
     worker_stats: bool,
     stopping: bool,
     orphanage: Orphanage,
+    affinity: Affinity,
     /// Workers that are gone, oldest first.
     dead: VecDeque<status::Dead>,
 }
@@ -120,6 +122,7 @@ impl ClusterActor {
             worker_stats,
             stopping: false,
             orphanage: Orphanage::default(),
+            affinity: Affinity::default(),
             dead: VecDeque::new(),
         }
     }
@@ -147,6 +150,7 @@ impl ClusterActor {
                     }
                     if let Some(running) = self.replicas.get_mut(&replica) {
                         running.serving = None;
+                        self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
                         running.addr.do_send(Lost { epoch, end });
                         self.orphanage.expect();
@@ -288,28 +292,28 @@ impl ClusterActor {
         self.view.send_replace(view);
     }
 
-    /// The serving replica with the fewest requests; without one, the one that waits with the
-    /// fewest, since it may be back in a moment.
-    fn route(&self) -> Option<&RunningReplica> {
-        self.replicas.values().min_by_key(|running| {
-            (running.serving.is_none(), running.load.in_flight.load(Ordering::Relaxed))
-        })
+    fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
+        let homes = self.replicas.iter().map(|(id, running)| Home {
+            replica: *id,
+            serving: running.serving.is_some(),
+            load: running.load.in_flight.load(Ordering::Relaxed),
+        });
+        let id = self.affinity.route(&request.prompt, request.cache_salt, homes)?;
+        self.replicas.get(&id)
     }
 
     fn submit(&mut self, command: EngineCommand) {
         match command {
             EngineCommand::Submit { request, events } => {
-                let refuse = |error: EngineError| {
-                    self.hub.observer().record().rejected(reject_reason(&error));
-                    let _ = events.send(EngineEvent::Failed(error));
+                let error = if self.stopping {
+                    EngineError::ShuttingDown
+                } else if let Some(running) = self.route(&request) {
+                    return running.addr.do_send(Submit { request, events });
+                } else {
+                    EngineError::Unavailable { message: self.not_ready() }
                 };
-                if self.stopping {
-                    return refuse(EngineError::ShuttingDown);
-                }
-                let Some(running) = self.route() else {
-                    return refuse(EngineError::Unavailable { message: self.not_ready() });
-                };
-                running.addr.do_send(Submit { request, events: events.clone() });
+                self.hub.observer().record().rejected(reject_reason(&error));
+                let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {
                 self.orphanage.cancelled(id);

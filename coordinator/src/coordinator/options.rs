@@ -41,6 +41,8 @@ pub struct CoordinatorOptions {
     pub block_size: u32,
     /// KV cache memory per rank, in bytes.
     pub kv_cache_bytes: u64,
+    /// Whether prompts begin behind what the KV cache still has of them.
+    pub prefix_caching: bool,
     /// Most requests waiting.
     pub max_queued_requests: u32,
     /// How long is waited for what.

@@ -271,7 +271,7 @@ impl Uplink {
                 let (id, submit) = (request.id, submit(*request, self.clock.now()));
                 let Some(submit) = submit else { return Ok(()) };
                 self.live.insert(id, Live { events, choices_left });
-                FromFrontend::Submit(submit)
+                FromFrontend::Submit(Box::new(submit))
             }
             EngineCommand::Cancel { id } => {
                 self.live.remove(&id);
@@ -359,6 +359,7 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         n,
         stops: request.stops.to_vec(),
         max_tokens: request.max_tokens,
+        cache_salt: request.cache_salt,
         end_tokens: request.end_tokens,
         waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
         response_id: request.response_id.as_ref().to_owned(),

@@ -375,7 +375,9 @@ impl ReplicaDriver {
                 Effect::StepDone(tokens) => {
                     let tokens = StepTokens {
                         prompt_computed: u64::from(tokens.prompt),
-                        prompt_cached: 0,
+                        prompt_cached: u64::from(tokens.cached),
+                        looked_up: u64::from(tokens.looked_up),
+                        found: u64::from(tokens.found),
                         generated: u64::from(tokens.generated),
                         recomputed: u64::from(tokens.recomputed),
                     };

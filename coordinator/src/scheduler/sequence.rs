@@ -3,6 +3,8 @@ use shared::ids::{BlockId, RequestId, SeqId};
 use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
 
+use super::blocks::Prefix;
+
 /// One choice of a request.
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -15,6 +17,15 @@ pub(super) struct Sequence {
     pub(super) max_tokens: u32,
     /// Block table; covers at least `computed` tokens.
     pub(super) blocks: Vec<BlockId>,
+    /// How many of them the workers were told.
+    pub(super) told: u32,
+    /// How many of them are full and were offered to others, and what comes before the next.
+    pub(super) kept: u32,
+    pub(super) prefix: Prefix,
+    /// Sequences of another salt share no blocks with it.
+    pub(super) cache_salt: u64,
+    /// It was looked up in the KV cache for a step that was answered or is in flight.
+    pub(super) looked_up: bool,
     /// Tokens whose K and V are planned, sent steps included.
     pub(super) computed: u32,
     /// Most that `computed` has ever been, but for steps lost with their epoch: computing below it
@@ -65,6 +76,9 @@ impl Sequence {
 
     /// Forgets everything but the log: it waits again.
     pub(super) fn reset(&mut self) {
+        self.told = 0;
+        self.kept = 0;
+        self.prefix = Prefix::Start { salt: self.cache_salt };
         self.computed = 0;
         self.pending = 0;
         self.admission = None;

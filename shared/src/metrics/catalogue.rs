@@ -141,11 +141,9 @@ catalogue! {
         "Prompt tokens by where their keys and values came from; adds up to the prompt tokens.";
     counter PREFIX_CACHE_QUERIES: "tutti_prefix_cache_query_tokens_total", Tokens,
         model [REPLICA], Coordinator,
-        "Prompt tokens looked up in the prefix cache, once per request.",
-        when "prefixes are cached";
+        "Prompt tokens looked up in the prefix cache, once per choice of a request.";
     counter PREFIX_CACHE_HITS: "tutti_prefix_cache_hit_tokens_total", Tokens, model [REPLICA],
-        Coordinator, "Prompt tokens found in the prefix cache, once per request.",
-        when "prefixes are cached";
+        Coordinator, "Prompt tokens found in the prefix cache, once per choice of a request.";
     counter GENERATION_TOKENS: "tutti_generation_tokens_total", Tokens, model [REPLICA],
         Coordinator, "Tokens generated and accepted.";
     counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],

@@ -81,6 +81,8 @@ pub struct SubmitRequest {
     pub stops: Vec<String>,
     /// Most tokens per choice.
     pub max_tokens: u32,
+    /// Requests of another salt do not share what is cached of their prompts.
+    pub cache_salt: u64,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
     /// Microseconds since the front end received it: clocks of two processes are never compared.
@@ -172,7 +174,7 @@ pub enum EngineError {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromFrontend {
     /// Run a request.
-    Submit(SubmitRequest),
+    Submit(Box<SubmitRequest>),
     /// The client is gone.
     Cancel(RequestId),
     /// Cumulative stats, on a timer.
