@@ -6,9 +6,11 @@
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
 pub mod actor;
+pub mod orphanage;
 mod placement;
 mod reconcile;
 mod replica;
+pub mod roster;
 mod slots;
 pub mod status;
 pub mod view;
@@ -26,6 +28,7 @@ use shared::protocol::{
 };
 
 use self::replica::Replica;
+use crate::scheduler::EpochEnd;
 
 /// What the operator asked for.
 #[derive(Clone, Debug)]
@@ -99,6 +102,8 @@ pub enum Effect {
         replica: ReplicaId,
         /// The epoch that ended.
         epoch: Epoch,
+        /// Whether it was wanted.
+        end: EpochEnd,
         /// Why.
         reason: String,
     },
@@ -211,7 +216,8 @@ impl Cluster {
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         if let Some(id) = self.replica_of(worker) {
-            self.break_replica(now, id, &format!("{worker} ({node}): {reason}"), effects);
+            let reason = format!("{worker} ({node}): {reason}");
+            self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.vacate(now, worker);
             }
@@ -251,7 +257,7 @@ impl Cluster {
             return;
         }
         let reason = failure.message.clone();
-        self.break_replica(now, id, &format!("{worker}: {reason}"), effects);
+        self.break_replica(now, id, EpochEnd::Failed, &format!("{worker}: {reason}"), effects);
         if failure.permanent {
             effects.push(Effect::Unservable { replica: id, reason });
         }
@@ -283,7 +289,7 @@ impl Cluster {
         effects: &mut Vec<Effect>,
     ) {
         if self.replicas.get(&id).is_some_and(|replica| replica.epoch() == epoch) {
-            self.break_replica(now, id, reason, effects);
+            self.break_replica(now, id, EpochEnd::Failed, reason, effects);
             self.reconcile(now, effects);
         }
     }
@@ -308,6 +314,7 @@ impl Cluster {
         &mut self,
         now: Duration,
         id: ReplicaId,
+        end: EpochEnd,
         reason: &str,
         effects: &mut Vec<Effect>,
     ) {
@@ -323,7 +330,8 @@ impl Cluster {
             }
         }
         if was_ready {
-            effects.push(Effect::ReplicaBroken { replica: id, epoch, reason: reason.to_owned() });
+            let reason = reason.to_owned();
+            effects.push(Effect::ReplicaBroken { replica: id, epoch, end, reason });
         }
     }
 

@@ -37,6 +37,15 @@ use crate::engine::{EngineError, FinishReason, GenerateRequest};
 /// but the first of them it had for itself.
 pub const SUSPICION_MAX: u32 = 3;
 
+/// Why an epoch is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EpochEnd {
+    /// Something broke, maybe because of what was computed.
+    Failed,
+    /// The cluster wanted it so: a drain, another degree, fewer replicas.
+    Planned,
+}
+
 /// One replica's scheduler.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -149,7 +158,7 @@ impl Scheduler {
     /// no longer fit, because the new cache is smaller, fail.
     pub fn replica_ready(&mut self, epoch: Epoch, num_blocks: u32, effects: &mut Vec<Effect>) {
         if self.epoch.is_some() {
-            self.replica_lost(effects);
+            self.replica_lost(EpochEnd::Planned, effects);
         }
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
@@ -171,22 +180,34 @@ impl Scheduler {
     /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
     /// request that was there alone, without progress, when [`SUSPICION_MAX`] epochs in a row ended
     /// is what ends them: it fails, so that the others can go on.
-    pub fn replica_lost(&mut self, effects: &mut Vec<Effect>) {
+    pub fn replica_lost(&mut self, end: EpochEnd, effects: &mut Vec<Effect>) {
         self.epoch = None;
-        self.spare.extend(self.in_flight.drain(..));
-        let mut running: Vec<RequestId> = Vec::new();
+        // What the steps in flight computed is counted by nobody: computing it again is no
+        // recomputation. Newest first, back to what was before the oldest.
+        while let Some(step) = self.in_flight.pop_back() {
+            for entry in step.entries.iter().rev() {
+                if let Some(seq) = &mut self.sequences[entry.slot]
+                    && seq.id == entry.seq
+                {
+                    seq.computed_max = entry.computed_max;
+                }
+            }
+            self.spare.push(step);
+        }
+        let mut guilty: Vec<(RequestId, u32)> = Vec::new();
         while let Some(slot) = self.running.last().copied() {
-            running.extend(self.sequences[slot].as_ref().map(|seq| seq.request));
+            if end == EpochEnd::Failed
+                && let Some(seq) = &mut self.sequences[slot]
+            {
+                seq.suspicion = if seq.progressed { 0 } else { seq.suspicion + 1 };
+                if seq.suspicion >= SUSPICION_MAX {
+                    guilty.push((seq.request, seq.suspicion));
+                }
+            }
             self.unadmit(slot);
         }
-        running.dedup();
-        for request in running {
-            let Some(owner) = self.requests.get_mut(&request) else { continue };
-            owner.suspicion = if owner.progressed { 0 } else { owner.suspicion + 1 };
-            if owner.suspicion >= SUSPICION_MAX {
-                let epochs = owner.suspicion;
-                self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
-            }
+        for (request, epochs) in guilty {
+            self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
         }
         // Workers that come back know nothing, and bring a cache of their own.
         self.forget.clear();
@@ -287,6 +308,8 @@ impl Scheduler {
                 blocks: Vec::with_capacity(needed as usize),
                 computed: 0,
                 computed_max: 0,
+                progressed: false,
+                suspicion: 0,
                 pending: 0,
                 admission: None,
                 prompt_logprobs: Vec::new(),
@@ -298,14 +321,7 @@ impl Scheduler {
             ids.push(id);
         }
         let end_tokens = request.end_tokens;
-        let owner = Request {
-            live,
-            end_tokens,
-            admitted: 0,
-            scheduled: false,
-            progressed: false,
-            suspicion: 0,
-        };
+        let owner = Request { live, end_tokens, admitted: 0, scheduled: false };
         self.requests.insert(request.id, owner);
         Ok(ids)
     }
@@ -356,9 +372,7 @@ impl Scheduler {
             }
             if let Some(seq) = &mut self.sequences[entry.slot] {
                 seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
-                if let Some(owner) = self.requests.get_mut(&seq.request) {
-                    owner.progressed = true;
-                }
+                seq.progressed |= entry.fresh;
             }
             if self.accept(entry.slot, output, entry.samples, stopped, effects) {
                 generated += 1;

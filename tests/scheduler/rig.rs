@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use coordinator::engine::{EngineError, FinishReason, GenerateRequest};
-use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, StepSummary};
+use coordinator::scheduler::{Effect, EpochEnd, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
 use shared::sampling::SamplingParams;
@@ -97,9 +97,13 @@ impl Rig {
     }
 
     pub(crate) fn lost(&mut self) {
+        self.ended(EpochEnd::Failed);
+    }
+
+    pub(crate) fn ended(&mut self, end: EpochEnd) {
         self.worker = None;
         self.in_flight.clear();
-        self.scheduler.replica_lost(&mut self.effects);
+        self.scheduler.replica_lost(end, &mut self.effects);
         assert_eq!(self.scheduler.gauges().running, 0);
         self.settle();
     }

@@ -11,6 +11,7 @@ use shared::protocol::ToWorker;
 
 use super::replica::Replica;
 use super::{Cluster, Effect, Member, place};
+use crate::scheduler::EpochEnd;
 
 impl Cluster {
     /// How many replicas there shall be at most; as many as the members allow without a bound.
@@ -50,7 +51,8 @@ impl Cluster {
             member.draining = true;
         }
         if let Some(id) = self.replica_of(worker) {
-            self.break_replica(now, id, &format!("{worker} ({node}) is drained"), effects);
+            let reason = format!("{worker} ({node}) is drained");
+            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.vacate(now, worker);
                 replica.form_at_once();
@@ -101,7 +103,7 @@ impl Cluster {
     }
 
     fn remove(&mut self, now: Duration, id: ReplicaId, reason: &str, effects: &mut Vec<Effect>) {
-        self.break_replica(now, id, reason, effects);
+        self.break_replica(now, id, EpochEnd::Planned, reason, effects);
         self.replicas.remove(&id);
         effects.push(Effect::ReplicaRemoved { replica: id });
     }
@@ -161,7 +163,8 @@ impl Cluster {
                 .map(|degree| *degree as usize)
                 .find(|larger| *larger > degree && *larger <= present + free);
             let Some(larger) = larger else { continue };
-            self.break_replica(now, id, &format!("it grows to {larger} ranks"), effects);
+            let reason = format!("it grows to {larger} ranks");
+            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.resize(now, larger);
                 replica.form_at_once();
