@@ -9,6 +9,7 @@
 use std::time::Duration;
 
 use etcd_client::Client;
+use shared::membership::ledger::{Ledger, LedgerError};
 use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, View};
 use tempfile::TempDir;
 use testkit::etcd::Etcd;
@@ -179,6 +180,49 @@ async fn a_name_belongs_to_one_process_and_is_free_again_after_it() {
         v.records.get("workers/same").is_some_and(|record| record.incarnation == 3)
     })
     .await;
+}
+
+#[tokio::test]
+async fn only_the_leader_leaves_something_for_the_next_one() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let leader = join(&etcd, coordinator("c", 1));
+    let mut view = leader.view();
+    let seen = until(&mut view, "it leads", |v| v.leading).await;
+    let epoch = seen.leader.unwrap().epoch;
+    let mut ledger = Ledger::new(options(&etcd));
+    assert_eq!(ledger.load().await.unwrap(), None);
+    // Smaller and larger than etcd takes in one request, in any order.
+    let bytes = |len: usize| (0..len).map(|i| (i * 31 % 251) as u8).collect::<Vec<u8>>();
+    for len in [10, 3 << 20, 1 << 19, 0, 5 << 20] {
+        ledger.save(epoch, &bytes(len)).await.unwrap();
+        assert_eq!(Ledger::new(options(&etcd)).load().await.unwrap(), Some(bytes(len)));
+    }
+    let large = ledger.save(epoch, &bytes(33 << 20)).await;
+    assert!(matches!(large, Err(LedgerError::TooLarge { .. })), "{large:?}");
+    // Another's epoch, known or not, writes nothing; nor does anybody's when nobody leads.
+    let mut stranger = Ledger::new(options(&etcd));
+    let fenced = stranger.save(epoch + 1, &bytes(3)).await;
+    assert!(matches!(fenced, Err(LedgerError::Fenced)), "{fenced:?}");
+    leader.leave().await;
+    let fenced = ledger.save(epoch, &bytes(3)).await;
+    assert!(matches!(fenced, Err(LedgerError::Fenced)), "{fenced:?}");
+    let next = join(&etcd, coordinator("d", 2));
+    let seen = until(&mut next.view(), "the next leads", |v| v.leading).await;
+    assert_eq!(ledger.load().await.unwrap(), Some(bytes(5 << 20)), "what was there stays");
+    ledger.save(seen.leader.unwrap().epoch, &bytes(7)).await.unwrap();
+    assert!(matches!(ledger.save(epoch, &bytes(8)).await, Err(LedgerError::Fenced)));
+    assert_eq!(ledger.load().await.unwrap(), Some(bytes(7)));
+    // Pieces that are not those the head names.
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    for generation in 0..2 {
+        client.put(format!("/test:totals/{generation}/0"), "x", None).await.unwrap();
+    }
+    let damaged = ledger.load().await;
+    assert!(matches!(damaged, Err(LedgerError::Damaged(_))), "{damaged:?}");
+    let epoch = next.view().borrow().leader.as_ref().unwrap().epoch;
+    ledger.save(epoch, &bytes(9)).await.unwrap();
+    assert_eq!(Ledger::new(options(&etcd)).load().await.unwrap(), Some(bytes(9)));
+    assert!(!next.view().borrow().records.keys().any(|key| key.contains("totals")));
 }
 
 #[tokio::test]
