@@ -8,10 +8,11 @@
 
 use std::time::Duration;
 
-use etcd_client::Client;
+use etcd_client::{Client, Permission};
 use shared::membership::ledger::{Ledger, LedgerError};
-use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, View};
+use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, Tls, View};
 use tempfile::TempDir;
+use testkit::certificates::Certificates;
 use testkit::etcd::Etcd;
 use testkit::local_cluster::LocalCluster;
 use tokio::sync::watch::Receiver;
@@ -223,6 +224,72 @@ async fn only_the_leader_leaves_something_for_the_next_one() {
     ledger.save(epoch, &bytes(9)).await.unwrap();
     assert_eq!(Ledger::new(options(&etcd)).load().await.unwrap(), Some(bytes(9)));
     assert!(!next.view().borrow().records.keys().any(|key| key.contains("totals")));
+}
+
+#[tokio::test]
+async fn an_etcd_with_tls_takes_those_whom_it_knows() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(certificates) = Certificates::make(folder.path()).unwrap() else { return };
+    let Some(etcd) = Etcd::start_secure(folder.path(), &certificates).await.unwrap() else {
+        return;
+    };
+    let read = |path| std::fs::read(path).unwrap();
+    let (certificate, key) = certificates.pair("client");
+    let identity = Some((read(certificate), read(key)));
+    let tls = Tls { authority: read(certificates.authority()), identity: identity.clone() };
+    let with = |tls| EtcdOptions { tls, ..options(&etcd) };
+    let member = EtcdMembership::start(with(Some(tls.clone())), coordinator("c", 1), true).unwrap();
+    until(&mut member.view(), "it leads", |v| v.leading).await;
+    let anonymous = Tls { identity: None, ..tls.clone() };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let other = Certificates::make(elsewhere.path()).unwrap().unwrap();
+    let deceived = Tls { authority: read(other.authority()), identity };
+    for (tls, who) in [
+        (Some(tls), None),
+        (Some(anonymous), Some("one without a certificate")),
+        (Some(deceived), Some("one who trusts somebody else")),
+    ] {
+        let loaded = Ledger::new(with(tls)).load().await;
+        assert_eq!(loaded.is_err(), who.is_some(), "{who:?}: {loaded:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_etcd_with_users_gives_each_what_is_theirs() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    for user in ["root", "tutti"] {
+        client.user_add(user, "secret", None).await.unwrap();
+        client.role_add(user).await.unwrap();
+        client.user_grant_role(user, user).await.unwrap();
+    }
+    // What docs/operations.md says is needed.
+    for prefix in ["/test/", "/test:totals/"] {
+        let permission = Permission::read_write(prefix).with_prefix();
+        client.role_grant_permission("tutti", permission).await.unwrap();
+    }
+    client.auth_enable().await.unwrap();
+    let as_user = |password: &str, cluster: &str| EtcdOptions {
+        user: Some(("tutti".to_owned(), password.to_owned())),
+        cluster: cluster.to_owned(),
+        ..options(&etcd)
+    };
+    let known = as_user("secret", "test");
+    assert!(!format!("{known:?}").contains("secret"));
+    let member = EtcdMembership::start(known.clone(), coordinator("c", 1), true).unwrap();
+    let seen = until(&mut member.view(), "it leads", |v| v.leading).await;
+    let mut ledger = Ledger::new(known);
+    ledger.save(seen.leader.unwrap().epoch, b"x").await.unwrap();
+    assert_eq!(ledger.load().await.unwrap(), Some(b"x".to_vec()));
+    for refused in [as_user("wrong", "test"), as_user("secret", "other"), options(&etcd)] {
+        let loaded = Ledger::new(refused).load().await;
+        assert!(loaded.is_err(), "{loaded:?}");
+    }
+    // It stays for longer than its lease, and leaves.
+    tokio::time::sleep(TTL * 2).await;
+    let view = member.view().borrow().clone();
+    assert!(view.leading && view.connected);
+    member.leave().await;
 }
 
 #[tokio::test]
