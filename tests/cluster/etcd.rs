@@ -412,6 +412,21 @@ async fn a_leader_that_missed_its_end_stops_when_it_learns_of_the_next() {
     assert!(serves(&client).await);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_coordinators_at_one_address_the_second_ends() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let address = format!("127.0.0.1:{}", free_port());
+    let args = ["--leader-lease", "2", "--advertise", &address];
+    let first = meeting.coordinator(&args).await;
+    until("it leads", async || first.log().contains("this coordinator leads").then_some(())).await;
+    let mut second = meeting.coordinator(&args).await;
+    let status = second.wait_end().unwrap();
+    assert_eq!(status.code(), Some(78), "{}", second.log());
+    until("it says why", async || second.log().contains("names must be unique").then_some(()))
+        .await;
+    assert_eq!(first.log().matches("this coordinator leads").count(), 1);
+}
+
 #[test]
 fn settings_that_contradict_each_other_are_refused() {
     let etcd = format!("http://127.0.0.1:{}", free_port());

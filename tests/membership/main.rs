@@ -184,6 +184,37 @@ async fn a_name_belongs_to_one_process_and_is_free_again_after_it() {
 }
 
 #[tokio::test]
+async fn an_etcd_that_lost_its_data_learns_everything_again() {
+    let Some((folder, mut etcd)) = etcd().await else { return };
+    let leader = join(&etcd, coordinator("c", 1));
+    until(&mut leader.view(), "it leads", |v| v.leading).await;
+    let standby = join(&etcd, coordinator("d", 2));
+    let worker = join(&etcd, record("w", 3));
+    let mut view = worker.view();
+    let all = |v: &View| {
+        v.connected
+            && has(v, "w")
+            && v.records.len() == 3
+            && v.leader.as_ref().is_some_and(|leader| leader.record.incarnation == 1)
+    };
+    // A history that makes the new revisions the smaller ones.
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    for i in 0..200 {
+        client.put("/test/workers/x", format!("{i}"), None).await.unwrap();
+    }
+    let before = until(&mut view, "all are there", |v| all(v) && v.revision > 200).await;
+    etcd.kill();
+    std::fs::remove_dir_all(folder.path().join("etcd")).unwrap();
+    until(&mut view, "etcd is missed", |v| !v.connected).await;
+    etcd.restart().await.unwrap();
+    for mut view in [leader.view(), standby.view(), view] {
+        let now = until(&mut view, "all are back", |v| all(v) && v.revision < 100).await;
+        assert!(now.revision < before.revision);
+    }
+    assert!(leader.view().borrow().leading && !standby.view().borrow().leading);
+}
+
+#[tokio::test]
 async fn only_the_leader_leaves_something_for_the_next_one() {
     let Some((_folder, etcd)) = etcd().await else { return };
     let leader = join(&etcd, coordinator("c", 1));
