@@ -199,7 +199,7 @@ impl Scheduler {
             if end == EpochEnd::Failed
                 && let Some(seq) = &mut self.sequences[slot]
             {
-                seq.suspicion = if seq.progressed { 0 } else { seq.suspicion + 1 };
+                seq.suspicion += u32::from(!seq.progressed);
                 if seq.suspicion >= SUSPICION_MAX {
                     guilty.push((seq.request, seq.suspicion));
                 }
@@ -372,7 +372,10 @@ impl Scheduler {
             }
             if let Some(seq) = &mut self.sequences[entry.slot] {
                 seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
-                seq.progressed |= entry.fresh;
+                if entry.fresh {
+                    seq.progressed = true;
+                    seq.suspicion = 0;
+                }
             }
             if self.accept(entry.slot, output, entry.samples, stopped, effects) {
                 generated += 1;

@@ -104,7 +104,7 @@ impl World {
         let (slot, incarnation) = (self.links[link].slot, self.links[link].incarnation);
         let node = self.node_name(slot);
         let roster = &mut self.coordinator.roster;
-        let admission = roster.admit(&node, Incarnation(incarnation));
+        let admission = roster.admit(&node, Incarnation(incarnation), None);
         let mut admitted = match admission {
             Admission::Slot(worker) => Some(worker),
             Admission::Taken | Admission::Retired => None,

@@ -524,8 +524,7 @@ impl Handler<Admit> for ClusterActor {
             return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
         }
         let node = &hello.node;
-        self.roster.reserve(node, hello.rejoin.slot);
-        let worker = match self.roster.admit(node, hello.incarnation) {
+        let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
             Admission::Slot(worker) => worker,
             Admission::Taken => {
                 return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
@@ -547,7 +546,8 @@ impl Handler<Joined> for ClusterActor {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
         // Between its admission and now another process may have joined in its place.
-        if self.roster.admit(&hello.node, incarnation) != Admission::Slot(worker) {
+        let admission = self.roster.admit(&hello.node, incarnation, hello.rejoin.slot);
+        if admission != Admission::Slot(worker) {
             return;
         }
         if let Some(old) = self.connected.get(&worker) {

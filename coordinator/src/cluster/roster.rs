@@ -62,18 +62,21 @@ pub struct Joining {
 }
 
 impl Roster {
-    /// Gives a node that has no slot the one that it had at another coordinator, if it is vacant.
-    pub fn reserve(&mut self, node: &str, brought: Option<WorkerId>) {
-        if brought.is_some() && !self.slots.contains_key(node) {
-            let worker = slots::vacant(self.slots.values(), brought);
-            self.slots.insert(node.to_owned(), worker);
-        }
-    }
-
-    /// Whether a node's process may join.
-    pub fn admit(&mut self, node: &str, incarnation: Incarnation) -> Admission {
-        let next = slots::vacant(self.slots.values(), None);
-        let worker = *self.slots.entry(node.to_owned()).or_insert(next);
+    /// Whether a node's process may join. It may have brought a slot from another coordinator.
+    pub fn admit(
+        &mut self,
+        node: &str,
+        incarnation: Incarnation,
+        brought: Option<WorkerId>,
+    ) -> Admission {
+        let worker = match self.slots.get(node) {
+            Some(worker) => *worker,
+            None => {
+                let worker = slots::vacant(self.slots.values(), brought);
+                self.slots.insert(node.to_owned(), worker);
+                worker
+            }
+        };
         if self.known.get(&worker).is_some_and(|runs| runs.retired.contains(&incarnation)) {
             return Admission::Retired;
         }
@@ -143,35 +146,35 @@ mod tests {
     #[test]
     fn a_process_takes_its_own_place_again_and_no_other_one_s() {
         let mut roster = Roster::default();
-        let worker = slot(roster.admit("a", Incarnation(1)));
+        let worker = slot(roster.admit("a", Incarnation(1), None));
         let first = roster.joined(worker, Incarnation(1));
-        assert_eq!(roster.admit("a", Incarnation(2)), Admission::Taken);
-        assert_eq!(roster.admit("b", Incarnation(2)), Admission::Slot(WorkerId(1)));
-        assert_eq!(roster.admit("a", Incarnation(1)), Admission::Slot(worker));
+        assert_eq!(roster.admit("a", Incarnation(2), None), Admission::Taken);
+        assert_eq!(roster.admit("b", Incarnation(2), None), Admission::Slot(WorkerId(1)));
+        assert_eq!(roster.admit("a", Incarnation(1), None), Admission::Slot(worker));
         let again = roster.joined(worker, Incarnation(1));
         assert!(!again.restarted && again.retired.is_none());
         assert!(!roster.is_present(worker, first.link) && roster.is_present(worker, again.link));
         roster.left(worker);
         assert!(!roster.is_present(worker, again.link));
-        assert_eq!(roster.admit("a", Incarnation(2)), Admission::Slot(worker));
+        assert_eq!(roster.admit("a", Incarnation(2), None), Admission::Slot(worker));
     }
 
     #[test]
     fn a_node_keeps_the_slot_it_had_elsewhere_where_nobody_has_it() {
         let mut roster = Roster::default();
-        roster.reserve("b", Some(WorkerId(1)));
-        assert_eq!(slot(roster.admit("b", Incarnation(1))), WorkerId(1));
-        roster.reserve("c", Some(WorkerId(1)));
-        assert_eq!(slot(roster.admit("c", Incarnation(1))), WorkerId(0));
-        assert_eq!(slot(roster.admit("d", Incarnation(1))), WorkerId(2));
-        roster.reserve("b", Some(WorkerId(9)));
-        assert_eq!(slot(roster.admit("b", Incarnation(1))), WorkerId(1));
+        let mut bringing = |node, brought: Option<u32>| {
+            slot(roster.admit(node, Incarnation(1), brought.map(WorkerId))).0
+        };
+        assert_eq!(bringing("b", Some(1)), 1);
+        assert_eq!(bringing("c", Some(1)), 0);
+        assert_eq!(bringing("d", None), 2);
+        assert_eq!(bringing("b", Some(9)), 1);
     }
 
     #[test]
     fn a_run_may_be_back_until_its_totals_are_closed() {
         let mut roster = Roster::default();
-        let worker = slot(roster.admit("a", Incarnation(1)));
+        let worker = slot(roster.admit("a", Incarnation(1), None));
         let mut joined = |incarnation| {
             let joining = roster.joined(worker, Incarnation(incarnation));
             roster.left(worker);
@@ -183,7 +186,7 @@ mod tests {
         assert_eq!(joined(3), (true, None));
         assert_eq!(joined(4), (true, None));
         assert_eq!(joined(5), (true, Some(2)));
-        assert_eq!(roster.admit("a", Incarnation(2)), Admission::Retired);
-        assert_eq!(roster.admit("a", Incarnation(1)), Admission::Slot(worker));
+        assert_eq!(roster.admit("a", Incarnation(2), None), Admission::Retired);
+        assert_eq!(roster.admit("a", Incarnation(1), None), Admission::Slot(worker));
     }
 }
