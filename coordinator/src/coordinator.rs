@@ -67,6 +67,7 @@ pub struct Prepared {
     text: Arc<TextModel>,
     engine: EngineConfig,
     scheduling: SchedulerConfig,
+    hub: Arc<Hub>,
     pub(crate) http: Bound,
     pub(crate) cluster: Bound,
     pub(crate) metrics: Option<Bound>,
@@ -137,9 +138,17 @@ impl Prepared {
         scheduling.validate()?;
         let http = listen(options.listen, "--listen")?;
         let cluster = listen(options.cluster_listen, "--cluster-listen")?;
-        let metrics = options.metrics_listen;
-        let metrics = metrics.map(|address| listen(address, "--metrics-listen")).transpose()?;
-        Ok(Self { options, text, engine, scheduling, http, cluster, metrics })
+        let alone = options.metrics_listen;
+        let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
+        let make_hub = if options.metrics { Hub::new } else { Hub::off };
+        let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
+        Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
+    }
+
+    /// Where everything is counted; nothing is yet.
+    #[must_use]
+    pub fn hub(&self) -> &Arc<Hub> {
+        &self.hub
     }
 
     /// Where HTTP is served.
@@ -169,13 +178,11 @@ impl Coordinator {
     /// # Errors
     /// [`StartError`].
     pub fn serve(prepared: Prepared, leadership: Option<Leadership>) -> Result<Self, StartError> {
-        let Prepared { options, text, engine, scheduling, http, cluster: bound, metrics } =
+        let Prepared { options, text, engine, scheduling, hub, http, cluster: bound, metrics } =
             prepared;
         let (http_addr, cluster_addr) = (http.address, bound.address);
         let max_model_len = engine.max_model_len;
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
-        let make_hub = if options.metrics { Hub::new } else { Hub::off };
-        let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);

@@ -112,6 +112,7 @@ impl Frontend {
             incarnation: Incarnation(options.run),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
+            slot: None,
         };
         let (to, connection, welcome) = dial_until_welcome(&options, &hello).await?;
         let serving = welcome.serving.clone();

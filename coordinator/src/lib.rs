@@ -9,12 +9,14 @@
 //! - [`frontends`]: front ends of their own processes, as the coordinator sees them
 //! - [`frontend`]: such a process itself
 //! - [`coordinator`]: puts everything together
+//! - [`checkpoint`]: totals that outlive the coordinator
 //! - [`standby`]: a coordinator that waits until it leads
 //! - [`http`]: the API
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
+pub mod checkpoint;
 pub mod cluster;
 pub mod coordinator;
 pub mod engine;

@@ -1,6 +1,7 @@
 //! Who is in the cluster, by etcd: coordinators, workers and front ends find each other through it
 //! alone, and one coordinator leads.
 //!
+//! - [`ledger`]: bytes that the leader leaves for the next one
 //! - [`view`]: PURE: what is known of the cluster, from lists and events
 //! - [`connect`]: how etcd is reached
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
@@ -9,6 +10,7 @@
 //! with the last view; only joining and a change of the leader wait.
 pub mod connect;
 pub mod etcd;
+pub mod ledger;
 pub mod view;
 
 use std::time::Duration;

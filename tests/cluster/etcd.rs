@@ -1,5 +1,6 @@
 //! Coordinators, workers and front ends that meet through a real etcd: one coordinator leads, the
 //! next takes over, and etcd itself may be away.
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -13,6 +14,8 @@ use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 use testkit::scrape::Scrape;
 
+use crate::counters::check_invariants;
+use crate::front_ends::fixed;
 use crate::{STORY, greedy, text};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -252,8 +255,7 @@ async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
         // This one knows nobody yet: it waits for etcd.
         late.push(meeting.worker(workers.len() + late.len()));
         let old = |s: &Scrape| {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
-            now - sum(s, "tutti_membership_confirmed_timestamp_seconds") > 8.0
+            since_1970() - sum(s, "tutti_membership_confirmed_timestamp_seconds") > 8.0
         };
         let scrape = client.scrape_until(PATIENCE, old).await.unwrap();
         assert!(old(&scrape), "the age of what is known shows");
@@ -301,6 +303,92 @@ async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
 }
 
+fn since_1970() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
+}
+
+/// Every total that does not depend on time, by series.
+async fn totals(client: &Client) -> BTreeMap<String, f64> {
+    let page = client.metrics_page().await.unwrap();
+    let scrape = Scrape::parse(&page).unwrap();
+    check_invariants(&scrape);
+    fixed(&scrape, &page, true)
+}
+
+fn assert_none_fell(before: &BTreeMap<String, f64>, after: &BTreeMap<String, f64>) {
+    let fell: Vec<_> = before
+        .iter()
+        .filter(|(series, value)| after.get(*series).is_none_or(|after| after < value))
+        .map(|(series, value)| (series, value, after.get(series)))
+        .collect();
+    assert!(fell.is_empty(), "{fell:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn counters_go_on_under_the_next_leader() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let quick = ["--leader-lease", "2", "--checkpoint-interval", "1"];
+    let mut first = meeting.coordinator(&quick).await;
+    let _workers = [meeting.worker(0), meeting.worker(1)];
+    first.wait_ready().await.unwrap();
+    let second = meeting.coordinator(&quick).await;
+    let frontend = meeting.frontend().await;
+    let (leader, frontend) = (first.client().unwrap(), frontend.client().unwrap());
+    let ask = async |client: &Client, count: u32| {
+        for _ in 0..count {
+            story(client).await;
+        }
+    };
+    ask(&leader, 5).await;
+    ask(&frontend, 5).await;
+    let route = [("route", "/v1/completions")];
+    let reported = |s: &Scrape| s.sum("tutti_http_requests_total", &route) == 10.0;
+    assert!(reported(&leader.scrape_until(PATIENCE, reported).await.unwrap()));
+    let before = totals(&leader).await;
+    let now = since_1970();
+    let written = |s: &Scrape| sum(s, "tutti_totals_checkpoint_timestamp_seconds") > now;
+    assert!(written(&leader.scrape_until(PATIENCE, written).await.unwrap()));
+    // What is counted from here on may be lost; a request that runs ends with its coordinator.
+    ask(&leader, 3).await;
+    let stream = long_stream(&leader).await;
+    LocalCluster::signal(first.pid(), "KILL").unwrap();
+    ends_badly(stream).await;
+    let leader = second.client().unwrap();
+    until("the next leader serves", async || serves(&leader).await.then_some(())).await;
+    let after = totals(&leader).await;
+    assert_none_fell(&before, &after);
+    let scrape = leader.scrape().await.unwrap();
+    let accepted = sum(&scrape, "tutti_requests_accepted_total");
+    assert!(
+        (11.0..=15.0).contains(&accepted),
+        "10 of the old, at most 4 more, 1 of the new: {accepted}"
+    );
+    // The front end's own count goes on from what it was: it lost nothing, and counts once.
+    until("the front end follows", async || serves(&frontend).await.then_some(())).await;
+
+    // Who ends in order hands over everything.
+    let third = meeting.coordinator(&quick).await;
+    ask(&leader, 2).await;
+    let idle = |s: &Scrape| sum(s, "tutti_requests_in_flight") == 0.0;
+    leader.scrape_until(PATIENCE, idle).await.unwrap();
+    let before = totals(&leader).await;
+    LocalCluster::signal(second.pid(), "INT").unwrap();
+    let leader = third.client().unwrap();
+    let leads = until("the next one leads", async || {
+        let scrape = leader.scrape().await.ok()?;
+        scrape.has("tutti_requests_accepted_total", &[]).then_some(scrape)
+    })
+    .await;
+    let count = |name: &str| {
+        before.iter().filter(|(series, _)| series.starts_with(name)).map(|(_, v)| v).sum::<f64>()
+    };
+    for name in ["tutti_requests_accepted_total", "tutti_generation_tokens_total"] {
+        assert_eq!(sum(&leads, name), count(name), "{name}");
+    }
+    until("it serves", async || serves(&leader).await.then_some(())).await;
+    assert_none_fell(&before, &totals(&leader).await);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_leader_that_missed_its_end_stops_when_it_learns_of_the_next() {
     let Some(meeting) = Meeting::new().await else { return };
@@ -322,6 +410,21 @@ async fn a_leader_that_missed_its_end_stops_when_it_learns_of_the_next() {
     let scrape = client.scrape().await.unwrap();
     assert_eq!(sum(&scrape, "tutti_worker_up"), 2.0);
     assert!(serves(&client).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_coordinators_at_one_address_the_second_ends() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let address = format!("127.0.0.1:{}", free_port());
+    let args = ["--leader-lease", "2", "--advertise", &address];
+    let first = meeting.coordinator(&args).await;
+    until("it leads", async || first.log().contains("this coordinator leads").then_some(())).await;
+    let mut second = meeting.coordinator(&args).await;
+    let status = second.wait_end().unwrap();
+    assert_eq!(status.code(), Some(78), "{}", second.log());
+    until("it says why", async || second.log().contains("names must be unique").then_some(()))
+        .await;
+    assert_eq!(first.log().matches("this coordinator leads").count(), 1);
 }
 
 #[test]

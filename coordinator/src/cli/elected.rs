@@ -1,4 +1,7 @@
 //! `tutti coordinator --etcd`: one of several that leads, or stands by until it does.
+use std::time::Duration;
+
+use coordinator::checkpoint::Checkpoints;
 use coordinator::coordinator::{Coordinator, CoordinatorOptions, Leadership, Prepared, StartError};
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
@@ -15,6 +18,7 @@ pub(crate) async fn run(
     options: CoordinatorOptions,
     etcd: EtcdOptions,
     advertise: Option<&str>,
+    checkpoints: Option<Duration>,
 ) -> Result<(), CliError> {
     let (degree, incarnation) = (options.tensor_parallel, options.run);
     let prepared = Prepared::new(options).map_err(failed)?;
@@ -31,7 +35,7 @@ pub(crate) async fn run(
         pid: std::process::id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
-    let membership = EtcdMembership::start(etcd, record, true).map_err(no_thread)?;
+    let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;
     let view = membership.view();
     let standby = Standby::start(&prepared, &view).map_err(failed)?;
     print_line(&format!("tutti coordinator: http://{}", prepared.http_addr()));
@@ -45,22 +49,16 @@ pub(crate) async fn run(
     let end = match elected {
         Ok(Some(leader)) => {
             tracing::info!(epoch = leader.epoch, "this coordinator leads");
-            let serving = Coordinator::serve(prepared, Some(Leadership { view: view.clone() }));
-            match serving {
-                Ok(coordinator) => {
-                    print_line(&format!(
-                        "waiting for {degree} workers: tutti worker --etcd {endpoints}"
-                    ));
-                    let end = tokio::select! {
-                        () = interrupted() => Ok(()),
-                        leader = other_leader(view, incarnation) => Err(superseded(&leader)),
-                        error = etcd::failed(&mut membership) => Err(error),
-                    };
-                    coordinator.stop(false).await;
-                    end
+            let ends = async {
+                tokio::select! {
+                    () = interrupted() => Ok(()),
+                    leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
+                    error = etcd::failed(&mut membership) => Err(error),
                 }
-                Err(error) => Err(failed(error)),
-            }
+            };
+            let totals = checkpoints.map(|interval| (etcd, interval));
+            let hint = format!("waiting for {degree} workers: tutti worker --etcd {endpoints}");
+            lead(prepared, view.clone(), totals, &hint, ends).await
         }
         Ok(None) => Ok(()),
         Err(error) => Err(error),
@@ -68,6 +66,37 @@ pub(crate) async fn run(
     // After the last request: the next leader begins when this one has ended.
     if let Some(membership) = membership {
         membership.leave().await;
+    }
+    end
+}
+
+/// Serves until `ends`, from the totals of who led before and to those of who leads next.
+async fn lead(
+    prepared: Prepared,
+    view: watch::Receiver<View>,
+    totals: Option<(EtcdOptions, Duration)>,
+    hint: &str,
+    ends: impl Future<Output = Result<(), CliError>>,
+) -> Result<(), CliError> {
+    let mut checkpoints = match totals {
+        Some((etcd, interval)) => {
+            let hub = prepared.hub().clone();
+            let started = Checkpoints::start(hub, view.clone(), etcd, interval);
+            Some(started.map_err(|error| {
+                CliError::Failed(format!("cannot start the checkpoints' thread: {error}"))
+            })?)
+        }
+        None => None,
+    };
+    if let Some(checkpoints) = &mut checkpoints {
+        checkpoints.loaded().await;
+    }
+    let coordinator = Coordinator::serve(prepared, Some(Leadership { view })).map_err(failed)?;
+    print_line(hint);
+    let end = ends.await;
+    coordinator.stop(false).await;
+    if let Some(checkpoints) = checkpoints {
+        checkpoints.finish().await;
     }
     end
 }

@@ -23,8 +23,11 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN)?;
     let lease = Duration::from_secs(args.leader_lease);
     if let Some(etcd) = etcd::options(&args.etcd, lease)? {
+        let interval = Duration::from_secs(args.checkpoint_interval);
+        let checkpoints = Some(interval).filter(|it| !it.is_zero() && options.metrics);
         let advertise = args.advertise.as_deref();
-        return actix::System::new().block_on(elected::run(options, etcd, advertise));
+        let run = elected::run(options, etcd, advertise, checkpoints);
+        return actix::System::new().block_on(run);
     }
     if args.advertise.is_some() {
         return Err(CliError::Usage("--advertise is given without --etcd".to_owned()));

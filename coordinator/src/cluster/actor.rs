@@ -525,7 +525,7 @@ impl Handler<Admit> for ClusterActor {
 
     fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
         if self.stopping {
-            return Err(Refusal::Never("the coordinator is shutting down".to_owned()));
+            return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
         }
         let node = &hello.node;
         let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {

@@ -160,6 +160,18 @@ mod tests {
     }
 
     #[test]
+    fn a_node_keeps_the_slot_it_had_elsewhere_where_nobody_has_it() {
+        let mut roster = Roster::default();
+        let mut bringing = |node, brought: Option<u32>| {
+            slot(roster.admit(node, Incarnation(1), brought.map(WorkerId))).0
+        };
+        assert_eq!(bringing("b", Some(1)), 1);
+        assert_eq!(bringing("c", Some(1)), 0);
+        assert_eq!(bringing("d", None), 2);
+        assert_eq!(bringing("b", Some(9)), 1);
+    }
+
+    #[test]
     fn a_run_may_be_back_until_its_totals_are_closed() {
         let mut roster = Roster::default();
         let worker = slot(roster.admit("a", Incarnation(1), None));

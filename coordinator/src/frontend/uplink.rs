@@ -147,6 +147,7 @@ impl Uplink {
         mut stop: oneshot::Receiver<()>,
     ) -> Option<FrontendError> {
         loop {
+            self.hello.slot = Some(welcome.frontend);
             tracing::info!(frontend = %welcome.frontend, coordinator = to.address, "joined");
             match self.serve(&to, connection, &welcome, &mut stop).await {
                 Served::Stopped => return None,

@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
+use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
     Applied, Exemplars, Limits, Merged, Merger, Refused, SharedStats, Source, decode_snapshot,
 };
@@ -132,6 +133,23 @@ impl Hub {
     /// All totals now.
     #[must_use]
     pub fn merged(&self) -> Merged {
+        self.refreshed().merged()
+    }
+
+    /// What the coordinator after this one goes on from.
+    #[must_use]
+    pub fn checkpoint(&self) -> Checkpoint {
+        self.refreshed().checkpoint()
+    }
+
+    /// Goes on from what an earlier coordinator counted. Returns how many series are not known
+    /// here.
+    pub fn restore(&self, checkpoint: Checkpoint) -> usize {
+        self.merger().restore(checkpoint)
+    }
+
+    /// The merger, with this process's own totals of this moment.
+    fn refreshed(&self) -> MutexGuard<'_, Merger> {
         // Two scrapes at once may arrive here in either order: like any source's reports, the
         // newer one wins.
         let (sequence, mut snapshot) = self.observer.report();
@@ -149,7 +167,7 @@ impl Hub {
                 tracing::error!(%refused, "the coordinator's own metrics are inconsistent");
             }
         }
-        merger.merged()
+        merger
     }
 
     fn merger(&self) -> MutexGuard<'_, Merger> {

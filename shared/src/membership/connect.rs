@@ -59,7 +59,7 @@ impl EtcdOptions {
             .with_tcp_keepalive(KEEP_ALIVE)
             .with_require_leader(true);
         if let Some((user, password)) = &self.user {
-            options = options.with_user(user, password);
+            options = options.with_user(user, password).with_auto_token_refresh(true);
         }
         if let Some(tls) = &self.tls {
             let authority = Certificate::from_pem(&tls.authority);

@@ -316,6 +316,10 @@ catalogue! {
     gauge(Max) MEMBERSHIP_MEMBERS: "tutti_membership_members", Items, [MemberRole::LABEL],
         Coordinator, "Processes registered with etcd, those that stand by included.",
         when "the cluster meets through etcd";
+    gauge(Max) TOTALS_CHECKPOINT: "tutti_totals_checkpoint_timestamp_seconds", Seconds, [],
+        Coordinator,
+        "When the totals were last written to etcd for the next leader, in seconds since 1970.",
+        when "the cluster meets through etcd";
 
     // HTTP.
     counter HTTP_REQUESTS: "tutti_http_requests_total", Requests, [Method::LABEL, ROUTE, STATUS],

@@ -40,6 +40,8 @@ pub struct FrontendHello {
     pub pid: u32,
     /// The program's version; informational.
     pub version: String,
+    /// The slot it had at its last coordinator: a hint, so that a new one may give it the same.
+    pub slot: Option<FrontendId>,
 }
 
 /// The coordinator's answer to [`FrontendHello`].
