@@ -268,6 +268,7 @@ impl Coordinator {
             frontends,
             secret: options.secret,
             workers: options.workers,
+            membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http.listener, state, options.http_threads).map_err(failed)?;
