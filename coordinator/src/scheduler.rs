@@ -316,6 +316,7 @@ impl Scheduler {
                 prefix: Prefix::Start { salt: request.cache_salt },
                 cache_salt: request.cache_salt,
                 looked_up: false,
+                cached: 0,
                 computed: 0,
                 computed_max: 0,
                 progressed: false,
@@ -502,8 +503,8 @@ impl Scheduler {
         if last {
             self.requests.remove(&request);
         }
-        let choice = seq.sampling.choice;
-        effects.push(Effect::Finished { request, seq: seq.id, choice, reason, last });
+        let (choice, cached) = (seq.sampling.choice, seq.cached);
+        effects.push(Effect::Finished { request, seq: seq.id, choice, reason, cached, last });
     }
 
     fn end_request(

@@ -1,6 +1,7 @@
 //! Prompts that begin alike are computed once, and nobody can tell by the answer.
 use serde_json::{Value, json};
 use testkit::client::Client;
+use testkit::scrape::Scrape;
 
 use crate::counters::check_invariants;
 use crate::{STORY, greedy, up};
@@ -67,13 +68,22 @@ async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
     assert!(cached > 0.6 * prompt_tokens, "{cached} of {prompt_tokens}");
 
     // Another salt begins from nothing; the same one does not.
+    let hits = |scrape: &Scrape| scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]);
     let (salted, _) = answers(&client, Some("a")).await;
     assert_eq!(salted, expected);
-    let after =
-        |scrape: &testkit::scrape::Scrape| scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]);
-    let once = after(&client.scrape().await.unwrap());
-    assert_eq!(once, 2.0 * cached, "as much as at first, nothing of what others asked");
+    let once = hits(&client.scrape().await.unwrap()) - cached;
+    assert_eq!(once, cached, "as much as at first, nothing of what others asked");
     let (again, _) = answers(&client, Some("a")).await;
     assert_eq!(again, expected);
-    assert!(after(&client.scrape().await.unwrap()) > once + cached);
+    assert!(hits(&client.scrape().await.unwrap()) > 3.0 * cached);
+
+    // The client is told.
+    let mut body = greedy(STORY.repeat(8), 4);
+    body["cache_salt"] = json!("usage");
+    for known in [false, true] {
+        let usage = client.post("/v1/completions", &body).await.unwrap().body["usage"].clone();
+        let told = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        let prompt = usage["prompt_tokens"].as_u64().unwrap();
+        assert_eq!(told, if known { (prompt - 1) / 16 * 16 } else { 0 });
+    }
 }

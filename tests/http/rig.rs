@@ -169,6 +169,6 @@ fn generate(
                 break;
             }
         }
-        let _ = events.send(EngineEvent::Finished { choice, reason });
+        let _ = events.send(EngineEvent::Finished { choice, reason, cached: 0 });
     }
 }

@@ -21,7 +21,8 @@ async fn a_completion_has_openais_shape() {
     assert_eq!(answer["choices"], json!([choice]));
     let prompt = rig.text.encode("Hello", true).unwrap().len();
     let completion = rig.text.encode(TEXT, false).unwrap().len();
-    let usage = json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion});
+    let usage = json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0}});
     assert_eq!(answer["usage"], usage);
 }
 

@@ -163,8 +163,8 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         EngineEvent::PromptLogprobs(vec![logprobs.clone()]),
         EngineEvent::Token { choice: 1, token: 70_000, logprobs: Some(logprobs) },
         EngineEvent::Token { choice: 0, token: 3, logprobs: None },
-        EngineEvent::Finished { choice: 0, reason: FinishReason::EndToken(5) },
-        EngineEvent::Finished { choice: 1, reason: FinishReason::StopString },
+        EngineEvent::Finished { choice: 0, reason: FinishReason::EndToken(5), cached: 3 },
+        EngineEvent::Finished { choice: 1, reason: FinishReason::StopString, cached: 0 },
         EngineEvent::Failed(EngineError::QueueFull { queued: 1, max: 2, retry_after_s: 3 }),
         EngineEvent::Failed(EngineError::Unavailable { message: "m".to_owned() }),
     ];

@@ -339,7 +339,7 @@ impl World {
                         open.got[choice].push(token);
                     }
                 }
-                Ok(EngineEvent::Finished { choice, reason }) => {
+                Ok(EngineEvent::Finished { choice, reason, .. }) => {
                     if open.reasons[choice as usize].replace(reason).is_some() {
                         return Err(format!("choice {choice} finishes twice"));
                     }

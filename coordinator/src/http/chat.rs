@@ -5,7 +5,7 @@ use actix_web::HttpResponse;
 use serde_json::{Value, json};
 
 use super::error::ApiError;
-use super::generation::{Next, Piece, RunningPrompt};
+use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::chat_logprob;
 use super::params::{Common, Fields, messages};
 use super::sse::{self, EventSource};
@@ -98,10 +98,7 @@ impl Chat {
 
     fn usage(&self) -> Value {
         let (prompt, completion) = (self.running.prompt_tokens, self.running.completion_tokens);
-        json!({
-            "prompt_tokens": prompt, "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        })
+        usage(prompt, self.running.cached_tokens, completion)
     }
 
     fn envelope(&self, object: &str, choices: Value) -> Value {

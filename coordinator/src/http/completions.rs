@@ -6,7 +6,7 @@ use futures_util::future::select_all;
 use serde_json::{Value, json};
 
 use super::error::ApiError;
-use super::generation::{Next, Piece, RunningPrompt};
+use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::CompletionLogprobs;
 use super::params::{Common, Fields, Limits, token_id};
 use super::sse::{self, EventSource};
@@ -222,10 +222,8 @@ impl Completion {
     fn usage(&self) -> Value {
         let prompt: u64 = self.running.iter().map(|running| running.prompt_tokens).sum();
         let completion: u64 = self.running.iter().map(|running| running.completion_tokens).sum();
-        json!({
-            "prompt_tokens": prompt, "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        })
+        let cached: u64 = self.running.iter().map(|running| running.cached_tokens).sum();
+        usage(prompt, cached, completion)
     }
 
     fn envelope(&self, choices: Value) -> Value {

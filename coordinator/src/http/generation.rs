@@ -39,6 +39,8 @@ pub struct RunningPrompt {
     choices: Vec<TextStream>,
     /// Tokens of the prompt.
     pub prompt_tokens: u64,
+    /// How many of them the KV cache had; known at the end.
+    pub cached_tokens: u64,
     /// Tokens accepted so far, all choices together.
     pub completion_tokens: u64,
 }
@@ -91,7 +93,7 @@ impl RunningPrompt {
             state.stats.rejected(reject_reason(error));
         })?;
         let choices = vec![stream; common.n as usize];
-        Ok(Self { generation, choices, prompt_tokens, completion_tokens: 0 })
+        Ok(Self { generation, choices, prompt_tokens, cached_tokens: 0, completion_tokens: 0 })
     }
 
     /// The next piece; `None` after the last.
@@ -114,7 +116,11 @@ impl RunningPrompt {
                 }
                 Ok(Next::Piece(Piece { choice, text, logprobs, finish_reason: None }))
             }
-            EngineEvent::Finished { choice, reason } => {
+            EngineEvent::Finished { choice, reason, cached } => {
+                // The other choices find what the first one computes.
+                if choice == 0 {
+                    self.cached_tokens = u64::from(cached);
+                }
                 let mut text = String::new();
                 if let Some(stream) = self.choices.get_mut(choice as usize) {
                     stream.finish(&mut text);
@@ -128,4 +134,13 @@ impl RunningPrompt {
             EngineEvent::Failed(error) => Err(error.into()),
         }
     }
+}
+
+/// What a request used, as OpenAI's API says it.
+pub(super) fn usage(prompt: u64, cached: u64, completion: u64) -> serde_json::Value {
+    serde_json::json!({
+        "prompt_tokens": prompt, "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": { "cached_tokens": cached },
+    })
 }

@@ -353,11 +353,11 @@ impl ReplicaDriver {
                         send(live, request, event, &mut self.gone);
                     }
                 }
-                Effect::Finished { request, seq, choice, reason, last } => {
+                Effect::Finished { request, seq, choice, reason, cached, last } => {
                     self.stop_checks.remove(&seq);
                     if let Some(live) = self.live.get_mut(&request) {
                         live.by_length |= reason == FinishReason::Length;
-                        let event = EngineEvent::Finished { choice, reason };
+                        let event = EngineEvent::Finished { choice, reason, cached };
                         send(live, request, event, &mut self.gone);
                     }
                     if last && let Some(live) = self.live.remove(&request) {

@@ -45,6 +45,8 @@ pub enum Effect {
         choice: u32,
         /// Why.
         reason: FinishReason,
+        /// Prompt tokens that the KV cache had when it began.
+        cached: u32,
         /// It was the request's last.
         last: bool,
     },

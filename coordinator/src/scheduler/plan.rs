@@ -266,6 +266,7 @@ impl Scheduler {
                 step.looked_up += seq.num_prompt;
                 step.found += found;
                 seq.looked_up = true;
+                seq.cached = found;
             }
         }
         let computed_max = seq.computed_max;

@@ -26,6 +26,8 @@ pub(super) struct Sequence {
     pub(super) cache_salt: u64,
     /// It was looked up in the KV cache for a step that was answered or is in flight.
     pub(super) looked_up: bool,
+    /// Prompt tokens found there then.
+    pub(super) cached: u32,
     /// Tokens whose K and V are planned, sent steps included.
     pub(super) computed: u32,
     /// Most that `computed` has ever been, but for steps lost with their epoch: computing below it

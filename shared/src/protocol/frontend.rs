@@ -115,6 +115,8 @@ pub enum EngineEvent {
         choice: u32,
         /// Why.
         reason: FinishReason,
+        /// Prompt tokens that the KV cache had when it began.
+        cached: u32,
     },
     /// The request failed as a whole.
     Failed(EngineError),
