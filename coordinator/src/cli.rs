@@ -4,6 +4,7 @@
 //! Exit codes: 0 done, 1 failed, 2 bad options or configuration.
 mod bench;
 mod config_file;
+mod doctor;
 mod front;
 mod logging;
 mod operate;
@@ -49,6 +50,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Status(args) => operate::status(&args),
         Command::Scale(args) => operate::scale(&args),
         Command::Drain(args) => operate::drain(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Metrics(args) => {
             print_line(&catalogue(args.markdown));

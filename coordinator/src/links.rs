@@ -113,6 +113,8 @@ async fn shake_hands(
             frontends.joined(&hello, welcome.frontend, connection);
             Ok(())
         }
+        // Somebody asks whether a node with this secret could join: that much is answered by now.
+        FrameKind::Ping => connection.send(FrameKind::Pong, &[]).await.map_err(text),
         kind => Err(format!("expected a hello, got {kind:?}")),
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
+//! - [`doctor`]: what a host needs to become a node
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
 //! - [`resharding`]: the degree follows the members
@@ -19,6 +20,7 @@
 
 mod by_hand;
 mod counters;
+mod doctor;
 mod failures;
 mod front_ends;
 mod openai_client;

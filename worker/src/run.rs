@@ -3,12 +3,13 @@ use std::io;
 use std::net::{
     IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _, UdpSocket,
 };
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::clock::{Clock, SystemClock};
+use shared::host::available_memory;
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
 use shared::protocol::{DeviceKind, Hello};
@@ -69,7 +70,7 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
         pid: std::process::id(),
         device: DeviceKind::Cpu,
         threads,
-        memory_bytes: available_memory(),
+        memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
         collective_addr,
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
@@ -99,12 +100,4 @@ fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let socket = UdpSocket::bind((any, 0))?;
     socket.connect(peer)?;
     Ok(socket.local_addr()?.ip())
-}
-
-/// Memory that could be had without swapping, in bytes; 0 where the system does not say.
-fn available_memory() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.unwrap_or(0).saturating_mul(1024)
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
 
+use super::doctor::DoctorArgs;
+
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
 #[command(name = "tutti", version, propagate_version = true)]
@@ -34,6 +36,8 @@ pub(crate) enum Command {
     Scale(ScaleArgs),
     /// Have a worker leave: its requests go on elsewhere, then its process ends
     Drain(DrainArgs),
+    /// Check whether this host can become a node, and say how to mend what is wrong
+    Doctor(DoctorArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line
     Bench(BenchArgs),
     /// Print the metrics catalogue
@@ -337,7 +341,7 @@ pub(crate) struct ComputeArgs {
 }
 
 /// Parses `1073741824`, `512MiB`, `2GiB`.
-fn parse_bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
