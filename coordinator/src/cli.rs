@@ -48,6 +48,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Worker(args) => work::run(&args),
         Command::Frontend(args) => front::run(&args),
         Command::Status(args) => operate::status(&args),
+        Command::Logs(args) => operate::logs(&args),
         Command::Scale(args) => operate::scale(&args),
         Command::Drain(args) => operate::drain(&args),
         Command::Doctor(args) => doctor::run(&args),

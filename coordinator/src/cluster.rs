@@ -8,6 +8,7 @@
 pub mod actor;
 mod placement;
 mod reconcile;
+pub mod records;
 mod replica;
 pub mod status;
 pub mod view;

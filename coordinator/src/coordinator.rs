@@ -13,6 +13,7 @@ use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
+use shared::log::SharedLog;
 use shared::metrics;
 use shared::metrics::compat::Compat;
 use shared::protocol::{EngineConfig, Serving};
@@ -20,7 +21,8 @@ use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, watch};
 
 use crate::cluster::ClusterConfig;
-use crate::cluster::actor::{ClusterActor, Command, Drain, ReplicaFactory, Stop};
+use crate::cluster::actor::{ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop};
+use crate::cluster::records::Ended;
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
@@ -98,6 +100,8 @@ pub struct CoordinatorOptions {
     pub secret: Option<Secret>,
     /// Drawn at random for this process.
     pub run: u64,
+    /// The last lines of this process's log.
+    pub log: SharedLog,
 }
 
 /// How statistics are logged.
@@ -276,6 +280,7 @@ impl Coordinator {
             frontends,
             secret: options.secret,
             workers: options.workers,
+            log: options.log,
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
@@ -329,6 +334,11 @@ impl Coordinator {
     pub async fn drain(&self, node: &str) -> Result<(), String> {
         let drained = self.cluster.send(Drain(node.to_owned())).await;
         drained.unwrap_or_else(|error| Err(error.to_string()))
+    }
+
+    /// A worker process that this process started has ended: kept for those who ask why.
+    pub fn process_ended(&self, ended: Ended) {
+        self.cluster.do_send(ProcessEnded(ended));
     }
 
     /// Whether requests can be served now.

@@ -26,10 +26,11 @@ pub use step::{
 
 use crate::actor::remote::RemoteMessage;
 use crate::ids::Epoch;
+use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,6 +70,8 @@ pub enum FromWorker {
     StepFailed(StepFailed),
     /// Cumulative stats, sent on a timer while idle (they ride on `Step` otherwise).
     Stats(WorkerStats),
+    /// New lines of its log, once a second when there are any, and at its end.
+    Logs(LogLines),
     /// The worker leaves on purpose; not a failure.
     Goodbye {
         /// Why, for the coordinator's log.

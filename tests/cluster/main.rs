@@ -2,6 +2,7 @@
 //!
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
+//! - [`dead_ranks`]: what is left of workers that are gone
 //! - [`doctor`]: what a host needs to become a node
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
@@ -20,6 +21,7 @@
 
 mod by_hand;
 mod counters;
+mod dead_ranks;
 mod doctor;
 mod failures;
 mod front_ends;

@@ -12,7 +12,7 @@ use crate::{STORY, greedy, text, up};
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs an operator's command against a server; success and what it said.
-fn operate(server: &str, args: &[&str]) -> (bool, String) {
+pub(crate) fn operate(server: &str, args: &[&str]) -> (bool, String) {
     let output =
         Command::new(tutti_binary()).args(args).args(["--server", server]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned()

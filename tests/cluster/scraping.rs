@@ -4,6 +4,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use shared::log::SharedLog;
 use shared::metrics::application::{GaugeMerge, Metrics};
 use testkit::fleet::Fleet;
 use testkit::scrape::Scrape;
@@ -117,10 +118,11 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         application,
         nvml: None,
         secret: None,
+        log: SharedLog::default(),
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {
-            let _ = worker::run::run(options).await;
+            let _ = worker::run::run(options, std::future::pending()).await;
         });
     });
 }

@@ -1,6 +1,7 @@
 //! Every message through codec and frame, and hostile bytes.
 use proptest::prelude::*;
 use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId};
+use shared::log::LogLines;
 use shared::protocol::{
     CollectiveSpec, EngineConfig, EngineError, EngineEvent, FinishReason, Form, FormFailed, Formed,
     FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome, LoadProgress,
@@ -112,6 +113,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::Step(result()),
         FromWorker::StepFailed(StepFailed { epoch, step: StepId(1), message: "m".to_owned() }),
         FromWorker::Stats(WorkerStats::default()),
+        FromWorker::Logs(LogLines { first: 1 << 40, lines: vec!["l\u{e9}".to_owned()] }),
         FromWorker::Goodbye { reason: "r".to_owned() },
     ];
     from.iter().for_each(round_trip);

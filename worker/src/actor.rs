@@ -1,9 +1,10 @@
 //! The worker actor: one per process. Dials the coordinator for ever, shakes hands, hands what it
 //! is told to the executor, and sends what the executor says.
 //!
-//! Its ends: asked to shut down by the coordinator, told to stop by the process, or refused for a
-//! reason that trying again cannot change. Losing the link is none: the epoch ends, the weights
-//! stay, and it dials again.
+//! Its ends: asked to shut down by the coordinator, told to stop by the process ([`StopWorker`]), or
+//! refused for a reason that trying again cannot change. At an end it sends the last lines of its
+//! log and says goodbye. Losing the link is none: the epoch ends, the weights stay, and it dials
+//! again.
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -14,6 +15,7 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, WorkerId};
+use shared::log::{LogLimits, SharedLog};
 use shared::protocol::{FromWorker, Hello, ToWorker, Welcome};
 use shared::wire::auth::Secret;
 use shared::wire::codec;
@@ -27,6 +29,10 @@ const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 /// Waits between two attempts to reach the coordinator.
 const REDIAL_MIN: Duration = Duration::from_millis(50);
 const REDIAL_MAX: Duration = Duration::from_secs(2);
+/// New log lines go to the coordinator this often, a bounded number of them at a time.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+/// How long the last words may take to be delivered.
+const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
 
 /// Why a worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,6 +103,8 @@ pub struct WorkerConfig {
     pub clock: Arc<dyn Clock>,
     /// The cluster's secret.
     pub secret: Option<Secret>,
+    /// The last lines of the process's log.
+    pub log: SharedLog,
 }
 
 /// See the module's documentation.
@@ -109,7 +117,11 @@ pub struct WorkerActor {
     /// Counts links, so that events of an older one are told apart.
     generation: u64,
     redial: Duration,
+    /// Lines of the log up to here were sent over the present link.
+    logged: u64,
     end: Option<oneshot::Sender<WorkerEnd>>,
+    /// The goodbye is on its way; this is the end when it is delivered.
+    ending: Option<WorkerEnd>,
 }
 
 impl WorkerActor {
@@ -128,7 +140,9 @@ impl WorkerActor {
             link: None,
             generation: 0,
             redial: REDIAL_MIN,
+            logged: 0,
             end: Some(end),
+            ending: None,
         }
     }
 
@@ -161,6 +175,44 @@ impl WorkerActor {
         self.dial(ctx, self.redial);
     }
 
+    /// Sends what was logged since the last time. Rides on no step: a busy executor is not held up.
+    fn send_log(&mut self) {
+        if self.link.is_none() {
+            return;
+        }
+        let (lines, next) = {
+            let log = self.config.log.ring();
+            (log.since(self.logged, LogLimits::SENT), log.next())
+        };
+        self.logged = next;
+        if !lines.lines.is_empty() {
+            self.uplink.tell(Epoch(0), &FromWorker::Logs(lines));
+        }
+    }
+
+    /// Says why it ends, and ends when that is delivered or takes too long.
+    fn leave(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
+        if self.ending.is_some() {
+            return;
+        }
+        if self.link.is_none() {
+            return self.finish(ctx, end);
+        }
+        let reason = match &end {
+            WorkerEnd::Shutdown { reason } | WorkerEnd::Refused { reason } => reason.clone(),
+            WorkerEnd::Failed { message } => message.clone(),
+        };
+        self.send_log();
+        // The coordinator answers by closing the link.
+        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason });
+        self.ending = Some(end);
+        ctx.run_later(GOODBYE_DEADLINE, |actor, ctx| {
+            if let Some(end) = actor.ending.take() {
+                actor.finish(ctx, end);
+            }
+        });
+    }
+
     fn finish(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
         if let Some(sender) = self.end.take() {
             let _ = sender.send(end);
@@ -188,11 +240,12 @@ impl WorkerActor {
                 Ok(())
             }
             ToWorker::Shutdown { reason } => {
-                return self.finish(ctx, WorkerEnd::Shutdown { reason });
+                return self.leave(ctx, WorkerEnd::Shutdown { reason });
             }
         };
         if let Err(error) = queued {
-            self.finish(ctx, WorkerEnd::Failed { message: error.to_string() });
+            tracing::error!(%error, "the worker cannot go on");
+            self.leave(ctx, WorkerEnd::Failed { message: error.to_string() });
         }
     }
 }
@@ -202,6 +255,7 @@ impl Actor for WorkerActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(1024);
+        ctx.run_interval(LOG_INTERVAL, |actor, _| actor.send_log());
         self.dial(ctx, Duration::ZERO);
     }
 }
@@ -217,6 +271,22 @@ enum HandshakeError {
 #[derive(Message)]
 #[rtype(result = "()")]
 struct Dialled(Result<(Connection, Welcome), HandshakeError>);
+
+/// The process is told to stop: the worker says goodbye and ends.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct StopWorker {
+    /// Why, for the coordinator's records.
+    pub reason: String,
+}
+
+impl Handler<StopWorker> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, StopWorker { reason }: StopWorker, ctx: &mut Self::Context) {
+        self.leave(ctx, WorkerEnd::Shutdown { reason });
+    }
+}
 
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -262,6 +332,7 @@ impl Handler<Dialled> for WorkerActor {
                     self.report_every(ctx, interval);
                 }
                 self.executor.new_link();
+                self.logged = 0;
                 let (addr, generation) = (ctx.address(), self.generation);
                 let sink = move |event| {
                     let last = matches!(event, LinkEvent::Closed { .. });
@@ -275,6 +346,8 @@ impl Handler<Dialled> for WorkerActor {
                 let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
                 self.uplink.set(Some(RemoteAddr::new(link.clone())));
                 self.link = Some(link);
+                // What led to this is known from the first moment on.
+                self.send_log();
             }
             Err(HandshakeError::Retry(reason)) => {
                 if self.redial == REDIAL_MIN {
@@ -304,6 +377,12 @@ impl Handler<FromLink> for WorkerActor {
             LinkEvent::Frame(frame) => self.take(ctx, &frame),
             LinkEvent::Suspect => tracing::warn!("the coordinator is silent"),
             LinkEvent::Alive => tracing::info!("the coordinator is heard again"),
+            LinkEvent::Closed { .. } if self.ending.is_some() => {
+                self.link = None;
+                if let Some(end) = self.ending.take() {
+                    self.finish(ctx, end);
+                }
+            }
             LinkEvent::Closed { reason } => {
                 tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
                 self.lost(ctx);

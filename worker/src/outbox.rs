@@ -66,7 +66,7 @@ impl Outbox for LinkOutbox {
             FromWorker::Started(started) => started.epoch,
             FromWorker::Step(result) => result.epoch,
             FromWorker::StepFailed(failed) => failed.epoch,
-            FromWorker::Stats(_) | FromWorker::Goodbye { .. } => Epoch(0),
+            FromWorker::Stats(_) | FromWorker::Logs(_) | FromWorker::Goodbye { .. } => Epoch(0),
         };
         self.uplink.tell(epoch, &message);
     }

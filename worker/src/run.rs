@@ -5,21 +5,26 @@ use std::net::{
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::clock::{Clock, SystemClock};
 use shared::host::available_memory;
 use shared::ids::Incarnation;
+use shared::log::SharedLog;
 use shared::metrics::application::Metrics;
 use shared::protocol::{DeviceKind, Hello};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
-use crate::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
+use crate::actor::{StopWorker, Uplink, WorkerActor, WorkerConfig, WorkerEnd};
 use crate::cpu_rank::CpuRank;
 use crate::executor::Executor;
 use crate::outbox::LinkOutbox;
+
+/// How long a worker that was told to stop may take.
+const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What `tutti worker` was asked for.
 #[derive(Clone, Debug)]
@@ -43,13 +48,19 @@ pub struct WorkerOptions {
     pub secret: Option<Secret>,
     /// NVML's library, when the system's loader does not find it.
     pub nvml: Option<PathBuf>,
+    /// The last lines of the process's log, for the coordinator to keep.
+    pub log: SharedLog,
 }
 
-/// Runs a worker on the current actix system until it ends.
+/// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
+/// that it resolves to.
 ///
 /// # Errors
 /// When the collective's address cannot be bound or the executor has no thread.
-pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
+pub async fn run(
+    options: WorkerOptions,
+    stop: impl Future<Output = String>,
+) -> io::Result<WorkerEnd> {
     let listen = match options.collective_listen {
         Some(address) => address,
         None => SocketAddr::new(address_towards(&options.coordinator)?, 0),
@@ -80,11 +91,21 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
         liveness: LivenessConfig::default(),
         clock,
         secret: options.secret,
+        log: options.log,
     };
-    let (end, ended) = oneshot::channel();
-    WorkerActor::new(config, executor, uplink, end).start();
+    let (end, mut ended) = oneshot::channel();
+    let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
-    Ok(ended.await.unwrap_or(failed))
+    let reason = tokio::select! {
+        end = &mut ended => return Ok(end.unwrap_or(failed)),
+        reason = stop => reason,
+    };
+    worker.do_send(StopWorker { reason: reason.clone() });
+    match tokio::time::timeout(STOP_PATIENCE, ended).await {
+        Ok(end) => Ok(end.unwrap_or(failed)),
+        // Its thread is held up by what ends with the process.
+        Err(_) => Ok(WorkerEnd::Shutdown { reason }),
+    }
 }
 
 /// The address of this host on the way to `peer`.

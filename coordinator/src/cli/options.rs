@@ -32,6 +32,8 @@ pub(crate) enum Command {
     Frontend(FrontendArgs),
     /// Show nodes, replicas and their states
     Status(StatusArgs),
+    /// Show the last lines of a node's log, also when its process is gone
+    Logs(LogsArgs),
     /// Change how many replicas there may be, or how many local workers `tutti up` runs
     Scale(ScaleArgs),
     /// Have a worker leave: its requests go on elsewhere, then its process ends
@@ -174,6 +176,28 @@ pub(crate) struct StatusArgs {
     /// Processes that ended, and why
     #[arg(long, conflicts_with = "json")]
     pub(crate) dead: bool,
+}
+
+/// Options of `tutti logs`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct LogsArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// The worker's node name, as `tutti status` shows it, or `coordinator`
+    #[arg(value_name = "NODE")]
+    pub(crate) node: String,
+    /// Most lines
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) lines: u32,
+    /// The process that ended last, though another runs under the name again
+    #[arg(long, conflicts_with = "pid")]
+    pub(crate) previous: bool,
+    /// The process with this id, as `tutti status --dead` shows it
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Options of `tutti scale`.

@@ -12,7 +12,7 @@ use super::options::{ComputeArgs, Device};
 use super::{CliError, WorkerArgs, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
-    logging::init(&args.common.log_level);
+    let log = logging::init(&args.common.log_level);
     check_device(&args.compute)?;
     let options = WorkerOptions {
         coordinator: args.coordinator.clone(),
@@ -24,6 +24,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         application: Metrics::new(),
         nvml: args.common.nvml_lib.clone(),
         secret: secret::read(&args.common)?,
+        log,
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
     let end = actix::System::new().block_on(async move {
@@ -33,13 +34,14 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
                 None => std::future::pending().await,
             }
         };
-        tokio::select! {
-            end = worker::run::run(options) => end.map_err(|error| {
-                CliError::Failed(format!("cannot start the worker: {error}"))
-            }),
-            () = gone => Ok(WorkerEnd::Shutdown { reason: "its parent is gone".to_owned() }),
-            () = interrupted() => Ok(WorkerEnd::Shutdown { reason: "interrupted".to_owned() }),
-        }
+        let stop = async {
+            tokio::select! {
+                () = gone => "its parent is gone".to_owned(),
+                () = interrupted() => "interrupted".to_owned(),
+            }
+        };
+        let end = worker::run::run(options, stop).await;
+        end.map_err(|error| CliError::Failed(format!("cannot start the worker: {error}")))
     })?;
     match end {
         WorkerEnd::Shutdown { reason } => {

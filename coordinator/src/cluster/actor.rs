@@ -1,6 +1,6 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -20,6 +20,7 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
+use super::records::{Ended, Records, WhichProcess};
 use super::status;
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
@@ -38,9 +39,6 @@ use crate::scheduler::ConfigError;
 const TICK: Duration = Duration::from_millis(50);
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How many of those that are gone are remembered.
-const DEAD_MAX: usize = 64;
 
 struct Connected {
     incarnation: Incarnation,
@@ -82,8 +80,8 @@ pub struct ClusterActor {
     stopping: bool,
     /// Replicas that have been asked for their requests and have not answered.
     orphans_due: u32,
-    /// Workers that are gone, oldest first.
-    dead: VecDeque<status::Dead>,
+    /// Log lines and ends of worker processes.
+    records: Records,
     /// Requests cancelled meanwhile: they may be on their way.
     cancelled: BTreeSet<RequestId>,
 }
@@ -123,7 +121,7 @@ impl ClusterActor {
             worker_stats,
             stopping: false,
             orphans_due: 0,
-            dead: VecDeque::new(),
+            records: Records::default(),
             cancelled: BTreeSet::new(),
         }
     }
@@ -363,8 +361,10 @@ impl ClusterActor {
                     self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);
                 }
             }
+            FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
             FromWorker::Goodbye { reason } => {
                 tracing::info!(%worker, %reason, "the worker says goodbye");
+                self.records.said_goodbye(worker, &reason);
                 if let Some(connected) = self.connected.get(&worker) {
                     connected.link.close();
                 }
@@ -436,17 +436,7 @@ impl ClusterActor {
             } else {
                 tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
             }
-            let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-            self.dead.push_back(status::Dead {
-                node: connected.node.clone(),
-                slot: worker.0,
-                pid: connected.pid,
-                reason: reason.to_owned(),
-                at,
-            });
-            if self.dead.len() > DEAD_MAX {
-                self.dead.pop_front();
-            }
+            self.records.left(worker, reason, since_1970());
             self.hub.lost(Source::Worker(worker), incarnation);
             self.hub.observer().record().worker_up(worker, false);
         }
@@ -556,6 +546,7 @@ impl Handler<Joined> for ClusterActor {
             worker,
             Connected { incarnation, node, host: hello.host.clone(), pid: hello.pid, link, addr },
         );
+        self.records.joined(worker, &hello.node, hello.pid);
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
@@ -691,9 +682,42 @@ impl Handler<GetStatus> for ClusterActor {
                     last_failure: replica.last_failure.clone(),
                 })
                 .collect(),
-            dead: self.dead.iter().rev().cloned().collect(),
+            dead: self.records.dead().collect(),
             ..status::Status::default()
         })
+    }
+}
+
+/// A supervisor saw a worker process end.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct ProcessEnded(pub Ended);
+
+/// The last lines of a worker process's log.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "Option<status::NodeLogs>")]
+pub struct GetLogs {
+    /// The node's name.
+    pub node: String,
+    /// Which of its processes.
+    pub process: WhichProcess,
+    /// How many lines.
+    pub lines: usize,
+}
+
+impl Handler<ProcessEnded> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, ProcessEnded(ended): ProcessEnded, _ctx: &mut Self::Context) {
+        self.records.ended(ended, since_1970());
+    }
+}
+
+impl Handler<GetLogs> for ClusterActor {
+    type Result = actix::MessageResult<GetLogs>;
+
+    fn handle(&mut self, ask: GetLogs, _ctx: &mut Self::Context) -> Self::Result {
+        actix::MessageResult(self.records.logs(&ask.node, ask.process, ask.lines))
     }
 }
 
@@ -745,4 +769,9 @@ impl Handler<Stop> for ClusterActor {
             }
         }
     }
+}
+
+/// Seconds since 1970.
+fn since_1970() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }

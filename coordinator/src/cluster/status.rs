@@ -67,12 +67,39 @@ pub struct Replica {
 pub struct Dead {
     /// Its name.
     pub node: String,
-    /// Its slot.
-    pub slot: u32,
+    /// Its slot; absent when it never joined.
+    pub slot: Option<u32>,
     /// Its process id.
     pub pid: u32,
-    /// What ended it, as far as its link tells.
+    /// What ended it, in its own words or as far as its link tells.
     pub reason: String,
+    /// Exit code or signal, where its supervisor told (`tutti up`).
+    pub exit: Option<String>,
     /// When, in seconds since 1970.
     pub at: u64,
+    /// Lines of its log that `tutti logs` has.
+    pub lines: u32,
+    /// The last of them.
+    pub last_line: Option<String>,
+}
+
+/// The last lines of one process's log.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct NodeLogs {
+    /// The node's name.
+    pub node: String,
+    /// The process.
+    pub pid: u32,
+    /// Whether it is linked now.
+    pub alive: bool,
+    /// What ended it.
+    pub reason: Option<String>,
+    /// Its exit code or signal.
+    pub exit: Option<String>,
+    /// Lines that it wrote faster than they are sent on.
+    pub missing: u64,
+    /// What it logged, oldest first.
+    pub lines: Vec<String>,
+    /// What its stderr ended with, where its supervisor told (`tutti up`).
+    pub stderr: Vec<String>,
 }

@@ -10,13 +10,15 @@ use actix_web::web::{self, Data, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use shared::log::SharedLog;
 use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, oneshot};
 
 use super::error::ApiError;
 use super::state::AppState;
-use crate::cluster::actor::{ClusterActor, Drain, GetStatus, SetReplicas};
-use crate::cluster::status::Node;
+use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, SetReplicas};
+use crate::cluster::records::WhichProcess;
+use crate::cluster::status::{Node, NodeLogs};
 use crate::frontends::Frontends;
 
 /// The purpose that an operator's token is made for.
@@ -33,6 +35,8 @@ pub struct Admin {
     pub secret: Option<Secret>,
     /// Who starts and stops worker processes, where this process does.
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
+    /// The last lines of this process's log.
+    pub log: SharedLog,
 }
 
 /// So many worker processes shall run; the answer says why they cannot.
@@ -64,10 +68,33 @@ pub struct DrainRequest {
     pub node: String,
 }
 
+/// The node name under which `GET /admin/logs` finds the coordinator's own log.
+pub const OWN_NODE: &str = "coordinator";
+/// Most lines of one answer of `GET /admin/logs`.
+const LOG_LINES_MAX: usize = 1000;
+
+/// The query of `GET /admin/logs`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogsQuery {
+    /// The worker's node name, or [`OWN_NODE`].
+    pub node: String,
+    /// How many lines, at most 1,000; 100 when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lines: Option<usize>,
+    /// The process that ended last, not one that runs.
+    #[serde(default)]
+    pub previous: bool,
+    /// The process with this id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+}
+
 /// Declares the routes.
 pub(super) fn routes(config: &mut ServiceConfig) {
     config
         .route("/admin/status", web::get().to(status))
+        .route("/admin/logs", web::get().to(logs))
         .route("/admin/scale", web::post().to(scale))
         .route("/admin/drain", web::post().to(drain));
 }
@@ -107,6 +134,32 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
         ..Node::default()
     }));
     Ok(HttpResponse::Ok().json(status))
+}
+
+async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpResponse, ApiError> {
+    let admin = allowed(&state, &request)?;
+    let query = web::Query::<LogsQuery>::from_query(request.query_string())
+        .map_err(|error| ApiError::field("query", error.to_string()))?
+        .into_inner();
+    let lines = query.lines.unwrap_or(100).min(LOG_LINES_MAX);
+    if query.node == OWN_NODE {
+        let pid = std::process::id();
+        let lines = admin.log.ring().last(lines);
+        let logs = NodeLogs { node: query.node, pid, alive: true, lines, ..NodeLogs::default() };
+        return Ok(HttpResponse::Ok().json(logs));
+    }
+    let process = match (query.pid, query.previous) {
+        (Some(pid), _) => WhichProcess::Pid(pid),
+        (None, true) => WhichProcess::Ended,
+        (None, false) => WhichProcess::Newest,
+    };
+    let ask = GetLogs { node: query.node.clone(), process, lines };
+    let logs = admin.cluster.send(ask).await.map_err(gone)?;
+    let logs = logs.ok_or_else(|| {
+        let what = if process == WhichProcess::Newest { "worker" } else { "such process of" };
+        ApiError::field("node", format!("nothing is known of a {what} `{}`", query.node))
+    })?;
+    Ok(HttpResponse::Ok().json(logs))
 }
 
 async fn scale(
