@@ -6,10 +6,12 @@
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
 pub mod actor;
+pub mod orphanage;
 mod placement;
 mod reconcile;
 pub mod records;
 mod replica;
+pub mod roster;
 pub mod status;
 pub mod view;
 

@@ -173,16 +173,31 @@ impl Scheduler {
     /// is what ends them: it fails, so that the others can go on.
     pub fn replica_lost(&mut self, effects: &mut Vec<Effect>) {
         self.epoch = None;
-        self.spare.extend(self.in_flight.drain(..));
-        let mut running: Vec<RequestId> = Vec::new();
+        // What the steps in flight computed is counted by nobody: computing it again is no
+        // recomputation. Newest first, back to what was before the oldest.
+        while let Some(step) = self.in_flight.pop_back() {
+            for entry in step.entries.iter().rev() {
+                if let Some(seq) = &mut self.sequences[entry.slot]
+                    && seq.id == entry.seq
+                {
+                    seq.computed_max = entry.computed_max;
+                }
+            }
+            self.spare.push(step);
+        }
+        let mut running: Vec<(RequestId, bool)> = Vec::new();
         while let Some(slot) = self.running.last().copied() {
-            running.extend(self.sequences[slot].as_ref().map(|seq| seq.request));
+            if let Some(seq) = &self.sequences[slot] {
+                match running.iter_mut().find(|(request, _)| *request == seq.request) {
+                    Some((_, progressed)) => *progressed &= seq.progressed,
+                    None => running.push((seq.request, seq.progressed)),
+                }
+            }
             self.unadmit(slot);
         }
-        running.dedup();
-        for request in running {
+        for (request, progressed) in running {
             let Some(owner) = self.requests.get_mut(&request) else { continue };
-            owner.suspicion = if owner.progressed { 0 } else { owner.suspicion + 1 };
+            owner.suspicion = if progressed { 0 } else { owner.suspicion + 1 };
             if owner.suspicion >= SUSPICION_MAX {
                 let epochs = owner.suspicion;
                 self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
@@ -287,6 +302,7 @@ impl Scheduler {
                 blocks: Vec::with_capacity(needed as usize),
                 computed: 0,
                 computed_max: 0,
+                progressed: false,
                 pending: 0,
                 admission: None,
                 prompt_logprobs: Vec::new(),
@@ -298,14 +314,7 @@ impl Scheduler {
             ids.push(id);
         }
         let end_tokens = request.end_tokens;
-        let owner = Request {
-            live,
-            end_tokens,
-            admitted: 0,
-            scheduled: false,
-            progressed: false,
-            suspicion: 0,
-        };
+        let owner = Request { live, end_tokens, admitted: 0, scheduled: false, suspicion: 0 };
         self.requests.insert(request.id, owner);
         Ok(ids)
     }
@@ -356,9 +365,7 @@ impl Scheduler {
             }
             if let Some(seq) = &mut self.sequences[entry.slot] {
                 seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
-                if let Some(owner) = self.requests.get_mut(&seq.request) {
-                    owner.progressed = true;
-                }
+                seq.progressed |= entry.fresh;
             }
             if self.accept(entry.slot, output, entry.samples, stopped, effects) {
                 generated += 1;

@@ -107,6 +107,23 @@ fn a_request_that_ends_epochs_is_tried_alone_and_then_given_up() {
 }
 
 #[test]
+fn what_ends_epochs_late_in_its_prompt_is_given_up_too() {
+    let mut rig = ready();
+    // Its first shares are computed again and again, which is no progress.
+    let ends = rig.submit(prompt(90)).unwrap();
+    for epoch in 0..4 {
+        assert!(rig.requests[&ends].1.dropped.is_none(), "epoch {epoch}");
+        begin(&mut rig);
+        rig.deliver();
+        begin(&mut rig);
+        rig.lost();
+        rig.ready(64);
+    }
+    let (_, got) = &rig.requests[&ends];
+    assert_eq!(got.dropped, Some(Some(EngineError::Quarantined { epochs: 3 })));
+}
+
+#[test]
 fn a_suspect_that_gets_on_is_one_no_more() {
     let mut rig = ready();
     for _ in 0..3 {
@@ -193,6 +210,18 @@ fn a_lost_replica_keeps_what_was_accepted() {
     assert_eq!((again.num_prompt, again.tokens.len()), (10, 10 + before.len()));
     rig.drain();
     assert_eq!(rig.requests[&id].1.tokens[0].len(), 30);
+}
+
+#[test]
+fn what_is_lost_with_its_epoch_was_not_computed() {
+    let mut rig = ready();
+    rig.submit(prompt(70)).unwrap();
+    assert!(rig.plan() && rig.plan());
+    rig.deliver();
+    rig.lost();
+    rig.ready(64);
+    rig.drain();
+    assert_eq!((rig.totals.prompt, rig.totals.recomputed), (70, 32), "one step of 32 was answered");
 }
 
 #[test]

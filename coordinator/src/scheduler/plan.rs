@@ -22,6 +22,11 @@ pub(super) struct Entry {
     pub(super) seq: SeqId,
     pub(super) admission: u64,
     pub(super) samples: bool,
+    /// It computes more of the sequence than was ever computed before.
+    pub(super) fresh: bool,
+    /// The sequence's `computed_max` before this share: it falls back to it when the
+    /// step is lost with its epoch.
+    pub(super) computed_max: u32,
 }
 
 impl Scheduler {
@@ -132,6 +137,7 @@ impl Scheduler {
             self.waiting.pop_front();
             let Some(seq) = &mut self.sequences[slot] else { continue };
             seq.admission = Some(self.next_admission);
+            seq.progressed = false;
             self.next_admission += 1;
             plan.admitted.push(NewSequence {
                 seq: seq.id,
@@ -144,7 +150,6 @@ impl Scheduler {
             if let Some(owner) = self.requests.get_mut(&request)
                 && owner.admitted == 1
             {
-                owner.progressed = false;
                 effects.push(if owner.scheduled {
                     Effect::Resumed { request }
                 } else {
@@ -196,9 +201,9 @@ impl Scheduler {
     /// since they were admitted: if the epoch ends again, it was that one.
     fn would_blur_blame(&self, request: RequestId) -> bool {
         let others = || {
-            let of = |slot: &usize| self.sequences[*slot].as_ref().map(|seq| seq.request);
-            let others = self.running.iter().filter_map(of).filter(|other| *other != request);
-            others.filter_map(|other| self.requests.get(&other)).filter(|other| !other.progressed)
+            let running = self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref());
+            let others = running.filter(|seq| seq.request != request && !seq.progressed);
+            others.filter_map(|seq| self.requests.get(&seq.request))
         };
         let suspect = self.requests.get(&request).is_some_and(|owner| owner.suspicion > 0);
         others().any(|other| suspect || other.suspicion > 0)
@@ -219,6 +224,7 @@ impl Scheduler {
         let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));
         step.prompt_tokens += fresh_prompt;
         step.recomputed_tokens += count - fresh;
+        let computed_max = seq.computed_max;
         seq.computed = end;
         seq.computed_max = seq.computed_max.max(end);
         seq.pending += u32::from(samples);
@@ -230,7 +236,8 @@ impl Scheduler {
             sample: samples,
         });
         let admission = seq.admission.unwrap_or_default();
-        step.entries.push(Entry { slot, seq: seq.id, admission, samples });
+        let fresh = fresh > 0;
+        step.entries.push(Entry { slot, seq: seq.id, admission, samples, fresh, computed_max });
     }
 }
 

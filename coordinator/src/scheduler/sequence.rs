@@ -17,8 +17,12 @@ pub(super) struct Sequence {
     pub(super) blocks: Vec<BlockId>,
     /// Tokens whose K and V are planned, sent steps included.
     pub(super) computed: u32,
-    /// Most that `computed` has ever been: computing below it again is recomputation.
+    /// Most that `computed` has ever been, but for steps lost with their epoch: computing below it
+    /// again is recomputation.
     pub(super) computed_max: u32,
+    /// Since it was last admitted, a step was answered that computed more of it than was ever
+    /// computed before: what it gets stuck at lies further on.
+    pub(super) progressed: bool,
     /// Tokens being sampled by steps in flight, behind `tokens`.
     pub(super) pending: u32,
     /// Set while admitted: which admission this is, counted over the whole scheduler. Outputs of an
@@ -77,10 +81,8 @@ pub(super) struct Request {
     pub(super) admitted: u32,
     /// It has been in a step.
     pub(super) scheduled: bool,
-    /// A step with a share of it was answered since it was last admitted.
-    pub(super) progressed: bool,
-    /// Epochs in a row that ended while it was admitted and had not progressed: it may be what ends
-    /// them.
+    /// Epochs in a row that ended while some sequence of it was admitted and had not progressed: it
+    /// may be what ends them.
     pub(super) suspicion: u32,
 }
 
