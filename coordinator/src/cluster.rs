@@ -5,6 +5,7 @@
 //! [`actor`]. Every formation has an epoch of its own, larger than all before it;
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
+pub mod absence;
 pub mod actor;
 pub mod orphanage;
 mod placement;

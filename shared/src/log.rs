@@ -156,7 +156,6 @@ impl SharedLog {
     }
 
     /// Looks at the lines.
-    #[must_use]
     pub fn ring(&self) -> MutexGuard<'_, LogRing> {
         // A panic elsewhere leaves whole lines behind.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -103,6 +103,10 @@ async fn no_request_fails_by_scaling_or_draining() {
     }
     assert!(!nodes(&now).contains(&first), "it left and is not started again: {now}");
     assert_eq!(now["dead"][0]["node"], json!(first));
+    assert_eq!(now["dead"][0]["reason"], "drained");
+    let page = client.metrics_page().await.unwrap();
+    let ups = page.lines().filter(|line| line.starts_with("tutti_worker_up{"));
+    assert_eq!(ups.count(), 2, "one that was drained is not down:\n{page}");
     let (ok, said) = operate(server, &["scale", "--replicas", "0"]);
     assert!(ok, "{said}");
     serving(2.0).await;

@@ -1,5 +1,7 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
+mod operator;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,10 +22,11 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
+pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, SetReplicas};
+use super::absence::Absences;
 use super::orphanage::{Home, Orphanage};
-use super::records::{Ended, Records, WhichProcess};
+use super::records::Records;
 use super::roster::{Admission, Joining, LinkNumber, Roster};
-use super::status;
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
 use crate::engine::{EngineCommand, EngineError, EngineEvent};
@@ -82,6 +85,8 @@ pub struct ClusterActor {
     orphanage: Orphanage,
     /// Log lines and ends of worker processes.
     records: Records,
+    /// Workers that are gone and may be back.
+    absences: Absences,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -119,6 +124,7 @@ impl ClusterActor {
             stopping: false,
             orphanage: Orphanage::default(),
             records: Records::default(),
+            absences: Absences::default(),
         }
     }
 
@@ -375,7 +381,7 @@ impl ClusterActor {
     /// Actors of the cluster by state, as `/metrics` shows them.
     fn count_actors(&self) {
         let mut recording = self.hub.observer().record();
-        let missing = self.roster.num_known().saturating_sub(self.connected.len());
+        let missing = self.absences.count();
         let replicas = |phase: fn(ReplicaPhase) -> bool| {
             self.core.replicas().filter(|replica| phase(replica.phase)).count() as u64
         };
@@ -424,7 +430,15 @@ impl ClusterActor {
         }
         self.records.left(worker, reason, since_1970());
         self.hub.lost(Source::Worker(worker), incarnation);
-        self.hub.observer().record().worker_up(worker, false);
+        let drained = self.core.members().any(|member| member.worker == worker && member.draining);
+        let now = self.clock.now();
+        if drained {
+            // It is not expected back: nothing of it is up or down any more.
+            self.hub.observer().record().worker_gone(worker);
+        } else {
+            self.hub.observer().record().worker_up(worker, false);
+            self.absences.left(now, worker);
+        }
         let mut effects = Vec::new();
         self.core.worker_left(self.clock.now(), worker, incarnation, reason, &mut effects);
         self.carry_out(ctx, effects);
@@ -437,8 +451,12 @@ impl Actor for ClusterActor {
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
         ctx.run_interval(TICK, |actor, ctx| {
-            let mut effects = Vec::new();
-            actor.core.tick(actor.clock.now(), &mut effects);
+            let (now, mut effects) = (actor.clock.now(), Vec::new());
+            for worker in actor.absences.given_up(now) {
+                tracing::info!(%worker, "not expected back: its series end, its totals stay");
+                actor.hub.observer().record().worker_gone(worker);
+            }
+            actor.core.tick(now, &mut effects);
             if effects.is_empty() {
                 return;
             }
@@ -554,6 +572,7 @@ impl Handler<Joined> for ClusterActor {
         let connected = Connected { incarnation, number, node, host, pid: hello.pid, link, addr };
         self.connected.insert(worker, connected);
         self.records.joined(worker, &hello.node, hello.pid);
+        self.absences.back(worker);
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
@@ -618,136 +637,6 @@ impl Handler<EpochFailed> for ClusterActor {
         let EpochFailed { replica, epoch, reason } = failed;
         self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
         self.carry_out(ctx, effects);
-    }
-}
-
-/// Who is there and what it does; front ends and readiness are added by others.
-#[derive(Clone, Copy, Debug, Message)]
-#[rtype(result = "status::Status")]
-pub struct GetStatus;
-
-/// At most so many replicas from now on; without a bound when absent.
-#[derive(Clone, Copy, Debug, Message)]
-#[rtype(result = "()")]
-pub struct SetReplicas(pub Option<u32>);
-
-/// A node shall leave; the error says why it cannot.
-#[derive(Clone, Debug, Message)]
-#[rtype(result = "Result<(), String>")]
-pub struct Drain(pub String);
-
-impl Handler<GetStatus> for ClusterActor {
-    type Result = actix::MessageResult<GetStatus>;
-
-    fn handle(&mut self, _: GetStatus, _ctx: &mut Self::Context) -> Self::Result {
-        let replicas: Vec<_> = self.core.replicas().collect();
-        let place = |worker: WorkerId| {
-            replicas.iter().find_map(|replica| {
-                let rank = replica.ranks.iter().position(|rank| *rank == Some(worker))?;
-                Some((replica.id.0, rank as u32))
-            })
-        };
-        let draining = |worker: WorkerId| {
-            self.core.members().any(|member| member.worker == worker && member.draining)
-        };
-        let nodes = self.connected.iter().map(|(worker, connected)| {
-            let place = place(*worker);
-            let state = match place {
-                _ if draining(*worker) => "draining",
-                Some(_) => "alive",
-                None => "spare",
-            };
-            status::Node {
-                node: connected.node.clone(),
-                role: "worker".to_owned(),
-                slot: worker.0,
-                pid: connected.pid,
-                host: connected.host.clone(),
-                state: state.to_owned(),
-                replica: place.map(|(replica, _)| replica),
-                rank: place.map(|(_, rank)| rank),
-            }
-        });
-        let load = |id: ReplicaId| {
-            self.replicas.get(&id).map_or(0, |r| r.load.in_flight.load(Ordering::Relaxed))
-        };
-        actix::MessageResult(status::Status {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            tensor_parallel: self.tensor_parallel,
-            max_replicas: self.core.max_replicas(),
-            nodes: nodes.collect(),
-            replicas: replicas
-                .iter()
-                .map(|replica| status::Replica {
-                    id: replica.id.0,
-                    state: replica.phase.as_str().to_owned(),
-                    epoch: replica.epoch.0,
-                    ranks: replica.ranks.iter().map(|rank| rank.map(|rank| rank.0)).collect(),
-                    requests: load(replica.id),
-                    last_failure: replica.last_failure.clone(),
-                })
-                .collect(),
-            dead: self.records.dead().collect(),
-            ..status::Status::default()
-        })
-    }
-}
-
-/// A supervisor saw a worker process end.
-#[derive(Clone, Debug, Message)]
-#[rtype(result = "()")]
-pub struct ProcessEnded(pub Ended);
-
-/// The last lines of a worker process's log.
-#[derive(Clone, Debug, Message)]
-#[rtype(result = "Option<status::NodeLogs>")]
-pub struct GetLogs {
-    /// The node's name.
-    pub node: String,
-    /// Which of its processes.
-    pub process: WhichProcess,
-    /// How many lines.
-    pub lines: usize,
-}
-
-impl Handler<ProcessEnded> for ClusterActor {
-    type Result = ();
-
-    fn handle(&mut self, ProcessEnded(ended): ProcessEnded, _ctx: &mut Self::Context) {
-        self.records.ended(ended, since_1970());
-    }
-}
-
-impl Handler<GetLogs> for ClusterActor {
-    type Result = actix::MessageResult<GetLogs>;
-
-    fn handle(&mut self, ask: GetLogs, _ctx: &mut Self::Context) -> Self::Result {
-        actix::MessageResult(self.records.logs(&ask.node, ask.process, ask.lines))
-    }
-}
-
-impl Handler<SetReplicas> for ClusterActor {
-    type Result = ();
-
-    fn handle(&mut self, SetReplicas(max): SetReplicas, ctx: &mut Self::Context) {
-        let mut effects = Vec::new();
-        self.core.set_max_replicas(self.clock.now(), max, &mut effects);
-        self.carry_out(ctx, effects);
-    }
-}
-
-impl Handler<Drain> for ClusterActor {
-    type Result = Result<(), String>;
-
-    fn handle(&mut self, Drain(node): Drain, ctx: &mut Self::Context) -> Self::Result {
-        let found = self.connected.iter().find(|(_, connected)| connected.node == node);
-        let Some((worker, _)) = found else {
-            return Err(format!("there is no worker `{node}`"));
-        };
-        let mut effects = Vec::new();
-        let result = self.core.drain(self.clock.now(), *worker, &mut effects);
-        self.carry_out(ctx, effects);
-        result
     }
 }
 

@@ -289,7 +289,7 @@ catalogue! {
     counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [], Coordinator,
         "Frames dropped because their epoch is over.";
     gauge(Max) WORKER_UP: "tutti_worker_up", Items, [WORKER], Coordinator,
-        "1 while a worker is linked, 0 while one is expected and is not.";
+        "1 while a worker is linked, 0 for ten minutes after it is gone, unless it was drained.";
     gauge(Max) WORKER_INFO: "tutti_worker_info", Info, [NODE, VERSION, WORKER], Coordinator,
         "The node name and version of a linked worker.";
     counter WORKER_RESTARTS: "tutti_worker_restarts_total", Events, [WORKER], Coordinator,
