@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Incarnation, RequestId};
 use shared::metrics::Source;
@@ -173,7 +173,7 @@ impl Frontends {
             }
         }
         self.hub.observer().record().frontend_up(id, true);
-        let addr = RemoteAddr::new(link);
+        let addr = PeerAddr::new(link);
         actix::spawn(send_events(events, addr.clone(), open.clone()));
         actix::spawn(send_readiness(self.readiness.clone(), addr, open));
     }
@@ -395,7 +395,7 @@ impl RemoteEvents {
 /// Gathers events and sends them until the link is over.
 async fn send_events(
     mut events: mpsc::Receiver<(RequestId, EngineEvent)>,
-    link: RemoteAddr<ToFrontend>,
+    link: PeerAddr<ToFrontend>,
     open: Arc<AtomicBool>,
 ) {
     let mut gathered = Vec::new();
@@ -440,7 +440,7 @@ fn weight(event: &EngineEvent) -> usize {
 /// Tells the front end whether requests can be served, whenever that changes.
 async fn send_readiness(
     readiness: ReadinessCheck,
-    link: RemoteAddr<ToFrontend>,
+    link: PeerAddr<ToFrontend>,
     open: Arc<AtomicBool>,
 ) {
     let mut timer = tokio::time::interval(READINESS_INTERVAL);

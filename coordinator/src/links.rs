@@ -9,7 +9,7 @@ use actix::Addr;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shared::actor::link::{CloseReason, Connection};
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::protocol::{FrontendHello, Hello, ToWorker, Welcome};
 use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
 use shared::wire::codec;
@@ -21,7 +21,7 @@ use crate::cluster::actor::{Admit, ClusterActor, Joined, Refusal};
 use crate::frontends::Frontends;
 
 /// The address of one worker.
-pub type WorkerLink = RemoteAddr<ToWorker>;
+pub type WorkerLink = PeerAddr<ToWorker>;
 
 /// How long a stranger has for its hello.
 const HELLO_DEADLINE: Duration = Duration::from_secs(3);

@@ -6,6 +6,7 @@
 //! Order of a worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch
 //! [`Form`] -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
 //! [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
+pub mod actors;
 pub mod control;
 pub mod frontend;
 pub mod step;
@@ -24,7 +25,7 @@ pub use step::{
     TokenLogprobs,
 };
 
-use crate::actor::remote::RemoteMessage;
+use crate::actor::peer::RemoteMessage;
 use crate::ids::Epoch;
 use crate::log::LogLines;
 use crate::wire::frame::FrameKind;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
 use shared::actor::link::{CloseReason, Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
@@ -57,7 +57,7 @@ pub enum WorkerEnd {
 /// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
 #[derive(Clone, Debug, Default)]
 pub struct Uplink {
-    inner: Arc<Mutex<Option<RemoteAddr<FromWorker>>>>,
+    inner: Arc<Mutex<Option<PeerAddr<FromWorker>>>>,
     worker: Arc<AtomicU32>,
     /// Whether the coordinator wants stats.
     measures: Arc<AtomicBool>,
@@ -85,7 +85,7 @@ impl Uplink {
         self.measures.load(Ordering::Relaxed)
     }
 
-    fn set(&self, link: Option<RemoteAddr<FromWorker>>) {
+    fn set(&self, link: Option<PeerAddr<FromWorker>>) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
 }
@@ -344,7 +344,7 @@ impl Handler<Dialled> for WorkerActor {
                     addr.try_send(message).is_ok()
                 };
                 let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
-                self.uplink.set(Some(RemoteAddr::new(link.clone())));
+                self.uplink.set(Some(PeerAddr::new(link.clone())));
                 self.link = Some(link);
                 // What led to this is known from the first moment on.
                 self.send_log();

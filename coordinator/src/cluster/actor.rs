@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use actix::{Actor, Addr, AsyncContext as _, Context, Handler, Message};
 use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::metrics::Source;
@@ -567,7 +567,7 @@ impl Handler<Joined> for ClusterActor {
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
         let node = hello.node.clone();
-        let addr = RemoteAddr::new(link.clone());
+        let addr = PeerAddr::new(link.clone());
         let host = hello.host.clone();
         let connected = Connected { incarnation, number, node, host, pid: hello.pid, link, addr };
         self.connected.insert(worker, connected);

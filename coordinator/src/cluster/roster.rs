@@ -111,12 +111,6 @@ impl Roster {
     pub fn is_present(&self, worker: WorkerId, link: LinkNumber) -> bool {
         self.present.get(&worker).is_some_and(|(_, present)| *present == link)
     }
-
-    /// Workers that ever joined.
-    #[must_use]
-    pub fn num_known(&self) -> usize {
-        self.known.len()
-    }
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shared::actor::link::{CloseReason, Connection, LinkEvent};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::host::HostThread;
 use shared::ids::RequestId;
@@ -177,7 +177,7 @@ impl Uplink {
         let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
         let sink = move |event| incoming.try_send(event).is_ok();
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
-        let link: RemoteAddr<FromFrontend> = RemoteAddr::new(link);
+        let link: PeerAddr<FromFrontend> = PeerAddr::new(link);
         let interval = Duration::from_millis(welcome.stats_interval_ms.clamp(10, 60_000));
         let mut timer = tokio::time::interval(interval);
         loop {
@@ -240,7 +240,7 @@ impl Uplink {
 
     async fn send(
         &mut self,
-        link: &RemoteAddr<FromFrontend>,
+        link: &PeerAddr<FromFrontend>,
         command: EngineCommand,
     ) -> Result<(), String> {
         let message = match command {
@@ -259,7 +259,7 @@ impl Uplink {
         link.tell_when_room(&message).await.map_err(|error| error.to_string())
     }
 
-    async fn report(&mut self, link: &RemoteAddr<FromFrontend>) -> Result<(), String> {
+    async fn report(&mut self, link: &PeerAddr<FromFrontend>) -> Result<(), String> {
         let (sequence, mut snapshot) = self.stats.report();
         snapshot.add(self.process.snapshot());
         snapshot.application = self.options.application.snapshot();

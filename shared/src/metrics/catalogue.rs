@@ -9,9 +9,9 @@ use super::definition::{
 };
 use super::labels::{
     ADAPTER, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, HOST, Label, LabelValue,
-    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Method, NAME, NODE, NUM_BLOCKS,
-    ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal,
-    STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MessageRefusal, Method, NAME, NODE,
+    NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason,
+    ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -302,7 +302,14 @@ catalogue! {
         [FRONTEND], Coordinator, "When a front end's stats last arrived, in seconds since 1970.",
         when "front ends join";
     gauge(Sum) ACTORS: "tutti_actors", Items, [ActorState::LABEL], Coordinator,
-        "Actors by state.";
+        "Actors by state: workers, replicas, front ends and named actors of applications.";
+    counter ACTOR_RESTARTS: "tutti_actor_restarts_total", Events, [], Process,
+        "Times a named actor was started again in its process because it had failed.";
+    counter ACTOR_MESSAGES: "tutti_actor_messages_total", Events, [], Process,
+        "Messages put into mailboxes of named actors.";
+    counter ACTOR_MESSAGES_REFUSED: "tutti_actor_messages_refused_total", Events,
+        [MessageRefusal::LABEL], Process,
+        "Messages to named actors without effect, by reason; who asked was told.";
 
     // HTTP.
     counter HTTP_REQUESTS: "tutti_http_requests_total", Requests, [Method::LABEL, ROUTE, STATUS],
