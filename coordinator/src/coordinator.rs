@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use actix::{Actor as _, Addr};
 use actix_web::dev::ServerHandle;
+use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
@@ -21,7 +22,9 @@ use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, watch};
 
 use crate::cluster::ClusterConfig;
-use crate::cluster::actor::{ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop};
+use crate::cluster::actor::{
+    ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
+};
 use crate::cluster::records::Ended;
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
@@ -159,6 +162,7 @@ pub struct Coordinator {
     _host: HostThread,
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
+    actors: ActorRuntime,
 }
 
 impl Coordinator {
@@ -220,8 +224,17 @@ impl Coordinator {
         };
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
-        let cluster =
-            ClusterActor::new(config, clock.clone(), hub.clone(), factory, view_sender).start();
+        let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
+        hub.with_actors(actors.stats().clone());
+        let cluster = ClusterActor::new(
+            config,
+            clock.clone(),
+            hub.clone(),
+            factory,
+            view_sender,
+            actors.clone(),
+        )
+        .start();
         let listener = tokio::net::TcpListener::from_std(cluster_listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
@@ -251,6 +264,7 @@ impl Coordinator {
             text.clone(),
             serving,
             readiness.clone(),
+            actors.clone(),
         ));
         actix::spawn(links::accept(
             listener,
@@ -281,6 +295,7 @@ impl Coordinator {
             secret: options.secret,
             workers: options.workers,
             log: options.log,
+            actors: actors.clone(),
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
@@ -300,7 +315,8 @@ impl Coordinator {
         let (loggers, interval) = stat_loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
         actix::spawn(log_stats(hub, clock.clone(), loggers, interval));
         let http = http_handle;
-        Ok(Self { http_addr, cluster_addr, cluster, http, metrics, _host: host, view, clock })
+        let _host = host;
+        Ok(Self { http_addr, cluster_addr, cluster, http, metrics, _host, view, clock, actors })
     }
 
     /// Where HTTP is served.
@@ -334,6 +350,18 @@ impl Coordinator {
     pub async fn drain(&self, node: &str) -> Result<(), String> {
         let drained = self.cluster.send(Drain(node.to_owned())).await;
         drained.unwrap_or_else(|error| Err(error.to_string()))
+    }
+
+    /// The named actors of the whole cluster, this process's own among them.
+    #[must_use]
+    pub fn actors(&self) -> &ActorRuntime {
+        &self.actors
+    }
+
+    /// A node's worker process is started again when it ends, so often in a row; or, without a
+    /// number, not any more.
+    pub fn supervised(&self, node: &str, max_restarts: Option<u32>) {
+        self.cluster.do_send(Supervised { node: node.to_owned(), max_restarts });
     }
 
     /// A worker process that this process started has ended: kept for those who ask why.

@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use crate::actor::{ActorMessage, NamedActor};
+
 /// Longest line kept; what is longer is cut, and says so.
 pub const LINE_MAX: usize = 2 << 10;
 /// What a cut line ends with.
@@ -37,6 +39,38 @@ pub struct LogLines {
     pub first: u64,
     /// The lines, without their ends.
     pub lines: Vec<String>,
+}
+
+/// Asks a process's log actor for its last lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogQuery {
+    /// How many at most.
+    pub lines: u32,
+}
+
+impl ActorMessage for LogQuery {
+    type Reply = LogLines;
+}
+
+/// The log actor of a process: asked for lines that have not been sent yet.
+#[derive(Debug)]
+pub struct LogActor(pub SharedLog);
+
+impl LogActor {
+    /// Its name in the process of node `node`.
+    #[must_use]
+    pub fn name(node: &str) -> String {
+        format!("log:{node}")
+    }
+}
+
+impl NamedActor for LogActor {
+    type Message = LogQuery;
+
+    async fn handle(&mut self, query: LogQuery) -> Result<LogLines, String> {
+        let lines = usize::try_from(query.lines).unwrap_or(usize::MAX);
+        Ok(self.0.ring().since(0, LogLimits { lines, ..LogLimits::OWN }))
+    }
 }
 
 /// PURE: the last lines of a log.

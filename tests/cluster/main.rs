@@ -1,5 +1,6 @@
 //! Real processes on loopback: what a user of `tutti up` sees.
 //!
+//! - [`actors`]: named actors across processes
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`dead_ranks`]: what is left of workers that are gone
@@ -19,6 +20,7 @@
     reason = "a test ends by panicking"
 )]
 
+mod actors;
 mod by_hand;
 mod counters;
 mod dead_ranks;

@@ -1,9 +1,12 @@
 //! What operators see of a running cluster: formats, a listener for scrapers, other servers' names,
 //! the log line, JSON lines, metrics of applications.
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use shared::actor::ActorRuntime;
+use shared::clock::SystemClock;
 use shared::log::SharedLog;
 use shared::metrics::application::{GaugeMerge, Metrics};
 use testkit::fleet::Fleet;
@@ -119,6 +122,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         nvml: None,
         secret: None,
         log: SharedLog::default(),
+        actors: ActorRuntime::spoke(node, 1, Arc::new(SystemClock::start())),
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {

@@ -260,6 +260,7 @@ impl World {
                     core.epoch_failed(now, replica, failed.epoch, &failed.message, &mut effects);
                 }
             }
+            FromWorker::Logs(_) => return,
             FromWorker::Goodbye { .. } => self.close(link, Side::Coordinator),
         }
         self.carry_out(effects);

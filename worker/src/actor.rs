@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
+use shared::actor::ActorRuntime;
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{CloseReason, Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
@@ -105,6 +107,8 @@ pub struct WorkerConfig {
     pub secret: Option<Secret>,
     /// The last lines of the process's log.
     pub log: SharedLog,
+    /// The process's named actors.
+    pub actors: ActorRuntime,
 }
 
 /// See the module's documentation.
@@ -114,6 +118,8 @@ pub struct WorkerActor {
     executor: Executor,
     uplink: Uplink,
     link: Option<LinkHandle>,
+    /// The link, as named actors know it.
+    peer: Option<PeerId>,
     /// Counts links, so that events of an older one are told apart.
     generation: u64,
     redial: Duration,
@@ -138,6 +144,7 @@ impl WorkerActor {
             executor,
             uplink,
             link: None,
+            peer: None,
             generation: 0,
             redial: REDIAL_MIN,
             logged: 0,
@@ -167,9 +174,10 @@ impl WorkerActor {
         });
     }
 
-    fn lost(&mut self, ctx: &mut Context<Self>) {
+    fn lost(&mut self, ctx: &mut Context<Self>, reason: &str) {
         self.generation += 1;
         self.link = None;
+        self.leave_peer(reason);
         self.uplink.set(None);
         self.executor.abort_all();
         self.dial(ctx, self.redial);
@@ -213,7 +221,14 @@ impl WorkerActor {
         });
     }
 
+    fn leave_peer(&mut self, reason: &str) {
+        if let Some(peer) = self.peer.take() {
+            self.config.actors.peer_lost(peer, reason);
+        }
+    }
+
     fn finish(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
+        self.leave_peer("the worker ends");
         if let Some(sender) = self.end.take() {
             let _ = sender.send(end);
         }
@@ -221,6 +236,15 @@ impl WorkerActor {
     }
 
     fn take(&mut self, ctx: &mut Context<Self>, frame: &Frame) {
+        if let (FrameKind::Actor, Some(peer)) = (frame.kind, self.peer) {
+            if let Err(error) = self.config.actors.frame(peer, &frame.body) {
+                tracing::error!(%error, "the coordinator sent an actor frame that cannot be read");
+                if let Some(link) = &self.link {
+                    link.close();
+                }
+            }
+            return;
+        }
         let message = match codec::decode_message::<ToWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
@@ -345,6 +369,7 @@ impl Handler<Dialled> for WorkerActor {
                 };
                 let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
                 self.uplink.set(Some(PeerAddr::new(link.clone())));
+                self.peer = Some(self.config.actors.peer_up("the coordinator", link.clone()));
                 self.link = Some(link);
                 // What led to this is known from the first moment on.
                 self.send_log();
@@ -385,7 +410,7 @@ impl Handler<FromLink> for WorkerActor {
             }
             LinkEvent::Closed { reason } => {
                 tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
-                self.lost(ctx);
+                self.lost(ctx, &reason.to_string());
             }
         }
     }

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
+use shared::actor::{ActorRuntime, ActorSpec};
 use shared::clock::{Clock, SystemClock};
 use shared::host::available_memory;
 use shared::ids::Incarnation;
-use shared::log::SharedLog;
+use shared::log::{LogActor, SharedLog};
 use shared::metrics::application::Metrics;
 use shared::protocol::{DeviceKind, Hello};
 use shared::wire::auth::Secret;
@@ -50,6 +51,8 @@ pub struct WorkerOptions {
     pub nvml: Option<PathBuf>,
     /// The last lines of the process's log, for the coordinator to keep.
     pub log: SharedLog,
+    /// The process's named actors; the program may have some of its own.
+    pub actors: ActorRuntime,
 }
 
 /// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
@@ -72,7 +75,8 @@ pub async fn run(
     let threads = options.threads.max(1);
     let executor = Executor::spawn(
         move || CpuRank::new(threads as usize, listener),
-        LinkOutbox::new(uplink.clone(), options.application, options.nvml),
+        LinkOutbox::new(uplink.clone(), options.application, options.nvml)
+            .with_actors(options.actors.stats().clone()),
     )?;
     let hello = Hello {
         node: options.node,
@@ -91,8 +95,14 @@ pub async fn run(
         liveness: LivenessConfig::default(),
         clock,
         secret: options.secret,
-        log: options.log,
+        log: options.log.clone(),
+        actors: options.actors.clone(),
     };
+    let spec = ActorSpec::new(&LogActor::name(&config.hello.node), "log");
+    let log = options.log;
+    if let Err(error) = options.actors.spawn(spec, move || LogActor(log.clone())) {
+        tracing::warn!(%error, "the log cannot be asked for; it is sent once a second still");
+    }
     let (end, mut ended) = oneshot::channel();
     let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };

@@ -166,6 +166,26 @@ fn table(status: &Status) -> Vec<String> {
             node.pid
         ));
     }
+    lines.push(format!(
+        "\n{:<28} {:<10} {:<20} {:<10} {:>6} {:>6} {:>9}  reason",
+        "ACTOR", "KIND", "NODE", "STATE", "EPOCH", "LOAD", "RESTARTS"
+    ));
+    for actor in &status.actors {
+        let restarts = match actor.max_restarts {
+            Some(max) => format!("{}/{max}", actor.restarts),
+            None => actor.restarts.to_string(),
+        };
+        lines.push(format!(
+            "{:<28} {:<10} {:<20} {:<10} {:>6} {:>6} {restarts:>9}  {}",
+            actor.name,
+            actor.kind,
+            actor.node,
+            actor.state,
+            actor.epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string()),
+            number(actor.load),
+            actor.reason.as_deref().unwrap_or("-")
+        ));
+    }
     if !status.dead.is_empty() {
         let count = status.dead.len();
         lines.push(format!("\n{count} ended processes are remembered: tutti status --dead"));

@@ -119,11 +119,18 @@ async fn watch_over(
             }
             Some(event) = ends.recv() => match event {
                 ChildEvent::Ended(ended) => coordinator.process_ended(ended),
-                ChildEvent::Left { node } => tracing::info!(node, "a worker left"),
+                ChildEvent::Started { node, max_restarts } => {
+                    coordinator.supervised(&node, Some(max_restarts));
+                }
+                ChildEvent::Left { node } => {
+                    coordinator.supervised(&node, None);
+                    tracing::info!(node, "a worker left");
+                }
                 ChildEvent::Restarting { node, status, after } => {
                     tracing::warn!(node, status, ?after, "a worker ended; starting it again");
                 }
                 ChildEvent::GaveUp { node, reason } => {
+                    coordinator.supervised(&node, None);
                     return Err(CliError::Failed(format!("worker {node}: {reason}")));
                 }
             },

@@ -2,7 +2,10 @@
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
+use std::sync::Arc;
 
+use shared::actor::ActorRuntime;
+use shared::clock::SystemClock;
 use shared::metrics::application::Metrics;
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
@@ -14,13 +17,16 @@ use super::{CliError, WorkerArgs, logging, secret};
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     check_device(&args.compute)?;
+    let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());
+    let clock = Arc::new(SystemClock::start());
     let options = WorkerOptions {
         coordinator: args.coordinator.clone(),
-        node: args.node.clone().unwrap_or_else(default_node),
+        actors: ActorRuntime::spoke(&node, incarnation, clock),
+        node,
         host: args.host_id.clone().unwrap_or_else(host_id),
         threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
         collective_listen: args.collective_listen,
-        incarnation: random(),
+        incarnation,
         application: Metrics::new(),
         nvml: args.common.nvml_lib.clone(),
         secret: secret::read(&args.common)?,

@@ -1,5 +1,6 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
+mod names;
 mod operator;
 
 use std::collections::BTreeMap;
@@ -8,27 +9,29 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use actix::{Actor, Addr, AsyncContext as _, Context, Handler, Message};
+use shared::actor::ActorRuntime;
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::metrics::Source;
-use shared::metrics::labels::ActorState;
 use shared::protocol::{
     EngineConfig, FromWorker, Hello, StepResult, ToWorker, Welcome, WorkerStats,
 };
 use shared::wire::codec;
-use shared::wire::frame::Frame;
+use shared::wire::frame::{Frame, FrameKind};
 use tokio::sync::watch;
 
+pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, SetReplicas};
 use super::absence::Absences;
 use super::orphanage::{Home, Orphanage};
 use super::records::Records;
 use super::roster::{Admission, Joining, LinkNumber, Roster};
 use super::view::{self, ClusterView};
-use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
+use super::{Cluster, ClusterConfig, Effect, Member};
 use crate::engine::{EngineCommand, EngineError, EngineEvent};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
@@ -42,12 +45,16 @@ use crate::scheduler::ConfigError;
 
 /// How often time passes for the core.
 const TICK: Duration = Duration::from_millis(50);
+/// How often actors are counted.
+const COUNT: Duration = Duration::from_secs(1);
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
 struct Connected {
     incarnation: Incarnation,
     number: LinkNumber,
+    /// The link, as named actors know it.
+    peer: PeerId,
     node: String,
     host: String,
     pid: u32,
@@ -87,6 +94,14 @@ pub struct ClusterActor {
     records: Records,
     /// Workers that are gone and may be back.
     absences: Absences,
+    /// Named actors of the whole cluster.
+    actors: ActorRuntime,
+    /// Nodes whose worker process is started again when it ends, and how often in a row.
+    supervised: BTreeMap<String, u32>,
+    /// How often each worker came back as another process.
+    restarts: BTreeMap<WorkerId, u32>,
+    /// How often each replica broke while it served.
+    broken: BTreeMap<ReplicaId, u32>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -104,6 +119,7 @@ impl ClusterActor {
         hub: Arc<Hub>,
         make_replica: ReplicaFactory,
         view: watch::Sender<ClusterView>,
+        actors: ActorRuntime,
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
         let worker_stats = config.worker_stats;
@@ -125,6 +141,10 @@ impl ClusterActor {
             orphanage: Orphanage::default(),
             records: Records::default(),
             absences: Absences::default(),
+            actors,
+            supervised: BTreeMap::new(),
+            restarts: BTreeMap::new(),
+            broken: BTreeMap::new(),
         }
     }
 
@@ -137,6 +157,7 @@ impl ClusterActor {
                     self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
                 }
                 Effect::ReplicaBroken { replica, epoch, reason } => {
+                    *self.broken.entry(replica).or_default() += 1;
                     if !self.stopping {
                         tracing::warn!(%replica, %epoch, %reason, "the replica broke");
                     }
@@ -150,6 +171,8 @@ impl ClusterActor {
                 Effect::ReplicaRemoved { replica } => {
                     tracing::info!(%replica, "the replica is given up");
                     self.hub.observer().record().replica_removed(replica);
+                    self.replica_died(replica);
+                    self.broken.remove(&replica);
                     if let Some(running) = self.replicas.remove(&replica) {
                         // Its requests come as orphans; the actor ends with its last address.
                         running.addr.do_send(Retire);
@@ -279,6 +302,7 @@ impl ClusterActor {
             unservable: self.unservable.clone(),
             frozen: self.frozen.clone(),
         };
+        self.name_actors();
         self.count_actors();
         self.view.send_replace(view);
     }
@@ -378,22 +402,6 @@ impl ClusterActor {
         }
     }
 
-    /// Actors of the cluster by state, as `/metrics` shows them.
-    fn count_actors(&self) {
-        let mut recording = self.hub.observer().record();
-        let missing = self.absences.count();
-        let replicas = |phase: fn(ReplicaPhase) -> bool| {
-            self.core.replicas().filter(|replica| phase(replica.phase)).count() as u64
-        };
-        let alive = replicas(|phase| phase == ReplicaPhase::Serving) + self.connected.len() as u64;
-        let starting =
-            replicas(|phase| matches!(phase, ReplicaPhase::Forming | ReplicaPhase::Starting));
-        recording.actors(ActorState::Alive, alive);
-        recording.actors(ActorState::Starting, starting);
-        recording.actors(ActorState::Pending, replicas(|phase| phase == ReplicaPhase::Waiting));
-        recording.actors(ActorState::Dead, missing as u64);
-    }
-
     fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
         let holds = |running: &RunningReplica| {
             running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
@@ -432,6 +440,8 @@ impl ClusterActor {
         self.hub.lost(Source::Worker(worker), incarnation);
         let drained = self.core.members().any(|member| member.worker == worker && member.draining);
         let now = self.clock.now();
+        self.actors.peer_lost(connected.peer, reason);
+        self.worker_died(worker, &connected.node, drained, reason);
         if drained {
             // It is not expected back: nothing of it is up or down any more.
             self.hub.observer().record().worker_gone(worker);
@@ -455,6 +465,7 @@ impl Actor for ClusterActor {
             for worker in actor.absences.given_up(now) {
                 tracing::info!(%worker, "not expected back: its series end, its totals stay");
                 actor.hub.observer().record().worker_gone(worker);
+                actor.worker_given_up(worker);
             }
             actor.core.tick(now, &mut effects);
             if effects.is_empty() {
@@ -462,6 +473,8 @@ impl Actor for ClusterActor {
             }
             actor.carry_out(ctx, effects);
         });
+        // Actors of applications change without a change of the cluster.
+        ctx.run_interval(COUNT, |actor, _| actor.count_actors());
         self.publish();
     }
 }
@@ -569,7 +582,9 @@ impl Handler<Joined> for ClusterActor {
         let node = hello.node.clone();
         let addr = PeerAddr::new(link.clone());
         let host = hello.host.clone();
-        let connected = Connected { incarnation, number, node, host, pid: hello.pid, link, addr };
+        let peer = self.actors.peer_up(&node, link.clone());
+        let pid = hello.pid;
+        let connected = Connected { incarnation, number, peer, node, host, pid, link, addr };
         self.connected.insert(worker, connected);
         self.records.joined(worker, &hello.node, hello.pid);
         self.absences.back(worker);
@@ -578,6 +593,7 @@ impl Handler<Joined> for ClusterActor {
         recording.worker_info(worker, &hello.node, &hello.version);
         if restarted {
             recording.worker_restarted(worker);
+            *self.restarts.entry(worker).or_default() += 1;
         }
         drop(recording);
         if let Some(retired) = retired {
@@ -606,6 +622,13 @@ impl Handler<FromLink> for ClusterActor {
             return;
         }
         match event {
+            LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                let Some(connected) = self.connected.get(&worker) else { return };
+                if let Err(error) = self.actors.frame(connected.peer, &frame.body) {
+                    tracing::error!(%worker, %error, "sent an actor frame that cannot be read");
+                    connected.link.close();
+                }
+            }
             LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
             LinkEvent::Suspect => tracing::warn!(%worker, "the worker is silent"),
             LinkEvent::Alive => tracing::info!(%worker, "the worker is heard again"),

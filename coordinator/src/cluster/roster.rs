@@ -101,6 +101,18 @@ impl Roster {
         Joining { link, restarted, retired }
     }
 
+    /// The slot of a node name, if it ever had one.
+    #[must_use]
+    pub fn slot_of(&self, node: &str) -> Option<WorkerId> {
+        self.slots.get(node).copied()
+    }
+
+    /// The node name of a slot.
+    #[must_use]
+    pub fn node_of(&self, worker: WorkerId) -> Option<&str> {
+        self.slots.iter().find(|(_, slot)| **slot == worker).map(|(node, _)| node.as_str())
+    }
+
     /// A worker's present connection has ended.
     pub fn left(&mut self, worker: WorkerId) {
         self.present.remove(&worker);

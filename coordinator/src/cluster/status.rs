@@ -20,6 +20,10 @@ pub struct Status {
     pub nodes: Vec<Node>,
     /// Replicas.
     pub replicas: Vec<Replica>,
+    /// Actors by name: the cluster's own (`worker/NODE`, `replica/N`, `frontend/NODE`) and those of
+    /// applications; those of applications that died lately, too.
+    #[serde(default)]
+    pub actors: Vec<Actor>,
     /// Processes that are gone, newest first, a bounded number of them.
     pub dead: Vec<Dead>,
 }
@@ -43,6 +47,29 @@ pub struct Node {
     pub replica: Option<u32>,
     /// Its rank there.
     pub rank: Option<u32>,
+}
+
+/// One named actor.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Actor {
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    pub kind: String,
+    /// The node whose process it lives in; a replica's scheduler lives in the coordinator.
+    pub node: String,
+    /// `pending`, `starting`, `alive`, `draining`, `restarting` or `dead`.
+    pub state: String,
+    /// The epoch of its replica.
+    pub epoch: Option<u64>,
+    /// Requests of its replica.
+    pub load: Option<u32>,
+    /// How often it was started again.
+    pub restarts: u32,
+    /// How often in a row it may be; absent when nobody here starts it.
+    pub max_restarts: Option<u32>,
+    /// Why it is restarting or dead.
+    pub reason: Option<String>,
 }
 
 /// One replica.

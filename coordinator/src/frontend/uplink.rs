@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{CloseReason, Connection, LinkEvent};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
@@ -95,6 +96,8 @@ pub(super) struct Uplink {
     readiness: Arc<Mutex<Readiness>>,
     process: SharedStats,
     live: HashMap<RequestId, Live>,
+    /// The link, as named actors know it.
+    peer: Option<PeerId>,
 }
 
 /// How serving over one link ended.
@@ -128,6 +131,7 @@ impl Uplink {
             readiness: Arc::new(Mutex::new(readiness)),
             process: SharedStats::default(),
             live: HashMap::new(),
+            peer: None,
         }
     }
 
@@ -146,7 +150,11 @@ impl Uplink {
     ) -> Option<FrontendError> {
         loop {
             tracing::info!(frontend = %welcome.frontend, coordinator = self.options.coordinator, "joined");
-            match self.serve(connection, &welcome, &mut stop).await {
+            let served = self.serve(connection, &welcome, &mut stop).await;
+            if let Some(peer) = self.peer.take() {
+                self.options.actors.peer_lost(peer, "the link ended");
+            }
+            match served {
                 Served::Stopped => return None,
                 Served::Lost(reason) => {
                     tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
@@ -177,12 +185,20 @@ impl Uplink {
         let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
         let sink = move |event| incoming.try_send(event).is_ok();
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
+        let peer = self.options.actors.peer_up("the coordinator", link.clone());
+        self.peer = Some(peer);
         let link: PeerAddr<FromFrontend> = PeerAddr::new(link);
         let interval = Duration::from_millis(welcome.stats_interval_ms.clamp(10, 60_000));
         let mut timer = tokio::time::interval(interval);
         loop {
             let sent = tokio::select! {
                 event = events.recv() => match event {
+                    Some(LinkEvent::Frame(frame)) if frame.kind == FrameKind::Actor => {
+                        match self.options.actors.frame(peer, &frame.body) {
+                            Ok(()) => Ok(()),
+                            Err(error) => return Served::Lost(error.to_string()),
+                        }
+                    }
                     Some(LinkEvent::Frame(frame)) => {
                         match codec::decode_message::<ToFrontend>(&frame.body) {
                             Ok(message) => self.take(message),
@@ -262,6 +278,7 @@ impl Uplink {
     async fn report(&mut self, link: &PeerAddr<FromFrontend>) -> Result<(), String> {
         let (sequence, mut snapshot) = self.stats.report();
         snapshot.add(self.process.snapshot());
+        snapshot.add(self.options.actors.stats().snapshot());
         snapshot.application = self.options.application.snapshot();
         match encode_snapshot(&snapshot) {
             Ok(snapshot) => {

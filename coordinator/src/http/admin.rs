@@ -3,6 +3,7 @@
 //! With a cluster secret a request shows a token that only its holders can make; without one only
 //! this host is answered.
 use std::sync::Arc;
+use std::time::Duration;
 
 use actix::Addr;
 use actix_web::http::header::AUTHORIZATION;
@@ -10,7 +11,8 @@ use actix_web::web::{self, Data, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use shared::log::SharedLog;
+use shared::actor::ActorRuntime;
+use shared::log::{LogActor, LogQuery, SharedLog};
 use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, oneshot};
 
@@ -37,6 +39,8 @@ pub struct Admin {
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
     /// The last lines of this process's log.
     pub log: SharedLog,
+    /// The cluster's named actors.
+    pub actors: ActorRuntime,
 }
 
 /// So many worker processes shall run; the answer says why they cannot.
@@ -70,6 +74,8 @@ pub struct DrainRequest {
 
 /// The node name under which `GET /admin/logs` finds the coordinator's own log.
 pub const OWN_NODE: &str = "coordinator";
+/// How long a worker that runs has to tell its newest lines.
+const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
 /// Most lines of one answer of `GET /admin/logs`.
 const LOG_LINES_MAX: usize = 1000;
 
@@ -154,7 +160,16 @@ async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespons
         (None, false) => WhichProcess::Newest,
     };
     let ask = GetLogs { node: query.node.clone(), process, lines };
-    let logs = admin.cluster.send(ask).await.map_err(gone)?;
+    let mut logs = admin.cluster.send(ask).await.map_err(gone)?;
+    if let Some(logs) = logs.as_mut().filter(|logs| logs.alive) {
+        // What it wrote since it sent lines for the last time; else what was sent will do.
+        let actor = admin.actors.addr::<LogQuery>(&LogActor::name(&query.node));
+        let query = LogQuery { lines: u32::try_from(lines).unwrap_or(u32::MAX) };
+        match actor.ask(&query, FRESH_LOG_DEADLINE).await {
+            Ok(fresh) => logs.lines = fresh.lines,
+            Err(error) => tracing::debug!(%error, node = logs.node, "its fresh log"),
+        }
+    }
     let logs = logs.ok_or_else(|| {
         let what = if process == WhichProcess::Newest { "worker" } else { "such process of" };
         ApiError::field("node", format!("nothing is known of a {what} `{}`", query.node))

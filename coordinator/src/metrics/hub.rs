@@ -1,5 +1,5 @@
 //! Own observations and all reports behind one door.
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
@@ -22,6 +22,8 @@ pub struct Hub {
     merger: Mutex<Merger>,
     registry: prometheus::Registry,
     process: SharedStats,
+    /// What the process's named actors count.
+    actors: OnceLock<SharedStats>,
     application: Metrics,
     incarnation: Incarnation,
 }
@@ -36,6 +38,7 @@ impl Hub {
             merger: Mutex::new(Merger::new(limits)),
             registry: process_registry(),
             process: SharedStats::default(),
+            actors: OnceLock::new(),
             application: Metrics::new(),
             incarnation,
         }
@@ -58,6 +61,11 @@ impl Hub {
     #[must_use]
     pub fn process(&self) -> &SharedStats {
         &self.process
+    }
+
+    /// Publishes what this process's named actors count, too. The first one given counts.
+    pub fn with_actors(&self, actors: SharedStats) {
+        let _ = self.actors.set(actors);
     }
 
     /// What the application counts in this process.
@@ -128,6 +136,9 @@ impl Hub {
         // newer one wins.
         let (sequence, mut snapshot) = self.observer.report();
         snapshot.add(self.process.snapshot());
+        if let Some(actors) = self.actors.get() {
+            snapshot.add(actors.snapshot());
+        }
         snapshot.application = self.application.snapshot();
         let own = [
             (Source::Coordinator, (sequence, snapshot)),

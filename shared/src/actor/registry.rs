@@ -120,6 +120,12 @@ impl Registry {
         match self.actors.get(&name) {
             None if report.life == ActorLife::Dead => return Ok(()),
             None => self.room()?,
+            Some(old)
+                if old.report.generation != report.generation && report.life == ActorLife::Dead =>
+            {
+                // Of one that had the name before.
+                return Ok(());
+            }
             Some(old) if old.report.generation == report.generation => {
                 if old.report.life == ActorLife::Dead && report.life == ActorLife::Dead {
                     return Ok(());
@@ -211,6 +217,14 @@ impl Registry {
     pub fn find(&self, name: &str) -> Option<Home> {
         let known = self.actors.get(name)?;
         (known.report.life != ActorLife::Dead).then_some(known.home)
+    }
+
+    /// Nothing is known of a dead actor any more.
+    pub fn forget(&mut self, name: &str) {
+        if self.actors.get(name).is_some_and(|known| known.report.life == ActorLife::Dead) {
+            self.actors.remove(name);
+            self.dead.retain(|dead| dead != name);
+        }
     }
 
     /// All known actors by name, those that died lately included.

@@ -22,7 +22,7 @@ use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RE
 use crate::metrics::labels::MessageRefusal;
 use crate::metrics::local::PerValue;
 use crate::metrics::{Counter, SharedStats};
-use crate::protocol::actors::{ActorFrame, ActorReport, AskError, Wants};
+use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 use crate::wire::codec::{self, CodecError};
 use crate::wire::frame::FrameKind;
 
@@ -174,6 +174,26 @@ impl ActorRuntime {
         self.state().registry.list().cloned().collect()
     }
 
+    /// How many of those are in which state.
+    #[must_use]
+    pub fn lives(&self) -> [(ActorLife, u64); 6] {
+        let mut lives = [
+            ActorLife::Pending,
+            ActorLife::Starting,
+            ActorLife::Alive,
+            ActorLife::Draining,
+            ActorLife::Restarting,
+            ActorLife::Dead,
+        ]
+        .map(|life| (life, 0));
+        for known in self.state().registry.list() {
+            for (life, count) in &mut lives {
+                *count += u64::from(known.report.life == *life);
+            }
+        }
+        lives
+    }
+
     /// Tells of an actor of the cluster's own: a worker, a replica. At the hub.
     ///
     /// # Errors
@@ -190,8 +210,20 @@ impl ActorRuntime {
     /// [`ActorRuntime::peer_lost`].
     #[must_use]
     pub fn peer_up(&self, node: &str, link: LinkHandle) -> PeerId {
+        let peer = self.reserve_peer();
+        self.peer_up_as(peer, node, link);
+        peer
+    }
+
+    /// A number for a link to come: for owners whose receiving side has to know it first.
+    #[must_use]
+    pub fn reserve_peer(&self) -> PeerId {
+        PeerId(self.state().number())
+    }
+
+    /// As [`ActorRuntime::peer_up`], under a reserved number.
+    pub fn peer_up_as(&self, peer: PeerId, node: &str, link: LinkHandle) {
         let mut state = self.state();
-        let peer = PeerId(state.number());
         state.peers.insert(peer, Peer { node: node.to_owned(), link });
         if self.inner.role == Role::Spoke {
             let reports: Vec<ActorReport> =
@@ -213,7 +245,11 @@ impl ActorRuntime {
                 let _ = state.send(peer, &frame);
             }
         }
-        peer
+    }
+
+    /// An actor of the cluster's own is not known any more. Its death was told before.
+    pub fn forget(&self, name: &str) {
+        self.state().registry.forget(name);
     }
 
     /// A link is over.
@@ -338,7 +374,7 @@ impl ActorRuntime {
     /// What became of an actor of this process.
     pub(super) fn became(&self, report: ActorReport) {
         let mut state = self.state();
-        if report.life == crate::protocol::actors::ActorLife::Dead {
+        if report.life == ActorLife::Dead {
             let same = |mailbox: &Mailbox| mailbox.generation == report.generation;
             if state.mailboxes.get(&report.name).is_some_and(same) {
                 state.mailboxes.remove(&report.name);
@@ -473,21 +509,36 @@ impl ActorRuntime {
         if std::mem::replace(&mut state.ticks, true) {
             return;
         }
-        let weak = self.downgrade();
+        let ticking = Ticking(self.downgrade());
         tokio::spawn(async move {
             loop {
                 tokio::time::sleep(TICK).await;
-                let Some(runtime) = weak.upgrade() else { return };
+                let Some(runtime) = ticking.0.upgrade() else { return };
                 let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
                 let mut state = runtime.state();
                 state.exchange.tick(now, &mut effects);
                 runtime.carry_out(&mut state, effects);
                 if state.exchange.outstanding() == 0 {
-                    state.ticks = false;
                     return;
                 }
             }
         });
+    }
+}
+
+/// Deadlines are looked at as long as it lives; also when the thread it runs on ends.
+struct Ticking(WeakRuntime);
+
+impl Drop for Ticking {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.upgrade() {
+            let mut state = runtime.state();
+            state.ticks = false;
+            // An ask may have begun since the last look.
+            if state.exchange.outstanding() > 0 && tokio::runtime::Handle::try_current().is_ok() {
+                runtime.tick_from_now_on(&mut state);
+            }
+        }
     }
 }
 

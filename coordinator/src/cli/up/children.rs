@@ -38,6 +38,8 @@ pub(super) struct WorkerCommand {
 /// What the workers' watchers report.
 #[derive(Debug)]
 pub(super) enum ChildEvent {
+    /// A worker is watched from now on, and started again so often in a row.
+    Started { node: String, max_restarts: u32 },
     /// A worker process ended, whatever follows from it.
     Ended(Ended),
     /// A worker process ended and will be started again.
@@ -128,8 +130,10 @@ struct Watcher {
 impl Watcher {
     async fn run(mut self) {
         let clock = SystemClock::start();
-        let mut supervisor =
-            Supervisor::new(RestartPolicy::default(), u64::from(std::process::id()));
+        let policy = RestartPolicy::default();
+        let mut supervisor = Supervisor::new(policy, u64::from(std::process::id()));
+        let (node, max_restarts) = (self.node.clone(), policy.max_restarts);
+        let _ = self.events.send(ChildEvent::Started { node, max_restarts }).await;
         loop {
             let ended = match self.spawn() {
                 Ok((child, stderr)) => match self.watch_and_tell(child, stderr).await {

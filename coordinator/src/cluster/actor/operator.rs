@@ -74,6 +74,7 @@ impl Handler<GetStatus> for ClusterActor {
                     last_failure: replica.last_failure.clone(),
                 })
                 .collect(),
+            actors: self.actor_statuses(),
             dead: self.records.dead().collect(),
             ..status::Status::default()
         })
