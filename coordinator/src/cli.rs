@@ -10,6 +10,7 @@ mod logging;
 mod operate;
 mod options;
 mod output;
+mod resources;
 mod secret;
 mod serve;
 mod up;

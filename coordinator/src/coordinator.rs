@@ -21,12 +21,12 @@ use shared::protocol::{EngineConfig, Serving};
 use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, watch};
 
-use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
     ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
 };
 use crate::cluster::records::Ended;
 use crate::cluster::view::{ClusterView, not_ready};
+use crate::cluster::{ClusterConfig, PlacementRules};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
 use crate::http::admin::{Admin, ScaleWorkers};
@@ -65,6 +65,8 @@ pub struct CoordinatorOptions {
     pub min_tensor_parallel: u32,
     /// Most replicas; as many as the workers allow when absent.
     pub max_replicas: Option<u32>,
+    /// Which workers go together.
+    pub placement: PlacementRules,
     /// Where HTTP is served.
     pub listen: SocketAddr,
     /// Where workers dial in.
@@ -215,6 +217,7 @@ impl Coordinator {
             degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
             reshard_after: RESHARD_AFTER,
             max_replicas: options.max_replicas,
+            placement: options.placement,
             model: options.model.to_string_lossy().into_owned(),
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,

@@ -98,7 +98,8 @@ async fn shake_hands(
     match frame.kind {
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;
-            let admitted = match check(&[("node", &hello.node), ("host", &hello.host)]) {
+            let names = check(&[("node", &hello.node), ("host", &hello.host)]);
+            let admitted = match names.and_then(|()| hello.offer.check()) {
                 Ok(()) => match cluster.send(Admit(hello.clone())).await.map_err(text)? {
                     Ok(welcome) => Ok(welcome),
                     Err(Refusal::Never(reason)) => Err(reason),

@@ -13,6 +13,7 @@ use shared::actor::{ActorMessage, ActorRuntime, ActorSpec, NamedActor};
 use shared::clock::SystemClock;
 use shared::log::SharedLog;
 use shared::metrics::application::Metrics;
+use shared::protocol::NodeResources;
 use shared::protocol::actors::AskError;
 use testkit::client::Client;
 use testkit::fleet::Fleet;
@@ -49,6 +50,7 @@ impl Program {
             nvml: None,
             secret: None,
             log: SharedLog::default(),
+            offer: NodeResources::default(),
             actors: actors.clone(),
         };
         let thread = std::thread::spawn(move || {

@@ -7,6 +7,7 @@
 //! - [`doctor`]: what a host needs to become a node
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
+//! - [`placing`]: which workers go together
 //! - [`resharding`]: the degree follows the members
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
@@ -28,6 +29,7 @@ mod doctor;
 mod failures;
 mod front_ends;
 mod openai_client;
+mod placing;
 mod resharding;
 mod scaling;
 mod scraping;

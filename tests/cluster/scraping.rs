@@ -9,6 +9,7 @@ use shared::actor::ActorRuntime;
 use shared::clock::SystemClock;
 use shared::log::SharedLog;
 use shared::metrics::application::{GaugeMerge, Metrics};
+use shared::protocol::NodeResources;
 use testkit::fleet::Fleet;
 use testkit::scrape::Scrape;
 use worker::run::WorkerOptions;
@@ -122,6 +123,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         nvml: None,
         secret: None,
         log: SharedLog::default(),
+        offer: NodeResources::default(),
         actors: ActorRuntime::spoke(node, 1, Arc::new(SystemClock::start())),
     };
     std::thread::spawn(move || {

@@ -15,7 +15,7 @@ use shared::host::available_memory;
 use shared::ids::Incarnation;
 use shared::log::{LogActor, SharedLog};
 use shared::metrics::application::Metrics;
-use shared::protocol::{DeviceKind, Hello};
+use shared::protocol::{DeviceKind, Hello, NodeResources};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
@@ -51,6 +51,8 @@ pub struct WorkerOptions {
     pub nvml: Option<PathBuf>,
     /// The last lines of the process's log, for the coordinator to keep.
     pub log: SharedLog,
+    /// What its node offers of its operator's own; cores and memory are found out.
+    pub offer: NodeResources,
     /// The process's named actors; the program may have some of its own.
     pub actors: ActorRuntime,
 }
@@ -85,7 +87,12 @@ pub async fn run(
         pid: std::process::id(),
         device: DeviceKind::Cpu,
         threads,
-        memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
+        offer: NodeResources {
+            cpus: std::thread::available_parallelism()
+                .map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX)),
+            memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
+            ..options.offer
+        },
         collective_addr,
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };

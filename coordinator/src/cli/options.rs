@@ -6,6 +6,7 @@ use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, V
 use coordinator::metrics::log_line::Field;
 
 use super::doctor::DoctorArgs;
+use super::resources::{PlacementArgs, ResourceArgs};
 
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
@@ -123,6 +124,8 @@ pub(crate) struct WorkerArgs {
     /// it [default: any port of the address that leads to the coordinator]
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) collective_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    pub(crate) resources: ResourceArgs,
     /// Identifies the host: workers with equal values exchange data through shared memory, others
     /// over TCP [default: told by boot, /dev/shm and process namespace]
     #[arg(long, value_name = "ID")]
@@ -295,6 +298,8 @@ pub(crate) struct ServingArgs {
     /// --tensor-parallel when they return [default: --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) min_tensor_parallel: Option<u32>,
+    #[command(flatten)]
+    pub(crate) placement: PlacementArgs,
     /// Most replicas; workers beyond are kept as spares [default: as many as the workers allow]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) replicas: Option<u32>,

@@ -65,6 +65,7 @@ pub(crate) fn coordinator_options(
         tensor_parallel: args.tensor_parallel,
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(args.tensor_parallel),
         max_replicas: args.replicas,
+        placement: args.placement.rules()?,
         listen: args.listen,
         cluster_listen,
         secret,

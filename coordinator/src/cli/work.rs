@@ -27,6 +27,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
         collective_listen: args.collective_listen,
         incarnation,
+        offer: args.resources.offer()?,
         application: Metrics::new(),
         nvml: args.common.nvml_lib.clone(),
         secret: secret::read(&args.common)?,

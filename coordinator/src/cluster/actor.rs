@@ -150,6 +150,7 @@ impl ClusterActor {
 
     /// Carries out the core's effects, then publishes the view.
     fn carry_out(&mut self, ctx: &mut Context<Self>, effects: Vec<Effect>) {
+        let changed = !effects.is_empty();
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
@@ -184,6 +185,9 @@ impl ClusterActor {
                     self.unservable = Some(reason);
                 }
             }
+        }
+        if changed {
+            self.name_actors();
         }
         self.publish();
     }
@@ -302,8 +306,6 @@ impl ClusterActor {
             unservable: self.unservable.clone(),
             frozen: self.frozen.clone(),
         };
-        self.name_actors();
-        self.count_actors();
         self.view.send_replace(view);
     }
 
@@ -438,7 +440,7 @@ impl ClusterActor {
         }
         self.records.left(worker, reason, since_1970());
         self.hub.lost(Source::Worker(worker), incarnation);
-        let drained = self.core.members().any(|member| member.worker == worker && member.draining);
+        let drained = self.core.member(worker).is_some_and(|member| member.draining);
         let now = self.clock.now();
         self.actors.peer_lost(connected.peer, reason);
         self.worker_died(worker, &connected.node, drained, reason);
@@ -474,7 +476,7 @@ impl Actor for ClusterActor {
             actor.carry_out(ctx, effects);
         });
         // Actors of applications change without a change of the cluster.
-        ctx.run_interval(COUNT, |actor, _| actor.count_actors());
+        ctx.run_interval(COUNT, |actor, _| actor.name_actors());
         self.publish();
     }
 }
@@ -606,9 +608,15 @@ impl Handler<Joined> for ClusterActor {
             host: hello.host,
             collective_addr: hello.collective_addr,
             draining: false,
+            offer: hello.offer,
         };
+        if let Some((resource, needed, offered)) = self.core.placement().lacks(&member) {
+            let node = &member.node;
+            tracing::warn!(%worker, node, resource, needed, offered, "too little to be a rank");
+        }
         let mut effects = Vec::new();
         self.core.worker_joined(self.clock.now(), member, &mut effects);
+        self.name_actors();
         self.carry_out(ctx, effects);
     }
 }

@@ -10,13 +10,19 @@ use shared::ids::{ReplicaId, WorkerId};
 use shared::protocol::ToWorker;
 
 use super::replica::Replica;
-use super::{Cluster, Effect, Member, place};
+use super::{Cluster, Effect, Member, PlacementRules, place};
 
 impl Cluster {
     /// How many replicas there shall be at most; as many as the members allow without a bound.
     pub fn set_max_replicas(&mut self, now: Duration, max: Option<u32>, effects: &mut Vec<Effect>) {
         self.config.max_replicas = max;
         self.reconcile(now, effects);
+    }
+
+    /// Which workers go together.
+    #[must_use]
+    pub fn placement(&self) -> &PlacementRules {
+        &self.config.placement
     }
 
     /// How many replicas there shall be at most.
@@ -83,7 +89,9 @@ impl Cluster {
     /// Members that hold no rank and may take one.
     fn free(&self) -> Vec<&Member> {
         let holds = |member: &Member| self.replicas.values().any(|r| r.has(member.worker));
-        self.members.values().filter(|member| !member.draining && !holds(member)).collect()
+        let able = |member: &Member| self.config.placement.lacks(member).is_none();
+        let free = |member: &&Member| !member.draining && !holds(member) && able(member);
+        self.members.values().filter(free).collect()
     }
 
     fn remove_surplus(&mut self, now: Duration, effects: &mut Vec<Effect>) {
@@ -109,8 +117,12 @@ impl Cluster {
     fn fill_vacancies(&mut self) {
         let free: Vec<Member> = self.free().into_iter().cloned().collect();
         let mut free: Vec<&Member> = free.iter().collect();
-        for replica in self.replicas.values_mut().filter(|replica| !replica.is_live()) {
-            replica.fill(&mut free);
+        let gaps = |replica: &&mut Replica| !replica.is_live() && replica.has_gap();
+        for replica in self.replicas.values_mut().filter(gaps) {
+            let present = replica.ranks();
+            let present: Vec<Member> =
+                present.iter().filter_map(|worker| self.members.get(worker).cloned()).collect();
+            replica.fill(&mut free, &present, &self.config.placement);
         }
     }
 
@@ -173,13 +185,18 @@ impl Cluster {
     fn add_replicas(&mut self, now: Duration) {
         let max = self.config.max_replicas.map_or(usize::MAX, |max| max as usize);
         let room = max.saturating_sub(self.replicas.len());
-        let mut groups = place(&self.free(), self.config.tensor_parallel as usize);
+        let (degree, rules) = (self.config.tensor_parallel as usize, &self.config.placement);
+        let free = self.free();
+        let mut groups = place(&free, degree, rules);
+        groups.truncate(rules.affordable(free.len(), degree, groups.len(), self.replicas.len()));
         if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
             // Better a small replica than none.
             let free = self.free();
             let fits = |degree: &&u32| **degree as usize <= free.len();
             let degree = self.config.degrees.iter().find(fits).copied();
-            groups = degree.map(|degree| place(&free, degree as usize)).unwrap_or_default();
+            groups = degree
+                .map(|degree| place(&free, degree as usize, &self.config.placement))
+                .unwrap_or_default();
             groups.truncate(1);
         }
         let next = self.next_replica;

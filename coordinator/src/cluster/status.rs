@@ -1,5 +1,6 @@
 //! What operators ask of a cluster: who is there, what it does, who is gone and why.
 use serde::{Deserialize, Serialize};
+use shared::protocol::NodeResources;
 
 /// The cluster at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -47,6 +48,8 @@ pub struct Node {
     pub replica: Option<u32>,
     /// Its rank there.
     pub rank: Option<u32>,
+    /// What it offers, of a worker.
+    pub offer: Option<NodeResources>,
 }
 
 /// One named actor.

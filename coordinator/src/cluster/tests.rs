@@ -18,6 +18,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
         collective_key: 5,
+        placement: PlacementRules::default(),
         run: 7,
     }
 }
@@ -30,6 +31,7 @@ fn member(worker: u32, incarnation: u64, host: &str) -> Member {
         host: host.into(),
         collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000 + worker as u16)),
         draining: false,
+        offer: NodeResources::default(),
     }
 }
 
@@ -183,10 +185,10 @@ fn placement_keeps_groups_on_one_host_where_it_can() {
     let ids = |groups: Vec<Vec<WorkerId>>| -> Vec<Vec<u32>> {
         groups.into_iter().map(|g| g.into_iter().map(|w| w.0).collect()).collect()
     };
-    assert_eq!(ids(place(&free, 2)), [[0, 2], [1, 3]]);
-    assert_eq!(ids(place(&free, 4)), [[0, 2, 1, 3]]);
-    assert_eq!(ids(place(&free, 1)), [[0], [1], [2], [3], [4]]);
-    assert!(place(&free, 6).is_empty());
+    assert_eq!(ids(place(&free, 2, &PlacementRules::default())), [[0, 2], [1, 3]]);
+    assert_eq!(ids(place(&free, 4, &PlacementRules::default())), [[0, 2, 1, 3]]);
+    assert_eq!(ids(place(&free, 1, &PlacementRules::default())), [[0], [1], [2], [3], [4]]);
+    assert!(place(&free, 6, &PlacementRules::default()).is_empty());
 }
 
 /// The world size of each rank that was told to form, by worker.

@@ -151,10 +151,10 @@ impl Exchange {
                 self.asks.values().filter(same).count()
             }
         };
-        let full = self.asks.len() >= ASKS_MAX || of_peer >= ASKS_PER_PEER;
-        full.then(|| {
-            AskError::TooManyAsks(if of_peer >= ASKS_PER_PEER { of_peer } else { ASKS_MAX } as u32)
-        })
+        let over = |count: usize, max: usize| {
+            (count >= max).then_some(AskError::TooManyAsks(u32::try_from(max).unwrap_or(u32::MAX)))
+        };
+        over(of_peer, ASKS_PER_PEER).or_else(|| over(self.asks.len(), ASKS_MAX))
     }
 
     /// An actor of this process, or the peer that has it, answers. What is not under way any more,

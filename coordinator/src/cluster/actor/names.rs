@@ -49,6 +49,7 @@ impl ClusterActor {
         for replica in self.core.replicas() {
             self.name_replica(&replica);
         }
+        self.count_actors();
     }
 
     fn name_worker(&self, worker: WorkerId, node: &str, life: ActorLife, reason: Option<&str>) {
@@ -116,7 +117,7 @@ impl ClusterActor {
     }
 
     /// Actors of the cluster by state, as `/metrics` shows them.
-    pub(super) fn count_actors(&self) {
+    fn count_actors(&self) {
         let lives = self.actors.lives();
         let mut recording = self.hub.observer().record();
         for (life, count) in lives {

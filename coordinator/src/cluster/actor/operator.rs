@@ -34,9 +34,8 @@ impl Handler<GetStatus> for ClusterActor {
                 Some((replica.id.0, rank as u32))
             })
         };
-        let draining = |worker: WorkerId| {
-            self.core.members().any(|member| member.worker == worker && member.draining)
-        };
+        let draining =
+            |worker: WorkerId| self.core.member(worker).is_some_and(|member| member.draining);
         let nodes = self.connected.iter().map(|(worker, connected)| {
             let place = place(*worker);
             let state = match place {
@@ -53,6 +52,7 @@ impl Handler<GetStatus> for ClusterActor {
                 state: state.to_owned(),
                 replica: place.map(|(replica, _)| replica),
                 rank: place.map(|(_, rank)| rank),
+                offer: self.core.member(*worker).map(|member| member.offer.clone()),
             }
         });
         let load = |id: ReplicaId| {
