@@ -12,8 +12,8 @@ pub mod frontend;
 pub mod step;
 
 pub use control::{
-    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, Hello, LoadProgress,
-    NodeResources, Start, Started, Welcome, WorkerStats,
+    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, HeldShard, Hello,
+    LoadProgress, NodeResources, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,

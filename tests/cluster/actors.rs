@@ -40,7 +40,7 @@ impl Program {
         let actors = ActorRuntime::spoke(node, run, Arc::new(SystemClock::start()));
         let (stop, stopped) = oneshot::channel();
         let options = WorkerOptions {
-            coordinator: coordinator.to_owned(),
+            coordinator: coordinator.into(),
             node: node.to_owned(),
             host: node.to_owned(),
             threads: 1,

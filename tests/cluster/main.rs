@@ -5,6 +5,7 @@
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`dead_ranks`]: what is left of workers that are gone
 //! - [`doctor`]: what a host needs to become a node
+//! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
 //! - [`placing`]: which workers go together
@@ -26,10 +27,12 @@ mod by_hand;
 mod counters;
 mod dead_ranks;
 mod doctor;
+mod etcd;
 mod failures;
 mod front_ends;
 mod openai_client;
 mod placing;
+mod prefixes;
 mod resharding;
 mod scaling;
 mod scraping;

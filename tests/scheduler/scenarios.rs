@@ -2,7 +2,7 @@
 use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
-use coordinator::scheduler::{ApplyError, Scheduler, SchedulerConfig};
+use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
 
@@ -16,6 +16,7 @@ fn config() -> SchedulerConfig {
         max_num_batched_tokens: 32,
         max_queued_requests: 3,
         max_steps_in_flight: 2,
+        prefix_caching: true,
     }
 }
 
@@ -121,6 +122,20 @@ fn what_ends_epochs_late_in_its_prompt_is_given_up_too() {
     }
     let (_, got) = &rig.requests[&ends];
     assert_eq!(got.dropped, Some(Some(EngineError::Quarantined { epochs: 3 })));
+}
+
+#[test]
+fn epochs_that_end_on_purpose_make_no_suspects() {
+    let mut rig = ready();
+    let requests = [rig.submit(prompt(4)).unwrap(), rig.submit(prompt(5)).unwrap()];
+    for _ in 0..5 {
+        begin(&mut rig);
+        assert_eq!(rig.scheduler.gauges().running, 2, "together");
+        rig.ended(EpochEnd::Planned);
+        rig.ready(64);
+    }
+    rig.drain();
+    assert!(requests.iter().all(|id| rig.requests[id].1.dropped.is_none()));
 }
 
 #[test]

@@ -5,11 +5,11 @@ use coordinator::cluster::ReplicaPhase;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::metrics::catalogue::{
     ENGINE_STEPS, FENCED_FRAMES, GENERATION_TOKENS, ITERATION_TOKENS, KV_CACHE_BLOCKS,
-    KV_CACHE_BLOCKS_USED, PREEMPTIONS, PROMPT_TOKENS, RANK_STEP, REPORTS_REFUSED, REQUEST_SUCCESS,
-    REQUESTS_ACCEPTED, REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, REQUESTS_RUNNING, REQUESTS_SWAPPED,
-    REQUESTS_WAITING,
+    KV_CACHE_BLOCKS_USED, PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, PROMPT_TOKENS,
+    PROMPT_TOKENS_BY_SOURCE, RANK_STEP, REPORTS_REFUSED, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
+    REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, REQUESTS_RUNNING, REQUESTS_SWAPPED, REQUESTS_WAITING,
 };
-use shared::metrics::labels::{FinishedReason, LabelValue as _, RejectReason};
+use shared::metrics::labels::{FinishedReason, LabelValue as _, PromptSource, RejectReason};
 use shared::metrics::{Merged, Value};
 use shared::protocol::ToWorker;
 
@@ -110,11 +110,20 @@ impl World {
         same("generated", generated, self.clients.accepted_tokens());
         let prompt = merged.counter_sum(PROMPT_TOKENS);
         let iterations = merged.histogram_sum(ITERATION_TOKENS);
-        same("iteration tokens", iterations.sum() as u64, prompt + generated);
+        let cached = merged.counter_sum_of(PROMPT_TOKENS_BY_SOURCE, PromptSource::LocalCacheHit);
+        let computed = merged.counter_sum_of(PROMPT_TOKENS_BY_SOURCE, PromptSource::LocalCompute);
+        same("prompt tokens by source", cached + computed, prompt);
+        same("iteration tokens", iterations.sum() as u64, computed + generated);
+        let (looked_up, found) =
+            (merged.counter_sum(PREFIX_CACHE_QUERIES), merged.counter_sum(PREFIX_CACHE_HITS));
+        self.report.cached = cached;
         same("iterations", iterations.count(), merged.counter_sum(ENGINE_STEPS));
         same("refused reports", merged.counter_sum(REPORTS_REFUSED), self.checks.refused);
         let rank_steps = merged.histogram_sum(RANK_STEP).count();
         same("steps of ranks", rank_steps, self.checks.rank_steps());
+        if found > looked_up || (found > 0) != (cached > 0) {
+            wrong.push(format!("{found} of {looked_up} tokens found in the cache, {cached} used"));
+        }
         let all_prompts = tally.prompts_of_finished + tally.prompts_of_others;
         if self.clients.in_flight() == 0
             && !(tally.prompts_of_finished..=all_prompts).contains(&prompt)

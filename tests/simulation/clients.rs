@@ -59,8 +59,8 @@ struct Open {
     replica: Option<ReplicaId>,
     /// Since when it has waited for any replica to serve, while it has.
     waits_since: Option<Time>,
-    /// How many of its tokens were accepted when epochs ended under it.
-    lost_at: Vec<usize>,
+    /// How many tokens of each choice were accepted when epochs ended under it.
+    lost_at: Vec<Vec<usize>>,
 }
 
 /// What the totals have to be.
@@ -122,6 +122,7 @@ impl Clients {
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: (0..client.n).map(stop_check).collect(),
             max_tokens: client.ends.max_tokens,
+            cache_salt: 0,
             end_tokens: client.ends.end_tokens.clone(),
             stops: Vec::new().into(),
             arrived: Duration::from_micros(now),
@@ -204,16 +205,19 @@ impl Clients {
 }
 
 impl Open {
-    fn accepted(&self) -> usize {
+    fn accepted(&self) -> Vec<usize> {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        log.iter().map(Vec::len).sum()
+        log.iter().map(Vec::len).collect()
     }
 
-    /// Whether as many epochs in a row ended without a token of it as make it the cause.
+    /// Whether as many epochs in a row ended without a token of one choice as make it the cause.
     fn is_suspect(&self) -> bool {
-        let accepted = self.accepted();
-        let fruitless = self.lost_at.iter().rev().take_while(|at| **at == accepted).count();
-        fruitless >= SUSPICION_MAX as usize
+        let stuck = |(choice, accepted): (usize, usize)| {
+            let lost = self.lost_at.iter().rev();
+            let fruitless = lost.take_while(|at| at[choice] == accepted).count();
+            fruitless >= SUSPICION_MAX as usize
+        };
+        self.accepted().into_iter().enumerate().any(stuck)
     }
 
     fn whole(&self) -> bool {

@@ -5,12 +5,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coordinator::cluster::orphanage::Orphanage;
+use coordinator::cluster::affinity::Affinity;
+use coordinator::cluster::orphanage::{Home, Orphanage};
 use coordinator::cluster::roster::{Admission, Joining, LinkNumber, Roster};
 use coordinator::cluster::{
     Cluster, ClusterConfig, Effect, Member, PlacementRules, ReplicaPhase, ReplicaStatus,
 };
-use coordinator::engine::{EngineError, EngineEvent};
+use coordinator::engine::{EngineError, EngineEvent, GenerateRequest};
 use coordinator::metrics::Hub;
 use coordinator::metrics::observe::ReplicaConfig;
 use coordinator::replica::driver::{ReplicaDriver, reject_reason};
@@ -42,6 +43,7 @@ pub(crate) struct Coordinator {
     /// Given up, and still with mail to read.
     pub(crate) retiring: BTreeMap<ReplicaId, RunningReplica>,
     pub(crate) orphanage: Orphanage,
+    affinity: Affinity,
     pub(crate) mail: VecDeque<ClusterMail>,
     pub(crate) mail_due: Time,
     /// Results of epochs to come, or gone by then, to be delivered again.
@@ -73,6 +75,7 @@ impl Coordinator {
             replicas: BTreeMap::new(),
             retiring: BTreeMap::new(),
             orphanage: Orphanage::default(),
+            affinity: Affinity::default(),
             mail: VecDeque::new(),
             mail_due: 0,
             late_results: Vec::new(),
@@ -84,13 +87,14 @@ impl Coordinator {
         self.connected.len()
     }
 
-    /// The serving replica with the fewest requests, as `ClusterActor::route`.
-    fn route(&self) -> Option<ReplicaId> {
-        let least = |(_, running): &(&ReplicaId, &RunningReplica)| {
-            let in_flight = running.load.in_flight.load(std::sync::atomic::Ordering::Relaxed);
-            (running.serving.is_none(), in_flight)
-        };
-        self.replicas.iter().min_by_key(least).map(|(id, _)| *id)
+    /// As `ClusterActor::route`.
+    fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
+        let homes = self.replicas.iter().map(|(id, running)| Home {
+            replica: *id,
+            serving: running.serving.is_some(),
+            load: running.load.in_flight.load(std::sync::atomic::Ordering::Relaxed),
+        });
+        self.affinity.route(&request.prompt, request.cache_salt, homes)
     }
 
     fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
@@ -107,7 +111,7 @@ impl World {
         let (slot, incarnation) = (self.links[link].slot, self.links[link].incarnation);
         let node = self.node_name(slot);
         let roster = &mut self.coordinator.roster;
-        let admission = roster.admit(&node, Incarnation(incarnation));
+        let admission = roster.admit(&node, Incarnation(incarnation), None);
         let mut admitted = match admission {
             Admission::Slot(worker) => Some(worker),
             Admission::Taken | Admission::Retired => None,
@@ -341,13 +345,14 @@ impl World {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
                     self.replica_ready(replica, epoch, ranks, num_blocks);
                 }
-                Effect::ReplicaBroken { replica, epoch, reason } => {
+                Effect::ReplicaBroken { replica, epoch, end, reason } => {
                     self.say(|| format!("{replica} broke, {epoch}: {reason}"));
                     if let Some(running) = self.coordinator.replicas.get_mut(&replica) {
                         running.serving = None;
+                        self.coordinator.affinity.forget(replica);
                         running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
                         if !self.switches.lost_is_not_told {
-                            self.mail_replica(replica, ReplicaMail::Lost(epoch));
+                            self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
                             self.coordinator.orphanage.expect();
                         }
                     }
@@ -436,7 +441,7 @@ impl World {
         if let Some((after, _)) = self.scenario.clients[index].leaves {
             self.schedule(after, Event::Leave(index));
         }
-        let Some(replica) = self.coordinator.route() else {
+        let Some(replica) = self.coordinator.route(&request) else {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
             self.coordinator.hub.observer().record().rejected(reject_reason(&error));
             let _ = events.send(EngineEvent::Failed(error));

@@ -106,6 +106,23 @@ impl RankEngine {
     fn compute(&mut self, entry: &SequenceStep, config: &EngineConfig) -> Result<u64, String> {
         let known = self.known.get_mut(&entry.seq).ok_or("is not known")?;
         let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+        // The first share may begin behind what the cache has already.
+        let size = config.block_size as usize;
+        if known.states.is_empty() && start > 0 && start < known.tokens.len() {
+            let prefix = entry.new_blocks.get(..start / size).unwrap_or_default();
+            if start % size != 0 || prefix.len() * size != start {
+                return Err(format!("begins at {start} with {} blocks", entry.new_blocks.len()));
+            }
+            let mut state = EMPTY;
+            for (at, token) in known.tokens[..start].iter().enumerate() {
+                state = extend(state, *token);
+                let held = self.cache.get(prefix[at / size].0 as usize * size + at % size);
+                if held != Some(&state) {
+                    return Err(format!("begins behind {start} tokens that are not in the cache"));
+                }
+                known.states.push(state);
+            }
+        }
         if start != known.states.len() || entry.count == 0 || end > known.tokens.len() {
             let (computed, len) = (known.states.len(), known.tokens.len());
             return Err(format!("{start}..{end} after {computed} of {len}"));
@@ -119,7 +136,6 @@ impl RankEngine {
             }
             known.blocks.push(block.0);
         }
-        let size = config.block_size as usize;
         if known.blocks.len() * size < end {
             return Err(format!("has {} blocks for {end} tokens", known.blocks.len()));
         }

@@ -77,6 +77,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.resharded += report.resharded;
                 all.poisoned += report.poisoned;
                 all.drained += report.drained;
+                all.cached += report.cached;
                 all.preemptions += report.preemptions;
                 all.fenced += report.fenced;
                 all.lasted += report.lasted;

@@ -85,7 +85,7 @@ impl Process {
 
 impl World {
     pub(crate) fn start_process(&mut self, slot: usize) {
-        if self.processes[slot].alive {
+        if self.processes[slot].alive || self.ended[slot] {
             return;
         }
         let incarnation = self.random.next();

@@ -10,6 +10,7 @@ use coordinator::cluster::orphanage::Home;
 use coordinator::engine::{EngineError, EventSender, GenerateRequest};
 use coordinator::replica::driver::Moved;
 use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
+use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
 
@@ -23,7 +24,7 @@ pub(crate) enum ReplicaMail {
     Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
     Cancel(RequestId),
     Ready { epoch: Epoch, num_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
-    Lost(Epoch),
+    Lost(Epoch, EpochEnd),
     StepDone { worker: WorkerId, result: Box<StepResult> },
     GiveUp,
     Retire,
@@ -117,8 +118,8 @@ impl World {
                 });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }
-            ReplicaMail::Lost(epoch) => {
-                if running.operation.lost(Duration::from_micros(at), epoch) {
+            ReplicaMail::Lost(epoch, end) => {
+                if running.operation.lost(Duration::from_micros(at), epoch, end) {
                     running.down_since = Some(at);
                     let old = std::mem::take(&mut running.links);
                     self.clients.interrupted(id, at);

@@ -133,6 +133,7 @@ impl Scenario {
             max_num_batched_tokens,
             max_queued_requests: random.pick(&[4, 16, 64]),
             max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
+            prefix_caching: random.chance(80),
         };
         let limits = DriverLimits {
             step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),
@@ -187,8 +188,11 @@ impl Scenario {
 
     fn client(&self, random: &mut Random, at: Time) -> Client {
         let len = if random.chance(50) { random.skewed(1, 200) } else { random.range(1, 150) };
+        // Many begin alike.
+        let alike = if random.chance(50) { random.range(0, len) } else { 0 };
+        let tail = (alike..len).map(|_| random.range(0, u64::from(VOCABULARY) - 1));
         let prompt: Vec<u32> =
-            (0..len).map(|_| random.range(0, u64::from(VOCABULARY) - 1) as u32).collect();
+            (0..alike).map(|at| at % 7).chain(tail).map(|token| token as u32).collect();
         let max_tokens = if random.chance(3) { 0 } else { random.skewed(1, 100) as u32 };
         let seed = random.next();
         let mut ends = Ends {

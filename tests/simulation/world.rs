@@ -19,8 +19,10 @@ use crate::switches::Switches;
 const OCCASION: Time = 5 * S;
 /// The cluster serves with all its workers this long after the last fault.
 pub(crate) const CONVERGES_WITHIN: Time = 15 * S;
+/// Something gets on at least this often while there are requests.
+const STANDS_STILL: Time = 30 * S;
 /// Every request has ended this long after the last fault.
-const ENDS_WITHIN: Time = 120 * S;
+const ENDS_WITHIN: Time = 900 * S;
 /// A run ends when all was well for this long: two stats reports of every worker.
 const STAYS_WELL: Time = 2500 * MS;
 /// How often the totals are looked at.
@@ -89,6 +91,8 @@ pub(crate) struct Report {
     /// Processes ended by what they computed.
     pub(crate) poisoned: u64,
     pub(crate) preemptions: u64,
+    /// Prompt tokens that the KV cache had.
+    pub(crate) cached: u64,
     pub(crate) fenced: u64,
     pub(crate) lasted: Time,
     /// From the last fault until all workers served again, and until all requests had ended.
@@ -116,11 +120,15 @@ pub(crate) struct World {
     pub(crate) clients: Clients,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
+    /// By slot: no process of it is started any more.
+    pub(crate) ended: Vec<bool>,
     /// By slot: until when something held up its steps, slowness aside.
     pub(crate) disturbed: Vec<Time>,
     pub(crate) next_token: u64,
     pub(crate) report: Report,
     well_since: Option<Time>,
+    /// The last time that a request had got on, and how far they all were then.
+    got_on: (Time, u64),
     converged_since: Option<Time>,
     failure: Option<String>,
     verbose: bool,
@@ -145,10 +153,12 @@ impl World {
             clients: Clients::new(scenario.clients.clone()),
             checks: Checks::default(),
             last_fault: 0,
+            ended: vec![false; slots],
             disturbed: vec![0; slots],
             next_token: 1,
             report: Report::default(),
             well_since: None,
+            got_on: (0, 0),
             converged_since: None,
             failure: None,
             verbose,
@@ -392,7 +402,10 @@ impl World {
                 self.release_held(slot);
             }
             Heal::Faster { slot, extra } => self.paths[slot].extra -= extra,
-            Heal::Single { twin } => self.kill(twin),
+            Heal::Single { twin } => {
+                self.kill(twin);
+                self.ended[twin] = true;
+            }
             Heal::Quicker { slot, factor } => self.processes[slot].slowed /= factor,
             Heal::NoOccasion { slot } => {
                 let process = &mut self.processes[slot];
@@ -417,7 +430,11 @@ impl World {
                     since_fault / S
                 ));
             }
-            if since_fault >= ENDS_WITHIN
+            let so_far = self.clients.accepted_tokens() + self.report.finished;
+            if so_far != self.got_on.1 || self.now < self.last_fault + STANDS_STILL {
+                self.got_on = (self.now, so_far);
+            }
+            if (since_fault >= ENDS_WITHIN || self.now >= self.got_on.0 + STANDS_STILL)
                 && let Some(hung) = self.clients.hung()
             {
                 self.fail(format!(

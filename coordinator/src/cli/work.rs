@@ -6,31 +6,37 @@ use std::sync::Arc;
 
 use shared::actor::ActorRuntime;
 use shared::clock::SystemClock;
+use shared::membership::Role;
 use shared::metrics::application::Metrics;
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
 use worker::run::WorkerOptions;
 
 use super::options::{ComputeArgs, Device};
-use super::{CliError, WorkerArgs, logging, secret};
+use super::{CliError, WorkerArgs, etcd, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     check_device(&args.compute)?;
+    let secret = secret::read(&args.common)?;
     let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());
+    let offer = args.resources.offer()?;
+    let coordinator = args.coordinator.as_deref();
+    let (coordinator, mut membership) =
+        etcd::find(coordinator, &args.etcd, Role::Worker, &node, incarnation)?;
     let clock = Arc::new(SystemClock::start());
     let options = WorkerOptions {
-        coordinator: args.coordinator.clone(),
+        coordinator,
         actors: ActorRuntime::spoke(&node, incarnation, clock),
         node,
         host: args.host_id.clone().unwrap_or_else(host_id),
         threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
         collective_listen: args.collective_listen,
         incarnation,
-        offer: args.resources.offer()?,
+        offer,
         application: Metrics::new(),
         nvml: args.common.nvml_lib.clone(),
-        secret: secret::read(&args.common)?,
+        secret,
         log,
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
@@ -47,8 +53,16 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
                 () = interrupted() => "interrupted".to_owned(),
             }
         };
-        let end = worker::run::run(options, stop).await;
-        end.map_err(|error| CliError::Failed(format!("cannot start the worker: {error}")))
+        let end = tokio::select! {
+            end = worker::run::run(options, stop) => end.map_err(|error| {
+                CliError::Failed(format!("cannot start the worker: {error}"))
+            }),
+            error = etcd::failed(&mut membership) => Err(error),
+        };
+        if let Some(membership) = membership {
+            membership.leave().await;
+        }
+        end
     })?;
     match end {
         WorkerEnd::Shutdown { reason } => {

@@ -3,7 +3,7 @@
 mod names;
 mod operator;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -27,12 +27,13 @@ use tokio::sync::watch;
 pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, SetReplicas};
 use super::absence::Absences;
+use super::affinity::Affinity;
 use super::orphanage::{Home, Orphanage};
 use super::records::Records;
 use super::roster::{Admission, Joining, LinkNumber, Roster};
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member};
-use crate::engine::{EngineCommand, EngineError, EngineEvent};
+use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
@@ -41,7 +42,7 @@ use crate::replica::actor::{
     Retire, StepDone, Submit,
 };
 use crate::replica::driver::{Moved, reject_reason};
-use crate::scheduler::ConfigError;
+use crate::scheduler::{ConfigError, EpochEnd};
 
 /// How often time passes for the core.
 const TICK: Duration = Duration::from_millis(50);
@@ -102,6 +103,7 @@ pub struct ClusterActor {
     restarts: BTreeMap<WorkerId, u32>,
     /// How often each replica broke while it served.
     broken: BTreeMap<ReplicaId, u32>,
+    affinity: Affinity,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -145,7 +147,15 @@ impl ClusterActor {
             supervised: BTreeMap::new(),
             restarts: BTreeMap::new(),
             broken: BTreeMap::new(),
+            affinity: Affinity::default(),
         }
+    }
+
+    /// With workers that are about to join, as [`Cluster::expect`] says.
+    #[must_use]
+    pub fn expecting(mut self, nodes: BTreeSet<String>) -> Self {
+        self.core.expect(nodes);
+        self
     }
 
     /// Carries out the core's effects, then publishes the view.
@@ -157,15 +167,18 @@ impl ClusterActor {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
                     self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
                 }
-                Effect::ReplicaBroken { replica, epoch, reason } => {
+                Effect::ReplicaBroken { replica, epoch, end, reason } => {
                     *self.broken.entry(replica).or_default() += 1;
-                    if !self.stopping {
+                    if self.stopping || end == EpochEnd::Planned {
+                        tracing::info!(%replica, %epoch, %reason, "the replica pauses");
+                    } else {
                         tracing::warn!(%replica, %epoch, %reason, "the replica broke");
                     }
                     if let Some(running) = self.replicas.get_mut(&replica) {
                         running.serving = None;
+                        self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
-                        running.addr.do_send(Lost { epoch });
+                        running.addr.do_send(Lost { epoch, end });
                         self.orphanage.expect();
                     }
                 }
@@ -309,28 +322,28 @@ impl ClusterActor {
         self.view.send_replace(view);
     }
 
-    /// The serving replica with the fewest requests; without one, the one that waits with the
-    /// fewest, since it may be back in a moment.
-    fn route(&self) -> Option<&RunningReplica> {
-        self.replicas.values().min_by_key(|running| {
-            (running.serving.is_none(), running.load.in_flight.load(Ordering::Relaxed))
-        })
+    fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
+        let homes = self.replicas.iter().map(|(id, running)| Home {
+            replica: *id,
+            serving: running.serving.is_some(),
+            load: running.load.in_flight.load(Ordering::Relaxed),
+        });
+        let id = self.affinity.route(&request.prompt, request.cache_salt, homes)?;
+        self.replicas.get(&id)
     }
 
     fn submit(&mut self, command: EngineCommand) {
         match command {
             EngineCommand::Submit { request, events } => {
-                let refuse = |error: EngineError| {
-                    self.hub.observer().record().rejected(reject_reason(&error));
-                    let _ = events.send(EngineEvent::Failed(error));
+                let error = if self.stopping {
+                    EngineError::ShuttingDown
+                } else if let Some(running) = self.route(&request) {
+                    return running.addr.do_send(Submit { request, events });
+                } else {
+                    EngineError::Unavailable { message: self.not_ready() }
                 };
-                if self.stopping {
-                    return refuse(EngineError::ShuttingDown);
-                }
-                let Some(running) = self.route() else {
-                    return refuse(EngineError::Unavailable { message: self.not_ready() });
-                };
-                running.addr.do_send(Submit { request, events: events.clone() });
+                self.hub.observer().record().rejected(reject_reason(&error));
+                let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {
                 self.orphanage.cancelled(id);
@@ -535,10 +548,10 @@ impl Handler<Admit> for ClusterActor {
 
     fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
         if self.stopping {
-            return Err(Refusal::Never("the coordinator is shutting down".to_owned()));
+            return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
         }
         let node = &hello.node;
-        let worker = match self.roster.admit(node, hello.incarnation) {
+        let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
             Admission::Slot(worker) => worker,
             Admission::Taken => {
                 return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
@@ -560,7 +573,8 @@ impl Handler<Joined> for ClusterActor {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
         // Between its admission and now another process may have joined in its place.
-        if self.roster.admit(&hello.node, incarnation) != Admission::Slot(worker) {
+        let admission = self.roster.admit(&hello.node, incarnation, hello.rejoin.slot);
+        if admission != Admission::Slot(worker) {
             return;
         }
         if let Some(old) = self.connected.get(&worker) {
@@ -614,6 +628,7 @@ impl Handler<Joined> for ClusterActor {
             let node = &member.node;
             tracing::warn!(%worker, node, resource, needed, offered, "too little to be a rank");
         }
+        self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
         self.core.worker_joined(self.clock.now(), member, &mut effects);
         self.name_actors();

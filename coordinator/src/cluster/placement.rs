@@ -1,4 +1,4 @@
-//! PURE: which free workers form a group together, and which spare fills a gap.
+//! PURE: which free workers form a group together, at which ranks, and which spare fills a gap.
 use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::WorkerId;
@@ -63,10 +63,16 @@ impl PlacementRules {
 /// Same host first, since ranks exchange data twice a layer: as many whole groups as fit on each
 /// host. Then of what is left over, as many as fit under one value of the nearest label, of the
 /// next one, and at last of any. A worker without a label is near nobody by it. Workers that lack
-/// what ranks need are in no group, workers that fill none stay spare. Deterministic: depends on
-/// the members alone, not on their order.
+/// what ranks need are in no group, workers that fill none stay spare. A worker whose weights are
+/// those of a rank, by `held`, becomes that rank where it can. Deterministic: depends on the members
+/// and what they hold alone, not on their order.
 #[must_use]
-pub fn place(free: &[&Member], world_size: usize, rules: &PlacementRules) -> Vec<Vec<WorkerId>> {
+pub fn place(
+    free: &[&Member],
+    world_size: usize,
+    rules: &PlacementRules,
+    held: impl Fn(WorkerId) -> Option<usize>,
+) -> Vec<Vec<WorkerId>> {
     if world_size == 0 {
         return Vec::new();
     }
@@ -79,11 +85,11 @@ pub fn place(free: &[&Member], world_size: usize, rules: &PlacementRules) -> Vec
             rules.near.iter().rev().map(|key| label(member, key)).collect();
         (labels, member.host.clone(), member.worker)
     });
-    let mut groups = carve(&mut left, world_size, |member| Some(member.host.clone()));
+    let mut groups = carve(&mut left, world_size, &held, |member| Some(member.host.clone()));
     for key in &rules.near {
-        groups.extend(carve(&mut left, world_size, |member| label(member, key)));
+        groups.extend(carve(&mut left, world_size, &held, |member| label(member, key)));
     }
-    groups.extend(carve(&mut left, world_size, |_| Some(String::new())));
+    groups.extend(carve(&mut left, world_size, &held, |_| Some(String::new())));
     groups
 }
 
@@ -91,6 +97,7 @@ pub fn place(free: &[&Member], world_size: usize, rules: &PlacementRules) -> Vec
 fn carve(
     left: &mut Vec<&Member>,
     world_size: usize,
+    held: impl Fn(WorkerId) -> Option<usize>,
     domain: impl Fn(&Member) -> Option<String>,
 ) -> Vec<Vec<WorkerId>> {
     let mut domains: BTreeMap<String, Vec<WorkerId>> = BTreeMap::new();
@@ -99,14 +106,37 @@ fn carve(
             domains.entry(value).or_default().push(member.worker);
         }
     }
-    let mut groups: Vec<Vec<WorkerId>> = domains
-        .values()
-        .flat_map(|workers| workers.chunks_exact(world_size).map(<[WorkerId]>::to_vec))
-        .collect();
+    let mut groups: Vec<Vec<WorkerId>> =
+        domains.values().flat_map(|workers| group(workers, world_size, &held)).collect();
     groups.sort_unstable();
     let taken: BTreeSet<WorkerId> = groups.iter().flatten().copied().collect();
     left.retain(|member| !taken.contains(&member.worker));
     groups
+}
+
+/// As many whole groups as there are workers for.
+fn group(
+    workers: &[WorkerId],
+    world_size: usize,
+    held: impl Fn(WorkerId) -> Option<usize>,
+) -> Vec<Vec<WorkerId>> {
+    let mut groups = vec![vec![None; world_size]; workers.len() / world_size];
+    let mut others = Vec::new();
+    for worker in workers {
+        let rank = held(*worker).filter(|rank| *rank < world_size);
+        let place = rank.and_then(|rank| {
+            groups.iter_mut().map(|group| &mut group[rank]).find(|place| place.is_none())
+        });
+        match place {
+            Some(place) => *place = Some(*worker),
+            None => others.push(*worker),
+        }
+    }
+    let mut others = others.into_iter();
+    for place in groups.iter_mut().flatten().filter(|place| place.is_none()) {
+        *place = others.next();
+    }
+    groups.into_iter().map(|group| group.into_iter().flatten().collect()).collect()
 }
 
 #[cfg(test)]
@@ -158,7 +188,7 @@ mod tests {
             member(8, 7, None, 1),
         ];
         let free: Vec<&Member> = all.iter().collect();
-        let groups = ids(place(&free, 2, &rules()));
+        let groups = ids(place(&free, 2, &rules(), |_| None));
         assert_eq!(groups, [vec![7, 8], vec![0, 2], vec![1, 3], vec![4, 5]]);
         assert_eq!(rules().lacks(&all[6]), Some(("gpus", 1, 0)));
     }
@@ -208,10 +238,10 @@ mod tests {
                 })
                 .collect();
             let free: Vec<&Member> = members.iter().collect();
-            let groups = place(&free, degree, &rules());
+            let groups = place(&free, degree, &rules(), |_| None);
             let mut turned = free.clone();
             turned.rotate_left(turn % free.len().max(1));
-            prop_assert_eq!(&place(&turned, degree, &rules()), &groups);
+            prop_assert_eq!(&place(&turned, degree, &rules(), |_| None), &groups);
 
             let by_id: BTreeMap<WorkerId, &Member> = free.iter().map(|m| (m.worker, *m)).collect();
             let mut seen = BTreeSet::new();

@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use shared::ids::{Incarnation, WorkerId};
 
+use super::slots;
+
 /// Earlier process runs of a slot that may be back: processes that were not heard of for a while.
 const EARLIER_MAX: usize = 3;
 /// Process runs of a slot that are known to be over.
@@ -60,10 +62,21 @@ pub struct Joining {
 }
 
 impl Roster {
-    /// Whether a node's process may join.
-    pub fn admit(&mut self, node: &str, incarnation: Incarnation) -> Admission {
-        let next = WorkerId(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
-        let worker = *self.slots.entry(node.to_owned()).or_insert(next);
+    /// Whether a node's process may join. It may have brought a slot from another coordinator.
+    pub fn admit(
+        &mut self,
+        node: &str,
+        incarnation: Incarnation,
+        brought: Option<WorkerId>,
+    ) -> Admission {
+        let worker = match self.slots.get(node) {
+            Some(worker) => *worker,
+            None => {
+                let worker = slots::vacant(self.slots.values(), brought);
+                self.slots.insert(node.to_owned(), worker);
+                worker
+            }
+        };
         if self.known.get(&worker).is_some_and(|runs| runs.retired.contains(&incarnation)) {
             return Admission::Retired;
         }
@@ -139,23 +152,35 @@ mod tests {
     #[test]
     fn a_process_takes_its_own_place_again_and_no_other_one_s() {
         let mut roster = Roster::default();
-        let worker = slot(roster.admit("a", Incarnation(1)));
+        let worker = slot(roster.admit("a", Incarnation(1), None));
         let first = roster.joined(worker, Incarnation(1));
-        assert_eq!(roster.admit("a", Incarnation(2)), Admission::Taken);
-        assert_eq!(roster.admit("b", Incarnation(2)), Admission::Slot(WorkerId(1)));
-        assert_eq!(roster.admit("a", Incarnation(1)), Admission::Slot(worker));
+        assert_eq!(roster.admit("a", Incarnation(2), None), Admission::Taken);
+        assert_eq!(roster.admit("b", Incarnation(2), None), Admission::Slot(WorkerId(1)));
+        assert_eq!(roster.admit("a", Incarnation(1), None), Admission::Slot(worker));
         let again = roster.joined(worker, Incarnation(1));
         assert!(!again.restarted && again.retired.is_none());
         assert!(!roster.is_present(worker, first.link) && roster.is_present(worker, again.link));
         roster.left(worker);
         assert!(!roster.is_present(worker, again.link));
-        assert_eq!(roster.admit("a", Incarnation(2)), Admission::Slot(worker));
+        assert_eq!(roster.admit("a", Incarnation(2), None), Admission::Slot(worker));
+    }
+
+    #[test]
+    fn a_node_keeps_the_slot_it_had_elsewhere_where_nobody_has_it() {
+        let mut roster = Roster::default();
+        let mut bringing = |node, brought: Option<u32>| {
+            slot(roster.admit(node, Incarnation(1), brought.map(WorkerId))).0
+        };
+        assert_eq!(bringing("b", Some(1)), 1);
+        assert_eq!(bringing("c", Some(1)), 0);
+        assert_eq!(bringing("d", None), 2);
+        assert_eq!(bringing("b", Some(9)), 1);
     }
 
     #[test]
     fn a_run_may_be_back_until_its_totals_are_closed() {
         let mut roster = Roster::default();
-        let worker = slot(roster.admit("a", Incarnation(1)));
+        let worker = slot(roster.admit("a", Incarnation(1), None));
         let mut joined = |incarnation| {
             let joining = roster.joined(worker, Incarnation(incarnation));
             roster.left(worker);
@@ -167,7 +192,7 @@ mod tests {
         assert_eq!(joined(3), (true, None));
         assert_eq!(joined(4), (true, None));
         assert_eq!(joined(5), (true, Some(2)));
-        assert_eq!(roster.admit("a", Incarnation(2)), Admission::Retired);
-        assert_eq!(roster.admit("a", Incarnation(1)), Admission::Slot(worker));
+        assert_eq!(roster.admit("a", Incarnation(2), None), Admission::Retired);
+        assert_eq!(roster.admit("a", Incarnation(1), None), Admission::Slot(worker));
     }
 }

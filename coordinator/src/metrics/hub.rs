@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
+use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
     Applied, Exemplars, Limits, Merged, Merger, Refused, SharedStats, Source, decode_snapshot,
 };
@@ -24,6 +25,7 @@ pub struct Hub {
     process: SharedStats,
     /// What the process's named actors count.
     actors: OnceLock<SharedStats>,
+    membership: SharedStats,
     application: Metrics,
     incarnation: Incarnation,
 }
@@ -39,6 +41,7 @@ impl Hub {
             registry: process_registry(),
             process: SharedStats::default(),
             actors: OnceLock::new(),
+            membership: SharedStats::default(),
             application: Metrics::new(),
             incarnation,
         }
@@ -66,6 +69,12 @@ impl Hub {
     /// Publishes what this process's named actors count, too. The first one given counts.
     pub fn with_actors(&self, actors: SharedStats) {
         let _ = self.actors.set(actors);
+    }
+
+    /// Where the membership is recorded, in a process that has one.
+    #[must_use]
+    pub fn membership(&self) -> &SharedStats {
+        &self.membership
     }
 
     /// What the application counts in this process.
@@ -132,6 +141,23 @@ impl Hub {
     /// All totals now.
     #[must_use]
     pub fn merged(&self) -> Merged {
+        self.refreshed().merged()
+    }
+
+    /// What the coordinator after this one goes on from.
+    #[must_use]
+    pub fn checkpoint(&self) -> Checkpoint {
+        self.refreshed().checkpoint()
+    }
+
+    /// Goes on from what an earlier coordinator counted. Returns how many series are not known
+    /// here.
+    pub fn restore(&self, checkpoint: Checkpoint) -> usize {
+        self.merger().restore(checkpoint)
+    }
+
+    /// The merger, with this process's own totals of this moment.
+    fn refreshed(&self) -> MutexGuard<'_, Merger> {
         // Two scrapes at once may arrive here in either order: like any source's reports, the
         // newer one wins.
         let (sequence, mut snapshot) = self.observer.report();
@@ -139,6 +165,7 @@ impl Hub {
         if let Some(actors) = self.actors.get() {
             snapshot.add(actors.snapshot());
         }
+        snapshot.add(self.membership.snapshot());
         snapshot.application = self.application.snapshot();
         let own = [
             (Source::Coordinator, (sequence, snapshot)),
@@ -151,7 +178,7 @@ impl Hub {
                 tracing::error!(%refused, "the coordinator's own metrics are inconsistent");
             }
         }
-        merger.merged()
+        merger
     }
 
     fn merger(&self) -> MutexGuard<'_, Merger> {

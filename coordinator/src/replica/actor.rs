@@ -12,6 +12,7 @@ pub use super::operation::ReplicaLoad;
 use super::operation::{Operation, Outside, TICK};
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
+use crate::scheduler::EpochEnd;
 
 /// Drives one replica. Its end is the coordinator's.
 #[derive(Debug)]
@@ -81,6 +82,8 @@ pub struct Ready {
 pub struct Lost {
     /// Which.
     pub epoch: Epoch,
+    /// Whether it was wanted.
+    pub end: EpochEnd,
 }
 
 /// Give up all requests if the replica cannot go on with them now; answered with [`Orphans`].
@@ -198,7 +201,7 @@ impl Handler<Lost> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, lost: Lost, _ctx: &mut Self::Context) {
-        if self.operation.lost(self.clock.now(), lost.epoch) {
+        if self.operation.lost(self.clock.now(), lost.epoch, lost.end) {
             self.outside.ranks.clear();
         }
         self.give_up();

@@ -14,7 +14,7 @@ use crate::engine::{
 };
 use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
 use crate::metrics::{Observer, Recording};
-use crate::scheduler::{Effect, HandedOver, Scheduler};
+use crate::scheduler::{Effect, EpochEnd, HandedOver, Scheduler};
 
 /// How long the driver waits for what.
 #[derive(Clone, Copy, Debug)]
@@ -171,15 +171,18 @@ impl ReplicaDriver {
     }
 
     /// The epoch is over; its requests wait for the next with their accepted tokens.
-    pub fn lost(&mut self, now: Duration) {
+    pub fn lost(&mut self, now: Duration, end: EpochEnd) {
         if self.epoch.take().is_none() {
             return;
         }
         self.unavailable_since = now;
         self.in_flight.clear();
-        self.scheduler.replica_lost(&mut self.effects);
+        self.scheduler.replica_lost(end, &mut self.effects);
         let mut recording = self.observer.record();
-        recording.failover(self.id);
+        match end {
+            EpochEnd::Failed => recording.failover(self.id),
+            EpochEnd::Planned => recording.replica_gone(self.id),
+        }
         for live in self.live.values_mut() {
             recording.interrupted(&mut live.track);
             live.waits_since = now;
@@ -372,7 +375,9 @@ impl ReplicaDriver {
                 Effect::StepDone(tokens) => {
                     let tokens = StepTokens {
                         prompt_computed: u64::from(tokens.prompt),
-                        prompt_cached: 0,
+                        prompt_cached: u64::from(tokens.cached),
+                        looked_up: u64::from(tokens.looked_up),
+                        found: u64::from(tokens.found),
                         generated: u64::from(tokens.generated),
                         recomputed: u64::from(tokens.recomputed),
                     };

@@ -11,6 +11,7 @@ use shared::protocol::{StepPlan, StepResult, ToWorker};
 
 use super::driver::{Moved, ReplicaDriver};
 use crate::engine::{EngineError, EventSender, GenerateRequest};
+use crate::scheduler::EpochEnd;
 
 /// How often waits and lost clients are looked at: the shell calls [`Operation::tick`] so often.
 pub const TICK: Duration = Duration::from_millis(50);
@@ -127,21 +128,21 @@ impl Operation {
     }
 
     /// An epoch is over. Returns whether it was this replica's present one.
-    pub fn lost(&mut self, now: Duration, epoch: Epoch) -> bool {
+    pub fn lost(&mut self, now: Duration, epoch: Epoch, end: EpochEnd) -> bool {
         if self.epoch != Some(epoch) {
             return false;
         }
         self.epoch = None;
         self.ranks.clear();
         self.spread.clear();
-        self.driver.lost(now);
+        self.driver.lost(now, end);
         true
     }
 
     /// The epoch is over, and none will follow.
     pub fn end(&mut self, now: Duration) {
         if let Some(epoch) = self.epoch {
-            self.lost(now, epoch);
+            self.lost(now, epoch, EpochEnd::Planned);
         }
     }
 
