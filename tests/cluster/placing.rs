@@ -61,7 +61,10 @@ fn groups(status: &Value) -> Vec<Vec<String>> {
 
 fn spares(status: &Value) -> Vec<&str> {
     let nodes = status["nodes"].as_array().unwrap().iter();
-    nodes.filter(|node| node["state"] == "spare").map(|n| n["node"].as_str().unwrap()).collect()
+    let spare = nodes.filter(|node| node["state"] == "spare");
+    let mut names: Vec<_> = spare.map(|node| node["node"].as_str().unwrap()).collect();
+    names.sort_unstable();
+    names
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
