@@ -286,6 +286,7 @@ impl Coordinator {
             workers: options.workers,
             log: options.log,
             actors: actors.clone(),
+            membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http.listener, state, options.http_threads).map_err(failed)?;

@@ -165,6 +165,13 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     let scrape = leader.scrape_until(PATIENCE, all).await.unwrap();
     assert!(all(&scrape) && sum(&scrape, "tutti_membership_leading") == 1.0);
 
+    let status = leader.get("/admin/status").await.unwrap().body;
+    let coordinators = status["nodes"].as_array().unwrap().iter();
+    let coordinators = coordinators.filter(|node| node["role"] == "coordinator");
+    let mut states: Vec<_> = coordinators.map(|node| node["state"].as_str().unwrap()).collect();
+    states.sort_unstable();
+    assert_eq!(states, ["leading", "standby"]);
+
     let streams = [long_stream(&leader).await, long_stream(&frontend).await];
     LocalCluster::signal(first.pid(), "KILL").unwrap();
     let died = Instant::now();

@@ -407,7 +407,10 @@ impl Handler<Dialled> for WorkerActor {
     fn handle(&mut self, Dialled { to, outcome }: Dialled, ctx: &mut Self::Context) {
         let coordinator = to.address.clone();
         let superseded = self.config.coordinator.current().is_some_and(|now| now != to);
-        self.dialled = Some(to);
+        if self.dialled.replace(to.clone()) != Some(to) {
+            // One that has just begun to lead may not listen yet, but will in a moment.
+            self.redial = REDIAL_MIN;
+        }
         match outcome {
             Ok(_) if superseded => self.dial(ctx, Duration::ZERO),
             Ok((connection, welcome)) => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 use shared::membership::{
-    CoordinatorAddress, EtcdMembership, EtcdOptions, LEASE_TTL, Record, Role, Tls,
+    CoordinatorAddress, EtcdMembership, EtcdOptions, FatalError, LEASE_TTL, Record, Role, Tls,
 };
 use worker::run::address_towards;
 
@@ -211,7 +211,10 @@ pub(crate) fn no_thread(error: std::io::Error) -> CliError {
 /// Resolves when membership cannot go on; never without one.
 pub(crate) async fn failed(membership: &mut Option<EtcdMembership>) -> CliError {
     match membership {
-        Some(membership) => CliError::NameTaken(membership.failed().await.to_string()),
+        Some(membership) => match membership.failed().await {
+            error @ FatalError::NameTaken { .. } => CliError::NameTaken(error.to_string()),
+            error @ FatalError::Ended => CliError::Failed(error.to_string()),
+        },
         None => std::future::pending().await,
     }
 }

@@ -267,6 +267,10 @@ impl Uplink {
                     Some(command) = self.commands.recv() => self.refuse(command),
                 }
             };
+            if dialled != to {
+                // One that has just begun to lead may not listen yet, but will in a moment.
+                wait = REDIAL_MIN;
+            }
             to = dialled;
             match joined {
                 Ok((connection, welcome)) => return Ok((to, connection, welcome)),

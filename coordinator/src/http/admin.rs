@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use shared::actor::ActorRuntime;
 use shared::log::{LogActor, LogQuery, SharedLog};
+use shared::membership::{Role, View};
 use shared::wire::auth::Secret;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
 use super::state::AppState;
@@ -41,6 +42,8 @@ pub struct Admin {
     pub log: SharedLog,
     /// The cluster's named actors.
     pub actors: ActorRuntime,
+    /// The cluster as etcd says, where it is asked.
+    pub membership: Option<watch::Receiver<View>>,
 }
 
 /// So many worker processes shall run; the answer says why they cannot.
@@ -139,6 +142,9 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
         state: "alive".to_owned(),
         ..Node::default()
     }));
+    if let Some(view) = &admin.membership {
+        status.nodes.extend(coordinators(&view.borrow()));
+    }
     Ok(HttpResponse::Ok().json(status))
 }
 
@@ -175,6 +181,20 @@ async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespons
         ApiError::field("node", format!("nothing is known of a {what} `{}`", query.node))
     })?;
     Ok(HttpResponse::Ok().json(logs))
+}
+
+/// The coordinators that etcd knows: the one that leads and those that stand by.
+fn coordinators(view: &View) -> Vec<Node> {
+    let leader = view.leader.as_ref().map(|leader| leader.record.incarnation);
+    let all = view.records.values().filter(|record| record.role == Role::Coordinator);
+    all.map(|record| Node {
+        node: record.node.clone(),
+        role: "coordinator".to_owned(),
+        pid: record.pid,
+        state: if leader == Some(record.incarnation) { "leading" } else { "standby" }.to_owned(),
+        ..Node::default()
+    })
+    .collect()
 }
 
 async fn scale(

@@ -39,6 +39,9 @@ pub enum FatalError {
         /// The key both want.
         key: String,
     },
+    /// Nobody keeps the lease any more.
+    #[error("the membership thread has ended")]
+    Ended,
 }
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
@@ -77,10 +80,7 @@ impl EtcdMembership {
     /// Resolves when membership cannot go on.
     pub async fn failed(&mut self) -> FatalError {
         match &mut self.fatal {
-            Some(fatal) => match fatal.await {
-                Ok(error) => error,
-                Err(_) => std::future::pending().await,
-            },
+            Some(fatal) => fatal.await.unwrap_or(FatalError::Ended),
             None => std::future::pending().await,
         }
     }
