@@ -141,7 +141,7 @@ fn group(
 
 #[cfg(test)]
 mod tests {
-    use std::net::SocketAddr;
+    use core::net::SocketAddr;
 
     use proptest::prelude::*;
     use shared::ids::Incarnation;
