@@ -5,6 +5,7 @@
 //! (start this one again and it stands by), 78 another process has this one's name.
 mod bench;
 mod config_file;
+mod doctor;
 mod elected;
 mod etcd;
 mod front;
@@ -12,6 +13,7 @@ mod logging;
 mod operate;
 mod options;
 mod output;
+mod resources;
 mod secret;
 mod serve;
 mod up;
@@ -68,8 +70,10 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Worker(args) => work::run(&args),
         Command::Frontend(args) => front::run(&args),
         Command::Status(args) => operate::status(&args),
+        Command::Logs(args) => operate::logs(&args),
         Command::Scale(args) => operate::scale(&args),
         Command::Drain(args) => operate::drain(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Metrics(args) => {
             print_line(&catalogue(args.markdown));

@@ -5,11 +5,13 @@
 //! [`actor`]. Every formation has an epoch of its own, larger than all before it;
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
+pub mod absence;
 pub mod actor;
 pub mod affinity;
 pub mod orphanage;
 mod placement;
 mod reconcile;
+pub mod records;
 mod replica;
 pub mod roster;
 mod slots;
@@ -20,12 +22,12 @@ use core::net::SocketAddr;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-pub use placement::place;
+pub use placement::{PlacementRules, place};
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, HeldShard, LoadProgress, Start,
-    Started, ToWorker,
+    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, HeldShard, LoadProgress, NodeResources,
+    Start, Started, ToWorker,
 };
 
 use self::replica::Replica;
@@ -53,6 +55,8 @@ pub struct ClusterConfig {
     pub worker_stats: bool,
     /// Makes greetings of TCP collectives that cannot be guessed: drawn at random per run.
     pub collective_key: u64,
+    /// Which workers go together.
+    pub placement: PlacementRules,
     /// Makes names of shared memory objects unique on a host: drawn at random per coordinator run.
     pub run: u64,
 }
@@ -72,6 +76,8 @@ pub struct Member {
     pub collective_addr: SocketAddr,
     /// It is leaving and takes no rank.
     pub draining: bool,
+    /// What its node offers.
+    pub offer: NodeResources,
 }
 
 /// What the shell has to do.
@@ -175,6 +181,12 @@ impl Cluster {
     /// The live members.
     pub fn members(&self) -> impl Iterator<Item = &Member> {
         self.members.values()
+    }
+
+    /// A live member.
+    #[must_use]
+    pub fn member(&self, worker: WorkerId) -> Option<&Member> {
+        self.members.get(&worker)
     }
 
     /// The replicas and where they are in their lives.

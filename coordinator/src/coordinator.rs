@@ -13,6 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use actix::{Actor as _, Addr};
 use actix_web::dev::ServerHandle;
+use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
@@ -22,7 +23,10 @@ use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
 
 use crate::cluster::ClusterConfig;
-use crate::cluster::actor::{ClusterActor, Command, Drain, ReplicaFactory, Stop};
+use crate::cluster::actor::{
+    ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
+};
+use crate::cluster::records::Ended;
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
@@ -103,6 +107,7 @@ pub struct Coordinator {
     _host: HostThread,
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
+    actors: ActorRuntime,
 }
 
 impl Prepared {
@@ -197,6 +202,7 @@ impl Coordinator {
             degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
             reshard_after: RESHARD_AFTER,
             max_replicas: options.max_replicas,
+            placement: options.placement,
             model: options.model.to_string_lossy().into_owned(),
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
@@ -206,10 +212,19 @@ impl Coordinator {
         };
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
+        let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
+        hub.with_actors(actors.stats().clone());
         let workers = leadership.as_ref().map(Leadership::workers).unwrap_or_default();
-        let cluster = ClusterActor::new(config, clock.clone(), hub.clone(), factory, view_sender)
-            .expecting(workers)
-            .start();
+        let cluster = ClusterActor::new(
+            config,
+            clock.clone(),
+            hub.clone(),
+            factory,
+            view_sender,
+            actors.clone(),
+        )
+        .expecting(workers)
+        .start();
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
@@ -239,6 +254,7 @@ impl Coordinator {
             text.clone(),
             serving,
             readiness.clone(),
+            actors.clone(),
         ));
         let accepting = actix::spawn(links::accept(
             listener,
@@ -268,6 +284,8 @@ impl Coordinator {
             frontends,
             secret: options.secret,
             workers: options.workers,
+            log: options.log,
+            actors: actors.clone(),
             membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
@@ -298,6 +316,7 @@ impl Coordinator {
             _host: host,
             view,
             clock,
+            actors,
         })
     }
 
@@ -332,6 +351,23 @@ impl Coordinator {
     pub async fn drain(&self, node: &str) -> Result<(), String> {
         let drained = self.cluster.send(Drain(node.to_owned())).await;
         drained.unwrap_or_else(|error| Err(error.to_string()))
+    }
+
+    /// The named actors of the whole cluster, this process's own among them.
+    #[must_use]
+    pub fn actors(&self) -> &ActorRuntime {
+        &self.actors
+    }
+
+    /// A node's worker process is started again when it ends, so often in a row; or, without a
+    /// number, not any more.
+    pub fn supervised(&self, node: &str, max_restarts: Option<u32>) {
+        self.cluster.do_send(Supervised { node: node.to_owned(), max_restarts });
+    }
+
+    /// A worker process that this process started has ended: kept for those who ask why.
+    pub fn process_ended(&self, ended: Ended) {
+        self.cluster.do_send(ProcessEnded(ended));
     }
 
     /// Whether requests can be served now.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
+use shared::actor::ActorRuntime;
 use shared::actor::link::Connection;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
@@ -50,6 +51,8 @@ pub struct FrontendOptions {
     pub run: u64,
     /// What the application counts; reported with everything else.
     pub application: Metrics,
+    /// The process's named actors; the program may have some of its own.
+    pub actors: ActorRuntime,
 }
 
 /// A front end cannot start, or cannot go on.

@@ -9,17 +9,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use shared::actor::ActorRuntime;
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Incarnation, RequestId};
 use shared::metrics::Source;
+use shared::protocol::actors::{ActorLife, ActorReport};
 use shared::protocol::{
     EngineEvent, FromFrontend, FrontendHello, FrontendId, FrontendWelcome, Serving, SubmitRequest,
     ToFrontend, WorkerStats,
 };
 use shared::wire::codec;
+use shared::wire::frame::FrameKind;
 use tokio::sync::mpsc;
 
 use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, Gone, StopCheck};
@@ -46,6 +50,7 @@ const SLOTS_MAX: usize = 4096;
 
 /// Takes front ends in. Lives as long as the coordinator.
 pub struct Frontends {
+    actors: ActorRuntime,
     hub: Arc<Hub>,
     clock: Arc<dyn Clock>,
     commands: mpsc::Sender<EngineCommand>,
@@ -102,8 +107,10 @@ impl Frontends {
         text: Arc<TextModel>,
         serving: Serving,
         readiness: ReadinessCheck,
+        actors: ActorRuntime,
     ) -> Self {
         Self {
+            actors,
             hub,
             clock,
             commands,
@@ -164,7 +171,10 @@ impl Frontends {
             link_number,
             queue,
             open: open.clone(),
+            peer: self.actors.reserve_peer(),
+            node: hello.node.clone(),
         };
+        let peer = receiver.peer;
         let sink = move |event| receiver.take(event);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(frontend = %id, node = hello.node, pid = hello.pid, "joined");
@@ -184,23 +194,53 @@ impl Frontends {
             }
         }
         self.hub.observer().record().frontend_up(id, true);
-        let addr = RemoteAddr::new(link);
+        self.actors.peer_up_as(peer, &hello.node, link.clone());
+        self.name(&hello.node, id, ActorLife::Alive, None);
+        let addr = PeerAddr::new(link);
         actix::spawn(send_events(events, addr.clone(), open.clone()));
         actix::spawn(send_readiness(self.readiness.clone(), addr, open));
     }
 
-    fn left(&self, id: FrontendId, incarnation: Incarnation, link_number: u64, reason: &str) {
+    /// Tells of a front end as an actor.
+    fn name(&self, node: &str, id: FrontendId, life: ActorLife, reason: Option<&str>) {
+        let name = format!("frontend/{node}");
+        let report = ActorReport {
+            name: name.clone(),
+            kind: "frontend".to_owned(),
+            generation: u64::from(id.0),
+            life,
+            restarts: 0,
+            max_restarts: None,
+            reason: reason.map(str::to_owned),
+        };
+        if let Err(error) = self.actors.report(node, report) {
+            tracing::debug!(%error, name, "not among the actors");
+        }
+        if life == ActorLife::Dead {
+            self.actors.forget(&name);
+        }
+    }
+
+    /// Returns whether this was its present link.
+    fn left(
+        &self,
+        id: FrontendId,
+        incarnation: Incarnation,
+        link_number: u64,
+        reason: &str,
+    ) -> bool {
         tracing::info!(frontend = %id, %reason, "the front end is gone");
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let last = slots.last.get_mut(&id).filter(|(last, link)| {
             // An old link of the same process may end after its next one began.
             *last == incarnation && link.as_ref().is_some_and(|link| link.number == link_number)
         });
-        let Some((_, link)) = last else { return };
+        let Some((_, link)) = last else { return false };
         *link = None;
         drop(slots);
         self.hub.lost(Source::Frontend(id), incarnation);
         self.hub.observer().record().frontend_up(id, false);
+        true
     }
 
     fn report(&self, id: FrontendId, incarnation: Incarnation, stats: &WorkerStats) {
@@ -284,12 +324,22 @@ struct Receiver {
     link_number: u64,
     queue: mpsc::Sender<(RequestId, EngineEvent)>,
     open: Arc<AtomicBool>,
+    /// The link, as named actors know it.
+    peer: PeerId,
+    node: String,
 }
 
 impl Receiver {
     /// Takes what the link has; false ends it.
     fn take(&self, event: LinkEvent) -> bool {
         match event {
+            LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                let read = self.frontends.actors.frame(self.peer, &frame.body);
+                if let Err(error) = &read {
+                    tracing::error!(frontend = %self.id, %error, "sent what cannot be read");
+                }
+                read.is_ok()
+            }
             LinkEvent::Frame(frame) => {
                 match codec::decode_message::<FromFrontend>(&frame.body) {
                     Ok(message) => return self.message(message),
@@ -303,7 +353,11 @@ impl Receiver {
             LinkEvent::Closed { reason } => {
                 self.open.store(false, Ordering::Release);
                 let (frontends, number) = (&self.frontends, self.link_number);
-                frontends.left(self.id, self.incarnation, number, &reason.to_string());
+                let reason = reason.to_string();
+                frontends.actors.peer_lost(self.peer, &reason);
+                if frontends.left(self.id, self.incarnation, number, &reason) {
+                    frontends.name(&self.node, self.id, ActorLife::Dead, Some(&reason));
+                }
                 true
             }
         }
@@ -407,7 +461,7 @@ impl RemoteEvents {
 /// Gathers events and sends them until the link is over.
 async fn send_events(
     mut events: mpsc::Receiver<(RequestId, EngineEvent)>,
-    link: RemoteAddr<ToFrontend>,
+    link: PeerAddr<ToFrontend>,
     open: Arc<AtomicBool>,
 ) {
     let mut gathered = Vec::new();
@@ -452,7 +506,7 @@ fn weight(event: &EngineEvent) -> usize {
 /// Tells the front end whether requests can be served, whenever that changes.
 async fn send_readiness(
     readiness: ReadinessCheck,
-    link: RemoteAddr<ToFrontend>,
+    link: PeerAddr<ToFrontend>,
     open: Arc<AtomicBool>,
 ) {
     let mut timer = tokio::time::interval(READINESS_INTERVAL);

@@ -9,7 +9,7 @@ use actix::Addr;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shared::actor::link::{CloseReason, Connection};
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::protocol::{FrontendHello, Hello, ToWorker, Welcome};
 use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
 use shared::wire::codec;
@@ -21,7 +21,7 @@ use crate::cluster::actor::{Admit, ClusterActor, Joined, Refusal};
 use crate::frontends::Frontends;
 
 /// The address of one worker.
-pub type WorkerLink = RemoteAddr<ToWorker>;
+pub type WorkerLink = PeerAddr<ToWorker>;
 
 /// How long a stranger has for its hello.
 const HELLO_DEADLINE: Duration = Duration::from_secs(3);
@@ -98,7 +98,8 @@ async fn shake_hands(
     match frame.kind {
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;
-            let admitted = match check(&[("node", &hello.node), ("host", &hello.host)]) {
+            let names = check(&[("node", &hello.node), ("host", &hello.host)]);
+            let admitted = match names.and_then(|()| hello.offer.check()) {
                 Ok(()) => match cluster.send(Admit(hello.clone())).await.map_err(text)? {
                     Ok(welcome) => Ok(welcome),
                     Err(Refusal::Never(reason)) => Err(reason),
@@ -118,6 +119,8 @@ async fn shake_hands(
             frontends.joined(&hello, welcome.frontend, connection);
             Ok(())
         }
+        // Somebody asks whether a node with this secret could join: that much is answered by now.
+        FrameKind::Ping => connection.send(FrameKind::Pong, &[]).await.map_err(text),
         kind => Err(format!("expected a hello, got {kind:?}")),
     }
 }

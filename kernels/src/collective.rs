@@ -19,7 +19,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 pub use local::local_group;
-pub use shared_memory::{SharedMemoryOptions, shared_memory};
+pub use shared_memory::{SharedMemoryOptions, shared_memory, shared_memory_bytes};
 pub use single::single_rank;
 pub use tcp::{TcpOptions, tcp};
 

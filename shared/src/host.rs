@@ -3,6 +3,7 @@
 //! A sample reads a few files below `/proc` and asks NVML a handful of questions per GPU: well
 //! below a millisecond without GPUs, a few with, once a second, away from every step.
 mod gpu;
+mod memory;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use crate::metrics::catalogue::{
 use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 
 pub use self::gpu::GpuDevice;
+pub use self::memory::available_memory;
 
 /// Between two samples.
 const INTERVAL: Duration = Duration::from_secs(1);

@@ -8,6 +8,7 @@
 //! - [`protocol`]: the messages on a coordinator-worker link
 //! - [`wire`]: how those messages become bytes
 //! - [`host`]: what a process and its host use, GPUs included
+//! - [`log`]: the last lines of a process's log
 //! - [`membership`]: who is in the cluster, by etcd
 //! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
@@ -18,6 +19,7 @@ pub mod actor;
 pub mod clock;
 pub mod host;
 pub mod ids;
+pub mod log;
 pub mod membership;
 pub mod metrics;
 pub mod protocol;

@@ -6,13 +6,14 @@
 //! Order of a worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch
 //! [`Form`] -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
 //! [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
+pub mod actors;
 pub mod control;
 pub mod frontend;
 pub mod step;
 
 pub use control::{
     CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, HeldShard, Hello,
-    LoadProgress, Rejoin, Start, Started, Welcome, WorkerStats,
+    LoadProgress, NodeResources, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
@@ -24,12 +25,13 @@ pub use step::{
     TokenLogprobs,
 };
 
-use crate::actor::remote::RemoteMessage;
+use crate::actor::peer::RemoteMessage;
 use crate::ids::Epoch;
+use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,6 +71,8 @@ pub enum FromWorker {
     StepFailed(StepFailed),
     /// Cumulative stats, sent on a timer while idle (they ride on `Step` otherwise).
     Stats(WorkerStats),
+    /// New lines of its log, once a second when there are any, and at its end.
+    Logs(LogLines),
     /// The worker leaves on purpose; not a failure.
     Goodbye {
         /// Why, for the coordinator's log.

@@ -1,10 +1,14 @@
 //! Real processes on loopback: what a user of `tutti up` sees.
 //!
+//! - [`actors`]: named actors across processes
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
+//! - [`dead_ranks`]: what is left of workers that are gone
+//! - [`doctor`]: what a host needs to become a node
 //! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
+//! - [`placing`]: which workers go together
 //! - [`resharding`]: the degree follows the members
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
@@ -18,12 +22,16 @@
     reason = "a test ends by panicking"
 )]
 
+mod actors;
 mod by_hand;
 mod counters;
+mod dead_ranks;
+mod doctor;
 mod etcd;
 mod failures;
 mod front_ends;
 mod openai_client;
+mod placing;
 mod prefixes;
 mod resharding;
 mod scaling;

@@ -12,7 +12,7 @@ use crate::{STORY, greedy, text, up};
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs an operator's command against a server; success and what it said.
-fn operate(server: &str, args: &[&str]) -> (bool, String) {
+pub(crate) fn operate(server: &str, args: &[&str]) -> (bool, String) {
     let output =
         Command::new(tutti_binary()).args(args).args(["--server", server]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned()
@@ -103,9 +103,16 @@ async fn no_request_fails_by_scaling_or_draining() {
     }
     assert!(!nodes(&now).contains(&first), "it left and is not started again: {now}");
     assert_eq!(now["dead"][0]["node"], json!(first));
+    assert_eq!(now["dead"][0]["reason"], "drained");
+    let page = client.metrics_page().await.unwrap();
+    let ups = page.lines().filter(|line| line.starts_with("tutti_worker_up{"));
+    assert_eq!(ups.count(), 2, "one that was drained is not down:\n{page}");
     let (ok, said) = operate(server, &["scale", "--replicas", "0"]);
     assert!(ok, "{said}");
     serving(2.0).await;
+    // However slow the machine: so many that all of this happened under them.
+    let enough = |s: &Scrape| s.sum("tutti_request_success_total", &[]) > 20.0;
+    client.scrape_until(PATIENCE, enough).await.unwrap();
     stop.send(true).unwrap();
     let mut answered = 0;
     for task in tasks {

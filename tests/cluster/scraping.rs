@@ -1,10 +1,15 @@
 //! What operators see of a running cluster: formats, a listener for scrapers, other servers' names,
 //! the log line, JSON lines, metrics of applications.
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use shared::actor::ActorRuntime;
+use shared::clock::SystemClock;
+use shared::log::SharedLog;
 use shared::metrics::application::{GaugeMerge, Metrics};
+use shared::protocol::NodeResources;
 use testkit::fleet::Fleet;
 use testkit::scrape::Scrape;
 use worker::run::WorkerOptions;
@@ -117,10 +122,13 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         application,
         nvml: None,
         secret: None,
+        log: SharedLog::default(),
+        offer: NodeResources::default(),
+        actors: ActorRuntime::spoke(node, 1, Arc::new(SystemClock::start())),
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {
-            let _ = worker::run::run(options).await;
+            let _ = worker::run::run(options, std::future::pending()).await;
         });
     });
 }

@@ -64,6 +64,9 @@ fn full() -> Hub {
         stats.set(gauge, value);
     }
     rank.step(&StepTimings { step_us: 900, ..StepTimings::default() });
+    let clock = std::sync::Arc::new(shared::clock::ManualClock::default());
+    let actors = shared::actor::ActorRuntime::hub("coordinator", 1, clock);
+    hub.with_actors(actors.stats().clone());
     hub.report(Source::Worker(WorkerId(0)), Incarnation(5), &rank.report().unwrap()).unwrap();
     hub
 }

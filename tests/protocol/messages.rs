@@ -1,15 +1,19 @@
 //! Every message through codec and frame, and hostile bytes.
 use proptest::prelude::*;
 use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId, WorkerId};
+use shared::log::LogLines;
+use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
+use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::{
     CollectiveSpec, DeviceKind, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
     FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
-    HeldShard, Hello, LoadProgress, NewSequence, Rejoin, SequenceOutput, SequenceStep, Serving,
-    Start, Started, StepFailed, StepPlan, StepResult, StepTimings, SubmitRequest, ToFrontend,
-    ToWorker, TokenLogprobs, WorkerStats,
+    HeldShard, Hello, LoadProgress, NewSequence, NodeResources, Rejoin, SequenceOutput,
+    SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult, StepTimings,
+    SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, WorkerStats,
 };
 use shared::sampling::SamplingParams;
 use shared::wire::codec::{self, CodecError};
+use shared::wire::frame::HANDSHAKE_MAX;
 
 fn round_trip<T>(value: &T)
 where
@@ -113,6 +117,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::Step(result()),
         FromWorker::StepFailed(StepFailed { epoch, step: StepId(1), message: "m".to_owned() }),
         FromWorker::Stats(WorkerStats::default()),
+        FromWorker::Logs(LogLines { first: 1 << 40, lines: vec!["l\u{e9}".to_owned()] }),
         FromWorker::Goodbye { reason: "r".to_owned() },
     ];
     from.iter().for_each(round_trip);
@@ -125,12 +130,87 @@ fn every_message_survives_and_every_cut_is_noticed() {
             pid: 1,
             device: DeviceKind::Cpu,
             threads: 2,
-            memory_bytes: 1 << 40,
+            offer: NodeResources::default(),
             collective_addr: "10.0.0.1:1".parse().unwrap(),
             version: "0".to_owned(),
             rejoin,
         });
     }
+}
+
+#[test]
+fn a_hello_with_all_it_may_offer_fits_into_its_frame() {
+    let long = |n: usize| format!("{n:->RESOURCE_NAME_MAX$}");
+    let offer = NodeResources {
+        cpus: 8,
+        gpus: 1,
+        memory_bytes: u64::MAX,
+        custom: (0..RESOURCES_MAX).map(|n| (long(n), u64::MAX)).collect(),
+        labels: (0..RESOURCES_MAX).map(|n| (long(n), long(n))).collect(),
+    };
+    assert_eq!(offer.check(), Ok(()));
+    let hello = Hello {
+        node: "n".repeat(128),
+        incarnation: Incarnation(u64::MAX),
+        host: "h".repeat(128),
+        pid: u32::MAX,
+        device: DeviceKind::Cuda,
+        threads: 1024,
+        offer: offer.clone(),
+        collective_addr: "[::1]:65535".parse().unwrap(),
+        version: "0.1.0".to_owned(),
+        rejoin: Rejoin {
+            slot: Some(WorkerId(u32::MAX)),
+            shard: Some(HeldShard { model: "m".repeat(2048), rank: 63, world_size: 64 }),
+        },
+    };
+    round_trip(&hello);
+    assert!(codec::encode(&hello).unwrap().len() <= HANDSHAKE_MAX as usize);
+    let with = |key: &str| NodeResources { custom: [(key.to_owned(), 1)].into(), ..offer.clone() };
+    assert!(
+        with("").check().is_err() && with("a b").check().is_err() && with("a/b").check().is_ok()
+    );
+    assert!(with(&"x".repeat(RESOURCE_NAME_MAX + 1)).check().is_err());
+    let many = (0..=RESOURCES_MAX).map(|n| (n.to_string(), 1)).collect();
+    let many = NodeResources { custom: many, ..NodeResources::default() };
+    assert!(many.check().unwrap_err().contains("resources"));
+}
+
+fn actor_frames() -> Vec<ActorFrame> {
+    let report = ActorReport {
+        name: "a".to_owned(),
+        kind: "k".to_owned(),
+        generation: u64::MAX,
+        life: ActorLife::Restarting,
+        restarts: 3,
+        max_restarts: Some(10),
+        reason: Some("r".to_owned()),
+    };
+    let (to, body) = ("a".to_owned(), vec![1, 2, 3]);
+    let answer = |outcome| ActorFrame::Answer { id: 1, outcome };
+    vec![
+        ActorFrame::Report(report),
+        ActorFrame::Refused { name: "a".to_owned(), generation: 1, reason: "r".to_owned() },
+        ActorFrame::Deliver { id: 1, to, wants: Wants::Reply, within_ms: u32::MAX, body },
+        answer(Ok(vec![9])),
+        answer(Err(AskError::NoSuchActor("a".to_owned()))),
+        answer(Err(AskError::MailboxFull("a".to_owned()))),
+        answer(Err(AskError::TooManyAsks(4096))),
+        answer(Err(AskError::LinkLost("n".to_owned()))),
+        answer(Err(AskError::Deadline(1))),
+        answer(Err(AskError::Failed("f".to_owned()))),
+        answer(Err(AskError::Malformed("m".to_owned()))),
+        answer(Err(AskError::TooLarge(1 << 40))),
+        ActorFrame::Watch { id: 1, name: "a".to_owned(), generation: Some(2) },
+        ActorFrame::Watching { id: 1, generation: 2 },
+        ActorFrame::Unwatch { id: 1 },
+        ActorFrame::Died { id: 1, reason: "r".to_owned() },
+    ]
+}
+
+#[test]
+fn every_frame_of_actors_survives_and_every_cut_is_noticed() {
+    actor_frames().iter().for_each(round_trip);
 }
 
 fn submit() -> SubmitRequest {

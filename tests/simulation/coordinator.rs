@@ -8,7 +8,9 @@ use std::time::Duration;
 use coordinator::cluster::affinity::Affinity;
 use coordinator::cluster::orphanage::{Home, Orphanage};
 use coordinator::cluster::roster::{Admission, Joining, LinkNumber, Roster};
-use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase, ReplicaStatus};
+use coordinator::cluster::{
+    Cluster, ClusterConfig, Effect, Member, PlacementRules, ReplicaPhase, ReplicaStatus,
+};
 use coordinator::engine::{EngineError, EngineEvent, GenerateRequest};
 use coordinator::metrics::Hub;
 use coordinator::metrics::observe::ReplicaConfig;
@@ -18,7 +20,7 @@ use coordinator::scheduler::Scheduler;
 use shared::actor::liveness::LivenessConfig;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
 use shared::metrics::{Limits, Source};
-use shared::protocol::{FromWorker, StepResult, ToWorker, WorkerStats};
+use shared::protocol::{FromWorker, NodeResources, StepResult, ToWorker, WorkerStats};
 
 use crate::network::{Link, LinkId, Packet, Side};
 use crate::replicas::{ClusterMail, ReplicaMail, RunningReplica};
@@ -62,6 +64,7 @@ impl Coordinator {
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             worker_stats: true,
             collective_key: seed,
+            placement: PlacementRules::default(),
             run: seed,
         };
         Self {
@@ -156,6 +159,7 @@ impl World {
             host: format!("host-{}", self.scenario.hosts[slot]),
             collective_addr: ([127, 0, 0, 1], 9000 + slot as u16).into(),
             draining: false,
+            offer: NodeResources::default(),
         };
         let mut effects = Vec::new();
         let now = self.time();
@@ -264,6 +268,7 @@ impl World {
                     core.epoch_failed(now, replica, failed.epoch, &failed.message, &mut effects);
                 }
             }
+            FromWorker::Logs(_) => return,
             FromWorker::Goodbye { .. } => self.close(link, Side::Coordinator),
         }
         self.carry_out(effects);

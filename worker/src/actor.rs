@@ -1,19 +1,23 @@
 //! The worker actor: one per process. Dials the coordinator for ever, shakes hands, hands what it
 //! is told to the executor, and sends what the executor says.
 //!
-//! Its ends: asked to shut down by the coordinator, told to stop by the process, or refused for a
-//! reason that trying again cannot change. Losing the link is none: the epoch ends, the weights
-//! stay, and it dials again.
+//! Its ends: asked to shut down by the coordinator, told to stop by the process ([`StopWorker`]), or
+//! refused for a reason that trying again cannot change. At an end it sends the last lines of its
+//! log and says goodbye. Losing the link is none: the epoch ends, the weights stay, and it dials
+//! again.
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
+use shared::actor::ActorRuntime;
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{CloseReason, Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, WorkerId};
+use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::protocol::{FromWorker, HeldShard, Hello, Rejoin, ToWorker, Welcome};
 use shared::wire::auth::Secret;
@@ -28,6 +32,10 @@ const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 /// Waits between two attempts to reach the coordinator.
 const REDIAL_MIN: Duration = Duration::from_millis(50);
 const REDIAL_MAX: Duration = Duration::from_secs(2);
+/// New log lines go to the coordinator this often, a bounded number of them at a time.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+/// How long the last words may take to be delivered.
+const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
 /// A model folder's path that is longer is not told to a new coordinator.
 const SHARD_MODEL_MAX: usize = 2048;
 
@@ -54,7 +62,7 @@ pub enum WorkerEnd {
 /// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
 #[derive(Clone, Debug, Default)]
 pub struct Uplink {
-    inner: Arc<Mutex<Option<RemoteAddr<FromWorker>>>>,
+    inner: Arc<Mutex<Option<PeerAddr<FromWorker>>>>,
     worker: Arc<AtomicU32>,
     /// Whether the coordinator wants stats.
     measures: Arc<AtomicBool>,
@@ -89,7 +97,7 @@ impl Uplink {
         *self.shard.lock().unwrap_or_else(PoisonError::into_inner) = Some(shard);
     }
 
-    fn set(&self, link: Option<RemoteAddr<FromWorker>>) {
+    fn set(&self, link: Option<PeerAddr<FromWorker>>) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
 }
@@ -107,6 +115,10 @@ pub struct WorkerConfig {
     pub clock: Arc<dyn Clock>,
     /// The cluster's secret.
     pub secret: Option<Secret>,
+    /// The last lines of the process's log.
+    pub log: SharedLog,
+    /// The process's named actors.
+    pub actors: ActorRuntime,
 }
 
 /// See the module's documentation.
@@ -116,6 +128,8 @@ pub struct WorkerActor {
     executor: Executor,
     uplink: Uplink,
     link: Option<LinkHandle>,
+    /// The link, as named actors know it.
+    peer: Option<PeerId>,
     /// The coordinator dialled last.
     dialled: Option<Destination>,
     /// The slot at the last coordinator.
@@ -123,7 +137,11 @@ pub struct WorkerActor {
     /// Counts links, so that events of an older one are told apart.
     generation: u64,
     redial: Duration,
+    /// Lines of the log up to here were sent over the present link.
+    logged: u64,
     end: Option<oneshot::Sender<WorkerEnd>>,
+    /// The goodbye is on its way; this is the end when it is delivered.
+    ending: Option<WorkerEnd>,
 }
 
 impl WorkerActor {
@@ -140,11 +158,14 @@ impl WorkerActor {
             executor,
             uplink,
             link: None,
+            peer: None,
             dialled: None,
             slot: None,
             generation: 0,
             redial: REDIAL_MIN,
+            logged: 0,
             end: Some(end),
+            ending: None,
         }
     }
 
@@ -206,15 +227,61 @@ impl WorkerActor {
         });
     }
 
-    fn lost(&mut self, ctx: &mut Context<Self>) {
+    fn lost(&mut self, ctx: &mut Context<Self>, reason: &str) {
         self.generation += 1;
         self.link = None;
+        self.leave_peer(reason);
         self.uplink.set(None);
         self.executor.abort_all();
         self.dial(ctx, self.redial);
     }
 
+    /// Sends what was logged since the last time. Rides on no step: a busy executor is not held up.
+    fn send_log(&mut self) {
+        if self.link.is_none() {
+            return;
+        }
+        let (lines, next) = {
+            let log = self.config.log.ring();
+            (log.since(self.logged, LogLimits::SENT), log.next())
+        };
+        self.logged = next;
+        if !lines.lines.is_empty() {
+            self.uplink.tell(Epoch(0), &FromWorker::Logs(lines));
+        }
+    }
+
+    /// Says why it ends, and ends when that is delivered or takes too long.
+    fn leave(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
+        if self.ending.is_some() {
+            return;
+        }
+        if self.link.is_none() {
+            return self.finish(ctx, end);
+        }
+        let reason = match &end {
+            WorkerEnd::Shutdown { reason } | WorkerEnd::Refused { reason } => reason.clone(),
+            WorkerEnd::Failed { message } => message.clone(),
+        };
+        self.send_log();
+        // The coordinator answers by closing the link.
+        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason });
+        self.ending = Some(end);
+        ctx.run_later(GOODBYE_DEADLINE, |actor, ctx| {
+            if let Some(end) = actor.ending.take() {
+                actor.finish(ctx, end);
+            }
+        });
+    }
+
+    fn leave_peer(&mut self, reason: &str) {
+        if let Some(peer) = self.peer.take() {
+            self.config.actors.peer_lost(peer, reason);
+        }
+    }
+
     fn finish(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
+        self.leave_peer("the worker ends");
         if let Some(sender) = self.end.take() {
             let _ = sender.send(end);
         }
@@ -222,6 +289,15 @@ impl WorkerActor {
     }
 
     fn take(&mut self, ctx: &mut Context<Self>, frame: &Frame) {
+        if let (FrameKind::Actor, Some(peer)) = (frame.kind, self.peer) {
+            if let Err(error) = self.config.actors.frame(peer, &frame.body) {
+                tracing::error!(%error, "the coordinator sent an actor frame that cannot be read");
+                if let Some(link) = &self.link {
+                    link.close();
+                }
+            }
+            return;
+        }
         let message = match codec::decode_message::<ToWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
@@ -241,11 +317,12 @@ impl WorkerActor {
                 Ok(())
             }
             ToWorker::Shutdown { reason } => {
-                return self.finish(ctx, WorkerEnd::Shutdown { reason });
+                return self.leave(ctx, WorkerEnd::Shutdown { reason });
             }
         };
         if let Err(error) = queued {
-            self.finish(ctx, WorkerEnd::Failed { message: error.to_string() });
+            tracing::error!(%error, "the worker cannot go on");
+            self.leave(ctx, WorkerEnd::Failed { message: error.to_string() });
         }
     }
 }
@@ -255,6 +332,7 @@ impl Actor for WorkerActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(1024);
+        ctx.run_interval(LOG_INTERVAL, |actor, _| actor.send_log());
         self.follow(ctx);
         self.dial(ctx, Duration::ZERO);
     }
@@ -279,6 +357,22 @@ struct Dialled {
 #[derive(Message)]
 #[rtype(result = "()")]
 struct Leads(Destination);
+
+/// The process is told to stop: the worker says goodbye and ends.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct StopWorker {
+    /// Why, for the coordinator's records.
+    pub reason: String,
+}
+
+impl Handler<StopWorker> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, StopWorker { reason }: StopWorker, ctx: &mut Self::Context) {
+        self.leave(ctx, WorkerEnd::Shutdown { reason });
+    }
+}
 
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -332,6 +426,7 @@ impl Handler<Dialled> for WorkerActor {
                     self.report_every(ctx, interval);
                 }
                 self.executor.new_link();
+                self.logged = 0;
                 let (addr, generation) = (ctx.address(), self.generation);
                 let sink = move |event| {
                     let last = matches!(event, LinkEvent::Closed { .. });
@@ -343,8 +438,11 @@ impl Handler<Dialled> for WorkerActor {
                     addr.try_send(message).is_ok()
                 };
                 let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
-                self.uplink.set(Some(RemoteAddr::new(link.clone())));
+                self.uplink.set(Some(PeerAddr::new(link.clone())));
+                self.peer = Some(self.config.actors.peer_up("the coordinator", link.clone()));
                 self.link = Some(link);
+                // What led to this is known from the first moment on.
+                self.send_log();
             }
             Err(HandshakeError::Retry(reason)) => {
                 if self.redial == REDIAL_MIN {
@@ -374,7 +472,7 @@ impl Handler<Leads> for WorkerActor {
             tracing::info!(coordinator = now.address, "another coordinator leads; joining it");
             link.close();
             self.redial = REDIAL_MIN;
-            self.lost(ctx);
+            self.lost(ctx, "another coordinator leads");
         }
     }
 }
@@ -390,9 +488,15 @@ impl Handler<FromLink> for WorkerActor {
             LinkEvent::Frame(frame) => self.take(ctx, &frame),
             LinkEvent::Suspect => tracing::warn!("the coordinator is silent"),
             LinkEvent::Alive => tracing::info!("the coordinator is heard again"),
+            LinkEvent::Closed { .. } if self.ending.is_some() => {
+                self.link = None;
+                if let Some(end) = self.ending.take() {
+                    self.finish(ctx, end);
+                }
+            }
             LinkEvent::Closed { reason } => {
                 tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
-                self.lost(ctx);
+                self.lost(ctx, &reason.to_string());
             }
         }
     }

@@ -8,12 +8,14 @@
 //! - [`rank`]: the seam between message handling and arithmetic
 //! - [`cpu_rank`]: a rank on CPU cores
 //! - [`engine`]: step plans to tokens
+//! - [`check`]: what a model folder takes of a host, without loading it
 //! - [`mod@bench`]: the engine's speed, alone
 //! - [`model`]: configuration, weights, sharding, the decoder
 #![forbid(unsafe_code)]
 
 pub mod actor;
 pub mod bench;
+pub mod check;
 pub mod cpu_rank;
 pub mod engine;
 pub mod executor;

@@ -19,6 +19,7 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 pub struct LinkOutbox {
     uplink: Uplink,
     process: SharedStats,
+    actors: SharedStats,
     application: Metrics,
     nvml: Option<PathBuf>,
     host: Option<HostThread>,
@@ -34,12 +35,19 @@ impl LinkOutbox {
         Self {
             uplink,
             process: SharedStats::default(),
+            actors: SharedStats::default(),
             application,
             nvml,
             host: None,
             stats: None,
             last_report: None,
         }
+    }
+
+    /// Reports what the process's named actors count, too.
+    #[must_use]
+    pub fn with_actors(self, actors: SharedStats) -> Self {
+        Self { actors, ..self }
     }
 
     /// The stats under the slot that the coordinator gave.
@@ -51,7 +59,8 @@ impl LinkOutbox {
             let (name, nvml) = (worker.to_string(), self.nvml.clone());
             self.host = Some(HostThread::start(&name, nvml, self.process.clone()));
             let (process, application) = (self.process.clone(), self.application.clone());
-            (worker, RankStats::new(worker).with_process(process, application))
+            let stats = RankStats::new(worker).with_process(process, application);
+            (worker, stats.with_actors(self.actors.clone()))
         });
         &mut self.stats.insert(stats).1
     }
@@ -66,7 +75,7 @@ impl Outbox for LinkOutbox {
             FromWorker::Started(started) => started.epoch,
             FromWorker::Step(result) => result.epoch,
             FromWorker::StepFailed(failed) => failed.epoch,
-            FromWorker::Stats(_) | FromWorker::Goodbye { .. } => Epoch(0),
+            FromWorker::Stats(_) | FromWorker::Logs(_) | FromWorker::Goodbye { .. } => Epoch(0),
         };
         self.uplink.tell(epoch, &message);
     }

@@ -3,23 +3,30 @@ use std::io;
 use std::net::{
     IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _, UdpSocket,
 };
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
+use shared::actor::{ActorRuntime, ActorSpec};
 use shared::clock::{Clock, SystemClock};
+use shared::host::available_memory;
 use shared::ids::Incarnation;
+use shared::log::{LogActor, SharedLog};
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
-use shared::protocol::{DeviceKind, Hello, Rejoin};
+use shared::protocol::{DeviceKind, Hello, NodeResources, Rejoin};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
-use crate::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
+use crate::actor::{StopWorker, Uplink, WorkerActor, WorkerConfig, WorkerEnd};
 use crate::cpu_rank::CpuRank;
 use crate::executor::Executor;
 use crate::outbox::LinkOutbox;
+
+/// How long a worker that was told to stop may take.
+const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What `tutti worker` was asked for.
 #[derive(Clone, Debug)]
@@ -43,13 +50,23 @@ pub struct WorkerOptions {
     pub secret: Option<Secret>,
     /// NVML's library, when the system's loader does not find it.
     pub nvml: Option<PathBuf>,
+    /// The last lines of the process's log, for the coordinator to keep.
+    pub log: SharedLog,
+    /// What its node offers of its operator's own; cores and memory are found out.
+    pub offer: NodeResources,
+    /// The process's named actors; the program may have some of its own.
+    pub actors: ActorRuntime,
 }
 
-/// Runs a worker on the current actix system until it ends.
+/// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
+/// that it resolves to.
 ///
 /// # Errors
 /// When the collective's address cannot be bound or the executor has no thread.
-pub async fn run(mut options: WorkerOptions) -> io::Result<WorkerEnd> {
+pub async fn run(
+    mut options: WorkerOptions,
+    stop: impl Future<Output = String>,
+) -> io::Result<WorkerEnd> {
     let listen = match options.collective_listen {
         Some(address) => address,
         None => {
@@ -64,7 +81,8 @@ pub async fn run(mut options: WorkerOptions) -> io::Result<WorkerEnd> {
     let threads = options.threads.max(1);
     let executor = Executor::spawn(
         move || CpuRank::new(threads as usize, listener),
-        LinkOutbox::new(uplink.clone(), options.application, options.nvml),
+        LinkOutbox::new(uplink.clone(), options.application, options.nvml)
+            .with_actors(options.actors.stats().clone()),
     )?;
     let hello = Hello {
         node: options.node,
@@ -73,7 +91,12 @@ pub async fn run(mut options: WorkerOptions) -> io::Result<WorkerEnd> {
         pid: std::process::id(),
         device: DeviceKind::Cpu,
         threads,
-        memory_bytes: available_memory(),
+        offer: NodeResources {
+            cpus: std::thread::available_parallelism()
+                .map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX)),
+            memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
+            ..options.offer
+        },
         collective_addr,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         rejoin: Rejoin::default(),
@@ -84,11 +107,27 @@ pub async fn run(mut options: WorkerOptions) -> io::Result<WorkerEnd> {
         liveness: LivenessConfig::default(),
         clock,
         secret: options.secret,
+        log: options.log.clone(),
+        actors: options.actors.clone(),
     };
-    let (end, ended) = oneshot::channel();
-    WorkerActor::new(config, executor, uplink, end).start();
+    let spec = ActorSpec::new(&LogActor::name(&config.hello.node), "log");
+    let log = options.log;
+    if let Err(error) = options.actors.spawn(spec, move || LogActor(log.clone())) {
+        tracing::warn!(%error, "the log cannot be asked for; it is sent once a second still");
+    }
+    let (end, mut ended) = oneshot::channel();
+    let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
-    Ok(ended.await.unwrap_or(failed))
+    let reason = tokio::select! {
+        end = &mut ended => return Ok(end.unwrap_or(failed)),
+        reason = stop => reason,
+    };
+    worker.do_send(StopWorker { reason: reason.clone() });
+    match tokio::time::timeout(STOP_PATIENCE, ended).await {
+        Ok(end) => Ok(end.unwrap_or(failed)),
+        // Its thread is held up by what ends with the process.
+        Err(_) => Ok(WorkerEnd::Shutdown { reason }),
+    }
 }
 
 /// The address of this host on the way to `peer`.
@@ -107,12 +146,4 @@ pub fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let socket = UdpSocket::bind((any, 0))?;
     socket.connect(peer)?;
     Ok(socket.local_addr()?.ip())
-}
-
-/// Memory that could be had without swapping, in bytes; 0 where the system does not say.
-fn available_memory() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.unwrap_or(0).saturating_mul(1024)
 }

@@ -1,6 +1,10 @@
 //! `tutti frontend`: HTTP in a process of its own, until it is told to stop.
+use std::sync::Arc;
+
 use coordinator::frontend::{Frontend, FrontendOptions};
 
+use shared::actor::ActorRuntime;
+use shared::clock::SystemClock;
 use shared::membership::Role;
 use shared::metrics::application::Metrics;
 
@@ -17,6 +21,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         etcd::find(coordinator, &args.etcd, Role::Frontend, &node, run)?;
     let options = FrontendOptions {
         coordinator,
+        actors: ActorRuntime::spoke(&node, run, Arc::new(SystemClock::start())),
         node,
         listen: args.listen,
         model: args.model.clone(),

@@ -1,12 +1,12 @@
-//! `tutti status`, `tutti scale`, `tutti drain`: the operator's side of a running coordinator.
+//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's side of a running coordinator.
 use std::time::Duration;
 
-use coordinator::cluster::status::Status;
+use coordinator::cluster::status::{NodeLogs, Status};
 use coordinator::http::admin::{DrainRequest, ScaleRequest, TOKEN_PURPOSE};
 use serde_json::Value;
 use ureq::Agent;
 
-use super::options::{DrainArgs, OperatorArgs, ScaleArgs, StatusArgs};
+use super::options::{DrainArgs, LogsArgs, OperatorArgs, ScaleArgs, StatusArgs};
 use super::output::print_line;
 use super::{CliError, secret};
 
@@ -14,7 +14,7 @@ use super::{CliError, secret};
 const DEADLINE: Duration = Duration::from_secs(10);
 
 pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
-    let body = ask(&args.operator, "/admin/status", None)?;
+    let body = ask(&args.operator, "/admin/status", &[], None)?;
     if args.json {
         print_line(&body.to_string());
         return Ok(());
@@ -27,20 +27,63 @@ pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+pub(crate) fn logs(args: &LogsArgs) -> Result<(), CliError> {
+    let mut query = vec![
+        ("node", args.node.clone()),
+        ("lines", args.lines.to_string()),
+        ("previous", args.previous.to_string()),
+    ];
+    query.extend(args.pid.map(|pid| ("pid", pid.to_string())));
+    let body = ask(&args.operator, "/admin/logs", &query, None)?;
+    if args.json {
+        print_line(&body.to_string());
+        return Ok(());
+    }
+    let logs: NodeLogs = serde_json::from_value(body)
+        .map_err(|error| CliError::Failed(format!("the answer holds no lines: {error}")))?;
+    log_text(&logs).iter().for_each(|line| print_line(line));
+    Ok(())
+}
+
+/// What it logged; then what only its stderr had, such as a panic's message; then its end.
+fn log_text(logs: &NodeLogs) -> Vec<String> {
+    let mut text = Vec::new();
+    if logs.missing > 0 {
+        text.push(format!("-- {} lines were written faster than they are kept", logs.missing));
+    }
+    text.extend(logs.lines.iter().cloned());
+    let more: Vec<&String> = logs.stderr.iter().filter(|line| !logs.lines.contains(line)).collect();
+    if !more.is_empty() {
+        text.push("-- besides, on stderr:".to_owned());
+        text.extend(more.into_iter().cloned());
+    }
+    if !logs.alive {
+        let exit = logs.exit.as_ref().map(|exit| format!(" ({exit})")).unwrap_or_default();
+        let reason = logs.reason.as_deref().unwrap_or("unknown reason");
+        text.push(format!("-- process {} ended: {reason}{exit}", logs.pid));
+    }
+    text
+}
+
 pub(crate) fn scale(args: &ScaleArgs) -> Result<(), CliError> {
     let request = ScaleRequest { replicas: args.replicas, workers: args.workers };
     let body = serde_json::to_value(request).unwrap_or_default();
-    ask(&args.operator, "/admin/scale", Some(body)).map(drop)
+    ask(&args.operator, "/admin/scale", &[], Some(body)).map(drop)
 }
 
 pub(crate) fn drain(args: &DrainArgs) -> Result<(), CliError> {
     let request = DrainRequest { node: args.node.clone() };
     let body = serde_json::to_value(request).unwrap_or_default();
-    ask(&args.operator, "/admin/drain", Some(body)).map(drop)
+    ask(&args.operator, "/admin/drain", &[], Some(body)).map(drop)
 }
 
 /// Asks the coordinator; POSTs when there is a body.
-fn ask(args: &OperatorArgs, path: &str, body: Option<Value>) -> Result<Value, CliError> {
+fn ask(
+    args: &OperatorArgs,
+    path: &str,
+    query: &[(&str, String)],
+    body: Option<Value>,
+) -> Result<Value, CliError> {
     let agent: Agent = Agent::config_builder()
         .timeout_global(Some(DEADLINE))
         .http_status_as_error(false)
@@ -52,7 +95,8 @@ fn ask(args: &OperatorArgs, path: &str, body: Option<Value>) -> Result<Value, Cl
         .map(|secret| format!("Bearer {}", secret.token(TOKEN_PURPOSE)));
     let mut response = match body {
         None => {
-            let request = agent.get(&url);
+            let query = query.iter().map(|(key, value)| (*key, value.as_str()));
+            let request = agent.get(&url).query_pairs(query);
             match &token {
                 Some(token) => request.header("authorization", token),
                 None => request,
@@ -122,6 +166,26 @@ fn table(status: &Status) -> Vec<String> {
             node.pid
         ));
     }
+    lines.push(format!(
+        "\n{:<28} {:<10} {:<20} {:<10} {:>6} {:>6} {:>9}  reason",
+        "ACTOR", "KIND", "NODE", "STATE", "EPOCH", "LOAD", "RESTARTS"
+    ));
+    for actor in &status.actors {
+        let restarts = match actor.max_restarts {
+            Some(max) => format!("{}/{max}", actor.restarts),
+            None => actor.restarts.to_string(),
+        };
+        lines.push(format!(
+            "{:<28} {:<10} {:<20} {:<10} {:>6} {:>6} {restarts:>9}  {}",
+            actor.name,
+            actor.kind,
+            actor.node,
+            actor.state,
+            actor.epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string()),
+            number(actor.load),
+            actor.reason.as_deref().unwrap_or("-")
+        ));
+    }
     if !status.dead.is_empty() {
         let count = status.dead.len();
         lines.push(format!("\n{count} ended processes are remembered: tutti status --dead"));
@@ -130,13 +194,27 @@ fn table(status: &Status) -> Vec<String> {
 }
 
 fn dead(status: &Status) -> Vec<String> {
-    let mut lines =
-        vec![format!("{:<24} {:>5} {:>8} {:>12}  reason", "NODE", "SLOT", "PID", "AT (1970)")];
-    lines.extend(status.dead.iter().map(|dead| {
-        format!(
-            "{:<24} {:>5} {:>8} {:>12}  {}",
-            dead.node, dead.slot, dead.pid, dead.at, dead.reason
-        )
-    }));
+    let mut lines = vec![format!(
+        "{:<24} {:>5} {:>8} {:>12} {:<22} {:>5}  reason",
+        "NODE", "SLOT", "PID", "AT (1970)", "EXIT", "LINES"
+    )];
+    for dead in &status.dead {
+        lines.push(format!(
+            "{:<24} {:>5} {:>8} {:>12} {:<22} {:>5}  {}",
+            dead.node,
+            dead.slot.map_or_else(|| "-".to_owned(), |slot| slot.to_string()),
+            dead.pid,
+            dead.at,
+            dead.exit.as_deref().unwrap_or("-"),
+            dead.lines,
+            dead.reason
+        ));
+        if let Some(last) = &dead.last_line {
+            lines.push(format!("    last line: {last}"));
+        }
+    }
+    if !status.dead.is_empty() {
+        lines.push("\nthe lines: tutti logs NODE --pid PID".to_owned());
+    }
     lines
 }

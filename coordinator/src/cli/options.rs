@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
 
+use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::resources::{PlacementArgs, ResourceArgs};
 
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
@@ -32,10 +34,14 @@ pub(crate) enum Command {
     Frontend(FrontendArgs),
     /// Show nodes, replicas and their states
     Status(StatusArgs),
+    /// Show the last lines of a node's log, also when its process is gone
+    Logs(LogsArgs),
     /// Change how many replicas there may be, or how many local workers `tutti up` runs
     Scale(ScaleArgs),
     /// Have a worker leave: its requests go on elsewhere, then its process ends
     Drain(DrainArgs),
+    /// Check whether this host can become a node, and say how to mend what is wrong
+    Doctor(DoctorArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line
     Bench(BenchArgs),
     /// Print the metrics catalogue
@@ -136,6 +142,8 @@ pub(crate) struct WorkerArgs {
     /// it [default: any port of the address that leads to the coordinator]
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) collective_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    pub(crate) resources: ResourceArgs,
     /// Identifies the host: workers with equal values exchange data through shared memory, others
     /// over TCP [default: told by boot, /dev/shm and process namespace]
     #[arg(long, value_name = "ID")]
@@ -192,6 +200,28 @@ pub(crate) struct StatusArgs {
     /// Processes that ended, and why
     #[arg(long, conflicts_with = "json")]
     pub(crate) dead: bool,
+}
+
+/// Options of `tutti logs`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct LogsArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// The worker's node name, as `tutti status` shows it, or `coordinator`
+    #[arg(value_name = "NODE")]
+    pub(crate) node: String,
+    /// Most lines
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) lines: u32,
+    /// The process that ended last, though another runs under the name again
+    #[arg(long, conflicts_with = "pid")]
+    pub(crate) previous: bool,
+    /// The process with this id, as `tutti status --dead` shows it
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Options of `tutti scale`.
@@ -289,6 +319,8 @@ pub(crate) struct ServingArgs {
     /// --tensor-parallel when they return [default: --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) min_tensor_parallel: Option<u32>,
+    #[command(flatten)]
+    pub(crate) placement: PlacementArgs,
     /// Most replicas; workers beyond are kept as spares [default: as many as the workers allow]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) replicas: Option<u32>,
@@ -362,7 +394,7 @@ pub(crate) struct ComputeArgs {
 }
 
 /// Parses `1073741824`, `512MiB`, `2GiB`.
-fn parse_bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);

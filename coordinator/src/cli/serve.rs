@@ -7,6 +7,7 @@ use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats};
 use coordinator::metrics::log_line::Field;
 use coordinator::replica::driver::DriverLimits;
 
+use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
 
 use super::options::{CommonArgs, CompatArg, ServingArgs};
@@ -19,8 +20,8 @@ const CLUSTER_LISTEN: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 8001);
 
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
-    logging::init(&args.common.log_level);
-    let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN)?;
+    let log = logging::init(&args.common.log_level);
+    let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, log)?;
     let lease = Duration::from_secs(args.leader_lease);
     if let Some(etcd) = etcd::options(&args.etcd, lease)? {
         let interval = Duration::from_secs(args.checkpoint_interval);
@@ -55,6 +56,7 @@ pub(crate) fn coordinator_options(
     common: &CommonArgs,
     args: &ServingArgs,
     cluster_listen: SocketAddr,
+    log: SharedLog,
 ) -> Result<CoordinatorOptions, CliError> {
     let secret = secret::read(common)?;
     let cluster_listen = args.cluster_listen.unwrap_or(cluster_listen);
@@ -74,6 +76,7 @@ pub(crate) fn coordinator_options(
         tensor_parallel: args.tensor_parallel,
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(args.tensor_parallel),
         max_replicas: args.replicas,
+        placement: args.placement.rules()?,
         listen: args.listen,
         cluster_listen,
         secret,
@@ -108,6 +111,7 @@ pub(crate) fn coordinator_options(
         workers: None,
         collective_key: random(),
         run: random(),
+        log,
     })
 }
 

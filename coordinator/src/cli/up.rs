@@ -18,7 +18,7 @@ use super::work::{check_device, cores, interrupted};
 use super::{CliError, UpArgs, logging};
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
-    logging::init(&args.common.log_level);
+    let log = logging::init(&args.common.log_level);
     check_device(&args.compute)?;
     let (workers, degree) = (args.workers, args.serving.tensor_parallel);
     if workers < degree {
@@ -27,7 +27,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         )));
     }
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
-    let mut options = coordinator_options(&args.common, &args.serving, any_port)?;
+    let mut options = coordinator_options(&args.common, &args.serving, any_port, log)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let model = options.model.display().to_string();
@@ -118,11 +118,19 @@ async fn watch_over(
                 let _ = answer.send(scale(coordinator, children, workers).await);
             }
             Some(event) = ends.recv() => match event {
-                ChildEvent::Left { node } => tracing::info!(node, "a worker left"),
+                ChildEvent::Ended(ended) => coordinator.process_ended(ended),
+                ChildEvent::Started { node, max_restarts } => {
+                    coordinator.supervised(&node, Some(max_restarts));
+                }
+                ChildEvent::Left { node } => {
+                    coordinator.supervised(&node, None);
+                    tracing::info!(node, "a worker left");
+                }
                 ChildEvent::Restarting { node, status, after } => {
                     tracing::warn!(node, status, ?after, "a worker ended; starting it again");
                 }
                 ChildEvent::GaveUp { node, reason } => {
+                    coordinator.supervised(&node, None);
                     return Err(CliError::Failed(format!("worker {node}: {reason}")));
                 }
             },

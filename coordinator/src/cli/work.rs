@@ -2,7 +2,10 @@
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
+use std::sync::Arc;
 
+use shared::actor::ActorRuntime;
+use shared::clock::SystemClock;
 use shared::membership::Role;
 use shared::metrics::application::Metrics;
 use tokio::sync::oneshot;
@@ -13,23 +16,28 @@ use super::options::{ComputeArgs, Device};
 use super::{CliError, WorkerArgs, etcd, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
-    logging::init(&args.common.log_level);
+    let log = logging::init(&args.common.log_level);
     check_device(&args.compute)?;
     let secret = secret::read(&args.common)?;
     let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());
+    let offer = args.resources.offer()?;
     let coordinator = args.coordinator.as_deref();
     let (coordinator, mut membership) =
         etcd::find(coordinator, &args.etcd, Role::Worker, &node, incarnation)?;
+    let clock = Arc::new(SystemClock::start());
     let options = WorkerOptions {
         coordinator,
+        actors: ActorRuntime::spoke(&node, incarnation, clock),
         node,
         host: args.host_id.clone().unwrap_or_else(host_id),
         threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
         collective_listen: args.collective_listen,
         incarnation,
+        offer,
         application: Metrics::new(),
         nvml: args.common.nvml_lib.clone(),
         secret,
+        log,
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
     let end = actix::System::new().block_on(async move {
@@ -39,13 +47,17 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
                 None => std::future::pending().await,
             }
         };
+        let stop = async {
+            tokio::select! {
+                () = gone => "its parent is gone".to_owned(),
+                () = interrupted() => "interrupted".to_owned(),
+            }
+        };
         let end = tokio::select! {
-            end = worker::run::run(options) => end.map_err(|error| {
+            end = worker::run::run(options, stop) => end.map_err(|error| {
                 CliError::Failed(format!("cannot start the worker: {error}"))
             }),
             error = etcd::failed(&mut membership) => Err(error),
-            () = gone => Ok(WorkerEnd::Shutdown { reason: "its parent is gone".to_owned() }),
-            () = interrupted() => Ok(WorkerEnd::Shutdown { reason: "interrupted".to_owned() }),
         };
         if let Some(membership) = membership {
             membership.leave().await;

@@ -1,31 +1,38 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+mod names;
+mod operator;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use actix::{Actor, Addr, AsyncContext as _, Context, Handler, Message};
+use shared::actor::ActorRuntime;
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::metrics::Source;
-use shared::metrics::labels::ActorState;
 use shared::protocol::{
     EngineConfig, FromWorker, Hello, StepResult, ToWorker, Welcome, WorkerStats,
 };
 use shared::wire::codec;
-use shared::wire::frame::Frame;
+use shared::wire::frame::{Frame, FrameKind};
 use tokio::sync::watch;
 
+pub use self::names::Supervised;
+pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, SetReplicas};
+use super::absence::Absences;
 use super::affinity::Affinity;
 use super::orphanage::{Home, Orphanage};
+use super::records::Records;
 use super::roster::{Admission, Joining, LinkNumber, Roster};
-use super::status;
 use super::view::{self, ClusterView};
-use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
+use super::{Cluster, ClusterConfig, Effect, Member};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
@@ -39,15 +46,16 @@ use crate::scheduler::{ConfigError, EpochEnd};
 
 /// How often time passes for the core.
 const TICK: Duration = Duration::from_millis(50);
+/// How often actors are counted.
+const COUNT: Duration = Duration::from_secs(1);
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How many of those that are gone are remembered.
-const DEAD_MAX: usize = 64;
 
 struct Connected {
     incarnation: Incarnation,
     number: LinkNumber,
+    /// The link, as named actors know it.
+    peer: PeerId,
     node: String,
     host: String,
     pid: u32,
@@ -83,9 +91,19 @@ pub struct ClusterActor {
     worker_stats: bool,
     stopping: bool,
     orphanage: Orphanage,
+    /// Log lines and ends of worker processes.
+    records: Records,
+    /// Workers that are gone and may be back.
+    absences: Absences,
+    /// Named actors of the whole cluster.
+    actors: ActorRuntime,
+    /// Nodes whose worker process is started again when it ends, and how often in a row.
+    supervised: BTreeMap<String, u32>,
+    /// How often each worker came back as another process.
+    restarts: BTreeMap<WorkerId, u32>,
+    /// How often each replica broke while it served.
+    broken: BTreeMap<ReplicaId, u32>,
     affinity: Affinity,
-    /// Workers that are gone, oldest first.
-    dead: VecDeque<status::Dead>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -103,6 +121,7 @@ impl ClusterActor {
         hub: Arc<Hub>,
         make_replica: ReplicaFactory,
         view: watch::Sender<ClusterView>,
+        actors: ActorRuntime,
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
         let worker_stats = config.worker_stats;
@@ -122,8 +141,13 @@ impl ClusterActor {
             worker_stats,
             stopping: false,
             orphanage: Orphanage::default(),
+            records: Records::default(),
+            absences: Absences::default(),
+            actors,
+            supervised: BTreeMap::new(),
+            restarts: BTreeMap::new(),
+            broken: BTreeMap::new(),
             affinity: Affinity::default(),
-            dead: VecDeque::new(),
         }
     }
 
@@ -136,6 +160,7 @@ impl ClusterActor {
 
     /// Carries out the core's effects, then publishes the view.
     fn carry_out(&mut self, ctx: &mut Context<Self>, effects: Vec<Effect>) {
+        let changed = !effects.is_empty();
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
@@ -143,6 +168,7 @@ impl ClusterActor {
                     self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
+                    *self.broken.entry(replica).or_default() += 1;
                     if self.stopping || end == EpochEnd::Planned {
                         tracing::info!(%replica, %epoch, %reason, "the replica pauses");
                     } else {
@@ -159,6 +185,8 @@ impl ClusterActor {
                 Effect::ReplicaRemoved { replica } => {
                     tracing::info!(%replica, "the replica is given up");
                     self.hub.observer().record().replica_removed(replica);
+                    self.replica_died(replica);
+                    self.broken.remove(&replica);
                     if let Some(running) = self.replicas.remove(&replica) {
                         // Its requests come as orphans; the actor ends with its last address.
                         running.addr.do_send(Retire);
@@ -170,6 +198,9 @@ impl ClusterActor {
                     self.unservable = Some(reason);
                 }
             }
+        }
+        if changed {
+            self.name_actors();
         }
         self.publish();
     }
@@ -288,7 +319,6 @@ impl ClusterActor {
             unservable: self.unservable.clone(),
             frozen: self.frozen.clone(),
         };
-        self.count_actors();
         self.view.send_replace(view);
     }
 
@@ -361,8 +391,10 @@ impl ClusterActor {
                     self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);
                 }
             }
+            FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
             FromWorker::Goodbye { reason } => {
                 tracing::info!(%worker, %reason, "the worker says goodbye");
+                self.records.said_goodbye(worker, &reason);
                 if let Some(connected) = self.connected.get(&worker) {
                     connected.link.close();
                 }
@@ -383,22 +415,6 @@ impl ClusterActor {
             }
             Err(refused) => tracing::warn!(%worker, %refused, "stats report"),
         }
-    }
-
-    /// Actors of the cluster by state, as `/metrics` shows them.
-    fn count_actors(&self) {
-        let mut recording = self.hub.observer().record();
-        let missing = self.roster.num_known().saturating_sub(self.connected.len());
-        let replicas = |phase: fn(ReplicaPhase) -> bool| {
-            self.core.replicas().filter(|replica| phase(replica.phase)).count() as u64
-        };
-        let alive = replicas(|phase| phase == ReplicaPhase::Serving) + self.connected.len() as u64;
-        let starting =
-            replicas(|phase| matches!(phase, ReplicaPhase::Forming | ReplicaPhase::Starting));
-        recording.actors(ActorState::Alive, alive);
-        recording.actors(ActorState::Starting, starting);
-        recording.actors(ActorState::Pending, replicas(|phase| phase == ReplicaPhase::Waiting));
-        recording.actors(ActorState::Dead, missing as u64);
     }
 
     fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
@@ -435,19 +451,19 @@ impl ClusterActor {
         } else {
             tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
         }
-        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        self.dead.push_back(status::Dead {
-            node: connected.node.clone(),
-            slot: worker.0,
-            pid: connected.pid,
-            reason: reason.to_owned(),
-            at,
-        });
-        if self.dead.len() > DEAD_MAX {
-            self.dead.pop_front();
-        }
+        self.records.left(worker, reason, since_1970());
         self.hub.lost(Source::Worker(worker), incarnation);
-        self.hub.observer().record().worker_up(worker, false);
+        let drained = self.core.member(worker).is_some_and(|member| member.draining);
+        let now = self.clock.now();
+        self.actors.peer_lost(connected.peer, reason);
+        self.worker_died(worker, &connected.node, drained, reason);
+        if drained {
+            // It is not expected back: nothing of it is up or down any more.
+            self.hub.observer().record().worker_gone(worker);
+        } else {
+            self.hub.observer().record().worker_up(worker, false);
+            self.absences.left(now, worker);
+        }
         let mut effects = Vec::new();
         self.core.worker_left(self.clock.now(), worker, incarnation, reason, &mut effects);
         self.carry_out(ctx, effects);
@@ -460,13 +476,20 @@ impl Actor for ClusterActor {
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
         ctx.run_interval(TICK, |actor, ctx| {
-            let mut effects = Vec::new();
-            actor.core.tick(actor.clock.now(), &mut effects);
+            let (now, mut effects) = (actor.clock.now(), Vec::new());
+            for worker in actor.absences.given_up(now) {
+                tracing::info!(%worker, "not expected back: its series end, its totals stay");
+                actor.hub.observer().record().worker_gone(worker);
+                actor.worker_given_up(worker);
+            }
+            actor.core.tick(now, &mut effects);
             if effects.is_empty() {
                 return;
             }
             actor.carry_out(ctx, effects);
         });
+        // Actors of applications change without a change of the cluster.
+        ctx.run_interval(COUNT, |actor, _| actor.name_actors());
         self.publish();
     }
 }
@@ -573,15 +596,20 @@ impl Handler<Joined> for ClusterActor {
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
         let node = hello.node.clone();
-        let addr = RemoteAddr::new(link.clone());
+        let addr = PeerAddr::new(link.clone());
         let host = hello.host.clone();
-        let connected = Connected { incarnation, number, node, host, pid: hello.pid, link, addr };
+        let peer = self.actors.peer_up(&node, link.clone());
+        let pid = hello.pid;
+        let connected = Connected { incarnation, number, peer, node, host, pid, link, addr };
         self.connected.insert(worker, connected);
+        self.records.joined(worker, &hello.node, hello.pid);
+        self.absences.back(worker);
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
         if restarted {
             recording.worker_restarted(worker);
+            *self.restarts.entry(worker).or_default() += 1;
         }
         drop(recording);
         if let Some(retired) = retired {
@@ -594,10 +622,16 @@ impl Handler<Joined> for ClusterActor {
             host: hello.host,
             collective_addr: hello.collective_addr,
             draining: false,
+            offer: hello.offer,
         };
+        if let Some((resource, needed, offered)) = self.core.placement().lacks(&member) {
+            let node = &member.node;
+            tracing::warn!(%worker, node, resource, needed, offered, "too little to be a rank");
+        }
         self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
         self.core.worker_joined(self.clock.now(), member, &mut effects);
+        self.name_actors();
         self.carry_out(ctx, effects);
     }
 }
@@ -611,6 +645,13 @@ impl Handler<FromLink> for ClusterActor {
             return;
         }
         match event {
+            LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                let Some(connected) = self.connected.get(&worker) else { return };
+                if let Err(error) = self.actors.frame(connected.peer, &frame.body) {
+                    tracing::error!(%worker, %error, "sent an actor frame that cannot be read");
+                    connected.link.close();
+                }
+            }
             LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
             LinkEvent::Suspect => tracing::warn!(%worker, "the worker is silent"),
             LinkEvent::Alive => tracing::info!(%worker, "the worker is heard again"),
@@ -645,103 +686,6 @@ impl Handler<EpochFailed> for ClusterActor {
     }
 }
 
-/// Who is there and what it does; front ends and readiness are added by others.
-#[derive(Clone, Copy, Debug, Message)]
-#[rtype(result = "status::Status")]
-pub struct GetStatus;
-
-/// At most so many replicas from now on; without a bound when absent.
-#[derive(Clone, Copy, Debug, Message)]
-#[rtype(result = "()")]
-pub struct SetReplicas(pub Option<u32>);
-
-/// A node shall leave; the error says why it cannot.
-#[derive(Clone, Debug, Message)]
-#[rtype(result = "Result<(), String>")]
-pub struct Drain(pub String);
-
-impl Handler<GetStatus> for ClusterActor {
-    type Result = actix::MessageResult<GetStatus>;
-
-    fn handle(&mut self, _: GetStatus, _ctx: &mut Self::Context) -> Self::Result {
-        let replicas: Vec<_> = self.core.replicas().collect();
-        let place = |worker: WorkerId| {
-            replicas.iter().find_map(|replica| {
-                let rank = replica.ranks.iter().position(|rank| *rank == Some(worker))?;
-                Some((replica.id.0, rank as u32))
-            })
-        };
-        let draining = |worker: WorkerId| {
-            self.core.members().any(|member| member.worker == worker && member.draining)
-        };
-        let nodes = self.connected.iter().map(|(worker, connected)| {
-            let place = place(*worker);
-            let state = match place {
-                _ if draining(*worker) => "draining",
-                Some(_) => "alive",
-                None => "spare",
-            };
-            status::Node {
-                node: connected.node.clone(),
-                role: "worker".to_owned(),
-                slot: worker.0,
-                pid: connected.pid,
-                host: connected.host.clone(),
-                state: state.to_owned(),
-                replica: place.map(|(replica, _)| replica),
-                rank: place.map(|(_, rank)| rank),
-            }
-        });
-        let load = |id: ReplicaId| {
-            self.replicas.get(&id).map_or(0, |r| r.load.in_flight.load(Ordering::Relaxed))
-        };
-        actix::MessageResult(status::Status {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            tensor_parallel: self.tensor_parallel,
-            max_replicas: self.core.max_replicas(),
-            nodes: nodes.collect(),
-            replicas: replicas
-                .iter()
-                .map(|replica| status::Replica {
-                    id: replica.id.0,
-                    state: replica.phase.as_str().to_owned(),
-                    epoch: replica.epoch.0,
-                    ranks: replica.ranks.iter().map(|rank| rank.map(|rank| rank.0)).collect(),
-                    requests: load(replica.id),
-                    last_failure: replica.last_failure.clone(),
-                })
-                .collect(),
-            dead: self.dead.iter().rev().cloned().collect(),
-            ..status::Status::default()
-        })
-    }
-}
-
-impl Handler<SetReplicas> for ClusterActor {
-    type Result = ();
-
-    fn handle(&mut self, SetReplicas(max): SetReplicas, ctx: &mut Self::Context) {
-        let mut effects = Vec::new();
-        self.core.set_max_replicas(self.clock.now(), max, &mut effects);
-        self.carry_out(ctx, effects);
-    }
-}
-
-impl Handler<Drain> for ClusterActor {
-    type Result = Result<(), String>;
-
-    fn handle(&mut self, Drain(node): Drain, ctx: &mut Self::Context) -> Self::Result {
-        let found = self.connected.iter().find(|(_, connected)| connected.node == node);
-        let Some((worker, _)) = found else {
-            return Err(format!("there is no worker `{node}`"));
-        };
-        let mut effects = Vec::new();
-        let result = self.core.drain(self.clock.now(), *worker, &mut effects);
-        self.carry_out(ctx, effects);
-        result
-    }
-}
-
 impl Handler<Orphans> for ClusterActor {
     type Result = ();
 
@@ -765,4 +709,9 @@ impl Handler<Stop> for ClusterActor {
             }
         }
     }
+}
+
+/// Seconds since 1970.
+fn since_1970() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }

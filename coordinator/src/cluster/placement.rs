@@ -1,48 +1,125 @@
-//! PURE: which free workers form a group together, and at which ranks.
-use std::collections::BTreeMap;
+//! PURE: which free workers form a group together, at which ranks, and which spare fills a gap.
+use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::WorkerId;
 
 use super::Member;
 
-/// Groups free workers into complete tensor-parallel groups, ranks in order.
+/// What the operator wants of groups.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PlacementRules {
+    /// What a worker has to offer to be a rank, by the resource's name (`cpus`, `gpus`, `memory` in
+    /// bytes, or one of the operator's own).
+    pub needs: BTreeMap<String, u64>,
+    /// Labels that say which hosts are near each other, the nearest first: `rack`, then `zone`.
+    pub near: Vec<String>,
+    /// Workers that are kept for gaps when new replicas are made; the first replica comes before.
+    pub spares: u32,
+}
+
+impl PlacementRules {
+    /// What a worker lacks to be a rank: the resource, what is needed, what it offers.
+    #[must_use]
+    pub fn lacks(&self, member: &Member) -> Option<(&str, u64, u64)> {
+        let offered = |name: &str| member.offer.amount(name);
+        let short = self.needs.iter().find(|(name, amount)| offered(name) < **amount);
+        short.map(|(name, amount)| (name.as_str(), *amount, offered(name)))
+    }
+
+    /// How far two workers are from each other: 0 on one host, then the first label they share.
+    #[must_use]
+    pub fn distance(&self, a: &Member, b: &Member) -> usize {
+        if a.host == b.host {
+            return 0;
+        }
+        let shared = |key: &String| {
+            let of = |member: &Member| member.offer.labels.get(key).cloned();
+            of(a).is_some() && of(a) == of(b)
+        };
+        1 + self.near.iter().position(shared).unwrap_or(self.near.len())
+    }
+
+    /// Of the free workers, the one that is nearest to those of a group; of equal ones the first.
+    #[must_use]
+    pub fn nearest(&self, free: &[&Member], group: &[Member]) -> Option<usize> {
+        let far = |member: &Member| -> usize {
+            group.iter().map(|other| self.distance(member, other)).sum()
+        };
+        (0..free.len()).min_by_key(|index| far(free[*index]))
+    }
+
+    /// How many of `groups` groups may be made of `free` workers, when there are `replicas`.
+    #[must_use]
+    pub fn affordable(&self, free: usize, degree: usize, groups: usize, replicas: usize) -> usize {
+        let kept = free.saturating_sub(self.spares as usize) / degree.max(1);
+        let least = usize::from(replicas == 0);
+        groups.min(kept.max(least))
+    }
+}
+
+/// Groups free workers into complete tensor-parallel groups, ranks in order; the nearest groups
+/// come first.
 ///
 /// Same host first, since ranks exchange data twice a layer: as many whole groups as fit on each
-/// host, then groups of what is left over on several. Workers that fill no group stay spare. A
-/// worker whose weights are those of a rank, by `held`, becomes that rank where it can.
-/// Deterministic: depends on the members and what they hold alone, ordered by host and worker id.
+/// host. Then of what is left over, as many as fit under one value of the nearest label, of the
+/// next one, and at last of any. A worker without a label is near nobody by it. Workers that lack
+/// what ranks need are in no group, workers that fill none stay spare. A worker whose weights are
+/// those of a rank, by `held`, becomes that rank where it can. Deterministic: depends on the members
+/// and what they hold alone, not on their order.
 #[must_use]
 pub fn place(
     free: &[&Member],
     world_size: usize,
+    rules: &PlacementRules,
     held: impl Fn(WorkerId) -> Option<usize>,
 ) -> Vec<Vec<WorkerId>> {
     if world_size == 0 {
         return Vec::new();
     }
-    let mut hosts: BTreeMap<&str, Vec<WorkerId>> = BTreeMap::new();
-    for member in free {
-        hosts.entry(&member.host).or_default().push(member.worker);
+    let mut left: Vec<&Member> =
+        free.iter().copied().filter(|member| rules.lacks(member).is_none()).collect();
+    // Neighbours stand beside each other, so that what is cut into groups at last is near, too.
+    let label = |member: &Member, key: &String| member.offer.labels.get(key).cloned();
+    left.sort_by_cached_key(|member| {
+        let labels: Vec<Option<String>> =
+            rules.near.iter().rev().map(|key| label(member, key)).collect();
+        (labels, member.host.clone(), member.worker)
+    });
+    let mut groups = carve(&mut left, world_size, &held, |member| Some(member.host.clone()));
+    for key in &rules.near {
+        groups.extend(carve(&mut left, world_size, &held, |member| label(member, key)));
     }
-    let mut groups = Vec::new();
-    let mut leftover = Vec::new();
-    for workers in hosts.values_mut() {
-        workers.sort_unstable();
-        let (whole, rest) = group(workers, world_size, &held);
-        groups.extend(whole);
-        leftover.extend(rest);
-    }
-    groups.extend(group(&leftover, world_size, &held).0);
-    groups.sort_unstable();
+    groups.extend(carve(&mut left, world_size, &held, |_| Some(String::new())));
     groups
 }
 
-/// As many whole groups as there are workers for, and the workers left over.
+/// Takes as many whole groups as there are under each value of `domain` out of `left`.
+fn carve(
+    left: &mut Vec<&Member>,
+    world_size: usize,
+    held: impl Fn(WorkerId) -> Option<usize>,
+    domain: impl Fn(&Member) -> Option<String>,
+) -> Vec<Vec<WorkerId>> {
+    let mut domains: BTreeMap<String, Vec<WorkerId>> = BTreeMap::new();
+    for member in left.iter() {
+        if let Some(value) = domain(member) {
+            domains.entry(value).or_default().push(member.worker);
+        }
+    }
+    let mut groups: Vec<Vec<WorkerId>> =
+        domains.values().flat_map(|workers| group(workers, world_size, &held)).collect();
+    groups.sort_unstable();
+    let taken: BTreeSet<WorkerId> = groups.iter().flatten().copied().collect();
+    left.retain(|member| !taken.contains(&member.worker));
+    groups
+}
+
+/// As many whole groups as there are workers for.
 fn group(
     workers: &[WorkerId],
     world_size: usize,
     held: impl Fn(WorkerId) -> Option<usize>,
-) -> (Vec<Vec<WorkerId>>, Vec<WorkerId>) {
+) -> Vec<Vec<WorkerId>> {
     let mut groups = vec![vec![None; world_size]; workers.len() / world_size];
     let mut others = Vec::new();
     for worker in workers {
@@ -59,8 +136,157 @@ fn group(
     for place in groups.iter_mut().flatten().filter(|place| place.is_none()) {
         *place = others.next();
     }
-    (
-        groups.into_iter().map(|group| group.into_iter().flatten().collect()).collect(),
-        others.collect(),
-    )
+    groups.into_iter().map(|group| group.into_iter().flatten().collect()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use core::net::SocketAddr;
+
+    use proptest::prelude::*;
+    use shared::ids::Incarnation;
+    use shared::protocol::NodeResources;
+
+    use super::*;
+
+    fn member(worker: u32, host: u32, rack: Option<u32>, gpus: u32) -> Member {
+        let labels = rack.map(|rack| ("rack".to_owned(), format!("r{rack}"))).into_iter().collect();
+        Member {
+            worker: WorkerId(worker),
+            incarnation: Incarnation(1),
+            node: format!("n{worker}"),
+            host: format!("h{host}"),
+            collective_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
+            draining: false,
+            offer: NodeResources { gpus, labels, ..NodeResources::default() },
+        }
+    }
+
+    fn rules() -> PlacementRules {
+        PlacementRules {
+            needs: [("gpus".to_owned(), 1)].into(),
+            near: vec!["rack".to_owned()],
+            spares: 0,
+        }
+    }
+
+    fn ids(groups: Vec<Vec<WorkerId>>) -> Vec<Vec<u32>> {
+        groups.into_iter().map(|group| group.into_iter().map(|w| w.0).collect()).collect()
+    }
+
+    #[test]
+    fn one_host_then_one_rack_then_any() {
+        let all = [
+            member(0, 0, Some(0), 1),
+            member(1, 1, Some(1), 1),
+            member(2, 2, Some(0), 1),
+            member(3, 3, Some(1), 1),
+            member(4, 4, None, 1),
+            member(5, 5, Some(2), 1),
+            member(6, 6, Some(2), 0),
+            member(7, 7, None, 1),
+            member(8, 7, None, 1),
+        ];
+        let free: Vec<&Member> = all.iter().collect();
+        let groups = ids(place(&free, 2, &rules(), |_| None));
+        assert_eq!(groups, [vec![7, 8], vec![0, 2], vec![1, 3], vec![4, 5]]);
+        assert_eq!(rules().lacks(&all[6]), Some(("gpus", 1, 0)));
+    }
+
+    #[test]
+    fn the_nearest_spare_fills_a_gap() {
+        let (near, far, same) =
+            (member(1, 1, Some(0), 1), member(2, 2, Some(1), 1), member(3, 0, None, 1));
+        let group = [member(0, 0, Some(0), 1)];
+        let rules = rules();
+        assert_eq!(rules.nearest(&[&far, &near, &same], &group), Some(2));
+        assert_eq!(rules.nearest(&[&far, &near], &group), Some(1));
+        assert_eq!(rules.nearest(&[&far], &group), Some(0));
+        assert_eq!(rules.nearest(&[], &group), None);
+        assert_eq!(rules.nearest(&[&far, &near], &[]), Some(0));
+    }
+
+    #[test]
+    fn spares_are_kept_but_the_first_replica_comes_before() {
+        let rules = PlacementRules { spares: 2, ..PlacementRules::default() };
+        let affordable = |free, groups, replicas| rules.affordable(free, 2, groups, replicas);
+        assert_eq!(affordable(2, 1, 0), 1, "better a replica than a spare");
+        assert_eq!(affordable(2, 1, 1), 0);
+        assert_eq!(affordable(4, 2, 0), 1);
+        assert_eq!(affordable(5, 2, 3), 1);
+        assert_eq!(affordable(6, 3, 3), 2);
+        assert_eq!(affordable(0, 0, 0), 0);
+    }
+
+    proptest! {
+        /// Against counts that need no placing: no worker twice, none that lacks something, as many
+        /// groups as there can be, on one host as many as there can be, in one rack at least as
+        /// many as its left-over workers make, whatever the order of the members.
+        #[test]
+        fn groups_are_as_many_and_as_near_as_they_can_be(
+            all in prop::collection::vec((0..6u32, prop::option::of(0..3u32), 0..4u32), 0..40),
+            degree in 1..5usize,
+            turn in 0..40usize,
+        ) {
+            // A host is in one rack.
+            let mut racks: BTreeMap<u32, Option<u32>> = BTreeMap::new();
+            let members: Vec<Member> = (0..)
+                .zip(all)
+                .map(|(worker, (host, rack, gpus))| {
+                    let rack = *racks.entry(host).or_insert(rack);
+                    member(worker, host, rack, gpus)
+                })
+                .collect();
+            let free: Vec<&Member> = members.iter().collect();
+            let groups = place(&free, degree, &rules(), |_| None);
+            let mut turned = free.clone();
+            turned.rotate_left(turn % free.len().max(1));
+            prop_assert_eq!(&place(&turned, degree, &rules(), |_| None), &groups);
+
+            let by_id: BTreeMap<WorkerId, &Member> = free.iter().map(|m| (m.worker, *m)).collect();
+            let mut seen = BTreeSet::new();
+            for worker in groups.iter().flatten() {
+                prop_assert!(seen.insert(*worker) && by_id[worker].offer.gpus > 0);
+            }
+            let able: Vec<&&Member> = free.iter().filter(|m| m.offer.gpus > 0).collect();
+            prop_assert!(groups.iter().all(|group| group.len() == degree));
+            prop_assert_eq!(groups.len(), able.len() / degree);
+            let count = |key: &dyn Fn(&Member) -> Option<String>, of: &[&Member]| {
+                let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+                for member in of {
+                    if let Some(value) = key(member) {
+                        *counts.entry(value).or_default() += 1;
+                    }
+                }
+                counts
+            };
+            let host = |m: &Member| Some(m.host.clone());
+            let rack = |m: &Member| m.offer.labels.get("rack").cloned();
+            let within = |key: &dyn Fn(&Member) -> Option<String>| {
+                groups
+                    .iter()
+                    .filter(|group| {
+                        let first = key(by_id[&group[0]]);
+                        first.is_some() && group.iter().all(|w| key(by_id[w]) == first)
+                    })
+                    .count()
+            };
+            let able: Vec<&Member> = able.into_iter().copied().collect();
+            let on_host: usize = count(&host, &able).values().map(|n| n / degree).sum();
+            // Groups of one are on one host in any case.
+            if degree > 1 {
+                prop_assert_eq!(within(&host), on_host);
+            }
+            // Left over per rack after the hosts have taken theirs.
+            let mut over: BTreeMap<String, usize> = BTreeMap::new();
+            for (name, n) in count(&host, &able) {
+                let of = able.iter().find(|m| m.host == name).and_then(|m| rack(m));
+                if let Some(of) = of {
+                    *over.entry(of).or_default() += n % degree;
+                }
+            }
+            let in_rack: usize = over.values().map(|n| n / degree).sum();
+            prop_assert!(within(&rack) >= in_rack, "{} < {in_rack}", within(&rack));
+        }
+    }
 }

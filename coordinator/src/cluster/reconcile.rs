@@ -10,7 +10,7 @@ use shared::ids::{ReplicaId, WorkerId};
 use shared::protocol::ToWorker;
 
 use super::replica::Replica;
-use super::{Cluster, Effect, Member, place};
+use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
@@ -18,6 +18,12 @@ impl Cluster {
     pub fn set_max_replicas(&mut self, now: Duration, max: Option<u32>, effects: &mut Vec<Effect>) {
         self.config.max_replicas = max;
         self.reconcile(now, effects);
+    }
+
+    /// Which workers go together.
+    #[must_use]
+    pub fn placement(&self) -> &PlacementRules {
+        &self.config.placement
     }
 
     /// How many replicas there shall be at most.
@@ -85,7 +91,9 @@ impl Cluster {
     /// Members that hold no rank and may take one.
     fn free(&self) -> Vec<&Member> {
         let holds = |member: &Member| self.replicas.values().any(|r| r.has(member.worker));
-        self.members.values().filter(|member| !member.draining && !holds(member)).collect()
+        let able = |member: &Member| self.config.placement.lacks(member).is_none();
+        let free = |member: &&Member| !member.draining && !holds(member) && able(member);
+        self.members.values().filter(free).collect()
     }
 
     fn remove_surplus(&mut self, now: Duration, effects: &mut Vec<Effect>) {
@@ -111,8 +119,12 @@ impl Cluster {
     fn fill_vacancies(&mut self) {
         let free: Vec<Member> = self.free().into_iter().cloned().collect();
         let mut free: Vec<&Member> = free.iter().collect();
-        for replica in self.replicas.values_mut().filter(|replica| !replica.is_live()) {
-            replica.fill(&mut free);
+        let gaps = |replica: &&mut Replica| !replica.is_live() && replica.has_gap();
+        for replica in self.replicas.values_mut().filter(gaps) {
+            let present = replica.ranks();
+            let present: Vec<Member> =
+                present.iter().filter_map(|worker| self.members.get(worker).cloned()).collect();
+            replica.fill(&mut free, &present, &self.config.placement);
         }
     }
 
@@ -179,7 +191,10 @@ impl Cluster {
         if self.is_settling(now) {
             return;
         }
-        let mut groups = self.place(self.config.tensor_parallel as usize);
+        let degree = self.config.tensor_parallel as usize;
+        let (rules, free) = (&self.config.placement, self.free().len());
+        let mut groups = self.place(degree);
+        groups.truncate(rules.affordable(free, degree, groups.len(), self.replicas.len()));
         if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
             // Better a small replica than none.
             let free = self.free();
@@ -204,7 +219,7 @@ impl Cluster {
             let fits = held.model == self.config.model && held.world_size as usize == degree;
             fits.then_some(held.rank as usize)
         };
-        place(&self.free(), degree, held)
+        place(&self.free(), degree, &self.config.placement, held)
     }
 
     /// Whether workers that were there before this coordinator may still be on their way: which

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 
-use super::Member;
+use super::{Member, PlacementRules};
 
 /// First wait before a broken replica is formed again; doubles with each failure in a row.
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
@@ -120,6 +120,11 @@ impl Replica {
         self.slots.iter().any(|slot| slot.worker == Some(worker))
     }
 
+    /// Whether a rank is missing.
+    pub(super) fn has_gap(&self) -> bool {
+        self.slots.iter().any(|slot| slot.worker.is_none())
+    }
+
     /// Present workers in rank order.
     pub(super) fn ranks(&self) -> Vec<WorkerId> {
         self.slots.iter().filter_map(|slot| slot.worker).collect()
@@ -169,9 +174,18 @@ impl Replica {
     }
 
     /// Takes workers from `free` into vacant ranks: a returning one into its own rank, then any.
-    pub(super) fn fill(&mut self, free: &mut Vec<&Member>) {
+    /// Of any, the one that is nearest to the ranks that are `present`.
+    pub(super) fn fill(
+        &mut self,
+        free: &mut Vec<&Member>,
+        present: &[Member],
+        rules: &PlacementRules,
+    ) {
         let mut take = |slot: &mut Slot, wanted: Option<WorkerId>| {
-            let index = free.iter().position(|m| wanted.is_none_or(|wanted| m.worker == wanted));
+            let index = match wanted {
+                Some(wanted) => free.iter().position(|member| member.worker == wanted),
+                None => rules.nearest(free, present),
+            };
             if let Some(index) = index {
                 let worker = free.remove(index).worker;
                 slot.worker = Some(worker);

@@ -114,6 +114,18 @@ impl Roster {
         Joining { link, restarted, retired }
     }
 
+    /// The slot of a node name, if it ever had one.
+    #[must_use]
+    pub fn slot_of(&self, node: &str) -> Option<WorkerId> {
+        self.slots.get(node).copied()
+    }
+
+    /// The node name of a slot.
+    #[must_use]
+    pub fn node_of(&self, worker: WorkerId) -> Option<&str> {
+        self.slots.iter().find(|(_, slot)| **slot == worker).map(|(node, _)| node.as_str())
+    }
+
     /// A worker's present connection has ended.
     pub fn left(&mut self, worker: WorkerId) {
         self.present.remove(&worker);
@@ -123,12 +135,6 @@ impl Roster {
     #[must_use]
     pub fn is_present(&self, worker: WorkerId, link: LinkNumber) -> bool {
         self.present.get(&worker).is_some_and(|(_, present)| *present == link)
-    }
-
-    /// Workers that ever joined.
-    #[must_use]
-    pub fn num_known(&self) -> usize {
-        self.known.len()
     }
 }
 

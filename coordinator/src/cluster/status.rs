@@ -1,5 +1,6 @@
 //! What operators ask of a cluster: who is there, what it does, who is gone and why.
 use serde::{Deserialize, Serialize};
+use shared::protocol::NodeResources;
 
 /// The cluster at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -21,6 +22,10 @@ pub struct Status {
     pub nodes: Vec<Node>,
     /// Replicas.
     pub replicas: Vec<Replica>,
+    /// Actors by name: the cluster's own (`worker/NODE`, `replica/N`, `frontend/NODE`) and those of
+    /// applications; those of applications that died lately, too.
+    #[serde(default)]
+    pub actors: Vec<Actor>,
     /// Processes that are gone, newest first, a bounded number of them.
     pub dead: Vec<Dead>,
 }
@@ -44,6 +49,31 @@ pub struct Node {
     pub replica: Option<u32>,
     /// Its rank there.
     pub rank: Option<u32>,
+    /// What it offers, of a worker.
+    pub offer: Option<NodeResources>,
+}
+
+/// One named actor.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Actor {
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    pub kind: String,
+    /// The node whose process it lives in; a replica's scheduler lives in the coordinator.
+    pub node: String,
+    /// `pending`, `starting`, `alive`, `draining`, `restarting` or `dead`.
+    pub state: String,
+    /// The epoch of its replica.
+    pub epoch: Option<u64>,
+    /// Requests of its replica.
+    pub load: Option<u32>,
+    /// How often it was started again.
+    pub restarts: u32,
+    /// How often in a row it may be; absent when nobody here starts it.
+    pub max_restarts: Option<u32>,
+    /// Why it is restarting or dead.
+    pub reason: Option<String>,
 }
 
 /// One replica.
@@ -68,12 +98,39 @@ pub struct Replica {
 pub struct Dead {
     /// Its name.
     pub node: String,
-    /// Its slot.
-    pub slot: u32,
+    /// Its slot; absent when it never joined.
+    pub slot: Option<u32>,
     /// Its process id.
     pub pid: u32,
-    /// What ended it, as far as its link tells.
+    /// What ended it, in its own words or as far as its link tells.
     pub reason: String,
+    /// Exit code or signal, where its supervisor told (`tutti up`).
+    pub exit: Option<String>,
     /// When, in seconds since 1970.
     pub at: u64,
+    /// Lines of its log that `tutti logs` has.
+    pub lines: u32,
+    /// The last of them.
+    pub last_line: Option<String>,
+}
+
+/// The last lines of one process's log.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct NodeLogs {
+    /// The node's name.
+    pub node: String,
+    /// The process.
+    pub pid: u32,
+    /// Whether it is linked now.
+    pub alive: bool,
+    /// What ended it.
+    pub reason: Option<String>,
+    /// Its exit code or signal.
+    pub exit: Option<String>,
+    /// Lines that it wrote faster than they are sent on.
+    pub missing: u64,
+    /// What it logged, oldest first.
+    pub lines: Vec<String>,
+    /// What its stderr ended with, where its supervisor told (`tutti up`).
+    pub stderr: Vec<String>,
 }

@@ -18,6 +18,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
         collective_key: 5,
+        placement: PlacementRules::default(),
         run: 7,
     }
 }
@@ -30,6 +31,7 @@ fn member(worker: u32, incarnation: u64, host: &str) -> Member {
         host: host.into(),
         collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000 + worker as u16)),
         draining: false,
+        offer: NodeResources::default(),
     }
 }
 
@@ -183,11 +185,11 @@ fn placement_keeps_groups_on_one_host_where_it_can() {
     let ids = |groups: Vec<Vec<WorkerId>>| -> Vec<Vec<u32>> {
         groups.into_iter().map(|g| g.into_iter().map(|w| w.0).collect()).collect()
     };
-    let nothing = |_| None;
-    assert_eq!(ids(place(&free, 2, nothing)), [[0, 2], [1, 3]]);
-    assert_eq!(ids(place(&free, 4, nothing)), [[0, 2, 1, 3]]);
-    assert_eq!(ids(place(&free, 1, nothing)), [[0], [1], [2], [3], [4]]);
-    assert!(place(&free, 6, nothing).is_empty());
+    let (nothing, any) = (|_| None, PlacementRules::default());
+    assert_eq!(ids(place(&free, 2, &any, nothing)), [[0, 2], [1, 3]]);
+    assert_eq!(ids(place(&free, 4, &any, nothing)), [[0, 2, 1, 3]]);
+    assert_eq!(ids(place(&free, 1, &any, nothing)), [[0], [1], [2], [3], [4]]);
+    assert!(place(&free, 6, &any, nothing).is_empty());
 }
 
 #[test]
@@ -195,7 +197,7 @@ fn workers_get_the_ranks_whose_weights_they_hold() {
     let members: Vec<Member> = (0..5).map(|worker| member(worker, 1, "a")).collect();
     let free: Vec<&Member> = members.iter().collect();
     let placed = |held: [Option<usize>; 5]| -> Vec<Vec<u32>> {
-        let groups = place(&free, 2, |worker| held[worker.0 as usize]);
+        let groups = place(&free, 2, &PlacementRules::default(), |worker| held[worker.0 as usize]);
         groups.into_iter().map(|g| g.into_iter().map(|w| w.0).collect()).collect()
     };
     assert_eq!(placed([Some(1), Some(1), Some(0), Some(0), None]), [[2, 0], [3, 1]]);

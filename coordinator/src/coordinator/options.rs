@@ -4,10 +4,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
 use shared::wire::auth::Secret;
 use tokio::sync::mpsc;
 
+use crate::cluster::PlacementRules;
 use crate::http::admin::ScaleWorkers;
 use crate::metrics::log_line::Field;
 use crate::replica::driver::DriverLimits;
@@ -27,6 +29,8 @@ pub struct CoordinatorOptions {
     pub min_tensor_parallel: u32,
     /// Most replicas; as many as the workers allow when absent.
     pub max_replicas: Option<u32>,
+    /// Which workers go together.
+    pub placement: PlacementRules,
     /// Where HTTP is served.
     pub listen: SocketAddr,
     /// Where workers dial in.
@@ -67,6 +71,8 @@ pub struct CoordinatorOptions {
     pub secret: Option<Secret>,
     /// Drawn at random for this process.
     pub run: u64,
+    /// The last lines of this process's log.
+    pub log: SharedLog,
 }
 
 /// How statistics are logged.

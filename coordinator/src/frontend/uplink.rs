@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use shared::actor::exchange::PeerId;
 use shared::actor::link::{CloseReason, Connection, LinkEvent};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::remote::RemoteAddr;
+use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::host::HostThread;
 use shared::ids::RequestId;
@@ -96,6 +97,8 @@ pub(super) struct Uplink {
     readiness: Arc<Mutex<Readiness>>,
     process: SharedStats,
     live: HashMap<RequestId, Live>,
+    /// The link, as named actors know it.
+    peer: Option<PeerId>,
 }
 
 /// How serving over one link ended.
@@ -129,6 +132,7 @@ impl Uplink {
             readiness: Arc::new(Mutex::new(readiness)),
             process: SharedStats::default(),
             live: HashMap::new(),
+            peer: None,
         }
     }
 
@@ -149,7 +153,11 @@ impl Uplink {
         loop {
             self.hello.slot = Some(welcome.frontend);
             tracing::info!(frontend = %welcome.frontend, coordinator = to.address, "joined");
-            match self.serve(&to, connection, &welcome, &mut stop).await {
+            let served = self.serve(&to, connection, &welcome, &mut stop).await;
+            if let Some(peer) = self.peer.take() {
+                self.options.actors.peer_lost(peer, "the link ended");
+            }
+            match served {
                 Served::Stopped => return None,
                 Served::Lost(reason) => {
                     tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
@@ -181,7 +189,9 @@ impl Uplink {
         let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
         let sink = move |event| incoming.try_send(event).is_ok();
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
-        let link: RemoteAddr<FromFrontend> = RemoteAddr::new(link);
+        let peer = self.options.actors.peer_up("the coordinator", link.clone());
+        self.peer = Some(peer);
+        let link: PeerAddr<FromFrontend> = PeerAddr::new(link);
         let interval = Duration::from_millis(welcome.stats_interval_ms.clamp(10, 60_000));
         let mut timer = tokio::time::interval(interval);
         let mut address = self.options.coordinator.clone();
@@ -190,6 +200,12 @@ impl Uplink {
         loop {
             let sent = tokio::select! {
                 event = events.recv() => match event {
+                    Some(LinkEvent::Frame(frame)) if frame.kind == FrameKind::Actor => {
+                        match self.options.actors.frame(peer, &frame.body) {
+                            Ok(()) => Ok(()),
+                            Err(error) => return Served::Lost(error.to_string()),
+                        }
+                    }
                     Some(LinkEvent::Frame(frame)) => {
                         match codec::decode_message::<ToFrontend>(&frame.body) {
                             Ok(message) => self.take(message),
@@ -267,7 +283,7 @@ impl Uplink {
 
     async fn send(
         &mut self,
-        link: &RemoteAddr<FromFrontend>,
+        link: &PeerAddr<FromFrontend>,
         command: EngineCommand,
     ) -> Result<(), String> {
         let message = match command {
@@ -286,9 +302,10 @@ impl Uplink {
         link.tell_when_room(&message).await.map_err(|error| error.to_string())
     }
 
-    async fn report(&mut self, link: &RemoteAddr<FromFrontend>) -> Result<(), String> {
+    async fn report(&mut self, link: &PeerAddr<FromFrontend>) -> Result<(), String> {
         let (sequence, mut snapshot) = self.stats.report();
         snapshot.add(self.process.snapshot());
+        snapshot.add(self.options.actors.stats().snapshot());
         snapshot.application = self.options.application.snapshot();
         match encode_snapshot(&snapshot) {
             Ok(snapshot) => {

@@ -3,6 +3,7 @@
 //! With a cluster secret a request shows a token that only its holders can make; without one only
 //! this host is answered.
 use std::sync::Arc;
+use std::time::Duration;
 
 use actix::Addr;
 use actix_web::http::header::AUTHORIZATION;
@@ -10,14 +11,17 @@ use actix_web::web::{self, Data, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use shared::actor::ActorRuntime;
+use shared::log::{LogActor, LogQuery, SharedLog};
 use shared::membership::{Role, View};
 use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
 use super::state::AppState;
-use crate::cluster::actor::{ClusterActor, Drain, GetStatus, SetReplicas};
-use crate::cluster::status::Node;
+use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, SetReplicas};
+use crate::cluster::records::WhichProcess;
+use crate::cluster::status::{Node, NodeLogs};
 use crate::frontends::Frontends;
 
 /// The purpose that an operator's token is made for.
@@ -34,6 +38,10 @@ pub struct Admin {
     pub secret: Option<Secret>,
     /// Who starts and stops worker processes, where this process does.
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
+    /// The last lines of this process's log.
+    pub log: SharedLog,
+    /// The cluster's named actors.
+    pub actors: ActorRuntime,
     /// The cluster as etcd says, where it is asked.
     pub membership: Option<watch::Receiver<View>>,
 }
@@ -67,10 +75,35 @@ pub struct DrainRequest {
     pub node: String,
 }
 
+/// The node name under which `GET /admin/logs` finds the coordinator's own log.
+pub const OWN_NODE: &str = "coordinator";
+/// How long a worker that runs has to tell its newest lines.
+const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
+/// Most lines of one answer of `GET /admin/logs`.
+const LOG_LINES_MAX: usize = 1000;
+
+/// The query of `GET /admin/logs`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogsQuery {
+    /// The worker's node name, or [`OWN_NODE`].
+    pub node: String,
+    /// How many lines, at most 1,000; 100 when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lines: Option<usize>,
+    /// The process that ended last, not one that runs.
+    #[serde(default)]
+    pub previous: bool,
+    /// The process with this id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+}
+
 /// Declares the routes.
 pub(super) fn routes(config: &mut ServiceConfig) {
     config
         .route("/admin/status", web::get().to(status))
+        .route("/admin/logs", web::get().to(logs))
         .route("/admin/scale", web::post().to(scale))
         .route("/admin/drain", web::post().to(drain));
 }
@@ -113,6 +146,41 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
         status.nodes.extend(coordinators(&view.borrow()));
     }
     Ok(HttpResponse::Ok().json(status))
+}
+
+async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpResponse, ApiError> {
+    let admin = allowed(&state, &request)?;
+    let query = web::Query::<LogsQuery>::from_query(request.query_string())
+        .map_err(|error| ApiError::field("query", error.to_string()))?
+        .into_inner();
+    let lines = query.lines.unwrap_or(100).min(LOG_LINES_MAX);
+    if query.node == OWN_NODE {
+        let pid = std::process::id();
+        let lines = admin.log.ring().last(lines);
+        let logs = NodeLogs { node: query.node, pid, alive: true, lines, ..NodeLogs::default() };
+        return Ok(HttpResponse::Ok().json(logs));
+    }
+    let process = match (query.pid, query.previous) {
+        (Some(pid), _) => WhichProcess::Pid(pid),
+        (None, true) => WhichProcess::Ended,
+        (None, false) => WhichProcess::Newest,
+    };
+    let ask = GetLogs { node: query.node.clone(), process, lines };
+    let mut logs = admin.cluster.send(ask).await.map_err(gone)?;
+    if let Some(logs) = logs.as_mut().filter(|logs| logs.alive) {
+        // What it wrote since it sent lines for the last time; else what was sent will do.
+        let actor = admin.actors.addr::<LogQuery>(&LogActor::name(&query.node));
+        let query = LogQuery { lines: u32::try_from(lines).unwrap_or(u32::MAX) };
+        match actor.ask(&query, FRESH_LOG_DEADLINE).await {
+            Ok(fresh) => logs.lines = fresh.lines,
+            Err(error) => tracing::debug!(%error, node = logs.node, "its fresh log"),
+        }
+    }
+    let logs = logs.ok_or_else(|| {
+        let what = if process == WhichProcess::Newest { "worker" } else { "such process of" };
+        ApiError::field("node", format!("nothing is known of a {what} `{}`", query.node))
+    })?;
+    Ok(HttpResponse::Ok().json(logs))
 }
 
 /// The coordinators that etcd knows: the one that leads and those that stand by.

@@ -1,5 +1,5 @@
 //! Own observations and all reports behind one door.
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
@@ -23,6 +23,8 @@ pub struct Hub {
     merger: Mutex<Merger>,
     registry: prometheus::Registry,
     process: SharedStats,
+    /// What the process's named actors count.
+    actors: OnceLock<SharedStats>,
     membership: SharedStats,
     application: Metrics,
     incarnation: Incarnation,
@@ -38,6 +40,7 @@ impl Hub {
             merger: Mutex::new(Merger::new(limits)),
             registry: process_registry(),
             process: SharedStats::default(),
+            actors: OnceLock::new(),
             membership: SharedStats::default(),
             application: Metrics::new(),
             incarnation,
@@ -61,6 +64,11 @@ impl Hub {
     #[must_use]
     pub fn process(&self) -> &SharedStats {
         &self.process
+    }
+
+    /// Publishes what this process's named actors count, too. The first one given counts.
+    pub fn with_actors(&self, actors: SharedStats) {
+        let _ = self.actors.set(actors);
     }
 
     /// Where the membership is recorded, in a process that has one.
@@ -154,6 +162,9 @@ impl Hub {
         // newer one wins.
         let (sequence, mut snapshot) = self.observer.report();
         snapshot.add(self.process.snapshot());
+        if let Some(actors) = self.actors.get() {
+            snapshot.add(actors.snapshot());
+        }
         snapshot.add(self.membership.snapshot());
         snapshot.application = self.application.snapshot();
         let own = [

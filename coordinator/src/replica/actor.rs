@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message, Recipient};
-use shared::actor::remote::Encoded;
+use shared::actor::peer::Encoded;
 use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};

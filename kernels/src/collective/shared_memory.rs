@@ -66,6 +66,12 @@ impl Drop for Unlink<'_> {
     }
 }
 
+/// Shared memory that a group of `ranks` ranks takes while it is connected, in bytes.
+#[must_use]
+pub const fn shared_memory_bytes(ranks: usize) -> usize {
+    region_bytes(ranks)
+}
+
 /// Connects this process as one rank; returns when all ranks are connected, or soon after
 /// `is_given_up` says so.
 ///

@@ -339,6 +339,18 @@ impl LinkHandle {
         })
     }
 
+    /// Queues one frame if the queue is at most half full: for senders that others must not suffer
+    /// from. Says [`SendError::Full`] otherwise, and the link goes on.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub fn offer(&self, kind: FrameKind, epoch: u64, body: Arc<[u8]>) -> Result<(), SendError> {
+        if !self.queue.is_closed() && self.queue.capacity() < QUEUE_MAX / 2 {
+            return Err(SendError::Full);
+        }
+        self.tell(kind, epoch, body)
+    }
+
     /// Queues one frame as soon as there is room: for senders that may be held up, which never
     /// overflow the queue.
     ///

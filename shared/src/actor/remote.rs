@@ -1,95 +1,87 @@
-//! The address of an actor in another process.
+//! The typed address of a named actor, wherever it lives.
+use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-use super::link::{LinkHandle, SendError};
-use crate::ids::Epoch;
-use crate::wire::codec::{self, CodecError};
-use crate::wire::frame::FrameKind;
+use super::exchange::Outgoing;
+use super::runtime::ActorRuntime;
+use crate::protocol::actors::{AskError, Wants};
+use crate::wire::codec;
 
-/// A message that an actor in another process understands.
-pub trait RemoteMessage: Serialize {
-    /// The kind of frame that carries it.
-    fn kind(&self) -> FrameKind;
+/// A message for a named actor. Both sides must have the same type behind it.
+pub trait ActorMessage: Serialize + DeserializeOwned + Send + 'static {
+    /// What is replied to it.
+    type Reply: Serialize + DeserializeOwned + Send + 'static;
 }
 
-/// A message cannot be delivered. The receiver's end is learnt from the link, not from here.
-#[derive(Debug, thiserror::Error)]
-pub enum TellError {
-    /// It has no wire form.
-    #[error(transparent)]
-    Codec(#[from] CodecError),
-    /// The link does not take it.
-    #[error(transparent)]
-    Link(#[from] SendError),
-}
-
-/// A message encoded once, for any number of receivers.
-#[derive(Clone, Debug)]
-pub struct Encoded {
-    kind: FrameKind,
-    body: Arc<[u8]>,
-}
-
-impl Encoded {
-    /// Encodes a message.
-    ///
-    /// # Errors
-    /// When it has no wire form.
-    pub fn new(message: &impl RemoteMessage) -> Result<Self, CodecError> {
-        Ok(Self { kind: message.kind(), body: codec::encode(message)?.into() })
-    }
-}
-
-/// The address of an actor at the other end of a link; takes messages of type `M`.
-#[derive(Debug)]
+/// The address of a named actor that takes messages of type `M`. It says nothing of whether the
+/// actor is there: that is found out with each message.
 pub struct RemoteAddr<M> {
-    link: LinkHandle,
+    runtime: ActorRuntime,
+    name: String,
     takes: PhantomData<fn(M)>,
 }
 
 impl<M> Clone for RemoteAddr<M> {
     fn clone(&self) -> Self {
-        Self { link: self.link.clone(), takes: PhantomData }
+        Self { runtime: self.runtime.clone(), name: self.name.clone(), takes: PhantomData }
     }
 }
 
-impl<M: RemoteMessage> RemoteAddr<M> {
-    /// The actor behind `link`.
+impl<M> fmt::Debug for RemoteAddr<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("RemoteAddr").field(&self.name).finish()
+    }
+}
+
+impl<M: ActorMessage> RemoteAddr<M> {
+    pub(super) fn new(runtime: ActorRuntime, name: &str) -> Self {
+        Self { runtime, name: name.to_owned(), takes: PhantomData }
+    }
+
+    /// The actor's name.
     #[must_use]
-    pub fn new(link: LinkHandle) -> Self {
-        Self { link, takes: PhantomData }
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
-    /// Sends a message; returns before it is delivered.
+    /// Sends a message and waits for nothing. What goes wrong in this process is said here; what
+    /// goes wrong beyond a link is counted there and not told: those who must know use
+    /// [`RemoteAddr::deliver`] or [`RemoteAddr::ask`].
     ///
     /// # Errors
-    /// [`TellError`].
-    pub fn tell(&self, epoch: Epoch, message: &M) -> Result<(), TellError> {
-        Ok(self.tell_encoded(epoch, &Encoded::new(message)?)?)
+    /// [`AskError`]: no such actor, a full mailbox, no link.
+    pub fn tell(&self, message: &M) -> Result<(), AskError> {
+        let sent = self.runtime.dispatch(self.outgoing(message, Wants::Nothing, Duration::ZERO)?);
+        sent.lost.clone().map_or(Ok(()), Err)
     }
 
-    /// Sends a message that was encoded before.
+    /// Sends a message and waits until the actor's mailbox has it, wherever that is.
     ///
     /// # Errors
-    /// [`SendError`].
-    pub fn tell_encoded(&self, epoch: Epoch, message: &Encoded) -> Result<(), SendError> {
-        self.link.tell(message.kind, epoch.0, message.body.clone())
+    /// [`AskError`], at the deadline at the latest.
+    pub async fn deliver(&self, message: &M, deadline: Duration) -> Result<(), AskError> {
+        let outgoing = self.outgoing(message, Wants::Delivery, deadline)?;
+        self.runtime.dispatch(outgoing).outcome().await.map(drop)
     }
 
-    /// Sends a message as soon as the link has room for it.
+    /// Sends a message and waits for the reply. On the current tokio runtime.
     ///
     /// # Errors
-    /// [`TellError`].
-    pub async fn tell_when_room(&self, message: &M) -> Result<(), TellError> {
-        let Encoded { kind, body } = Encoded::new(message)?;
-        Ok(self.link.tell_when_room(kind, 0, body).await?)
+    /// [`AskError`], at the deadline at the latest: a lost link, a full mailbox or a failed actor
+    /// are told as soon as they are known.
+    pub async fn ask(&self, message: &M, deadline: Duration) -> Result<M::Reply, AskError> {
+        let outgoing = self.outgoing(message, Wants::Reply, deadline)?;
+        let reply = self.runtime.dispatch(outgoing).outcome().await?;
+        codec::decode_message(&reply).map_err(|error| AskError::Malformed(error.to_string()))
     }
 
-    /// Ends the link.
-    pub fn close(&self) {
-        self.link.close();
+    fn outgoing(&self, message: &M, wants: Wants, within: Duration) -> Result<Outgoing, AskError> {
+        let body =
+            codec::encode(message).map_err(|error| AskError::Malformed(error.to_string()))?;
+        Ok(Outgoing { to: self.name.clone(), wants, within, body })
     }
 }

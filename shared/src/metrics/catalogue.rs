@@ -9,9 +9,9 @@ use super::definition::{
 };
 use super::labels::{
     ADAPTER, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, HOST, Label, LabelValue,
-    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, Method, NAME, NODE,
-    NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason,
-    ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME,
+    NODE, NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE,
+    RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -287,7 +287,7 @@ catalogue! {
     counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [], Coordinator,
         "Frames dropped because their epoch is over.";
     gauge(Max) WORKER_UP: "tutti_worker_up", Items, [WORKER], Coordinator,
-        "1 while a worker is linked, 0 while one is expected and is not.";
+        "1 while a worker is linked, 0 for ten minutes after it is gone, unless it was drained.";
     gauge(Max) WORKER_INFO: "tutti_worker_info", Info, [NODE, VERSION, WORKER], Coordinator,
         "The node name and version of a linked worker.";
     counter WORKER_RESTARTS: "tutti_worker_restarts_total", Events, [WORKER], Coordinator,
@@ -300,7 +300,14 @@ catalogue! {
         [FRONTEND], Coordinator, "When a front end's stats last arrived, in seconds since 1970.",
         when "front ends join";
     gauge(Sum) ACTORS: "tutti_actors", Items, [ActorState::LABEL], Coordinator,
-        "Actors by state.";
+        "Actors by state: workers, replicas, front ends and named actors of applications.";
+    counter ACTOR_RESTARTS: "tutti_actor_restarts_total", Events, [], Process,
+        "Times a named actor was started again in its process because it had failed.";
+    counter ACTOR_MESSAGES: "tutti_actor_messages_total", Events, [], Process,
+        "Messages put into mailboxes of named actors.";
+    counter ACTOR_MESSAGES_REFUSED: "tutti_actor_messages_refused_total", Events,
+        [MessageRefusal::LABEL], Process,
+        "Messages to named actors without effect, by reason; who asked was told.";
 
     // Membership by etcd, as the coordinator sees it.
     gauge(Max) MEMBERSHIP_CONNECTED: "tutti_membership_connected", Items, [], Coordinator,

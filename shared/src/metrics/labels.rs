@@ -178,6 +178,28 @@ label_enum! {
 }
 
 label_enum! {
+    /// Why a message to a named actor had no effect, or its sender no reply.
+    MessageRefusal, "reason" {
+        /// No reply in time.
+        Deadline = "deadline",
+        /// The actor failed over it.
+        Failed = "failed",
+        /// A link on the way broke, or did not take it.
+        LinkLost = "link_lost",
+        /// The actor does not keep up.
+        MailboxFull = "mailbox_full",
+        /// The actor takes other messages.
+        Malformed = "malformed",
+        /// Nobody has the name.
+        NoSuchActor = "no_such_actor",
+        /// It does not fit into a frame.
+        TooLarge = "too_large",
+        /// Too many asks were under way.
+        TooManyAsks = "too_many_asks",
+    }
+}
+
+label_enum! {
     /// Where an actor is in its life.
     ActorState, "state" {
         /// Serving.

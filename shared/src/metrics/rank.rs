@@ -21,6 +21,8 @@ pub struct RankStats {
     rank: Option<Handles>,
     /// What other threads of the process measure.
     process: SharedStats,
+    /// What its named actors count.
+    actors: SharedStats,
     application: Metrics,
     sequence: u64,
 }
@@ -46,6 +48,7 @@ impl RankStats {
             worker,
             rank: None,
             process: SharedStats::default(),
+            actors: SharedStats::default(),
             application: Metrics::new(),
             sequence: 0,
         }
@@ -55,6 +58,12 @@ impl RankStats {
     #[must_use]
     pub fn with_process(self, process: SharedStats, application: Metrics) -> Self {
         Self { process, application, ..self }
+    }
+
+    /// With what the process's named actors count.
+    #[must_use]
+    pub fn with_actors(self, actors: SharedStats) -> Self {
+        Self { actors, ..self }
     }
 
     /// The worker became rank `rank` of `replica`.
@@ -111,6 +120,7 @@ impl RankStats {
     pub fn report(&mut self) -> Result<WorkerStats, SnapshotError> {
         let mut snapshot = self.stats.snapshot();
         snapshot.add(self.process.snapshot());
+        snapshot.add(self.actors.snapshot());
         snapshot.application = self.application.snapshot();
         let snapshot = encode_snapshot(&snapshot)?;
         self.sequence += 1;

@@ -1,4 +1,5 @@
 //! Messages of the control plane: who a worker is, and how a replica is formed.
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
@@ -30,8 +31,8 @@ pub struct Hello {
     pub device: DeviceKind,
     /// Compute threads it will use.
     pub threads: u32,
-    /// Free memory for weights and KV cache, in bytes.
-    pub memory_bytes: u64,
+    /// What its host offers, and what its operator says of it.
+    pub offer: NodeResources,
     /// Where this worker accepts the TCP collective's connections.
     pub collective_addr: SocketAddr,
     /// The program's version; informational.
@@ -59,6 +60,62 @@ pub struct HeldShard {
     pub rank: u32,
     /// The tensor-parallel degree.
     pub world_size: u32,
+}
+
+/// Most labels, and most resources of its operator's own, of a node.
+pub const RESOURCES_MAX: usize = 8;
+/// Longest name of a label or resource and longest value of a label, in bytes: all of them fit into
+/// a hello.
+pub const RESOURCE_NAME_MAX: usize = 63;
+
+/// What a node offers to actors and ranks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeResources {
+    /// Cores.
+    pub cpus: u32,
+    /// GPUs.
+    pub gpus: u32,
+    /// Memory for weights and KV cache that is free, in bytes.
+    pub memory_bytes: u64,
+    /// What its operator says that it has, in whole units.
+    pub custom: BTreeMap<String, u64>,
+    /// What its operator says that it is.
+    pub labels: BTreeMap<String, String>,
+}
+
+impl NodeResources {
+    /// How much of a resource it has: `cpus`, `gpus`, `memory` in bytes, or one of its operator's.
+    #[must_use]
+    pub fn amount(&self, name: &str) -> u64 {
+        match name {
+            "cpus" => self.cpus.into(),
+            "gpus" => self.gpus.into(),
+            "memory" => self.memory_bytes,
+            name => self.custom.get(name).copied().unwrap_or(0),
+        }
+    }
+
+    /// Checks the bounds.
+    ///
+    /// # Errors
+    /// Which bound, in one sentence.
+    pub fn check(&self) -> Result<(), String> {
+        for (what, count) in [("labels", self.labels.len()), ("resources", self.custom.len())] {
+            if count > RESOURCES_MAX {
+                return Err(format!("{count} {what}, the bound is {RESOURCES_MAX}"));
+            }
+        }
+        let texts = self.labels.iter().flat_map(|(key, value)| [key, value]);
+        for text in texts.chain(self.custom.keys()) {
+            let good = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
+            if text.is_empty() || text.len() > RESOURCE_NAME_MAX || !text.chars().all(good) {
+                return Err(format!(
+                    "{text:?} must have 1 to {RESOURCE_NAME_MAX} letters, digits, - _ . or /"
+                ));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The coordinator's answer to [`Hello`].

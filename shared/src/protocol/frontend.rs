@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::control::WorkerStats;
 use super::step::TokenLogprobs;
-use crate::actor::remote::RemoteMessage;
+use crate::actor::peer::RemoteMessage;
 use crate::ids::{Incarnation, RequestId};
 use crate::sampling::SamplingParams;
 use crate::wire::frame::FrameKind;

@@ -57,6 +57,8 @@ pub enum FrameKind {
     Request = 9,
     /// What happened to requests: `protocol::ToFrontend`.
     Events = 10,
+    /// Between named actors: `protocol::actors::ActorFrame`.
+    Actor = 11,
 }
 
 impl FrameKind {
@@ -66,7 +68,7 @@ impl FrameKind {
         match self {
             Self::Hello | Self::FrontendHello | Self::Welcome | Self::Refused => HANDSHAKE_MAX,
             Self::Ping | Self::Pong => 0,
-            Self::Control => CONTROL_MAX,
+            Self::Control | Self::Actor => CONTROL_MAX,
             Self::Step | Self::Request | Self::Events => BODY_MAX,
         }
     }
@@ -83,6 +85,7 @@ impl FrameKind {
             8 => Self::FrontendHello,
             9 => Self::Request,
             10 => Self::Events,
+            11 => Self::Actor,
             _ => return None,
         })
     }

@@ -105,6 +105,13 @@ impl WeightFiles {
         Ok(())
     }
 
+    /// How many files there are, and the bytes of weights in them.
+    #[must_use]
+    pub fn size(&self) -> (usize, u64) {
+        let bytes = self.files.iter().map(|file| file.metadata.data_len() as u64).sum();
+        (self.files.len(), bytes)
+    }
+
     /// Whether there is such a tensor.
     #[must_use]
     pub fn has(&self, tensor: &str) -> bool {

@@ -1,20 +1,31 @@
 //! The worker processes of `tutti up`: started, watched, restarted with backoff, stopped.
 //!
+//! A worker's stderr goes on to ours; its end is kept with the exit status, for `tutti logs`.
+//!
 //! A worker must never outlive its parent, however that ends: each has a pipe as stdin whose other
 //! end this process holds, and exits when it closes.
+use std::fs::File;
+use std::io::{IsTerminal as _, Read as _, Write as _};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use coordinator::cluster::records::Ended;
 use shared::actor::supervise::{Decision, RestartPolicy, Supervisor};
 use shared::clock::{Clock, SystemClock};
-use tokio::process::{Child, Command};
-use tokio::sync::{mpsc, watch};
+use shared::log::{LogLimits, SharedLog};
+use tokio::process::{Child, ChildStderr, Command};
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::super::logging::COLOURS;
 
 /// How long a worker that was asked to stop may take before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How long the last lines of an ended worker's stderr are waited for.
+const TAIL_PATIENCE: Duration = Duration::from_millis(500);
 
 /// How to start the workers.
 #[derive(Clone, Debug)]
@@ -27,6 +38,10 @@ pub(super) struct WorkerCommand {
 /// What the workers' watchers report.
 #[derive(Debug)]
 pub(super) enum ChildEvent {
+    /// A worker is watched from now on, and started again so often in a row.
+    Started { node: String, max_restarts: u32 },
+    /// A worker process ended, whatever follows from it.
+    Ended(Ended),
     /// A worker process ended and will be started again.
     Restarting { node: String, status: String, after: Duration },
     /// A worker was told to leave, and did.
@@ -115,11 +130,13 @@ struct Watcher {
 impl Watcher {
     async fn run(mut self) {
         let clock = SystemClock::start();
-        let mut supervisor =
-            Supervisor::new(RestartPolicy::default(), u64::from(std::process::id()));
+        let policy = RestartPolicy::default();
+        let mut supervisor = Supervisor::new(policy, u64::from(std::process::id()));
+        let (node, max_restarts) = (self.node.clone(), policy.max_restarts);
+        let _ = self.events.send(ChildEvent::Started { node, max_restarts }).await;
         loop {
             let ended = match self.spawn() {
-                Ok(child) => match self.watch(child).await {
+                Ok((child, stderr)) => match self.watch_and_tell(child, stderr).await {
                     // Told to end by the coordinator: it is not wanted any more.
                     Some(status) if status.success() => {
                         let event = ChildEvent::Left { node: self.node.clone() };
@@ -151,15 +168,30 @@ impl Watcher {
         }
     }
 
-    fn spawn(&self) -> std::io::Result<Child> {
-        Command::new(&self.command.program)
-            .args(&self.command.args)
-            .args(["--node", &self.node])
+    fn spawn(&self) -> std::io::Result<(Child, Tail)> {
+        let mut command = Command::new(&self.command.program);
+        command.args(&self.command.args).args(["--node", &self.node]);
+        if std::io::stderr().is_terminal() {
+            command.env(COLOURS, "1");
+        }
+        let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::inherit())
-            .stderr(Stdio::inherit())
+            .stderr(Stdio::piped())
             .kill_on_drop(true)
-            .spawn()
+            .spawn()?;
+        let tail = Tail::of(child.stderr.take())?;
+        Ok((child, tail))
+    }
+
+    /// Watches a process and tells of its end.
+    async fn watch_and_tell(&mut self, child: Child, tail: Tail) -> Option<ExitStatus> {
+        let pid = child.id().unwrap_or_default();
+        let status = self.watch(child).await?;
+        let (node, stderr) = (self.node.clone(), tail.lines().await);
+        let ended = Ended { node, pid, status: status.to_string(), stderr };
+        let _ = self.events.try_send(ChildEvent::Ended(ended));
+        Some(status)
     }
 
     /// Waits for the process's end; `None` when it was stopped on purpose.
@@ -192,5 +224,40 @@ impl Watcher {
     fn is_kicked(&self, child: &Child) -> bool {
         let kick = self.kick.borrow();
         kick.as_ref().is_some_and(|(node, pid)| *node == self.node && child.id() == Some(*pid))
+    }
+}
+
+/// The end of a process's stderr, which goes on to our own.
+struct Tail {
+    log: SharedLog,
+    /// Resolves when the process's end of the pipe is closed.
+    closed: oneshot::Receiver<()>,
+}
+
+impl Tail {
+    /// Passes `stderr` on from a thread of its own: ours may be slow, and must hold up nothing.
+    fn of(stderr: Option<ChildStderr>) -> std::io::Result<Self> {
+        let log = SharedLog::new(LogLimits::SENT);
+        let (close, closed) = oneshot::channel();
+        if let Some(stderr) = stderr {
+            let mut from = File::from(stderr.into_owned_fd()?);
+            let mut kept = log.writer();
+            std::thread::Builder::new().name("worker-stderr".to_owned()).spawn(move || {
+                let mut chunk = [0u8; 4096];
+                while let Ok(n @ 1..) = from.read(&mut chunk) {
+                    let _ = std::io::stderr().write_all(&chunk[..n]);
+                    let _ = kept.write_all(&chunk[..n]);
+                }
+                drop(kept);
+                let _ = close.send(());
+            })?;
+        }
+        Ok(Self { log, closed })
+    }
+
+    /// Its last lines, when the process has ended. One that it started may hold the pipe still.
+    async fn lines(self) -> Vec<String> {
+        let _ = tokio::time::timeout(TAIL_PATIENCE, self.closed).await;
+        self.log.ring().last(LogLimits::SENT.lines)
     }
 }

@@ -1,0 +1,189 @@
+//! `tutti doctor`: can this host become a node? Looks, says what is wrong and how to mend it, and
+//! leaves everything as it is: nobody joins, nothing is loaded.
+mod gpu;
+mod host;
+mod model;
+mod network;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::json;
+
+use super::options::parse_bytes;
+use super::output::print_line;
+use super::work::cores;
+use super::{CliError, secret};
+
+/// Options of `tutti doctor`. Those that a role has too mean the same, so its configuration file
+/// can be given.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct DoctorArgs {
+    /// TOML file of the node to be: its keys are these options' names where there are such
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Check for a worker or front end of this coordinator (cluster address); without it, for a
+    /// coordinator or `tutti up` on this host
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) coordinator: Option<String>,
+    /// The coordinator's HTTP address, to compare clocks and versions with [default: port 8000 of
+    /// --coordinator's host]
+    #[arg(long, value_name = "URL")]
+    pub(crate) server: Option<String>,
+    /// Where HTTP shall be served
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
+    pub(crate) listen: SocketAddr,
+    /// Where workers shall dial in
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8001")]
+    pub(crate) cluster_listen: SocketAddr,
+    /// etcd's client addresses, comma separated, when membership shall come from there
+    #[arg(long, value_name = "URLS", value_delimiter = ',')]
+    pub(crate) etcd: Vec<String>,
+    /// File with the cluster's secret
+    #[arg(long, value_name = "FILE")]
+    pub(crate) cluster_secret_file: Option<PathBuf>,
+    /// The node would run without a secret on purpose
+    #[arg(long)]
+    pub(crate) insecure_no_auth: bool,
+    /// Model folder [default: models/demo, for a coordinator]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Workers per replica
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) tensor_parallel: u32,
+    /// Workers on this host [default: 1 with --coordinator, else --tensor-parallel]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) workers: Option<u32>,
+    /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
+    #[arg(long, value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
+    pub(crate) kv_cache_memory: u64,
+    /// NVIDIA's management library, when the system's loader does not find it
+    #[arg(long, value_name = "FILE")]
+    pub(crate) nvml_lib: Option<PathBuf>,
+}
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Level {
+    /// As it should be.
+    Ok,
+    /// It would start, but.
+    Warn,
+    /// It would not start, or not work.
+    Fail,
+}
+
+/// What one look found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Finding {
+    /// What was looked at.
+    check: &'static str,
+    level: Level,
+    /// What is so, in one line.
+    found: String,
+    /// How to mend it; absent when there is nothing to mend.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fix: Option<String>,
+}
+
+impl Finding {
+    fn ok(check: &'static str, found: impl Into<String>) -> Self {
+        Self { check, level: Level::Ok, found: one_line(&found.into()), fix: None }
+    }
+
+    fn warn(check: &'static str, found: impl Into<String>, fix: impl Into<String>) -> Self {
+        let fix = Some(one_line(&fix.into()));
+        Self { check, level: Level::Warn, found: one_line(&found.into()), fix }
+    }
+
+    fn fail(check: &'static str, found: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { level: Level::Fail, ..Self::warn(check, found, fix) }
+    }
+
+    fn line(&self) -> String {
+        let level = match self.level {
+            Level::Ok => "ok",
+            Level::Warn => "warn",
+            Level::Fail => "fail",
+        };
+        let fix = self.fix.as_ref().map(|fix| format!("; to mend it: {fix}")).unwrap_or_default();
+        format!("{level:<5} {:<14} {}{fix}", self.check, self.found)
+    }
+}
+
+/// A message of others may have several lines; the table has one for each finding.
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+pub(crate) fn run(args: &DoctorArgs) -> Result<(), CliError> {
+    let workers = args.workers.unwrap_or(match args.coordinator {
+        Some(_) => 1,
+        None => args.tensor_parallel,
+    });
+    let (secret, finding) = read_secret(args);
+    let mut findings = vec![finding];
+    findings.extend(network::check(args, secret.as_ref()));
+    findings.extend(model::check(args, workers));
+    findings.push(host::shared_memory(Path::new("/dev/shm"), workers, args.tensor_parallel));
+    findings.push(host::open_files(Path::new("/proc/self/limits")));
+    findings.push(host::processors(cores(), workers));
+    findings.push(gpu::check(args.nvml_lib.as_deref()));
+    let failed = findings.iter().filter(|finding| finding.level == Level::Fail).count();
+    if args.json {
+        let version = env!("CARGO_PKG_VERSION");
+        let all = json!({"version": version, "ok": failed == 0, "checks": findings});
+        print_line(&all.to_string());
+    } else {
+        findings.iter().for_each(|finding| print_line(&finding.line()));
+    }
+    match failed {
+        0 => Ok(()),
+        n => Err(CliError::Failed(format!("{n} of {} checks failed", findings.len()))),
+    }
+}
+
+/// The secret that the node would have.
+fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::auth::Secret>, Finding) {
+    const CHECK: &str = "secret";
+    let secret = match secret::read_file(args.cluster_secret_file.as_deref()) {
+        Ok(secret) => secret,
+        Err(error) => {
+            let fix = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE; the same file on \
+                       every node";
+            return (None, Finding::fail(CHECK, error.to_string(), fix));
+        }
+    };
+    let source = match &args.cluster_secret_file {
+        Some(file) => format!("{} is readable by its owner alone", file.display()),
+        None => "TUTTI_CLUSTER_SECRET is set".to_owned(),
+    };
+    let listens = args.coordinator.is_none() && !args.cluster_listen.ip().is_loopback();
+    let finding = match &secret {
+        Some(_) => Finding::ok(CHECK, source),
+        None if listens && !args.insecure_no_auth => Finding::fail(
+            CHECK,
+            format!("none, and other hosts reach --cluster-listen {}", args.cluster_listen),
+            "--cluster-secret-file FILE, the same on every node",
+        ),
+        None => Finding::ok(CHECK, "none is given: only for clusters on one host"),
+    };
+    (secret, finding)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_finding_is_one_line_with_its_remedy() {
+        let finding = Finding::fail("model", "two\nlines", "do this");
+        assert_eq!(finding.line(), "fail  model          two lines; to mend it: do this");
+        assert_eq!(Finding::ok("model", "fine").line(), "ok    model          fine");
+    }
+}

@@ -1,0 +1,37 @@
+//! GPUs, as NVIDIA's management library tells of them.
+use std::path::Path;
+
+use shared::host::HostSampler;
+
+use super::Finding;
+
+const CHECK: &str = "gpu driver";
+
+/// Looks for the library and for GPUs. A host without both is a CPU node: nothing is wrong.
+pub(super) fn check(nvml: Option<&Path>) -> Finding {
+    let sampler = HostSampler::new("doctor", nvml);
+    let devices = sampler.devices();
+    match sampler.nvml_problem() {
+        Some(problem) if nvml.is_some() => {
+            Finding::fail(CHECK, format!("--nvml-lib: {problem}"), "name NVIDIA's own library")
+        }
+        Some(problem) if Path::new("/dev/nvidiactl").exists() => Finding::warn(
+            CHECK,
+            format!("there is a GPU, but NVML cannot be used: {problem}"),
+            "install the driver's libraries, or --nvml-lib FILE",
+        ),
+        Some(_) => Finding::ok(CHECK, "no NVML and no GPU: a CPU node"),
+        None if devices.is_empty() => Finding::warn(
+            CHECK,
+            "NVML is there and finds no GPU",
+            "give the container its GPUs, or look at nvidia-smi",
+        ),
+        None => {
+            let names: Vec<String> = devices
+                .iter()
+                .map(|gpu| format!("{} {} GiB", gpu.name, gpu.memory_bytes >> 30))
+                .collect();
+            Finding::ok(CHECK, names.join(", "))
+        }
+    }
+}

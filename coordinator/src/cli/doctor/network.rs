@@ -1,0 +1,260 @@
+//! Ports that shall be free, peers that shall answer, clocks that shall agree.
+use std::net::{SocketAddr, TcpListener};
+use std::time::{Duration, SystemTime};
+
+use actix_web::http::header::HttpDate;
+use serde_json::Value;
+use shared::actor::link::{CloseReason, Connection};
+use shared::wire::auth::{AuthError, Secret};
+use shared::wire::codec;
+use shared::wire::frame::{FrameError, FrameKind};
+use ureq::Agent;
+
+use super::{DoctorArgs, Finding};
+
+/// How long a peer may take to answer.
+const DEADLINE: Duration = Duration::from_secs(3);
+/// Clocks further apart make logs and graphs of two nodes hard to compare.
+const SKEW_WARN: Duration = Duration::from_secs(2);
+/// Clocks further apart are wrong: certificates and dashboards break.
+const SKEW_FAIL: Duration = Duration::from_secs(60);
+
+pub(super) fn check(args: &DoctorArgs, secret: Option<&Secret>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    match &args.coordinator {
+        Some(address) => {
+            findings.push(coordinator(address, secret));
+            let server = args.server.clone().unwrap_or_else(|| default_server(address));
+            findings.extend(compare(&server));
+        }
+        None => {
+            findings.push(port("http port", "--listen", args.listen));
+            findings.push(port("cluster port", "--cluster-listen", args.cluster_listen));
+            if let Some(server) = &args.server {
+                findings.extend(compare(server));
+            }
+        }
+    }
+    findings.extend(args.etcd.iter().map(|url| etcd(url)));
+    findings
+}
+
+fn default_server(coordinator: &str) -> String {
+    let host = coordinator.rsplit_once(':').map_or(coordinator, |(host, _)| host);
+    format!("http://{host}:8000")
+}
+
+/// Can the address be bound?
+fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
+    match TcpListener::bind(address) {
+        Ok(_) => Finding::ok(check, format!("{address} is free")),
+        Err(error) => Finding::fail(
+            check,
+            format!("{address} cannot be used: {error}"),
+            format!("stop what listens there, or {option} another address"),
+        ),
+    }
+}
+
+/// Would the coordinator let a node with this secret in?
+fn coordinator(address: &str, secret: Option<&Secret>) -> Finding {
+    const CHECK: &str = "coordinator";
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let outcome = match runtime {
+        Ok(runtime) => runtime.block_on(probe(address, secret)),
+        Err(error) => Err(Refusal::new(error.to_string(), "free some resources of this host")),
+    };
+    match outcome {
+        Ok(()) => {
+            let proven =
+                if secret.is_some() { "has the same secret" } else { "asks for no secret" };
+            Finding::ok(CHECK, format!("{address} answers and {proven}"))
+        }
+        Err(refusal) => Finding::fail(CHECK, format!("{address}: {}", refusal.found), refusal.fix),
+    }
+}
+
+/// Why it would not.
+#[derive(Debug)]
+struct Refusal {
+    found: String,
+    fix: String,
+}
+
+impl Refusal {
+    fn new(found: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { found: found.into(), fix: fix.into() }
+    }
+}
+
+async fn probe(address: &str, secret: Option<&Secret>) -> Result<(), Refusal> {
+    let mut connection = Connection::dial(address, DEADLINE).await.map_err(|error| {
+        let fix = "start the coordinator with --cluster-listen on an address that this host \
+                   reaches, and open the port in firewalls between";
+        Refusal::new(format!("cannot be reached: {error}"), fix)
+    })?;
+    if let Some(secret) = secret {
+        connection.authenticate_as_client(secret, DEADLINE).await.map_err(refusal)?;
+    }
+    connection.send(FrameKind::Ping, &[]).await.map_err(refusal)?;
+    let frame = connection.receive(DEADLINE).await.map_err(refusal)?;
+    match frame.kind {
+        FrameKind::Pong => Ok(()),
+        FrameKind::Refused => {
+            let reason: Result<String, _> = codec::decode_message(&frame.body);
+            let fix = "--cluster-secret-file FILE, the coordinator's own file";
+            Err(Refusal::new(reason.unwrap_or_else(|error| error.to_string()), fix))
+        }
+        kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it of this version?")),
+    }
+}
+
+fn refusal(reason: CloseReason) -> Refusal {
+    let fix = match &reason {
+        CloseReason::Auth(AuthError::WrongSecret) => {
+            "copy the coordinator's secret file to this host"
+        }
+        CloseReason::Auth(AuthError::NoGreeting) => {
+            "give the coordinator the secret too, or this node none"
+        }
+        CloseReason::Auth(AuthError::Version { .. })
+        | CloseReason::Frame(FrameError::VersionMismatch { .. }) => {
+            "install the same version on both"
+        }
+        CloseReason::Frame(FrameError::BadMagic(_)) => {
+            "that is no cluster port: give the coordinator's --cluster-listen"
+        }
+        CloseReason::PeerClosed => {
+            "look into the coordinator's log: it may be of another version, or busy"
+        }
+        _ => "is it the coordinator's --cluster-listen, and does nothing between filter?",
+    };
+    Refusal::new(reason.to_string(), fix)
+}
+
+/// Clock and version of a server, by an HTTP answer.
+fn compare(server: &str) -> Vec<Finding> {
+    const CLOCK: &str = "clock";
+    const VERSION: &str = "version";
+    let url = format!("{}/version", server.trim_end_matches('/'));
+    let asked = SystemTime::now();
+    let answer = agent().get(&url).call();
+    let answered = SystemTime::now();
+    let mut answer = match answer {
+        Ok(answer) => answer,
+        Err(error) => {
+            let found = format!("not compared with the coordinator's: {url}: {error}");
+            return vec![Finding::warn(CLOCK, found, "--server URL, the coordinator's HTTP")];
+        }
+    };
+    let date = answer.headers().get("date").and_then(|date| date.to_str().ok());
+    let date = date.and_then(|date| date.parse::<HttpDate>().ok()).map(SystemTime::from);
+    let clock = match date {
+        Some(date) => judge_skew(date, asked, answered),
+        None => Finding::warn(CLOCK, format!("{url} tells no date"), "is that Tutti's HTTP?"),
+    };
+    let ours = env!("CARGO_PKG_VERSION");
+    let body: Value = answer.body_mut().read_json().unwrap_or_default();
+    let version = match body["version"].as_str() {
+        Some(theirs) if theirs == ours => Finding::ok(VERSION, format!("{ours} on both sides")),
+        Some(theirs) => Finding::fail(
+            VERSION,
+            format!("{ours} here, {theirs} there"),
+            "install the same version on both",
+        ),
+        None => Finding::warn(VERSION, format!("{url} tells none"), "is that Tutti's HTTP?"),
+    };
+    vec![clock, version]
+}
+
+/// `date` was the server's clock, cut to whole seconds, some time between `asked` and `answered`.
+fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Finding {
+    const CLOCK: &str = "clock";
+    let behind = asked.duration_since(date + Duration::from_secs(1)).unwrap_or_default();
+    let ahead = date.duration_since(answered).unwrap_or_default();
+    let skew = behind.max(ahead);
+    let direction = if behind > ahead { "ahead of" } else { "behind" };
+    let fix = "run an NTP client on both hosts";
+    let found = format!("{:.1} s {direction} the coordinator's, or more", skew.as_secs_f64());
+    if skew >= SKEW_FAIL {
+        return Finding::fail(CLOCK, found, fix);
+    }
+    if skew >= SKEW_WARN {
+        return Finding::warn(CLOCK, found, fix);
+    }
+    Finding::ok(CLOCK, "agrees with the coordinator's within 2 s")
+}
+
+/// Does etcd answer, and does it think that it is well?
+fn etcd(url: &str) -> Finding {
+    const CHECK: &str = "etcd";
+    let fix = "start etcd, or name its client address (http://HOST:2379)";
+    if url.starts_with("https://") {
+        let address = url.trim_start_matches("https://").trim_end_matches('/');
+        return match std::net::ToSocketAddrs::to_socket_addrs(address)
+            .and_then(|mut all| all.next().ok_or_else(|| std::io::Error::other("no address")))
+            .and_then(|address| std::net::TcpStream::connect_timeout(&address, DEADLINE))
+        {
+            Ok(_) => Finding::warn(
+                CHECK,
+                format!("{url} accepts connections; over TLS it is not asked more"),
+                "etcdctl endpoint health",
+            ),
+            Err(error) => Finding::fail(CHECK, format!("{url}: {error}"), fix),
+        };
+    }
+    let base = if url.contains("://") { url.to_owned() } else { format!("http://{url}") };
+    let health = format!("{}/health", base.trim_end_matches('/'));
+    match agent().get(&health).call() {
+        Ok(mut answer) => {
+            let body: Value = answer.body_mut().read_json().unwrap_or_default();
+            if body["health"] == "true" {
+                return Finding::ok(CHECK, format!("{url} is healthy"));
+            }
+            let reason = body["reason"].as_str().unwrap_or("it does not say why").to_owned();
+            Finding::fail(
+                CHECK,
+                format!("{url} is not healthy: {reason}"),
+                "etcdctl endpoint status",
+            )
+        }
+        Err(error) => Finding::fail(CHECK, format!("{url}: {error}"), fix),
+    }
+}
+
+fn agent() -> Agent {
+    Agent::config_builder()
+        .timeout_global(Some(DEADLINE))
+        .http_status_as_error(false)
+        .build()
+        .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::*;
+
+    #[test]
+    fn only_what_is_certain_counts_as_skew() {
+        let at = |ms: u64| SystemTime::UNIX_EPOCH + Duration::from_millis(1_000_000_000 + ms);
+        // The server's clock is cut to seconds: 0.9 s is 0.
+        let level = |date, asked, answered| judge_skew(at(date), at(asked), at(answered)).level;
+        assert_eq!(level(5000, 5900, 5950), Level::Ok);
+        assert_eq!(level(5000, 4900, 5100), Level::Ok);
+        assert_eq!(level(5000, 8100, 8200), Level::Warn);
+        assert_eq!(level(5000, 2000, 2500), Level::Warn);
+        // A slow answer says less.
+        assert_eq!(level(5000, 2000, 6000), Level::Ok);
+        assert_eq!(level(5000, 70_000, 70_100), Level::Fail);
+        assert_eq!(level(70_000, 5000, 5100), Level::Fail);
+        let ahead = judge_skew(at(5000), at(70_000), at(70_100)).found;
+        assert!(ahead.contains("ahead of"), "{ahead}");
+    }
+
+    #[test]
+    fn the_http_server_is_guessed_from_the_cluster_address() {
+        assert_eq!(default_server("10.0.0.1:8001"), "http://10.0.0.1:8000");
+        assert_eq!(default_server("[::1]:8001"), "http://[::1]:8000");
+    }
+}

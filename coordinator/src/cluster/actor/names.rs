@@ -1,0 +1,183 @@
+//! The cluster's own actors under their names: `worker/NODE` and `replica/N`, in the states that
+//! operators and watchers see.
+use std::sync::atomic::Ordering;
+
+use actix::{Handler, Message};
+use shared::ids::{ReplicaId, WorkerId};
+use shared::metrics::labels::ActorState;
+use shared::protocol::actors::{ActorLife, ActorReport};
+
+use super::super::{ReplicaPhase, ReplicaStatus, status};
+use super::ClusterActor;
+
+/// A node's worker process is started again when it ends, so many times in a row; not any more
+/// when absent.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct Supervised {
+    /// The node's name.
+    pub node: String,
+    /// How often in a row.
+    pub max_restarts: Option<u32>,
+}
+
+impl Handler<Supervised> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, told: Supervised, _ctx: &mut Self::Context) {
+        match told.max_restarts {
+            Some(max) => drop(self.supervised.insert(told.node, max)),
+            None => {
+                self.supervised.remove(&told.node);
+                if let Some(worker) = self.roster.slot_of(&told.node)
+                    && !self.connected.contains_key(&worker)
+                {
+                    self.name_worker(worker, &told.node, ActorLife::Dead, Some("it is given up"));
+                }
+            }
+        }
+    }
+}
+
+impl ClusterActor {
+    /// Tells of all workers and replicas as they are now.
+    pub(super) fn name_actors(&self) {
+        for member in self.core.members() {
+            let life = if member.draining { ActorLife::Draining } else { ActorLife::Alive };
+            self.name_worker(member.worker, &member.node, life, None);
+        }
+        for replica in self.core.replicas() {
+            self.name_replica(&replica);
+        }
+        self.count_actors();
+    }
+
+    fn name_worker(&self, worker: WorkerId, node: &str, life: ActorLife, reason: Option<&str>) {
+        let report = ActorReport {
+            name: format!("worker/{node}"),
+            kind: "worker".to_owned(),
+            generation: u64::from(worker.0),
+            life,
+            restarts: self.restarts.get(&worker).copied().unwrap_or(0),
+            max_restarts: self.supervised.get(node).copied(),
+            reason: reason.map(str::to_owned),
+        };
+        self.tell_of(node, report);
+    }
+
+    fn name_replica(&self, replica: &ReplicaStatus) {
+        let failed = replica.last_failure.is_some();
+        let life = match replica.phase {
+            ReplicaPhase::Waiting if failed => ActorLife::Restarting,
+            ReplicaPhase::Waiting => ActorLife::Pending,
+            ReplicaPhase::Forming | ReplicaPhase::Starting => ActorLife::Starting,
+            ReplicaPhase::Serving => ActorLife::Alive,
+        };
+        let reason = replica.last_failure.clone().filter(|_| life != ActorLife::Alive);
+        self.tell_of(
+            "coordinator",
+            replica_report(replica.id, life, self.broken(replica.id), reason),
+        );
+    }
+
+    fn broken(&self, replica: ReplicaId) -> u32 {
+        self.broken.get(&replica).copied().unwrap_or(0)
+    }
+
+    fn tell_of(&self, node: &str, report: ActorReport) {
+        let name = report.name.clone();
+        if let Err(error) = self.actors.report(node, report) {
+            tracing::debug!(%error, name, "not among the actors");
+        }
+    }
+
+    /// A worker's link ended.
+    pub(super) fn worker_died(&self, worker: WorkerId, node: &str, drained: bool, reason: &str) {
+        let back = !drained && self.supervised.contains_key(node) && !self.stopping;
+        let life = if back { ActorLife::Restarting } else { ActorLife::Dead };
+        self.name_worker(worker, node, life, Some(reason));
+        if drained {
+            self.actors.forget(&format!("worker/{node}"));
+        }
+    }
+
+    /// A worker that stayed away is not expected back.
+    pub(super) fn worker_given_up(&self, worker: WorkerId) {
+        if let Some(node) = self.roster.node_of(worker) {
+            self.name_worker(worker, node, ActorLife::Dead, Some("it stayed away"));
+            self.actors.forget(&format!("worker/{node}"));
+        }
+    }
+
+    /// A replica is given up for good.
+    pub(super) fn replica_died(&self, id: ReplicaId) {
+        let reason = Some("it is not wanted any more".to_owned());
+        self.tell_of("coordinator", replica_report(id, ActorLife::Dead, self.broken(id), reason));
+        self.actors.forget(&format!("replica/{}", id.0));
+    }
+
+    /// Actors of the cluster by state, as `/metrics` shows them.
+    fn count_actors(&self) {
+        let lives = self.actors.lives();
+        let mut recording = self.hub.observer().record();
+        for (life, count) in lives {
+            let state = match life {
+                ActorLife::Pending => ActorState::Pending,
+                ActorLife::Starting => ActorState::Starting,
+                ActorLife::Alive => ActorState::Alive,
+                ActorLife::Draining => ActorState::Draining,
+                ActorLife::Restarting => ActorState::Restarting,
+                ActorLife::Dead => ActorState::Dead,
+            };
+            recording.actors(state, count);
+        }
+    }
+
+    /// All actors, for operators.
+    pub(super) fn actor_statuses(&self) -> Vec<status::Actor> {
+        let replicas: Vec<ReplicaStatus> = self.core.replicas().collect();
+        let load = |id: ReplicaId| {
+            self.replicas.get(&id).map(|running| running.load.in_flight.load(Ordering::Relaxed))
+        };
+        let with = |known: shared::actor::registry::Known| {
+            let report = known.report;
+            let replica = match report.kind.as_str() {
+                "replica" => replicas.iter().find(|r| report.name == format!("replica/{}", r.id.0)),
+                "worker" => replicas.iter().find(|replica| {
+                    let worker = self.roster.slot_of(&known.node);
+                    worker.is_some() && replica.ranks.contains(&worker)
+                }),
+                _ => None,
+            };
+            status::Actor {
+                name: report.name,
+                kind: report.kind,
+                node: known.node,
+                state: report.life.as_str().to_owned(),
+                epoch: replica.map(|replica| replica.epoch.0),
+                load: replica.and_then(|replica| load(replica.id)),
+                restarts: known.restarts,
+                max_restarts: report.max_restarts,
+                reason: report.reason,
+            }
+        };
+        self.actors.list().into_iter().map(with).collect()
+    }
+}
+
+fn replica_report(
+    id: ReplicaId,
+    life: ActorLife,
+    restarts: u32,
+    reason: Option<String>,
+) -> ActorReport {
+    ActorReport {
+        name: format!("replica/{}", id.0),
+        kind: "replica".to_owned(),
+        generation: u64::from(id.0),
+        life,
+        restarts,
+        max_restarts: None,
+        reason,
+    }
+}

@@ -1,0 +1,140 @@
+//! What operators ask of the cluster actor, and tell it.
+use std::sync::atomic::Ordering;
+
+use actix::{Handler, Message};
+use shared::ids::{ReplicaId, WorkerId};
+
+use super::super::records::{Ended, WhichProcess};
+use super::super::status;
+use super::{ClusterActor, since_1970};
+
+/// Who is there and what it does; front ends and readiness are added by others.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "status::Status")]
+pub struct GetStatus;
+
+/// At most so many replicas from now on; without a bound when absent.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub struct SetReplicas(pub Option<u32>);
+
+/// A node shall leave; the error says why it cannot.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "Result<(), String>")]
+pub struct Drain(pub String);
+
+impl Handler<GetStatus> for ClusterActor {
+    type Result = actix::MessageResult<GetStatus>;
+
+    fn handle(&mut self, _: GetStatus, _ctx: &mut Self::Context) -> Self::Result {
+        let replicas: Vec<_> = self.core.replicas().collect();
+        let place = |worker: WorkerId| {
+            replicas.iter().find_map(|replica| {
+                let rank = replica.ranks.iter().position(|rank| *rank == Some(worker))?;
+                Some((replica.id.0, rank as u32))
+            })
+        };
+        let draining =
+            |worker: WorkerId| self.core.member(worker).is_some_and(|member| member.draining);
+        let nodes = self.connected.iter().map(|(worker, connected)| {
+            let place = place(*worker);
+            let state = match place {
+                _ if draining(*worker) => "draining",
+                Some(_) => "alive",
+                None => "spare",
+            };
+            status::Node {
+                node: connected.node.clone(),
+                role: "worker".to_owned(),
+                slot: worker.0,
+                pid: connected.pid,
+                host: connected.host.clone(),
+                state: state.to_owned(),
+                replica: place.map(|(replica, _)| replica),
+                rank: place.map(|(_, rank)| rank),
+                offer: self.core.member(*worker).map(|member| member.offer.clone()),
+            }
+        });
+        let load = |id: ReplicaId| {
+            self.replicas.get(&id).map_or(0, |r| r.load.in_flight.load(Ordering::Relaxed))
+        };
+        actix::MessageResult(status::Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            tensor_parallel: self.tensor_parallel,
+            max_replicas: self.core.max_replicas(),
+            nodes: nodes.collect(),
+            replicas: replicas
+                .iter()
+                .map(|replica| status::Replica {
+                    id: replica.id.0,
+                    state: replica.phase.as_str().to_owned(),
+                    epoch: replica.epoch.0,
+                    ranks: replica.ranks.iter().map(|rank| rank.map(|rank| rank.0)).collect(),
+                    requests: load(replica.id),
+                    last_failure: replica.last_failure.clone(),
+                })
+                .collect(),
+            actors: self.actor_statuses(),
+            dead: self.records.dead().collect(),
+            ..status::Status::default()
+        })
+    }
+}
+
+/// A supervisor saw a worker process end.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct ProcessEnded(pub Ended);
+
+/// The last lines of a worker process's log.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "Option<status::NodeLogs>")]
+pub struct GetLogs {
+    /// The node's name.
+    pub node: String,
+    /// Which of its processes.
+    pub process: WhichProcess,
+    /// How many lines.
+    pub lines: usize,
+}
+
+impl Handler<ProcessEnded> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, ProcessEnded(ended): ProcessEnded, _ctx: &mut Self::Context) {
+        self.records.ended(ended, since_1970());
+    }
+}
+
+impl Handler<GetLogs> for ClusterActor {
+    type Result = actix::MessageResult<GetLogs>;
+
+    fn handle(&mut self, ask: GetLogs, _ctx: &mut Self::Context) -> Self::Result {
+        actix::MessageResult(self.records.logs(&ask.node, ask.process, ask.lines))
+    }
+}
+
+impl Handler<SetReplicas> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, SetReplicas(max): SetReplicas, ctx: &mut Self::Context) {
+        let mut effects = Vec::new();
+        self.core.set_max_replicas(self.clock.now(), max, &mut effects);
+        self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<Drain> for ClusterActor {
+    type Result = Result<(), String>;
+
+    fn handle(&mut self, Drain(node): Drain, ctx: &mut Self::Context) -> Self::Result {
+        let found = self.connected.iter().find(|(_, connected)| connected.node == node);
+        let Some((worker, _)) = found else {
+            return Err(format!("there is no worker `{node}`"));
+        };
+        let mut effects = Vec::new();
+        let result = self.core.drain(self.clock.now(), *worker, &mut effects);
+        self.carry_out(ctx, effects);
+        result
+    }
+}

@@ -1,0 +1,222 @@
+//! A named actor's own side: a bounded mailbox, a handler that takes one message at a time, and
+//! what happens when it fails.
+//!
+//! A handler fails by panicking or by saying so. Then whoever asked is told, and the actor is made
+//! anew after a wait, with the messages that its mailbox holds still; when it has failed too often
+//! in a row it is dead, and its watchers are told.
+use std::panic::AssertUnwindSafe;
+
+use futures_util::FutureExt as _;
+use tokio::sync::mpsc;
+
+use super::registry::RegistryError;
+use super::remote::{ActorMessage, RemoteAddr};
+use super::runtime::{ActorRuntime, Outcome, WeakRuntime};
+use super::supervise::{Decision, RestartPolicy, Supervisor};
+use crate::protocol::actors::{ActorLife, ActorReport, AskError, Wants};
+use crate::wire::codec;
+
+/// What an actor does with its messages.
+pub trait NamedActor: Send + 'static {
+    /// The messages it takes.
+    type Message: ActorMessage;
+
+    /// Handles one message. The next one waits until this future is done.
+    ///
+    /// # Errors
+    /// In one sentence, why the actor cannot go on: it is made anew.
+    fn handle(
+        &mut self,
+        message: Self::Message,
+    ) -> impl Future<Output = Result<<Self::Message as ActorMessage>::Reply, String>> + Send;
+}
+
+/// How an actor is to live.
+#[derive(Clone, Debug)]
+pub struct ActorSpec {
+    /// Its name, unique in the cluster; without a slash.
+    pub name: String,
+    /// What it is, for operators.
+    pub kind: String,
+    /// Messages that may wait for it; at least 1.
+    pub mailbox: usize,
+    /// How often, and how patiently, it is made anew.
+    pub restarts: RestartPolicy,
+}
+
+impl ActorSpec {
+    /// An actor with a mailbox of 64 messages and the usual patience.
+    #[must_use]
+    pub fn new(name: &str, kind: &str) -> Self {
+        let (name, kind) = (name.to_owned(), kind.to_owned());
+        Self { name, kind, mailbox: 64, restarts: RestartPolicy::default() }
+    }
+}
+
+/// A message in a mailbox. Dropped unanswered, whoever waits for its reply is told that the actor
+/// failed.
+#[derive(Debug)]
+pub(super) struct Envelope {
+    runtime: WeakRuntime,
+    id: u64,
+    wants: Wants,
+    body: Vec<u8>,
+}
+
+impl Envelope {
+    pub(super) fn new(runtime: WeakRuntime, id: u64, wants: Wants, body: Vec<u8>) -> Self {
+        Self { runtime, id, wants, body }
+    }
+
+    /// Its sender is told by somebody else.
+    pub(super) fn forget(mut self) {
+        self.wants = Wants::Nothing;
+    }
+
+    fn answer(mut self, outcome: Outcome) {
+        if std::mem::replace(&mut self.wants, Wants::Nothing) == Wants::Reply
+            && let Some(runtime) = self.runtime.upgrade()
+        {
+            runtime.answer(self.id, outcome);
+        }
+    }
+}
+
+impl Drop for Envelope {
+    fn drop(&mut self) {
+        if self.wants == Wants::Reply
+            && let Some(runtime) = self.runtime.upgrade()
+        {
+            runtime.answer(self.id, Err(AskError::Failed("it ended".to_owned())));
+        }
+    }
+}
+
+impl ActorRuntime {
+    /// Starts a named actor on the current tokio runtime; `make` makes it, at first and after each
+    /// failure. It lives until it has failed too often or [`ActorRuntime::stop`].
+    ///
+    /// # Errors
+    /// [`RegistryError`] when the name cannot be used here. A name that is taken in another process
+    /// is found out later: the actor ends then, and the log says why.
+    pub fn spawn<A: NamedActor>(
+        &self,
+        spec: ActorSpec,
+        make: impl FnMut() -> A + Send + 'static,
+    ) -> Result<RemoteAddr<A::Message>, RegistryError> {
+        let (sender, mailbox) = mpsc::channel(spec.mailbox.max(1));
+        let mut report = ActorReport {
+            name: spec.name.clone(),
+            kind: spec.kind,
+            generation: 0,
+            life: ActorLife::Alive,
+            restarts: 0,
+            max_restarts: Some(spec.restarts.max_restarts),
+            reason: None,
+        };
+        report.generation = self.admit(report.clone(), sender)?;
+        let supervisor = Supervisor::new(spec.restarts, report.generation);
+        tokio::spawn(live(self.downgrade(), report, supervisor, mailbox, make));
+        Ok(self.addr(&spec.name))
+    }
+}
+
+/// An actor's whole life.
+async fn live<A: NamedActor>(
+    runtime: WeakRuntime,
+    mut report: ActorReport,
+    mut supervisor: Supervisor,
+    mut mailbox: mpsc::Receiver<Envelope>,
+    mut make: impl FnMut() -> A + Send + 'static,
+) {
+    let tell = |report: &ActorReport| match runtime.upgrade() {
+        Some(runtime) => {
+            runtime.became(report.clone());
+            true
+        }
+        None => false,
+    };
+    loop {
+        let reason = match std::panic::catch_unwind(AssertUnwindSafe(&mut make)) {
+            Ok(actor) => serve(actor, &mut mailbox).await,
+            Err(panic) => Some(words_of(&*panic)),
+        };
+        let Some(reason) = reason else {
+            report.life = ActorLife::Dead;
+            report.reason = Some("it was stopped".to_owned());
+            tell(&report);
+            return;
+        };
+        let now = match runtime.upgrade() {
+            Some(runtime) => runtime.clock().now(),
+            None => return,
+        };
+        report.reason = Some(reason.clone());
+        match supervisor.on_exit(now) {
+            Decision::RestartAfter(wait) => {
+                tracing::warn!(actor = report.name, reason, ?wait, "an actor failed; made anew");
+                report.life = ActorLife::Restarting;
+                if !tell(&report) {
+                    return;
+                }
+                tokio::time::sleep(wait).await;
+                report.life = ActorLife::Alive;
+                report.restarts = report.restarts.saturating_add(1);
+                match runtime.upgrade() {
+                    Some(runtime) => runtime.restarted(),
+                    None => return,
+                }
+                tell(&report);
+            }
+            Decision::GiveUp { reason: often } => {
+                tracing::error!(actor = report.name, reason, "an actor is given up: {often}");
+                report.life = ActorLife::Dead;
+                report.reason = Some(format!("{reason}; {often}"));
+                // Closed first: what waits is answered by being dropped, nothing comes after.
+                mailbox.close();
+                tell(&report);
+                return;
+            }
+        }
+    }
+}
+
+/// Handles messages until it fails, with the reason, or its mailbox is closed.
+async fn serve<A: NamedActor>(
+    mut actor: A,
+    mailbox: &mut mpsc::Receiver<Envelope>,
+) -> Option<String> {
+    while let Some(mut envelope) = mailbox.recv().await {
+        let body = std::mem::take(&mut envelope.body);
+        let message = match codec::decode_message::<A::Message>(&body) {
+            Ok(message) => message,
+            Err(error) => {
+                envelope.answer(Err(AskError::Malformed(error.to_string())));
+                continue;
+            }
+        };
+        let handled = AssertUnwindSafe(actor.handle(message)).catch_unwind().await;
+        match handled {
+            Ok(Ok(reply)) => {
+                let reply = codec::encode(&reply);
+                envelope.answer(reply.map_err(|error| AskError::Malformed(error.to_string())));
+            }
+            Ok(Err(reason)) => {
+                envelope.answer(Err(AskError::Failed(reason.clone())));
+                return Some(reason);
+            }
+            Err(panic) => {
+                let reason = words_of(&*panic);
+                envelope.answer(Err(AskError::Failed(reason.clone())));
+                return Some(reason);
+            }
+        }
+    }
+    None
+}
+
+fn words_of(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    format!("it panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
+}

@@ -1,0 +1,95 @@
+//! The other end of a link, as something that takes messages of one type.
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use super::link::{LinkHandle, SendError};
+use crate::ids::Epoch;
+use crate::wire::codec::{self, CodecError};
+use crate::wire::frame::FrameKind;
+
+/// A message that the other end of a link understands.
+pub trait RemoteMessage: Serialize {
+    /// The kind of frame that carries it.
+    fn kind(&self) -> FrameKind;
+}
+
+/// A message cannot be delivered. The receiver's end is learnt from the link, not from here.
+#[derive(Debug, thiserror::Error)]
+pub enum TellError {
+    /// It has no wire form.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// The link does not take it.
+    #[error(transparent)]
+    Link(#[from] SendError),
+}
+
+/// A message encoded once, for any number of receivers.
+#[derive(Clone, Debug)]
+pub struct Encoded {
+    kind: FrameKind,
+    body: Arc<[u8]>,
+}
+
+impl Encoded {
+    /// Encodes a message.
+    ///
+    /// # Errors
+    /// When it has no wire form.
+    pub fn new(message: &impl RemoteMessage) -> Result<Self, CodecError> {
+        Ok(Self { kind: message.kind(), body: codec::encode(message)?.into() })
+    }
+}
+
+/// The other end of a link; takes messages of type `M`.
+#[derive(Debug)]
+pub struct PeerAddr<M> {
+    link: LinkHandle,
+    takes: PhantomData<fn(M)>,
+}
+
+impl<M> Clone for PeerAddr<M> {
+    fn clone(&self) -> Self {
+        Self { link: self.link.clone(), takes: PhantomData }
+    }
+}
+
+impl<M: RemoteMessage> PeerAddr<M> {
+    /// The actor behind `link`.
+    #[must_use]
+    pub fn new(link: LinkHandle) -> Self {
+        Self { link, takes: PhantomData }
+    }
+
+    /// Sends a message; returns before it is delivered.
+    ///
+    /// # Errors
+    /// [`TellError`].
+    pub fn tell(&self, epoch: Epoch, message: &M) -> Result<(), TellError> {
+        Ok(self.tell_encoded(epoch, &Encoded::new(message)?)?)
+    }
+
+    /// Sends a message that was encoded before.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub fn tell_encoded(&self, epoch: Epoch, message: &Encoded) -> Result<(), SendError> {
+        self.link.tell(message.kind, epoch.0, message.body.clone())
+    }
+
+    /// Sends a message as soon as the link has room for it.
+    ///
+    /// # Errors
+    /// [`TellError`].
+    pub async fn tell_when_room(&self, message: &M) -> Result<(), TellError> {
+        let Encoded { kind, body } = Encoded::new(message)?;
+        Ok(self.link.tell_when_room(kind, 0, body).await?)
+    }
+
+    /// Ends the link.
+    pub fn close(&self) {
+        self.link.close();
+    }
+}

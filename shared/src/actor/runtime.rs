@@ -1,0 +1,698 @@
+//! The actors' side of one process: its links, the mailboxes of its own actors, what it waits for.
+//!
+//! One lock around the pure [`Exchange`] and [`Registry`] and the tables that turn their effects
+//! into sends; nothing waits while it is held. A message that has no effect is counted, and who
+//! waits for one is told.
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::exchange::{Effect, Exchange, Origin, Outgoing, PeerId, Route};
+use super::link::{LinkHandle, SendError};
+use super::named::Envelope;
+use super::registry::{Home, Known, Notice, Registry, RegistryError, Watching};
+use super::remote::{ActorMessage, RemoteAddr};
+use crate::clock::Clock;
+use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RESTARTS};
+use crate::metrics::labels::MessageRefusal;
+use crate::metrics::local::PerValue;
+use crate::metrics::{Counter, SharedStats};
+use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
+use crate::wire::codec::{self, CodecError};
+use crate::wire::frame::FrameKind;
+
+/// How often deadlines are looked at: they may be late by as much.
+const TICK: Duration = Duration::from_millis(20);
+
+/// What a mailbox, and whoever asks, gets.
+pub(super) type Outcome = Result<Vec<u8>, AskError>;
+
+/// Whether a process passes on what is for others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    /// The coordinator.
+    Hub,
+    /// Any other process; its one link leads to the hub.
+    Spoke,
+}
+
+/// See the module's documentation. Clones share it.
+#[derive(Clone)]
+pub struct ActorRuntime {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    role: Role,
+    clock: Arc<dyn Clock>,
+    stats: SharedStats,
+    counters: Counters,
+    state: Mutex<State>,
+}
+
+struct Counters {
+    messages: Counter,
+    restarts: Counter,
+    refused: PerValue<Counter>,
+}
+
+struct State {
+    node: String,
+    exchange: Exchange,
+    registry: Registry,
+    peers: BTreeMap<PeerId, Peer>,
+    mailboxes: BTreeMap<String, Mailbox>,
+    waiters: BTreeMap<u64, oneshot::Sender<Outcome>>,
+    watches: BTreeMap<u64, Watch>,
+    /// Numbers waiters, watches, links and generations.
+    last: u64,
+    /// Whether deadlines are looked at.
+    ticks: bool,
+}
+
+struct Peer {
+    node: String,
+    link: LinkHandle,
+}
+
+struct Mailbox {
+    generation: u64,
+    sender: mpsc::Sender<Envelope>,
+}
+
+struct Watch {
+    name: String,
+    generation: Option<u64>,
+    told: oneshot::Sender<String>,
+}
+
+impl fmt::Debug for ActorRuntime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ActorRuntime").field("role", &self.inner.role).finish_non_exhaustive()
+    }
+}
+
+impl ActorRuntime {
+    /// The coordinator's. `run` differs for each process run.
+    #[must_use]
+    pub fn hub(node: &str, run: u64, clock: Arc<dyn Clock>) -> Self {
+        Self::new(Role::Hub, node, run, clock)
+    }
+
+    /// Any other process's.
+    #[must_use]
+    pub fn spoke(node: &str, run: u64, clock: Arc<dyn Clock>) -> Self {
+        Self::new(Role::Spoke, node, run, clock)
+    }
+
+    fn new(role: Role, node: &str, run: u64, clock: Arc<dyn Clock>) -> Self {
+        let stats = SharedStats::default();
+        let counters = stats.with(|stats| Counters {
+            messages: stats.counter(ACTOR_MESSAGES, []),
+            restarts: stats.counter(ACTOR_RESTARTS, []),
+            refused: PerValue::new::<MessageRefusal>(|reason| {
+                stats.counter(ACTOR_MESSAGES_REFUSED, [reason])
+            }),
+        });
+        let state = State {
+            node: node.to_owned(),
+            exchange: Exchange::default(),
+            registry: Registry::default(),
+            peers: BTreeMap::new(),
+            mailboxes: BTreeMap::new(),
+            waiters: BTreeMap::new(),
+            watches: BTreeMap::new(),
+            // Generations of two process runs differ.
+            last: run >> 1,
+            ticks: false,
+        };
+        Self { inner: Arc::new(Inner { role, clock, stats, counters, state: Mutex::new(state) }) }
+    }
+
+    /// What is counted here.
+    #[must_use]
+    pub fn stats(&self) -> &SharedStats {
+        &self.inner.stats
+    }
+
+    /// The address of a named actor, wherever it is, there or not.
+    #[must_use]
+    pub fn addr<M: ActorMessage>(&self, name: &str) -> RemoteAddr<M> {
+        RemoteAddr::new(self.clone(), name)
+    }
+
+    /// Resolves once, when the actor of this name is dead: at once when it is already, or when
+    /// there is none. Where the coordinator cannot be asked now, it is when it can be.
+    #[must_use]
+    pub fn watch(&self, name: &str) -> DeathWatch {
+        let (told, dead) = oneshot::channel();
+        let mut state = self.state();
+        let id = state.number();
+        state.watches.insert(id, Watch { name: name.to_owned(), generation: None, told });
+        if self.inner.role == Role::Hub || state.registry.find(name).is_some() {
+            match state.registry.watch((Home::Here, id), name, None) {
+                Ok(Watching::Alive { .. }) => {}
+                Ok(Watching::Over { reason }) => state.tell(id, reason),
+                Err(error) => state.tell(id, error.to_string()),
+            }
+        } else if let Some(peer) = state.hub() {
+            let frame = ActorFrame::Watch { id, name: name.to_owned(), generation: None };
+            let _ = state.send(peer, &frame);
+        }
+        drop(state);
+        DeathWatch { runtime: Arc::downgrade(&self.inner), id, dead }
+    }
+
+    /// All actors known here: of the whole cluster at the hub, of this process elsewhere.
+    #[must_use]
+    pub fn list(&self) -> Vec<Known> {
+        self.state().registry.list().cloned().collect()
+    }
+
+    /// How many of those are in which state.
+    #[must_use]
+    pub fn lives(&self) -> [(ActorLife, u64); 6] {
+        let mut lives = [
+            ActorLife::Pending,
+            ActorLife::Starting,
+            ActorLife::Alive,
+            ActorLife::Draining,
+            ActorLife::Restarting,
+            ActorLife::Dead,
+        ]
+        .map(|life| (life, 0));
+        for known in self.state().registry.list() {
+            for (life, count) in &mut lives {
+                *count += u64::from(known.report.life == *life);
+            }
+        }
+        lives
+    }
+
+    /// Tells of an actor of the cluster's own: a worker, a replica. At the hub.
+    ///
+    /// # Errors
+    /// [`RegistryError`].
+    pub fn report(&self, node: &str, report: ActorReport) -> Result<(), RegistryError> {
+        let mut notices = Vec::new();
+        let mut state = self.state();
+        let taken = state.registry.report(Home::Here, node, report, &mut notices);
+        self.notify(&mut state, notices);
+        taken
+    }
+
+    /// A process is linked. Actor frames of the link go to [`ActorRuntime::frame`], its end to
+    /// [`ActorRuntime::peer_lost`].
+    #[must_use]
+    pub fn peer_up(&self, node: &str, link: LinkHandle) -> PeerId {
+        let peer = self.reserve_peer();
+        self.peer_up_as(peer, node, link);
+        peer
+    }
+
+    /// A number for a link to come: for owners whose receiving side has to know it first.
+    #[must_use]
+    pub fn reserve_peer(&self) -> PeerId {
+        PeerId(self.state().number())
+    }
+
+    /// As [`ActorRuntime::peer_up`], under a reserved number.
+    pub fn peer_up_as(&self, peer: PeerId, node: &str, link: LinkHandle) {
+        let mut state = self.state();
+        state.peers.insert(peer, Peer { node: node.to_owned(), link });
+        if self.inner.role == Role::Spoke {
+            let reports: Vec<ActorReport> =
+                state.registry.list().map(|known| known.report.clone()).collect();
+            for report in reports {
+                let _ = state.send(peer, &ActorFrame::Report(report));
+            }
+            let watches: Vec<ActorFrame> = state
+                .watches
+                .iter()
+                .filter(|(_, watch)| state.registry.find(&watch.name).is_none())
+                .map(|(id, watch)| ActorFrame::Watch {
+                    id: *id,
+                    name: watch.name.clone(),
+                    generation: watch.generation,
+                })
+                .collect();
+            for frame in watches {
+                let _ = state.send(peer, &frame);
+            }
+        }
+    }
+
+    /// An actor of the cluster's own is not known any more. Its death was told before.
+    pub fn forget(&self, name: &str) {
+        self.state().registry.forget(name);
+    }
+
+    /// A link is over.
+    pub fn peer_lost(&self, peer: PeerId, reason: &str) {
+        let (mut effects, mut notices) = (Vec::new(), Vec::new());
+        let mut state = self.state();
+        let Some(lost) = state.peers.remove(&peer) else { return };
+        state.exchange.peer_lost(peer, &lost.node, &mut effects);
+        let reason = format!("the link to {} is gone: {reason}", lost.node);
+        state.registry.peer_lost(peer, &reason, &mut notices);
+        self.notify(&mut state, notices);
+        self.carry_out(&mut state, effects);
+    }
+
+    /// A frame of a linked process.
+    ///
+    /// # Errors
+    /// When it cannot be read: the link is to be closed.
+    pub fn frame(&self, peer: PeerId, body: &[u8]) -> Result<(), CodecError> {
+        let frame = codec::decode_message::<ActorFrame>(body)?;
+        let now = self.inner.clock.now();
+        let (mut effects, mut notices) = (Vec::new(), Vec::new());
+        let mut state = self.state();
+        let Some(node) = state.peers.get(&peer).map(|peer| peer.node.clone()) else {
+            return Ok(());
+        };
+        let hub = self.inner.role == Role::Hub;
+        let home = Home::Peer(peer);
+        match frame {
+            ActorFrame::Report(report) if hub => {
+                let (name, generation) = (report.name.clone(), report.generation);
+                if let Err(error) = state.registry.report(home, &node, report, &mut notices) {
+                    let reason = error.to_string();
+                    let _ = state.send(peer, &ActorFrame::Refused { name, generation, reason });
+                }
+            }
+            ActorFrame::Watch { id, name, generation } if hub => {
+                let answer = match state.registry.watch((home, id), &name, generation) {
+                    Ok(Watching::Alive { generation }) => ActorFrame::Watching { id, generation },
+                    Ok(Watching::Over { reason }) => ActorFrame::Died { id, reason },
+                    Err(error) => ActorFrame::Died { id, reason: error.to_string() },
+                };
+                let _ = state.send(peer, &answer);
+            }
+            ActorFrame::Unwatch { id } if hub => state.registry.unwatch((home, id)),
+            ActorFrame::Deliver { id, to, wants, within_ms, body } => {
+                // A spoke passes nothing on: two processes would send it to and fro.
+                let route = state.route(&to, self.inner.role, !hub);
+                let within = Duration::from_millis(within_ms.into());
+                let message = Outgoing { to, wants, within, body };
+                let origin = Origin::Peer(peer, id);
+                state.exchange.send(now, origin, route, message, &mut effects);
+            }
+            ActorFrame::Answer { id, outcome } => {
+                state.exchange.answered(Some(peer), id, outcome, &mut effects);
+            }
+            ActorFrame::Watching { id, generation } if !hub => {
+                if let Some(watch) = state.watches.get_mut(&id) {
+                    watch.generation = Some(generation);
+                }
+            }
+            ActorFrame::Died { id, reason } if !hub => state.tell(id, reason),
+            ActorFrame::Refused { name, generation, reason } if !hub => {
+                tracing::error!(actor = name, reason, "the coordinator does not take this actor");
+                let same = |mailbox: &Mailbox| mailbox.generation == generation;
+                if state.mailboxes.get(&name).is_some_and(same) {
+                    // Its task ends with its mailbox.
+                    state.mailboxes.remove(&name);
+                }
+            }
+            other => tracing::debug!(node, frame = ?other, "not for this side"),
+        }
+        self.notify(&mut state, notices);
+        self.carry_out(&mut state, effects);
+        if state.exchange.outstanding() > 0 {
+            self.tick_from_now_on(&mut state);
+        }
+        Ok(())
+    }
+
+    /// Sends a message on its way; the receiver gets its outcome. At once an error when there is
+    /// certainly none.
+    pub(super) fn dispatch(&self, message: Outgoing) -> Dispatched {
+        let now = self.inner.clock.now();
+        let wants = message.wants;
+        let (sender, outcome) = oneshot::channel();
+        let mut effects = Vec::new();
+        let mut state = self.state();
+        let route = state.route(&message.to, self.inner.role, false);
+        let waiter = if wants == Wants::Nothing { 0 } else { state.number() };
+        if waiter != 0 {
+            state.waiters.insert(waiter, sender);
+            self.tick_from_now_on(&mut state);
+        }
+        state.exchange.send(now, Origin::Here(waiter), route, message, &mut effects);
+        let lost = self.carry_out(&mut state, effects);
+        Dispatched { runtime: Arc::downgrade(&self.inner), waiter, outcome, lost }
+    }
+
+    /// An actor of this process takes messages from now on.
+    pub(super) fn admit(
+        &self,
+        mut report: ActorReport,
+        sender: mpsc::Sender<Envelope>,
+    ) -> Result<u64, RegistryError> {
+        super::registry::check_name(&report.name)?;
+        if report.name.contains('/') {
+            return Err(RegistryError::Reserved);
+        }
+        let mut state = self.state();
+        if state.mailboxes.contains_key(&report.name) {
+            return Err(RegistryError::Taken(state.node.clone()));
+        }
+        let generation = state.number();
+        report.generation = generation;
+        let name = report.name.clone();
+        self.tell_of(&mut state, report)?;
+        state.mailboxes.insert(name, Mailbox { generation, sender });
+        Ok(generation)
+    }
+
+    /// What became of an actor of this process.
+    pub(super) fn became(&self, report: ActorReport) {
+        let mut state = self.state();
+        if report.life == ActorLife::Dead {
+            let same = |mailbox: &Mailbox| mailbox.generation == report.generation;
+            if state.mailboxes.get(&report.name).is_some_and(same) {
+                state.mailboxes.remove(&report.name);
+            }
+        }
+        let _ = self.tell_of(&mut state, report);
+    }
+
+    fn tell_of(&self, state: &mut State, report: ActorReport) -> Result<(), RegistryError> {
+        let (mut notices, node) = (Vec::new(), state.node.clone());
+        state.registry.report(Home::Here, &node, report.clone(), &mut notices)?;
+        self.notify(state, notices);
+        if self.inner.role == Role::Spoke
+            && let Some(peer) = state.hub()
+        {
+            let _ = state.send(peer, &ActorFrame::Report(report));
+        }
+        Ok(())
+    }
+
+    /// Stops an actor of this process: it handles what its mailbox holds, then ends.
+    pub fn stop(&self, name: &str) {
+        self.state().mailboxes.remove(name);
+    }
+
+    pub(super) fn restarted(&self) {
+        self.inner.stats.with(|stats| stats.add(self.inner.counters.restarts, 1));
+    }
+
+    /// An actor of this process has handled, or refused, a message that somebody waits for.
+    pub(super) fn answer(&self, id: u64, outcome: Outcome) {
+        let mut effects = Vec::new();
+        let mut state = self.state();
+        state.exchange.answered(None, id, outcome, &mut effects);
+        self.carry_out(&mut state, effects);
+    }
+
+    pub(super) fn clock(&self) -> &dyn Clock {
+        &*self.inner.clock
+    }
+
+    pub(super) fn downgrade(&self) -> WeakRuntime {
+        WeakRuntime(Arc::downgrade(&self.inner))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn notify(&self, state: &mut State, notices: Vec<Notice>) {
+        for Notice { watcher: (home, id), reason } in notices {
+            match home {
+                Home::Here => state.tell(id, reason),
+                Home::Peer(peer) => {
+                    let _ = state.send(peer, &ActorFrame::Died { id, reason });
+                }
+            }
+        }
+    }
+
+    /// Returns why a message that nobody waits for was lost, if it was.
+    fn carry_out(&self, state: &mut State, effects: Vec<Effect>) -> Option<AskError> {
+        let mut queue = VecDeque::from(effects);
+        let mut lost = None;
+        while let Some(effect) = queue.pop_front() {
+            let mut more = Vec::new();
+            match effect {
+                Effect::Send { peer, frame } => {
+                    let Err(error) = state.send(peer, &frame) else { continue };
+                    if let ActorFrame::Deliver { id, .. } = frame {
+                        if id == 0 {
+                            queue.push_back(Effect::Lost(error));
+                        } else {
+                            state.exchange.answered(Some(peer), id, Err(error), &mut more);
+                        }
+                    } else {
+                        // An answer that cannot be sent: its asker's deadline tells.
+                        self.count(&error);
+                    }
+                }
+                Effect::Deliver { to, id, wants, body } => {
+                    let envelope = Envelope::new(self.downgrade(), id, wants, body);
+                    match state.put(&to, envelope) {
+                        Ok(()) => {
+                            self.inner
+                                .stats
+                                .with(|stats| stats.add(self.inner.counters.messages, 1));
+                            if wants == Wants::Delivery {
+                                state.exchange.answered(None, id, Ok(Vec::new()), &mut more);
+                            }
+                        }
+                        Err(error) if id == 0 => queue.push_back(Effect::Lost(error)),
+                        Err(error) => {
+                            state.exchange.answered(None, id, Err(error), &mut more);
+                        }
+                    }
+                }
+                Effect::Resolve { waiter, outcome } => {
+                    if let Err(error) = &outcome {
+                        self.count(error);
+                    }
+                    if let Some(sender) = state.waiters.remove(&waiter) {
+                        let _ = sender.send(outcome);
+                    }
+                }
+                Effect::Lost(error) => {
+                    self.count(&error);
+                    lost = Some(error);
+                }
+            }
+            queue.extend(more);
+        }
+        lost
+    }
+
+    fn count(&self, error: &AskError) {
+        let reason = match error {
+            AskError::NoSuchActor(_) => MessageRefusal::NoSuchActor,
+            AskError::MailboxFull(_) => MessageRefusal::MailboxFull,
+            AskError::TooManyAsks(_) => MessageRefusal::TooManyAsks,
+            AskError::LinkLost(_) => MessageRefusal::LinkLost,
+            AskError::Deadline(_) => MessageRefusal::Deadline,
+            AskError::Failed(_) => MessageRefusal::Failed,
+            AskError::Malformed(_) => MessageRefusal::Malformed,
+            AskError::TooLarge(_) => MessageRefusal::TooLarge,
+        };
+        self.inner.stats.with(|stats| stats.add(self.inner.counters.refused.get(reason), 1));
+    }
+
+    /// Looks at deadlines as long as there are asks.
+    fn tick_from_now_on(&self, state: &mut State) {
+        if std::mem::replace(&mut state.ticks, true) {
+            return;
+        }
+        let ticking = Ticking(self.downgrade());
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(TICK).await;
+                let Some(runtime) = ticking.0.upgrade() else { return };
+                let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
+                let mut state = runtime.state();
+                state.exchange.tick(now, &mut effects);
+                runtime.carry_out(&mut state, effects);
+                if state.exchange.outstanding() == 0 {
+                    return;
+                }
+            }
+        });
+    }
+}
+
+/// Deadlines are looked at as long as it lives; also when the thread it runs on ends.
+struct Ticking(WeakRuntime);
+
+impl Drop for Ticking {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.upgrade() {
+            let mut state = runtime.state();
+            state.ticks = false;
+            // An ask may have begun since the last look.
+            if state.exchange.outstanding() > 0 && tokio::runtime::Handle::try_current().is_ok() {
+                runtime.tick_from_now_on(&mut state);
+            }
+        }
+    }
+}
+
+/// A runtime that may be gone.
+#[derive(Clone)]
+pub(super) struct WeakRuntime(Weak<Inner>);
+
+impl WeakRuntime {
+    pub(super) fn upgrade(&self) -> Option<ActorRuntime> {
+        self.0.upgrade().map(|inner| ActorRuntime { inner })
+    }
+}
+
+impl fmt::Debug for WeakRuntime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WeakRuntime")
+    }
+}
+
+impl State {
+    fn number(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    fn hub(&self) -> Option<PeerId> {
+        self.peers.last_key_value().map(|(peer, _)| *peer)
+    }
+
+    fn route(&self, name: &str, role: Role, here_alone: bool) -> Route {
+        if self.mailboxes.contains_key(name) {
+            return Route::Here;
+        }
+        let nobody = || Route::Nowhere(AskError::NoSuchActor(name.to_owned()));
+        match (role, self.registry.find(name)) {
+            (Role::Hub, Some(Home::Peer(peer))) => Route::Peer(peer),
+            (Role::Spoke, None) if !here_alone => match self.hub() {
+                Some(peer) => Route::Peer(peer),
+                None => Route::Nowhere(AskError::LinkLost("the coordinator".to_owned())),
+            },
+            _ => nobody(),
+        }
+    }
+
+    fn put(&self, name: &str, envelope: Envelope) -> Result<(), AskError> {
+        let Some(mailbox) = self.mailboxes.get(name) else {
+            envelope.forget();
+            return Err(AskError::NoSuchActor(name.to_owned()));
+        };
+        mailbox.sender.try_send(envelope).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(envelope) => {
+                envelope.forget();
+                AskError::MailboxFull(name.to_owned())
+            }
+            mpsc::error::TrySendError::Closed(envelope) => {
+                envelope.forget();
+                AskError::NoSuchActor(name.to_owned())
+            }
+        })
+    }
+
+    fn send(&self, peer: PeerId, frame: &ActorFrame) -> Result<(), AskError> {
+        let Some(peer) = self.peers.get(&peer) else {
+            return Err(AskError::LinkLost("a process".to_owned()));
+        };
+        let body = codec::encode(frame).map_err(|error| AskError::Malformed(error.to_string()))?;
+        let sent = match frame {
+            // Messages of applications leave room for what keeps the cluster together.
+            ActorFrame::Deliver { .. } => peer.link.offer(FrameKind::Actor, 0, body.into()),
+            _ => peer.link.tell(FrameKind::Actor, 0, body.into()),
+        };
+        sent.map_err(|error| match error {
+            SendError::TooLarge(_) => AskError::TooLarge(match frame {
+                ActorFrame::Deliver { body, .. } => body.len() as u64,
+                _ => 0,
+            }),
+            SendError::Closed => AskError::LinkLost(peer.node.clone()),
+            SendError::Full => AskError::MailboxFull(format!("the link to {}", peer.node)),
+        })
+    }
+
+    fn tell(&mut self, watch: u64, reason: String) {
+        if let Some(watch) = self.watches.remove(&watch) {
+            let _ = watch.told.send(reason);
+        }
+    }
+}
+
+/// A message on its way, for whoever waits for its outcome. Dropped, nobody waits.
+pub(super) struct Dispatched {
+    runtime: Weak<Inner>,
+    waiter: u64,
+    outcome: oneshot::Receiver<Outcome>,
+    /// Why it was lost, when nobody waits and that is known.
+    pub(super) lost: Option<AskError>,
+}
+
+impl Dispatched {
+    pub(super) async fn outcome(mut self) -> Outcome {
+        let gone = || Err(AskError::Failed("its runtime is gone".to_owned()));
+        (&mut self.outcome).await.unwrap_or_else(|_| gone())
+    }
+}
+
+impl Drop for Dispatched {
+    fn drop(&mut self) {
+        if self.waiter == 0 {
+            return;
+        }
+        if let Some(inner) = self.runtime.upgrade() {
+            let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
+            if state.waiters.remove(&self.waiter).is_some() {
+                state.exchange.abandoned(self.waiter);
+            }
+        }
+    }
+}
+
+/// Resolves once, with the reason, when the watched actor is dead. Dropped, the watch is over.
+#[derive(Debug)]
+pub struct DeathWatch {
+    runtime: Weak<Inner>,
+    id: u64,
+    dead: oneshot::Receiver<String>,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Inner")
+    }
+}
+
+impl Future for DeathWatch {
+    type Output = String;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<String> {
+        Pin::new(&mut self.dead)
+            .poll(context)
+            .map(|reason| reason.unwrap_or_else(|_| "its runtime is gone".to_owned()))
+    }
+}
+
+impl Drop for DeathWatch {
+    fn drop(&mut self) {
+        let Some(inner) = self.runtime.upgrade() else { return };
+        let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.watches.remove(&self.id).is_none() {
+            return;
+        }
+        state.registry.unwatch((Home::Here, self.id));
+        if inner.role == Role::Spoke
+            && let Some(peer) = state.hub()
+        {
+            let _ = state.send(peer, &ActorFrame::Unwatch { id: self.id });
+        }
+    }
+}

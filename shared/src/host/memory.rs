@@ -1,0 +1,72 @@
+//! Memory that a process may still have: of the host, or of its control group where that is less.
+use std::fs;
+use std::path::Path;
+
+/// Memory that could be had without swapping, in bytes; `None` where the system does not say.
+///
+/// `root` is `/` but in tests. Of control groups only version 2 is known, as a container sees its
+/// own: there the group's files are at the top of the hierarchy.
+#[must_use]
+pub fn available_memory(root: &Path) -> Option<u64> {
+    let read = |file: &str| fs::read_to_string(root.join(file)).ok();
+    let host = of_host(&read("proc/meminfo")?)?;
+    let group = || {
+        let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
+        // `max` is no number: no limit.
+        let limit = number("sys/fs/cgroup/memory.max")?;
+        let used = number("sys/fs/cgroup/memory.current")?;
+        // What the group holds of files is given back when memory is short.
+        let cached = cached(&read("sys/fs/cgroup/memory.stat").unwrap_or_default());
+        Some(limit.saturating_sub(used.saturating_sub(cached)))
+    };
+    Some(group().map_or(host, |group| group.min(host)))
+}
+
+fn of_host(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib.saturating_mul(1024))
+}
+
+fn cached(stat: &str) -> u64 {
+    let line = stat.lines().find_map(|line| line.strip_prefix("inactive_file "));
+    line.and_then(|bytes| bytes.trim().parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(files: &[(&str, &str)]) -> std::path::PathBuf {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let next = NEXT.fetch_add(1, Ordering::Relaxed);
+        let root = std::env::temp_dir().join(format!("tutti-memory-{}-{next}", std::process::id()));
+        for (name, text) in files {
+            let file = root.join(name);
+            fs::create_dir_all(file.parent().unwrap_or(&root)).unwrap_or_default();
+            fs::write(file, text).unwrap_or_default();
+        }
+        root
+    }
+
+    #[test]
+    fn the_smaller_of_host_and_group_counts() {
+        let meminfo = ("proc/meminfo", "MemTotal: 16 kB\nMemAvailable:   8 kB\n");
+        let max = |text| ("sys/fs/cgroup/memory.max", text);
+        let current = ("sys/fs/cgroup/memory.current", "3000\n");
+        let stat = ("sys/fs/cgroup/memory.stat", "anon 2000\ninactive_file 1000\n");
+        let found = |files: &[(&str, &str)]| {
+            let root = host(files);
+            let found = available_memory(&root);
+            let _ = fs::remove_dir_all(root);
+            found
+        };
+        assert_eq!(found(&[meminfo]), Some(8192));
+        assert_eq!(found(&[meminfo, max("max\n"), current]), Some(8192));
+        assert_eq!(found(&[meminfo, max("4000\n"), current]), Some(1000));
+        assert_eq!(found(&[meminfo, max("4000\n"), current, stat]), Some(2000));
+        assert_eq!(found(&[meminfo, max("2000\n"), current]), Some(0));
+        assert_eq!(found(&[]), None);
+    }
+}

@@ -1,0 +1,350 @@
+//! Named actors across real processes: messages, full mailboxes, deadlines, failures, deaths.
+//!
+//! Programs that embed a worker run in threads of this test; the coordinator between them is a
+//! process of its own, and what they say goes over real links.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use shared::actor::supervise::RestartPolicy;
+use shared::actor::{ActorMessage, ActorRuntime, ActorSpec, NamedActor};
+use shared::clock::SystemClock;
+use shared::log::SharedLog;
+use shared::metrics::application::Metrics;
+use shared::protocol::NodeResources;
+use shared::protocol::actors::AskError;
+use testkit::client::Client;
+use testkit::fleet::Fleet;
+use testkit::local_cluster::LocalCluster;
+use tokio::sync::oneshot;
+use worker::run::WorkerOptions;
+
+use crate::scaling::operate;
+use crate::up;
+
+/// For a reply, on a busy machine.
+const REPLY: Duration = Duration::from_secs(10);
+/// For what has to happen at all, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A program with a worker in it, on a thread of its own.
+struct Program {
+    actors: ActorRuntime,
+    stop: Option<oneshot::Sender<String>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Program {
+    fn start(coordinator: &str, node: &str, run: u64) -> Self {
+        let actors = ActorRuntime::spoke(node, run, Arc::new(SystemClock::start()));
+        let (stop, stopped) = oneshot::channel();
+        let options = WorkerOptions {
+            coordinator: coordinator.into(),
+            node: node.to_owned(),
+            host: node.to_owned(),
+            threads: 1,
+            collective_listen: None,
+            incarnation: run,
+            application: Metrics::new(),
+            nvml: None,
+            secret: None,
+            log: SharedLog::default(),
+            offer: NodeResources::default(),
+            actors: actors.clone(),
+        };
+        let thread = std::thread::spawn(move || {
+            actix_web::rt::System::new().block_on(async move {
+                let stop = async { stopped.await.unwrap_or_default() };
+                let _ = worker::run::run(options, stop).await;
+            });
+        });
+        Self { actors, stop: Some(stop), thread: Some(thread) }
+    }
+
+    fn stop(&mut self) {
+        if let Some(stop) = self.stop.take() {
+            let _ = stop.send("the test is over".to_owned());
+        }
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.stop();
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+enum Sum {
+    Add(u64),
+    Sleep(u64),
+    Fail(String),
+    Panic,
+}
+
+impl ActorMessage for Sum {
+    type Reply = u64;
+}
+
+/// Adds up what it gets.
+struct Adder {
+    total: u64,
+}
+
+impl NamedActor for Adder {
+    type Message = Sum;
+
+    async fn handle(&mut self, message: Sum) -> Result<u64, String> {
+        match message {
+            Sum::Add(n) => self.total += n,
+            Sum::Sleep(ms) => tokio::time::sleep(Duration::from_millis(ms)).await,
+            Sum::Fail(reason) => return Err(reason),
+            Sum::Panic => panic!("on purpose"),
+        }
+        Ok(self.total)
+    }
+}
+
+fn adder(actors: &ActorRuntime, spec: ActorSpec) -> Arc<AtomicU32> {
+    let made = Arc::new(AtomicU32::new(0));
+    let count = made.clone();
+    actors
+        .spawn(spec, move || {
+            count.fetch_add(1, Ordering::Relaxed);
+            Adder { total: 0 }
+        })
+        .unwrap();
+    made
+}
+
+async fn two_programs(fleet: &Fleet) -> (Program, Program) {
+    let (a, b) = (
+        Program::start(fleet.address(), "program-a", 1 << 40),
+        Program::start(fleet.address(), "program-b", 2 << 40),
+    );
+    (a, b)
+}
+
+/// Asks until the actor is known everywhere.
+async fn total(actors: &ActorRuntime, name: &str) -> u64 {
+    let addr = actors.addr::<Sum>(name);
+    let began = Instant::now();
+    loop {
+        match addr.ask(&Sum::Add(0), REPLY).await {
+            Ok(total) => return total,
+            Err(error) if began.elapsed() > PATIENCE => panic!("{error}"),
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
+}
+
+async fn status_until(client: &Client, wanted: impl Fn(&Value) -> bool) -> Value {
+    let began = Instant::now();
+    loop {
+        let status = client.get("/admin/status").await.unwrap().body;
+        if wanted(&status) || began.elapsed() > PATIENCE {
+            return status;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn actor<'a>(status: &'a Value, name: &str) -> &'a Value {
+    let all = status["actors"].as_array().unwrap();
+    all.iter().find(|actor| actor["name"] == name).unwrap_or(&Value::Null)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
+    let fleet = Fleet::start(&["--tensor-parallel", "1"], 1, 0).await.unwrap();
+    let (a, b) = two_programs(&fleet).await;
+    let spec = ActorSpec { mailbox: 4, ..ActorSpec::new("sum", "adder") };
+    let made = adder(&a.actors, spec);
+    assert_eq!(total(&a.actors, "sum").await, 0, "in its own process");
+    assert_eq!(total(&b.actors, "sum").await, 0, "in another");
+    let addr = b.actors.addr::<Sum>("sum");
+    for n in 1..=10 {
+        assert_eq!(addr.ask(&Sum::Add(n), REPLY).await, Ok(n * (n + 1) / 2));
+    }
+    // Told in order, one link each way: the ask comes after them.
+    for _ in 0..3 {
+        addr.tell(&Sum::Add(100)).unwrap();
+    }
+    assert_eq!(addr.ask(&Sum::Add(0), REPLY).await, Ok(355));
+    assert_eq!(addr.deliver(&Sum::Add(1), REPLY).await, Ok(()));
+    // Nobody of that name; a type it does not take; a deadline.
+    let nobody = b.actors.addr::<Sum>("nobody");
+    let error = nobody.ask(&Sum::Add(1), REPLY).await.unwrap_err();
+    assert_eq!(error, AskError::NoSuchActor("nobody".to_owned()));
+    let other = b.actors.addr::<Wrong>("sum");
+    let error = other.ask(&Wrong("not a sum".to_owned()), REPLY).await.unwrap_err();
+    assert!(matches!(error, AskError::Malformed(_)), "{error}");
+    let began = Instant::now();
+    let late = addr.ask(&Sum::Sleep(3000), Duration::from_millis(100)).await.unwrap_err();
+    assert!(matches!(late, AskError::Deadline(100)), "{late}");
+    assert!(began.elapsed() < Duration::from_millis(2500), "{:?}", began.elapsed());
+    // It sleeps still: its mailbox fills up, and each further sender is told at once.
+    let mut full = 0;
+    for _ in 0..20 {
+        match addr.deliver(&Sum::Add(0), REPLY).await {
+            Ok(()) => {}
+            Err(AskError::MailboxFull(name)) if name == "sum" => full += 1,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert_eq!(full, 16, "4 fit");
+    assert_eq!(made.load(Ordering::Relaxed), 1, "none of this is a failure");
+    // All of it is counted.
+    let client = fleet.client().unwrap();
+    let refused =
+        |reason: &'static str| ("tutti_actor_messages_refused_total", [("reason", reason)]);
+    let scrape = client
+        .scrape_until(PATIENCE, |s| {
+            let (name, labels) = refused("mailbox_full");
+            s.sum(name, &labels) >= 16.0 && s.sum("tutti_actor_messages_total", &[]) >= 15.0
+        })
+        .await
+        .unwrap();
+    for reason in ["mailbox_full", "no_such_actor", "malformed", "deadline"] {
+        let (name, labels) = refused(reason);
+        assert!(scrape.sum(name, &labels) >= 1.0, "{reason}");
+    }
+    assert!(scrape.sum("tutti_actor_messages_total", &[]) >= 15.0);
+}
+
+#[derive(Serialize, Deserialize)]
+struct Wrong(String);
+
+impl ActorMessage for Wrong {
+    type Reply = ();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
+    let fleet = Fleet::start(&["--tensor-parallel", "1"], 1, 0).await.unwrap();
+    let (a, b) = two_programs(&fleet).await;
+    let restarts = RestartPolicy {
+        max_restarts: 2,
+        backoff_min: Duration::from_millis(10),
+        ..RestartPolicy::default()
+    };
+    let made = adder(&a.actors, ActorSpec { restarts, ..ActorSpec::new("fragile", "adder") });
+    total(&b.actors, "fragile").await;
+    let client = fleet.client().unwrap();
+    let watch = b.actors.watch("fragile");
+    let addr = b.actors.addr::<Sum>("fragile");
+    assert_eq!(addr.ask(&Sum::Add(7), REPLY).await, Ok(7));
+    let error = addr.ask(&Sum::Fail("out of luck".to_owned()), PATIENCE).await.unwrap_err();
+    assert_eq!(error, AskError::Failed("out of luck".to_owned()));
+    assert_eq!(addr.ask(&Sum::Add(1), PATIENCE).await, Ok(1), "made anew, from zero");
+    let status = status_until(&client, |s| actor(s, "fragile")["restarts"] == 1).await;
+    let listed = actor(&status, "fragile");
+    assert_eq!((&listed["state"], &listed["max_restarts"]), (&json!("alive"), &json!(2)));
+    assert_eq!((&listed["node"], &listed["kind"]), (&json!("program-a"), &json!("adder")));
+    let error = addr.ask(&Sum::Panic, PATIENCE).await.unwrap_err();
+    assert!(error.to_string().contains("on purpose"), "{error}");
+    assert_eq!(addr.ask(&Sum::Add(2), PATIENCE).await, Ok(2));
+    let error = addr.ask(&Sum::Panic, PATIENCE).await.unwrap_err();
+    assert!(matches!(error, AskError::Failed(_)), "{error}");
+    // The third time in a row is once too often: whoever watches is told, and it is dead.
+    let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap();
+    assert!(reason.contains("on purpose") && reason.contains("3 times in a row"), "{reason}");
+    assert_eq!(made.load(Ordering::Relaxed), 3);
+    let error = addr.ask(&Sum::Add(1), REPLY).await.unwrap_err();
+    assert_eq!(error, AskError::NoSuchActor("fragile".to_owned()));
+    let dead = |s: &Value| actor(s, "fragile")["state"] == "dead";
+    let status = status_until(&client, dead).await;
+    assert!(dead(&status), "{status}");
+    let (ok, table) = operate(fleet.coordinator.base(), &["status"]);
+    assert!(ok && table.contains("fragile") && table.contains("2/2"), "{table}");
+    let restarted = |s: &testkit::scrape::Scrape| s.sum("tutti_actor_restarts_total", &[]) == 2.0;
+    let scrape = client.scrape_until(PATIENCE, restarted).await.unwrap();
+    assert!(restarted(&scrape));
+    assert_eq!(scrape.sum("tutti_actors", &[("state", "dead")]), 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() {
+    let fleet = Fleet::start(&["--tensor-parallel", "1"], 1, 0).await.unwrap();
+    let (mut a, b) = two_programs(&fleet).await;
+    adder(&a.actors, ActorSpec::new("mortal", "adder"));
+    total(&b.actors, "mortal").await;
+    // The name is taken, everywhere.
+    let none = || Adder { total: 0 };
+    assert!(a.actors.spawn(ActorSpec::new("mortal", "adder"), none).is_err());
+    let watches = [b.actors.watch("mortal"), b.actors.watch("worker/program-a")];
+    let waiting = {
+        let addr = b.actors.addr::<Sum>("mortal");
+        tokio::spawn(async move { addr.ask(&Sum::Sleep(60_000), 3 * PATIENCE).await })
+    };
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let began = Instant::now();
+    a.stop();
+    let error = waiting.await.unwrap().unwrap_err();
+    assert!(
+        matches!(error, AskError::LinkLost(_) | AskError::Failed(_)),
+        "told at once and not at its deadline: {error}"
+    );
+    for watch in watches {
+        let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap();
+        assert!(!reason.is_empty());
+    }
+    assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+    // Who asks later is told, who watches too.
+    let addr = b.actors.addr::<Sum>("mortal");
+    let error = addr.ask(&Sum::Add(1), REPLY).await.unwrap_err();
+    assert_eq!(error, AskError::NoSuchActor("mortal".to_owned()));
+    let reason = tokio::time::timeout(PATIENCE, b.actors.watch("mortal")).await.unwrap();
+    assert!(!reason.is_empty());
+    let never = tokio::time::timeout(PATIENCE, b.actors.watch("never was")).await.unwrap();
+    assert!(never.contains("no such actor"), "{never}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_cluster_s_own_actors_have_names_and_states() {
+    let cluster = up(&["--workers", "3", "--tensor-parallel", "2", "--threads", "1"]).await;
+    let client = cluster.client().unwrap();
+    let alive = |status: &Value| {
+        ["worker/local-0", "worker/local-1", "worker/local-2", "replica/0"]
+            .iter()
+            .all(|name| actor(status, name)["state"] == "alive")
+    };
+    let status = status_until(&client, alive).await;
+    assert!(alive(&status), "{status}");
+    let supervised = |s: &Value| actor(s, "worker/local-0")["max_restarts"] == json!(10);
+    let status = status_until(&client, supervised).await;
+    assert!(supervised(&status), "{status}");
+    assert!(actor(&status, "replica/0")["epoch"].as_u64().unwrap() >= 1);
+    // The log actors of the workers are actors too.
+    assert_eq!(actor(&status, "log:local-0")["kind"], "log");
+    let rank = status["replicas"][0]["ranks"][0].as_u64().unwrap();
+    let nodes = status["nodes"].as_array().unwrap();
+    let node = nodes.iter().find(|node| node["slot"] == json!(rank)).unwrap();
+    let name = format!("worker/{}", node["node"].as_str().unwrap());
+    LocalCluster::signal(node["pid"].as_u64().unwrap() as u32, "KILL").unwrap();
+    let back = |s: &Value| actor(s, &name)["restarts"] == 1 && actor(s, &name)["state"] == "alive";
+    let status = status_until(&client, back).await;
+    assert!(back(&status), "{status}");
+    let again = |s: &Value| {
+        let replica = actor(s, "replica/0");
+        replica["state"] == "alive" && replica["restarts"].as_u64() >= Some(1)
+    };
+    let status = status_until(&client, again).await;
+    assert!(again(&status), "{status}");
+    let scrape = client
+        .scrape_until(PATIENCE, |s| s.sum("tutti_actors", &[("state", "alive")]) == 7.0)
+        .await
+        .unwrap();
+    assert_eq!(
+        scrape.sum("tutti_actors", &[("state", "alive")]),
+        7.0,
+        "3 workers, 3 logs, 1 replica"
+    );
+}

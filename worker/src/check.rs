@@ -1,0 +1,49 @@
+//! What a model folder takes of a host, found out from its headers alone: nothing is loaded.
+use std::path::Path;
+
+use crate::model::ModelError;
+use crate::model::config::ModelConfig;
+use crate::model::safetensors::WeightFiles;
+use crate::model::shard::Shard;
+
+/// What a model takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelNeeds {
+    /// Files that hold its weights.
+    pub files: usize,
+    /// Its weights as they are in the files, all ranks together, in bytes.
+    pub weight_bytes: u64,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Longest sequence it was made for, in tokens.
+    pub max_positions: usize,
+}
+
+/// Reads the folder's configuration and the headers of its weight files, and checks that `degree`
+/// ranks can divide it and that its first and last tensors are there in the shapes that the
+/// configuration asks for.
+///
+/// # Errors
+/// [`ModelError`], the sentence that a worker would end with.
+pub fn model(folder: &Path, degree: u32) -> Result<ModelNeeds, ModelError> {
+    let config = ModelConfig::load(folder)?;
+    Shard::new(&config, 0, degree)?;
+    let weights = WeightFiles::open(folder)?;
+    weights.tensor("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
+    for layer in [0, config.num_layers.saturating_sub(1)] {
+        let norm = format!("model.layers.{layer}.input_layernorm.weight");
+        weights.tensor(&norm, &[config.hidden_size])?;
+    }
+    weights.tensor("model.norm.weight", &[config.hidden_size])?;
+    let (files, weight_bytes) = weights.size();
+    let (layers, max_positions) = (config.num_layers, config.max_positions);
+    Ok(ModelNeeds { files, weight_bytes, layers, max_positions })
+}
+
+/// Shared memory that `workers` workers of one host take, in groups of `degree`, in bytes: while a
+/// group is formed again, the old region may still be there beside the new one.
+#[must_use]
+pub fn shared_memory_bytes(workers: u32, degree: u32) -> u64 {
+    let group = kernels::collective::shared_memory_bytes(degree as usize) as u64;
+    if degree < 2 { 0 } else { u64::from(workers.div_ceil(degree)) * group * 2 }
+}
