@@ -7,7 +7,9 @@
 
 mod attention;
 mod collectives;
+mod cuda_attention;
 mod cuda_emulation;
+mod cuda_products;
 mod cuda_rows;
 mod invariance;
 mod products;
