@@ -263,7 +263,7 @@ fn build(sources: &[PathBuf], program: &Path) {
                 .arg(&object)
                 .stderr(Stdio::piped())
                 .spawn()
-                .unwrap_or_else(|error| panic!("c++ (package g++ on Debian): {error}"));
+                .expect("a C++ compiler `c++` (Debian: g++) runs");
             objects.push(object);
             (unit, child)
         })
