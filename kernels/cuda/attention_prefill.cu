@@ -3,8 +3,8 @@
 //   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
 //
 // A block computes a tile of 64 queries of one sequence and KV head: rows times the heads of the
-// group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come in
-// tiles of 64 tokens through shared memory, two of them, the next being copied in the background
+// group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come
+// in tiles of 64 tokens through shared memory, two of them, the next being copied in the background
 // while one is computed with. The running softmax is FlashAttention 2's.
 //
 // Tiles of tokens begin at multiples of 64 of the position, and one that a query does not see

@@ -106,7 +106,9 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
 }
 
 // Closes a group of this thread's copies.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until all of this thread's groups but the last `pending` are there.
 template <int pending>

@@ -5,8 +5,8 @@
 // threshold on it, found digit by digit from the top: a histogram over one digit, the digit in
 // which the wanted token falls, the next digit among the tokens that share those before.
 //
-// Weights are whole multiples of 2^-40 of the largest token's, so sums are exact: independent of the
-// order of threads, and equal however they are divided. 2^20 tokens of weight 2^40 fit 64 bits.
+// Weights are whole multiples of 2^-40 of the largest token's, so sums are exact: independent of
+// the order of threads, and equal however they are divided. 2^20 tokens of weight 2^40 fit 64 bits.
 #pragma once
 #include "device.cuh"
 

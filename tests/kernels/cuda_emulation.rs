@@ -262,10 +262,10 @@ fn build(sources: &[PathBuf], program: &Path) {
                 .arg("-o")
                 .arg(&object)
                 .stderr(Stdio::piped())
-                .spawn()
-                .expect("a C++ compiler `c++` (Debian: g++) runs");
+                .spawn();
+            assert!(child.is_ok(), "c++ (Debian: g++): {child:?}");
             objects.push(object);
-            (unit, child)
+            (unit, child.unwrap())
         })
         .collect();
     for (unit, child) in compilers {
