@@ -126,8 +126,14 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     float sums[SETS][8][4] = {};
     Running row[2];
 
+    // Looked up a round ahead, so that K and V need not wait for it.
+    const auto block_of = [&](uint32_t tile) {
+        return tile_in_block && tile < end ? pages.block_start(tile >> block_shift) : 0;
+    };
+    size_t next_block = block_of(first + warp * TILE);
     for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
-        const size_t block = tile_in_block ? pages.block_start(tile >> block_shift) : 0;
+        const size_t block = next_block;
+        next_block = block_of(tile + WARPS * TILE);
         // Tokens that are not seen are read as one that is: nothing else may be in memory there.
         const auto token = [&](uint32_t i) {
             uint32_t position = tile + i;
