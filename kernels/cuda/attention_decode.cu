@@ -81,8 +81,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     SHARED_ARRAY(float, totals, WARPS * 16);
     SHARED_ARRAY(float, mixed, WARPS * 16 * HEAD_DIM);
 
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t item = blockIdx.z;
     if (!is_live(live, item)) {
         return;
@@ -298,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(128)
                         const uint32_t* items, tutti_bf16* out, uint32_t num_heads,
                         uint32_t head_dim, uint32_t window, uint32_t max_splits,
                         const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t head = blockIdx.x;
     const uint32_t item = blockIdx.y;
     if (!is_live(live, item)) {

@@ -74,8 +74,8 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     tutti_bf16* k_tiles = q_tile + QUERIES * HEAD_DIM;
     tutti_bf16* v_tiles = k_tiles + 2 * TOKENS * HEAD_DIM;
 
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     if (!is_live(live, blockIdx.x)) {
         return;
     }

@@ -334,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     SHARED_ARRAY(SelectScratch, scratch, 1);
     SHARED_ARRAY(float, list_logits, LIST_MAX);
     SHARED_ARRAY(uint32_t, list_ids, LIST_MAX);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
@@ -383,8 +383,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     SHARED_ARRAY(SelectScratch, scratch, 1);
     SHARED_ARRAY(float, list_logits, LIST_MAX);
     SHARED_ARRAY(uint32_t, list_ids, LIST_MAX);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
@@ -408,8 +408,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t stride, uint32_t vocab,
                  uint32_t first_id, const uint32_t* live) {
     SHARED_ARRAY(SelectScratch, scratch, 1);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
