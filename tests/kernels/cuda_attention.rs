@@ -222,7 +222,17 @@ impl Device {
         ];
         let name = format!("tutti_decode_attention_{head_dim}");
         let blocks = kv_heads * self.shape.group().div_ceil(16);
-        let results = launch(&name, [grid, blocks, items.len()], 128).run(&args);
+        let grid = [grid, blocks, items.len()];
+        let results = launch(&name, grid, 128).run(&args);
+
+        // In one launch: the same bits, and counters that are 0 again.
+        let counters = u32s(&vec![0; items.len() * blocks]);
+        let fused_args = [args.as_slice(), &[self.out(), counters]].concat();
+        let name = format!("tutti_decode_fused_{head_dim}");
+        let mut fused = launch(&name, grid, 128).run(&fused_args);
+        assert!(fused.pop().unwrap().iter().all(|&byte| byte == 0), "counters are left behind");
+        let fused = fused.pop().unwrap();
+
         let args = [
             Arg::Buffer(results[6].clone()),
             Arg::Buffer(results[7].clone()),
@@ -236,7 +246,9 @@ impl Device {
             live,
         ];
         let reduce = launch("tutti_decode_reduce", [heads, items.len(), 1], 128);
-        read_bf16(&reduce.run(&args)[4])
+        let out = reduce.run(&args).swap_remove(4);
+        assert!(out == fused, "in one launch other bits");
+        read_bf16(&out)
     }
 
     fn any(&self) -> Vec<f32> {
