@@ -1,9 +1,12 @@
 //! The command line: parses options, lets a configuration file supply what was not given, starts
 //! the role asked for and turns its end into an exit code.
 //!
-//! Exit codes: 0 done, 1 failed, 2 bad options or configuration.
+//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 75 another coordinator leads now
+//! (start this one again and it stands by), 78 another process has this one's name.
 mod bench;
 mod config_file;
+mod elected;
+mod etcd;
 mod front;
 mod logging;
 mod operate;
@@ -29,6 +32,24 @@ pub(crate) enum CliError {
     /// The role failed.
     #[error("{0}")]
     Failed(String),
+    /// Another coordinator leads.
+    #[error("{0}")]
+    Superseded(String),
+    /// Another process has the same name.
+    #[error("{0}")]
+    NameTaken(String),
+}
+
+impl CliError {
+    /// The exit code that tells a supervisor what to do (those of sysexits.h above 2).
+    fn code(&self) -> u8 {
+        match self {
+            Self::Failed(_) => 1,
+            Self::Usage(_) => 2,
+            Self::Superseded(_) => 75,
+            Self::NameTaken(_) => 78,
+        }
+    }
 }
 
 /// Runs the program with `args`, the first being its own name.
@@ -59,13 +80,9 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(CliError::Usage(message)) => {
-            error_line(&message);
-            ExitCode::from(2)
-        }
-        Err(CliError::Failed(message)) => {
-            error_line(&message);
-            ExitCode::FAILURE
+        Err(error) => {
+            error_line(&error.to_string());
+            ExitCode::from(error.code())
         }
     }
 }
