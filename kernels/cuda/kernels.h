@@ -230,8 +230,8 @@ __global__ void tutti_decode_reduce(const float* partial_out, const float* parti
 
 /* The same in one launch: the last block of a sequence and KV head to finish puts the parts
  * together. The same bits as `attention` and `reduce`. out as for reduce; counters u32
- * [n, num_kv_heads * TUTTI_DECODE_BLOCKS(group)], all 0 before the first call and again after each.
- * grid and block as for attention. */
+ * [n, num_kv_heads * TUTTI_DECODE_BLOCKS(group)], all 0 before the first call and again after each
+ * that completes. grid and block as for attention; grid.x must hold all splits. */
 #define TUTTI_DECODE_FUSED_ARGUMENTS TUTTI_DECODE_ARGUMENTS, tutti_bf16 *out, uint32_t *counters
 __global__ void tutti_decode_fused_16(TUTTI_DECODE_FUSED_ARGUMENTS);
 __global__ void tutti_decode_fused_32(TUTTI_DECODE_FUSED_ARGUMENTS);
