@@ -225,6 +225,21 @@ impl Cluster {
         self.reconcile(now, effects);
     }
 
+    /// A worker is about to end: its replica goes on without it at once, and it is let go.
+    pub fn worker_leaves(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(member) = self.members.get(&worker).filter(|member| !member.draining) else {
+            return;
+        };
+        let reason = format!("{worker} ({}): {reason}", member.node);
+        self.let_go(now, worker, &reason, effects);
+    }
+
     /// A rank reports how far its weights are loaded.
     pub fn load_progressed(&mut self, worker: WorkerId, progress: LoadProgress) {
         if let Some(replica) = self.replica_in_epoch(worker, progress.epoch) {

@@ -2,6 +2,7 @@
 //!
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
+//! - [`draining`]: processes that are told to end finish what they do
 //! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
@@ -20,6 +21,7 @@
 
 mod by_hand;
 mod counters;
+mod draining;
 mod etcd;
 mod failures;
 mod front_ends;

@@ -120,7 +120,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {
-            let _ = worker::run::run(options).await;
+            let _ = worker::run::run(options, std::future::pending()).await;
         });
     });
 }

@@ -260,7 +260,9 @@ impl World {
                     core.epoch_failed(now, replica, failed.epoch, &failed.message, &mut effects);
                 }
             }
-            FromWorker::Goodbye { .. } => self.close(link, Side::Coordinator),
+            FromWorker::Goodbye { reason } => {
+                core.worker_leaves(now, worker, &reason, &mut effects);
+            }
         }
         self.carry_out(effects);
     }

@@ -23,7 +23,8 @@ const FAULTS_END: Time = 15 * S;
 pub(crate) enum Fault {
     /// The process is killed, and started again after a while or never.
     Crash { slot: usize, back_after: Option<Time> },
-    /// The process says goodbye and ends, and is started again after a while or never.
+    /// The process is told to end: it says goodbye, is let go, and is started again after a while
+    /// or never.
     Leave { slot: usize, back_after: Option<Time> },
     /// The process is stopped, and goes on after a while.
     Freeze { slot: usize, lasts: Time },
@@ -222,7 +223,7 @@ impl Scenario {
 
     fn add_faults(&mut self, random: &mut Random) {
         let slots = self.hosts.len() as u64;
-        if random.chance(15) {
+        if random.chance(25) {
             // As where a process that is not heard of is replaced, and thaws.
             let slot = random.range(0, slots - 1) as usize;
             let at = random.range(0, FAULTS_END);

@@ -51,6 +51,7 @@ pub(crate) enum Event {
     Broken { slot: usize, token: u64 },
     Deadline { slot: usize, token: u64 },
     ReportDue { slot: usize, incarnation: u64, generation: u64 },
+    LeaveDeadline { slot: usize, incarnation: u64 },
     Submit(usize),
     Leave(usize),
     Fault(usize),
@@ -246,6 +247,7 @@ impl World {
             | Event::Executed { slot, .. }
             | Event::Broken { slot, .. }
             | Event::Deadline { slot, .. }
+            | Event::LeaveDeadline { slot, .. }
             | Event::ReportDue { slot, .. } => Some(slot),
             Event::Poll { link, side: Side::Worker }
             | Event::Closed { link, side: Side::Worker } => {
@@ -286,6 +288,7 @@ impl World {
             Event::ReportDue { slot, incarnation, generation } => {
                 self.report_due(slot, incarnation, generation);
             }
+            Event::LeaveDeadline { slot, incarnation } => self.leave_deadline(slot, incarnation),
             Event::Submit(index) => self.submit(index),
             Event::Leave(index) => self.leave(index),
             Event::Fault(index) => self.fault(index),
@@ -299,10 +302,8 @@ impl World {
         self.say(|| format!("FAULT {fault:?}"));
         self.report.faults += 1;
         match fault {
-            Fault::Crash { slot, back_after } | Fault::Leave { slot, back_after } => {
-                if matches!(self.scenario.faults[index].1, Fault::Leave { .. }) {
-                    self.say_goodbye(slot);
-                }
+            Fault::Leave { slot, back_after } => self.leave_cluster(slot, back_after),
+            Fault::Crash { slot, back_after } => {
                 self.kill(slot);
                 self.disturb(slot, 0);
                 if let Some(after) = back_after {

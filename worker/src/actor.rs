@@ -1,7 +1,7 @@
 //! The worker actor: one per process. Dials the coordinator for ever, shakes hands, hands what it
 //! is told to the executor, and sends what the executor says.
 //!
-//! Its ends: asked to shut down by the coordinator, told to stop by the process, or refused for a
+//! Its ends: asked to shut down by the coordinator, told to leave by the process, or refused for a
 //! reason that trying again cannot change. Losing the link is none: the epoch ends, the weights
 //! stay, and it dials again.
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -28,6 +28,8 @@ const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 /// Waits between two attempts to reach the coordinator.
 const REDIAL_MIN: Duration = Duration::from_millis(50);
 const REDIAL_MAX: Duration = Duration::from_secs(2);
+/// How long the coordinator may take to let a leaving worker go.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
 /// A model folder's path that is longer is not told to a new coordinator.
 const SHARD_MODEL_MAX: usize = 2048;
 
@@ -285,6 +287,29 @@ struct Leads(Destination);
 struct FromLink {
     generation: u64,
     event: LinkEvent,
+}
+
+/// Say goodbye and end.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "()")]
+pub struct Leave {
+    /// Why.
+    pub reason: String,
+}
+
+impl Handler<Leave> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, Leave { reason }: Leave, ctx: &mut Self::Context) {
+        if self.link.is_none() {
+            return self.finish(ctx, WorkerEnd::Shutdown { reason });
+        }
+        // The answer is a shutdown: by then the replica does not count on this rank any more.
+        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason: reason.clone() });
+        ctx.run_later(LEAVE_PATIENCE, |actor, ctx| {
+            actor.finish(ctx, WorkerEnd::Shutdown { reason });
+        });
+    }
 }
 
 /// Time for a report; answers whether the link it was meant for still lives.

@@ -16,7 +16,7 @@ use shared::protocol::{DeviceKind, Hello, Rejoin};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
-use crate::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
+use crate::actor::{Leave, Uplink, WorkerActor, WorkerConfig, WorkerEnd};
 use crate::cpu_rank::CpuRank;
 use crate::executor::Executor;
 use crate::outbox::LinkOutbox;
@@ -45,11 +45,16 @@ pub struct WorkerOptions {
     pub nvml: Option<PathBuf>,
 }
 
-/// Runs a worker on the current actix system until it ends.
+/// Runs a worker on the current actix system until it ends by itself, is told to by the
+/// coordinator, or has left: once `leave` resolves to a reason it says goodbye, so that its replica
+/// goes on without it at once, and ends.
 ///
 /// # Errors
 /// When the collective's address cannot be bound or the executor has no thread.
-pub async fn run(mut options: WorkerOptions) -> io::Result<WorkerEnd> {
+pub async fn run(
+    mut options: WorkerOptions,
+    leave: impl Future<Output = String>,
+) -> io::Result<WorkerEnd> {
     let listen = match options.collective_listen {
         Some(address) => address,
         None => {
@@ -86,9 +91,17 @@ pub async fn run(mut options: WorkerOptions) -> io::Result<WorkerEnd> {
         secret: options.secret,
     };
     let (end, ended) = oneshot::channel();
-    WorkerActor::new(config, executor, uplink, end).start();
+    let worker = WorkerActor::new(config, executor, uplink, end).start();
+    let mut ended = std::pin::pin!(ended);
+    let end = tokio::select! {
+        end = &mut ended => end,
+        reason = leave => {
+            worker.do_send(Leave { reason });
+            ended.await
+        }
+    };
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
-    Ok(ended.await.unwrap_or(failed))
+    Ok(end.unwrap_or(failed))
 }
 
 /// The address of this host on the way to `peer`.

@@ -1,4 +1,6 @@
 //! `tutti coordinator --etcd`: one of several that leads, or stands by until it does.
+use std::time::Duration;
+
 use coordinator::coordinator::{Coordinator, CoordinatorOptions, Leadership, Prepared, StartError};
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
@@ -7,7 +9,8 @@ use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
 use super::output::print_line;
-use super::work::interrupted;
+use super::serve::finish;
+use super::signals::Signals;
 use super::{CliError, etcd};
 
 /// Stands by until this process leads, then serves until it is told to stop or another leads.
@@ -15,7 +18,9 @@ pub(crate) async fn run(
     options: CoordinatorOptions,
     etcd: EtcdOptions,
     advertise: Option<&str>,
+    patience: Duration,
 ) -> Result<(), CliError> {
+    let mut signals = Signals::listen()?;
     let (degree, incarnation) = (options.tensor_parallel, options.run);
     let prepared = Prepared::new(options).map_err(failed)?;
     let endpoints = etcd.endpoints.join(",");
@@ -38,7 +43,7 @@ pub(crate) async fn run(
     let mut membership = Some(membership);
     let elected = tokio::select! {
         elected = election(view.clone()) => elected.map(Some),
-        () = interrupted() => Ok(None),
+        () = signals.next() => Ok(None),
         error = etcd::failed(&mut membership) => Err(error),
     };
     standby.stop().await;
@@ -52,7 +57,12 @@ pub(crate) async fn run(
                         "waiting for {degree} workers: tutti worker --etcd {endpoints}"
                     ));
                     let end = tokio::select! {
-                        () = interrupted() => Ok(()),
+                        () = async {
+                            signals.next().await;
+                            // It leads until the last request has ended: others would be told to
+                            // leave it.
+                            finish(&coordinator, patience, &mut signals).await;
+                        } => Ok(()),
                         leader = other_leader(view, incarnation) => Err(superseded(&leader)),
                         error = etcd::failed(&mut membership) => Err(error),
                     };

@@ -359,9 +359,7 @@ impl ClusterActor {
             }
             FromWorker::Goodbye { reason } => {
                 tracing::info!(%worker, %reason, "the worker says goodbye");
-                if let Some(connected) = self.connected.get(&worker) {
-                    connected.link.close();
-                }
+                self.core.worker_leaves(now, worker, &reason, &mut effects);
             }
         }
         self.carry_out(ctx, effects);
@@ -426,8 +424,11 @@ impl ClusterActor {
         self.roster.left(worker);
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
+        let leaves = |member: &Member| member.worker == worker && member.draining;
         if self.stopping {
             tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
+        } else if self.core.members().any(leaves) {
+            tracing::info!(%worker, node = connected.node, "the worker has left");
         } else {
             tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
         }

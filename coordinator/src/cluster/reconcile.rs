@@ -47,21 +47,32 @@ impl Cluster {
                 "without {node} {others} workers are left, and a replica needs {least}"
             ));
         }
+        self.let_go(now, worker, &format!("{worker} ({node}) is drained"), effects);
+        Ok(())
+    }
+
+    /// Its replica goes on without the worker, which is told to end.
+    pub(super) fn let_go(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
         }
         if let Some(id) = self.replica_of(worker) {
-            let reason = format!("{worker} ({node}) is drained");
-            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
+            self.break_replica(now, id, EpochEnd::Planned, reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.vacate(now, worker);
                 replica.form_at_once();
+                replica.do_not_wait();
             }
         }
-        let message = ToWorker::Shutdown { reason: "drained".to_owned() };
+        let message = ToWorker::Shutdown { reason: reason.to_owned() };
         effects.push(Effect::Send { worker, epoch: self.epoch, message });
         self.reconcile(now, effects);
-        Ok(())
     }
 
     /// See the module's documentation.

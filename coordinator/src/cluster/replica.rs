@@ -74,6 +74,8 @@ pub(super) struct Replica {
     served_since: Duration,
     /// Since when a rank has been missing.
     incomplete_since: Option<Duration>,
+    /// The rank that is missing said that it would: it is not waited for.
+    left_on_purpose: bool,
     last_failure: Option<String>,
 }
 
@@ -89,6 +91,7 @@ impl Replica {
             failures: 0,
             served_since: Duration::ZERO,
             incomplete_since: None,
+            left_on_purpose: false,
             last_failure: None,
         }
     }
@@ -133,7 +136,7 @@ impl Replica {
     /// How long a rank has been missing, while it is not live.
     pub(super) fn incomplete_for(&self, now: Duration) -> Option<Duration> {
         let since = self.incomplete_since.filter(|_| !self.is_live())?;
-        Some(now.saturating_sub(since))
+        Some(if self.left_on_purpose { Duration::MAX } else { now.saturating_sub(since) })
     }
 
     /// Takes another degree. Present ranks stay, in order; the last of them are let go when there
@@ -146,6 +149,11 @@ impl Replica {
         slots.resize(degree, vacant);
         self.slots = slots;
         self.note_completeness(now);
+    }
+
+    /// Who is missing has left on purpose: a smaller degree may be taken at once.
+    pub(super) fn do_not_wait(&mut self) {
+        self.left_on_purpose = true;
     }
 
     /// Forgets the backoff: what comes next is no repetition of a failure.
@@ -200,6 +208,7 @@ impl Replica {
     pub(super) fn form(&mut self, epoch: Epoch) {
         self.epoch = epoch;
         self.phase = ReplicaPhase::Forming;
+        self.left_on_purpose = false;
         for slot in &mut self.slots {
             slot.kv_blocks = None;
             slot.started = false;

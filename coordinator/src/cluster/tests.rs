@@ -409,3 +409,46 @@ fn a_drained_worker_is_replaced_and_told_to_end() {
     assert!(cluster.drain(secs(4), WorkerId(9), &mut effects).is_err());
     assert!(effects.is_empty(), "a refusal changes nothing: {effects:?}");
 }
+
+#[test]
+fn a_worker_that_leaves_is_not_waited_for_and_no_failure() {
+    let mut config = config(2);
+    config.degrees = vec![2, 1];
+    config.reshard_after = secs(5);
+    let mut cluster = Cluster::new(config);
+    let mut effects = Vec::new();
+    for worker in 0..2 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.worker_leaves(secs(2), WorkerId(0), "told to end", &mut effects);
+    let broken = |effect: &Effect| match effect {
+        Effect::ReplicaBroken { end, reason, .. } => Some((*end, reason.clone())),
+        _ => None,
+    };
+    let ends: Vec<_> = effects.iter().filter_map(broken).collect();
+    assert!(matches!(&ends[..], [(EpochEnd::Planned, why)] if why.contains("told to end")));
+    assert_eq!(world_sizes(&effects), [(1, 0, 1)], "at once, with one rank fewer");
+    let told: Vec<u32> = effects
+        .iter()
+        .filter_map(|effect| match effect {
+            Effect::Send { worker, message: ToWorker::Shutdown { .. }, .. } => Some(worker.0),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(told, [0], "it is let go");
+    effects.clear();
+    cluster.worker_leaves(secs(3), WorkerId(0), "again", &mut effects);
+    cluster.worker_leaves(secs(3), WorkerId(7), "unknown", &mut effects);
+    assert!(effects.is_empty(), "{effects:?}");
+    // One that only dies is waited for.
+    bring_up(&mut cluster, secs(4), 2, &[1]);
+    cluster.worker_left(secs(4), WorkerId(0), Incarnation(1), "the end", &mut effects);
+    cluster.worker_joined(secs(40), member(0, 2, "a"), &mut effects);
+    bring_up(&mut cluster, secs(41), 3, &[1, 0]);
+    effects.clear();
+    cluster.worker_left(secs(42), WorkerId(0), Incarnation(2), "killed", &mut effects);
+    cluster.tick(secs(44), &mut effects);
+    assert!(world_sizes(&effects).is_empty());
+}

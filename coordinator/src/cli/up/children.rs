@@ -159,6 +159,8 @@ impl Watcher {
             .stdout(Stdio::inherit())
             .stderr(Stdio::inherit())
             .kill_on_drop(true)
+            // Ctrl-C is for this process alone: workers compute until requests have finished.
+            .process_group(0)
             .spawn()
     }
 
