@@ -417,8 +417,9 @@ fn replica_factory(
         let scheduler = Scheduler::new(scheduling)?;
         let observer = hub.observer().clone();
         let driver = ReplicaDriver::new(clock.now(), id, scheduler, observer, limits);
-        let orphanage = cluster.clone().recipient();
-        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster.recipient(), orphanage))
+        let (orphanage, paces) = (cluster.clone().recipient(), cluster.clone().recipient());
+        let cluster = cluster.recipient();
+        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster, orphanage, paces))
     })
 }
 

@@ -21,7 +21,7 @@ pub use frontend::{
 use serde::{Deserialize, Serialize};
 pub use step::{
     NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings,
-    TokenLogprobs,
+    TokenDigest, TokenLogprobs,
 };
 
 use crate::actor::remote::RemoteMessage;
@@ -29,7 +29,7 @@ use crate::ids::Epoch;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

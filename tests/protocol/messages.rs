@@ -59,6 +59,7 @@ fn result() -> StepResult {
             prompt_start: 1,
             corrupted: false,
         }],
+        digest: 0x0102_0304,
         timings: StepTimings {
             step_us: 1,
             forward_us: 2,

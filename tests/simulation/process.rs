@@ -36,6 +36,7 @@ pub(crate) struct Process {
     pub(crate) slowed: u64,
     pub(crate) stall: Time,
     pub(crate) fail_step: bool,
+    pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
     /// When it is started again after it was told to end, if ever.
     pub(crate) back_after: Option<Time>,
@@ -61,6 +62,7 @@ impl Process {
             slowed: 1,
             stall: 0,
             fail_step: false,
+            diverge: false,
             fail_form: None,
             back_after: None,
         }
@@ -92,13 +94,14 @@ impl World {
         let incarnation = self.random.next();
         let old = &self.processes[slot];
         let (slowed, stall) = (old.slowed, old.stall);
-        let (fail_step, fail_form) = (old.fail_step, old.fail_form);
+        let (fail_step, fail_form, diverge) = (old.fail_step, old.fail_form, old.diverge);
         self.processes[slot] = Process {
             incarnation,
             alive: true,
             slowed,
             stall,
             fail_step,
+            diverge,
             fail_form,
             ..Process::absent()
         };

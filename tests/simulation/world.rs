@@ -87,6 +87,10 @@ pub(crate) struct Report {
     /// Formations with fewer ranks than wanted.
     pub(crate) resharded: u64,
     pub(crate) drained: u64,
+    /// Epochs that ended because ranks had different tokens.
+    pub(crate) disagreed: u64,
+    /// Slow ranks replaced by spares.
+    pub(crate) relieved: u64,
     /// Processes ended by what they computed.
     pub(crate) poisoned: u64,
     pub(crate) preemptions: u64,
@@ -338,6 +342,7 @@ impl World {
             }
             Fault::Slow { slot, factor, lasts } => {
                 self.processes[slot].slowed *= factor;
+                self.checks.slowed(slot, self.now, lasts);
                 self.heal_after(lasts, Heal::Quicker { slot, factor });
             }
             Fault::Stall { slot, takes } => {
@@ -346,6 +351,10 @@ impl World {
             }
             Fault::FailStep { slot } => {
                 self.processes[slot].fail_step = true;
+                self.heal_after(OCCASION, Heal::NoOccasion { slot });
+            }
+            Fault::Diverge { slot } => {
+                self.processes[slot].diverge = true;
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });
             }
             Fault::Scale { max } => {
@@ -405,6 +414,7 @@ impl World {
                 let process = &mut self.processes[slot];
                 process.stall = 0;
                 process.fail_step = false;
+                process.diverge = false;
                 process.fail_form = None;
             }
         }

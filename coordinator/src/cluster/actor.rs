@@ -30,8 +30,8 @@ use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{
-    Adopt, Cancel, EpochFailed, FailAll, GiveUp, Lost, Orphans, Ready, ReplicaActor, ReplicaLoad,
-    Retire, StepDone, Submit,
+    Adopt, Cancel, EpochFailed, FailAll, GiveUp, Lost, Orphans, RankPace, Ready, ReplicaActor,
+    ReplicaLoad, Retire, StepDone, Submit,
 };
 use crate::replica::driver::{Moved, reject_reason};
 use crate::scheduler::{ConfigError, EpochEnd};
@@ -160,6 +160,9 @@ impl ClusterActor {
                         running.addr.do_send(Retire);
                         self.orphanage.expect();
                     }
+                }
+                Effect::Pace { worker, slow } => {
+                    self.hub.observer().record().rank_slow(worker, slow);
                 }
                 Effect::Unservable { replica, reason } => {
                     tracing::error!(%replica, %reason, "the replica cannot be formed");
@@ -638,6 +641,23 @@ impl Handler<EpochFailed> for ClusterActor {
         let mut effects = Vec::new();
         let EpochFailed { replica, epoch, reason } = failed;
         self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
+        self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<RankPace> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, pace: RankPace, ctx: &mut Self::Context) {
+        let RankPace { replica, epoch, worker, slow, times } = pace;
+        let node = self.connected.get(&worker).map_or("", |connected| connected.node.as_str());
+        if slow {
+            tracing::warn!(%worker, node, %replica, "the worker computes {times:.1} times as long as the others");
+        } else {
+            tracing::debug!(%worker, node, %replica, "the worker keeps pace");
+        }
+        let mut effects = Vec::new();
+        self.core.rank_pace(self.clock.now(), replica, epoch, worker, slow, &mut effects);
         self.carry_out(ctx, effects);
     }
 }

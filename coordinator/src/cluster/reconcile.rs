@@ -2,7 +2,7 @@
 //!
 //! One pass, in this order: too many replicas are removed; vacant ranks are filled with spares, a
 //! returning worker into its own rank first; a replica whose ranks stay away is given to others or
-//! goes on at a smaller degree; one at a smaller degree grows again when spares allow; spares become
+//! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again when spares allow; spares become
 //! new replicas; what is complete and due is formed.
 use std::time::Duration;
 
@@ -80,6 +80,7 @@ impl Cluster {
         self.remove_surplus(now, effects);
         self.fill_vacancies();
         self.shrink(now, effects);
+        self.relieve(now, effects);
         self.grow(now, effects);
         self.add_replicas(now);
         let due: Vec<ReplicaId> = self
@@ -96,7 +97,33 @@ impl Cluster {
     /// Members that hold no rank and may take one.
     fn free(&self) -> Vec<&Member> {
         let holds = |member: &Member| self.replicas.values().any(|r| r.has(member.worker));
-        self.members.values().filter(|member| !member.draining && !holds(member)).collect()
+        let free = self.members.values().filter(|member| !member.draining && !holds(member));
+        let mut free: Vec<&Member> = free.collect();
+        // In the order of their slots, but slow ones last.
+        free.sort_by_key(|member| self.slow.contains(&member.worker));
+        free
+    }
+
+    /// Slow ranks are replaced by spares, where there are some that are not known to be slow.
+    fn relieve(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        if self.slow.is_empty() {
+            return;
+        }
+        let slow: Vec<WorkerId> = self.slow.iter().copied().collect();
+        for worker in slow {
+            let spare = self.free().first().is_some_and(|it| !self.slow.contains(&it.worker));
+            let serving = |id: &ReplicaId| self.replicas.get(id).is_some_and(Replica::is_serving);
+            let Some(id) = self.replica_of(worker).filter(|id| spare && serving(id)) else {
+                continue;
+            };
+            let reason = format!("{worker} is slow and is replaced");
+            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
+            if let Some(replica) = self.replicas.get_mut(&id) {
+                replica.dismiss(now, worker);
+                replica.form_at_once();
+            }
+            self.fill_vacancies();
+        }
     }
 
     fn remove_surplus(&mut self, now: Duration, effects: &mut Vec<Effect>) {
@@ -215,7 +242,18 @@ impl Cluster {
             let fits = held.model == self.config.model && held.world_size as usize == degree;
             fits.then_some(held.rank as usize)
         };
-        place(&self.free(), degree, held)
+        // Those that are slow complete what is left over.
+        let free = self.free();
+        let (slow, quick): (Vec<&Member>, Vec<&Member>) =
+            free.into_iter().partition(|member| self.slow.contains(&member.worker));
+        let mut groups = place(&quick, degree, &held);
+        if !slow.is_empty() {
+            let placed = |it: &&Member| groups.iter().any(|group| group.contains(&it.worker));
+            let mut rest: Vec<&Member> = quick.into_iter().filter(|it| !placed(it)).collect();
+            rest.extend(slow);
+            groups.extend(place(&rest, degree, &held));
+        }
+        groups
     }
 
     /// Whether workers that were there before this coordinator may still be on their way: which

@@ -176,6 +176,14 @@ impl Replica {
         self.note_completeness(now);
     }
 
+    /// As [`Replica::vacate`], for a worker that shall not come back to its rank.
+    pub(super) fn dismiss(&mut self, now: Duration, worker: WorkerId) {
+        for slot in self.slots.iter_mut().filter(|slot| slot.worker == Some(worker)) {
+            slot.last = None;
+        }
+        self.vacate(now, worker);
+    }
+
     /// Takes workers from `free` into vacant ranks: a returning one into its own rank, then any.
     pub(super) fn fill(&mut self, free: &mut Vec<&Member>) {
         let mut take = |slot: &mut Slot, wanted: Option<WorkerId>| {

@@ -104,6 +104,13 @@ impl Recording<'_> {
         stats.set(info, 1.0);
     }
 
+    /// A worker computes much slower than the others of its replica, or does so no more.
+    pub fn rank_slow(&mut self, worker: WorkerId, slow: bool) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.worker(worker);
+        stats.set(cells.slow, f64::from(u8::from(slow)));
+    }
+
     /// A worker came back as another process.
     pub fn worker_restarted(&mut self, worker: WorkerId) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
@@ -180,6 +187,7 @@ impl Cells {
                 up: stats.gauge(catalogue::WORKER_UP, [&name]),
                 info: None,
                 restarts: stats.counter(catalogue::WORKER_RESTARTS, [&name]),
+                slow: stats.gauge(catalogue::SLOW_RANKS, [&name]),
                 last_report: stats.gauge(catalogue::WORKER_LAST_REPORT, [&name]),
             }
         });
