@@ -6,6 +6,7 @@
 //! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
+//! - [`recovery`]: how long clients wait when something breaks; the figures of docs/benchmarks.md
 //! - [`resharding`]: the degree follows the members
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
@@ -26,6 +27,7 @@ mod etcd;
 mod failures;
 mod front_ends;
 mod openai_client;
+mod recovery;
 mod resharding;
 mod scaling;
 mod scraping;

@@ -6,13 +6,23 @@ use std::time::{Duration, Instant};
 use crate::fleet::free_port;
 use crate::models::repository;
 
-/// A running etcd.
+/// A running member of etcd.
 #[derive(Debug)]
 pub struct Etcd {
     child: Child,
-    folder: PathBuf,
+    member: Member,
+}
+
+/// How to run a member.
+#[derive(Clone, Debug)]
+struct Member {
+    program: PathBuf,
+    name: String,
+    data: PathBuf,
     client: u16,
     peer: u16,
+    /// All members' names and addresses, as etcd wants them.
+    cluster: String,
 }
 
 /// The program: in PATH, or where `tests/run` unpacks it.
@@ -24,12 +34,21 @@ fn program() -> Option<PathBuf> {
 }
 
 impl Etcd {
-    /// Starts etcd with its data in `folder`. `None`, with a notice, when there is no etcd and this
-    /// is not continuous integration.
+    /// Starts an etcd of one member with its data in `folder`. `None`, with a notice, when there is
+    /// no etcd and this is not continuous integration.
     ///
     /// # Errors
     /// When it does not start to listen, or in continuous integration without it.
     pub async fn start(folder: &Path) -> Result<Option<Self>, String> {
+        let members = Self::start_cluster(folder, 1).await?;
+        Ok(members.and_then(|mut members| members.pop()))
+    }
+
+    /// Starts an etcd of so many members, otherwise as [`Etcd::start`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_cluster(folder: &Path, count: usize) -> Result<Option<Vec<Self>>, String> {
         let Some(program) = program() else {
             if std::env::var_os("CI").is_some() {
                 return Err("etcd is needed in continuous integration".to_owned());
@@ -38,17 +57,35 @@ impl Etcd {
             let _ = std::io::Write::write_all(&mut std::io::stderr(), notice.as_bytes());
             return Ok(None);
         };
-        let (client, peer) = (free_port(), free_port());
-        let child = spawn(&program, folder, client, peer)?;
-        let etcd = Self { child, folder: folder.to_owned(), client, peer };
-        etcd.wait().await?;
-        Ok(Some(etcd))
+        let ports: Vec<(u16, u16)> = (0..count).map(|_| (free_port(), free_port())).collect();
+        let peers = ports.iter().enumerate();
+        let peers = peers.map(|(index, (_, peer))| format!("m{index}=http://127.0.0.1:{peer}"));
+        let cluster = peers.collect::<Vec<_>>().join(",");
+        let mut members = Vec::new();
+        for (index, (client, peer)) in ports.into_iter().enumerate() {
+            let (name, program) = (format!("m{index}"), program.clone());
+            let data = folder.join(&name);
+            let member = Member { program, name, data, client, peer, cluster: cluster.clone() };
+            members.push(Self { child: member.spawn()?, member });
+        }
+        for member in &members {
+            member.wait().await?;
+        }
+        Ok(Some(members))
+    }
+
+    /// Whether it leads the other members; `None` when it does not answer.
+    pub async fn leads(&self) -> Option<bool> {
+        let url = format!("{}/v3/maintenance/status", self.endpoint());
+        let reply = reqwest::Client::new().post(url).body("{}").send().await.ok()?;
+        let status: serde_json::Value = reply.json().await.ok()?;
+        Some(status["leader"].as_str()? == status["header"]["member_id"].as_str()?)
     }
 
     /// Where clients reach it.
     #[must_use]
     pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.client)
+        format!("http://127.0.0.1:{}", self.member.client)
     }
 
     /// Its process id.
@@ -69,8 +106,7 @@ impl Etcd {
     /// As [`Etcd::start`].
     pub async fn restart(&mut self) -> Result<(), String> {
         self.kill();
-        let program = program().ok_or("etcd is gone")?;
-        self.child = spawn(&program, &self.folder, self.client, self.peer)?;
+        self.child = self.member.spawn()?;
         self.wait().await
     }
 
@@ -93,18 +129,20 @@ impl Drop for Etcd {
     }
 }
 
-fn spawn(program: &Path, folder: &Path, client: u16, peer: u16) -> Result<Child, String> {
-    let client = format!("http://127.0.0.1:{client}");
-    let peer = format!("http://127.0.0.1:{peer}");
-    Command::new(program)
-        .args(["--name", "test", "--data-dir"])
-        .arg(folder.join("etcd"))
-        .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
-        .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-        .args(["--initial-cluster", &format!("test={peer}")])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(|error| format!("cannot start {}: {error}", program.display()))
+impl Member {
+    fn spawn(&self) -> Result<Child, String> {
+        let client = format!("http://127.0.0.1:{}", self.client);
+        let peer = format!("http://127.0.0.1:{}", self.peer);
+        Command::new(&self.program)
+            .args(["--name", &self.name, "--data-dir"])
+            .arg(&self.data)
+            .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
+            .args(["--initial-cluster", &self.cluster])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|error| format!("cannot start {}: {error}", self.program.display()))
+    }
 }

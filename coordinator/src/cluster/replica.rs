@@ -9,8 +9,9 @@ use super::Member;
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// Longest such wait.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
-/// A replica that served this long starts counting failures anew.
-const STABLE_AFTER: Duration = Duration::from_secs(30);
+/// A replica that served this long starts counting failures anew: what it waits for is not to do the
+/// same again and again, and clients wait as long.
+const STABLE_AFTER: Duration = Duration::from_secs(5);
 
 /// Where a replica is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
