@@ -87,6 +87,9 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
         stats.set(cells.up, if up { 1.0 } else { 0.0 });
+        if up {
+            stats.set(cells.slow, 0.0);
+        }
         if !up && let Some(info) = cells.info.take() {
             stats.clear(info);
         }
@@ -130,6 +133,7 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
         stats.clear(cells.up);
+        stats.clear(cells.slow);
         stats.clear(cells.last_report);
         if let Some(info) = cells.info.take() {
             stats.clear(info);
