@@ -156,6 +156,7 @@ fn step(on: bool, batch: u32, steps: u32) {
                 epoch: plan.epoch,
                 step: plan.step,
                 outputs: outputs.collect(),
+                digest: 0,
                 timings: StepTimings::default(),
                 stats: WorkerStats::default(),
             };

@@ -1,8 +1,8 @@
 //! The command line: parses options, lets a configuration file supply what was not given, starts
 //! the role asked for and turns its end into an exit code.
 //!
-//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 75 another coordinator leads now
-//! (start this one again and it stands by), 78 another process has this one's name.
+//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 75 start it again (another
+//! coordinator leads now, and this one will stand by; or a worker of `tutti up` was signalled), 78 another process has this one's name.
 mod bench;
 mod config_file;
 mod doctor;
@@ -16,6 +16,7 @@ mod output;
 mod resources;
 mod secret;
 mod serve;
+mod signals;
 mod up;
 mod work;
 
@@ -37,6 +38,9 @@ pub(crate) enum CliError {
     /// Another coordinator leads.
     #[error("{0}")]
     Superseded(String),
+    /// A worker of `tutti up` ended by a signal that was not its parent's.
+    #[error("{0}")]
+    Again(String),
     /// Another process has the same name.
     #[error("{0}")]
     NameTaken(String),
@@ -48,7 +52,7 @@ impl CliError {
         match self {
             Self::Failed(_) => 1,
             Self::Usage(_) => 2,
-            Self::Superseded(_) => 75,
+            Self::Superseded(_) | Self::Again(_) => 75,
             Self::NameTaken(_) => 78,
         }
     }

@@ -119,6 +119,13 @@ pub enum Effect {
         /// Which.
         replica: ReplicaId,
     },
+    /// A worker computes much slower than the others of its replica, or does so no more.
+    Pace {
+        /// Which.
+        worker: WorkerId,
+        /// Whether it is slow.
+        slow: bool,
+    },
     /// Trying again cannot help (a corrupt model, an impossible degree).
     Unservable {
         /// Which replica.
@@ -139,6 +146,8 @@ pub struct Cluster {
     /// Since when there have been workers, and too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
+    /// Workers that computed much slower than the others of their replica when last seen to.
+    slow: BTreeSet<WorkerId>,
     /// The weights that workers brought from another coordinator.
     held: BTreeMap<WorkerId, HeldShard>,
     /// Nodes of workers that are about to join.
@@ -154,6 +163,7 @@ impl Cluster {
         Self {
             config,
             held: BTreeMap::new(),
+            slow: BTreeSet::new(),
             expected: BTreeSet::new(),
             settling_since: None,
             members: BTreeMap::new(),
@@ -228,6 +238,9 @@ impl Cluster {
             return;
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
+        if self.slow.remove(&worker) {
+            effects.push(Effect::Pace { worker, slow: false });
+        }
         if let Some(id) = self.replica_of(worker) {
             let reason = format!("{worker} ({node}): {reason}");
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
@@ -236,6 +249,21 @@ impl Cluster {
             }
         }
         self.reconcile(now, effects);
+    }
+
+    /// A worker is about to end: its replica goes on without it at once, and it is let go.
+    pub fn worker_leaves(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(member) = self.members.get(&worker).filter(|member| !member.draining) else {
+            return;
+        };
+        let reason = format!("{worker} ({}): {reason}", member.node);
+        self.let_go(now, worker, &reason, effects);
     }
 
     /// A rank reports how far its weights are loaded.
@@ -305,6 +333,28 @@ impl Cluster {
             self.break_replica(now, id, EpochEnd::Failed, reason, effects);
             self.reconcile(now, effects);
         }
+    }
+
+    /// A rank has computed much slower than the others of its replica for a while, or has kept pace
+    /// for as long. A spare takes the place of a slow one, which becomes the spare that is used last.
+    pub fn rank_pace(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        epoch: Epoch,
+        worker: WorkerId,
+        slow: bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let is_rank = |replica: &Replica| replica.epoch() == epoch && replica.has(worker);
+        if !self.replicas.get(&id).is_some_and(is_rank) {
+            return;
+        }
+        let changed = if slow { self.slow.insert(worker) } else { self.slow.remove(&worker) };
+        if changed {
+            effects.push(Effect::Pace { worker, slow });
+        }
+        self.reconcile(now, effects);
     }
 
     /// Time passes: retries what is due.

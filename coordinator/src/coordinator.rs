@@ -31,6 +31,7 @@ use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
 use crate::http::admin::Admin;
+use crate::http::gate::Gate;
 use crate::http::metrics::{self as metrics_page, MetricsPage};
 use crate::http::params::Limits;
 use crate::http::server;
@@ -55,6 +56,11 @@ const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long ranks may stay away before a replica goes on with fewer: a restarted process is back
 /// sooner.
 const RESHARD_AFTER: Duration = Duration::from_millis(1500);
+
+/// How long the last words to clients may take.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
+/// How long connections may take to close once all is said.
+pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_millis(300);
 
 /// An address that is listened on.
 #[derive(Debug)]
@@ -100,6 +106,8 @@ pub struct Coordinator {
     cluster_addr: SocketAddr,
     cluster: Addr<ClusterActor>,
     http: ServerHandle,
+    gate: Gate,
+    frontends: Arc<Frontends>,
     /// The listener of `/metrics` alone.
     metrics: Option<(SocketAddr, ServerHandle)>,
     /// Takes connections of workers and front ends.
@@ -230,10 +238,14 @@ impl Coordinator {
         })?;
         let (handle, commands) = EngineHandle::channel();
         actix::spawn(forward(commands, cluster.clone()));
+        let gate = Gate::default();
         let readiness: ReadinessCheck = {
-            let (view, clock) = (view.clone(), clock.clone());
+            let (view, clock, gate) = (view.clone(), clock.clone(), gate.clone());
             let degree = options.tensor_parallel;
             Arc::new(move || {
+                if gate.is_closed() {
+                    return Readiness::ending();
+                }
                 let view = view.borrow();
                 if view.is_ready(clock.now()) {
                     return Readiness { ready: true, message: "serving".to_owned() };
@@ -255,6 +267,7 @@ impl Coordinator {
             serving,
             readiness.clone(),
             actors.clone(),
+            gate.clone(),
         ));
         let accepting = actix::spawn(links::accept(
             listener,
@@ -279,9 +292,10 @@ impl Coordinator {
             options.run,
         );
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
+        let state = state.with_gate(gate.clone());
         let state = state.with_admin(Admin {
             cluster: cluster.clone(),
-            frontends,
+            frontends: frontends.clone(),
             secret: options.secret,
             workers: options.workers,
             log: options.log,
@@ -311,6 +325,8 @@ impl Coordinator {
             cluster_addr,
             cluster,
             http,
+            gate,
+            frontends,
             metrics,
             accepting,
             _host: host,
@@ -376,14 +392,41 @@ impl Coordinator {
         self.view.borrow().is_ready(self.clock.now())
     }
 
+    /// Takes no new requests and is not ready any more, from now on.
+    pub fn close(&self) {
+        self.gate.close();
+    }
+
+    /// Requests that run.
+    #[must_use]
+    pub fn requests(&self) -> usize {
+        self.gate.inside()
+    }
+
+    /// Takes no new requests and waits for those that run, at most so long. Returns whether all
+    /// have ended.
+    pub async fn finish(&self, patience: Duration) -> bool {
+        self.close();
+        let finished = self.gate.empty_within(patience).await;
+        if finished {
+            self.frontends.flush(FLUSH_PATIENCE).await;
+        }
+        finished
+    }
+
     /// Stops: no new requests, running ones fail, connections end. Workers are told to end when
     /// `workers_too`; otherwise they go on dialling.
     pub async fn stop(self, workers_too: bool) {
+        self.close();
         // Who dials from now on finds nobody and dials on, elsewhere if another leads.
         self.accepting.abort();
         let reason = "the coordinator stops".to_owned();
         let _ = self.cluster.send(Stop { reason, workers_too }).await;
-        self.http.stop(true).await;
+        // Those that fail are still told so.
+        self.gate.empty_within(FLUSH_PATIENCE).await;
+        self.frontends.flush(FLUSH_PATIENCE).await;
+        // Connections without a request are not waited for.
+        let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
         if let Some((_, metrics)) = self.metrics {
             metrics.stop(false).await;
         }
@@ -419,8 +462,9 @@ fn replica_factory(
         let scheduler = Scheduler::new(scheduling)?;
         let observer = hub.observer().clone();
         let driver = ReplicaDriver::new(clock.now(), id, scheduler, observer, limits);
-        let orphanage = cluster.clone().recipient();
-        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster.recipient(), orphanage))
+        let (orphanage, paces) = (cluster.clone().recipient(), cluster.clone().recipient());
+        let cluster = cluster.recipient();
+        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster, orphanage, paces))
     })
 }
 

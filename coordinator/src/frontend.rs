@@ -23,12 +23,17 @@ use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
 use self::uplink::{JoinError, Uplink, join};
+use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
+use crate::http::gate::Gate;
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::AppState;
 use crate::metrics::FrontendStats;
 use crate::text::model::{TextModel, TextModelError};
+
+/// How long leaving may take.
+const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What `tutti frontend` was asked for.
 #[derive(Clone, Debug)]
@@ -91,6 +96,7 @@ pub enum FrontendError {
 pub struct Frontend {
     http_addr: SocketAddr,
     http: ServerHandle,
+    gate: Gate,
     stop: oneshot::Sender<()>,
     ended: oneshot::Receiver<FrontendError>,
 }
@@ -128,8 +134,10 @@ impl Frontend {
         let stats = FrontendStats::new();
         let (engine, commands) = EngineHandle::channel();
         let (threads, run) = (options.http_threads, options.run);
+        let gate = Gate::default();
         let uplink =
-            Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands);
+            Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
+                .behind(gate.clone());
         let state = AppState::new(
             &serving.served_model_name,
             text,
@@ -139,7 +147,8 @@ impl Frontend {
             stats,
             uplink.readiness(),
             run,
-        );
+        )
+        .with_gate(gate.clone());
         let http = server::start(listener, state, threads).map_err(failed)?;
         let handle = http.handle();
         actix::spawn(http);
@@ -150,7 +159,7 @@ impl Frontend {
                 let _ = end.send(error);
             }
         });
-        Ok(Self { http_addr, http: handle, stop, ended })
+        Ok(Self { http_addr, http: handle, gate, stop, ended })
     }
 
     /// Where HTTP is served.
@@ -168,11 +177,27 @@ impl Frontend {
         }
     }
 
-    /// Finishes what runs, for a few seconds, reports for the last time, and leaves.
+    /// Requests that run.
+    #[must_use]
+    pub fn requests(&self) -> usize {
+        self.gate.inside()
+    }
+
+    /// Takes no new requests, is not ready any more, and waits for the requests that run, at most
+    /// so long. Returns whether all have ended.
+    pub fn finish(&self, patience: Duration) -> impl Future<Output = bool> + use<> {
+        let gate = self.gate.clone();
+        gate.close();
+        async move { gate.empty_within(patience).await }
+    }
+
+    /// Fails what still runs, reports for the last time, and leaves.
     pub async fn stop(self) {
-        self.http.stop(true).await;
+        self.gate.close();
         let _ = self.stop.send(());
-        let _ = tokio::time::timeout(Duration::from_secs(1), self.ended).await;
+        let _ = tokio::time::timeout(STOP_PATIENCE, self.ended).await;
+        // Connections without a request are not waited for.
+        let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
     }
 }
 

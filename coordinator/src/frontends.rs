@@ -17,6 +17,7 @@ use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
 use shared::ids::{Incarnation, RequestId};
 use shared::metrics::Source;
+use shared::metrics::labels::RejectReason;
 use shared::protocol::actors::{ActorLife, ActorReport};
 use shared::protocol::{
     EngineEvent, FromFrontend, FrontendHello, FrontendId, FrontendWelcome, Serving, SubmitRequest,
@@ -27,6 +28,7 @@ use shared::wire::frame::FrameKind;
 use tokio::sync::mpsc;
 
 use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, Gone, StopCheck};
+use crate::http::gate::{Gate, Visit};
 use crate::http::params::Limits;
 use crate::http::state::ReadinessCheck;
 use crate::metrics::Hub;
@@ -43,6 +45,8 @@ pub const PROMPT_LOGPROBS_PIECE: usize = 4096;
 const STATS_INTERVAL: Duration = Duration::from_millis(500);
 /// How often readiness is looked at.
 const READINESS_INTERVAL: Duration = Duration::from_millis(100);
+/// How often queues are looked at that shall become empty.
+const FLUSH_POLL: Duration = Duration::from_millis(5);
 /// A front end's own request numbers lie below this; the link's number comes above.
 const LINK_SHIFT: u32 = 40;
 /// Front ends, linked or gone, that have a slot.
@@ -58,6 +62,7 @@ pub struct Frontends {
     serving: Serving,
     limits: Limits,
     readiness: ReadinessCheck,
+    gate: Gate,
     slots: Mutex<Slots>,
     /// Links so far; link 0 is this process's own front end.
     links: AtomicU64,
@@ -89,6 +94,8 @@ struct Linked {
     number: u64,
     pid: u32,
     handle: LinkHandle,
+    /// Events on their way.
+    queue: mpsc::Sender<(RequestId, EngineEvent)>,
 }
 
 impl std::fmt::Debug for Frontends {
@@ -98,7 +105,7 @@ impl std::fmt::Debug for Frontends {
 }
 
 impl Frontends {
-    /// No front ends yet; their requests go to `commands`.
+    /// No front ends yet; their requests go to `commands`, if `gate` lets them in.
     #[must_use]
     pub fn new(
         hub: Arc<Hub>,
@@ -108,6 +115,7 @@ impl Frontends {
         serving: Serving,
         readiness: ReadinessCheck,
         actors: ActorRuntime,
+        gate: Gate,
     ) -> Self {
         Self {
             actors,
@@ -118,6 +126,7 @@ impl Frontends {
             limits: Limits::new(serving.max_model_len),
             serving,
             readiness,
+            gate,
             slots: Mutex::default(),
             links: AtomicU64::new(1),
         }
@@ -132,6 +141,26 @@ impl Frontends {
         };
         let all = slots.by_node.iter();
         all.filter_map(|(node, id)| Some((node.clone(), *id, linked(id)?))).collect()
+    }
+
+    /// Waits until the events there are have left this process, at most so long.
+    pub async fn flush(&self, patience: Duration) {
+        let waiting = || {
+            let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+            let links = || slots.last.values().filter_map(|(_, link)| link.as_ref());
+            let waits = |link: &Linked| link.queue.capacity() < EVENTS_MAX;
+            (links().count(), links().any(|link| waits(link) || link.handle.has_queued()))
+        };
+        let flushed = async {
+            while waiting().1 {
+                tokio::time::sleep(FLUSH_POLL).await;
+            }
+        };
+        let _ = tokio::time::timeout(patience, flushed).await;
+        if waiting().0 > 0 {
+            // What was taken from the last queue is being written.
+            tokio::time::sleep(FLUSH_POLL * 4).await;
+        }
     }
 
     /// The answer to a hello.
@@ -169,7 +198,7 @@ impl Frontends {
             id,
             incarnation,
             link_number,
-            queue,
+            queue: queue.clone(),
             open: open.clone(),
             peer: self.actors.reserve_peer(),
             node: hello.node.clone(),
@@ -178,7 +207,8 @@ impl Frontends {
         let sink = move |event| receiver.take(event);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(frontend = %id, node = hello.node, pid = hello.pid, "joined");
-        let linked = Linked { number: link_number, pid: hello.pid, handle: link.clone() };
+        let (number, pid, handle) = (link_number, hello.pid, link.clone());
+        let linked = Linked { number, pid, handle, queue };
         let old = self
             .slots
             .lock()
@@ -388,9 +418,16 @@ impl Receiver {
     }
 
     fn submit(&self, submit: SubmitRequest) -> bool {
-        let events =
-            RemoteEvents { id: submit.id, queue: self.queue.clone(), open: self.open.clone() };
         let frontends = &self.frontends;
+        let visit = frontends.gate.enter().map(Arc::new);
+        let late = visit.is_none();
+        let (queue, open) = (self.queue.clone(), self.open.clone());
+        let events = RemoteEvents { id: submit.id, queue, open, _visit: visit };
+        if late {
+            frontends.hub.observer().record().rejected(RejectReason::ShuttingDown);
+            let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));
+            return true;
+        }
         let request = if submit.id.0 >> LINK_SHIFT == 0 {
             frontends.request(self.global(submit.id), submit)
         } else {
@@ -424,6 +461,8 @@ pub struct RemoteEvents {
     id: RequestId,
     queue: mpsc::Sender<(RequestId, EngineEvent)>,
     open: Arc<AtomicBool>,
+    /// The request is inside as long as the engine may send events.
+    _visit: Option<Arc<Visit>>,
 }
 
 impl RemoteEvents {

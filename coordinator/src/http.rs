@@ -9,11 +9,13 @@
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes
 //! - [`metrics`]: the cluster's metrics, in the format asked for
 //! - [`admin`]: the operator's side
+//! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
 //! - [`error`]: every error a client can see, in one mapping
 pub mod admin;
 pub mod chat;
 pub mod completions;
 pub mod error;
+pub mod gate;
 pub mod generation;
 pub mod logprobs;
 pub mod metrics;

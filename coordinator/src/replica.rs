@@ -2,7 +2,11 @@
 //!
 //! - [`driver`]: what happens, as plain method calls: scheduler, request table, observer
 //! - [`operation`]: PURE: what a replica does with what it is told
+//! - [`agreement`]: PURE: what the ranks say of the same step
+//! - [`stragglers`]: PURE: ranks that compute much slower than the others, for long
 //! - [`actor`]: the actix shell: mailbox, timer, links
 pub mod actor;
+pub mod agreement;
 pub mod driver;
 pub mod operation;
+pub mod stragglers;

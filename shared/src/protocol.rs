@@ -22,7 +22,7 @@ pub use frontend::{
 use serde::{Deserialize, Serialize};
 pub use step::{
     NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings,
-    TokenLogprobs,
+    TokenDigest, TokenLogprobs,
 };
 
 use crate::actor::peer::RemoteMessage;
@@ -73,10 +73,12 @@ pub enum FromWorker {
     Stats(WorkerStats),
     /// New lines of its log, once a second when there are any, and at its end.
     Logs(LogLines),
-    /// The worker leaves on purpose; not a failure.
+    /// The worker ends.
     Goodbye {
         /// Why, for the coordinator's log.
         reason: String,
+        /// It cannot go on; else it leaves on purpose, which counts as no failure.
+        failed: bool,
     },
 }
 

@@ -189,7 +189,8 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     assert_eq!(sum(&scrape, "tutti_membership_leading"), 1.0);
     assert_eq!(sum(&scrape, "tutti_worker_up"), 4.0);
 
-    // Started again, the first one stands by; told to end, the second one hands over at once.
+    // Started again, the first one stands by; told to end, the second one finishes what runs, then
+    // hands over at once.
     let again = meeting.coordinator(&[]).await;
     let client = again.client().unwrap();
     until("it stands by", async || {
@@ -197,7 +198,12 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     })
     .await;
     let mut second = second;
-    LocalCluster::signal(second.pid(), "INT").unwrap();
+    let streams = [long_stream(&standby).await, long_stream(&frontend).await];
+    LocalCluster::signal(second.pid(), "TERM").unwrap();
+    for stream in streams {
+        let rest = String::from_utf8(stream.bytes().await.unwrap().to_vec()).unwrap();
+        assert!(rest.ends_with("data: [DONE]\n\n"), "{rest}");
+    }
     assert!(second.wait_end().unwrap().success(), "{}", second.log());
     until("it leads", async || serves(&client).await.then_some(())).await;
     assert_eq!(story(&client).await, before);

@@ -5,10 +5,13 @@
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`dead_ranks`]: what is left of workers that are gone
 //! - [`doctor`]: what a host needs to become a node
+//! - [`draining`]: processes that are told to end finish what they do
 //! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
 //! - [`placing`]: which workers go together
+//! - [`prefixes`]: prompts that begin alike
+//! - [`recovery`]: how long clients wait when something breaks; the figures of docs/benchmarks.md
 //! - [`resharding`]: the degree follows the members
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
@@ -27,12 +30,14 @@ mod by_hand;
 mod counters;
 mod dead_ranks;
 mod doctor;
+mod draining;
 mod etcd;
 mod failures;
 mod front_ends;
 mod openai_client;
 mod placing;
 mod prefixes;
+mod recovery;
 mod resharding;
 mod scaling;
 mod scraping;

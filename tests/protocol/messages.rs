@@ -64,6 +64,7 @@ fn result() -> StepResult {
             prompt_start: 1,
             corrupted: false,
         }],
+        digest: 0x0102_0304,
         timings: StepTimings {
             step_us: 1,
             forward_us: 2,
@@ -118,7 +119,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::StepFailed(StepFailed { epoch, step: StepId(1), message: "m".to_owned() }),
         FromWorker::Stats(WorkerStats::default()),
         FromWorker::Logs(LogLines { first: 1 << 40, lines: vec!["l\u{e9}".to_owned()] }),
-        FromWorker::Goodbye { reason: "r".to_owned() },
+        FromWorker::Goodbye { reason: "r".to_owned(), failed: true },
     ];
     from.iter().for_each(round_trip);
     let shard = HeldShard { model: "/models/m".to_owned(), rank: 3, world_size: 4 };

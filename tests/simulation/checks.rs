@@ -32,9 +32,30 @@ pub(crate) struct Checks {
     /// To which replica an epoch belongs.
     epochs: BTreeMap<Epoch, ReplicaId>,
     last: Option<Merged>,
+    /// By slot, since when and until when it is slow.
+    slow: BTreeMap<usize, (Time, Time)>,
+    /// Since when an epoch serves.
+    serving: BTreeMap<Epoch, Time>,
+    /// Since when there is a spare that never was slow.
+    spare_since: Option<Time>,
 }
 
+/// A slow rank is replaced within this, where nothing else happens.
+const RELIEVED_WITHIN: Time = 70 * S;
+
 impl Checks {
+    pub(crate) fn slowed(&mut self, slot: usize, now: Time, lasts: Time) {
+        let (from, until) = self.slow.entry(slot).or_insert((now, now));
+        if *until < now {
+            *from = now;
+        }
+        *until = (now + lasts).max(*until);
+    }
+
+    pub(crate) fn serves(&mut self, epoch: Epoch, now: Time) {
+        self.serving.insert(epoch, now);
+    }
+
     pub(crate) fn delivered(&mut self, worker: WorkerId, incarnation: u64, sequence: u64) {
         let newest = self.newest.entry((worker, incarnation)).or_default();
         *newest = sequence.max(*newest);
@@ -150,11 +171,51 @@ impl World {
         }
     }
 
+    /// Only those are said to be slow that are, or were a moment ago.
+    pub(crate) fn check_pace(&mut self, worker: WorkerId, slow: bool) {
+        let Some(slot) = self.slot_of(worker).filter(|_| slow) else { return };
+        let was = self.checks.slow.get(&slot).is_some_and(|(_, until)| *until + 15 * S >= self.now);
+        if !was {
+            self.fail(format!("{worker} is said to be slow"));
+        }
+    }
+
+    /// Slow ranks do not stay where there are spares.
+    fn check_slow_ranks(&mut self) {
+        let places = self.places();
+        let is_spare = |(slot, epoch): &(usize, Option<Epoch>)| {
+            epoch.is_none()
+                && self.processes[*slot].alive
+                && !self.checks.slow.contains_key(slot)
+                && self.coordinator.core.replicas().all(|it| it.phase == ReplicaPhase::Serving)
+        };
+        let spare = places.iter().any(is_spare);
+        let since = self.checks.spare_since.filter(|_| spare);
+        let since = spare.then(|| since.unwrap_or(self.now));
+        self.checks.spare_since = since;
+        let Some(spare_since) = since else { return };
+        for (slot, epoch) in places {
+            let (Some(epoch), Some((from, until))) = (epoch, self.checks.slow.get(&slot)) else {
+                continue;
+            };
+            let serving = self.checks.serving.get(&epoch).copied().unwrap_or(self.now);
+            let since = spare_since.max(*from).max(serving);
+            if self.processes[slot].slowed >= 8
+                && self.now < *until
+                && self.now > since + RELIEVED_WITHIN
+            {
+                let seconds = (self.now - since) / S;
+                return self.fail(format!("slot {slot} is slow for {seconds} s, with a spare"));
+            }
+        }
+    }
+
     /// Nothing that shall be noticed goes on unnoticed.
     fn check_bounds(&mut self) {
         if let Some(worker) = self.unnoticed_silence() {
             self.fail(format!("{worker} is silent and still connected"));
         }
+        self.check_slow_ranks();
         if let Some(index) = self.clients.unnoticed(self.now) {
             self.fail(format!("req-{index} is held although its client has left"));
         }

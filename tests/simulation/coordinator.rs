@@ -247,7 +247,7 @@ impl World {
             return;
         }
         let now = self.time();
-        let mut effects = Vec::new();
+        let (mut effects, mut goodbye) = (Vec::new(), false);
         let core = &mut self.coordinator.core;
         match message {
             FromWorker::Step(result) => return self.step_done(worker, result),
@@ -269,9 +269,15 @@ impl World {
                 }
             }
             FromWorker::Logs(_) => return,
-            FromWorker::Goodbye { .. } => self.close(link, Side::Coordinator),
+            FromWorker::Goodbye { reason, .. } => {
+                core.worker_leaves(now, worker, &reason, &mut effects);
+                goodbye = true;
+            }
         }
         self.carry_out(effects);
+        if goodbye {
+            self.close(link, Side::Coordinator);
+        }
     }
 
     fn step_done(&mut self, worker: WorkerId, mut result: StepResult) {
@@ -279,6 +285,9 @@ impl World {
         let Some(replica) = self.coordinator.replica_of(worker) else {
             return self.coordinator.hub.observer().record().fenced_frames(1);
         };
+        if self.switches.ranks_may_disagree {
+            result.digest = 0;
+        }
         self.deliver_late(replica, worker, &result);
         let again = self.switches.results_repeat.then(|| {
             let mut again = result.clone();
@@ -345,7 +354,11 @@ impl World {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
                     self.replica_ready(replica, epoch, ranks, num_blocks);
                 }
+                Effect::Pace { worker, slow } => {
+                    self.coordinator.hub.observer().record().rank_slow(worker, slow);
+                }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
+                    self.report.relieved += u64::from(reason.contains("is slow"));
                     self.say(|| format!("{replica} broke, {epoch}: {reason}"));
                     if let Some(running) = self.coordinator.replicas.get_mut(&replica) {
                         running.serving = None;
@@ -388,6 +401,7 @@ impl World {
             return;
         }
         self.say(|| format!("{id} serves in {epoch}"));
+        self.checks.serves(epoch, self.now);
         let config = ReplicaConfig {
             engine: self.scenario.engine.clone(),
             num_blocks,
@@ -462,6 +476,22 @@ impl World {
         for replica in replicas {
             self.mail_replica(replica, ReplicaMail::Cancel(id));
         }
+    }
+
+    /// Slots of members, and the epoch in which each is a rank of a replica that serves.
+    pub(crate) fn places(&self) -> Vec<(usize, Option<Epoch>)> {
+        let epoch_of = |worker: WorkerId| {
+            let serves = |it: &ReplicaStatus| it.phase == ReplicaPhase::Serving;
+            let holds = |it: &ReplicaStatus| it.ranks.contains(&Some(worker));
+            self.coordinator.core.replicas().find(|it| serves(it) && holds(it)).map(|it| it.epoch)
+        };
+        let connected = self.coordinator.connected.iter();
+        connected.map(|(worker, it)| (self.links[it.link].slot, epoch_of(*worker))).collect()
+    }
+
+    /// The slot of a connected worker.
+    pub(crate) fn slot_of(&self, worker: WorkerId) -> Option<usize> {
+        self.coordinator.connected.get(&worker).map(|it| self.links[it.link].slot)
     }
 
     /// A connection whose other end has been silent for too long, if there is one.

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use shared::ids::SeqId;
-use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, StepPlan};
+use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, StepPlan, TokenDigest};
 use shared::sampling::SamplingParams;
 
 use crate::model::{EMPTY, POISON, extend};
@@ -176,13 +176,21 @@ impl RankEngine {
             .collect()
     }
 
-    /// Learns what was sampled; returns rank 0's outputs.
-    pub(crate) fn sampled(&mut self, plan: &StepPlan, tokens: &[u32]) -> Vec<SequenceOutput> {
+    /// Learns tokens, which should be those that were sampled; returns rank 0's outputs, and the
+    /// digest of what was learned.
+    pub(crate) fn sampled(
+        &mut self,
+        plan: &StepPlan,
+        tokens: &[u32],
+        learned: &[u32],
+    ) -> (Vec<SequenceOutput>, u32) {
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);
         let mut outputs = Vec::new();
-        for (entry, token) in sampled.zip(tokens) {
+        let mut digest = TokenDigest::of(plan.step);
+        for (entry, (token, learned)) in sampled.zip(tokens.iter().zip(learned)) {
             if let Some(known) = self.known.get_mut(&entry.seq) {
-                known.tokens.push(*token);
+                digest = digest.with(entry.seq, known.tokens.len() as u32, *learned);
+                known.tokens.push(*learned);
             }
             outputs.push(SequenceOutput {
                 seq: entry.seq,
@@ -194,6 +202,6 @@ impl RankEngine {
                 corrupted: false,
             });
         }
-        outputs
+        (outputs, digest.value())
     }
 }

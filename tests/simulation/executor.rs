@@ -12,7 +12,7 @@ use shared::protocol::{
 };
 
 use crate::engine::RankEngine;
-use crate::model::{all_reduce, choose};
+use crate::model::{VOCABULARY, all_reduce, choose};
 use crate::scenario::{MS, S, Time};
 use crate::world::{Event, World};
 
@@ -65,6 +65,8 @@ pub(crate) struct Executor {
     /// Of the event that ends the job.
     token: u64,
     pub(crate) began: Time,
+    /// How long the step under way takes to compute.
+    computes: Time,
     pub(crate) epoch: Option<Epoch>,
     /// Epochs up to this one, of this link or one before, are over.
     pub(crate) aborted: (u64, Epoch),
@@ -227,6 +229,7 @@ impl World {
         if stall > 0 {
             self.disturb(slot, takes);
         }
+        self.processes[slot].executor.computes = takes;
         self.begin_for(slot, Job::Compute(message), takes);
     }
 
@@ -401,11 +404,22 @@ impl World {
     fn step_finished(&mut self, slot: usize, message: &Rc<ToWorker>, tokens: &[u32]) {
         let ToWorker::Step(plan) = &**message else { return };
         let process = &mut self.processes[slot];
-        let mut outputs: Vec<SequenceOutput> = process.executor.engine.sampled(plan, tokens);
+        let mut learned = tokens.to_vec();
+        let alone = process.executor.collective.as_ref().is_none_or(|it| it.world_size == 1);
+        if !alone
+            && let Some(token) = learned.first_mut()
+            && std::mem::take(&mut process.diverge)
+        {
+            // Two that diverge at once do not agree either.
+            *token = (*token + 1 + slot as u32) % VOCABULARY;
+        }
+        let (mut outputs, digest): (Vec<SequenceOutput>, u32) =
+            process.executor.engine.sampled(plan, tokens, &learned);
         if process.executor.collective.as_ref().is_none_or(|it| it.rank != 0) {
             outputs.clear();
         }
-        let timings = StepTimings { step_us: 1000, forward_us: 900, ..StepTimings::default() };
+        let forward_us = process.executor.computes;
+        let timings = StepTimings { step_us: 1000, forward_us, ..StepTimings::default() };
         if let Some((_, stats)) = &mut process.stats {
             stats.step(&timings);
             process.steps += 1;
@@ -413,7 +427,8 @@ impl World {
         let due = process.last_report.is_none_or(|last| self.now - last >= REPORT_INTERVAL);
         let stats = if due { self.stats(slot) } else { WorkerStats::default() };
         let (epoch, step) = (plan.epoch, plan.step);
-        self.tell(slot, FromWorker::Step(StepResult { epoch, step, outputs, timings, stats }));
+        let result = StepResult { epoch, step, outputs, digest, timings, stats };
+        self.tell(slot, FromWorker::Step(result));
     }
 
     /// Drops the collective. Over TCP the others notice.

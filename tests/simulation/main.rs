@@ -78,6 +78,8 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.poisoned += report.poisoned;
                 all.drained += report.drained;
                 all.cached += report.cached;
+                all.disagreed += report.disagreed;
+                all.relieved += report.relieved;
                 all.preemptions += report.preemptions;
                 all.fenced += report.fenced;
                 all.lasted += report.lasted;
@@ -97,7 +99,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 26] = [
+const MUTATIONS: [Mutation; 28] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -118,6 +120,8 @@ const MUTATIONS: [Mutation; 26] = [
     ("no_cluster_tick", |it| it.no_cluster_tick = true),
     ("leaving_unnoticed", |it| it.leaving_unnoticed = true),
     ("old_commands_run", |it| it.old_commands_run = true),
+    ("ranks_may_disagree", |it| it.ranks_may_disagree = true),
+    ("slow_ranks_stay", |it| it.slow_ranks_stay = true),
     ("newcomers_displace", |it| it.newcomers_displace = true),
     ("links_not_told_apart", |it| it.links_not_told_apart = true),
     ("token_lost", |it| it.token_lost = true),

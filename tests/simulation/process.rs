@@ -14,6 +14,7 @@ use crate::world::{Event, World};
 const HANDSHAKE_DEADLINE: Time = 3 * S;
 const REDIAL_MIN: Time = 50 * MS;
 const REDIAL_MAX: Time = 2 * S;
+const LEAVE_PATIENCE: Time = 2 * S;
 
 pub(crate) struct Process {
     pub(crate) incarnation: u64,
@@ -35,6 +36,7 @@ pub(crate) struct Process {
     pub(crate) slowed: u64,
     pub(crate) stall: Time,
     pub(crate) fail_step: bool,
+    pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
     /// When it is started again after it was told to end, if ever.
     pub(crate) back_after: Option<Time>,
@@ -60,6 +62,7 @@ impl Process {
             slowed: 1,
             stall: 0,
             fail_step: false,
+            diverge: false,
             fail_form: None,
             back_after: None,
         }
@@ -91,13 +94,14 @@ impl World {
         let incarnation = self.random.next();
         let old = &self.processes[slot];
         let (slowed, stall) = (old.slowed, old.stall);
-        let (fail_step, fail_form) = (old.fail_step, old.fail_form);
+        let (fail_step, fail_form, diverge) = (old.fail_step, old.fail_form, old.diverge);
         self.processes[slot] = Process {
             incarnation,
             alive: true,
             slowed,
             stall,
             fail_step,
+            diverge,
             fail_form,
             ..Process::absent()
         };
@@ -105,16 +109,34 @@ impl World {
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });
     }
 
-    pub(crate) fn say_goodbye(&mut self, slot: usize) {
-        if !self.processes[slot].frozen {
-            self.tell(slot, FromWorker::Goodbye { reason: "it leaves".to_owned() });
+    /// Somebody tells the process to end: it says goodbye, and ends when it is let go or after a
+    /// while.
+    pub(crate) fn leave_cluster(&mut self, slot: usize, back_after: Option<Time>) {
+        let process = &mut self.processes[slot];
+        if !process.alive || process.frozen {
+            return;
+        }
+        process.back_after = back_after;
+        let incarnation = process.incarnation;
+        self.disturb(slot, LEAVE_PATIENCE);
+        if self.processes[slot].link.is_some() {
+            self.tell(slot, FromWorker::Goodbye { reason: "it leaves".to_owned(), failed: false });
+            self.schedule(LEAVE_PATIENCE, Event::LeaveDeadline { slot, incarnation });
+            self.faulty_until(self.now + LEAVE_PATIENCE);
+        } else {
+            self.shut_down(slot);
+        }
+    }
+
+    pub(crate) fn leave_deadline(&mut self, slot: usize, incarnation: u64) {
+        if self.processes[slot].alive && self.processes[slot].incarnation == incarnation {
+            self.shut_down(slot);
         }
     }
 
     /// It is told to end.
     fn shut_down(&mut self, slot: usize) {
         let back_after = self.processes[slot].back_after;
-        self.say_goodbye(slot);
         self.kill(slot);
         self.disturb(slot, 0);
         self.faulty_until(self.now);

@@ -48,6 +48,7 @@ struct Outgoing<'a> {
     ranks: &'a [(WorkerId, LinkId, bool)],
     plans: Vec<(LinkId, Rc<ToWorker>)>,
     ends: Vec<(Epoch, String)>,
+    paces: Vec<(Epoch, WorkerId, bool)>,
 }
 
 impl Outside for Outgoing<'_> {
@@ -65,11 +66,16 @@ impl Outside for Outgoing<'_> {
     fn end_epoch(&mut self, epoch: Epoch, reason: String) {
         self.ends.push((epoch, reason));
     }
+
+    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, _times: f64) {
+        self.paces.push((epoch, worker, slow));
+    }
 }
 
 /// A message to the cluster.
 pub(crate) enum ClusterMail {
     EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String },
+    Pace { replica: ReplicaId, epoch: Epoch, worker: WorkerId, slow: bool },
     Orphans { from: ReplicaId, requests: Vec<Moved> },
 }
 
@@ -166,9 +172,10 @@ impl World {
             .map(|(worker, link)| (worker, link, self.links[link].open[Side::Coordinator as usize]))
             .collect();
         let Some(running) = self.coordinator.running(id) else { return };
-        let mut out = Outgoing { ranks: &ranks, plans: Vec::new(), ends: Vec::new() };
+        let (plans, ends, paces) = (Vec::new(), Vec::new(), Vec::new());
+        let mut out = Outgoing { ranks: &ranks, plans, ends, paces };
         act(&mut running.operation, now, &mut out);
-        let Outgoing { plans, ends, .. } = out;
+        let Outgoing { plans, ends, paces, .. } = out;
         for (link, plan) in plans {
             self.check_plan(id, &plan);
             self.send(link, Side::Worker, Packet::Down(plan));
@@ -177,7 +184,13 @@ impl World {
             if reason.contains("took over") {
                 self.check_timeout(&ranks, &reason);
             }
+            self.report.disagreed += u64::from(reason.contains("ranks disagree"));
             self.mail_cluster(ClusterMail::EpochFailed { replica: id, epoch, reason });
+        }
+        for (epoch, worker, slow) in paces {
+            if !self.switches.slow_ranks_stay {
+                self.mail_cluster(ClusterMail::Pace { replica: id, epoch, worker, slow });
+            }
         }
     }
 
@@ -211,6 +224,14 @@ impl World {
                 let mut effects = Vec::new();
                 let now = self.time();
                 self.coordinator.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
+                self.carry_out(effects);
+            }
+            ClusterMail::Pace { replica, epoch, worker, slow } => {
+                let mut effects = Vec::new();
+                let now = self.time();
+                self.check_pace(worker, slow);
+                let core = &mut self.coordinator.core;
+                core.rank_pace(now, replica, epoch, worker, slow, &mut effects);
                 self.carry_out(effects);
             }
             ClusterMail::Orphans { from, requests } => self.place_orphans(from, requests),

@@ -23,7 +23,8 @@ const FAULTS_END: Time = 15 * S;
 pub(crate) enum Fault {
     /// The process is killed, and started again after a while or never.
     Crash { slot: usize, back_after: Option<Time> },
-    /// The process says goodbye and ends, and is started again after a while or never.
+    /// The process is told to end: it says goodbye, is let go, and is started again after a while
+    /// or never.
     Leave { slot: usize, back_after: Option<Time> },
     /// The process is stopped, and goes on after a while.
     Freeze { slot: usize, lasts: Time },
@@ -39,6 +40,8 @@ pub(crate) enum Fault {
     Stall { slot: usize, takes: Time },
     /// The rank's next step fails.
     FailStep { slot: usize },
+    /// The rank has another token of its next step than the others.
+    Diverge { slot: usize },
     /// Another number of replicas is wanted, at most.
     Scale { max: Option<u32> },
     /// The node is drained: its process ends, and is started again after a while or never.
@@ -82,6 +85,8 @@ pub(crate) struct Scenario {
     pub(crate) degrees: Vec<u32>,
     /// How long ranks may stay away before a smaller one is taken.
     pub(crate) reshard_after: Time,
+    /// How many replicas the first processes make.
+    replicas: u64,
     /// Most replicas at first.
     pub(crate) max_replicas: Option<u32>,
     /// Hosts of the first worker processes, by slot; more may join.
@@ -142,6 +147,7 @@ impl Scenario {
         let fewest = random.range(17, 24);
         let mut scenario = Self {
             tensor_parallel,
+            replicas: replicas as u64,
             degrees,
             reshard_after: random.pick(&[1, 5, 5]) * S,
             max_replicas: random.chance(10).then_some(1),
@@ -226,7 +232,7 @@ impl Scenario {
 
     fn add_faults(&mut self, random: &mut Random) {
         let slots = self.hosts.len() as u64;
-        if random.chance(15) {
+        if random.chance(25) {
             // As where a process that is not heard of is replaced, and thaws.
             let slot = random.range(0, slots - 1) as usize;
             let at = random.range(0, FAULTS_END);
@@ -237,6 +243,13 @@ impl Scenario {
             self.faults.push((at, Fault::Freeze { slot, lasts: random.skewed(S, 14 * S) }));
             let lasts = random.range(S, 20 * S);
             self.faults.push((at + random.range(0, 6 * S), Fault::Twin { twin, lasts }));
+        }
+        let has_spare = slots > u64::from(self.tensor_parallel) * self.replicas;
+        if self.tensor_parallel > 1 && has_spare && random.chance(30) {
+            // For long: the spare shall take its place.
+            let (slot, factor) = (random.range(0, slots - 1) as usize, random.range(8, 40));
+            self.faults
+                .push((random.range(0, 5 * S), Fault::Slow { slot, factor, lasts: 130 * S }));
         }
         for _ in 0..random.range(5, 15) {
             let at = random.range(0, FAULTS_END);
@@ -264,6 +277,7 @@ impl Scenario {
                 81..=85 => Fault::FailStep { slot },
                 86..=89 => Fault::Scale { max: random.pick(&[None, Some(1), Some(2), Some(3)]) },
                 90..=94 => Fault::Drain { slot, back_after: self.back_after(random) },
+                95..=96 => Fault::Diverge { slot },
                 _ => Fault::FailForm { slot, permanent: random.chance(30) },
             };
             self.faults.push((at, fault));

@@ -47,6 +47,10 @@ pub(crate) struct Switches {
     pub(crate) leaving_unnoticed: bool,
     /// Commands of an earlier link run as if they came by the present one.
     pub(crate) old_commands_run: bool,
+    /// Nobody looks whether the ranks have the same tokens.
+    pub(crate) ranks_may_disagree: bool,
+    /// The cluster is not told of slow ranks.
+    pub(crate) slow_ranks_stay: bool,
     /// A process may take the name of another that is still connected.
     pub(crate) newcomers_displace: bool,
     /// A returning worker's old link is not told apart from its new one.

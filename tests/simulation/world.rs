@@ -53,6 +53,7 @@ pub(crate) enum Event {
     Broken { slot: usize, token: u64 },
     Deadline { slot: usize, token: u64 },
     ReportDue { slot: usize, incarnation: u64, generation: u64 },
+    LeaveDeadline { slot: usize, incarnation: u64 },
     Submit(usize),
     Leave(usize),
     Fault(usize),
@@ -88,6 +89,10 @@ pub(crate) struct Report {
     /// Formations with fewer ranks than wanted.
     pub(crate) resharded: u64,
     pub(crate) drained: u64,
+    /// Epochs that ended because ranks had different tokens.
+    pub(crate) disagreed: u64,
+    /// Slow ranks replaced by spares.
+    pub(crate) relieved: u64,
     /// Processes ended by what they computed.
     pub(crate) poisoned: u64,
     pub(crate) preemptions: u64,
@@ -253,6 +258,7 @@ impl World {
             | Event::Executed { slot, .. }
             | Event::Broken { slot, .. }
             | Event::Deadline { slot, .. }
+            | Event::LeaveDeadline { slot, .. }
             | Event::ReportDue { slot, .. } => Some(slot),
             Event::Poll { link, side: Side::Worker }
             | Event::Closed { link, side: Side::Worker } => {
@@ -293,6 +299,7 @@ impl World {
             Event::ReportDue { slot, incarnation, generation } => {
                 self.report_due(slot, incarnation, generation);
             }
+            Event::LeaveDeadline { slot, incarnation } => self.leave_deadline(slot, incarnation),
             Event::Submit(index) => self.submit(index),
             Event::Leave(index) => self.leave(index),
             Event::Fault(index) => self.fault(index),
@@ -306,10 +313,8 @@ impl World {
         self.say(|| format!("FAULT {fault:?}"));
         self.report.faults += 1;
         match fault {
-            Fault::Crash { slot, back_after } | Fault::Leave { slot, back_after } => {
-                if matches!(self.scenario.faults[index].1, Fault::Leave { .. }) {
-                    self.say_goodbye(slot);
-                }
+            Fault::Leave { slot, back_after } => self.leave_cluster(slot, back_after),
+            Fault::Crash { slot, back_after } => {
                 self.kill(slot);
                 self.disturb(slot, 0);
                 if let Some(after) = back_after {
@@ -344,6 +349,7 @@ impl World {
             }
             Fault::Slow { slot, factor, lasts } => {
                 self.processes[slot].slowed *= factor;
+                self.checks.slowed(slot, self.now, lasts);
                 self.heal_after(lasts, Heal::Quicker { slot, factor });
             }
             Fault::Stall { slot, takes } => {
@@ -352,6 +358,10 @@ impl World {
             }
             Fault::FailStep { slot } => {
                 self.processes[slot].fail_step = true;
+                self.heal_after(OCCASION, Heal::NoOccasion { slot });
+            }
+            Fault::Diverge { slot } => {
+                self.processes[slot].diverge = true;
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });
             }
             Fault::Scale { max } => {
@@ -411,6 +421,7 @@ impl World {
                 let process = &mut self.processes[slot];
                 process.stall = 0;
                 process.fail_step = false;
+                process.diverge = false;
                 process.fail_form = None;
             }
         }

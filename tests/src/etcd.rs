@@ -7,14 +7,24 @@ use crate::certificates::Certificates;
 use crate::fleet::free_port;
 use crate::models::repository;
 
-/// A running etcd.
+/// A running member of etcd.
 #[derive(Debug)]
 pub struct Etcd {
     child: Child,
-    folder: PathBuf,
+    member: Member,
+}
+
+/// How to run a member.
+#[derive(Clone, Debug)]
+struct Member {
+    program: PathBuf,
+    name: String,
+    data: PathBuf,
     client: u16,
     peer: u16,
     certificates: Option<Certificates>,
+    /// All members' names and addresses, as etcd wants them.
+    cluster: String,
 }
 
 /// The program: in PATH, or where `tests/run` unpacks it.
@@ -26,13 +36,14 @@ fn program() -> Option<PathBuf> {
 }
 
 impl Etcd {
-    /// Starts etcd with its data in `folder`. `None`, with a notice, when there is no etcd and this
-    /// is not continuous integration.
+    /// Starts an etcd of one member with its data in `folder`. `None`, with a notice, when there is
+    /// no etcd and this is not continuous integration.
     ///
     /// # Errors
     /// When it does not start to listen, or in continuous integration without it.
     pub async fn start(folder: &Path) -> Result<Option<Self>, String> {
-        Self::launch(folder, None).await
+        let members = Self::launch(folder, 1, None).await?;
+        Ok(members.and_then(|mut members| members.pop()))
     }
 
     /// As [`Etcd::start`], with TLS and only for clients that show a certificate.
@@ -43,13 +54,23 @@ impl Etcd {
         folder: &Path,
         certificates: &Certificates,
     ) -> Result<Option<Self>, String> {
-        Self::launch(folder, Some(certificates.clone())).await
+        let members = Self::launch(folder, 1, Some(certificates)).await?;
+        Ok(members.and_then(|mut members| members.pop()))
+    }
+
+    /// Starts an etcd of so many members, otherwise as [`Etcd::start`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_cluster(folder: &Path, count: usize) -> Result<Option<Vec<Self>>, String> {
+        Self::launch(folder, count, None).await
     }
 
     async fn launch(
         folder: &Path,
-        certificates: Option<Certificates>,
-    ) -> Result<Option<Self>, String> {
+        count: usize,
+        certificates: Option<&Certificates>,
+    ) -> Result<Option<Vec<Self>>, String> {
         let Some(program) = program() else {
             if std::env::var_os("CI").is_some() {
                 return Err("etcd is needed in continuous integration".to_owned());
@@ -58,18 +79,36 @@ impl Etcd {
             let _ = std::io::Write::write_all(&mut std::io::stderr(), notice.as_bytes());
             return Ok(None);
         };
-        let (client, peer) = (free_port(), free_port());
-        let child = spawn(&program, folder, client, peer, certificates.as_ref())?;
-        let etcd = Self { child, folder: folder.to_owned(), client, peer, certificates };
-        etcd.wait().await?;
-        Ok(Some(etcd))
+        let ports: Vec<(u16, u16)> = (0..count).map(|_| (free_port(), free_port())).collect();
+        let peers = ports.iter().enumerate();
+        let peers = peers.map(|(index, (_, peer))| format!("m{index}=http://127.0.0.1:{peer}"));
+        let cluster = peers.collect::<Vec<_>>().join(",");
+        let mut members = Vec::new();
+        for (index, (client, peer)) in ports.into_iter().enumerate() {
+            let (name, program) = (format!("m{index}"), program.clone());
+            let data = folder.join(&name);
+            let (cluster, certificates) = (cluster.clone(), certificates.cloned());
+            let member = Member { program, name, data, client, peer, certificates, cluster };
+            members.push(Self { child: member.spawn()?, member });
+        }
+        for member in &members {
+            member.wait().await?;
+        }
+        Ok(Some(members))
+    }
+
+    /// Whether it leads the other members; `None` when it does not answer.
+    pub async fn leads(&self) -> Option<bool> {
+        let url = format!("{}/v3/maintenance/status", self.endpoint());
+        let reply = reqwest::Client::new().post(url).body("{}").send().await.ok()?;
+        let status: serde_json::Value = reply.json().await.ok()?;
+        Some(status["leader"].as_str()? == status["header"]["member_id"].as_str()?)
     }
 
     /// Where clients reach it.
     #[must_use]
     pub fn endpoint(&self) -> String {
-        let scheme = if self.certificates.is_some() { "https" } else { "http" };
-        format!("{scheme}://127.0.0.1:{}", self.client)
+        self.member.endpoint()
     }
 
     /// Its process id.
@@ -90,18 +129,16 @@ impl Etcd {
     /// As [`Etcd::start`].
     pub async fn restart(&mut self) -> Result<(), String> {
         self.kill();
-        let program = program().ok_or("etcd is gone")?;
-        let certificates = self.certificates.as_ref();
-        self.child = spawn(&program, &self.folder, self.client, self.peer, certificates)?;
+        self.child = self.member.spawn()?;
         self.wait().await
     }
 
     async fn wait(&self) -> Result<(), String> {
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(20) {
-            let answers = if self.certificates.is_some() {
+            let answers = if self.member.certificates.is_some() {
                 // The test's own client speaks no TLS.
-                tokio::net::TcpStream::connect(("127.0.0.1", self.client)).await.is_ok()
+                tokio::net::TcpStream::connect(("127.0.0.1", self.member.client)).await.is_ok()
             } else {
                 let health = reqwest::get(format!("{}/health", self.endpoint())).await;
                 health.is_ok_and(|reply| reply.status().is_success())
@@ -121,31 +158,34 @@ impl Drop for Etcd {
     }
 }
 
-fn spawn(
-    program: &Path,
-    folder: &Path,
-    client: u16,
-    peer: u16,
-    certificates: Option<&Certificates>,
-) -> Result<Child, String> {
-    let scheme = if certificates.is_some() { "https" } else { "http" };
-    let client = format!("{scheme}://127.0.0.1:{client}");
-    let peer = format!("http://127.0.0.1:{peer}");
-    let mut command = Command::new(program);
-    if let Some(certificates) = certificates {
-        let (certificate, key) = certificates.pair("server");
-        command.arg("--cert-file").arg(certificate).arg("--key-file").arg(key);
-        command.arg("--trusted-ca-file").arg(certificates.authority()).arg("--client-cert-auth");
+impl Member {
+    fn endpoint(&self) -> String {
+        let scheme = if self.certificates.is_some() { "https" } else { "http" };
+        format!("{scheme}://127.0.0.1:{}", self.client)
     }
-    command
-        .args(["--name", "test", "--data-dir"])
-        .arg(folder.join("etcd"))
-        .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
-        .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-        .args(["--initial-cluster", &format!("test={peer}")])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(|error| format!("cannot start {}: {error}", program.display()))
+
+    fn spawn(&self) -> Result<Child, String> {
+        let client = self.endpoint();
+        let peer = format!("http://127.0.0.1:{}", self.peer);
+        let mut command = Command::new(&self.program);
+        if let Some(certificates) = &self.certificates {
+            let (certificate, key) = certificates.pair("server");
+            command.arg("--cert-file").arg(certificate).arg("--key-file").arg(key);
+            command
+                .arg("--trusted-ca-file")
+                .arg(certificates.authority())
+                .arg("--client-cert-auth");
+        }
+        command
+            .args(["--name", &self.name, "--data-dir"])
+            .arg(&self.data)
+            .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
+            .args(["--initial-cluster", &self.cluster])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|error| format!("cannot start {}: {error}", self.program.display()))
+    }
 }

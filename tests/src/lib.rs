@@ -5,6 +5,8 @@
 //! - [`etcd`]: a real etcd
 //! - [`fake_nvml`]: a stand-in for the library that tells of GPUs
 //! - [`fleet`]: a coordinator, workers and front ends as processes of their own
+//! - [`hosts`]: hosts of their own on one machine, whose network can be cut
+//! - [`load`]: a steady load that notices every failure, changed text and pause
 //! - [`client`]: a small HTTP client that is not ours underneath, SSE included
 //! - [`scrape`]: reads a `/metrics` page into numbers
 //! - [`models`]: where the model folders and their golden values are
@@ -15,6 +17,8 @@ pub mod client;
 pub mod etcd;
 pub mod fake_nvml;
 pub mod fleet;
+pub mod hosts;
+pub mod load;
 pub mod local_cluster;
 pub mod models;
 pub mod scrape;

@@ -48,8 +48,24 @@ impl LocalCluster {
     /// # Errors
     /// When it cannot be started.
     pub fn spawn(args: &[&str]) -> Result<Self, String> {
+        Self::spawn_in(&[], args)
+    }
+
+    /// Runs `PREFIX tutti ARGS`, such as in a namespace; the prefix must become the program.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn spawn_in(prefix: &[String], args: &[&str]) -> Result<Self, String> {
         let binary = tutti_binary();
-        let mut child = Command::new(&binary)
+        let mut command = match prefix {
+            [] => Command::new(&binary),
+            [program, rest @ ..] => {
+                let mut command = Command::new(program);
+                command.args(rest).arg(&binary);
+                command
+            }
+        };
+        let mut child = command
             .args(args)
             .current_dir(repository())
             .stdin(Stdio::null())

@@ -265,7 +265,8 @@ impl WorkerActor {
         };
         self.send_log();
         // The coordinator answers by closing the link.
-        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason });
+        let failed = matches!(end, WorkerEnd::Failed { .. });
+        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason, failed });
         self.ending = Some(end);
         ctx.run_later(GOODBYE_DEADLINE, |actor, ctx| {
             if let Some(end) = actor.ending.take() {

@@ -159,6 +159,10 @@ impl Rank for CpuRank {
         loaded.engine.step(plan, outputs).map_err(|error| error.to_string())
     }
 
+    fn digest(&self) -> u32 {
+        self.loaded.as_ref().map_or(0, |loaded| loaded.engine.digest())
+    }
+
     fn release(&mut self) {
         if let Some(loaded) = &mut self.loaded {
             loaded.engine.release();

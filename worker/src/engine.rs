@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use kernels::backend::{Batch, SeqRows};
 use kernels::sampling::{SampleRow, Sampled};
 use kernels::{Backend, KernelError};
-use shared::ids::SeqId;
+use shared::ids::{SeqId, StepId};
 use shared::protocol::{
-    EngineConfig, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenLogprobs,
+    EngineConfig, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenDigest, TokenLogprobs,
 };
 
 use self::sequence::Sequence;
@@ -48,6 +48,8 @@ pub struct Engine<B: Backend> {
     num_blocks: u32,
     sequences: HashMap<SeqId, Sequence>,
     step: StepBuffers,
+    /// Of the last step's tokens.
+    digest: TokenDigest,
 }
 
 /// What a step needs, kept from step to step.
@@ -91,7 +93,14 @@ impl<B: Backend> Engine<B> {
             num_blocks: 0,
             sequences: HashMap::new(),
             step: StepBuffers::default(),
+            digest: TokenDigest::of(StepId(0)),
         }
+    }
+
+    /// The digest of the last step's tokens, as this rank has them.
+    #[must_use]
+    pub fn digest(&self) -> u32 {
+        self.digest.value()
     }
 
     /// KV blocks that fit in the memory allowed, and that could be used at most.
@@ -152,6 +161,7 @@ impl<B: Backend> Engine<B> {
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, EngineError> {
         let began = Instant::now();
+        self.digest = TokenDigest::of(plan.step);
         let _ = self.backend.take_collective_time();
         self.admit(plan)?;
         self.prepare(plan)?;
@@ -287,7 +297,7 @@ impl<B: Backend> Engine<B> {
         if self.step.sample_rows.is_empty() {
             return Ok(Duration::ZERO);
         }
-        let Self { backend, decoder, sequences, step, .. } = self;
+        let Self { backend, decoder, sequences, step, digest, .. } = self;
         let vocab = decoder.config().vocab_size;
         let logits = decoder.logits(backend, &step.sample_rows)?;
         let began = Instant::now();
@@ -314,6 +324,7 @@ impl<B: Backend> Engine<B> {
         for (index, token) in step.sample_entries.iter().zip(&step.tokens) {
             let entry = &plan.sequences[*index];
             let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
+            *digest = digest.with(entry.seq, seq.tokens.len() as u32, *token);
             seq.tokens.push(*token);
             if rank == 0
                 && let Some(sampled) = sampled.next()

@@ -266,6 +266,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     epoch: plan.epoch,
                     step: plan.step,
                     outputs,
+                    digest: self.rank.digest(),
                     timings,
                     stats: WorkerStats::default(),
                 };

@@ -40,6 +40,9 @@ pub trait Rank {
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String>;
 
+    /// The digest of the last step's tokens, as this rank has them.
+    fn digest(&self) -> u32;
+
     /// Leaves the epoch: drops the collective and the KV cache, keeps the weights.
     fn release(&mut self);
 }

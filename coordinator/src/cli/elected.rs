@@ -10,7 +10,8 @@ use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
 use super::output::print_line;
-use super::work::interrupted;
+use super::serve::finish;
+use super::signals::Signals;
 use super::{CliError, etcd};
 
 /// Stands by until this process leads, then serves until it is told to stop or another leads.
@@ -19,7 +20,9 @@ pub(crate) async fn run(
     etcd: EtcdOptions,
     advertise: Option<&str>,
     checkpoints: Option<Duration>,
+    patience: Duration,
 ) -> Result<(), CliError> {
+    let mut signals = Signals::listen()?;
     let (degree, incarnation) = (options.tensor_parallel, options.run);
     let prepared = Prepared::new(options).map_err(failed)?;
     let endpoints = etcd.endpoints.join(",");
@@ -42,16 +45,21 @@ pub(crate) async fn run(
     let mut membership = Some(membership);
     let elected = tokio::select! {
         leader = election(view.clone()) => Ok(Some(leader)),
-        () = interrupted() => Ok(None),
+        () = signals.next() => Ok(None),
         error = etcd::failed(&mut membership) => Err(error),
     };
     standby.stop().await;
     let end = match elected {
         Ok(Some(leader)) => {
             tracing::info!(epoch = leader.epoch, "this coordinator leads");
-            let ends = async {
+            let ends = async |coordinator: &Coordinator| {
                 tokio::select! {
-                    () = interrupted() => Ok(()),
+                    () = async {
+                        signals.next().await;
+                        // It leads until the last request has ended: others would be told to
+                        // leave it.
+                        finish(coordinator, patience, &mut signals).await;
+                    } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
                     error = etcd::failed(&mut membership) => Err(error),
                 }
@@ -76,7 +84,7 @@ async fn lead(
     view: watch::Receiver<View>,
     totals: Option<(EtcdOptions, Duration)>,
     hint: &str,
-    ends: impl Future<Output = Result<(), CliError>>,
+    ends: impl AsyncFnOnce(&Coordinator) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     let mut checkpoints = match totals {
         Some((etcd, interval)) => {
@@ -93,7 +101,7 @@ async fn lead(
     }
     let coordinator = Coordinator::serve(prepared, Some(Leadership { view })).map_err(failed)?;
     print_line(hint);
-    let end = ends.await;
+    let end = ends(&coordinator).await;
     coordinator.stop(false).await;
     if let Some(checkpoints) = checkpoints {
         checkpoints.finish().await;

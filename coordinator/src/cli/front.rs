@@ -1,5 +1,6 @@
 //! `tutti frontend`: HTTP in a process of its own, until it is told to stop.
 use std::sync::Arc;
+use std::time::Duration;
 
 use coordinator::frontend::{Frontend, FrontendOptions};
 
@@ -9,7 +10,8 @@ use shared::membership::Role;
 use shared::metrics::application::Metrics;
 
 use super::output::print_line;
-use super::work::{cores, default_node, interrupted, random};
+use super::signals::Signals;
+use super::work::{cores, default_node, random};
 use super::{CliError, FrontendArgs, etcd, logging, secret};
 
 pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
@@ -31,9 +33,10 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         run,
         application: Metrics::new(),
     };
+    let patience = Duration::from_secs(args.drain_timeout);
     actix::System::new().block_on(async move {
         let end = tokio::select! {
-            end = serve(options) => end,
+            end = serve(options, patience) => end,
             error = etcd::failed(&mut membership) => Err(error),
         };
         if let Some(membership) = membership {
@@ -43,15 +46,20 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
     })
 }
 
-async fn serve(options: FrontendOptions) -> Result<(), CliError> {
+async fn serve(options: FrontendOptions, patience: Duration) -> Result<(), CliError> {
+    let mut signals = Signals::listen()?;
     let started = tokio::select! {
         started = Frontend::start(options) => started,
-        () = interrupted() => return Ok(()),
+        () = signals.next() => return Ok(()),
     };
     let mut frontend = started.map_err(|error| CliError::Failed(error.to_string()))?;
     print_line(&format!("tutti frontend: http://{}", frontend.http_addr()));
     tokio::select! {
-        () = interrupted() => {}
+        () = signals.next() => {}
+        error = frontend.failed() => return Err(CliError::Failed(error.to_string())),
+    }
+    tokio::select! {
+        () = signals.drain(frontend.requests(), patience, frontend.finish(patience)) => {}
         error = frontend.failed() => return Err(CliError::Failed(error.to_string())),
     }
     frontend.stop().await;

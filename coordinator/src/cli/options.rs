@@ -176,6 +176,9 @@ pub(crate) struct FrontendArgs {
     /// Threads that serve HTTP [default: the cores, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) http_threads: Option<u32>,
+    /// When told to end (SIGTERM, Ctrl-C): seconds that running requests may take to finish
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    pub(crate) drain_timeout: u64,
 }
 
 /// Options of the commands that talk to a running coordinator.
@@ -360,6 +363,9 @@ pub(crate) struct ServingArgs {
     /// Fail requests when no replica has been ready for this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) unavailable_timeout: u64,
+    /// When told to end (SIGTERM, Ctrl-C): seconds that running requests may take to finish
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    pub(crate) drain_timeout: u64,
     /// Serve /metrics on an address of its own too, for scrapers that may not reach the API
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) metrics_listen: Option<SocketAddr>,

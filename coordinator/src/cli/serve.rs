@@ -12,7 +12,8 @@ use shared::metrics::compat::Compat;
 
 use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
-use super::work::{cores, interrupted, random};
+use super::signals::Signals;
+use super::work::{cores, random};
 use super::{CliError, CoordinatorArgs, elected, etcd, logging, secret};
 
 /// Where workers dial in, unless told otherwise.
@@ -23,17 +24,19 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, log)?;
     let lease = Duration::from_secs(args.leader_lease);
+    let patience = Duration::from_secs(args.serving.drain_timeout);
     if let Some(etcd) = etcd::options(&args.etcd, lease)? {
         let interval = Duration::from_secs(args.checkpoint_interval);
         let checkpoints = Some(interval).filter(|it| !it.is_zero() && options.metrics);
         let advertise = args.advertise.as_deref();
-        let run = elected::run(options, etcd, advertise, checkpoints);
+        let run = elected::run(options, etcd, advertise, checkpoints, patience);
         return actix::System::new().block_on(run);
     }
     if args.advertise.is_some() {
         return Err(CliError::Usage("--advertise is given without --etcd".to_owned()));
     }
     actix::System::new().block_on(async move {
+        let mut signals = Signals::listen()?;
         let degree = options.tensor_parallel;
         let coordinator =
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
@@ -45,10 +48,17 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
             "waiting for {degree} workers: tutti worker --coordinator {}",
             coordinator.cluster_addr()
         ));
-        interrupted().await;
+        signals.next().await;
+        finish(&coordinator, patience, &mut signals).await;
         coordinator.stop(false).await;
         Ok(())
     })
+}
+
+/// Takes nothing new and lets what runs finish.
+pub(crate) async fn finish(coordinator: &Coordinator, patience: Duration, signals: &mut Signals) {
+    coordinator.close();
+    signals.drain(coordinator.requests(), patience, coordinator.finish(patience)).await;
 }
 
 /// Checks the options and fills in what depends on the machine.

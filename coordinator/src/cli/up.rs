@@ -13,8 +13,9 @@ use tokio::sync::{mpsc, watch};
 use self::children::{ChildEvent, Children, WorkerCommand};
 use self::progress::LoadBar;
 use super::output::print_line;
-use super::serve::coordinator_options;
-use super::work::{check_device, cores, interrupted};
+use super::serve::{coordinator_options, finish};
+use super::signals::Signals;
+use super::work::{check_device, cores};
 use super::{CliError, UpArgs, logging};
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
@@ -30,8 +31,10 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let mut options = coordinator_options(&args.common, &args.serving, any_port, log)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
+    let patience = Duration::from_secs(args.serving.drain_timeout);
     let model = options.model.display().to_string();
     actix::System::new().block_on(async move {
+        let mut signals = Signals::listen()?;
         let coordinator =
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
         let command = worker_command(args, &coordinator)?;
@@ -45,7 +48,10 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let (kick, kicked) = watch::channel(None);
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
-            () = interrupted() => Ok(()),
+            () = async {
+                signals.next().await;
+                finish(&coordinator, patience, &mut signals).await;
+            } => Ok(()),
             outcome = watch_over(&coordinator, view, ends, &kick, scaling, &mut children) => outcome,
         };
         print_line("stopping");

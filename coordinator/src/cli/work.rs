@@ -13,6 +13,7 @@ use worker::actor::WorkerEnd;
 use worker::run::WorkerOptions;
 
 use super::options::{ComputeArgs, Device};
+use super::signals::Signals;
 use super::{CliError, WorkerArgs, etcd, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
@@ -40,7 +41,19 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         log,
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
-    let end = actix::System::new().block_on(async move {
+    let is_child = args.exit_with_stdin;
+    let (end, told) = actix::System::new().block_on(async move {
+        let mut signals = Signals::listen()?;
+        // The first signal has it leave, the second ends it at once.
+        let (leave, left) = oneshot::channel();
+        let left = async { left.await.unwrap_or_else(|_| "it is told to end".to_owned()) };
+        let mut told = false;
+        let signalled = async {
+            signals.next().await;
+            told = true;
+            let _ = leave.send("it is told to end".to_owned());
+            signals.next().await;
+        };
         let gone = async {
             match parent_gone {
                 Some(gone) => drop(gone.await),
@@ -50,7 +63,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         let stop = async {
             tokio::select! {
                 () = gone => "its parent is gone".to_owned(),
-                () = interrupted() => "interrupted".to_owned(),
+                reason = left => reason,
             }
         };
         let end = tokio::select! {
@@ -58,13 +71,18 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
                 CliError::Failed(format!("cannot start the worker: {error}"))
             }),
             error = etcd::failed(&mut membership) => Err(error),
+            () = signalled => Ok(WorkerEnd::Shutdown { reason: "told to end at once".to_owned() }),
         };
         if let Some(membership) = membership {
             membership.leave().await;
         }
-        end
+        Ok::<_, CliError>((end?, told))
     })?;
     match end {
+        WorkerEnd::Shutdown { reason } if is_child && told => {
+            // Its parent wants it still: it starts another one.
+            Err(CliError::Again(format!("the worker ends: {reason}")))
+        }
         WorkerEnd::Shutdown { reason } => {
             tracing::info!(%reason, "the worker ends");
             Ok(())
@@ -83,18 +101,6 @@ pub(crate) fn check_device(args: &ComputeArgs) -> Result<(), CliError> {
         Device::Cuda => Err(CliError::Usage(
             "--device cuda: this build has no CUDA backend; use --device cpu".to_owned(),
         )),
-    }
-}
-
-/// Resolves on SIGINT (Ctrl-C) or SIGTERM.
-pub(crate) async fn interrupted() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        _ = terminate.recv() => {}
     }
 }
 

@@ -38,8 +38,8 @@ use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{
-    Adopt, Cancel, EpochFailed, FailAll, GiveUp, Lost, Orphans, Ready, ReplicaActor, ReplicaLoad,
-    Retire, StepDone, Submit,
+    Adopt, Cancel, EpochFailed, FailAll, GiveUp, Lost, Orphans, RankPace, Ready, ReplicaActor,
+    ReplicaLoad, Retire, StepDone, Submit,
 };
 use crate::replica::driver::{Moved, reject_reason};
 use crate::scheduler::{ConfigError, EpochEnd};
@@ -192,6 +192,9 @@ impl ClusterActor {
                         running.addr.do_send(Retire);
                         self.orphanage.expect();
                     }
+                }
+                Effect::Pace { worker, slow } => {
+                    self.hub.observer().record().rank_slow(worker, slow);
                 }
                 Effect::Unservable { replica, reason } => {
                     tracing::error!(%replica, %reason, "the replica cannot be formed");
@@ -371,6 +374,7 @@ impl ClusterActor {
         };
         let now = self.clock.now();
         let mut effects = Vec::new();
+        let mut goodbye = None;
         match message {
             FromWorker::Step(result) => return self.step_done(worker, result),
             FromWorker::Stats(stats) => {
@@ -392,15 +396,20 @@ impl ClusterActor {
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
-            FromWorker::Goodbye { reason } => {
+            FromWorker::Goodbye { reason, failed } => {
                 tracing::info!(%worker, %reason, "the worker says goodbye");
                 self.records.said_goodbye(worker, &reason);
-                if let Some(connected) = self.connected.get(&worker) {
-                    connected.link.close();
+                if !failed {
+                    self.core.worker_leaves(now, worker, &reason, &mut effects);
                 }
+                goodbye = self.connected.get(&worker).map(|connected| connected.link.clone());
             }
         }
         self.carry_out(ctx, effects);
+        if let Some(link) = goodbye {
+            // The answer: its replica does not count on it any more.
+            link.close();
+        }
     }
 
     fn report(&self, worker: WorkerId, stats: &WorkerStats) {
@@ -446,8 +455,11 @@ impl ClusterActor {
         self.roster.left(worker);
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
+        let leaves = |member: &Member| member.worker == worker && member.draining;
         if self.stopping {
             tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
+        } else if self.core.members().any(leaves) {
+            tracing::info!(%worker, node = connected.node, "the worker has left");
         } else {
             tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
         }
@@ -682,6 +694,23 @@ impl Handler<EpochFailed> for ClusterActor {
         let mut effects = Vec::new();
         let EpochFailed { replica, epoch, reason } = failed;
         self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
+        self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<RankPace> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, pace: RankPace, ctx: &mut Self::Context) {
+        let RankPace { replica, epoch, worker, slow, times } = pace;
+        let node = self.connected.get(&worker).map_or("", |connected| connected.node.as_str());
+        if slow {
+            tracing::warn!(%worker, node, %replica, "the worker computes {times:.1} times as long as the others");
+        } else {
+            tracing::debug!(%worker, node, %replica, "the worker keeps pace");
+        }
+        let mut effects = Vec::new();
+        self.core.rank_pace(self.clock.now(), replica, epoch, worker, slow, &mut effects);
         self.carry_out(ctx, effects);
     }
 }

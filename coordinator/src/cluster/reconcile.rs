@@ -2,7 +2,7 @@
 //!
 //! One pass, in this order: too many replicas are removed; vacant ranks are filled with spares, a
 //! returning worker into its own rank first; a replica whose ranks stay away is given to others or
-//! goes on at a smaller degree; one at a smaller degree grows again when spares allow; spares become
+//! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again when spares allow; spares become
 //! new replicas; what is complete and due is formed.
 use std::time::Duration;
 
@@ -53,21 +53,32 @@ impl Cluster {
                 "without {node} {others} workers are left, and a replica needs {least}"
             ));
         }
+        self.let_go(now, worker, &format!("{worker} ({node}) is drained"), effects);
+        Ok(())
+    }
+
+    /// Its replica goes on without the worker, which is told to end.
+    pub(super) fn let_go(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        reason: &str,
+        effects: &mut Vec<Effect>,
+    ) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
         }
         if let Some(id) = self.replica_of(worker) {
-            let reason = format!("{worker} ({node}) is drained");
-            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
+            self.break_replica(now, id, EpochEnd::Planned, reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.vacate(now, worker);
                 replica.form_at_once();
+                replica.do_not_wait();
             }
         }
-        let message = ToWorker::Shutdown { reason: "drained".to_owned() };
+        let message = ToWorker::Shutdown { reason: reason.to_owned() };
         effects.push(Effect::Send { worker, epoch: self.epoch, message });
         self.reconcile(now, effects);
-        Ok(())
     }
 
     /// See the module's documentation.
@@ -75,6 +86,7 @@ impl Cluster {
         self.remove_surplus(now, effects);
         self.fill_vacancies();
         self.shrink(now, effects);
+        self.relieve(now, effects);
         self.grow(now, effects);
         self.add_replicas(now);
         let due: Vec<ReplicaId> = self
@@ -93,7 +105,32 @@ impl Cluster {
         let holds = |member: &Member| self.replicas.values().any(|r| r.has(member.worker));
         let able = |member: &Member| self.config.placement.lacks(member).is_none();
         let free = |member: &&Member| !member.draining && !holds(member) && able(member);
-        self.members.values().filter(free).collect()
+        let mut free: Vec<&Member> = self.members.values().filter(free).collect();
+        // In the order of their slots, but slow ones last.
+        free.sort_by_key(|member| self.slow.contains(&member.worker));
+        free
+    }
+
+    /// Slow ranks are replaced by spares, where there are some that are not known to be slow.
+    fn relieve(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        if self.slow.is_empty() {
+            return;
+        }
+        let slow: Vec<WorkerId> = self.slow.iter().copied().collect();
+        for worker in slow {
+            let spare = self.free().first().is_some_and(|it| !self.slow.contains(&it.worker));
+            let serving = |id: &ReplicaId| self.replicas.get(id).is_some_and(Replica::is_serving);
+            let Some(id) = self.replica_of(worker).filter(|id| spare && serving(id)) else {
+                continue;
+            };
+            let reason = format!("{worker} is slow and is replaced");
+            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
+            if let Some(replica) = self.replicas.get_mut(&id) {
+                replica.dismiss(now, worker);
+                replica.form_at_once();
+            }
+            self.fill_vacancies();
+        }
     }
 
     fn remove_surplus(&mut self, now: Duration, effects: &mut Vec<Effect>) {
@@ -118,13 +155,17 @@ impl Cluster {
 
     fn fill_vacancies(&mut self) {
         let free: Vec<Member> = self.free().into_iter().cloned().collect();
-        let mut free: Vec<&Member> = free.iter().collect();
         let gaps = |replica: &&mut Replica| !replica.is_live() && replica.has_gap();
-        for replica in self.replicas.values_mut().filter(gaps) {
-            let present = replica.ranks();
-            let present: Vec<Member> =
-                present.iter().filter_map(|worker| self.members.get(worker).cloned()).collect();
-            replica.fill(&mut free, &present, &self.config.placement);
+        // Slow ones only where nobody else is left, however near they are.
+        for slow in [false, true] {
+            let mut free: Vec<&Member> =
+                free.iter().filter(|it| self.slow.contains(&it.worker) == slow).collect();
+            for replica in self.replicas.values_mut().filter(gaps) {
+                let present = replica.ranks();
+                let present: Vec<Member> =
+                    present.iter().filter_map(|worker| self.members.get(worker).cloned()).collect();
+                replica.fill(&mut free, &present, &self.config.placement);
+            }
         }
     }
 
@@ -219,7 +260,19 @@ impl Cluster {
             let fits = held.model == self.config.model && held.world_size as usize == degree;
             fits.then_some(held.rank as usize)
         };
-        place(&self.free(), degree, &self.config.placement, held)
+        // Those that are slow complete what is left over.
+        let placement = &self.config.placement;
+        let free = self.free();
+        let (slow, quick): (Vec<&Member>, Vec<&Member>) =
+            free.into_iter().partition(|member| self.slow.contains(&member.worker));
+        let mut groups = place(&quick, degree, placement, held);
+        if !slow.is_empty() {
+            let placed = |it: &&Member| groups.iter().any(|group| group.contains(&it.worker));
+            let mut rest: Vec<&Member> = quick.into_iter().filter(|it| !placed(it)).collect();
+            rest.extend(slow);
+            groups.extend(place(&rest, degree, placement, held));
+        }
+        groups
     }
 
     /// Whether workers that were there before this coordinator may still be on their way: which

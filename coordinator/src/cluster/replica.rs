@@ -9,8 +9,9 @@ use super::{Member, PlacementRules};
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// Longest such wait.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
-/// A replica that served this long starts counting failures anew.
-const STABLE_AFTER: Duration = Duration::from_secs(30);
+/// A replica that served this long starts counting failures anew: what it waits for is not to do the
+/// same again and again, and clients wait as long.
+const STABLE_AFTER: Duration = Duration::from_secs(5);
 
 /// Where a replica is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +75,8 @@ pub(super) struct Replica {
     served_since: Duration,
     /// Since when a rank has been missing.
     incomplete_since: Option<Duration>,
+    /// The rank that is missing said that it would: it is not waited for.
+    left_on_purpose: bool,
     last_failure: Option<String>,
 }
 
@@ -89,6 +92,7 @@ impl Replica {
             failures: 0,
             served_since: Duration::ZERO,
             incomplete_since: None,
+            left_on_purpose: false,
             last_failure: None,
         }
     }
@@ -138,7 +142,7 @@ impl Replica {
     /// How long a rank has been missing, while it is not live.
     pub(super) fn incomplete_for(&self, now: Duration) -> Option<Duration> {
         let since = self.incomplete_since.filter(|_| !self.is_live())?;
-        Some(now.saturating_sub(since))
+        Some(if self.left_on_purpose { Duration::MAX } else { now.saturating_sub(since) })
     }
 
     /// Takes another degree. Present ranks stay, in order; the last of them are let go when there
@@ -151,6 +155,11 @@ impl Replica {
         slots.resize(degree, vacant);
         self.slots = slots;
         self.note_completeness(now);
+    }
+
+    /// Who is missing has left on purpose: a smaller degree may be taken at once.
+    pub(super) fn do_not_wait(&mut self) {
+        self.left_on_purpose = true;
     }
 
     /// Forgets the backoff: what comes next is no repetition of a failure.
@@ -171,6 +180,14 @@ impl Replica {
             slot.worker = None;
         }
         self.note_completeness(now);
+    }
+
+    /// As [`Replica::vacate`], for a worker that shall not come back to its rank.
+    pub(super) fn dismiss(&mut self, now: Duration, worker: WorkerId) {
+        for slot in self.slots.iter_mut().filter(|slot| slot.worker == Some(worker)) {
+            slot.last = None;
+        }
+        self.vacate(now, worker);
     }
 
     /// Takes workers from `free` into vacant ranks: a returning one into its own rank, then any.
@@ -214,6 +231,7 @@ impl Replica {
     pub(super) fn form(&mut self, epoch: Epoch) {
         self.epoch = epoch;
         self.phase = ReplicaPhase::Forming;
+        self.left_on_purpose = false;
         for slot in &mut self.slots {
             slot.kv_blocks = None;
             slot.started = false;

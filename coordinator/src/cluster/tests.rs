@@ -411,3 +411,98 @@ fn a_drained_worker_is_replaced_and_told_to_end() {
     assert!(cluster.drain(secs(4), WorkerId(9), &mut effects).is_err());
     assert!(effects.is_empty(), "a refusal changes nothing: {effects:?}");
 }
+
+#[test]
+fn a_worker_that_leaves_is_not_waited_for_and_no_failure() {
+    let mut config = config(2);
+    config.degrees = vec![2, 1];
+    config.reshard_after = secs(5);
+    let mut cluster = Cluster::new(config);
+    let mut effects = Vec::new();
+    for worker in 0..2 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.worker_leaves(secs(2), WorkerId(0), "told to end", &mut effects);
+    let broken = |effect: &Effect| match effect {
+        Effect::ReplicaBroken { end, reason, .. } => Some((*end, reason.clone())),
+        _ => None,
+    };
+    let ends: Vec<_> = effects.iter().filter_map(broken).collect();
+    assert!(matches!(&ends[..], [(EpochEnd::Planned, why)] if why.contains("told to end")));
+    assert_eq!(world_sizes(&effects), [(1, 0, 1)], "at once, with one rank fewer");
+    let told: Vec<u32> = effects
+        .iter()
+        .filter_map(|effect| match effect {
+            Effect::Send { worker, message: ToWorker::Shutdown { .. }, .. } => Some(worker.0),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(told, [0], "it is let go");
+    effects.clear();
+    cluster.worker_leaves(secs(3), WorkerId(0), "again", &mut effects);
+    cluster.worker_leaves(secs(3), WorkerId(7), "unknown", &mut effects);
+    assert!(effects.is_empty(), "{effects:?}");
+    // One that only dies is waited for.
+    bring_up(&mut cluster, secs(4), 2, &[1]);
+    cluster.worker_left(secs(4), WorkerId(0), Incarnation(1), "the end", &mut effects);
+    cluster.worker_joined(secs(40), member(0, 2, "a"), &mut effects);
+    bring_up(&mut cluster, secs(41), 3, &[1, 0]);
+    effects.clear();
+    cluster.worker_left(secs(42), WorkerId(0), Incarnation(2), "killed", &mut effects);
+    cluster.tick(secs(44), &mut effects);
+    assert!(world_sizes(&effects).is_empty());
+}
+
+#[test]
+fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    for worker in 0..2 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.rank_pace(secs(40), ReplicaId(0), Epoch(7), WorkerId(1), true, &mut effects);
+    assert!(effects.is_empty(), "of another epoch");
+    cluster.rank_pace(secs(40), ReplicaId(0), Epoch(1), WorkerId(1), true, &mut effects);
+    assert_eq!(effects, [Effect::Pace { worker: WorkerId(1), slow: true }], "there is no spare");
+    effects.clear();
+    cluster.rank_pace(secs(45), ReplicaId(0), Epoch(1), WorkerId(1), true, &mut effects);
+    assert!(effects.is_empty(), "it is known");
+    cluster.worker_joined(secs(50), member(5, 1, "a"), &mut effects);
+    let planned = |effect: &Effect| {
+        matches!(effect, Effect::ReplicaBroken { end: EpochEnd::Planned, reason, .. }
+            if reason.contains("worker-1 is slow"))
+    };
+    assert!(effects.iter().any(planned), "{effects:?}");
+    assert_eq!(world_sizes(&effects), [(0, 0, 2), (5, 1, 2)], "at once, when there is one");
+    bring_up(&mut cluster, secs(51), 2, &[0, 5]);
+    effects.clear();
+    // A process that starts anew is not known to be slow.
+    cluster.worker_left(secs(60), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    assert!(effects.contains(&Effect::Pace { worker: WorkerId(1), slow: false }));
+}
+
+#[test]
+fn a_slow_spare_is_the_last_to_be_taken() {
+    let mut cluster = Cluster::new(ClusterConfig { max_replicas: Some(1), ..config(2) });
+    let mut effects = Vec::new();
+    for worker in 0..3 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    cluster.rank_pace(secs(40), ReplicaId(0), Epoch(1), WorkerId(0), true, &mut effects);
+    bring_up(&mut cluster, secs(41), 2, &[2, 1]);
+    cluster.worker_joined(secs(42), member(3, 1, "a"), &mut effects);
+    effects.clear();
+    cluster.worker_left(secs(43), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(44), &mut effects);
+    assert_eq!(world_sizes(&effects), [(2, 0, 2), (3, 1, 2)], "not worker-0, which is slow");
+    bring_up(&mut cluster, secs(45), 3, &[2, 3]);
+    effects.clear();
+    cluster.worker_left(secs(80), WorkerId(3), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(82), &mut effects);
+    assert_eq!(world_sizes(&effects), [(2, 0, 2), (0, 1, 2)], "better than none");
+}

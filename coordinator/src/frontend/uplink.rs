@@ -25,6 +25,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{FrontendError, FrontendOptions};
 use crate::engine::{EngineCommand, EventSender, GenerateRequest};
+use crate::http::gate::Gate;
 use crate::http::state::{Readiness, ReadinessCheck};
 use crate::metrics::FrontendStats;
 
@@ -33,6 +34,8 @@ const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 /// Waits between two attempts to reach the coordinator.
 pub(super) const REDIAL_MIN: Duration = Duration::from_millis(50);
 pub(super) const REDIAL_MAX: Duration = Duration::from_secs(2);
+/// How long the last words to clients may take.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Frames of events taken from the link and not handed to their requests yet.
 const INCOMING_MAX: usize = 1024;
 
@@ -96,6 +99,7 @@ pub(super) struct Uplink {
     commands: mpsc::Receiver<EngineCommand>,
     readiness: Arc<Mutex<Readiness>>,
     process: SharedStats,
+    gate: Gate,
     live: HashMap<RequestId, Live>,
     /// The link, as named actors know it.
     peer: Option<PeerId>,
@@ -131,9 +135,15 @@ impl Uplink {
             commands,
             readiness: Arc::new(Mutex::new(readiness)),
             process: SharedStats::default(),
+            gate: Gate::default(),
             live: HashMap::new(),
             peer: None,
         }
+    }
+
+    /// Its HTTP side's requests pass this gate.
+    pub(super) fn behind(self, gate: Gate) -> Self {
+        Self { gate, ..self }
     }
 
     /// Answers whether requests can be served now.
@@ -226,6 +236,9 @@ impl Uplink {
                 Some(command) = self.commands.recv() => self.send(&link, command).await,
                 _ = timer.tick() => self.report(&link).await,
                 _ = &mut *stop => {
+                    self.end_all(&EngineError::ShuttingDown);
+                    // So that the last report counts their ends, too.
+                    self.gate.empty_within(LAST_WORDS).await;
                     let _ = self.report(&link).await;
                     let reason = "the front end stops".to_owned();
                     let _ = link.tell_when_room(&FromFrontend::Goodbye { reason }).await;
@@ -355,9 +368,12 @@ impl Uplink {
     fn fail_all(&mut self, reason: &str) {
         let message = format!("the link to the coordinator ended: {reason}");
         self.set_readiness(false, message.clone());
+        self.end_all(&EngineError::Unavailable { message });
+    }
+
+    fn end_all(&mut self, error: &EngineError) {
         for (_, live) in self.live.drain() {
-            let error = EngineError::Unavailable { message: message.clone() };
-            let _ = live.events.send(EngineEvent::Failed(error));
+            let _ = live.events.send(EngineEvent::Failed(error.clone()));
         }
     }
 

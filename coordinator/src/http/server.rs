@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use actix_web::body::MessageBody;
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
+use actix_web::http::ConnectionType;
 use actix_web::http::header::CONTENT_TYPE;
 use actix_web::middleware::{Compress, Next, from_fn};
 use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
@@ -13,8 +14,9 @@ use serde_json::json;
 use shared::metrics::labels::{Method, RejectReason};
 
 use super::error::ApiError;
+use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
-use super::state::AppState;
+use super::state::{AppState, Readiness};
 use super::{admin, chat, completions, metrics, models};
 
 /// How long a request's head may take.
@@ -107,12 +109,13 @@ async fn post_completions(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
+    let visit = enter(&state)?;
     let fields = read(&state, &request, body).await;
     let answer = match fields {
         Ok(fields) => completions::respond(&state, &fields).await,
         Err(error) => Err(error),
     };
-    answer.inspect_err(|error| count_invalid(&state, error))
+    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
 }
 
 async fn post_chat(
@@ -120,12 +123,21 @@ async fn post_chat(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
+    let visit = enter(&state)?;
     let fields = read(&state, &request, body).await;
     let answer = match fields {
         Ok(fields) => chat::respond(&state, &fields).await,
         Err(error) => Err(error),
     };
-    answer.inspect_err(|error| count_invalid(&state, error))
+    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+}
+
+/// Lets a request in, unless the server is told to end.
+fn enter(state: &AppState) -> Result<Visit, ApiError> {
+    state.gate.enter().ok_or_else(|| {
+        state.stats.rejected(RejectReason::ShuttingDown);
+        gate::closed()
+    })
 }
 
 fn count_invalid(state: &AppState, error: &ApiError) {
@@ -175,7 +187,7 @@ async fn get_health() -> HttpResponse {
 }
 
 async fn get_ready(state: Data<AppState>) -> HttpResponse {
-    let readiness = (state.readiness)();
+    let readiness = if state.gate.is_closed() { Readiness::ending() } else { (state.readiness)() };
     let body = json!({"ready": readiness.ready, "message": readiness.message});
     if readiness.ready {
         HttpResponse::Ok().json(body)
@@ -199,7 +211,13 @@ async fn observe(
     let began = state.clock.now();
     state.stats.http_started();
     let mut counted = Counted { state, method, began, route: "other", status: 499 };
-    let response = next.call(request).await;
+    let mut response = next.call(request).await;
+    if let Ok(response) = &mut response
+        && counted.state.gate.is_closed()
+    {
+        // Its next request shall find another server.
+        response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
+    }
     match &response {
         Ok(response) => {
             counted.status = response.status().as_u16();

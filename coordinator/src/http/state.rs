@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::admin::Admin;
 use super::error::ApiError;
+use super::gate::Gate;
 use super::metrics::MetricsPage;
 use super::params::Limits;
 use crate::engine::EngineHandle;
@@ -25,6 +26,15 @@ pub struct Readiness {
     pub ready: bool,
     /// What is being waited for, when not.
     pub message: String,
+}
+
+impl Readiness {
+    /// Of a server that has been told to end.
+    #[must_use]
+    pub fn ending() -> Self {
+        let message = "the server is ending: it finishes what runs and takes nothing new";
+        Self { ready: false, message: message.to_owned() }
+    }
 }
 
 /// Answers whether requests can be served now.
@@ -51,6 +61,8 @@ pub struct AppState {
     pub metrics: Option<Arc<MetricsPage>>,
     /// Whether requests can be served now.
     pub readiness: ReadinessCheck,
+    /// Whether requests are let in.
+    pub gate: Gate,
     /// When the server started, in seconds since 1970.
     pub created: u64,
     next_request: Arc<AtomicU64>,
@@ -89,11 +101,18 @@ impl AppState {
             admin: None,
             metrics: None,
             readiness,
+            gate: Gate::default(),
             created: since_1970(),
             next_request: Arc::new(AtomicU64::new(1)),
             run,
             tokenizers: Arc::new(Semaphore::new(256)),
         }
+    }
+
+    /// With a gate that others close or watch.
+    #[must_use]
+    pub fn with_gate(self, gate: Gate) -> Self {
+        Self { gate, ..self }
     }
 
     /// With the operator's side at `/admin`.

@@ -100,6 +100,7 @@ struct ReplicaCells {
     steps: Counter,
     iteration_tokens: Histogram,
     straggler_gap: Histogram,
+    disagreements: Counter,
     preemptions: Counter,
     preempted_tokens: Counter,
     failovers: Counter,
@@ -120,6 +121,7 @@ struct WorkerCells {
     /// The present process's series.
     info: Option<Gauge>,
     restarts: Counter,
+    slow: Gauge,
     last_report: Gauge,
 }
 
@@ -224,6 +226,13 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
         stats.observe_duration(cells.straggler_gap, gap);
+    }
+
+    /// The ranks of a replica did not say the same of a step's tokens.
+    pub fn ranks_disagreed(&mut self, replica: ReplicaId) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
+        stats.add(cells.disagreements, 1);
     }
 
     /// A replica's KV blocks now.
@@ -361,6 +370,7 @@ impl ReplicaCells {
             steps: stats.counter(catalogue::ENGINE_STEPS, label),
             iteration_tokens: stats.histogram(catalogue::ITERATION_TOKENS, label),
             straggler_gap: stats.histogram(catalogue::RANK_STRAGGLER_GAP, label),
+            disagreements: stats.counter(catalogue::RANK_DISAGREEMENTS, label),
             preemptions: stats.counter(catalogue::PREEMPTIONS, label),
             preempted_tokens: stats.counter(catalogue::PREEMPTED_TOKENS, label),
             failovers: stats.counter(catalogue::FAILOVERS, label),

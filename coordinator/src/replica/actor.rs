@@ -31,6 +31,8 @@ struct Links {
     cluster: Recipient<EpochFailed>,
     /// Takes requests that this replica cannot go on with.
     orphanage: Recipient<Orphans>,
+    /// Told which rank holds the others up.
+    paces: Recipient<RankPace>,
 }
 
 impl Outside for Links {
@@ -44,6 +46,10 @@ impl Outside for Links {
 
     fn end_epoch(&mut self, epoch: Epoch, reason: String) {
         self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason });
+    }
+
+    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64) {
+        self.paces.do_send(RankPace { replica: self.id, epoch, worker, slow, times });
     }
 }
 
@@ -138,6 +144,22 @@ pub struct EpochFailed {
     pub reason: String,
 }
 
+/// Tells the cluster that a rank computes much slower than the others of its replica, or keeps pace.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct RankPace {
+    /// Which replica.
+    pub replica: ReplicaId,
+    /// In which epoch.
+    pub epoch: Epoch,
+    /// The rank's worker.
+    pub worker: WorkerId,
+    /// Whether it is slow.
+    pub slow: bool,
+    /// How many times as long as the others it computes.
+    pub times: f64,
+}
+
 impl ReplicaActor {
     /// A replica without ranks.
     #[must_use]
@@ -148,8 +170,9 @@ impl ReplicaActor {
         load: Arc<ReplicaLoad>,
         cluster: Recipient<EpochFailed>,
         orphanage: Recipient<Orphans>,
+        paces: Recipient<RankPace>,
     ) -> Self {
-        let outside = Links { id, ranks: Vec::new(), cluster, orphanage };
+        let outside = Links { id, ranks: Vec::new(), cluster, orphanage, paces };
         Self { operation: Operation::new(driver, load), outside, clock }
     }
 

@@ -271,6 +271,11 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
+    /// The ranks of a step did not say the same of its tokens.
+    pub fn ranks_disagreed(&mut self) {
+        self.observer.record().ranks_disagreed(self.id);
+    }
+
     /// The slowest rank of a step computed so much longer than the fastest.
     pub fn straggler_gap(&mut self, gap: Duration) {
         self.observer.record().straggler_gap(self.id, gap);

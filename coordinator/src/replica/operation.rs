@@ -9,7 +9,9 @@ use std::time::Duration;
 use shared::ids::{Epoch, RequestId, StepId, WorkerId};
 use shared::protocol::{StepPlan, StepResult, ToWorker};
 
+use super::agreement::{Agreement, Settled, Word};
 use super::driver::{Moved, ReplicaDriver};
+use super::stragglers::{Pace, Stragglers};
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::scheduler::EpochEnd;
 
@@ -36,6 +38,8 @@ pub trait Outside {
     fn send(&mut self, epoch: Epoch, plan: &ToWorker) -> Result<(), String>;
     /// The epoch must end.
     fn end_epoch(&mut self, epoch: Epoch, reason: String);
+    /// A rank has computed `times` as long as the others, for long, which is slow; or it keeps pace.
+    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
 }
 
 /// One replica in operation.
@@ -46,8 +50,13 @@ pub struct Operation {
     ranks: Vec<Rank>,
     plan: StepPlan,
     load: Arc<ReplicaLoad>,
-    /// Steps that some ranks have finished and others not, oldest first.
-    spread: VecDeque<Spread>,
+    /// What the ranks say of the same steps.
+    agreement: Agreement,
+    /// They said different things: nothing more of this epoch counts.
+    disagreed: bool,
+    /// Rank 0's results that are not accepted yet, oldest first.
+    held: VecDeque<StepResult>,
+    stragglers: Stragglers,
     /// When a step was last sent in this epoch.
     last_step_sent: Option<Duration>,
 }
@@ -60,15 +69,6 @@ struct Rank {
     done: StepId,
 }
 
-/// How long the ranks computed in one step, as far as they have reported.
-#[derive(Debug)]
-struct Spread {
-    step: StepId,
-    reported: usize,
-    fastest_us: u64,
-    slowest_us: u64,
-}
-
 impl Operation {
     /// A replica without ranks.
     #[must_use]
@@ -77,7 +77,10 @@ impl Operation {
             driver,
             epoch: None,
             ranks: Vec::new(),
-            spread: VecDeque::new(),
+            agreement: Agreement::default(),
+            disagreed: false,
+            held: VecDeque::new(),
+            stragglers: Stragglers::default(),
             plan: StepPlan::default(),
             load,
             last_step_sent: None,
@@ -122,7 +125,10 @@ impl Operation {
         self.driver.ready(now, epoch, num_blocks);
         // The first canary goes out at once: readiness waits for it.
         self.last_step_sent = None;
-        self.spread.clear();
+        self.agreement.begin(self.ranks.len());
+        self.stragglers.begin(self.ranks.len());
+        self.disagreed = false;
+        self.held.clear();
         self.drive(now, outside);
         self.tick(now, outside);
     }
@@ -134,7 +140,7 @@ impl Operation {
         }
         self.epoch = None;
         self.ranks.clear();
-        self.spread.clear();
+        self.held.clear();
         self.driver.lost(now, end);
         true
     }
@@ -173,16 +179,16 @@ impl Operation {
         let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else { return };
         self.ranks[index].done = self.ranks[index].done.max(result.step);
         if self.ranks.len() > 1 {
-            self.note_spread(&result);
+            self.note(now, index, &result, outside);
         }
         if self.ranks.iter().all(|rank| rank.done >= result.step) {
             let now_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
             self.load.last_step_ms.store(now_ms.max(1), Ordering::Relaxed);
         }
         if index == 0 {
-            self.driver.apply(now, result);
-            self.drive(now, outside);
+            self.held.push_back(result);
         }
+        self.apply_agreed(now, outside);
     }
 
     /// Fails everything.
@@ -236,31 +242,189 @@ impl Operation {
         }
     }
 
-    /// Notes a rank's own time for a step, without its waiting for others: the gap between the
-    /// slowest and the fastest is what the others waited.
-    fn note_spread(&mut self, result: &StepResult) {
-        let own_us = result.timings.forward_us;
-        let noted = self.spread.iter_mut().find(|spread| spread.step == result.step);
-        if let Some(spread) = noted {
-            spread.reported += 1;
-            spread.fastest_us = spread.fastest_us.min(own_us);
-            spread.slowest_us = spread.slowest_us.max(own_us);
-        } else {
-            let step = result.step;
-            let first = Spread { step, reported: 1, fastest_us: own_us, slowest_us: own_us };
-            self.spread.push_back(first);
+    /// Notes what a rank says of a step, and looks at the steps that all have finished.
+    fn note(
+        &mut self,
+        now: Duration,
+        rank: usize,
+        result: &StepResult,
+        outside: &mut impl Outside,
+    ) {
+        let word = Word { digest: result.digest, own_us: result.timings.forward_us };
+        self.agreement.say(rank, result.step, word);
+        while let Some(Settled { step, odd, own_us }) = self.agreement.settle() {
+            let slowest = own_us.iter().max().copied().unwrap_or_default();
+            let fastest = own_us.iter().min().copied().unwrap_or_default();
+            self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
+            for Pace { rank, slow, times } in self.stragglers.step(now, &own_us) {
+                if let (Some(epoch), Some(rank)) = (self.epoch, self.ranks.get(rank)) {
+                    outside.pace(epoch, rank.worker, slow, times);
+                }
+            }
+            if !odd.is_empty() && !self.disagreed {
+                self.disagreed = true;
+                self.driver.ranks_disagreed();
+                let workers = odd.iter().filter_map(|rank| self.ranks.get(*rank));
+                let workers: Vec<String> = workers.map(|it| it.worker.to_string()).collect();
+                let workers = workers.join(", ");
+                self.end_epoch(format!("ranks disagree on {step}: {workers}"), outside);
+            }
         }
-        while let Some(spread) =
-            self.spread.pop_front_if(|spread| spread.reported == self.ranks.len())
+    }
+
+    /// Accepts rank 0's results, as far as the steps before them are agreed on: what a step yields
+    /// depends on the tokens that every rank has of the one before.
+    fn apply_agreed(&mut self, now: Duration, outside: &mut impl Outside) {
+        let mut applied = false;
+        while !self.disagreed
+            && let Some(result) = self.held.pop_front_if(|result| {
+                self.ranks.iter().all(|rank| rank.done.0 + 1 >= result.step.0)
+            })
         {
-            let gap = Duration::from_micros(spread.slowest_us - spread.fastest_us);
-            self.driver.straggler_gap(gap);
+            self.driver.apply(now, result);
+            applied = true;
+        }
+        if applied {
+            self.drive(now, outside);
         }
     }
 
     fn end_epoch(&self, reason: String, outside: &mut impl Outside) {
         if let Some(epoch) = self.epoch {
             outside.end_epoch(epoch, reason);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::ids::{Incarnation, ReplicaId};
+    use shared::metrics::catalogue::RANK_DISAGREEMENTS;
+    use shared::protocol::{SequenceOutput, StepTimings, WorkerStats};
+    use tokio::sync::mpsc;
+
+    use super::super::driver::DriverLimits;
+    use super::*;
+    use crate::engine::EngineEvent;
+    use crate::metrics::{Hub, Observer};
+    use crate::scheduler::{Scheduler, SchedulerConfig};
+
+    #[derive(Default)]
+    struct Sent {
+        plans: Vec<StepPlan>,
+        ends: Vec<String>,
+    }
+
+    impl Outside for Sent {
+        fn send(&mut self, _epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
+            if let ToWorker::Step(plan) = plan {
+                self.plans.push(plan.clone());
+            }
+            Ok(())
+        }
+
+        fn end_epoch(&mut self, _epoch: Epoch, reason: String) {
+            self.ends.push(reason);
+        }
+
+        fn pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
+    }
+
+    const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
+
+    fn operation(observer: &Observer) -> Operation {
+        let config = SchedulerConfig {
+            block_size: 16,
+            max_model_len: 64,
+            max_num_seqs: 4,
+            max_num_batched_tokens: 64,
+            max_queued_requests: 4,
+            max_steps_in_flight: 2,
+            prefix_caching: true,
+        };
+        let limits = DriverLimits {
+            step_timeout: Duration::from_secs(9),
+            unavailable_timeout: Duration::from_secs(9),
+        };
+        let scheduler = Scheduler::new(config).unwrap();
+        let id = ReplicaId(0);
+        let driver = ReplicaDriver::new(Duration::ZERO, id, scheduler, observer.clone(), limits);
+        Operation::new(driver, Arc::default())
+    }
+
+    fn result(plan: &StepPlan, digest: u32) -> StepResult {
+        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
+        let outputs = sampled.map(|entry| SequenceOutput {
+            seq: entry.seq,
+            position: entry.start + entry.count,
+            token: Some(7),
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+        });
+        let (timings, stats) = (StepTimings::default(), WorkerStats::default());
+        let (epoch, step, outputs) = (plan.epoch, plan.step, outputs.collect());
+        StepResult { epoch, step, outputs, digest, timings, stats }
+    }
+
+    fn request() -> GenerateRequest {
+        GenerateRequest {
+            id: RequestId(1),
+            prompt: vec![1, 2, 3],
+            sampling: vec![shared::sampling::SamplingParams::default()],
+            stop_checks: Vec::new(),
+            max_tokens: 30,
+            cache_salt: 0,
+            end_tokens: Vec::new(),
+            stops: Arc::default(),
+            arrived: Duration::ZERO,
+            response_id: "it".into(),
+        }
+    }
+
+    #[test]
+    fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
+        for disagrees in [false, true] {
+            let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+            let mut operation = operation(hub.observer());
+            let mut sent = Sent::default();
+            let (events, mut tokens) = mpsc::channel(64);
+            let now = Duration::from_millis(1);
+            operation.submit(now, request(), EventSender::Local(events), &mut sent);
+            operation.ready(now, Epoch(3), 8, WORKERS.to_vec(), &mut sent);
+            let accepted = |tokens: &mut mpsc::Receiver<EngineEvent>| {
+                let mut count = 0;
+                while let Ok(EngineEvent::Token { .. }) = tokens.try_recv() {
+                    count += 1;
+                }
+                count
+            };
+            // What a step yields is in the next one's place: only workers know it.
+            let (first, second) = (sent.plans[0].clone(), sent.plans[1].clone());
+            operation.step_done(now, WORKERS[0], result(&first, 5), &mut sent);
+            assert_eq!(accepted(&mut tokens), 1, "nothing came before");
+            operation.step_done(now, WORKERS[0], result(&second, 6), &mut sent);
+            assert_eq!(accepted(&mut tokens), 0, "the other rank may have something else");
+            let digest = if disagrees { 55 } else { 5 };
+            operation.step_done(now, WORKERS[1], result(&first, digest), &mut sent);
+            let counted = hub.merged().counter_sum(RANK_DISAGREEMENTS);
+            assert_eq!(counted, u64::from(disagrees));
+            if disagrees {
+                assert_eq!(sent.ends, ["ranks disagree on step-1: worker-1"]);
+                assert_eq!(accepted(&mut tokens), 0);
+                // Nothing more of this epoch counts.
+                operation.step_done(now, WORKERS[1], result(&second, 6), &mut sent);
+                assert_eq!((accepted(&mut tokens), sent.ends.len()), (0, 1));
+                // The next one goes on from what was accepted.
+                assert!(operation.lost(now, Epoch(3), EpochEnd::Failed));
+                operation.ready(now, Epoch(4), 8, WORKERS.to_vec(), &mut sent);
+                let again = sent.plans.iter().find(|plan| plan.epoch == Epoch(4)).unwrap();
+                assert_eq!(again.admitted.iter().map(|it| it.tokens.len()).max(), Some(4));
+            } else {
+                assert!(sent.ends.is_empty());
+                assert_eq!(accepted(&mut tokens), 1);
+            }
         }
     }
 }

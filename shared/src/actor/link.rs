@@ -371,6 +371,12 @@ impl LinkHandle {
         self.queue.send(outgoing).await.map_err(|_| SendError::Closed)
     }
 
+    /// Whether frames wait to be written.
+    #[must_use]
+    pub fn has_queued(&self) -> bool {
+        self.queue.capacity() < QUEUE_MAX
+    }
+
     /// Ends the link; what is queued may be lost.
     pub fn close(&self) {
         self.shared.closing.notify_one();

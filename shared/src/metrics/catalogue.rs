@@ -165,6 +165,9 @@ catalogue! {
     histogram(STEP_SECONDS) RANK_STRAGGLER_GAP: "tutti_rank_straggler_gap_seconds", Seconds,
         model [REPLICA], Coordinator,
         "Per engine step: slowest rank's forward time minus fastest rank's.";
+    counter RANK_DISAGREEMENTS: "tutti_rank_disagreements_total", Events, model [REPLICA],
+        Coordinator,
+        "Times the ranks of a replica had different tokens of one step; it was formed again.";
     counter PREEMPTIONS: "tutti_preemptions_total", Events, model [REPLICA], Coordinator,
         "Requests put back from the batch into the queue for lack of KV blocks.";
     counter PREEMPTED_TOKENS: "tutti_preempted_tokens_total", Tokens, model [REPLICA], Coordinator,
@@ -290,6 +293,8 @@ catalogue! {
         "1 while a worker is linked, 0 for ten minutes after it is gone, unless it was drained.";
     gauge(Max) WORKER_INFO: "tutti_worker_info", Info, [NODE, VERSION, WORKER], Coordinator,
         "The node name and version of a linked worker.";
+    gauge(Max) SLOW_RANKS: "tutti_slow_ranks", Items, [WORKER], Coordinator,
+        "1 for a worker that computes over 3 times as long as its replica's others, for 30 s.";
     counter WORKER_RESTARTS: "tutti_worker_restarts_total", Events, [WORKER], Coordinator,
         "Times a worker came back as another process.";
     gauge(Max) WORKER_LAST_REPORT: "tutti_worker_last_report_timestamp_seconds", Seconds, [WORKER],

@@ -63,10 +63,41 @@ pub struct StepResult {
     /// One per sequence with `sample` set or prompt log-probabilities, in the plan's order; empty
     /// on other ranks than 0.
     pub outputs: Vec<SequenceOutput>,
+    /// A [`TokenDigest`] of what the step yielded, as this rank has it: equal on all ranks.
+    pub digest: u32,
     /// Where the time went.
     pub timings: StepTimings,
     /// Cumulative stats riding along.
     pub stats: WorkerStats,
+}
+
+/// What a step yielded, in four bytes: ranks that have the same tokens have the same digest, others
+/// a different one, but for one in 2^32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenDigest(u32);
+
+impl TokenDigest {
+    /// Of a step that has yielded nothing yet.
+    #[must_use]
+    pub fn of(step: StepId) -> Self {
+        Self(crc32c::crc32c(&step.0.to_le_bytes()))
+    }
+
+    /// With one more token: which sequence got it, and at which position.
+    #[must_use]
+    pub fn with(self, seq: SeqId, position: u32, token: u32) -> Self {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&seq.0.to_le_bytes());
+        bytes[8..12].copy_from_slice(&position.to_le_bytes());
+        bytes[12..].copy_from_slice(&token.to_le_bytes());
+        Self(crc32c::crc32c_append(self.0, &bytes))
+    }
+
+    /// As it travels.
+    #[must_use]
+    pub fn value(self) -> u32 {
+        self.0
+    }
 }
 
 /// What one sequence got in one step.

@@ -67,6 +67,10 @@ impl Rank for ScriptedRank {
         Ok(StepTimings::default())
     }
 
+    fn digest(&self) -> u32 {
+        0
+    }
+
     fn release(&mut self) {
         *self.released.lock().unwrap() += 1;
     }

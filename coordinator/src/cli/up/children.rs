@@ -179,6 +179,8 @@ impl Watcher {
             .stdout(Stdio::inherit())
             .stderr(Stdio::piped())
             .kill_on_drop(true)
+            // Ctrl-C is for this process alone: workers compute until requests have finished.
+            .process_group(0)
             .spawn()?;
         let tail = Tail::of(child.stderr.take())?;
         Ok((child, tail))

@@ -87,6 +87,9 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
         stats.set(cells.up, if up { 1.0 } else { 0.0 });
+        if up {
+            stats.set(cells.slow, 0.0);
+        }
         if !up && let Some(info) = cells.info.take() {
             stats.clear(info);
         }
@@ -102,6 +105,13 @@ impl Recording<'_> {
             stats.clear(old);
         }
         stats.set(info, 1.0);
+    }
+
+    /// A worker computes much slower than the others of its replica, or does so no more.
+    pub fn rank_slow(&mut self, worker: WorkerId, slow: bool) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.worker(worker);
+        stats.set(cells.slow, f64::from(u8::from(slow)));
     }
 
     /// A worker came back as another process.
@@ -123,6 +133,7 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
         stats.clear(cells.up);
+        stats.clear(cells.slow);
         stats.clear(cells.last_report);
         if let Some(info) = cells.info.take() {
             stats.clear(info);
@@ -180,6 +191,7 @@ impl Cells {
                 up: stats.gauge(catalogue::WORKER_UP, [&name]),
                 info: None,
                 restarts: stats.counter(catalogue::WORKER_RESTARTS, [&name]),
+                slow: stats.gauge(catalogue::SLOW_RANKS, [&name]),
                 last_report: stats.gauge(catalogue::WORKER_LAST_REPORT, [&name]),
             }
         });

@@ -1,0 +1,136 @@
+//! The gate of a server that may be told to end: once closed it lets no new request in, and tells
+//! when the last one that is inside has left.
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use actix_web::HttpResponse;
+use actix_web::body::{BodySize, BoxBody, MessageBody};
+use actix_web::web::Bytes;
+use tokio::sync::watch;
+
+use super::error::ApiError;
+use crate::engine::EngineError;
+
+/// See the module's documentation. Clones are the same gate.
+#[derive(Clone, Debug)]
+pub struct Gate {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    closed: AtomicBool,
+    inside: watch::Sender<usize>,
+}
+
+/// A request that is inside, until this is dropped.
+#[derive(Debug)]
+pub struct Visit {
+    inner: Arc<Inner>,
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        let inside = watch::Sender::new(0);
+        Self { inner: Arc::new(Inner { closed: AtomicBool::new(false), inside }) }
+    }
+}
+
+impl Gate {
+    /// Lets a request in; `None` once the gate is closed.
+    #[must_use]
+    pub fn enter(&self) -> Option<Visit> {
+        // Counted first: whoever closes the gate meanwhile waits for it, or it turns back.
+        self.inner.inside.send_modify(|inside| *inside += 1);
+        let visit = Visit { inner: self.inner.clone() };
+        (!self.is_closed()).then_some(visit)
+    }
+
+    /// Lets nobody in any more.
+    pub fn close(&self) {
+        self.inner.closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether nobody is let in any more.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.inner.closed.load(Ordering::SeqCst)
+    }
+
+    /// How many are inside.
+    #[must_use]
+    pub fn inside(&self) -> usize {
+        *self.inner.inside.borrow()
+    }
+
+    /// Waits until nobody is inside, at most so long; returns whether that came about.
+    pub async fn empty_within(&self, patience: Duration) -> bool {
+        let mut inside = self.inner.inside.subscribe();
+        let empty = inside.wait_for(|inside| *inside == 0);
+        tokio::time::timeout(patience, empty).await.is_ok()
+    }
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        self.inner.inside.send_modify(|inside| *inside = inside.saturating_sub(1));
+    }
+}
+
+impl Visit {
+    /// A response whose request is inside until its body has been handed over whole, or dropped.
+    #[must_use]
+    pub fn until_sent(self, response: HttpResponse) -> HttpResponse {
+        response.map_body(|_, body| BoxBody::new(VisitBody { body, _visit: self }))
+    }
+}
+
+/// The answer to a request that comes too late.
+#[must_use]
+pub fn closed() -> ApiError {
+    EngineError::ShuttingDown.into()
+}
+
+struct VisitBody {
+    body: BoxBody,
+    _visit: Visit,
+}
+
+impl MessageBody for VisitBody {
+    type Error = <BoxBody as MessageBody>::Error;
+
+    fn size(&self) -> BodySize {
+        self.body.size()
+    }
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, Self::Error>>> {
+        Pin::new(&mut self.body).poll_next(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_closed_gate_lets_nobody_in_and_knows_when_the_last_has_left() {
+        let gate = Gate::default();
+        let short = Duration::from_millis(1);
+        let (first, second) = (gate.enter().unwrap(), gate.enter().unwrap());
+        gate.close();
+        assert!(gate.enter().is_none() && gate.inside() == 2);
+        drop(first);
+        assert!(!gate.empty_within(short).await);
+        let response = second.until_sent(HttpResponse::Ok().body("text"));
+        assert!(!gate.empty_within(short).await, "its body is not sent yet");
+        assert_eq!(response.body().size(), BodySize::Sized(4));
+        drop(response);
+        assert!(gate.empty_within(short).await && gate.inside() == 0);
+    }
+}

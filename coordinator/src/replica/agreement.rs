@@ -1,0 +1,135 @@
+//! PURE: what the ranks of one epoch say about the same step. They compute it together, so they must
+//! say the same of its tokens; how long each took by itself tells who holds the others up.
+use std::collections::VecDeque;
+
+use shared::ids::StepId;
+
+/// One rank's word on one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Word {
+    /// Of the tokens that the step yielded, as the rank has them.
+    pub digest: u32,
+    /// How long it computed, without waiting for others, in microseconds.
+    pub own_us: u64,
+}
+
+/// Steps that some ranks have finished and others not.
+#[derive(Debug, Default)]
+pub struct Agreement {
+    ranks: usize,
+    open: VecDeque<Step>,
+    /// Buffers of steps that are over.
+    unused: Vec<Vec<Option<Word>>>,
+}
+
+/// A step, and what each rank says of it.
+#[derive(Debug)]
+struct Step {
+    step: StepId,
+    words: Vec<Option<Word>>,
+}
+
+/// A step that all ranks have finished.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settled {
+    /// Which.
+    pub step: StepId,
+    /// The ranks that say something else than most; with as many on both sides, than rank 0.
+    pub odd: Vec<usize>,
+    /// By rank, how long it computed by itself, in microseconds.
+    pub own_us: Vec<u64>,
+}
+
+impl Agreement {
+    /// Another epoch begins, with so many ranks.
+    pub fn begin(&mut self, ranks: usize) {
+        self.ranks = ranks;
+        self.unused.clear();
+        self.open.clear();
+    }
+
+    /// A rank has finished a step. What it says twice counts once.
+    pub fn say(&mut self, rank: usize, step: StepId, word: Word) {
+        let known = self.open.iter().position(|it| it.step == step);
+        let index = known.unwrap_or_else(|| {
+            let mut words = self.unused.pop().unwrap_or_default();
+            words.clear();
+            words.resize(self.ranks, None);
+            self.open.push_back(Step { step, words });
+            self.open.len() - 1
+        });
+        if let Some(place) = self.open.get_mut(index).and_then(|it| it.words.get_mut(rank)) {
+            place.get_or_insert(word);
+        }
+    }
+
+    /// The oldest open step, once all ranks have finished it.
+    pub fn settle(&mut self) -> Option<Settled> {
+        let whole = |step: &mut Step| step.words.iter().all(Option::is_some);
+        let Step { step, words } = self.open.pop_front_if(whole)?;
+        let said = || words.iter().flatten().map(|word| word.digest);
+        let odd = odd(said);
+        let own_us = words.iter().flatten().map(|word| word.own_us).collect();
+        self.unused.push(words);
+        Some(Settled { step, odd, own_us })
+    }
+}
+
+fn odd<I: Iterator<Item = u32>>(said: impl Fn() -> I) -> Vec<usize> {
+    let votes = |digest: u32| said().filter(|it| *it == digest).count();
+    // The first of those with most votes: of as many on both sides, rank 0's.
+    let most = said().fold(None, |best: Option<(usize, u32)>, digest| match best {
+        Some((count, _)) if votes(digest) <= count => best,
+        _ => Some((votes(digest), digest)),
+    });
+    let right = most.map(|(_, digest)| digest);
+    said().enumerate().filter(|(_, it)| Some(*it) != right).map(|(rank, _)| rank).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settled(digests: &[u32]) -> Vec<usize> {
+        let mut agreement = Agreement::default();
+        agreement.begin(digests.len());
+        // In any order; the next step may be under way.
+        for (rank, digest) in digests.iter().enumerate().rev() {
+            assert_eq!(agreement.settle(), None);
+            agreement.say(rank, StepId(7), Word { digest: *digest, own_us: rank as u64 });
+            agreement.say(rank, StepId(7), Word { digest: 99, own_us: 99 });
+            if rank > 0 {
+                agreement.say(rank, StepId(8), Word { digest: 1, own_us: 1 });
+            }
+        }
+        let settled = agreement.settle().unwrap();
+        assert_eq!(settled.step, StepId(7));
+        assert!(settled.own_us.iter().copied().eq(0..digests.len() as u64));
+        assert_eq!(agreement.settle(), None, "rank 0 has not finished the next one");
+        settled.odd
+    }
+
+    #[test]
+    fn who_says_something_else_is_named() {
+        assert!(settled(&[5, 5]).is_empty());
+        assert_eq!(settled(&[5, 6]), [1], "of two, rank 0 is believed");
+        assert_eq!(settled(&[5, 6, 5, 5]), [1]);
+        assert_eq!(settled(&[6, 5, 5, 5]), [0], "most are believed");
+        assert_eq!(settled(&[5, 6, 6, 5]), [1, 2]);
+        assert_eq!(settled(&[4, 5, 6, 7]), [1, 2, 3]);
+    }
+
+    #[test]
+    fn ranks_of_another_epoch_are_forgotten() {
+        let mut agreement = Agreement::default();
+        agreement.begin(2);
+        agreement.say(0, StepId(1), Word { digest: 1, own_us: 0 });
+        agreement.begin(3);
+        agreement.say(5, StepId(1), Word { digest: 1, own_us: 0 });
+        for rank in 0..3 {
+            agreement.say(rank, StepId(1), Word { digest: 2, own_us: 0 });
+        }
+        let settled = agreement.settle().unwrap();
+        assert!(settled.odd.is_empty() && settled.own_us.len() == 3);
+    }
+}

@@ -1,0 +1,310 @@
+//! How long clients wait when something breaks: real processes under a steady load of streams.
+//!
+//! The usual run breaks each thing once or twice, with generous bounds. The figures of
+//! docs/benchmarks.md are those of the long run, on a release build:
+//! `cargo test --release -p tests --test cluster recovery -- --ignored --nocapture --test-threads 1`
+#![allow(clippy::print_stdout, reason = "prints the figures, and why it skips")]
+use std::time::{Duration, Instant};
+
+use testkit::client::Client;
+use testkit::etcd::Etcd;
+use testkit::fleet::Fleet;
+use testkit::hosts::Hosts;
+use testkit::load::{Load, Seen};
+use testkit::local_cluster::LocalCluster;
+use testkit::scrape::Scrape;
+
+/// Tokens of a request.
+const TOKENS: u32 = 96;
+/// How long everything may take to be whole again.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Between two failures.
+const CALM: Duration = Duration::from_secs(4);
+
+/// What breaks, and what clients may notice.
+struct Bounds {
+    runs: usize,
+    killed: Duration,
+    frozen: Duration,
+}
+
+const SHORT: Bounds =
+    Bounds { runs: 2, killed: Duration::from_secs(12), frozen: Duration::from_secs(15) };
+const LONG: Bounds =
+    Bounds { runs: 20, killed: Duration::from_secs(3), frozen: Duration::from_secs(6) };
+
+/// The pauses of a case's runs, the longest of each.
+fn report(case: &str, seen: &Seen, mut pauses: Vec<Duration>, bound: Duration) {
+    assert!(seen.failures.is_empty(), "{case}: {:?}", seen.failures);
+    pauses.sort_unstable();
+    let at = |part: f64| pauses[((pauses.len() as f64 * part).ceil() as usize).max(1) - 1];
+    let (half, most, max) = (at(0.5), at(0.99), at(1.0));
+    let seconds = |it: Duration| format!("{:.2} s", it.as_secs_f64());
+    println!(
+        "| {case} | {} | {} | 0 | {} | {} | {} |",
+        pauses.len(),
+        seen.good,
+        seconds(half),
+        seconds(most),
+        seconds(max)
+    );
+    assert!(most < bound, "{case}: p99 {most:?}, at most {bound:?} is wanted: {pauses:?}");
+}
+
+fn head() {
+    println!("| case | runs | requests | lost or changed | pause p50 | p99 | max |");
+    println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: |");
+}
+
+/// Waits until so many workers and replicas are up and the load goes on.
+async fn whole(client: &Client, workers: f64, replicas: f64) {
+    let up = |s: &Scrape| {
+        s.sum("tutti_worker_up", &[]) == workers && s.sum("tutti_replica_up", &[]) == replicas
+    };
+    let scrape = client.scrape_until(PATIENCE, up).await.unwrap();
+    assert!(up(&scrape), "not whole again within {PATIENCE:?}");
+    tokio::time::sleep(Duration::from_millis(300)).await;
+}
+
+/// The process that is a rank, by its place in `fleet.workers`.
+async fn a_rank(client: &Client, run: usize) -> usize {
+    let status = client.get("/admin/status").await.unwrap().body;
+    let nodes = status["nodes"].as_array().unwrap();
+    let ranks: Vec<&str> = nodes
+        .iter()
+        .filter(|node| node["rank"].is_number())
+        .map(|node| node["node"].as_str().unwrap())
+        .collect();
+    ranks[run % ranks.len()].trim_start_matches("worker-").parse().unwrap()
+}
+
+/// Kills, or freezes and thaws, a rank per run.
+async fn ranks(bounds: &Bounds, runs: usize, replicas: u32, freezes: bool) {
+    let max = replicas.to_string();
+    let mut fleet = Fleet::start(&["--replicas", &max], 4, 0).await.unwrap();
+    let client = fleet.client().unwrap();
+    whole(&client, 4.0, f64::from(replicas)).await;
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    let mut moments = Vec::new();
+    for run in 0..runs {
+        let victim = a_rank(&client, run).await;
+        let pid = fleet.workers[victim].pid();
+        let broken = Instant::now();
+        if freezes {
+            LocalCluster::signal(pid, "STOP").unwrap();
+            tokio::time::sleep(Duration::from_secs(8)).await;
+            LocalCluster::signal(pid, "CONT").unwrap();
+        } else {
+            LocalCluster::signal(pid, "KILL").unwrap();
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            fleet.restart_worker(u32::try_from(victim).unwrap()).unwrap();
+        }
+        whole(&client, 4.0, f64::from(replicas)).await;
+        moments.push((broken, Instant::now()));
+        if run + 1 < runs {
+            // Failures in a row are answered more and more slowly.
+            tokio::time::sleep(CALM).await;
+        }
+    }
+    let seen = load.stop().await;
+    let pauses = moments.iter().map(|(from, until)| seen.longest(*from, *until)).collect();
+    let spares = if replicas == 2 { "2 replicas" } else { "1 replica, 2 spares" };
+    let what = if freezes { "rank frozen for 8 s" } else { "rank killed" };
+    let bound = if freezes { bounds.frozen } else { bounds.killed };
+    report(&format!("{what}, {spares}"), &seen, pauses, bound);
+    let scrape = client.scrape().await.unwrap();
+    assert!(scrape.sum("tutti_failovers_total", &[]) >= runs as f64, "something broke");
+}
+
+/// Cuts the network of a host with a replica's workers, and mends it.
+async fn cut_links(bounds: &Bounds, runs: usize) {
+    let hosts = match Hosts::new(2) {
+        Ok(hosts) => hosts,
+        Err(reason) => return println!("no hosts to cut off from each other here: {reason}"),
+    };
+    let listen = format!("{}:0", hosts.gateway());
+    let port = testkit::fleet::free_port();
+    let cluster = format!("{}:{port}", hosts.gateway());
+    let coordinator =
+        ["coordinator", "--listen", &listen, "--cluster-listen", &cluster, "--insecure-no-auth"];
+    let mut coordinator = LocalCluster::spawn(&coordinator).unwrap();
+    let _workers: Vec<LocalCluster> = (0..4)
+        .map(|index| {
+            let (host, node) = (index / 2, format!("worker-{index}"));
+            let id = format!("host-{host}");
+            let name = ["--node", &node, "--host-id", &id, "--threads", "1"];
+            let args = [&["worker", "--coordinator", &cluster][..], &name].concat();
+            LocalCluster::spawn_in(&hosts.prefix(host), &args).unwrap()
+        })
+        .collect();
+    coordinator.wait_ready().await.unwrap();
+    let client = coordinator.client().unwrap();
+    whole(&client, 4.0, 2.0).await;
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    let mut moments = Vec::new();
+    for run in 0..runs {
+        let broken = Instant::now();
+        hosts.cut(run % 2).unwrap();
+        tokio::time::sleep(Duration::from_secs(8)).await;
+        hosts.mend(run % 2).unwrap();
+        whole(&client, 4.0, 2.0).await;
+        moments.push((broken, Instant::now()));
+    }
+    let seen = load.stop().await;
+    let pauses = moments.iter().map(|(from, until)| seen.longest(*from, *until)).collect();
+    report("host cut off for 8 s, 2 replicas", &seen, pauses, bounds.frozen);
+}
+
+/// Coordinators that meet through etcd, with workers and a front end.
+struct Meeting {
+    etcd: Vec<Etcd>,
+    endpoints: String,
+    _folder: tempfile::TempDir,
+}
+
+impl Meeting {
+    async fn new(members: usize) -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let etcd = Etcd::start_cluster(folder.path(), members).await.unwrap()?;
+        let endpoints: Vec<String> = etcd.iter().map(Etcd::endpoint).collect();
+        Some(Self { etcd, endpoints: endpoints.join(","), _folder: folder })
+    }
+
+    fn spawn(&self, args: &[&str]) -> LocalCluster {
+        LocalCluster::spawn(&[args, &["--etcd", &self.endpoints]].concat()).unwrap()
+    }
+
+    async fn coordinator(&self) -> LocalCluster {
+        let any = "127.0.0.1:0";
+        let args = ["coordinator", "--replicas", "2", "--listen", any, "--cluster-listen", any];
+        let mut coordinator = self.spawn(&args);
+        coordinator.wait_url().await.unwrap();
+        coordinator
+    }
+
+    fn workers(&self) -> Vec<LocalCluster> {
+        let worker =
+            |index| self.spawn(&["worker", "--node", &format!("worker-{index}"), "--threads", "1"]);
+        (0..4).map(worker).collect()
+    }
+
+    async fn frontend(&self) -> LocalCluster {
+        let mut frontend = self.spawn(&["frontend", "--listen", "127.0.0.1:0"]);
+        frontend.wait_ready().await.unwrap();
+        frontend
+    }
+}
+
+/// Kills or stops members of etcd, one after the other, under load.
+async fn etcd_members(lasts: Duration, members: usize) {
+    let Some(mut meeting) = Meeting::new(members).await else { return };
+    let mut coordinator = meeting.coordinator().await;
+    let _workers = meeting.workers();
+    coordinator.wait_ready().await.unwrap();
+    let client = coordinator.client().unwrap();
+    whole(&client, 4.0, 2.0).await;
+    let frontend = meeting.frontend().await;
+    let servers = [client.clone(), frontend.client().unwrap()];
+    let load = Load::start(&servers, 2, TOKENS).await.unwrap();
+    let first = Instant::now();
+    let connected = |s: &Scrape| s.sum("tutti_membership_connected", &[]) == 1.0;
+    if members == 1 {
+        LocalCluster::signal(meeting.etcd[0].pid(), "STOP").unwrap();
+        tokio::time::sleep(lasts).await;
+        LocalCluster::signal(meeting.etcd[0].pid(), "CONT").unwrap();
+    } else {
+        // A follower, then whoever leads.
+        for leads in [false, true] {
+            let mut chosen = None;
+            for (index, member) in meeting.etcd.iter().enumerate() {
+                if member.leads().await == Some(leads) {
+                    chosen = Some(index);
+                }
+            }
+            let chosen = chosen.expect("etcd has a leader and followers");
+            meeting.etcd[chosen].kill();
+            tokio::time::sleep(lasts).await;
+            // Nobody has left, and who comes now can join.
+            let late = meeting.frontend().await;
+            assert_eq!(late.client().unwrap().get("/ready").await.unwrap().status, 200);
+            meeting.etcd[chosen].restart().await.unwrap();
+        }
+    }
+    let scrape = client.scrape_until(PATIENCE, connected).await.unwrap();
+    assert!(connected(&scrape) && scrape.sum("tutti_worker_up", &[]) == 4.0);
+    assert_eq!(scrape.sum("tutti_failovers_total", &[]), 0.0);
+    assert_eq!(scrape.sum("tutti_membership_leading", &[]), 1.0, "the same coordinator leads");
+    let last = Instant::now();
+    let seen = load.stop().await;
+    let case = match members {
+        1 => format!("etcd stopped for {} s", lasts.as_secs()),
+        _ => "a follower, then the leader of 3 etcd members killed".to_owned(),
+    };
+    let pauses = vec![seen.longest(first, last)];
+    report(&case, &seen, pauses, Duration::from_secs(5));
+}
+
+/// Kills the coordinator that leads; how long until the next one serves.
+async fn coordinators(runs: usize, bound: Duration) {
+    let Some(meeting) = Meeting::new(1).await else { return };
+    let mut leader = meeting.coordinator().await;
+    let _workers = meeting.workers();
+    leader.wait_ready().await.unwrap();
+    let frontend = meeting.frontend().await.client().unwrap();
+    let mut took = Vec::new();
+    for _ in 0..runs {
+        whole(&leader.client().unwrap(), 4.0, 2.0).await;
+        let standby = meeting.coordinator().await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        LocalCluster::signal(leader.pid(), "KILL").unwrap();
+        let died = Instant::now();
+        leader = standby;
+        for client in [&leader.client().unwrap(), &frontend] {
+            let body = crate::greedy(crate::STORY, 4);
+            while client.post("/v1/completions", &body).await.is_ok_and(|it| it.status != 200) {
+                assert!(died.elapsed() < PATIENCE, "nobody serves: {}", leader.log());
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        took.push(died.elapsed());
+    }
+    let seen = Seen::default();
+    report("leader killed: until the next one serves", &seen, took, bound);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_see_a_pause_when_a_rank_breaks_and_nothing_else() {
+    head();
+    ranks(&SHORT, SHORT.runs, 2, false).await;
+    ranks(&SHORT, 1, 1, false).await;
+    ranks(&SHORT, 1, 2, true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_is_cut_off_costs_a_pause() {
+    cut_links(&SHORT, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn members_of_etcd_may_die() {
+    etcd_members(Duration::from_secs(3), 3).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn recovery_figures() {
+    let runs = std::env::var("TUTTI_RECOVERY_RUNS").ok().and_then(|it| it.parse().ok());
+    let runs = runs.unwrap_or(LONG.runs);
+    head();
+    for replicas in [2, 1] {
+        ranks(&LONG, runs, replicas, false).await;
+    }
+    for replicas in [2, 1] {
+        ranks(&LONG, runs, replicas, true).await;
+    }
+    cut_links(&LONG, runs).await;
+    etcd_members(Duration::from_secs(60), 1).await;
+    etcd_members(Duration::from_secs(10), 3).await;
+    coordinators(runs, Duration::from_secs(10)).await;
+}
