@@ -246,12 +246,12 @@ impl Cluster {
         let free = self.free();
         let (slow, quick): (Vec<&Member>, Vec<&Member>) =
             free.into_iter().partition(|member| self.slow.contains(&member.worker));
-        let mut groups = place(&quick, degree, &held);
+        let mut groups = place(&quick, degree, held);
         if !slow.is_empty() {
             let placed = |it: &&Member| groups.iter().any(|group| group.contains(&it.worker));
             let mut rest: Vec<&Member> = quick.into_iter().filter(|it| !placed(it)).collect();
             rest.extend(slow);
-            groups.extend(place(&rest, degree, &held));
+            groups.extend(place(&rest, degree, held));
         }
         groups
     }
