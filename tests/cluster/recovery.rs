@@ -1,8 +1,7 @@
 //! How long clients wait when something breaks: real processes under a steady load of streams.
 //!
 //! The usual run breaks each thing once or twice, with generous bounds. The figures of
-//! docs/benchmarks.md are those of the long run, on a release build:
-//! `cargo test --release -p tests --test cluster recovery -- --ignored --nocapture --test-threads 1`
+//! docs/benchmarks.md are those of the long run, which is ignored otherwise; the command is there.
 #![allow(clippy::print_stdout, reason = "prints the figures, and why it skips")]
 use std::time::{Duration, Instant};
 
@@ -129,16 +128,18 @@ async fn cut_links(bounds: &Bounds, runs: usize) {
     let coordinator =
         ["coordinator", "--listen", &listen, "--cluster-listen", &cluster, "--insecure-no-auth"];
     let mut coordinator = LocalCluster::spawn(&coordinator).unwrap();
-    let _workers: Vec<LocalCluster> = (0..4)
-        .map(|index| {
-            let (host, node) = (index / 2, format!("worker-{index}"));
-            let id = format!("host-{host}");
-            let name = ["--node", &node, "--host-id", &id, "--threads", "1"];
-            let args = [&["worker", "--coordinator", &cluster][..], &name].concat();
-            LocalCluster::spawn_in(&hosts.prefix(host), &args).unwrap()
-        })
-        .collect();
-    coordinator.wait_ready().await.unwrap();
+    let mut workers = Vec::new();
+    for index in 0..4 {
+        let (host, node) = (index / 2, format!("worker-{index}"));
+        let id = format!("host-{host}");
+        let name = ["--node", &node, "--host-id", &id, "--threads", "1"];
+        let args = [&["worker", "--coordinator", &cluster][..], &name].concat();
+        workers.push(LocalCluster::spawn_in(&hosts.prefix(host), &args).unwrap());
+        if index == 1 {
+            // The first replica is this host's alone.
+            coordinator.wait_ready().await.unwrap();
+        }
+    }
     let client = coordinator.client().unwrap();
     whole(&client, 4.0, 2.0).await;
     let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
@@ -208,7 +209,10 @@ async fn etcd_members(lasts: Duration, members: usize) {
     let servers = [client.clone(), frontend.client().unwrap()];
     let load = Load::start(&servers, 2, TOKENS).await.unwrap();
     let first = Instant::now();
-    let connected = |s: &Scrape| s.sum("tutti_membership_connected", &[]) == 1.0;
+    let leads = |s: &Scrape| {
+        let sum = |name| s.sum(name, &[]);
+        sum("tutti_membership_connected") == 1.0 && sum("tutti_membership_leading") == 1.0
+    };
     if members == 1 {
         LocalCluster::signal(meeting.etcd[0].pid(), "STOP").unwrap();
         tokio::time::sleep(lasts).await;
@@ -231,10 +235,10 @@ async fn etcd_members(lasts: Duration, members: usize) {
             meeting.etcd[chosen].restart().await.unwrap();
         }
     }
-    let scrape = client.scrape_until(PATIENCE, connected).await.unwrap();
-    assert!(connected(&scrape) && scrape.sum("tutti_worker_up", &[]) == 4.0);
+    let scrape = client.scrape_until(PATIENCE, leads).await.unwrap();
+    assert!(leads(&scrape), "the same coordinator leads:\n{}", coordinator.log());
+    assert_eq!(scrape.sum("tutti_worker_up", &[]), 4.0);
     assert_eq!(scrape.sum("tutti_failovers_total", &[]), 0.0);
-    assert_eq!(scrape.sum("tutti_membership_leading", &[]), 1.0, "the same coordinator leads");
     let last = Instant::now();
     let seen = load.stop().await;
     let case = match members {
@@ -291,20 +295,52 @@ async fn members_of_etcd_may_die() {
     etcd_members(Duration::from_secs(3), 3).await;
 }
 
+/// Runs of each case of the long run.
+fn runs() -> usize {
+    let runs = std::env::var("TUTTI_RECOVERY_RUNS").ok().and_then(|it| it.parse().ok());
+    runs.unwrap_or(LONG.runs)
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "the long run: minutes, for docs/benchmarks.md"]
-async fn recovery_figures() {
-    let runs = std::env::var("TUTTI_RECOVERY_RUNS").ok().and_then(|it| it.parse().ok());
-    let runs = runs.unwrap_or(LONG.runs);
+async fn figures_of_killed_ranks() {
     head();
-    for replicas in [2, 1] {
-        ranks(&LONG, runs, replicas, false).await;
-    }
-    for replicas in [2, 1] {
-        ranks(&LONG, runs, replicas, true).await;
-    }
-    cut_links(&LONG, runs).await;
+    ranks(&LONG, runs(), 2, false).await;
+    ranks(&LONG, runs(), 1, false).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn figures_of_frozen_ranks() {
+    head();
+    ranks(&LONG, runs(), 2, true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn figures_of_frozen_ranks_and_spares() {
+    head();
+    ranks(&LONG, runs(), 1, true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn figures_of_cut_links() {
+    head();
+    cut_links(&LONG, runs()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn figures_of_etcd() {
+    head();
     etcd_members(Duration::from_secs(60), 1).await;
     etcd_members(Duration::from_secs(10), 3).await;
-    coordinators(runs, Duration::from_secs(10)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn figures_of_killed_coordinators() {
+    head();
+    coordinators(runs(), Duration::from_secs(10)).await;
 }

@@ -3,6 +3,7 @@
 //!
 //! - [`worker`]: applies plans exactly as the protocol says, and refuses any other
 //! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
+//! - [`agreement`]: what a replica does when its ranks say different things
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 #![allow(
@@ -13,6 +14,7 @@
     reason = "tests panic and print"
 )]
 
+mod agreement;
 mod random;
 mod rig;
 mod scenarios;

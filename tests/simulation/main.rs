@@ -96,6 +96,9 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
     assert!(failed.is_empty(), "{} of {seeds} seeds failed: {failed:?}", failed.len());
 }
 
+/// Seeds that are tried for each guard: some are missed in rare moments alone.
+const GUARD_SEEDS: u64 = 4 * SEEDS;
+
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
@@ -136,7 +139,7 @@ fn every_guard_that_is_taken_away_is_missed() {
     for (name, take_away) in MUTATIONS {
         let mut switches = Switches::default();
         take_away(&mut switches);
-        let red = (0..SEEDS).find_map(|seed| Some((seed, run(seed, switches, false).err()?)));
+        let red = (0..GUARD_SEEDS).find_map(|seed| Some((seed, run(seed, switches, false).err()?)));
         match red {
             Some((seed, why)) => {
                 println!("{name}: seed {seed}: {}", why.chars().take(160).collect::<String>());
@@ -144,7 +147,7 @@ fn every_guard_that_is_taken_away_is_missed() {
             None => unnoticed.push(name),
         }
     }
-    assert!(unnoticed.is_empty(), "no seed of {SEEDS} notices: {unnoticed:?}");
+    assert!(unnoticed.is_empty(), "no seed of {GUARD_SEEDS} notices: {unnoticed:?}");
 }
 
 #[test]

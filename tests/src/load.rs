@@ -78,13 +78,12 @@ async fn stream(
         if lasted >= PAUSE_MIN {
             pause(Pause { began, lasted });
         }
-        match chunk {
-            // Comments keep a connection open; they are no events.
-            Some(chunk) if chunk.starts_with(b": ") => continue,
-            Some(chunk) => bytes.extend_from_slice(&chunk),
-            None => break,
+        let Some(chunk) = chunk else { break };
+        bytes.extend_from_slice(&chunk);
+        // What only keeps the connection open ends no silence.
+        if &chunk[..] != b": ping\n\n" {
+            (began, events) = (Instant::now(), events + 1);
         }
-        (began, events) = (Instant::now(), events + 1);
     }
     let all = String::from_utf8(bytes).map_err(|error| said(&error))?;
     if !status.is_success() || !all.ends_with("data: [DONE]\n\n") {

@@ -1,0 +1,132 @@
+//! Ranks of a replica say what they have of a step: it counts once they agree.
+use std::sync::Arc;
+use std::time::Duration;
+
+use coordinator::engine::{EngineEvent, EventSender, GenerateRequest};
+use coordinator::metrics::{Hub, Observer};
+use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
+use coordinator::replica::operation::{Operation, Outside};
+use coordinator::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
+use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
+use shared::metrics::catalogue::RANK_DISAGREEMENTS;
+use shared::protocol::{SequenceOutput, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats};
+use tokio::sync::mpsc;
+
+#[derive(Default)]
+struct Sent {
+    plans: Vec<StepPlan>,
+    ends: Vec<String>,
+}
+
+impl Outside for Sent {
+    fn send(&mut self, _epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
+        if let ToWorker::Step(plan) = plan {
+            self.plans.push(plan.clone());
+        }
+        Ok(())
+    }
+
+    fn end_epoch(&mut self, _epoch: Epoch, reason: String) {
+        self.ends.push(reason);
+    }
+
+    fn pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
+}
+
+const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
+
+fn operation(observer: &Observer) -> Operation {
+    let config = SchedulerConfig {
+        block_size: 16,
+        max_model_len: 64,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 64,
+        max_queued_requests: 4,
+        max_steps_in_flight: 2,
+        prefix_caching: true,
+    };
+    let limits = DriverLimits {
+        step_timeout: Duration::from_secs(9),
+        unavailable_timeout: Duration::from_secs(9),
+    };
+    let scheduler = Scheduler::new(config).unwrap();
+    let id = ReplicaId(0);
+    let driver = ReplicaDriver::new(Duration::ZERO, id, scheduler, observer.clone(), limits);
+    Operation::new(driver, Arc::default())
+}
+
+fn result(plan: &StepPlan, digest: u32) -> StepResult {
+    let sampled = plan.sequences.iter().filter(|entry| entry.sample);
+    let outputs = sampled.map(|entry| SequenceOutput {
+        seq: entry.seq,
+        position: entry.start + entry.count,
+        token: Some(7),
+        logprobs: None,
+        prompt_logprobs: Vec::new(),
+        prompt_start: 0,
+        corrupted: false,
+    });
+    let (timings, stats) = (StepTimings::default(), WorkerStats::default());
+    let (epoch, step, outputs) = (plan.epoch, plan.step, outputs.collect());
+    StepResult { epoch, step, outputs, digest, timings, stats }
+}
+
+fn request() -> GenerateRequest {
+    GenerateRequest {
+        id: RequestId(1),
+        prompt: vec![1, 2, 3],
+        sampling: vec![shared::sampling::SamplingParams::default()],
+        stop_checks: Vec::new(),
+        max_tokens: 30,
+        cache_salt: 0,
+        end_tokens: Vec::new(),
+        stops: Arc::default(),
+        arrived: Duration::ZERO,
+        response_id: "it".into(),
+    }
+}
+
+#[test]
+fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
+    for disagrees in [false, true] {
+        let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+        let mut operation = operation(hub.observer());
+        let mut sent = Sent::default();
+        let (events, mut tokens) = mpsc::channel(64);
+        let now = Duration::from_millis(1);
+        operation.submit(now, request(), EventSender::Local(events), &mut sent);
+        operation.ready(now, Epoch(3), 8, WORKERS.to_vec(), &mut sent);
+        let accepted = |tokens: &mut mpsc::Receiver<EngineEvent>| {
+            let mut count = 0;
+            while let Ok(EngineEvent::Token { .. }) = tokens.try_recv() {
+                count += 1;
+            }
+            count
+        };
+        // What a step yields is in the next one's place: only workers know it.
+        let (first, second) = (sent.plans[0].clone(), sent.plans[1].clone());
+        operation.step_done(now, WORKERS[0], result(&first, 5), &mut sent);
+        assert_eq!(accepted(&mut tokens), 1, "nothing came before");
+        operation.step_done(now, WORKERS[0], result(&second, 6), &mut sent);
+        assert_eq!(accepted(&mut tokens), 0, "the other rank may have something else");
+        let digest = if disagrees { 55 } else { 5 };
+        operation.step_done(now, WORKERS[1], result(&first, digest), &mut sent);
+        let counted = hub.merged().counter_sum(RANK_DISAGREEMENTS);
+        assert_eq!(counted, u64::from(disagrees));
+        if disagrees {
+            assert_eq!(sent.ends, ["ranks disagree on step-1: worker-1"]);
+            assert_eq!(accepted(&mut tokens), 0);
+            // Nothing more of this epoch counts.
+            operation.step_done(now, WORKERS[1], result(&second, 6), &mut sent);
+            assert_eq!((accepted(&mut tokens), sent.ends.len()), (0, 1));
+            // The next one goes on from what was accepted.
+            assert!(operation.lost(now, Epoch(3), EpochEnd::Failed));
+            operation.ready(now, Epoch(4), 8, WORKERS.to_vec(), &mut sent);
+            let again = sent.plans.iter().find(|plan| plan.epoch == Epoch(4)).unwrap();
+            assert_eq!(again.admitted.iter().map(|it| it.tokens.len()).max(), Some(4));
+        } else {
+            assert!(sent.ends.is_empty());
+            assert_eq!(accepted(&mut tokens), 1);
+        }
+    }
+}
