@@ -1,0 +1,320 @@
+/* Every kernel that a host may launch: the one list of entry points, their arguments and limits.
+ *
+ * A host mirrors the structs below field by field and passes the arguments in this order. All
+ * pointers are device memory unless an entry says otherwise. Strides count elements.
+ *
+ * Rules that hold for every kernel
+ * - `bf16` is 16 raw bits. Weights, K, V and the inputs of matrix products are bf16; the residual
+ *   stream, results of matrix products, norms, biases, tables and logits are f32. Sums are f32
+ *   (tensor cores), except where an entry says f64.
+ * - Pointers are 16-byte aligned, and so are rows where an entry says `rows 16-byte aligned`:
+ *   the stride is a multiple of 8 (bf16) or 4 (f32). Padding up to it must be readable and is
+ *   never used.
+ * - `live`: null, or a word in device memory. Items (rows, tiles, sequences) at or beyond `*live`
+ *   are skipped: nothing of theirs is read or written. So a captured graph serves any number of
+ *   items up to its grid.
+ * - Arguments that change from step to step are read from device memory, so every launch can be
+ *   captured in a graph.
+ * - A result depends on its own row or sequence, the shapes of weights and constants of the model:
+ *   never on what else is in the batch, on the grid, or on the order of blocks.
+ * - Every kernel begins by waiting for the kernels before it (griddepcontrol.wait), so launches may
+ *   have the attribute programmatic-stream-serialization. Without it that is a no-op.
+ * - Static shared memory is not listed. `shared` is the dynamic shared memory to launch with; above
+ *   48 KiB the host must raise the function's limit first.
+ */
+#pragma once
+#include <stdint.h>
+
+/* 16 raw bits in every interface; `device.cuh` computes with them. */
+typedef uint16_t tutti_bf16;
+
+/* One sequence's rows in a step: `kernels::backend::SeqRows`. 20 bytes. */
+typedef struct {
+    uint32_t row_start;   /* first row */
+    uint32_t num_rows;    /* rows, at least 1 */
+    uint32_t context_len; /* tokens in the cache, this step's included: at least num_rows */
+    uint32_t table_start; /* where its block table begins in `block_tables` */
+    uint32_t table_len;   /* blocks in it */
+} TuttiSeq;
+
+/* A tile of 64 queries of one sequence and KV head. Query p of a KV head is the head p % group of
+ * the sequence's row p / group, where group = num_heads / num_kv_heads. 8 bytes. */
+typedef struct {
+    uint32_t seq;   /* index into `seqs` */
+    uint32_t first; /* first query: a multiple of 64 below num_rows * group */
+} TuttiTile;
+
+/* 8 bytes. */
+typedef struct {
+    uint32_t id;
+    float value;
+} TuttiIdValue;
+
+/* `kernels::sampling::SampleParams` and `SampleRow` of one row. 88 bytes, aligned to 8. */
+typedef struct {
+    uint64_t seed;
+    float temperature; /* <= 0: greedy */
+    float top_p;       /* >= 1: off */
+    float min_p;       /* 0: off */
+    uint32_t top_k;    /* 0: off */
+    uint32_t choice;
+    uint32_t position; /* number of output tokens: first word of the Philox counter */
+    float presence_penalty;
+    float frequency_penalty;
+    float repetition_penalty;    /* 1: off */
+    uint32_t bias_start;         /* into `biases` */
+    uint32_t bias_len;           /* at most TUTTI_BIAS_MAX */
+    uint32_t suppress_start;     /* into `ids`; the host gives length 0 once min_tokens exist */
+    uint32_t suppress_len;
+    uint32_t prompt_start;       /* into `ids`; length 0 where no penalty needs it */
+    uint32_t prompt_len;
+    uint32_t output_start;       /* into `ids` */
+    uint32_t output_len;
+    uint32_t top_n;              /* most likely tokens wanted; TUTTI_NO_LOGPROBS: nothing */
+    uint32_t reserved[2];
+} TuttiSampleParams;
+
+/* `kernels::sampling::Sampled` without its list. 16 bytes. */
+typedef struct {
+    uint32_t token;     /* 0 when corrupted */
+    uint32_t corrupted; /* 1: a logit is NaN or +infinity, or all are -infinity */
+    float logprob;      /* 0 unless asked for */
+    uint32_t rank;      /* 1-based; 0 unless asked for */
+} TuttiSampled;
+
+#define TUTTI_NO_LOGPROBS 0xffffffffu
+#define TUTTI_BIAS_MAX 1024u
+/* Most likely tokens per row. */
+#define TUTTI_TOP_MAX 128u
+/* Vocabulary, whole: weights of sampling are summed as integers that this bounds. */
+#define TUTTI_VOCAB_MAX (1u << 20)
+
+/* Queries per tile of prefill attention; its shared memory in bytes. */
+#define TUTTI_PREFILL_QUERIES 64u
+#define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))
+/* Query heads that one block of decode attention computes; blocks per KV head. */
+#define TUTTI_DECODE_HEADS 16u
+#define TUTTI_DECODE_BLOCKS(group) (((group) + 15u) / 16u)
+
+#if defined(__cplusplus)
+extern "C" {
+#if !defined(__CUDACC__) && !defined(TUTTI_EMULATE)
+#define __global__
+#endif
+
+/* ---- elementwise.cu ------------------------------------------------------------------------ */
+
+/* out[i] = table[ids[i] - first_id], or zeros where that row is not on this rank.
+ * ids u32 [rows]; table bf16 [table_rows, table_stride]; out f32 [rows, width] contiguous.
+ * grid (rows), block 256. */
+__global__ void tutti_embed(const uint32_t* ids, const tutti_bf16* table, float* out, uint32_t width,
+                            uint32_t table_stride, uint32_t first_id, uint32_t table_rows,
+                            const uint32_t* live);
+
+/* residual += delta (where not null); out = residual / rms(residual) * weight.
+ * residual f32 [rows, width], in and out; delta f32 [rows, width] or null; weight f32 [width];
+ * out bf16 [rows, out_stride]; residual and delta contiguous. grid (rows), block 512. */
+__global__ void tutti_add_rmsnorm(float* residual, const float* delta, const float* weight,
+                                  tutti_bf16* out, uint32_t width, uint32_t out_stride, float eps,
+                                  const uint32_t* live);
+
+/* out = silu(gate) * up, where input row = gate ++ up, each `inner` wide, plus `bias` (f32
+ * [2 * inner], or null). input [rows, 2 * inner] contiguous, f32 or bf16 as named;
+ * out bf16 [rows, out_stride]. grid (ceil(inner / 1024), rows), block 256; `live` counts rows. */
+__global__ void tutti_silu_mul_f32(const float* input, const float* bias, tutti_bf16* out,
+                                   uint32_t inner, uint32_t out_stride, const uint32_t* live);
+__global__ void tutti_silu_mul_bf16(const tutti_bf16* input, const float* bias, tutti_bf16* out,
+                                    uint32_t inner, uint32_t out_stride, const uint32_t* live);
+
+/* data += bias, per row. data f32 [rows, width] contiguous; bias f32 [width].
+ * grid (ceil(width / 1024), rows), block 256; `live` counts rows. */
+__global__ void tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live);
+
+/* sum += other, both f32 [rows, width] contiguous. grid (ceil(width / 1024), rows), block 256;
+ * `live` counts rows. */
+__global__ void tutti_add(float* sum, const float* other, uint32_t width, const uint32_t* live);
+
+/* out = the sum of `ranks` arrays [rows, width] that lie one behind the other, `part_stride`
+ * elements apart, as a binary tree over the ranks in order: (0 + 1) + (2 + 3). f32; ranks 1 to 64;
+ * out may be the first of the arrays. grid (ceil(width / 1024), rows), block 256; `live`: rows. */
+__global__ void tutti_tree_sum(const float* parts, float* out, uint32_t ranks, uint64_t part_stride,
+                               uint32_t width, const uint32_t* live);
+
+/* out[i] = in[rows[i]]. in, out bf16 [.., width], rows `stride` apart; rows u32 [n].
+ * grid (ceil(width / 1024), n), block 256; `live` counts n. */
+__global__ void tutti_gather_rows(const tutti_bf16* in, const uint32_t* rows, tutti_bf16* out,
+                                  uint32_t width, uint32_t in_stride, uint32_t out_stride,
+                                  const uint32_t* live);
+
+/* out = in[.., first .. first + width]: makes a product over some of the columns possible where
+ * `first` is not a multiple of 8. bf16. grid (ceil(width / 1024), rows), block 256; `live`: rows. */
+__global__ void tutti_copy_columns(const tutti_bf16* in, tutti_bf16* out, uint32_t first,
+                                   uint32_t width, uint32_t in_stride, uint32_t out_stride,
+                                   const uint32_t* live);
+
+/* full[row, rank * width + i] = gathered[rank][row][i], f32: logits gathered from all ranks become
+ * rows. `gathered` is [ranks, rows, width]. grid (ceil(width / 1024), rows, ranks), block 256.
+ * `rows` is the number of rows gathered, grid or not; `live` counts rows. */
+__global__ void tutti_interleave_ranks(const float* gathered, float* full, uint32_t rows,
+                                       uint32_t width, uint32_t full_stride, const uint32_t* live);
+
+/* Conversions of `n` elements; to bf16 rounds to nearest even. grid (ceil(n / 1024)), block 256. */
+__global__ void tutti_to_bf16(const float* in, tutti_bf16* out, uint64_t n);
+__global__ void tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n);
+
+/* ---- qkv.cu ---------------------------------------------------------------------------------
+ * The cache of one layer is two arrays, K and V, bf16 [num_blocks, num_kv_heads, block_size,
+ * head_dim], block_size = 1 << block_shift. A slot is block * block_size + offset. */
+
+/* What follows the fused QKV product: bias (f32 [width], or null), RMSNorm per q and k head
+ * (q_norm, k_norm: f32 [head_dim], or null), RoPE (cos, sin: f32 [positions, head_dim / 2]), K and
+ * V to the cache, q to q_out.
+ * qkv f32 [rows, (num_heads + 2 * num_kv_heads) * head_dim] contiguous: q, k, v;
+ * positions, slots u32 [rows]; q_out bf16 [rows, num_heads * head_dim] contiguous.
+ * head_dim even, at most 256. grid (rows, ceil((num_heads + 2 * num_kv_heads) / 8)), block 256. */
+__global__ void tutti_qkv_finish(const float* qkv, const float* bias, const float* q_norm,
+                                 const float* k_norm, const float* cos, const float* sin,
+                                 const uint32_t* positions, const uint32_t* slots,
+                                 tutti_bf16* q_out, tutti_bf16* k_cache, tutti_bf16* v_cache,
+                                 uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim,
+                                 uint32_t block_shift, float eps, const uint32_t* live);
+
+/* ---- attention_prefill.cu -------------------------------------------------------------------
+ * Causal attention of every row over its sequence's K and V, on tensor cores. q and out bf16
+ * [rows, num_heads * head_dim] contiguous. Row i of a sequence is at position context_len -
+ * num_rows + i. `window`: attend to the last `window` tokens, the current one included; 0: to all.
+ * `scale` is 1 / sqrt(head_dim). Writes the rows of the tiles named.
+ * tiles: any order, longest first is best; `live` counts tiles.
+ * grid (tiles, num_kv_heads), block 128, shared TUTTI_PREFILL_SHARED(head_dim). */
+#define TUTTI_PREFILL_ARGUMENTS                                                                    \
+    const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
+        const TuttiSeq *seqs, const TuttiTile *tiles, const uint32_t *block_tables,                \
+        tutti_bf16 *out, uint32_t num_heads, uint32_t num_kv_heads, uint32_t block_shift,          \
+        uint32_t window, float scale, const uint32_t *live
+__global__ void tutti_prefill_attention_16(TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_32(TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_64(TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_96(TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
+
+/* ---- attention_decode.cu --------------------------------------------------------------------
+ * The same for sequences with one row: its tokens are split over blocks, each making a partial
+ * result, which a second kernel puts together. The split depends on the sequence's length, the
+ * window and `max_splits` alone: `max_splits` is a constant of the model (64 is good), not of the
+ * batch. With n = the tokens from the first visible one, rounded down to a multiple of 16, to the
+ * last: split_len = max(64, round_up(ceil(n / max_splits), 16)), splits = ceil(n / split_len) <=
+ * max_splits. Blocks beyond return at once, so grid.x may be anything from the largest number of
+ * splits in the batch up.
+ * items u32 [n]: indices into `seqs`; `live` counts items.
+ * partial_out f32 [n, num_heads, max_splits, head_dim];
+ * partial_ml f32 [n, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum.
+ * attention: grid (splits, num_kv_heads * TUTTI_DECODE_BLOCKS(group), n), block 128.
+ * reduce: grid (num_heads, n), block 128; any head_dim. */
+#define TUTTI_DECODE_ARGUMENTS                                                                     \
+    const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
+        const TuttiSeq *seqs, const uint32_t *items, const uint32_t *block_tables,                 \
+        float *partial_out, float *partial_ml, uint32_t num_heads, uint32_t num_kv_heads,          \
+        uint32_t block_shift, uint32_t window, uint32_t max_splits, float scale,                   \
+        const uint32_t *live
+__global__ void tutti_decode_attention_16(TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_32(TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_64(TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_96(TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_128(TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_reduce(const float* partial_out, const float* partial_ml,
+                                    const TuttiSeq* seqs, const uint32_t* items, tutti_bf16* out,
+                                    uint32_t num_heads, uint32_t head_dim, uint32_t window,
+                                    uint32_t max_splits, const uint32_t* live);
+
+/* ---- attention_any.cu -----------------------------------------------------------------------
+ * Causal attention of any row for head dimensions without a kernel of their own (even, at most
+ * 256): simple and slow. One warp per row and head. `num_seqs`: a word in device memory.
+ * grid (rows, ceil(num_heads / 4)), block 128; `live` counts rows. */
+__global__ void tutti_attention_any(const tutti_bf16* q, const tutti_bf16* k_cache,
+                                    const tutti_bf16* v_cache, const TuttiSeq* seqs,
+                                    const uint32_t* num_seqs, const uint32_t* block_tables,
+                                    tutti_bf16* out, uint32_t num_heads, uint32_t num_kv_heads,
+                                    uint32_t head_dim, uint32_t block_shift, uint32_t window,
+                                    float scale, const uint32_t* live);
+
+/* ---- skinny.cu ------------------------------------------------------------------------------
+ * out = x W^T + bias for few rows of x: streams the weights once per 64 rows. The name's number is
+ * the most rows of x that one grid.y computes: take the smallest that holds all rows; the result
+ * is the same bits with each.
+ * x bf16 [.., x_stride], rows 16-byte aligned; w bf16 [n, w_stride], rows 16-byte aligned;
+ * bias f32 [n] or null; out f32 [rows, out_stride]; `row_index` u32 [rows] or null: row i of the
+ * product takes x's row row_index[i]. Any n and k of at least 1. `live` counts rows.
+ * grid (ceil(n / R), ceil(rows / number)), block 256, with R = TUTTI_SKINNY_FEATURES(number). */
+#define TUTTI_SKINNY_FEATURES(number) ((number) <= 16u ? 16u : 32u)
+#define TUTTI_SKINNY_ARGUMENTS                                                                     \
+    const tutti_bf16 *x, const tutti_bf16 *w, const float *bias, float *out,                       \
+        const uint32_t *row_index, uint32_t rows, uint32_t n, uint32_t k, uint32_t x_stride,       \
+        uint32_t w_stride, uint32_t out_stride, const uint32_t *live
+__global__ void tutti_skinny_8(TUTTI_SKINNY_ARGUMENTS);
+__global__ void tutti_skinny_16(TUTTI_SKINNY_ARGUMENTS);
+__global__ void tutti_skinny_32(TUTTI_SKINNY_ARGUMENTS);
+__global__ void tutti_skinny_64(TUTTI_SKINNY_ARGUMENTS);
+
+/* out = silu(x Wg^T + bg) * (x Wu^T + bu). As above with w bf16 [2 * inner, w_stride]: gate rows,
+ * then up rows; bias f32 [2 * inner] or null; out bf16 [rows, out_stride].
+ * grid (ceil(inner / 16), ceil(rows / number)), block 256. */
+#define TUTTI_SKINNY_GATE_UP_ARGUMENTS                                                             \
+    const tutti_bf16 *x, const tutti_bf16 *w, const float *bias, tutti_bf16 *out, uint32_t rows,   \
+        uint32_t inner, uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride,     \
+        const uint32_t *live
+__global__ void tutti_skinny_gate_up_8(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_16(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_32(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_64(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
+
+/* ---- sample.cu ------------------------------------------------------------------------------
+ * logits f32 [rows, stride], of which the first `vocab` columns count; at most TUTTI_VOCAB_MAX. */
+
+/* Samples each row as `params[row]` says, in the order of kernels::reference: bias, suppression,
+ * penalties, then arg-max or temperature, min-p, top-k, top-p and one uniform number.
+ * biases: all rows' logit biases; ids u32: all rows' suppressed, prompt and output tokens.
+ * edited f32 [rows, vocab], scratch; counts u32 [rows, vocab], scratch that must be all 0 before
+ * the first call and is all 0 again after each; both may be null when no row has bias,
+ * suppression or penalties. top_ids u32, top_logprobs f32 [rows, top_stride]: the most likely
+ * tokens, best first; at most min(top_n, vocab, TUTTI_TOP_MAX, top_stride) are written; may be
+ * null when no row wants any.
+ * Weights are whole multiples of 2^-40 of the largest, summed exactly.
+ * grid (rows), block 1024. */
+__global__ void tutti_sample(const float* logits, const TuttiSampleParams* params,
+                             const TuttiIdValue* biases, const uint32_t* ids, float* edited,
+                             uint32_t* counts, TuttiSampled* out, uint32_t* top_ids,
+                             float* top_logprobs, uint32_t stride, uint32_t vocab,
+                             uint32_t top_stride, const uint32_t* live);
+
+/* Log-probability and rank of targets[row] (below vocab), and the top_n most likely tokens.
+ * grid (rows), block 1024. */
+__global__ void tutti_logprobs(const float* logits, const uint32_t* targets, TuttiSampled* out,
+                               uint32_t* top_ids, float* top_logprobs, uint32_t stride,
+                               uint32_t vocab, uint32_t top_n, uint32_t top_stride,
+                               const uint32_t* live);
+
+/* The largest logit of each row, ties by lower id, plus first_id: TuttiIdValue [rows]; id
+ * 0xffffffff when the row is corrupted. grid (rows), block 1024. */
+__global__ void tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t stride, uint32_t vocab,
+                             uint32_t first_id, const uint32_t* live);
+
+/* ---- blocks.cu ------------------------------------------------------------------------------
+ * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks
+ * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. */
+
+/* Block pairs[i][1] = block pairs[i][0], in all planes. pairs u32 [n, 2]; no block is both source
+ * and destination. grid (n, planes), block 256; `live` counts pairs. */
+__global__ void tutti_copy_blocks(tutti_bf16* cache, const uint32_t* pairs, uint64_t plane_stride,
+                                  uint32_t block_elements, const uint32_t* live);
+
+/* staging[i] = block blocks[i] of all planes, and back. staging bf16 [n, planes, block_elements]:
+ * device memory, or host memory that the device can address. grid (n, planes), block 256. */
+__global__ void tutti_blocks_out(const tutti_bf16* cache, const uint32_t* blocks,
+                                 tutti_bf16* staging, uint64_t plane_stride,
+                                 uint32_t block_elements, const uint32_t* live);
+__global__ void tutti_blocks_in(tutti_bf16* cache, const uint32_t* blocks,
+                                const tutti_bf16* staging, uint64_t plane_stride,
+                                uint32_t block_elements, const uint32_t* live);
+
+}
+#endif
