@@ -1,0 +1,23 @@
+//! The CUDA backend: NVIDIA's driver and cuBLASLt, loaded at run time, and this project's kernels.
+//!
+//! Builds without CUDA; where a library is missing, an error says so and nothing else happens.
+//! - [`libraries`]: finds them; `context`, `stream`, [`memory`], [`module`]: the driver, safely
+//! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
+//! - `fatbin`: the embedded kernels; `launch`: their names, grids and arguments
+//! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
+//! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
+//!   in, and its graph; `operations`, `sample`: the operations
+#![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
+
+pub mod batch;
+pub mod bucket;
+pub mod capacity;
+pub mod context;
+mod failure;
+mod fatbin;
+pub mod launch;
+pub mod libraries;
+mod matmul;
+pub mod memory;
+pub mod module;
+pub mod stream;
