@@ -6,6 +6,15 @@
 //! never on what else is in the batch (law 7).
 //!
 //! A backend is owned by one executor thread and owns its threads, streams and collective.
+//!
+//! # Steps as a whole
+//! A device may run a step as one recorded graph instead of call by call. For that the caller frames
+//! each step by [`Backend::begin_step`], which names everything that the step reads, and
+//! [`Backend::end_step`]. Between them a backend is free to put work off: it may record the calls, or
+//! only check that they are the ones it recorded for an earlier step of this kind and run its record
+//! at the end. So until `sample`, `logprobs`, `read_buffer`, a collective operation or `end_step`
+//! returns, no result needs to be there, and errors of a call may come from a later one. Both hooks
+//! do nothing by default; without them every call stands for itself.
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -145,6 +154,24 @@ pub struct AttentionShape {
     pub sliding_window: Option<u32>,
 }
 
+/// Everything that a step reads, named before it: see the module's documentation.
+#[derive(Clone, Copy, Debug)]
+pub struct StepInputs<'a> {
+    /// What `embed` will be called with.
+    pub ids: &'a [u32],
+    /// What attention will be called with.
+    pub batch: Batch<'a>,
+    /// Likewise, but for the window.
+    pub attention: &'a AttentionShape,
+    /// What `lm_head` will be called with, when the step samples.
+    pub sample_rows: &'a [u32],
+    /// What `sample` will be called with; empty on ranks that do not sample.
+    pub sampling: &'a [SampleRow<'a>],
+    /// Nothing else will be called than one forward pass, and `lm_head` and `sample` once each if
+    /// the step samples.
+    pub is_plain: bool,
+}
+
 /// A device. Methods are called from its executor thread alone.
 pub trait Backend {
     /// Activations.
@@ -171,6 +198,19 @@ pub trait Backend {
     /// [`KernelError::OutOfMemory`].
     fn new_buffer(&mut self, rows_max: usize, width: usize) -> Result<Self::Buffer, KernelError>;
 
+    /// Makes a buffer for the inputs of matrix products: a device may keep its elements in the type
+    /// that its products take.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn new_input_buffer(
+        &mut self,
+        rows_max: usize,
+        width: usize,
+    ) -> Result<Self::Buffer, KernelError> {
+        self.new_buffer(rows_max, width)
+    }
+
     /// Packs the vertical concatenation of `parts` (equal `cols`).
     ///
     /// # Errors
@@ -191,6 +231,24 @@ pub trait Backend {
 
     /// Bytes that one block takes over all layers, K and V together.
     fn kv_block_bytes(&self, shape: &KvShape) -> u64;
+
+    /// A step begins. What an earlier one left unfinished is dropped.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`], [`KernelError::Device`].
+    fn begin_step(&mut self, step: &StepInputs<'_>) -> Result<(), KernelError> {
+        let _ = step;
+        Ok(())
+    }
+
+    /// The step that began last is complete: all of its work has at least been handed to the
+    /// device, in order.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    fn end_step(&mut self) -> Result<(), KernelError> {
+        Ok(())
+    }
 
     /// `out[i] = table[ids[i] - first_id]`, or zeros when that row is not on this rank.
     /// `table: [vocab_local, hidden]`, `out: [ids.len(), hidden]` (its rows are set).

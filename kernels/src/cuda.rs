@@ -9,10 +9,12 @@
 //!   in, and its graph; `operations`, `sample`: the operations
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
+mod backend;
 pub mod batch;
 pub mod bucket;
 pub mod capacity;
 pub mod context;
+pub mod device;
 mod failure;
 mod fatbin;
 pub mod launch;
@@ -20,4 +22,10 @@ pub mod libraries;
 mod matmul;
 pub mod memory;
 pub mod module;
+mod sample;
+mod step;
 pub mod stream;
+pub mod tensors;
+
+pub use backend::CudaBackend;
+pub use device::{CudaOptions, has_kernels};

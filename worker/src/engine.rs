@@ -3,12 +3,13 @@
 //!
 //! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
+mod profile;
 mod sequence;
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use kernels::backend::{Batch, SeqRows};
+use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::SeqId;
@@ -160,11 +161,9 @@ impl<B: Backend> Engine<B> {
             // Nothing to compute: a sign of life, for which the ranks meet.
             self.backend.broadcast_tokens(&mut [0])?;
         } else {
-            self.forward()?;
-            self.prompt_logprobs(plan, outputs)?;
-            let reports = outputs.len();
-            sampling = self.sample(plan, outputs)?;
-            if reports > 0 {
+            let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
+            sampling = self.compute(plan, outputs)?;
+            if reports {
                 let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
                 outputs.sort_by_cached_key(|output| place(output.seq));
             }
@@ -263,53 +262,82 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    fn forward(&mut self) -> Result<(), EngineError> {
-        let step = &self.step;
+    /// Computes the batch, samples rank 0's logits and shares the tokens; returns how long sampling
+    /// took on rank 0.
+    fn compute(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<Duration, EngineError> {
+        let is_plain = !plan.sequences.iter().any(|entry| self.reports_prompt(entry));
+        let Self { backend, decoder, sequences, step, cache, .. } = self;
+        let cache = cache.as_mut().ok_or_else(|| EngineError::Plan {
+            step: plan.step.0,
+            message: "there is no KV cache yet".to_owned(),
+        })?;
+        let samples = backend.rank() == 0;
+        let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
+        if samples {
+            for index in &step.sample_entries {
+                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
+                    rows.push(seq.sample_row());
+                }
+            }
+        }
         let batch = Batch {
             positions: &step.positions,
             slots: &step.slots,
             seqs: &step.seqs,
             block_tables: &step.block_tables,
         };
-        let cache = self.cache.as_mut().ok_or_else(|| EngineError::Plan {
-            step: 0,
-            message: "there is no KV cache yet".to_owned(),
+        backend.begin_step(&StepInputs {
+            ids: &step.ids,
+            batch,
+            attention: decoder.attention(),
+            sample_rows: &step.sample_rows,
+            sampling: &rows,
+            is_plain,
         })?;
-        Ok(self.decoder.forward(&mut self.backend, cache, &step.ids, &batch)?)
+        decoder.forward(backend, cache, &step.ids, &batch)?;
+        if !is_plain {
+            let max = self.config.max_num_seqs;
+            prompt_logprobs(backend, decoder, sequences, step, plan, max, outputs)?;
+        }
+        let mut sampling = Duration::ZERO;
+        if !step.sample_rows.is_empty() {
+            let vocab = decoder.config().vocab_size;
+            let logits = decoder.logits(backend, &step.sample_rows)?;
+            if samples {
+                let began = Instant::now();
+                backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
+                sampling = began.elapsed();
+            }
+        }
+        backend.end_step()?;
+        step.sampling = recycle(rows);
+        self.share(plan, outputs)?;
+        Ok(sampling)
     }
 
-    /// Samples rank 0's logits and shares the tokens; returns how long rank 0 took.
-    fn sample(
+    /// Tells all ranks what was sampled.
+    fn share(
         &mut self,
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<Duration, EngineError> {
-        if self.step.sample_rows.is_empty() {
-            return Ok(Duration::ZERO);
+    ) -> Result<(), EngineError> {
+        let Self { backend, sequences, step, .. } = self;
+        if step.sample_rows.is_empty() {
+            return Ok(());
         }
-        let Self { backend, decoder, sequences, step, .. } = self;
-        let vocab = decoder.config().vocab_size;
-        let logits = decoder.logits(backend, &step.sample_rows)?;
-        let began = Instant::now();
         step.tokens.clear();
         step.tokens.resize(step.sample_rows.len(), 0);
-        if backend.rank() == 0 {
-            let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
-            for index in &step.sample_entries {
-                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
-                    rows.push(seq.sample_row());
-                }
-            }
-            let result = backend.sample(logits, vocab, 0, &rows, &mut step.sampled);
-            step.sampling = recycle(rows);
-            result?;
+        let rank = backend.rank();
+        if rank == 0 {
             for (token, sampled) in step.tokens.iter_mut().zip(&step.sampled) {
                 *token = sampled.token;
             }
         }
-        let sampling = if backend.rank() == 0 { began.elapsed() } else { Duration::ZERO };
         backend.broadcast_tokens(&mut step.tokens)?;
-        let rank = backend.rank();
         let mut sampled = step.sampled.drain(..);
         for (index, token) in step.sample_entries.iter().zip(&step.tokens) {
             let entry = &plan.sequences[*index];
@@ -321,61 +349,66 @@ impl<B: Backend> Engine<B> {
                 merge_output(outputs, entry, sampled, seq.params.logprobs.is_some());
             }
         }
-        Ok(sampling)
-    }
-
-    /// Reports log-probabilities of prompt tokens, for sequences that want them.
-    fn prompt_logprobs(
-        &mut self,
-        plan: &StepPlan,
-        outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<(), EngineError> {
-        let vocab = self.decoder.config().vocab_size;
-        for (index, entry) in plan.sequences.iter().enumerate() {
-            let Some(seq) = self.sequences.get(&entry.seq) else { continue };
-            let Some(top_n) = seq.prompt_logprobs else { continue };
-            // The logits at position p tell about the token at p + 1, inside the prompt.
-            let last = (entry.start + entry.count).min(seq.num_prompt.saturating_sub(1));
-            if entry.start >= last {
-                continue;
-            }
-            let mut report = Vec::with_capacity((last - entry.start) as usize);
-            let mut corrupted = false;
-            let row_start = self.step.seqs[index].row_start;
-            let mut from = entry.start;
-            while from < last {
-                let to = last.min(from + self.config.max_num_seqs);
-                self.step.targets.clear();
-                self.step
-                    .targets
-                    .extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
-                let rows = &mut self.step.prompt_rows;
-                rows.clear();
-                rows.extend((from..to).map(|position| row_start + position - entry.start));
-                let logits = self.decoder.logits(&mut self.backend, rows)?;
-                if self.backend.rank() == 0 {
-                    let targets = &self.step.targets;
-                    let sampled = &mut self.step.sampled;
-                    self.backend.logprobs(logits, vocab, 0, targets, top_n, sampled)?;
-                    corrupted |= sampled.iter().any(|scored| scored.corrupted);
-                    report.extend(sampled.drain(..).map(token_logprobs));
-                }
-                from = to;
-            }
-            if self.backend.rank() == 0 {
-                outputs.push(SequenceOutput {
-                    seq: entry.seq,
-                    position: entry.start + entry.count,
-                    token: None,
-                    logprobs: None,
-                    prompt_logprobs: report,
-                    prompt_start: entry.start + 1,
-                    corrupted,
-                });
-            }
-        }
         Ok(())
     }
+
+    /// Whether log-probabilities of prompt tokens are due from this part of a sequence.
+    fn reports_prompt(&self, entry: &SequenceStep) -> bool {
+        self.sequences.get(&entry.seq).is_some_and(|seq| {
+            seq.prompt_logprobs.is_some() && seq.prompt_targets(entry).is_some()
+        })
+    }
+}
+
+/// Reports log-probabilities of prompt tokens, for sequences that want them.
+fn prompt_logprobs<B: Backend>(
+    backend: &mut B,
+    decoder: &mut Decoder<B>,
+    sequences: &HashMap<SeqId, Sequence>,
+    step: &mut StepBuffers,
+    plan: &StepPlan,
+    rows_max: u32,
+    outputs: &mut Vec<SequenceOutput>,
+) -> Result<(), EngineError> {
+    let vocab = decoder.config().vocab_size;
+    for (index, entry) in plan.sequences.iter().enumerate() {
+        let Some(seq) = sequences.get(&entry.seq) else { continue };
+        let Some(top_n) = seq.prompt_logprobs else { continue };
+        let Some(targets) = seq.prompt_targets(entry) else { continue };
+        let last = targets.end - 1;
+        let mut report = Vec::with_capacity((last - entry.start) as usize);
+        let mut corrupted = false;
+        let row_start = step.seqs[index].row_start;
+        let mut from = entry.start;
+        while from < last {
+            let to = last.min(from + rows_max);
+            step.targets.clear();
+            step.targets.extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
+            let rows = &mut step.prompt_rows;
+            rows.clear();
+            rows.extend((from..to).map(|position| row_start + position - entry.start));
+            let logits = decoder.logits(backend, rows)?;
+            if backend.rank() == 0 {
+                let sampled = &mut step.sampled;
+                backend.logprobs(logits, vocab, 0, &step.targets, top_n, sampled)?;
+                corrupted |= sampled.iter().any(|scored| scored.corrupted);
+                report.extend(sampled.drain(..).map(token_logprobs));
+            }
+            from = to;
+        }
+        if backend.rank() == 0 {
+            outputs.push(SequenceOutput {
+                seq: entry.seq,
+                position: entry.start + entry.count,
+                token: None,
+                logprobs: None,
+                prompt_logprobs: report,
+                prompt_start: entry.start + 1,
+                corrupted,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Adds a sampled token to the output that prompt log-probabilities began, or begins one.
