@@ -2,6 +2,7 @@
 //!
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
 //! - [`etcd`]: a real etcd
+//! - [`fake_cuda`]: a stand-in for NVIDIA's driver, with this project's kernels emulated
 //! - [`fake_nvml`]: a stand-in for the library that tells of GPUs
 //! - [`fleet`]: a coordinator, workers and front ends as processes of their own
 //! - [`client`]: a small HTTP client that is not ours underneath, SSE included
@@ -11,6 +12,7 @@
 
 pub mod client;
 pub mod etcd;
+pub mod fake_cuda;
 pub mod fake_nvml;
 pub mod fleet;
 pub mod local_cluster;
