@@ -98,7 +98,7 @@ typedef struct {
 
 #if defined(__cplusplus)
 extern "C" {
-#if !defined(__CUDACC__) && !defined(TUTTI_EMULATE)
+#if !defined(__CUDACC__)
 #define __global__
 #endif
 

@@ -1,4 +1,5 @@
-//! The CPU backend against plain loops in f64, for every instruction set of this machine.
+//! The CPU backend against plain loops in f64, for every instruction set of this machine; and the
+//! CUDA kernels' sources, emulated on the host (`cuda_emulation`), against the same.
 //!
 //! `support` has the oracle's inputs and a collective of one; each other module has the naive
 //! version of the operations it tests. Outputs are poisoned with NaN before every call.
@@ -6,6 +7,10 @@
 
 mod attention;
 mod collectives;
+mod cuda_attention;
+mod cuda_emulation;
+mod cuda_products;
+mod cuda_rows;
 mod invariance;
 mod products;
 mod rows;

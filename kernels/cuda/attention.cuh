@@ -1,0 +1,83 @@
+// What the attention kernels share: where a token's K and V lie, which tokens a row sees, how the
+// tokens of a sequence are split.
+#pragma once
+#include "device.cuh"
+
+namespace tutti {
+
+constexpr float LOG2_E = 1.4426950408889634f;
+// The exponent of nothing seen yet.
+constexpr float NOTHING = -INFINITY;
+
+// One sequence and KV head: where its tokens are in K or V of a layer, counted in heads of tokens.
+struct Pages {
+    const uint32_t* table;
+    uint32_t num_kv_heads;
+    uint32_t kv_head;
+    uint32_t block_shift;
+
+    // Elements (of head_dim each) before the first token of block `index` of the sequence.
+    __device__ __forceinline__ size_t block_start(uint32_t index) const {
+        return (static_cast<size_t>(table[index]) * num_kv_heads + kv_head) << block_shift;
+    }
+    __device__ __forceinline__ uint32_t in_block(uint32_t position) const {
+        return position & ((1u << block_shift) - 1);
+    }
+    // Where the token at `position` is.
+    __device__ __forceinline__ size_t token(uint32_t position) const {
+        return block_start(position >> block_shift) + in_block(position);
+    }
+};
+
+// The first position that the row at `position` sees.
+__device__ __forceinline__ uint32_t first_seen(uint32_t position, uint32_t window) {
+    return window == 0 || position < window ? 0 : position + 1 - window;
+}
+
+// How the tokens of a sequence with one row are divided: see kernels.h.
+struct Splits {
+    uint32_t start;   // first visible token
+    uint32_t aligned; // that, rounded down to a multiple of 16: where the first split begins
+    uint32_t end;     // one past the last token
+    uint32_t len;
+    uint32_t count;
+
+    __device__ __forceinline__ Splits(uint32_t context_len, uint32_t window, uint32_t max_splits) {
+        end = context_len;
+        start = first_seen(context_len - 1, window);
+        aligned = start & ~15u;
+        const uint32_t tokens = end - aligned;
+        len = (divide_up(tokens, max_splits) + 15) & ~15u;
+        len = len < 64 ? 64 : len;
+        count = divide_up(tokens, len);
+    }
+};
+
+// The maximum and sum of a row's weights over the 4 lanes that hold its columns.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+
+// The running softmax of one row: `maximum` is of base-2 exponents.
+struct Running {
+    float maximum = NOTHING;
+    float sum = 0.0f;
+
+    // Takes in a new maximum; returns what the sums so far are to be multiplied by. While nothing
+    // is seen the maximum stays -infinity, and `base()` is what exponents are relative to.
+    __device__ __forceinline__ float raise(float candidate) {
+        const float before = maximum;
+        maximum = fmaxf(maximum, candidate);
+        const float factor = exp2_fast(before - base());
+        sum *= factor;
+        return factor;
+    }
+    __device__ __forceinline__ float base() const { return maximum == NOTHING ? 0.0f : maximum; }
+};
+
+}  // namespace tutti

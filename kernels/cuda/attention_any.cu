@@ -1,0 +1,91 @@
+// Causal attention for head dimensions without a kernel of their own: one warp per row and head,
+// one token at a time. Correct and slow; for odd models and for tests of the others.
+//
+//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
+//
+// Shapes and launch rules: kernels.h. Limits: head_dim even, at most 256.
+#include "attention.cuh"
+
+namespace tutti {
+namespace {
+
+constexpr uint32_t WARPS = 4;
+// Dims per lane.
+constexpr uint32_t DIMS = 8;
+
+// The sequence that a row belongs to: the last that does not begin behind it.
+__device__ __forceinline__ uint32_t seq_of_row(const TuttiSeq* seqs, uint32_t count, uint32_t row) {
+    uint32_t low = 0;
+    uint32_t high = count;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (seqs[middle].row_start <= row) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+}  // namespace
+}  // namespace tutti
+
+using namespace tutti;
+
+extern "C" __global__ void __launch_bounds__(128)
+    tutti_attention_any(const tutti_bf16* q, const tutti_bf16* k_cache, const tutti_bf16* v_cache,
+                        const TuttiSeq* seqs, const uint32_t* num_seqs,
+                        const uint32_t* block_tables, tutti_bf16* out, uint32_t num_heads,
+                        uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift,
+                        uint32_t window, float scale, const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t row = blockIdx.x;
+    const uint32_t head = blockIdx.y * WARPS + threadIdx.x / 32;
+    const uint32_t lane = threadIdx.x % 32;
+    if (!is_live(live, row) || head >= num_heads) {
+        return;
+    }
+    const TuttiSeq seq = seqs[seq_of_row(seqs, *num_seqs, row)];
+    const uint32_t position = seq.context_len - seq.num_rows + (row - seq.row_start);
+    const Pages pages = {block_tables + seq.table_start, num_kv_heads,
+                         head / (num_heads / num_kv_heads), block_shift};
+    const size_t own = (static_cast<size_t>(row) * num_heads + head) * head_dim;
+    float query[DIMS];
+    float mixed[DIMS];
+#pragma unroll
+    for (uint32_t i = 0; i < DIMS; i++) {
+        const uint32_t dim = lane + 32 * i;
+        query[i] = dim < head_dim ? from_bf16(q[own + dim]) : 0.0f;
+        mixed[i] = 0.0f;
+    }
+    Running running;
+    for (uint32_t j = first_seen(position, window); j <= position; j++) {
+        const size_t token = pages.token(j) * head_dim;
+        float dot = 0.0f;
+#pragma unroll
+        for (uint32_t i = 0; i < DIMS; i++) {
+            const uint32_t dim = lane + 32 * i;
+            dot += dim < head_dim ? query[i] * from_bf16(k_cache[token + dim]) : 0.0f;
+        }
+        const float score = warp_sum(dot) * (scale * LOG2_E);
+        const float factor = running.raise(score);
+        const float weight = exp2_fast(score - running.base());
+        running.sum += weight;
+#pragma unroll
+        for (uint32_t i = 0; i < DIMS; i++) {
+            const uint32_t dim = lane + 32 * i;
+            if (dim < head_dim) {
+                mixed[i] = mixed[i] * factor + weight * from_bf16(v_cache[token + dim]);
+            }
+        }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < DIMS; i++) {
+        const uint32_t dim = lane + 32 * i;
+        if (dim < head_dim) {
+            out[own + dim] = to_bf16(mixed[i] / running.sum);
+        }
+    }
+}

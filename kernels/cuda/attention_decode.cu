@@ -1,0 +1,320 @@
+// Attention of sequences with one row, their tokens split over blocks ("split K"), and the
+// reduction of the partial results.
+//
+//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
+//
+// A block computes up to 16 query heads of one KV head over one split: the heads are the 16 rows of
+// the tensor cores' A, so K and V are read once for a whole group. K and V go from memory to
+// registers, 16 bytes per lane, without shared memory:
+// - scores: B's k is head_dim, permuted so that a lane's 16 bytes are 4 registers of B. q is
+//   permuted alike.
+// - weighted sum: B's k is the token. A lane loads the same 8 dims of tokens 2t, 2t+1, 2t+8, 2t+9
+//   and pairs them; B's column n of product j is dim 8n + j.
+// 4 warps take the split's tiles of 16 tokens in turn, and are put together in a fixed order at the
+// end. Weights are rounded to bf16 before they are summed and before they meet V, so numerator and
+// denominator agree: a constant V comes out exact.
+//
+// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. The split depends on the sequence's
+// length alone, hence so does every bit. Limits: head_dim 16, 32, 64, 96 or 128; any group.
+#include "attention.cuh"
+
+namespace tutti {
+namespace {
+
+constexpr uint32_t WARPS = 4;
+constexpr uint32_t TILE = 16;
+
+// The permutation of a row of HEAD_DIM: 16 bytes per lane of every 32 dims, 8 bytes of the last 16
+// where 32 does not divide HEAD_DIM.
+template <int HEAD_DIM>
+struct Row {
+    static constexpr int FULL = HEAD_DIM / 32;
+    static constexpr int REST = HEAD_DIM % 32 / 16;
+    uint4 full[FULL > 0 ? FULL : 1];
+    uint2 rest;
+
+    __device__ __forceinline__ void load(const tutti_bf16* row, uint32_t t) {
+#pragma unroll
+        for (int i = 0; i < FULL; i++) {
+            full[i] = load_once(row + 32 * i + 8 * t);
+        }
+        if (REST != 0) {
+            rest = *reinterpret_cast<const uint2*>(row + 32 * FULL + 4 * t);
+        }
+    }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < FULL; i++) {
+            full[i] = make_uint4(0, 0, 0, 0);
+        }
+        rest.x = rest.y = 0;
+    }
+};
+
+template <int HEAD_DIM>
+__device__ __forceinline__ void add_scores(float (&c)[4], const Row<HEAD_DIM>& upper,
+                                           const Row<HEAD_DIM>& lower, const Row<HEAD_DIM>& k) {
+#pragma unroll
+    for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
+        const uint32_t even[4] = {upper.full[i].x, lower.full[i].x, upper.full[i].y,
+                                  lower.full[i].y};
+        const uint32_t odd[4] = {upper.full[i].z, lower.full[i].z, upper.full[i].w,
+                                 lower.full[i].w};
+        mma_bf16(c, even, k.full[i].x, k.full[i].y);
+        mma_bf16(c, odd, k.full[i].z, k.full[i].w);
+    }
+    if (Row<HEAD_DIM>::REST != 0) {
+        const uint32_t a[4] = {upper.rest.x, lower.rest.x, upper.rest.y, lower.rest.y};
+        mma_bf16(c, a, k.rest.x, k.rest.y);
+    }
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+    return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
+}
+
+template <int HEAD_DIM>
+__device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
+    // 64 dims of V each: lane g has the 8 from 8g.
+    constexpr int SETS = (HEAD_DIM + 63) / 64;
+    SHARED_ARRAY(float, maxima, WARPS * 16);
+    SHARED_ARRAY(float, totals, WARPS * 16);
+    SHARED_ARRAY(float, mixed, WARPS * 16 * HEAD_DIM);
+
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t item = blockIdx.z;
+    if (!is_live(live, item)) {
+        return;
+    }
+    const TuttiSeq seq = seqs[items[item]];
+    const Splits splits(seq.context_len, window, max_splits);
+    const uint32_t split = blockIdx.x;
+    if (split >= splits.count) {
+        return;
+    }
+    const uint32_t first = splits.aligned + split * splits.len;
+    const uint32_t end = first + splits.len < splits.end ? first + splits.len : splits.end;
+
+    const uint32_t group = num_heads / num_kv_heads;
+    const uint32_t kv_head = blockIdx.y % num_kv_heads;
+    const uint32_t first_of_group = blockIdx.y / num_kv_heads * 16;
+    const uint32_t first_head = kv_head * group + first_of_group;
+    const uint32_t heads = group - first_of_group < 16 ? group - first_of_group : 16;
+
+    const uint32_t warp = threadIdx.x / 32;
+    const uint32_t g = threadIdx.x % 32 / 4;
+    const uint32_t t = threadIdx.x % 4;
+
+    Row<HEAD_DIM> upper;
+    Row<HEAD_DIM> lower;
+    upper.clear();
+    lower.clear();
+    const tutti_bf16* q_row =
+        q + (static_cast<size_t>(seq.row_start) * num_heads + first_head) * HEAD_DIM;
+    if (g < heads) {
+        upper.load(q_row + g * HEAD_DIM, t);
+    }
+    if (g + 8 < heads) {
+        lower.load(q_row + (g + 8) * HEAD_DIM, t);
+    }
+
+    const Pages pages = {block_tables + seq.table_start, num_kv_heads, kv_head,
+                         block_shift};
+    const bool tile_in_block = block_shift >= 4;
+    const float to_exponent = scale * LOG2_E;
+    float sums[SETS][8][4] = {};
+    Running row[2];
+
+    for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
+        const size_t block = tile_in_block ? pages.block_start(tile >> block_shift) : 0;
+        // Tokens that are not seen are read as one that is: nothing else may be in memory there.
+        const auto token = [&](uint32_t i) {
+            uint32_t position = tile + i;
+            position = position < splits.start ? splits.start : position;
+            position = position < end ? position : end - 1;
+            return (tile_in_block ? block + pages.in_block(position) : pages.token(position)) *
+                   HEAD_DIM;
+        };
+        Row<HEAD_DIM> k[2];
+        uint4 v[SETS][4];
+        k[0].load(k_cache + token(g), t);
+        k[1].load(k_cache + token(g + 8), t);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const tutti_bf16* v_row = v_cache + token(2 * t + i % 2 + i / 2 * 8);
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+                const uint32_t dim = 64 * set + 8 * g;
+                v[set][i] = make_uint4(0, 0, 0, 0);
+                if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
+                    v[set][i] = load_once(v_row + dim);
+                }
+            }
+        }
+
+        float scores[2][4] = {};
+        add_scores<HEAD_DIM>(scores[0], upper, lower, k[0]);
+        add_scores<HEAD_DIM>(scores[1], upper, lower, k[1]);
+#pragma unroll
+        for (uint32_t part = 0; part < 2; part++) {
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                const uint32_t position = tile + 8 * part + 2 * t + i % 2;
+                const bool seen = position >= splits.start && position < end;
+                scores[part][i] = seen ? scores[part][i] * to_exponent : NOTHING;
+            }
+        }
+        // Rows g and g + 8. p: columns 2t, 2t+1 of the tile's first 8 tokens, then of its last.
+        uint32_t p[2][2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float* s0 = &scores[0][2 * half];
+            float* s1 = &scores[1][2 * half];
+            const float most = quad_max(fmaxf(fmaxf(s0[0], s0[1]), fmaxf(s1[0], s1[1])));
+            const float factor = row[half].raise(most);
+            const float base = row[half].base();
+            p[half][0] = pack_bf16(exp2_fast(s0[0] - base), exp2_fast(s0[1] - base));
+            p[half][1] = pack_bf16(exp2_fast(s1[0] - base), exp2_fast(s1[1] - base));
+            row[half].sum += (low_bf16(p[half][0]) + high_bf16(p[half][0])) +
+                             (low_bf16(p[half][1]) + high_bf16(p[half][1]));
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    sums[set][j][2 * half] *= factor;
+                    sums[set][j][2 * half + 1] *= factor;
+                }
+            }
+        }
+        const uint32_t a[4] = {p[0][0], p[1][0], p[0][1], p[1][1]};
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const uint32_t pick = j % 2 == 0 ? 0x5410 : 0x7632;
+                const uint32_t b0 =
+                    __byte_perm(word(v[set][0], j / 2), word(v[set][1], j / 2), pick);
+                const uint32_t b1 =
+                    __byte_perm(word(v[set][2], j / 2), word(v[set][3], j / 2), pick);
+                mma_bf16(sums[set][j], a, b0, b1);
+            }
+        }
+    }
+
+    // The warps' results become one.
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float sum = quad_sum(row[half].sum);
+        if (t == 0) {
+            maxima[warp * 16 + g + 8 * half] = row[half].maximum;
+            totals[warp * 16 + g + 8 * half] = sum;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        const uint32_t r = g + 8 * half;
+        float most = NOTHING;
+#pragma unroll
+        for (uint32_t w = 0; w < WARPS; w++) {
+            most = fmaxf(most, maxima[w * 16 + r]);
+        }
+        const float factor = most == NOTHING ? 0.0f : exp2_fast(row[half].maximum - most);
+        if (r < heads) {
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const uint32_t dim = 64 * set + 16 * t + j;
+                    if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
+                        mixed[(warp * 16 + r) * HEAD_DIM + dim] = sums[set][j][2 * half] * factor;
+                    }
+                    if (HEAD_DIM % 64 == 0 || dim + 8 < HEAD_DIM) {
+                        mixed[(warp * 16 + r) * HEAD_DIM + dim + 8] =
+                            sums[set][j][2 * half + 1] * factor;
+                    }
+                }
+            }
+        }
+    }
+    __syncthreads();
+    const size_t first_slot = static_cast<size_t>(item) * num_heads + first_head;
+    for (uint32_t i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * 32) {
+        const uint32_t r = i / HEAD_DIM;
+        float sum = 0.0f;
+#pragma unroll
+        for (uint32_t w = 0; w < WARPS; w++) {
+            sum += mixed[(w * 16 + r) * HEAD_DIM + i % HEAD_DIM];
+        }
+        const size_t slot = (first_slot + r) * max_splits + split;
+        partial_out[slot * HEAD_DIM + i % HEAD_DIM] = sum;
+    }
+    if (threadIdx.x < heads) {
+        const uint32_t r = threadIdx.x;
+        float most = NOTHING;
+#pragma unroll
+        for (uint32_t w = 0; w < WARPS; w++) {
+            most = fmaxf(most, maxima[w * 16 + r]);
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (uint32_t w = 0; w < WARPS; w++) {
+            const float m = maxima[w * 16 + r];
+            sum += m == NOTHING ? 0.0f : totals[w * 16 + r] * exp2_fast(m - most);
+        }
+        const size_t slot = (first_slot + r) * max_splits + split;
+        partial_ml[2 * slot] = most;
+        partial_ml[2 * slot + 1] = sum;
+    }
+}
+
+}  // namespace
+}  // namespace tutti
+
+#define DECODE(head_dim)                                                                           \
+    extern "C" __global__ void __launch_bounds__(128)                                              \
+        tutti_decode_attention_##head_dim(TUTTI_DECODE_ARGUMENTS) {                                \
+        tutti::decode<head_dim>(q, k_cache, v_cache, seqs, items, block_tables, partial_out,       \
+                                partial_ml, num_heads, num_kv_heads, block_shift, window,          \
+                                max_splits, scale, live);                                          \
+    }
+DECODE(16)
+DECODE(32)
+DECODE(64)
+DECODE(96)
+DECODE(128)
+
+using namespace tutti;
+
+extern "C" __global__ void __launch_bounds__(128)
+    tutti_decode_reduce(const float* partial_out, const float* partial_ml, const TuttiSeq* seqs,
+                        const uint32_t* items, tutti_bf16* out, uint32_t num_heads,
+                        uint32_t head_dim, uint32_t window, uint32_t max_splits,
+                        const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t head = blockIdx.x;
+    const uint32_t item = blockIdx.y;
+    if (!is_live(live, item)) {
+        return;
+    }
+    const TuttiSeq seq = seqs[items[item]];
+    const Splits splits(seq.context_len, window, max_splits);
+    const size_t first = (static_cast<size_t>(item) * num_heads + head) * max_splits;
+    float most = NOTHING;
+    for (uint32_t s = 0; s < splits.count; s++) {
+        most = fmaxf(most, partial_ml[2 * (first + s)]);
+    }
+    for (uint32_t dim = threadIdx.x; dim < head_dim; dim += 128) {
+        float sum = 0.0f;
+        float total = 0.0f;
+        for (uint32_t s = 0; s < splits.count; s++) {
+            const float factor = exp2_fast(partial_ml[2 * (first + s)] - most);
+            total += partial_ml[2 * (first + s) + 1] * factor;
+            sum += partial_out[(first + s) * head_dim + dim] * factor;
+        }
+        const size_t row = static_cast<size_t>(seq.row_start) * num_heads + head;
+        out[row * head_dim + dim] = to_bf16(sum / total);
+    }
+}

@@ -1,0 +1,234 @@
+// Causal attention of many rows over a paged cache, on tensor cores.
+//
+//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
+//
+// A block computes a tile of 64 queries of one sequence and KV head: rows times the heads of the
+// group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come in
+// tiles of 64 tokens through shared memory, two of them, the next being copied in the background
+// while one is computed with. The running softmax is FlashAttention 2's.
+//
+// Tiles of tokens begin at multiples of 64 of the position, and one that a query does not see
+// changes none of its bits, so a row's result does not depend on how a prompt is cut into chunks or
+// which queries share its tile. Weights are rounded to bf16 before they are summed and before they
+// meet V.
+//
+// Shared memory: rows of head_dim bf16 in pieces of 16 bytes, permuted within a row so that the 8
+// rows that ldmatrix reads at once lie in different banks.
+// Limits: head_dim 16, 32, 64, 96 or 128; any group; blocks of a power of two of tokens.
+#include "attention.cuh"
+
+namespace tutti {
+namespace {
+
+constexpr uint32_t QUERIES = TUTTI_PREFILL_QUERIES;
+constexpr uint32_t TOKENS = 64;
+constexpr uint32_t THREADS = 128;
+
+template <int HEAD_DIM>
+struct Tile {
+    static constexpr uint32_t PIECES = HEAD_DIM / 8;
+
+    // Element offset of piece `piece` of row `row`.
+    static __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t piece) {
+        const uint32_t swap = HEAD_DIM % 64 == 0   ? row & 7
+                              : HEAD_DIM % 32 == 0 ? row >> 1 & 3
+                                                   : row >> 2 & 1;
+        return row * HEAD_DIM + (piece ^ swap) * 8;
+    }
+};
+
+template <int HEAD_DIM>
+__device__ __forceinline__ void load_tokens(tutti_bf16* k_tile, tutti_bf16* v_tile,
+                                            const tutti_bf16* k_cache, const tutti_bf16* v_cache,
+                                            const Pages& pages, uint32_t first, uint32_t low,
+                                            uint32_t high) {
+    using T = Tile<HEAD_DIM>;
+    for (uint32_t i = threadIdx.x; i < TOKENS * T::PIECES; i += THREADS) {
+        const uint32_t row = i / T::PIECES;
+        const uint32_t piece = i % T::PIECES;
+        const uint32_t position = first + row;
+        // What no query of this tile sees becomes zero: it may be anything in memory.
+        const bool seen = position >= low && position < high;
+        const size_t from = seen ? pages.token(position) * HEAD_DIM + piece * 8 : 0;
+        copy_async(k_tile + T::at(row, piece), k_cache + from, seen);
+        copy_async(v_tile + T::at(row, piece), v_cache + from, seen);
+    }
+}
+
+template <int HEAD_DIM>
+__device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
+    using T = Tile<HEAD_DIM>;
+    constexpr uint32_t DIM_STEPS = HEAD_DIM / 16;
+    constexpr uint32_t TOKEN_STEPS = TOKENS / 16;
+    DYNAMIC_SHARED(shared);
+    tutti_bf16* q_tile = reinterpret_cast<tutti_bf16*>(shared);
+    tutti_bf16* k_tiles = q_tile + QUERIES * HEAD_DIM;
+    tutti_bf16* v_tiles = k_tiles + 2 * TOKENS * HEAD_DIM;
+
+    wait_for_predecessors();
+    release_successors();
+    if (!is_live(live, blockIdx.x)) {
+        return;
+    }
+    const TuttiTile tile = tiles[blockIdx.x];
+    const TuttiSeq seq = seqs[tile.seq];
+    const uint32_t kv_head = blockIdx.y;
+    const uint32_t group = num_heads / num_kv_heads;
+    const uint32_t queries = seq.num_rows * group;
+    const uint32_t last = tile.first + QUERIES < queries ? tile.first + QUERIES - 1 : queries - 1;
+    const uint32_t first_position = seq.context_len - seq.num_rows;
+    const Pages pages = {block_tables + seq.table_start, num_kv_heads, kv_head,
+                         block_shift};
+    // Tokens that some query of the tile sees.
+    const uint32_t low = first_seen(first_position + tile.first / group, window);
+    const uint32_t high = first_position + last / group + 1;
+
+    const auto query_offset = [&](uint32_t query) {
+        const size_t row = seq.row_start + query / group;
+        return (row * num_heads + kv_head * group + query % group) * HEAD_DIM;
+    };
+    for (uint32_t i = threadIdx.x; i < QUERIES * T::PIECES; i += THREADS) {
+        const uint32_t row = i / T::PIECES;
+        const uint32_t piece = i % T::PIECES;
+        const bool there = tile.first + row <= last;
+        const size_t from = there ? query_offset(tile.first + row) + piece * 8 : 0;
+        copy_async(q_tile + T::at(row, piece), q + from, there);
+    }
+    uint32_t start = low / TOKENS * TOKENS;
+    load_tokens<HEAD_DIM>(k_tiles, v_tiles, k_cache, v_cache, pages, start, low, high);
+    commit_copies();
+
+    const uint32_t warp = threadIdx.x / 32;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t g = lane / 4;
+    const uint32_t t = lane % 4;
+    // Rows and pieces that a lane names to ldmatrix: rows 0 to 15, then the same one piece on.
+    const uint32_t row_down = lane % 16;
+    const uint32_t piece_on = lane / 16;
+    // Rows 0 to 7, the same one piece on, then rows 8 to 15.
+    const uint32_t row_across = lane % 8 + lane / 16 * 8;
+    const uint32_t piece_across = lane / 8 % 2;
+
+    // Positions one past what rows g and g + 8 of this warp see, and their first.
+    uint32_t seen_end[2];
+    uint32_t seen_start[2];
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        const uint32_t query = tile.first + warp * 16 + g + 8 * half;
+        const uint32_t position = first_position + query / group;
+        seen_end[half] = query <= last ? position + 1 : 0;
+        seen_start[half] = first_seen(position, window);
+    }
+    const float to_exponent = scale * LOG2_E;
+    Running running[2];
+    float sums[HEAD_DIM / 8][4] = {};
+    uint32_t query[DIM_STEPS][4];
+
+    bool first_round = true;
+    for (uint32_t buffer = 0; start < high; start += TOKENS, buffer ^= 1) {
+        if (start + TOKENS < high) {
+            load_tokens<HEAD_DIM>(k_tiles + (buffer ^ 1) * TOKENS * HEAD_DIM,
+                                  v_tiles + (buffer ^ 1) * TOKENS * HEAD_DIM, k_cache, v_cache,
+                                  pages, start + TOKENS, low, high);
+        }
+        commit_copies();
+        wait_copies<1>();
+        __syncthreads();
+        if (first_round) {
+            first_round = false;
+#pragma unroll
+            for (uint32_t step = 0; step < DIM_STEPS; step++) {
+                load_matrices(query[step],
+                              q_tile + T::at(warp * 16 + row_down, 2 * step + piece_on));
+            }
+        }
+        const tutti_bf16* k_tile = k_tiles + buffer * TOKENS * HEAD_DIM;
+        const tutti_bf16* v_tile = v_tiles + buffer * TOKENS * HEAD_DIM;
+
+        float scores[TOKENS / 8][4] = {};
+#pragma unroll
+        for (uint32_t step = 0; step < DIM_STEPS; step++) {
+#pragma unroll
+            for (uint32_t j = 0; j < TOKEN_STEPS; j++) {
+                uint32_t b[4];
+                load_matrices(b, k_tile + T::at(16 * j + row_across, 2 * step + piece_across));
+                mma_bf16(scores[2 * j], query[step], b[0], b[1]);
+                mma_bf16(scores[2 * j + 1], query[step], b[2], b[3]);
+            }
+        }
+
+        uint32_t weights[TOKENS / 8][2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float most = NOTHING;
+#pragma unroll
+            for (uint32_t j = 0; j < TOKENS / 8; j++) {
+#pragma unroll
+                for (uint32_t i = 0; i < 2; i++) {
+                    const uint32_t position = start + 8 * j + 2 * t + i;
+                    const bool seen = position >= seen_start[half] && position < seen_end[half];
+                    float& score = scores[j][2 * half + i];
+                    score = seen ? score * to_exponent : NOTHING;
+                    most = fmaxf(most, score);
+                }
+            }
+            const float factor = running[half].raise(quad_max(most));
+            const float base = running[half].base();
+#pragma unroll
+            for (uint32_t j = 0; j < TOKENS / 8; j++) {
+                weights[j][half] = pack_bf16(exp2_fast(scores[j][2 * half] - base),
+                                             exp2_fast(scores[j][2 * half + 1] - base));
+                running[half].sum += low_bf16(weights[j][half]) + high_bf16(weights[j][half]);
+            }
+#pragma unroll
+            for (uint32_t n = 0; n < HEAD_DIM / 8; n++) {
+                sums[n][2 * half] *= factor;
+                sums[n][2 * half + 1] *= factor;
+            }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < TOKEN_STEPS; j++) {
+            const uint32_t a[4] = {weights[2 * j][0], weights[2 * j][1], weights[2 * j + 1][0],
+                                   weights[2 * j + 1][1]};
+#pragma unroll
+            for (uint32_t n = 0; n < DIM_STEPS; n++) {
+                uint32_t b[4];
+                load_matrices_transposed(
+                    b, v_tile + T::at(16 * j + row_down, 2 * n + piece_on));
+                mma_bf16(sums[2 * n], a, b[0], b[1]);
+                mma_bf16(sums[2 * n + 1], a, b[2], b[3]);
+            }
+        }
+        // The next round's copies overwrite what this one read.
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint32_t query_index = tile.first + warp * 16 + g + 8 * half;
+        const float inverse = 1.0f / quad_sum(running[half].sum);
+        if (query_index <= last) {
+            tutti_bf16* to = out + query_offset(query_index) + 2 * t;
+#pragma unroll
+            for (uint32_t n = 0; n < HEAD_DIM / 8; n++) {
+                *reinterpret_cast<uint32_t*>(to + 8 * n) =
+                    pack_bf16(sums[n][2 * half] * inverse, sums[n][2 * half + 1] * inverse);
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace tutti
+
+#define PREFILL(head_dim)                                                                          \
+    extern "C" __global__ void __launch_bounds__(128)                                              \
+        tutti_prefill_attention_##head_dim(TUTTI_PREFILL_ARGUMENTS) {                              \
+        tutti::prefill<head_dim>(q, k_cache, v_cache, seqs, tiles, block_tables, out, num_heads,   \
+                                 num_kv_heads, block_shift, window, scale, live);                  \
+    }
+PREFILL(16)
+PREFILL(32)
+PREFILL(64)
+PREFILL(96)
+PREFILL(128)

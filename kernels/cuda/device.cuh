@@ -1,0 +1,171 @@
+// What all kernels share: bf16, vector loads, tensor-core instructions, reductions.
+//
+// The only file that contains PTX. Each such function has a twin for the host in
+// `emulate/device.h`, so that kernels above this file are one source for GPU and emulation.
+#pragma once
+#include "kernels.h"
+
+#if defined(TUTTI_EMULATE)
+#include "emulate/device.h"
+#else
+
+// Shared memory of the block. The emulation gives every array guard pages and poison.
+#define SHARED_ARRAY(type, name, count) __shared__ __align__(16) type name[count]
+#define DYNAMIC_SHARED(name)                                                                       \
+    extern __shared__ uint4 tutti_dynamic_shared[];                                                \
+    unsigned char* name = reinterpret_cast<unsigned char*>(tutti_dynamic_shared)
+
+namespace tutti {
+
+// Waits until the kernels before this one are complete and their writes visible.
+__device__ __forceinline__ void wait_for_predecessors() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel be scheduled while this one still runs.
+__device__ __forceinline__ void release_successors() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// 16 bytes that are read once and never written while kernels run: weights. Not volatile, so the
+// compiler may move it, also above `wait_for_predecessors`.
+__device__ __forceinline__ uint4 load_weights(const tutti_bf16* at) {
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(at));
+    return v;
+}
+
+// 16 bytes that are read once per kernel, and that an earlier kernel wrote: K and V.
+__device__ __forceinline__ uint4 load_once(const tutti_bf16* at) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
+// Rounds to nearest even; NaN stays NaN.
+__device__ __forceinline__ tutti_bf16 to_bf16(float x) {
+    tutti_bf16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+
+// Two of them, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// c += a b on tensor cores. a: 16 x 16 row-major, b: 16 x 8 column-major, bf16; c: 16 x 8 f32.
+// With g = lane / 4, t = lane % 4: a[0] = row g, columns 2t, 2t+1; a[1] = row g+8; a[2], a[3] the
+// same with columns + 8; b0 = rows 2t, 2t+1 of column g, b1 = rows + 8; c[0], c[1] = row g,
+// columns 2t, 2t+1; c[2], c[3] = row g+8.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of bf16 from shared memory; lanes 8i .. 8i+7 name the rows of matrix i.
+// r[i] = row lane / 4, columns 2 (lane % 4), + 1 of matrix i.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+    uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+    uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+// Copies 16 bytes to shared memory in the background; zeros, and `from` is not read, if not
+// `valid`. Both are 16-byte aligned.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+    uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// Closes a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all of this thread's groups but the last `pending` are there.
+template <int pending>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// 2^x with a relative error of about 2^-22; 0 for -infinity.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+}  // namespace tutti
+#endif
+
+namespace tutti {
+
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ float from_bf16(tutti_bf16 x) {
+    return __uint_as_float(static_cast<uint32_t>(x) << 16);
+}
+// The lower and the upper of two.
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+
+__device__ __forceinline__ uint32_t divide_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+// Whether item `index` is to be computed: see kernels.h.
+__device__ __forceinline__ bool is_live(const uint32_t* live, uint32_t index) {
+    return live == nullptr || index < *live;
+}
+
+// Every lane gets the same bits: at each level both partners add the same two numbers.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(ALL_LANES, x, distance);
+    }
+    return x;
+}
+
+// The sum over a block of WARPS warps, for every thread. `scratch`: WARPS floats of shared memory,
+// free to be used again after the next __syncthreads.
+template <int WARPS>
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) {
+        scratch[threadIdx.x / 32] = x;
+    }
+    __syncthreads();
+    const uint32_t lane = threadIdx.x % 32;
+    return warp_sum(lane < WARPS ? scratch[lane] : 0.0f);
+}
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+}  // namespace tutti

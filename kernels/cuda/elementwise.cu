@@ -1,0 +1,432 @@
+// Rows of activations: embedding, add + RMSNorm, SiLU times up, sums, copies, conversions.
+//
+//   add_rmsnorm: r += d;  y = r / sqrt(mean(r^2) + eps) * w
+//   silu_mul:    y = g / (1 + e^-g) * u
+//
+// Shapes and launch rules: kernels.h. All are bound by memory; loads and stores are 16 bytes wide
+// where rows allow it (width a multiple of 4), else one element at a time with the same sums in the
+// same order. Limits: none on widths.
+#include "device.cuh"
+
+namespace tutti {
+namespace {
+
+constexpr uint32_t NORM_WARPS = 16;
+// float4 per thread that stay in registers between the two passes of a norm: rows of up to
+// 512 * 4 * 4 = 8192 are read once, the rest of longer ones twice.
+constexpr uint32_t NORM_KEPT = 4;
+
+__device__ __forceinline__ float4 load4(const float* at) {
+    return *reinterpret_cast<const float4*>(at);
+}
+
+__device__ __forceinline__ void store4(float* at, float4 v) { *reinterpret_cast<float4*>(at) = v; }
+
+__device__ __forceinline__ float4 add4(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__device__ __forceinline__ float squares(float4 v) {
+    return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+}
+
+// Up to 4 elements of a row from `at`: 16 bytes where all 4 are there and aligned.
+struct Four {
+    float v[4];
+};
+
+__device__ __forceinline__ Four load_up_to_4(const float* row, uint32_t first, uint32_t width) {
+    Four r = {};
+    if (width % 4 == 0) {
+        const float4 v = load4(row + first);
+        r = {{v.x, v.y, v.z, v.w}};
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            r.v[i] = first + i < width ? row[first + i] : 0.0f;
+        }
+    }
+    return r;
+}
+
+__device__ __forceinline__ void store_up_to_4(float* row, uint32_t first, uint32_t width, Four r) {
+    if (width % 4 == 0) {
+        store4(row + first, make_float4(r.v[0], r.v[1], r.v[2], r.v[3]));
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            if (first + i < width) {
+                row[first + i] = r.v[i];
+            }
+        }
+    }
+}
+
+// `whole`: 4 elements are there, and the address is a multiple of 8 bytes.
+__device__ __forceinline__ void store_bf16(tutti_bf16* row, uint32_t first, uint32_t width,
+                                           bool whole, Four r) {
+    if (whole) {
+        uint2 packed;
+        packed.x = pack_bf16(r.v[0], r.v[1]);
+        packed.y = pack_bf16(r.v[2], r.v[3]);
+        *reinterpret_cast<uint2*>(row + first) = packed;
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            if (first + i < width) {
+                row[first + i] = to_bf16(r.v[i]);
+            }
+        }
+    }
+}
+
+// The first of the 4 elements of this thread in the tile of 1024 that blockIdx.x is.
+__device__ __forceinline__ uint32_t first_of_tile() { return (blockIdx.x * 256 + threadIdx.x) * 4; }
+
+template <class Input>
+__device__ __forceinline__ float read_one(const Input* at);
+template <>
+__device__ __forceinline__ float read_one<float>(const float* at) {
+    return *at;
+}
+template <>
+__device__ __forceinline__ float read_one<tutti_bf16>(const tutti_bf16* at) {
+    return from_bf16(*at);
+}
+
+__device__ __forceinline__ Four read_four(const float* at) {
+    const float4 v = load4(at);
+    return {{v.x, v.y, v.z, v.w}};
+}
+
+__device__ __forceinline__ Four read_four(const tutti_bf16* at) {
+    const uint2 v = *reinterpret_cast<const uint2*>(at);
+    return {{low_bf16(v.x), high_bf16(v.x), low_bf16(v.y), high_bf16(v.y)}};
+}
+
+template <class Input>
+__device__ __forceinline__ void silu_mul(const Input* input, const float* bias, tutti_bf16* out,
+                                         uint32_t inner, uint32_t out_stride,
+                                         const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t row = blockIdx.y;
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, row) || first >= inner) {
+        return;
+    }
+    const Input* gate = input + static_cast<size_t>(row) * 2 * inner;
+    const Input* up = gate + inner;
+    const bool whole = inner % 4 == 0;
+    Four g = {};
+    Four u = {};
+    if (whole) {
+        g = read_four(gate + first);
+        u = read_four(up + first);
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            if (first + i < inner) {
+                g.v[i] = read_one(gate + first + i);
+                u.v[i] = read_one(up + first + i);
+            }
+        }
+    }
+    Four y = {};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        if (bias != nullptr && first + i < inner) {
+            g.v[i] += bias[first + i];
+            u.v[i] += bias[inner + first + i];
+        }
+        y.v[i] = silu(g.v[i]) * u.v[i];
+    }
+    store_bf16(out + static_cast<size_t>(row) * out_stride, first, inner,
+               whole && out_stride % 4 == 0, y);
+}
+
+}  // namespace
+}  // namespace tutti
+
+using namespace tutti;
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_embed(const uint32_t* ids, const tutti_bf16* table, float* out, uint32_t width,
+                uint32_t table_stride, uint32_t first_id, uint32_t table_rows,
+                const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t row = blockIdx.x;
+    if (!is_live(live, row)) {
+        return;
+    }
+    // An id below first_id wraps round to a large number.
+    const uint32_t table_row = ids[row] - first_id;
+    const bool here = table_row < table_rows;
+    const tutti_bf16* from = table + static_cast<size_t>(here ? table_row : 0) * table_stride;
+    float* to = out + static_cast<size_t>(row) * width;
+    const bool whole = width % 4 == 0 && table_stride % 4 == 0;
+    for (uint32_t first = threadIdx.x * 4; first < width; first += 256 * 4) {
+        Four v = {};
+        if (here && whole) {
+            v = read_four(from + first);
+        } else if (here) {
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                v.v[i] = first + i < width ? from_bf16(from[first + i]) : 0.0f;
+            }
+        }
+        store_up_to_4(to, first, width, v);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    tutti_add_rmsnorm(float* residual, const float* delta, const float* weight, tutti_bf16* out,
+                      uint32_t width, uint32_t out_stride, float eps, const uint32_t* live) {
+    SHARED_ARRAY(float, scratch, NORM_WARPS);
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t row = blockIdx.x;
+    if (!is_live(live, row)) {
+        return;
+    }
+    float* r = residual + static_cast<size_t>(row) * width;
+    const float* d = delta == nullptr ? nullptr : delta + static_cast<size_t>(row) * width;
+    tutti_bf16* y = out + static_cast<size_t>(row) * out_stride;
+    const uint32_t step = 512 * 4;
+
+    float4 kept[NORM_KEPT];
+    float sum = 0.0f;
+    if (width % 4 == 0) {
+#pragma unroll
+        for (uint32_t i = 0; i < NORM_KEPT; i++) {
+            const uint32_t at = threadIdx.x * 4 + i * step;
+            if (at < width) {
+                kept[i] = load4(r + at);
+                if (d != nullptr) {
+                    kept[i] = add4(kept[i], load4(d + at));
+                    store4(r + at, kept[i]);
+                }
+                sum += squares(kept[i]);
+            }
+        }
+        for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
+            float4 v = load4(r + at);
+            if (d != nullptr) {
+                v = add4(v, load4(d + at));
+                store4(r + at, v);
+            }
+            sum += squares(v);
+        }
+    } else {
+        for (uint32_t at = threadIdx.x; at < width; at += 512) {
+            float v = r[at];
+            if (d != nullptr) {
+                v += d[at];
+                r[at] = v;
+            }
+            sum += v * v;
+        }
+    }
+    sum = block_sum<NORM_WARPS>(sum, scratch);
+    const float scale = 1.0f / sqrtf(sum / static_cast<float>(width) + eps);
+
+    // What a thread reads again below it wrote itself.
+    if (width % 4 == 0) {
+        const bool whole = out_stride % 4 == 0;
+        const auto finish = [&](uint32_t at, float4 v) {
+            const float4 w = load4(weight + at);
+            store_bf16(y, at, width, whole,
+                       {{v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z,
+                         v.w * scale * w.w}});
+        };
+#pragma unroll
+        for (uint32_t i = 0; i < NORM_KEPT; i++) {
+            const uint32_t at = threadIdx.x * 4 + i * step;
+            if (at < width) {
+                finish(at, kept[i]);
+            }
+        }
+        for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
+            finish(at, load4(r + at));
+        }
+    } else {
+        for (uint32_t at = threadIdx.x; at < width; at += 512) {
+            y[at] = to_bf16(r[at] * scale * weight[at]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_silu_mul_f32(const float* input, const float* bias, tutti_bf16* out, uint32_t inner,
+                       uint32_t out_stride, const uint32_t* live) {
+    silu_mul(input, bias, out, inner, out_stride, live);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_silu_mul_bf16(const tutti_bf16* input, const float* bias, tutti_bf16* out,
+                        uint32_t inner, uint32_t out_stride, const uint32_t* live) {
+    silu_mul(input, bias, out, inner, out_stride, live);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, blockIdx.y) || first >= width) {
+        return;
+    }
+    float* row = data + static_cast<size_t>(blockIdx.y) * width;
+    Four v = load_up_to_4(row, first, width);
+    const Four b = load_up_to_4(bias, first, width);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        v.v[i] += b.v[i];
+    }
+    store_up_to_4(row, first, width, v);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_add(float* sum, const float* other, uint32_t width, const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, blockIdx.y) || first >= width) {
+        return;
+    }
+    const size_t row = static_cast<size_t>(blockIdx.y) * width;
+    Four v = load_up_to_4(sum + row, first, width);
+    const Four o = load_up_to_4(other + row, first, width);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        v.v[i] += o.v[i];
+    }
+    store_up_to_4(sum + row, first, width, v);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_tree_sum(const float* parts, float* out, uint32_t ranks, uint64_t part_stride,
+                   uint32_t width, const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, blockIdx.y) || first >= width) {
+        return;
+    }
+    const size_t row = static_cast<size_t>(blockIdx.y) * width;
+    // Subtrees of 64, 32, .. 1 ranks: there is one of a size where the bits of the number so far
+    // say so. Indexed by constants alone, so that it stays in registers.
+    Four levels[7] = {};
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        Four v = load_up_to_4(parts + rank * part_stride + row, first, width);
+        bool placed = false;
+#pragma unroll
+        for (uint32_t level = 0; level < 7; level++) {
+            if (!placed) {
+                if ((rank >> level & 1) != 0) {
+#pragma unroll
+                    for (uint32_t i = 0; i < 4; i++) {
+                        v.v[i] = levels[level].v[i] + v.v[i];
+                    }
+                } else {
+                    levels[level] = v;
+                    placed = true;
+                }
+            }
+        }
+    }
+    // What is left, the smallest first: each is added to the one before it.
+    Four total = {};
+    bool any = false;
+#pragma unroll
+    for (uint32_t level = 0; level < 7; level++) {
+        if ((ranks >> level & 1) != 0) {
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                total.v[i] = any ? levels[level].v[i] + total.v[i] : levels[level].v[i];
+            }
+            any = true;
+        }
+    }
+    store_up_to_4(out + row, first, width, total);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_gather_rows(const tutti_bf16* in, const uint32_t* rows, tutti_bf16* out, uint32_t width,
+                      uint32_t in_stride, uint32_t out_stride, const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, blockIdx.y) || first >= width) {
+        return;
+    }
+    const tutti_bf16* from = in + static_cast<size_t>(rows[blockIdx.y]) * in_stride + first;
+    tutti_bf16* to = out + static_cast<size_t>(blockIdx.y) * out_stride + first;
+    if (width % 4 == 0 && in_stride % 4 == 0 && out_stride % 4 == 0) {
+        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+    } else {
+        for (uint32_t i = 0; i < 4 && first + i < width; i++) {
+            to[i] = from[i];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_copy_columns(const tutti_bf16* in, tutti_bf16* out, uint32_t first, uint32_t width,
+                       uint32_t in_stride, uint32_t out_stride, const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t at = first_of_tile();
+    if (!is_live(live, blockIdx.y) || at >= width) {
+        return;
+    }
+    const tutti_bf16* from = in + static_cast<size_t>(blockIdx.y) * in_stride + first + at;
+    tutti_bf16* to = out + static_cast<size_t>(blockIdx.y) * out_stride + at;
+    for (uint32_t i = 0; i < 4 && at + i < width; i++) {
+        to[i] = from[i];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_interleave_ranks(const float* gathered, float* full, uint32_t rows, uint32_t width,
+                           uint32_t full_stride, const uint32_t* live) {
+    wait_for_predecessors();
+    release_successors();
+    const uint32_t first = first_of_tile();
+    const uint32_t row = blockIdx.y;
+    const uint32_t rank = blockIdx.z;
+    if (!is_live(live, row) || row >= rows || first >= width) {
+        return;
+    }
+    const float* from = gathered + (static_cast<size_t>(rank) * rows + row) * width;
+    float* to = full + static_cast<size_t>(row) * full_stride + static_cast<size_t>(rank) * width;
+    const Four v = load_up_to_4(from, first, width);
+    if (width % 4 == 0 && full_stride % 4 != 0) {
+        for (uint32_t i = 0; i < 4; i++) {
+            to[first + i] = v.v[i];
+        }
+    } else {
+        store_up_to_4(to, first, width, v);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_to_bf16(const float* in, tutti_bf16* out, uint64_t n) {
+    wait_for_predecessors();
+    release_successors();
+    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
+    for (uint64_t i = first; i < first + 4 && i < n; i++) {
+        out[i] = to_bf16(in[i]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n) {
+    wait_for_predecessors();
+    release_successors();
+    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
+    for (uint64_t i = first; i < first + 4 && i < n; i++) {
+        out[i] = from_bf16(in[i]);
+    }
+}

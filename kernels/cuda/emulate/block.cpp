@@ -1,0 +1,467 @@
+// Fibers, meetings and memory of an emulated block. See device.h.
+#include "block.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "../kernels.h"
+#include "device.h"
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace emulate {
+
+dim3 thread_index, block_index, block_size, grid_size;
+
+namespace {
+
+constexpr size_t STACK_BYTES = 256 * 1024;
+// NaN as f32 and as bf16; no index of anything.
+constexpr unsigned char POISON = 0xff;
+
+enum class State { runnable, at_barrier, at_meeting, done };
+
+struct Copy {
+    void* to;
+    const void* from;
+    bool valid;
+    int group;
+};
+
+struct Fiber {
+    uint32_t index = 0;
+    State state = State::runnable;
+    unsigned char* stack = nullptr;
+#if defined(__x86_64__)
+    void* sp = nullptr;
+#else
+    ucontext_t context;
+#endif
+    std::vector<Copy> copies;
+    int group = 0;
+};
+
+struct Warp {
+    uint32_t arrived = 0;
+    uint32_t mask = 0;
+    const char* what = nullptr;
+    void* operands[32] = {};
+};
+
+std::vector<Fiber> fibers;
+std::vector<Warp> warps;
+Fiber* current = nullptr;
+uint32_t waiting_at_barrier = 0;
+uint32_t finished = 0;
+bool copies_arrive_early = false;
+std::function<void()> entry;
+
+struct SharedBlock {
+    void* memory;
+    size_t bytes;
+    uint64_t block;
+};
+std::map<const void*, SharedBlock> shared_arrays;
+SharedBlock dynamic{nullptr, 0, 0};
+uint64_t block_number = 0;
+
+#if defined(__x86_64__)
+void* scheduler_sp = nullptr;
+extern "C" void tutti_emulate_switch(void** save, void* to);
+asm(R"(
+.text
+.globl tutti_emulate_switch
+tutti_emulate_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+#else
+ucontext_t scheduler_context;
+#endif
+
+void to_scheduler() {
+#if defined(__x86_64__)
+    tutti_emulate_switch(&current->sp, scheduler_sp);
+#else
+    swapcontext(&current->context, &scheduler_context);
+#endif
+}
+
+void fiber_main() {
+    entry();
+    current->state = State::done;
+    finished++;
+    to_scheduler();
+    abort();
+}
+
+void start(Fiber& fiber) {
+    if (fiber.stack == nullptr) {
+        fiber.stack = static_cast<unsigned char*>(aligned_alloc(4096, STACK_BYTES));
+    }
+    fiber.state = State::runnable;
+    fiber.copies.clear();
+    fiber.group = 0;
+#if defined(__x86_64__)
+    void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES);
+    // As after a call: 16 k + 8 on entry, with six registers to be popped before.
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(fiber_main);
+    for (int i = 0; i < 6; i++) {
+        *--top = nullptr;
+    }
+    fiber.sp = top;
+#else
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = STACK_BYTES;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, fiber_main, 0);
+#endif
+}
+
+void resume(Fiber& fiber) {
+    current = &fiber;
+    thread_index = {fiber.index, 0, 0};
+#if defined(__x86_64__)
+    tutti_emulate_switch(&scheduler_sp, fiber.sp);
+#else
+    swapcontext(&scheduler_context, &fiber.context);
+#endif
+}
+
+void perform(const Copy& copy) {
+    if (copy.valid) {
+        memcpy(copy.to, copy.from, 16);
+    } else {
+        memset(copy.to, 0, 16);
+    }
+}
+
+void run_block(const std::vector<uint32_t>& order) {
+    for (Fiber& fiber : fibers) {
+        start(fiber);
+    }
+    for (Warp& warp : warps) {
+        warp = Warp{};
+    }
+    waiting_at_barrier = finished = 0;
+    while (finished < fibers.size()) {
+        bool progress = false;
+        for (uint32_t index : order) {
+            if (fibers[index].state == State::runnable) {
+                resume(fibers[index]);
+                progress = true;
+            }
+        }
+        if (!progress) {
+            fail("a deadlock: some threads wait for others that wait elsewhere or have ended");
+        }
+    }
+}
+
+}  // namespace
+
+void fail(const char* what) {
+    fprintf(stderr, "block (%u, %u, %u), thread %u: %s\n", block_index.x, block_index.y,
+            block_index.z, thread_index.x, what);
+    _exit(3);
+}
+
+void* guarded(size_t bytes, bool at_start) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t size = (bytes + page - 1) / page * page;
+    auto* base = static_cast<unsigned char*>(mmap(nullptr, size + 2 * page, PROT_NONE,
+                                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (base == MAP_FAILED || mprotect(base + page, size, PROT_READ | PROT_WRITE) != 0) {
+        if (size != 0) {
+            fail("out of memory");
+        }
+    }
+    const size_t rounded = (bytes + 15) / 16 * 16;
+    return at_start ? base + page : base + page + size - rounded;
+}
+
+void* shared_array(const void* key, size_t bytes) {
+    auto found = shared_arrays.find(key);
+    if (found == shared_arrays.end()) {
+        found = shared_arrays.emplace(key, SharedBlock{guarded(bytes, false), bytes, 0}).first;
+    }
+    SharedBlock& array = found->second;
+    if (array.block != block_number) {
+        memset(array.memory, POISON, array.bytes);
+        array.block = block_number;
+    }
+    return array.memory;
+}
+
+void* dynamic_shared() {
+    if (dynamic.block != block_number) {
+        memset(dynamic.memory, POISON, dynamic.bytes);
+        dynamic.block = block_number;
+    }
+    return dynamic.memory;
+}
+
+void barrier() {
+    if (finished > 0) {
+        fail("a barrier after some threads of the block have ended");
+    }
+    if (++waiting_at_barrier == fibers.size()) {
+        waiting_at_barrier = 0;
+        for (Fiber& fiber : fibers) {
+            fiber.state = State::runnable;
+        }
+        // Not on: who was last must not be first.
+        to_scheduler();
+        return;
+    }
+    current->state = State::at_barrier;
+    to_scheduler();
+}
+
+void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes)) {
+    const uint32_t lane = current->index % 32;
+    const uint32_t first = current->index - lane;
+    Warp& warp = warps[current->index / 32];
+    if ((mask >> lane & 1) == 0) {
+        fail("an instruction of a warp whose mask lacks this lane");
+    }
+    if (warp.arrived != 0 && (warp.mask != mask || strcmp(warp.what, what) != 0)) {
+        fail("lanes of a warp meet at different instructions");
+    }
+    warp.mask = mask;
+    warp.what = what;
+    warp.arrived |= 1u << lane;
+    warp.operands[lane] = operands;
+    if (warp.arrived != mask) {
+        current->state = State::at_meeting;
+        to_scheduler();
+        return;
+    }
+    void* lanes[32];
+    for (uint32_t i = 0; i < 32; i++) {
+        lanes[i] = (mask >> i & 1) != 0 ? warp.operands[i] : nullptr;
+    }
+    warp.arrived = 0;
+    compute(lanes);
+    for (uint32_t i = 0; i < 32; i++) {
+        if (lanes[i] != nullptr) {
+            fibers[first + i].state = State::runnable;
+        }
+    }
+    to_scheduler();
+}
+
+void copy_async(void* to, const void* from, bool valid) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+        fail("a background copy that is not 16-byte aligned");
+    }
+    const Copy copy{to, from, valid, current->group};
+    if (copies_arrive_early) {
+        perform(copy);
+    } else {
+        current->copies.push_back(copy);
+    }
+}
+
+void commit_copies() { current->group++; }
+
+void wait_copies(int pending) {
+    auto& copies = current->copies;
+    const int complete = current->group - pending;
+    for (const Copy& copy : copies) {
+        if (copy.group < complete) {
+            perform(copy);
+        }
+    }
+    copies.erase(std::remove_if(copies.begin(), copies.end(),
+                                [complete](const Copy& copy) { return copy.group < complete; }),
+                 copies.end());
+}
+
+float round_to_bf16_as_float(float x) {
+    uint32_t bits = __float_as_uint(x);
+    if (x != x) {
+        return __uint_as_float(0x7fff0000u);
+    }
+    bits += 0x7fffu + (bits >> 16 & 1);
+    return __uint_as_float(bits & 0xffff0000u);
+}
+
+void run_grid(const Settings& settings, const std::function<void()>& kernel) {
+    if (settings.threads == 0 || settings.threads > 1024 || settings.threads % 32 != 0) {
+        fail("threads per block must be a multiple of 32 from 32 to 1024");
+    }
+    entry = kernel;
+    grid_size = {settings.grid[0], settings.grid[1], settings.grid[2]};
+    block_size = {settings.threads, 1, 1};
+    fibers.resize(settings.threads);
+    warps.resize(settings.threads / 32);
+    for (uint32_t i = 0; i < settings.threads; i++) {
+        fibers[i].index = i;
+    }
+    dynamic = {guarded(settings.shared_bytes, false), settings.shared_bytes, 0};
+    copies_arrive_early = settings.seed % 2 == 1;
+
+    std::mt19937 random(settings.seed);
+    std::vector<uint32_t> order(settings.threads);
+    std::iota(order.begin(), order.end(), 0u);
+    const uint64_t blocks = uint64_t{1} * grid_size.x * grid_size.y * grid_size.z;
+    std::vector<uint64_t> block_order(blocks);
+    std::iota(block_order.begin(), block_order.end(), uint64_t{0});
+    // Seed 0 is the order of indices, 1 the reverse, others shuffle threads anew for every block.
+    if (settings.seed == 1) {
+        std::reverse(order.begin(), order.end());
+        std::reverse(block_order.begin(), block_order.end());
+    } else if (settings.seed > 1) {
+        std::shuffle(block_order.begin(), block_order.end(), random);
+    }
+    for (uint64_t block : block_order) {
+        if (settings.seed > 1) {
+            std::shuffle(order.begin(), order.end(), random);
+        }
+        block_index = {static_cast<uint32_t>(block % grid_size.x),
+                       static_cast<uint32_t>(block / grid_size.x % grid_size.y),
+                       static_cast<uint32_t>(block / grid_size.x / grid_size.y)};
+        block_number++;
+        run_block(order);
+    }
+}
+
+}  // namespace emulate
+
+uint32_t __ballot_sync(uint32_t mask, bool vote) {
+    struct Operands {
+        bool vote;
+        uint32_t result;
+    } mine{vote, 0};
+    emulate::meet(mask, "vote", &mine, [](void* const* lanes) {
+        uint32_t result = 0;
+        for (int i = 0; i < 32; i++) {
+            if (lanes[i] != nullptr && static_cast<Operands*>(lanes[i])->vote) {
+                result |= 1u << i;
+            }
+        }
+        for (int i = 0; i < 32; i++) {
+            if (lanes[i] != nullptr) {
+                static_cast<Operands*>(lanes[i])->result = result;
+            }
+        }
+    });
+    return mine.result;
+}
+
+void __syncwarp() {
+    int nothing = 0;
+    emulate::meet(0xffffffffu, "syncwarp", &nothing, [](void* const*) {});
+}
+
+namespace tutti {
+namespace {
+
+float half_of(uint32_t pair, int which) {
+    return __uint_as_float(which == 0 ? pair << 16 : pair & 0xffff0000u);
+}
+
+struct Mma {
+    float* c;
+    const uint32_t* a;
+    uint32_t b[2];
+};
+
+struct Matrices {
+    uint32_t* r;
+    const void* row;
+};
+
+template <bool TRANSPOSED>
+void load(void* const* lanes) {
+    uint16_t element[4][8][8];
+    for (int i = 0; i < 32; i++) {
+        const void* row = static_cast<Matrices*>(lanes[i])->row;
+        if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
+            emulate::fail("a row of ldmatrix that is not 16-byte aligned");
+        }
+        memcpy(element[i / 8][i % 8], row, 16);
+    }
+    for (int i = 0; i < 32; i++) {
+        uint32_t* r = static_cast<Matrices*>(lanes[i])->r;
+        for (int matrix = 0; matrix < 4; matrix++) {
+            const int row = i / 4;
+            const int column = i % 4 * 2;
+            const auto& m = element[matrix];
+            const uint32_t low = TRANSPOSED ? m[column][row] : m[row][column];
+            const uint32_t high = TRANSPOSED ? m[column + 1][row] : m[row][column + 1];
+            r[matrix] = high << 16 | low;
+        }
+    }
+}
+
+}  // namespace
+
+void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    Mma mine{c, a, {b0, b1}};
+    emulate::meet(0xffffffffu, "mma", &mine, [](void* const* lanes) {
+        const auto at = [&](int lane) { return static_cast<Mma*>(lanes[lane]); };
+        float a[16][16], b[16][8];
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4;
+            const int t = lane % 4;
+            for (int i = 0; i < 8; i++) {
+                const int row = g + (i / 2 % 2) * 8;
+                const int column = 2 * t + i % 2 + i / 4 * 8;
+                a[row][column] = half_of(at(lane)->a[i / 2], i % 2);
+            }
+            for (int i = 0; i < 4; i++) {
+                b[2 * t + i % 2 + i / 2 * 8][g] = half_of(at(lane)->b[i / 2], i % 2);
+            }
+        }
+        for (int lane = 0; lane < 32; lane++) {
+            for (int i = 0; i < 4; i++) {
+                const int row = lane / 4 + i / 2 * 8;
+                const int column = lane % 4 * 2 + i % 2;
+                double sum = at(lane)->c[i];
+                for (int k = 0; k < 16; k++) {
+                    sum += static_cast<double>(a[row][k]) * static_cast<double>(b[k][column]);
+                }
+                at(lane)->c[i] = static_cast<float>(sum);
+            }
+        }
+    });
+}
+
+void load_matrices(uint32_t (&r)[4], const void* row) {
+    Matrices mine{r, row};
+    emulate::meet(0xffffffffu, "ldmatrix", &mine, load<false>);
+}
+
+void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+    Matrices mine{r, row};
+    emulate::meet(0xffffffffu, "ldmatrix.trans", &mine, load<true>);
+}
+
+}  // namespace tutti

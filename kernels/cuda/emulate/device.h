@@ -1,0 +1,211 @@
+// The host's twin of `device.cuh`: enough of CUDA for one block of threads on one CPU thread.
+//
+// A thread of the block is a fiber that runs until it meets the others: at __syncthreads, or at an
+// instruction of a whole warp, whose effect is computed once all lanes named in its mask are there.
+// Which runnable thread goes on is the schedule's choice (`Settings::seed`): results must not
+// depend on it. Copies in the background arrive as late, or as early, as they may.
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __noinline__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint2 {
+    uint32_t x, y;
+};
+// Alignment is what UBSan checks vector accesses by.
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct dim3 {
+    uint32_t x, y, z;
+};
+
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulate {
+
+extern dim3 thread_index, block_index, block_size, grid_size;
+
+// The address of a shared array of this block: poisoned at first use in the block.
+void* shared_array(const void* key, size_t bytes);
+void* dynamic_shared();
+void barrier();
+
+// A meeting of the lanes in `mask`. `operands` stays valid while the lane waits; `compute` gets
+// those of all 32 lanes (null where not in the mask).
+void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes));
+[[noreturn]] void fail(const char* what);
+
+void copy_async(void* to, const void* from, bool valid);
+void commit_copies();
+void wait_copies(int pending);
+
+float round_to_bf16_as_float(float x);
+
+}  // namespace emulate
+
+#define threadIdx emulate::thread_index
+#define blockIdx emulate::block_index
+#define blockDim emulate::block_size
+#define gridDim emulate::grid_size
+#define __syncthreads emulate::barrier
+
+#define SHARED_ARRAY(type, name, count)                                                            \
+    static const char name##_key = 0;                                                              \
+    type* const name = static_cast<type*>(emulate::shared_array(&name##_key, sizeof(type) * (count)))
+#define DYNAMIC_SHARED(name)                                                                       \
+    unsigned char* name = static_cast<unsigned char*>(emulate::dynamic_shared())
+
+inline float __uint_as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline uint32_t __float_as_uint(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+}
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+// Selects bytes: digit i of `selector` names byte i of the result among a's 0..3 and b's 4..7.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; i++) {
+        const uint32_t from = selector >> (4 * i) & 7;
+        result |= static_cast<uint32_t>(both >> (8 * from) & 0xff) << (8 * i);
+    }
+    return result;
+}
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
+// One thread runs at a time, and only meetings interrupt it: plain code is atomic.
+template <class T>
+inline T atomicAdd(T* at, T value) {
+    const T old = *at;
+    *at = old + value;
+    return old;
+}
+inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
+    const uint32_t old = *at;
+    *at = old | value;
+    return old;
+}
+inline uint32_t atomicExch(uint32_t* at, uint32_t value) {
+    const uint32_t old = *at;
+    *at = value;
+    return old;
+}
+
+namespace emulate {
+
+template <class T>
+struct Shuffle {
+    T value;
+    int from;
+    T result;
+};
+
+template <class T>
+inline T shuffle(uint32_t mask, const char* what, T value, int from) {
+    Shuffle<T> mine{value, from, T{}};
+    meet(mask, what, &mine, [](void* const* lanes) {
+        for (int lane = 0; lane < 32; lane++) {
+            if (lanes[lane] == nullptr) {
+                continue;
+            }
+            auto* self = static_cast<Shuffle<T>*>(lanes[lane]);
+            if (lanes[self->from] == nullptr) {
+                fail("a shuffle from a lane outside its mask");
+            }
+            self->result = static_cast<Shuffle<T>*>(lanes[self->from])->value;
+        }
+    });
+    return mine.result;
+}
+
+inline int lane() { return static_cast<int>(thread_index.x % 32); }
+
+}  // namespace emulate
+
+template <class T>
+inline T __shfl_xor_sync(uint32_t mask, T value, int bits) {
+    return emulate::shuffle(mask, "shfl.xor", value, emulate::lane() ^ bits);
+}
+template <class T>
+inline T __shfl_sync(uint32_t mask, T value, int from) {
+    return emulate::shuffle(mask, "shfl.idx", value, from & 31);
+}
+template <class T>
+inline T __shfl_up_sync(uint32_t mask, T value, int distance) {
+    const int lane = emulate::lane();
+    return emulate::shuffle(mask, "shfl.up", value, lane >= distance ? lane - distance : lane);
+}
+template <class T>
+inline T __shfl_down_sync(uint32_t mask, T value, int distance) {
+    const int lane = emulate::lane();
+    return emulate::shuffle(mask, "shfl.down", value, lane + distance < 32 ? lane + distance : lane);
+}
+
+uint32_t __ballot_sync(uint32_t mask, bool vote);
+inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
+void __syncwarp();
+inline void __threadfence() {}
+
+namespace tutti {
+
+inline void wait_for_predecessors() {}
+inline void release_successors() {}
+
+inline uint4 load_weights(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
+inline uint4 load_once(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
+
+inline tutti_bf16 to_bf16(float x) {
+    return static_cast<tutti_bf16>(__float_as_uint(emulate::round_to_bf16_as_float(x)) >> 16);
+}
+inline uint32_t pack_bf16(float low, float high) {
+    return static_cast<uint32_t>(to_bf16(high)) << 16 | to_bf16(low);
+}
+
+void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+void load_matrices(uint32_t (&r)[4], const void* row);
+void load_matrices_transposed(uint32_t (&r)[4], const void* row);
+
+inline void copy_async(void* to, const void* from, bool valid) {
+    emulate::copy_async(to, from, valid);
+}
+inline void commit_copies() { emulate::commit_copies(); }
+template <int pending>
+inline void wait_copies() {
+    emulate::wait_copies(pending);
+}
+
+inline float exp2_fast(float x) { return exp2f(x); }
+
+}  // namespace tutti

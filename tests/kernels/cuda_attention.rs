@@ -1,0 +1,417 @@
+//! Emulated attention kernels against softmax in f64, on a cache that is NaN wherever no token of
+//! the batch is; and against themselves: bits depend neither on the batch nor on how a prompt is cut.
+use crate::cuda_emulation::{
+    Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, u32s,
+};
+use crate::support::{Random, assert_close, bits};
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    shift: u32,
+    /// 0: none.
+    window: usize,
+}
+
+impl Shape {
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+}
+
+/// One sequence: its keys, values `[context, kv_heads, head_dim]` and queries
+/// `[rows, heads, head_dim]`, all exact in bf16.
+#[derive(Clone)]
+struct Seq {
+    rows: usize,
+    context: usize,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    queries: Vec<f32>,
+}
+
+impl Seq {
+    fn random(random: &mut Random, shape: &Shape, rows: usize, context: usize) -> Self {
+        let width = shape.kv_heads * shape.head_dim;
+        let peaked: Vec<f32> =
+            random.vec(rows * shape.heads * shape.head_dim).iter().map(|x| 4.0 * x).collect();
+        Self {
+            rows,
+            context,
+            keys: rounded_all(&random.vec(context * width)),
+            values: rounded_all(&random.vec(context * width)),
+            queries: rounded_all(&peaked),
+        }
+    }
+
+    /// The first `context` tokens, of which the last `rows` are computed.
+    fn chunk(&self, shape: &Shape, rows: usize, context: usize) -> Self {
+        let width = shape.kv_heads * shape.head_dim;
+        let first = context - rows - (self.context - self.rows);
+        let row = shape.heads * shape.head_dim;
+        Self {
+            rows,
+            context,
+            keys: self.keys[..context * width].to_vec(),
+            values: self.values[..context * width].to_vec(),
+            queries: self.queries[first * row..(first + rows) * row].to_vec(),
+        }
+    }
+
+    fn want(&self, shape: &Shape, row: usize, head: usize) -> Vec<f64> {
+        let dim = shape.head_dim;
+        let end = self.context - self.rows + row + 1;
+        let start = if shape.window == 0 { 0 } else { end.saturating_sub(shape.window) };
+        let query = &self.queries[(row * shape.heads + head) * dim..][..dim];
+        let at = |position: usize| (position * shape.kv_heads + head / shape.group()) * dim;
+        let scores: Vec<f64> = (start..end)
+            .map(|position| {
+                let key = &self.keys[at(position)..][..dim];
+                let dot: f64 =
+                    query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
+                dot / (dim as f64).sqrt()
+            })
+            .collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+        let mut mixed = vec![0.0; dim];
+        for (position, score) in (start..end).zip(&scores) {
+            let weight = (score - max).exp() / total;
+            for (y, &v) in mixed.iter_mut().zip(&self.values[at(position)..][..dim]) {
+                *y += weight * f64::from(v);
+            }
+        }
+        mixed
+    }
+}
+
+/// A batch as the device has it.
+struct Device {
+    shape: Shape,
+    seqs: Vec<Seq>,
+    rows: usize,
+    /// `TuttiSeq`s.
+    metadata: Vec<u32>,
+    tables: Vec<u32>,
+    keys: Arg,
+    values: Arg,
+    queries: Arg,
+}
+
+impl Device {
+    fn new(random: &mut Random, shape: Shape, seqs: &[Seq]) -> Self {
+        let block_size = 1usize << shape.shift;
+        // A block more than needed per sequence: what is in it must not matter.
+        let lens: Vec<usize> =
+            seqs.iter().map(|seq| seq.context.div_ceil(block_size) + 1).collect();
+        let blocks = lens.iter().sum::<usize>() + 2;
+        let mut free: Vec<u32> = (0..blocks as u32).collect();
+        for i in (1..blocks).rev() {
+            free.swap(i, random.below(i + 1));
+        }
+        let mut keys = vec![f32::NAN; blocks * block_size * shape.kv_heads * shape.head_dim];
+        let mut values = keys.clone();
+        // The tables do not begin at 0.
+        let mut tables = vec![u32::MAX; 3];
+        let mut metadata = Vec::new();
+        let mut row = 0;
+        for (seq, len) in seqs.iter().zip(lens) {
+            let table = free.split_off(free.len() - len);
+            for position in 0..seq.context {
+                let block = table[position / block_size] as usize;
+                for head in 0..shape.kv_heads {
+                    let token = (block * shape.kv_heads + head) * block_size + position % block_size;
+                    let from = (position * shape.kv_heads + head) * shape.head_dim;
+                    let to = token * shape.head_dim..(token + 1) * shape.head_dim;
+                    let from = from..from + shape.head_dim;
+                    keys[to.clone()].copy_from_slice(&seq.keys[from.clone()]);
+                    values[to].copy_from_slice(&seq.values[from]);
+                }
+            }
+            metadata.extend([row, seq.rows, seq.context, tables.len(), len].map(|n| n as u32));
+            tables.extend(table);
+            row += seq.rows;
+        }
+        let queries: Vec<f32> = seqs.iter().flat_map(|seq| seq.queries.clone()).collect();
+        Self {
+            shape,
+            seqs: seqs.to_vec(),
+            rows: row,
+            metadata,
+            tables,
+            keys: bf16s(&keys),
+            values: bf16s(&values),
+            queries: bf16s(&queries),
+        }
+    }
+
+    fn out(&self) -> Arg {
+        poison_bf16(self.rows * self.shape.heads * self.shape.head_dim)
+    }
+
+    /// All tiles of all sequences, the last first.
+    fn tiles(&self) -> Vec<[u32; 2]> {
+        let mut tiles: Vec<[u32; 2]> = (0..)
+            .zip(&self.seqs)
+            .flat_map(|(index, seq)| {
+                let queries = seq.rows * self.shape.group();
+                (0..queries.div_ceil(64)).map(move |tile| [index, 64 * tile as u32])
+            })
+            .collect();
+        tiles.reverse();
+        tiles
+    }
+
+    fn prefill(&self, tiles: &[[u32; 2]], live: Arg) -> Vec<f32> {
+        let Shape { heads, kv_heads, head_dim, shift, window, .. } = self.shape;
+        let args = [
+            self.queries.clone(),
+            self.keys.clone(),
+            self.values.clone(),
+            u32s(&self.metadata),
+            u32s(tiles.as_flattened()),
+            u32s(&self.tables),
+            self.out(),
+            Arg::U32(heads as u32),
+            Arg::U32(kv_heads as u32),
+            Arg::U32(shift),
+            Arg::U32(window as u32),
+            Arg::F32(self.shape.scale()),
+            live,
+        ];
+        let name = format!("tutti_prefill_attention_{head_dim}");
+        let grid = [tiles.len(), kv_heads, 1];
+        let launch =
+            Launch { kernel: &name, grid, threads: 128, shared: 640 * head_dim as u32 };
+        read_bf16(&launch.run(&args)[6])
+    }
+
+    /// Rows of the sequences named in `items`; `grid` splits are launched.
+    fn decode(&self, items: &[u32], max_splits: usize, grid: usize, live: Option<u32>) -> Vec<f32> {
+        let Shape { heads, kv_heads, head_dim, shift, window } = self.shape;
+        let live = live.map_or(Arg::Null, |live| u32s(&[live]));
+        let slots = items.len() * heads * max_splits;
+        let args = [
+            self.queries.clone(),
+            self.keys.clone(),
+            self.values.clone(),
+            u32s(&self.metadata),
+            u32s(items),
+            u32s(&self.tables),
+            poison_f32(slots * head_dim),
+            poison_f32(slots * 2),
+            Arg::U32(heads as u32),
+            Arg::U32(kv_heads as u32),
+            Arg::U32(shift),
+            Arg::U32(window as u32),
+            Arg::U32(max_splits as u32),
+            Arg::F32(self.shape.scale()),
+            live.clone(),
+        ];
+        let name = format!("tutti_decode_attention_{head_dim}");
+        let blocks = kv_heads * self.shape.group().div_ceil(16);
+        let results = launch(&name, [grid, blocks, items.len()], 128).run(&args);
+        let args = [
+            Arg::Buffer(results[6].clone()),
+            Arg::Buffer(results[7].clone()),
+            u32s(&self.metadata),
+            u32s(items),
+            self.out(),
+            Arg::U32(heads as u32),
+            Arg::U32(head_dim as u32),
+            Arg::U32(window as u32),
+            Arg::U32(max_splits as u32),
+            live,
+        ];
+        let reduce = launch("tutti_decode_reduce", [heads, items.len(), 1], 128);
+        read_bf16(&reduce.run(&args)[4])
+    }
+
+    fn any(&self) -> Vec<f32> {
+        let Shape { heads, kv_heads, head_dim, shift, window } = self.shape;
+        let args = [
+            self.queries.clone(),
+            self.keys.clone(),
+            self.values.clone(),
+            u32s(&self.metadata),
+            u32s(&[self.seqs.len() as u32]),
+            u32s(&self.tables),
+            self.out(),
+            Arg::U32(heads as u32),
+            Arg::U32(kv_heads as u32),
+            Arg::U32(head_dim as u32),
+            Arg::U32(shift),
+            Arg::U32(window as u32),
+            Arg::F32(self.shape.scale()),
+            Arg::Null,
+        ];
+        let grid = [self.rows, heads.div_ceil(4), 1];
+        read_bf16(&launch("tutti_attention_any", grid, 128).run(&args)[6])
+    }
+
+    /// `weight_error`: relative, of one token's weight.
+    fn check(&self, out: &[f32], weight_error: f64, rows_of: impl Fn(usize) -> bool) {
+        let dim = self.shape.head_dim;
+        let mut row = 0;
+        for (index, seq) in self.seqs.iter().enumerate() {
+            for i in 0..seq.rows {
+                for head in 0..self.shape.heads {
+                    let got = &out[((row + i) * self.shape.heads + head) * dim..][..dim];
+                    if !rows_of(index) {
+                        assert!(got.iter().all(|x| x.is_nan()), "row {i} of {index} is written");
+                        continue;
+                    }
+                    for (d, want) in seq.want(&self.shape, i, head).into_iter().enumerate() {
+                        // |v| < 1. Weights are off by their rounding at most, in both directions.
+                        let tolerance = weight_error + want.abs() / 250.0 + 1e-5;
+                        assert_close(
+                            got[d],
+                            want,
+                            tolerance,
+                            format!("{:?}: seq {index}, row {i}, head {head}, {d}", self.shape),
+                        );
+                    }
+                }
+            }
+            row += seq.rows;
+        }
+    }
+}
+
+/// Of weights in bf16: half a unit in the last place each, where they agree on the worst.
+const ROUNDED: f64 = 1.0 / 256.0;
+
+fn shape(heads: usize, kv_heads: usize, head_dim: usize, shift: u32, window: usize) -> Shape {
+    Shape { heads, kv_heads, head_dim, shift, window }
+}
+
+fn seqs(random: &mut Random, shape: &Shape, sizes: &[(usize, usize)]) -> Vec<Seq> {
+    sizes.iter().map(|&(rows, context)| Seq::random(random, shape, rows, context)).collect()
+}
+
+#[test]
+fn prefill_attention_matches_softmax_in_f64() {
+    let mut random = Random(31);
+    for (shape, sizes) in [
+        (shape(4, 1, 64, 4, 0), vec![(17, 17), (1, 1), (5, 100), (33, 64)]),
+        (shape(2, 2, 128, 4, 0), vec![(70, 70), (3, 130)]),
+        (shape(8, 1, 128, 5, 0), vec![(9, 75)]),
+        (shape(6, 2, 96, 3, 0), vec![(25, 90)]),
+        (shape(4, 2, 32, 2, 16), vec![(40, 40), (7, 90), (1, 20)]),
+        (shape(4, 2, 16, 0, 0), vec![(20, 31)]),
+        (shape(3, 3, 64, 6, 70), vec![(30, 200)]),
+        (shape(5, 1, 64, 4, 1), vec![(14, 80)]),
+    ] {
+        let seqs = seqs(&mut random, &shape, &sizes);
+        let device = Device::new(&mut random, shape, &seqs);
+        let tiles = device.tiles();
+        device.check(&device.prefill(&tiles, Arg::Null), ROUNDED, |_| true);
+        // Only the tiles of the last sequence.
+        let live = tiles.iter().filter(|tile| tile[0] as usize == seqs.len() - 1).count();
+        let out = device.prefill(&tiles, u32s(&[live as u32]));
+        device.check(&out, ROUNDED, |index| index == seqs.len() - 1);
+    }
+}
+
+#[test]
+fn a_prompt_gives_the_same_bits_however_it_is_cut() {
+    let mut random = Random(32);
+    for shape in [shape(6, 2, 64, 4, 0), shape(4, 4, 32, 3, 50)] {
+        let whole = Seq::random(&mut random, &shape, 150, 170);
+        let device = Device::new(&mut random, shape, std::slice::from_ref(&whole));
+        let all = device.prefill(&device.tiles(), Arg::Null);
+        let row = shape.heads * shape.head_dim;
+        let mut done = 20;
+        for rows in [1, 63, 30, 7, 49] {
+            done += rows;
+            let chunk = whole.chunk(&shape, rows, done);
+            // Among others.
+            let other = Seq::random(&mut random, &shape, 5, 9);
+            let batch = [other.clone(), chunk, other];
+            let device = Device::new(&mut random, shape, &batch);
+            let out = device.prefill(&device.tiles(), Arg::Null);
+            let got = &out[5 * row..(5 + rows) * row];
+            let first = done - rows - 20;
+            assert_eq!(bits(got), bits(&all[first * row..(first + rows) * row]), "up to {done}");
+        }
+        assert_eq!(done, 170);
+    }
+}
+
+#[test]
+fn decode_attention_matches_softmax_in_f64() {
+    let mut random = Random(33);
+    for (shape, contexts, max_splits) in [
+        (shape(4, 1, 64, 4, 0), vec![1, 15, 16, 17, 200], 4),
+        (shape(2, 2, 128, 4, 0), vec![300, 64, 65], 64),
+        (shape(8, 1, 128, 5, 0), vec![90], 1),
+        (shape(6, 2, 96, 3, 0), vec![130, 2], 3),
+        (shape(20, 1, 32, 2, 16), vec![40, 7, 17], 8),
+        (shape(4, 2, 16, 0, 0), vec![31, 129], 2),
+        (shape(3, 3, 64, 6, 70), vec![230, 69, 70, 71], 2),
+        (shape(16, 1, 64, 4, 1), vec![80, 1], 2),
+    ] {
+        let sizes: Vec<(usize, usize)> = contexts.iter().map(|&context| (1, context)).collect();
+        let seqs = seqs(&mut random, &shape, &sizes);
+        let device = Device::new(&mut random, shape, &seqs);
+        let mut items: Vec<u32> = (0..seqs.len() as u32).collect();
+        items.reverse();
+        let out = device.decode(&items, max_splits, max_splits, None);
+        device.check(&out, ROUNDED, |_| true);
+        if items.len() > 1 {
+            let out = device.decode(&items, max_splits, max_splits, Some(1));
+            device.check(&out, ROUNDED, |index| index == seqs.len() - 1);
+        }
+    }
+}
+
+#[test]
+fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
+    let mut random = Random(34);
+    let shape = shape(8, 2, 64, 4, 0);
+    let seqs = seqs(&mut random, &shape, &[(1, 90), (1, 333), (1, 1), (1, 128)]);
+    let device = Device::new(&mut random, shape, &seqs);
+    let row = shape.heads * shape.head_dim;
+    // 333 tokens in at most 5 splits: 80 each.
+    let all = device.decode(&[0, 1, 2, 3], 5, 5, None);
+    for (i, seq) in seqs.iter().enumerate() {
+        let alone = Device::new(&mut random, shape, std::slice::from_ref(seq));
+        let needed = seq.context.div_ceil(80);
+        for grid in [needed, 9] {
+            let out = alone.decode(&[0], 5, grid, None);
+            assert_eq!(bits(&out), bits(&all[i * row..][..row]), "{} tokens", seq.context);
+        }
+    }
+}
+
+#[test]
+fn constant_values_come_out_exact() {
+    let mut random = Random(35);
+    let shape = shape(4, 2, 64, 4, 0);
+    let mut seq = Seq::random(&mut random, &shape, 1, 150);
+    seq.values.fill(0.734_375);
+    let device = Device::new(&mut random, shape, &[seq]);
+    let decoded = device.decode(&[0], 4, 4, None);
+    let prefilled = device.prefill(&device.tiles(), Arg::Null);
+    assert!(decoded.iter().chain(&prefilled).all(|&x| x == 0.734_375), "{decoded:?}");
+}
+
+#[test]
+fn attention_for_any_head_dimension_matches_softmax_in_f64() {
+    let mut random = Random(36);
+    for (shape, sizes) in [
+        (shape(5, 1, 24, 1, 0), vec![(3, 9), (1, 1), (4, 4)]),
+        (shape(4, 4, 256, 4, 5), vec![(2, 30)]),
+        (shape(4, 2, 6, 3, 0), vec![(1, 17), (9, 20)]),
+    ] {
+        let seqs = seqs(&mut random, &shape, &sizes);
+        let device = Device::new(&mut random, shape, &seqs);
+        device.check(&device.any(), 1e-5, |_| true);
+    }
+}

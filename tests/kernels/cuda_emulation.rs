@@ -1,0 +1,305 @@
+//! The sources of the CUDA kernels, compiled for the host and launched there.
+//!
+//! `kernels/cuda/emulate` runs a block's threads as fibers and computes what tensor cores and warps
+//! do; no GPU is involved, and none has checked it. Every launch happens several times, with
+//! another order of threads and blocks, with background copies early and late, with buffers right
+//! before or right behind memory that faults: the results must be the same bits. Shared memory and
+//! outputs begin as NaN. UBSan watches alignment.
+use std::fmt::Write as _;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::io::{Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+
+/// Orders in which every launch is tried; see `Settings::seed` in `emulate/block.h`.
+const SEEDS: std::ops::Range<u32> = 0..4;
+
+/// One argument of a kernel.
+#[derive(Clone, Debug)]
+pub(crate) enum Arg {
+    Null,
+    U32(u32),
+    U64(u64),
+    F32(f32),
+    /// A buffer of the device with these bytes.
+    Buffer(Vec<u8>),
+    /// The buffer that argument `.0` is, from byte `.1` on.
+    Same(u32, u64),
+}
+
+pub(crate) fn f32s(values: &[f32]) -> Arg {
+    Arg::Buffer(values.iter().flat_map(|x| x.to_le_bytes()).collect())
+}
+
+pub(crate) fn u32s(values: &[u32]) -> Arg {
+    Arg::Buffer(values.iter().flat_map(|x| x.to_le_bytes()).collect())
+}
+
+pub(crate) fn bf16s(values: &[f32]) -> Arg {
+    Arg::Buffer(values.iter().flat_map(|&x| to_bf16(x).to_le_bytes()).collect())
+}
+
+pub(crate) fn some_f32s(values: Option<&[f32]>) -> Arg {
+    values.map_or(Arg::Null, f32s)
+}
+
+/// `len` values that nothing may leave as they are: NaN.
+pub(crate) fn poison_f32(len: usize) -> Arg {
+    Arg::Buffer(vec![0xff; 4 * len])
+}
+
+pub(crate) fn poison_bf16(len: usize) -> Arg {
+    Arg::Buffer(vec![0xff; 2 * len])
+}
+
+pub(crate) fn read_f32(bytes: &[u8]) -> Vec<f32> {
+    let (quads, rest) = bytes.as_chunks::<4>();
+    assert!(rest.is_empty());
+    quads.iter().map(|&quad| f32::from_le_bytes(quad)).collect()
+}
+
+pub(crate) fn read_u32(bytes: &[u8]) -> Vec<u32> {
+    let (quads, rest) = bytes.as_chunks::<4>();
+    assert!(rest.is_empty());
+    quads.iter().map(|&quad| u32::from_le_bytes(quad)).collect()
+}
+
+pub(crate) fn read_bf16(bytes: &[u8]) -> Vec<f32> {
+    let (pairs, rest) = bytes.as_chunks::<2>();
+    assert!(rest.is_empty());
+    pairs.iter().map(|&pair| f32::from_bits(u32::from(u16::from_le_bytes(pair)) << 16)).collect()
+}
+
+/// Rounds to nearest even.
+pub(crate) fn to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    if x.is_nan() { 0x7fff } else { ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16 }
+}
+
+pub(crate) fn rounded(x: f32) -> f32 {
+    f32::from_bits(u32::from(to_bf16(x)) << 16)
+}
+
+pub(crate) fn rounded_all(values: &[f32]) -> Vec<f32> {
+    values.iter().map(|&x| rounded(x)).collect()
+}
+
+/// How a kernel is started.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch<'a> {
+    pub(crate) kernel: &'a str,
+    pub(crate) grid: [usize; 3],
+    pub(crate) threads: u32,
+    pub(crate) shared: u32,
+}
+
+pub(crate) fn launch(kernel: &str, grid: [usize; 3], threads: u32) -> Launch<'_> {
+    Launch { kernel, grid, threads, shared: 0 }
+}
+
+impl Launch<'_> {
+    /// Runs it in every order, and returns what its buffers hold then, in the order of arguments.
+    pub(crate) fn run(&self, args: &[Arg]) -> Vec<Vec<u8>> {
+        let running: Vec<Child> = SEEDS.map(|seed| self.start(args, seed)).collect();
+        let mut results = running.into_iter().map(|child| self.finish(child, args));
+        let first = results.next().unwrap();
+        for (seed, other) in results.enumerate() {
+            assert!(other == first, "{}: order {} gives other bits", self.kernel, seed + 1);
+        }
+        first
+    }
+
+    /// Runs it in one order: what the emulation says when it fails.
+    pub(crate) fn failure(&self, args: &[Arg]) -> String {
+        let output = self.start(args, 0).wait_with_output().unwrap();
+        assert!(!output.status.success(), "{} did not fail", self.kernel);
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+
+    fn start(&self, args: &[Arg], seed: u32) -> Child {
+        let mut request = Vec::new();
+        let mut word = |x: u32| request.extend(x.to_le_bytes());
+        word(self.kernel.len() as u32);
+        request.extend(self.kernel.as_bytes());
+        let mut word = |x: u32| request.extend(x.to_le_bytes());
+        self.grid.iter().for_each(|&n| word(n as u32));
+        for n in [self.threads, self.shared, seed, args.len() as u32] {
+            word(n);
+        }
+        for arg in args {
+            let mut put = |kind: u32, bytes: &[&[u8]]| {
+                request.extend(kind.to_le_bytes());
+                bytes.iter().for_each(|bytes| request.extend(*bytes));
+            };
+            match arg {
+                Arg::Null => put(0, &[]),
+                Arg::U32(x) => put(1, &[&u64::from(*x).to_le_bytes()]),
+                Arg::F32(x) => put(1, &[&u64::from(x.to_bits()).to_le_bytes()]),
+                Arg::U64(x) => put(2, &[&x.to_le_bytes()]),
+                Arg::Buffer(bytes) => put(3, &[&(bytes.len() as u64).to_le_bytes(), bytes]),
+                Arg::Same(of, at) => put(4, &[&of.to_le_bytes(), &at.to_le_bytes()]),
+            }
+        }
+        let mut child = Command::new(program())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // It reads all before it writes anything. A request that is refused may end it earlier:
+        // then it says why.
+        let _ = child.stdin.take().unwrap().write_all(&request);
+        child
+    }
+
+    fn finish(&self, mut child: Child, args: &[Arg]) -> Vec<Vec<u8>> {
+        let mut stdout = Vec::new();
+        child.stdout.take().unwrap().read_to_end(&mut stdout).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}: {}: {said}", self.kernel, output.status);
+        let mut rest = stdout.as_slice();
+        let mut buffers = Vec::new();
+        for arg in args {
+            if let Arg::Buffer(bytes) = arg {
+                let (buffer, after) = rest.split_at(bytes.len());
+                buffers.push(buffer.to_vec());
+                rest = after;
+            }
+        }
+        assert!(rest.is_empty());
+        buffers
+    }
+}
+
+/// The names of all kernels in `kernels.h`, in order.
+pub(crate) fn declared() -> Vec<String> {
+    let header = std::fs::read_to_string(folder().join("kernels.h")).unwrap();
+    header
+        .split("__global__ void ")
+        .skip(1)
+        .map(|rest| rest.split('(').next().unwrap().to_owned())
+        .collect()
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("kernels/cuda")
+}
+
+/// The emulation's program, built once per state of the sources.
+pub(crate) fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let sources = sources();
+        let mut hasher = DefaultHasher::new();
+        FLAGS.hash(&mut hasher);
+        for path in &sources {
+            (path, std::fs::read(path).unwrap()).hash(&mut hasher);
+        }
+        let name = format!("cuda-emulation-{:016x}", hasher.finish());
+        let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        if !program.exists() {
+            build(&sources, &program);
+        }
+        program
+    })
+}
+
+/// Optimised, so that the tests are quick; without fused multiply-add, so that sums are the ones
+/// written; every access checked for alignment.
+const FLAGS: &[&str] = &[
+    "-std=c++17",
+    "-O2",
+    "-g1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fno-sanitize-recover=all",
+    "-DTUTTI_EMULATE",
+];
+
+fn sources() -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> = [folder(), folder().join("emulate")]
+        .iter()
+        .flat_map(|folder| std::fs::read_dir(folder).unwrap())
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| {
+            let extension = path.extension().and_then(|extension| extension.to_str());
+            matches!(extension, Some("cu" | "cuh" | "h" | "cpp"))
+        })
+        .collect();
+    paths.sort();
+    paths
+}
+
+fn build(sources: &[PathBuf], program: &Path) {
+    let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut entries = String::new();
+    for name in declared() {
+        writeln!(entries, "ENTRY({name}),").unwrap();
+    }
+    std::fs::write(scratch.path().join("entries.inc"), entries).unwrap();
+
+    let units = sources.iter().filter(|path| {
+        path.extension().is_some_and(|extension| extension == "cu" || extension == "cpp")
+    });
+    let mut objects = Vec::new();
+    let compilers: Vec<(&PathBuf, Child)> = units
+        .map(|unit| {
+            let object = scratch.path().join(unit.file_name().unwrap()).with_extension("o");
+            let child = Command::new("c++")
+                .args(FLAGS)
+                .arg("-I")
+                .arg(scratch.path())
+                .args(["-x", "c++", "-c"])
+                .arg(unit)
+                .arg("-o")
+                .arg(&object)
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap_or_else(|error| panic!("c++ (package g++ on Debian): {error}"));
+            objects.push(object);
+            (unit, child)
+        })
+        .collect();
+    for (unit, child) in compilers {
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}: {said}", unit.display());
+    }
+    let linked = scratch.path().join("program");
+    let output =
+        Command::new("c++").args(FLAGS).args(&objects).arg("-o").arg(&linked).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    std::fs::rename(linked, program).unwrap();
+}
+
+#[test]
+fn every_declared_kernel_can_be_launched() {
+    let output = Command::new(program()).arg("--list").output().unwrap();
+    let listed = String::from_utf8(output.stdout).unwrap();
+    let listed: Vec<&str> =
+        listed.lines().map(|line| line.split(' ').next().unwrap()).collect();
+    assert_eq!(listed, declared());
+    assert!(listed.len() > 30, "{listed:?}");
+}
+
+#[test]
+fn the_emulation_notices_what_it_should() {
+    // A buffer that is too short, then one that is not aligned.
+    let short = launch("tutti_add", [1, 1, 1], 256);
+    let args = [f32s(&[1.0; 8]), f32s(&[2.0; 4]), Arg::U32(8), Arg::Null];
+    let said = short.failure(&args);
+    assert!(said.contains("reaches outside of a buffer"), "{said}");
+    let args = [f32s(&[1.0; 12]), Arg::Same(0, 4), Arg::U32(8), Arg::Null];
+    let said = short.failure(&args);
+    assert!(said.contains("misaligned"), "{said}");
+    let wrong = launch("tutti_add", [1, 1, 1], 33);
+    assert!(wrong.failure(&args).contains("multiple of 32"));
+}

@@ -1,0 +1,423 @@
+//! Emulated kernels that work on rows and blocks: embedding, norm, SiLU, sums, copies, QKV.
+use crate::cuda_emulation::{
+    Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded, rounded_all,
+    some_f32s, to_bf16, u32s,
+};
+use crate::support::{Random, assert_close, bits};
+
+/// Half a unit in the last place of bf16, relative, and a little.
+const BF16: f64 = 1.01 / 256.0;
+
+fn tiles(width: usize) -> usize {
+    width.div_ceil(1024)
+}
+
+#[test]
+fn embeddings_of_other_ranks_are_zero() {
+    let mut random = Random(1);
+    for (width, stride) in [(8, 8), (64, 64), (30, 32), (1028, 1032), (5, 5)] {
+        let table = rounded_all(&random.vec(6 * stride));
+        // Rows 10 to 15 are here.
+        let ids = [10, 15, 9, 16, 0, u32::MAX, 12, 11];
+        // The last two rows are not live.
+        let args = [
+            u32s(&ids),
+            bf16s(&table),
+            poison_f32(ids.len() * width),
+            Arg::U32(width as u32),
+            Arg::U32(stride as u32),
+            Arg::U32(10),
+            Arg::U32(6),
+            u32s(&[7]),
+        ];
+        let out = read_f32(&launch("tutti_embed", [ids.len(), 1, 1], 256).run(&args)[2]);
+        for (i, row) in out.chunks(width).enumerate() {
+            match ids[i] {
+                _ if i == 7 => assert!(row.iter().all(|x| x.is_nan())),
+                id @ 10..16 => {
+                    let start = (id as usize - 10) * stride;
+                    assert_eq!(bits(row), bits(&table[start..start + width]));
+                }
+                _ => assert_eq!(bits(row), vec![0; width]),
+            }
+        }
+    }
+}
+
+#[test]
+fn add_rmsnorm_is_its_definition() {
+    let mut random = Random(2);
+    for (width, with_delta) in
+        [(4, true), (64, false), (100, true), (63, true), (1, false), (2048, true), (8196, true), (9999, false)]
+    {
+        let rows = 3;
+        let stride = width + 4;
+        let x = random.vec(rows * width);
+        let delta = random.vec(rows * width);
+        let weight = random.vec(width);
+        let args = [
+            f32s(&x),
+            if with_delta { f32s(&delta) } else { Arg::Null },
+            f32s(&weight),
+            poison_bf16(rows * stride),
+            Arg::U32(width as u32),
+            Arg::U32(stride as u32),
+            Arg::F32(1e-5),
+            u32s(&[2]),
+        ];
+        let results = launch("tutti_add_rmsnorm", [rows, 1, 1], 512).run(&args);
+        let residual = read_f32(&results[0]);
+        let out = read_bf16(&results[if with_delta { 3 } else { 2 }]);
+        for row in 0..rows {
+            let at = row * width..(row + 1) * width;
+            let live = row < 2;
+            let sums: Vec<f32> = at
+                .clone()
+                .map(|i| if with_delta && live { x[i] + delta[i] } else { x[i] })
+                .collect();
+            assert_eq!(bits(&residual[at]), bits(&sums));
+            let square: f64 = sums.iter().map(|&x| f64::from(x).powi(2)).sum();
+            let scale = 1.0 / (square / width as f64 + 1e-5).sqrt();
+            let out = &out[row * stride..(row + 1) * stride];
+            for i in 0..width {
+                if live {
+                    let want = f64::from(sums[i]) * scale * f64::from(weight[i]);
+                    assert_close(out[i], want, want.abs() * BF16 + 1e-6, (width, row, i).0);
+                } else {
+                    assert!(out[i].is_nan());
+                }
+            }
+            assert!(out[width..].iter().all(|x| x.is_nan()), "padding is written");
+        }
+    }
+}
+
+#[test]
+fn silu_mul_is_its_definition_for_both_inputs() {
+    let mut random = Random(3);
+    for (inner, with_bias) in [(4, false), (7, true), (128, true), (1026, false), (2052, true)] {
+        let rows = 2;
+        let stride = inner + inner % 2;
+        let values: Vec<f32> =
+            rounded_all(&random.vec(rows * 2 * inner)).iter().map(|x| x * 8.0).collect();
+        let bias = random.vec(2 * inner);
+        for bf16 in [false, true] {
+            let name = if bf16 { "tutti_silu_mul_bf16" } else { "tutti_silu_mul_f32" };
+            let args = [
+                if bf16 { bf16s(&values) } else { f32s(&values) },
+                some_f32s(with_bias.then_some(&bias)),
+                poison_bf16(rows * stride),
+                Arg::U32(inner as u32),
+                Arg::U32(stride as u32),
+                Arg::Null,
+            ];
+            let results = launch(name, [tiles(inner), rows, 1], 256).run(&args);
+            let out = read_bf16(results.last().unwrap());
+            for row in 0..rows {
+                for i in 0..inner {
+                    let of = |at: usize| {
+                        let bias = if with_bias { f64::from(bias[at]) } else { 0.0 };
+                        f64::from(values[row * 2 * inner + at]) + bias
+                    };
+                    let (gate, up) = (of(i), of(inner + i));
+                    let want = gate / (1.0 + (-gate).exp()) * up;
+                    assert_close(out[row * stride + i], want, want.abs() * BF16 + 1e-6, i);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_of_rows() {
+    let mut random = Random(4);
+    for width in [1, 4, 6, 1024, 1030, 2052] {
+        let rows = 3;
+        let (a, b) = (random.vec(rows * width), random.vec(rows * width));
+        let bias = random.vec(width);
+        let args = [f32s(&a), f32s(&b), Arg::U32(width as u32), u32s(&[2])];
+        let sum = read_f32(&launch("tutti_add", [tiles(width), rows, 1], 256).run(&args)[0]);
+        let args = [f32s(&a), f32s(&bias), Arg::U32(width as u32), u32s(&[2])];
+        let biased = read_f32(&launch("tutti_add_bias", [tiles(width), rows, 1], 256).run(&args)[0]);
+        for i in 0..rows * width {
+            let live = i < 2 * width;
+            assert_eq!(sum[i], if live { a[i] + b[i] } else { a[i] });
+            assert_eq!(biased[i], if live { a[i] + bias[i % width] } else { a[i] });
+        }
+    }
+}
+
+/// As the collectives add: a subtree is whole when the bits of the number so far say so.
+fn tree(values: &[f32]) -> f32 {
+    let mut levels: Vec<f32> = Vec::new();
+    for (i, &x) in values.iter().enumerate() {
+        levels.push(x);
+        let mut bits = i;
+        while bits & 1 == 1 {
+            let last = levels.pop().unwrap();
+            *levels.last_mut().unwrap() += last;
+            bits >>= 1;
+        }
+    }
+    while levels.len() > 1 {
+        let last = levels.pop().unwrap();
+        *levels.last_mut().unwrap() += last;
+    }
+    levels[0]
+}
+
+#[test]
+fn ranks_are_added_as_a_tree() {
+    let mut random = Random(5);
+    for ranks in [1, 2, 3, 4, 5, 6, 7, 8, 16, 33, 64] {
+        let (rows, width) = (2, 10);
+        let part = rows * width + 4;
+        let parts = random.vec(ranks * part);
+        let args = [
+            f32s(&parts),
+            Arg::Same(0, 0),
+            Arg::U32(ranks as u32),
+            Arg::U64(part as u64),
+            Arg::U32(width as u32),
+            Arg::Null,
+        ];
+        let out = read_f32(&launch("tutti_tree_sum", [1, rows, 1], 256).run(&args)[0]);
+        for i in 0..rows * width {
+            let terms: Vec<f32> = (0..ranks).map(|rank| parts[rank * part + i]).collect();
+            assert_eq!(out[i].to_bits(), tree(&terms).to_bits(), "{ranks} ranks, element {i}");
+        }
+        assert_eq!(bits(&out[rows * width..]), bits(&parts[rows * width..]));
+    }
+}
+
+#[test]
+fn rows_and_columns_are_copied() {
+    let mut random = Random(6);
+    for (width, stride) in [(8, 8), (7, 7), (1028, 1032), (3, 8)] {
+        let values = rounded_all(&random.vec(5 * stride));
+        let rows = [4u32, 0, 4, 2];
+        let args = [
+            bf16s(&values),
+            u32s(&rows),
+            poison_bf16(rows.len() * width),
+            Arg::U32(width as u32),
+            Arg::U32(stride as u32),
+            Arg::U32(width as u32),
+            u32s(&[3]),
+        ];
+        let grid = [tiles(width), rows.len(), 1];
+        let out = read_bf16(&launch("tutti_gather_rows", grid, 256).run(&args)[2]);
+        for (i, row) in out.chunks(width).enumerate() {
+            let from = &values[rows[i] as usize * stride..][..width];
+            assert!(if i < 3 { row == from } else { row.iter().all(|x| x.is_nan()) });
+        }
+    }
+    let values = rounded_all(&random.vec(3 * 40));
+    let args = [
+        bf16s(&values),
+        poison_bf16(3 * 16),
+        Arg::U32(13),
+        Arg::U32(10),
+        Arg::U32(40),
+        Arg::U32(16),
+        Arg::Null,
+    ];
+    let out = read_bf16(&launch("tutti_copy_columns", [1, 3, 1], 256).run(&args)[1]);
+    for (i, row) in out.chunks(16).enumerate() {
+        assert_eq!(row[..10], values[i * 40 + 13..][..10]);
+        assert!(row[10..].iter().all(|x| x.is_nan()));
+    }
+}
+
+#[test]
+fn ranks_logits_become_rows() {
+    let mut random = Random(7);
+    for (width, stride) in [(4, 12), (5, 15), (4, 13), (1028, 3084)] {
+        let (ranks, rows) = (3, 2);
+        let gathered = random.vec(ranks * rows * width);
+        let args = [
+            f32s(&gathered),
+            poison_f32(rows * stride),
+            Arg::U32(rows as u32),
+            Arg::U32(width as u32),
+            Arg::U32(stride as u32),
+            Arg::Null,
+        ];
+        let grid = [tiles(width), rows, ranks];
+        let full = read_f32(&launch("tutti_interleave_ranks", grid, 256).run(&args)[1]);
+        for row in 0..rows {
+            for rank in 0..ranks {
+                let from = &gathered[(rank * rows + row) * width..][..width];
+                assert_eq!(&full[row * stride + rank * width..][..width], from);
+            }
+        }
+    }
+}
+
+#[test]
+fn conversions_round_to_nearest_even() {
+    let mut values = Random(8).vec(1500);
+    values.extend([0.0, -0.0, f32::INFINITY, f32::NAN, 1.003_906_2, 1.011_718_8, 3.4e38, 1e-40]);
+    let n = values.len();
+    let grid = [tiles(n), 1, 1];
+    let args = [f32s(&values), poison_bf16(n), Arg::U64(n as u64)];
+    let halves = launch("tutti_to_bf16", grid, 256).run(&args)[1].clone();
+    let want: Vec<u8> = values.iter().flat_map(|&x| to_bf16(x).to_le_bytes()).collect();
+    assert_eq!(halves, want);
+    // Ties: down to even, up to even.
+    assert_eq!((rounded(1.003_906_2), rounded(1.011_718_8)), (1.0, 1.015_625));
+    let args = [Arg::Buffer(halves), poison_f32(n), Arg::U64(n as u64)];
+    let widened = read_f32(&launch("tutti_to_f32", grid, 256).run(&args)[1]);
+    assert_eq!(bits(&widened)[..n - 5], bits(&rounded_all(&values))[..n - 5]);
+}
+
+#[test]
+fn blocks_are_copied_out_and_in() {
+    let mut random = Random(9);
+    let (planes, blocks, elements) = (3, 5, 2056);
+    let plane = blocks * elements + 8;
+    let cache = rounded_all(&random.vec(planes * plane));
+    let block = |cache: &[f32], plane_index: usize, index: usize| {
+        cache[plane_index * plane + index * elements..][..elements].to_vec()
+    };
+    let shape = [Arg::U64(plane as u64), Arg::U32(elements as u32), u32s(&[2])];
+
+    let args = [vec![bf16s(&cache), u32s(&[3, 0, 1, 4, 2, 2])], shape.to_vec()].concat();
+    let copied = read_bf16(&launch("tutti_copy_blocks", [3, planes, 1], 256).run(&args)[0]);
+    for p in 0..planes {
+        for (to, from) in [(0, 3), (4, 1), (1, 1), (2, 2), (3, 3)] {
+            assert_eq!(block(&copied, p, to), block(&cache, p, from));
+        }
+    }
+
+    let staging = poison_bf16(3 * planes * elements);
+    let args = [vec![bf16s(&cache), u32s(&[4, 1, 0]), staging], shape.to_vec()].concat();
+    let results = launch("tutti_blocks_out", [3, planes, 1], 256).run(&args);
+    let staged = read_bf16(&results[2]);
+    for (i, from) in [4, 1].into_iter().enumerate() {
+        for p in 0..planes {
+            assert_eq!(staged[(i * planes + p) * elements..][..elements], block(&cache, p, from));
+        }
+    }
+    assert!(staged[2 * planes * elements..].iter().all(|x| x.is_nan()));
+
+    let empty = poison_bf16(planes * plane);
+    let args =
+        [vec![empty, u32s(&[2, 0, 1]), Arg::Buffer(results[2].clone())], shape.to_vec()].concat();
+    let back = read_bf16(&launch("tutti_blocks_in", [3, planes, 1], 256).run(&args)[0]);
+    for p in 0..planes {
+        assert_eq!(block(&back, p, 2), block(&cache, p, 4));
+        assert_eq!(block(&back, p, 0), block(&cache, p, 1));
+        assert!(block(&back, p, 1).iter().all(|x| x.is_nan()));
+    }
+}
+
+/// One case of what follows the QKV product.
+struct Qkv {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    shift: u32,
+    with_bias: bool,
+    with_norms: bool,
+}
+
+impl Qkv {
+    fn check(&self, random: &mut Random) {
+        let &Self { heads, kv_heads, head_dim, shift, with_bias, with_norms } = self;
+        let (rows, live, blocks, positions_max) = (4, 3, 6, 50);
+        let block_size = 1usize << shift;
+        let all = heads + 2 * kv_heads;
+        let half = head_dim / 2;
+        let qkv = random.vec(rows * all * head_dim);
+        let bias = random.vec(all * head_dim);
+        let (q_norm, k_norm) = (random.vec(head_dim), random.vec(head_dim));
+        let (cos, sin) = (random.vec(positions_max * half), random.vec(positions_max * half));
+        let positions: Vec<u32> = (0..rows).map(|_| random.below(positions_max) as u32).collect();
+        // Distinct slots.
+        let slots: Vec<u32> = (0..rows).map(|i| ((i * 7 + 3) % (blocks * block_size)) as u32).collect();
+        let cache_len = blocks * kv_heads * block_size * head_dim;
+        let args = [
+            f32s(&qkv),
+            some_f32s(with_bias.then_some(&bias)),
+            some_f32s(with_norms.then_some(&q_norm)),
+            some_f32s(with_norms.then_some(&k_norm)),
+            f32s(&cos),
+            f32s(&sin),
+            u32s(&positions),
+            u32s(&slots),
+            poison_bf16(rows * heads * head_dim),
+            poison_bf16(cache_len),
+            poison_bf16(cache_len),
+            Arg::U32(heads as u32),
+            Arg::U32(kv_heads as u32),
+            Arg::U32(head_dim as u32),
+            Arg::U32(shift),
+            Arg::F32(1e-6),
+            u32s(&[live as u32]),
+        ];
+        let grid = [rows, all.div_ceil(8), 1];
+        let mut results = launch("tutti_qkv_finish", grid, 256).run(&args);
+        results.pop();
+        let v_cache = read_bf16(&results.pop().unwrap());
+        let k_cache = read_bf16(&results.pop().unwrap());
+        let q_out = read_bf16(&results.pop().unwrap());
+
+        let mut written = 0;
+        for row in 0..live {
+            for head in 0..all {
+                let mut x: Vec<f64> = (0..head_dim)
+                    .map(|i| {
+                        let bias = if with_bias { f64::from(bias[head * head_dim + i]) } else { 0.0 };
+                        f64::from(qkv[(row * all + head) * head_dim + i]) + bias
+                    })
+                    .collect();
+                let is_v = head >= heads + kv_heads;
+                if with_norms && !is_v {
+                    let norm = if head < heads { &q_norm } else { &k_norm };
+                    let mean = x.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
+                    let scale = 1.0 / (mean + 1e-6).sqrt();
+                    x.iter_mut().zip(norm).for_each(|(x, &w)| *x *= scale * f64::from(w));
+                }
+                if !is_v {
+                    for i in 0..half {
+                        let at = positions[row] as usize * half + i;
+                        let (c, s) = (f64::from(cos[at]), f64::from(sin[at]));
+                        let (a, b) = (x[i], x[i + half]);
+                        x[i] = a * c - b * s;
+                        x[i + half] = b * c + a * s;
+                    }
+                }
+                let got = if head < heads {
+                    &q_out[(row * heads + head) * head_dim..][..head_dim]
+                } else {
+                    let kv_head = (head - heads) % kv_heads;
+                    let (block, offset) =
+                        (slots[row] as usize / block_size, slots[row] as usize % block_size);
+                    let token = (block * kv_heads + kv_head) * block_size + offset;
+                    let cache = if is_v { &v_cache } else { &k_cache };
+                    written += head_dim;
+                    &cache[token * head_dim..][..head_dim]
+                };
+                for i in 0..head_dim {
+                    assert_close(got[i], x[i], x[i].abs() * BF16 + 1e-5, (row, head, i).2);
+                }
+            }
+        }
+        let left = k_cache.iter().chain(&v_cache).filter(|x| x.is_nan()).count();
+        assert_eq!(left, 2 * cache_len - written, "other slots are written");
+        assert!(q_out[live * heads * head_dim..].iter().all(|x| x.is_nan()));
+    }
+}
+
+#[test]
+fn qkv_is_finished_and_written() {
+    let mut random = Random(10);
+    for (heads, kv_heads, head_dim, shift) in
+        [(4, 2, 16, 2), (3, 1, 64, 4), (8, 8, 128, 4), (2, 2, 96, 0), (5, 1, 256, 5), (2, 1, 6, 1)]
+    {
+        for (with_bias, with_norms) in [(false, false), (true, true)] {
+            Qkv { heads, kv_heads, head_dim, shift, with_bias, with_norms }.check(&mut random);
+        }
+    }
+}
