@@ -67,11 +67,12 @@ pub(crate) enum On {
 }
 
 /// A backend on the stand-in for NVIDIA's driver.
-pub(crate) fn fake_cuda_backend(collective: Box<dyn Collective>) -> CudaBackend {
+pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -> CudaBackend {
     let fake = fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap();
     let options = CudaOptions {
         folders: vec![fake.libraries],
         kernels: Some(fake.kernels),
+        graphs,
         ..CudaOptions::default()
     };
     CudaBackend::new(options, collective).unwrap()
@@ -182,7 +183,7 @@ impl Rig {
                     );
                 }
                 On::FakeCuda => {
-                    let backend = fake_cuda_backend(collective);
+                    let backend = fake_cuda_backend(true, collective);
                     let engine = engine_on(&model, rank, degrees, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }

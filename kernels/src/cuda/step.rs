@@ -6,7 +6,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::batch::{Capacity, Layout, SampleLists, live, sizes};
+use super::batch::{Capacity, Layout, SampleLists, largest, live, sizes};
 use super::bucket::{Stage, StagedCache, decode_bucket};
 use super::context::Context;
 use super::launch::splits;
@@ -104,6 +104,8 @@ pub(super) struct Step {
     actual: Capacity,
     /// The largest number of rows that all buffers have room for.
     rows_max: usize,
+    /// The largest number of rows that any buffer has room for.
+    rows_most: usize,
     block: Option<DeviceMemory>,
     staging: Vec<(Pinned<u32>, Event)>,
     next: usize,
@@ -123,6 +125,7 @@ impl Step {
             counts: Counts::default(),
             actual: Capacity::default(),
             rows_max: usize::MAX,
+            rows_most: 0,
             block: None,
             staging: Vec::new(),
             next: 0,
@@ -134,6 +137,7 @@ impl Step {
     /// other buffers is kept.
     pub(super) fn buffer_made(&mut self, rows: usize) {
         self.rows_max = self.rows_max.min(rows);
+        self.rows_most = self.rows_most.max(rows);
         self.graphs.clear();
     }
 
@@ -274,7 +278,9 @@ impl Step {
     ) -> Result<(), KernelError> {
         let layout = Layout::new(capacity);
         let words = layout.words(batch.block_tables.len());
-        self.reserve(context, stream, words)?;
+        // Room for every step at once, but for block tables: moving costs all graphs.
+        let most = Layout::new(largest(self.rows_most, self.rows_max.min(self.rows_most), group));
+        self.reserve(context, stream, words, most.words(batch.block_tables.len()))?;
         let (Some(block), Some((pinned, travelled))) = (&self.block, self.staging.get_mut(self.next))
         else {
             return Err(KernelError::Device("no memory for a step's inputs".to_owned()));
@@ -304,6 +310,7 @@ impl Step {
         context: &Rc<Context>,
         stream: &Stream,
         words: usize,
+        most: usize,
     ) -> Result<(), KernelError> {
         let room = self.block.as_ref().map_or(0, |block| block.bytes() / 4);
         if words <= room && !self.staging.is_empty() {
@@ -311,6 +318,7 @@ impl Step {
         }
         stream.synchronize()?;
         // Half as much again: contexts grow token by token.
+        let words = words.max(most);
         let words = (words + words / 2).next_multiple_of(1 << 12);
         self.graphs.clear();
         self.staging.clear();
