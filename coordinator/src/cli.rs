@@ -1,9 +1,11 @@
 //! The command line: parses options, lets a configuration file supply what was not given, starts
 //! the role asked for and turns its end into an exit code.
 //!
-//! Exit codes: 0 done, 1 failed, 2 bad options or configuration.
+//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 3 the device failed, 4 the device
+//! asked for cannot be used.
 mod bench;
 mod config_file;
+mod devices;
 mod front;
 mod logging;
 mod operate;
@@ -29,6 +31,23 @@ pub(crate) enum CliError {
     /// The role failed.
     #[error("{0}")]
     Failed(String),
+    /// The device computes no more.
+    #[error("{0}")]
+    Device(String),
+    /// The device that was asked for cannot be used.
+    #[error("{0}")]
+    NoDevice(String),
+}
+
+impl CliError {
+    fn exit_code(&self) -> u8 {
+        match self {
+            Self::Failed(_) => 1,
+            Self::Usage(_) => 2,
+            Self::Device(_) => 3,
+            Self::NoDevice(_) => 4,
+        }
+    }
 }
 
 /// Runs the program with `args`, the first being its own name.
@@ -50,6 +69,10 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Scale(args) => operate::scale(&args),
         Command::Drain(args) => operate::drain(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Devices(args) => {
+            devices::run(&args);
+            Ok(())
+        }
         Command::Metrics(args) => {
             print_line(&catalogue(args.markdown));
             Ok(())
@@ -59,13 +82,9 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(CliError::Usage(message)) => {
-            error_line(&message);
-            ExitCode::from(2)
-        }
-        Err(CliError::Failed(message)) => {
-            error_line(&message);
-            ExitCode::FAILURE
+        Err(error) => {
+            error_line(&error.to_string());
+            ExitCode::from(error.exit_code())
         }
     }
 }

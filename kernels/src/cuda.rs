@@ -3,7 +3,8 @@
 //! Builds without CUDA; where a library is missing, an error says so and nothing else happens.
 //! - [`libraries`]: finds them; `context`, `stream`, [`memory`], [`module`]: the driver, safely
 //! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
-//! - `fatbin`: the embedded kernels; `launch`: their names, grids and arguments
+//! - [`device`]: a GPU made ready
+//! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
 //!   in, and its graph; `operations`, `sample`: the operations
@@ -15,6 +16,7 @@ pub mod bucket;
 pub mod capacity;
 pub mod context;
 pub mod device;
+pub mod devices;
 mod failure;
 mod fatbin;
 pub mod launch;

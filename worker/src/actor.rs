@@ -41,6 +41,11 @@ pub enum WorkerEnd {
         /// Why, in the coordinator's words.
         reason: String,
     },
+    /// Its device computes no more.
+    DeviceLost {
+        /// Why, in one line.
+        reason: String,
+    },
     /// Its own thread of execution is gone.
     Failed {
         /// What happened.

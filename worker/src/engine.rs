@@ -95,12 +95,12 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// KV blocks that fit in the memory allowed, and that could be used at most.
+    /// KV blocks that fit in `bytes`, and that could be used at most.
     #[must_use]
-    pub fn kv_blocks(&self) -> u32 {
+    pub fn kv_blocks(&self, bytes: u64) -> u32 {
         let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
         let block_bytes = self.backend.kv_block_bytes(&shape).max(1);
-        let fit = self.config.kv_cache_bytes / block_bytes;
+        let fit = bytes / block_bytes;
         let longest = self.config.max_model_len.div_ceil(self.config.block_size);
         let useful = u64::from(longest) * u64::from(self.config.max_num_seqs);
         u32::try_from(fit.min(useful)).unwrap_or(u32::MAX)
@@ -110,6 +110,12 @@ impl<B: Backend> Engine<B> {
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes()
+    }
+
+    /// The sizes.
+    #[must_use]
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
     }
 
     /// The backend: for a new epoch's collective.

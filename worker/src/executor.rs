@@ -47,6 +47,10 @@ pub trait Outbox: Send {
     fn loaded(&mut self, form: &Form, formed: &Formed);
     /// The cumulative stats now.
     fn report(&mut self) -> WorkerStats;
+    /// The device computes no more, and why: nothing is sent after this.
+    fn device_lost(&mut self, reason: &str) {
+        tracing::error!(reason, "the device is lost");
+    }
 }
 
 /// A handle on the executor thread. Dropping it ends the thread after the command in progress.
@@ -188,6 +192,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                         self.release();
                     }
                 }
+            }
+            if let Some(reason) = self.rank.lost_device() {
+                return self.outbox.device_lost(reason);
             }
             idle_since = Instant::now();
         }

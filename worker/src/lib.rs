@@ -6,7 +6,7 @@
 //! - [`executor`]: the OS thread that owns a rank and runs one command at a time
 //! - [`outbox`]: the executor's messages and measurements on their way out
 //! - [`rank`]: the seam between message handling and arithmetic
-//! - [`cpu_rank`]: a rank on CPU cores
+//! - [`engine_rank`]: a rank on some device; [`device`]: CPU cores, or a GPU
 //! - [`engine`]: step plans to tokens
 //! - [`mod@bench`]: the engine's speed, alone
 //! - [`model`]: configuration, weights, sharding, the decoder
@@ -14,8 +14,9 @@
 
 pub mod actor;
 pub mod bench;
-pub mod cpu_rank;
+pub mod device;
 pub mod engine;
+pub mod engine_rank;
 pub mod executor;
 pub mod model;
 pub mod outbox;

@@ -7,6 +7,7 @@ use shared::ids::{Epoch, WorkerId};
 use shared::metrics::application::Metrics;
 use shared::metrics::{RankStats, SharedStats};
 use shared::protocol::{Form, Formed, FromWorker, StepResult, WorkerStats};
+use tokio::sync::oneshot;
 
 use crate::actor::Uplink;
 use crate::executor::Outbox;
@@ -24,6 +25,7 @@ pub struct LinkOutbox {
     host: Option<HostThread>,
     stats: Option<(WorkerId, RankStats)>,
     last_report: Option<Instant>,
+    lost: Option<oneshot::Sender<String>>,
 }
 
 impl LinkOutbox {
@@ -39,7 +41,14 @@ impl LinkOutbox {
             host: None,
             stats: None,
             last_report: None,
+            lost: None,
         }
+    }
+
+    /// Tells `lost` when the device computes no more.
+    #[must_use]
+    pub fn with_device_watch(self, lost: oneshot::Sender<String>) -> Self {
+        Self { lost: Some(lost), ..self }
     }
 
     /// The stats under the slot that the coordinator gave.
@@ -85,6 +94,12 @@ impl Outbox for LinkOutbox {
     fn loaded(&mut self, form: &Form, formed: &Formed) {
         let load = Duration::from_secs_f64(formed.load_seconds.max(0.0));
         self.stats().formed(form.replica, form.rank, formed.weight_bytes, load);
+    }
+
+    fn device_lost(&mut self, reason: &str) {
+        if let Some(lost) = self.lost.take() {
+            let _ = lost.send(reason.to_owned());
+        }
     }
 
     fn report(&mut self) -> WorkerStats {

@@ -42,6 +42,12 @@ pub trait Rank {
 
     /// Leaves the epoch: drops the collective and the KV cache, keeps the weights.
     fn release(&mut self);
+
+    /// Why this rank's device computes no more, if it does not: then nothing but another process
+    /// helps.
+    fn lost_device(&self) -> Option<&str> {
+        None
+    }
 }
 
 /// What a formed rank reports.

@@ -5,6 +5,7 @@ use std::net::{
 };
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
@@ -16,9 +17,13 @@ use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
 use crate::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
-use crate::cpu_rank::CpuRank;
+use crate::device::DeviceChoice;
+use crate::engine_rank::EngineRank;
 use crate::executor::Executor;
 use crate::outbox::LinkOutbox;
+
+/// How long a worker whose device is lost waits for its messages to leave.
+const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// What `tutti worker` was asked for.
 #[derive(Clone, Debug)]
@@ -29,8 +34,8 @@ pub struct WorkerOptions {
     pub node: String,
     /// Identifies the host; workers with equal values share memory.
     pub host: String,
-    /// Compute threads.
-    pub threads: u32,
+    /// What to compute on.
+    pub device: DeviceChoice,
     /// Where the TCP collective listens; by default any port of the address from which this host
     /// reaches the coordinator.
     pub collective_listen: Option<SocketAddr>,
@@ -57,19 +62,28 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
-    let threads = options.threads.max(1);
-    let executor = Executor::spawn(
-        move || CpuRank::new(threads as usize, listener),
-        LinkOutbox::new(uplink.clone(), options.application, options.nvml),
-    )?;
+        let (lost, device_lost) = oneshot::channel();
+    let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
+        .with_device_watch(lost);
+    let (device, memory_bytes, threads, executor) = match options.device {
+        DeviceChoice::Cpu(device) => {
+            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            (DeviceKind::Cpu, available_memory(), device.threads, executor)
+        }
+        DeviceChoice::Cuda(device) => {
+            let memory_bytes = device.memory_free;
+            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            (DeviceKind::Cuda, memory_bytes, 1, executor)
+        }
+    };
     let hello = Hello {
         node: options.node,
         incarnation: Incarnation(options.incarnation),
         host: options.host,
         pid: std::process::id(),
-        device: DeviceKind::Cpu,
-        threads,
-        memory_bytes: available_memory(),
+        device,
+        threads: u32::try_from(threads).unwrap_or(u32::MAX),
+        memory_bytes,
         collective_addr,
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
@@ -83,7 +97,14 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
     let (end, ended) = oneshot::channel();
     WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
-    Ok(ended.await.unwrap_or(failed))
+    tokio::select! {
+        end = ended => Ok(end.unwrap_or(failed)),
+        Ok(reason) = device_lost => {
+            // What was said of it before is still on its way.
+            tokio::time::sleep(LAST_WORDS).await;
+            Ok(WorkerEnd::DeviceLost { reason })
+        }
+    }
 }
 
 /// The address of this host on the way to `peer`.

@@ -8,17 +8,16 @@ use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
 use worker::run::WorkerOptions;
 
-use super::options::{ComputeArgs, Device};
-use super::{CliError, WorkerArgs, logging, secret};
+use super::{CliError, WorkerArgs, devices, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
-    check_device(&args.compute)?;
+    let device = devices::choose(&args.compute, args.compute.threads.unwrap_or_else(cores))?;
     let options = WorkerOptions {
         coordinator: args.coordinator.clone(),
         node: args.node.clone().unwrap_or_else(default_node),
         host: args.host_id.clone().unwrap_or_else(host_id),
-        threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
+        device,
         collective_listen: args.collective_listen,
         incarnation: random(),
         application: Metrics::new(),
@@ -49,17 +48,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         WorkerEnd::Refused { reason } => {
             Err(CliError::Failed(format!("the coordinator refuses this worker: {reason}")))
         }
+        WorkerEnd::DeviceLost { reason } => Err(CliError::Device(reason)),
         WorkerEnd::Failed { message } => Err(CliError::Failed(message)),
-    }
-}
-
-/// Says so at once when what is asked for cannot be had.
-pub(crate) fn check_device(args: &ComputeArgs) -> Result<(), CliError> {
-    match args.device {
-        Device::Auto | Device::Cpu => Ok(()),
-        Device::Cuda => Err(CliError::Usage(
-            "--device cuda: this build has no CUDA backend; use --device cpu".to_owned(),
-        )),
     }
 }
 

@@ -22,6 +22,8 @@ pub(super) struct WorkerCommand {
     pub(super) program: PathBuf,
     /// Arguments but for the node's name.
     pub(super) args: Vec<String>,
+    /// Values of `--device`: worker i takes the i-th, and so on round.
+    pub(super) devices: Vec<String>,
 }
 
 /// What the workers' watchers report.
@@ -81,8 +83,11 @@ impl Children {
 
     /// Starts one more.
     pub(super) fn add(&mut self) {
+        let devices = &self.command.devices;
+        let turn = self.count as usize % devices.len().max(1);
         let watcher = Watcher {
             node: format!("local-{}", self.count),
+            device: devices.get(turn).cloned().unwrap_or_else(|| "auto".to_owned()),
             command: self.command.clone(),
             events: self.events.clone(),
             stopped: self.stop.subscribe(),
@@ -104,6 +109,7 @@ impl Children {
 
 struct Watcher {
     node: String,
+    device: String,
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
     stopped: watch::Receiver<bool>,
@@ -154,7 +160,7 @@ impl Watcher {
     fn spawn(&self) -> std::io::Result<Child> {
         Command::new(&self.command.program)
             .args(&self.command.args)
-            .args(["--node", &self.node])
+            .args(["--node", &self.node, "--device", &self.device])
             .stdin(Stdio::piped())
             .stdout(Stdio::inherit())
             .stderr(Stdio::inherit())
