@@ -18,20 +18,20 @@ namespace tutti {
 namespace {
 
 constexpr uint32_t WARPS = 8;
-// k per lane group and load, and loads in flight: a chunk.
+// k per load of the 4 lanes of a row, and loads on their way: a chunk.
 constexpr uint32_t K_LOAD = 32;
 constexpr uint32_t LOADS = 4;
 constexpr uint32_t CHUNK = K_LOAD * LOADS;
 
-// 8 elements from column `k` of a row; zeros from column `end` on. `row` may be null: zeros.
+// What of 8 elements from column `k` of a row lies before column `end`; zeros for the rest, so that
+// whatever is behind the row's end, NaN too, does not count.
 template <bool WEIGHTS>
-__device__ __forceinline__ uint4 load8(const tutti_bf16* row, uint32_t k, uint32_t end) {
+__device__ __forceinline__ uint4 load8_before(const tutti_bf16* row, uint32_t k, uint32_t end) {
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (row != nullptr && k < end) {
+    if (k < end) {
         v = WEIGHTS ? load_weights(row + k) : *reinterpret_cast<const uint4*>(row + k);
         const uint32_t left = end - k;
         if (left < 8) {
-            // Whatever is behind the row's end, NaN too, must not count.
             const uint32_t odd = left % 2 == 1 ? 0x0000ffffu : 0u;
             v.x &= left >= 2 ? 0xffffffffu : odd;
             v.y = left >= 4 ? v.y : (left > 2 ? v.y & odd : 0u);
@@ -42,62 +42,87 @@ __device__ __forceinline__ uint4 load8(const tutti_bf16* row, uint32_t k, uint32
     return v;
 }
 
-// Adds up the products of FEATURES x 16 rows of W with ROWS x 8 rows of x over all k. The sums of
-// all warps end up in warp 0, in the layout of `mma_bf16`'s c.
-template <int FEATURES, int ROWS>
-__device__ __forceinline__ void multiply(const tutti_bf16* const (&w)[FEATURES][2],
-                                         const tutti_bf16* const (&x)[ROWS], uint32_t k,
-                                         float (&sums)[FEATURES][ROWS][4], bool first_is_loaded,
-                                         uint4 (&a)[FEATURES][2][LOADS]) {
-    const uint32_t warp = threadIdx.x / 32;
-    const uint32_t t = threadIdx.x % 4;
-    for (uint32_t start = warp * CHUNK; start < k; start += WARPS * CHUNK) {
-        const uint32_t lane_start = start + 8 * t;
-        if (!first_is_loaded) {
+// 16 * FEATURES rows of W, as far as one lane has them, and one chunk of them.
+template <int FEATURES>
+struct Weights {
+    const tutti_bf16* rows[FEATURES][2];
+    uint4 chunk[FEATURES][2][LOADS];
+
+    __device__ __forceinline__ void load(uint32_t i, uint32_t k) {
 #pragma unroll
-            for (int f = 0; f < FEATURES; f++) {
+        for (int f = 0; f < FEATURES; f++) {
+            chunk[f][0][i] = load_weights(rows[f][0] + k);
+            chunk[f][1][i] = load_weights(rows[f][1] + k);
+        }
+    }
+    __device__ __forceinline__ void load_before(uint32_t i, uint32_t k, uint32_t end) {
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
+        for (int f = 0; f < FEATURES; f++) {
+            chunk[f][0][i] = load8_before<true>(rows[f][0], k, end);
+            chunk[f][1][i] = load8_before<true>(rows[f][1], k, end);
+        }
+    }
+    // Adds the products of load `i` with 8 rows of x.
+    __device__ __forceinline__ void multiply(uint32_t i, uint4 b, float (&sums)[4], int f) const {
+        const uint4 upper = chunk[f][0][i];
+        const uint4 lower = chunk[f][1][i];
+        const uint32_t even[4] = {upper.x, lower.x, upper.y, lower.y};
+        const uint32_t odd[4] = {upper.z, lower.z, upper.w, lower.w};
+        mma_bf16(sums, even, b.x, b.y);
+        mma_bf16(sums, odd, b.z, b.w);
+    }
+    // Loads the first chunk of a warp, if it is a whole one. It needs nothing from the kernels
+    // before, so it may run while they do.
+    __device__ __forceinline__ void load_first(uint32_t k) {
+        const uint32_t start = threadIdx.x / 32 * CHUNK;
+        if (start + CHUNK <= k) {
 #pragma unroll
-                    for (uint32_t i = 0; i < LOADS; i++) {
-                        a[f][half][i] = load8<true>(w[f][half], lane_start + K_LOAD * i, k);
-                    }
-                }
+            for (uint32_t i = 0; i < LOADS; i++) {
+                load(i, start + K_LOAD * i + 8 * (threadIdx.x % 4));
             }
         }
-        first_is_loaded = false;
+    }
+};
+
+// Adds up the products of FEATURES * 16 rows of W with ROWS * 8 rows of x over this warp's part of
+// k. `w` has its first chunk.
+template <int FEATURES, int ROWS>
+__device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16* const (&x)[ROWS],
+                                         uint32_t k, float (&sums)[FEATURES][ROWS][4]) {
+    const uint32_t lane_k = 8 * (threadIdx.x % 4);
+    uint32_t start = threadIdx.x / 32 * CHUNK;
+    for (; start + CHUNK <= k; start += WARPS * CHUNK) {
+        const uint32_t next = start + WARPS * CHUNK;
+        const bool more = next + CHUNK <= k;
 #pragma unroll
         for (uint32_t i = 0; i < LOADS; i++) {
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                const uint4 b = load8<false>(x[r], lane_start + K_LOAD * i, k);
+                const uint4 b =
+                    *reinterpret_cast<const uint4*>(x[r] + start + K_LOAD * i + lane_k);
 #pragma unroll
                 for (int f = 0; f < FEATURES; f++) {
-                    const uint4 upper = a[f][0][i];
-                    const uint4 lower = a[f][1][i];
-                    const uint32_t even[4] = {upper.x, lower.x, upper.y, lower.y};
-                    const uint32_t odd[4] = {upper.z, lower.z, upper.w, lower.w};
-                    mma_bf16(sums[f][r], even, b.x, b.y);
-                    mma_bf16(sums[f][r], odd, b.z, b.w);
+                    w.multiply(i, b, sums[f][r], f);
                 }
+            }
+            // What was used is replaced at once: so much is always on its way.
+            if (more) {
+                w.load(i, next + K_LOAD * i + lane_k);
             }
         }
     }
-}
-
-// Loads the first chunk of a warp. It needs nothing from the kernels before, so it may run while
-// they do.
-template <int FEATURES>
-__device__ __forceinline__ void load_first(const tutti_bf16* const (&w)[FEATURES][2], uint32_t k,
-                                           uint4 (&a)[FEATURES][2][LOADS]) {
-    const uint32_t start = threadIdx.x / 32 * CHUNK + 8 * (threadIdx.x % 4);
+    if (start < k) {
 #pragma unroll
-    for (int f = 0; f < FEATURES; f++) {
+        for (uint32_t i = 0; i < LOADS; i++) {
+            const uint32_t at = start + K_LOAD * i + lane_k;
+            w.load_before(i, at, k);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+            for (int r = 0; r < ROWS; r++) {
+                const uint4 b = load8_before<false>(x[r], at, k);
 #pragma unroll
-            for (uint32_t i = 0; i < LOADS; i++) {
-                a[f][half][i] = load8<true>(w[f][half], start + K_LOAD * i, k);
+                for (int f = 0; f < FEATURES; f++) {
+                    w.multiply(i, b, sums[f][r], f);
+                }
             }
         }
     }
@@ -129,7 +154,10 @@ __device__ __forceinline__ void add_warps(float (&sums)[FEATURES][ROWS][4]) {
     }
 }
 
-// Rows of x that are this lane's columns of the instruction.
+__device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// Rows of x that are this lane's columns of the instruction. A column without a row takes the last
+// one: its sums are not used, and columns do not touch each other.
 template <int ROWS>
 __device__ __forceinline__ void rows_of_lane(const tutti_bf16* x, const uint32_t* row_index,
                                              uint32_t first, uint32_t rows, uint32_t stride,
@@ -137,12 +165,9 @@ __device__ __forceinline__ void rows_of_lane(const tutti_bf16* x, const uint32_t
     const uint32_t g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        const uint32_t row = first + 8 * r + g;
-        out[r] = nullptr;
-        if (row < rows) {
-            const size_t from = row_index == nullptr ? row : row_index[row];
-            out[r] = x + from * stride;
-        }
+        const uint32_t row = at_most(first + 8 * r + g, rows - 1);
+        const size_t from = row_index == nullptr ? row : row_index[row];
+        out[r] = x + from * stride;
     }
 }
 
@@ -152,21 +177,21 @@ __device__ __forceinline__ void skinny(TUTTI_SKINNY_ARGUMENTS) {
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.x * FEATURES * 16;
     const uint32_t first_row = blockIdx.y * ROWS * 8;
-    const tutti_bf16* weights[FEATURES][2];
+    Weights<FEATURES> weights;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
 #pragma unroll
         for (uint32_t half = 0; half < 2; half++) {
-            const uint32_t feature = first_feature + 16 * f + 8 * half + g;
-            weights[f][half] = feature < n ? w + static_cast<size_t>(feature) * w_stride : nullptr;
+            // A row without a feature takes the last one, likewise.
+            const size_t feature = at_most(first_feature + 16 * f + 8 * half + g, n - 1);
+            weights.rows[f][half] = w + feature * w_stride;
         }
     }
-    uint4 a[FEATURES][2][LOADS];
-    load_first(weights, k, a);
+    weights.load_first(k);
     wait_for_predecessors();
     release_successors();
-    if (live != nullptr && *live < rows) {
-        rows = *live;
+    if (live != nullptr) {
+        rows = at_most(rows, *live);
     }
     if (first_row >= rows) {
         return;
@@ -174,7 +199,7 @@ __device__ __forceinline__ void skinny(TUTTI_SKINNY_ARGUMENTS) {
     const tutti_bf16* x_rows[ROWS];
     rows_of_lane(x, row_index, first_row, rows, x_stride, x_rows);
     float sums[FEATURES][ROWS][4] = {};
-    multiply(weights, x_rows, k, sums, true, a);
+    multiply(weights, x_rows, k, sums);
     add_warps(sums);
     if (threadIdx.x >= 32) {
         return;
@@ -203,22 +228,21 @@ __device__ __forceinline__ void skinny_gate_up(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {
     const uint32_t first_feature = blockIdx.x * 16;
     const uint32_t first_row = blockIdx.y * ROWS * 8;
     // [0]: gate, [1]: up.
-    const tutti_bf16* weights[2][2];
+    Weights<2> weights;
 #pragma unroll
     for (uint32_t part = 0; part < 2; part++) {
 #pragma unroll
         for (uint32_t half = 0; half < 2; half++) {
-            const uint32_t feature = first_feature + 8 * half + g;
+            const uint32_t feature = at_most(first_feature + 8 * half + g, inner - 1);
             const size_t row = static_cast<size_t>(part) * inner + feature;
-            weights[part][half] = feature < inner ? w + row * w_stride : nullptr;
+            weights.rows[part][half] = w + row * w_stride;
         }
     }
-    uint4 a[2][2][LOADS];
-    load_first(weights, k, a);
+    weights.load_first(k);
     wait_for_predecessors();
     release_successors();
-    if (live != nullptr && *live < rows) {
-        rows = *live;
+    if (live != nullptr) {
+        rows = at_most(rows, *live);
     }
     if (first_row >= rows) {
         return;
@@ -226,7 +250,7 @@ __device__ __forceinline__ void skinny_gate_up(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {
     const tutti_bf16* x_rows[ROWS];
     rows_of_lane(x, nullptr, first_row, rows, x_stride, x_rows);
     float sums[2][ROWS][4] = {};
-    multiply(weights, x_rows, k, sums, true, a);
+    multiply(weights, x_rows, k, sums);
     add_warps(sums);
     if (threadIdx.x >= 32) {
         return;

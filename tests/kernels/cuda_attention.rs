@@ -126,7 +126,8 @@ impl Device {
             for position in 0..seq.context {
                 let block = table[position / block_size] as usize;
                 for head in 0..shape.kv_heads {
-                    let token = (block * shape.kv_heads + head) * block_size + position % block_size;
+                    let token =
+                        (block * shape.kv_heads + head) * block_size + position % block_size;
                     let from = (position * shape.kv_heads + head) * shape.head_dim;
                     let to = token * shape.head_dim..(token + 1) * shape.head_dim;
                     let from = from..from + shape.head_dim;
@@ -187,8 +188,7 @@ impl Device {
         ];
         let name = format!("tutti_prefill_attention_{head_dim}");
         let grid = [tiles.len(), kv_heads, 1];
-        let launch =
-            Launch { kernel: &name, grid, threads: 128, shared: 640 * head_dim as u32 };
+        let launch = Launch { kernel: &name, grid, threads: 128, shared: 640 * head_dim as u32 };
         read_bf16(&launch.run(&args)[6])
     }
 

@@ -284,8 +284,7 @@ fn build(sources: &[PathBuf], program: &Path) {
 fn every_declared_kernel_can_be_launched() {
     let output = Command::new(program()).arg("--list").output().unwrap();
     let listed = String::from_utf8(output.stdout).unwrap();
-    let listed: Vec<&str> =
-        listed.lines().map(|line| line.split(' ').next().unwrap()).collect();
+    let listed: Vec<&str> = listed.lines().map(|line| line.split(' ').next().unwrap()).collect();
     assert_eq!(listed, declared());
     assert!(listed.len() > 30, "{listed:?}");
 }

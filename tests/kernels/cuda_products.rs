@@ -33,7 +33,9 @@ impl Product {
 
     fn padded(&self, values: &[f32]) -> Arg {
         let rows = values.chunks(self.k);
-        bf16s(&rows.flat_map(|row| [row, &vec![f32::NAN; self.padding]].concat()).collect::<Vec<_>>())
+        bf16s(
+            &rows.flat_map(|row| [row, &vec![f32::NAN; self.padding]].concat()).collect::<Vec<_>>(),
+        )
     }
 
     /// Sum and size of the terms of `out[row, feature]`.
@@ -175,7 +177,8 @@ fn gate_and_up_are_multiplied_in_one() {
                     let (gate, gate_size) = product.want(row, i);
                     let (up, up_size) = product.want(row, inner + i);
                     let want = gate / (1.0 + (-gate).exp()) * up;
-                    let error = 2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
+                    let error =
+                        2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
                     assert_close(got, want, error + want.abs() / 250.0, format!("{number}"));
                 }
                 assert!(out[row * (inner + 1) + inner].is_nan());

@@ -47,9 +47,16 @@ fn embeddings_of_other_ranks_are_zero() {
 #[test]
 fn add_rmsnorm_is_its_definition() {
     let mut random = Random(2);
-    for (width, with_delta) in
-        [(4, true), (64, false), (100, true), (63, true), (1, false), (2048, true), (8196, true), (9999, false)]
-    {
+    for (width, with_delta) in [
+        (4, true),
+        (64, false),
+        (100, true),
+        (63, true),
+        (1, false),
+        (2048, true),
+        (8196, true),
+        (9999, false),
+    ] {
         let rows = 3;
         let stride = width + 4;
         let x = random.vec(rows * width);
@@ -138,7 +145,8 @@ fn sums_of_rows() {
         let args = [f32s(&a), f32s(&b), Arg::U32(width as u32), u32s(&[2])];
         let sum = read_f32(&launch("tutti_add", [tiles(width), rows, 1], 256).run(&args)[0]);
         let args = [f32s(&a), f32s(&bias), Arg::U32(width as u32), u32s(&[2])];
-        let biased = read_f32(&launch("tutti_add_bias", [tiles(width), rows, 1], 256).run(&args)[0]);
+        let biased =
+            read_f32(&launch("tutti_add_bias", [tiles(width), rows, 1], 256).run(&args)[0]);
         for i in 0..rows * width {
             let live = i < 2 * width;
             assert_eq!(sum[i], if live { a[i] + b[i] } else { a[i] });
@@ -335,7 +343,8 @@ impl Qkv {
         let (cos, sin) = (random.vec(positions_max * half), random.vec(positions_max * half));
         let positions: Vec<u32> = (0..rows).map(|_| random.below(positions_max) as u32).collect();
         // Distinct slots.
-        let slots: Vec<u32> = (0..rows).map(|i| ((i * 7 + 3) % (blocks * block_size)) as u32).collect();
+        let slots: Vec<u32> =
+            (0..rows).map(|i| ((i * 7 + 3) % (blocks * block_size)) as u32).collect();
         let cache_len = blocks * kv_heads * block_size * head_dim;
         let args = [
             f32s(&qkv),
@@ -368,7 +377,8 @@ impl Qkv {
             for head in 0..all {
                 let mut x: Vec<f64> = (0..head_dim)
                     .map(|i| {
-                        let bias = if with_bias { f64::from(bias[head * head_dim + i]) } else { 0.0 };
+                        let bias =
+                            if with_bias { f64::from(bias[head * head_dim + i]) } else { 0.0 };
                         f64::from(qkv[(row * all + head) * head_dim + i]) + bias
                     })
                     .collect();

@@ -11,6 +11,7 @@ mod cuda_attention;
 mod cuda_emulation;
 mod cuda_products;
 mod cuda_rows;
+mod cuda_sampling;
 mod invariance;
 mod products;
 mod rows;
