@@ -14,7 +14,8 @@
 //! only check that they are the ones it recorded for an earlier step of this kind and run its record
 //! at the end. So until `sample`, `logprobs`, `read_buffer`, a collective operation or `end_step`
 //! returns, no result needs to be there, and errors of a call may come from a later one. Both hooks
-//! do nothing by default; without them every call stands for itself.
+//! do nothing by default; without them every call stands for itself. [`KernelError::Again`] from any
+//! of these calls means that the whole step, beginning with `begin_step`, is to be called once more.
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 

@@ -446,16 +446,18 @@ int cuStreamBeginCapture_v2(Stream* stream, int) {
     return SUCCESS;
 }
 int cuStreamEndCapture(Stream* stream, Graph** graph) {
-    ENTER("cuStreamEndCapture");
+    LOCKED;
+    const int told = injected("cuStreamEndCapture");
     if (!stream->captures) {
         return INVALID_VALUE;
     }
+    // Whatever comes of it, it is over.
     stream->captures = false;
     capturing = nullptr;
     captures_here = false;
     *graph = nullptr;
-    if (stream->invalid) {
-        return CAPTURE_INVALIDATED;
+    if (told != SUCCESS || stream->invalid) {
+        return told != SUCCESS ? told : CAPTURE_INVALIDATED;
     }
     *graph = new Graph{std::move(stream->captured)};
     stream->captured.clear();

@@ -48,9 +48,18 @@ impl LocalCluster {
     /// # Errors
     /// When it cannot be started.
     pub fn spawn(args: &[&str]) -> Result<Self, String> {
+        Self::spawn_with(args, &[])
+    }
+
+    /// As [`LocalCluster::spawn`], with variables in its environment.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn spawn_with(args: &[&str], environment: &[(&str, &str)]) -> Result<Self, String> {
         let binary = tutti_binary();
         let mut child = Command::new(&binary)
             .args(args)
+            .envs(environment.iter().copied())
             .current_dir(repository())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

@@ -20,6 +20,8 @@ use crate::model::shard::Shard;
 use crate::model::weights;
 
 const BLOCK_SIZE: u32 = 16;
+/// Decode steps that come before anything is measured.
+const WARM_UP_STEPS: u32 = 4;
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What to measure.
@@ -60,7 +62,7 @@ pub fn run(options: &BenchOptions) -> Result<BenchFigures, String> {
     let mut replica = Replica::start(options)?;
     // The first steps touch every page of weights and grow every buffer.
     for _ in 0..2 {
-        replica.case(1, options.prompt_tokens, 4)?;
+        replica.case(1, options.prompt_tokens, WARM_UP_STEPS)?;
     }
     let (prefill, _) = replica.case(1, options.prompt_tokens, 1)?;
     let mut decode = Vec::new();
@@ -236,14 +238,14 @@ fn engine<D: Device>(
     let files = WeightFiles::open(model)?;
     let mut backend = device.backend(collective)?;
     let described = kernels::Backend::describe(&backend);
-    let longest = options.prompt_tokens.max(32) + options.decode_steps + 1;
+    let longest = options.prompt_tokens.max(32) + options.decode_steps.max(WARM_UP_STEPS) + 1;
     let positions = config.max_positions.min(longest as usize);
     let seqs = options.batches.iter().copied().max().unwrap_or(1);
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
         max_model_len: u32::try_from(positions).unwrap_or(u32::MAX),
         max_num_seqs: seqs,
-        max_num_batched_tokens: options.prompt_tokens.max(seqs),
+        max_num_batched_tokens: options.prompt_tokens.max(seqs).max(32),
         kv_cache_bytes: u64::MAX,
     };
     device.check_fit(&backend, &config, &shard, &sizes)?;

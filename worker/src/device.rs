@@ -180,7 +180,7 @@ impl Device for CudaDevice {
         match error {
             KernelError::Device(_) | KernelError::Unsupported(_) => true,
             KernelError::OutOfMemory { .. } => true,
-            KernelError::Shape { .. } | KernelError::Collective(_) => false,
+            KernelError::Shape { .. } | KernelError::Collective(_) | KernelError::Again(_) => false,
         }
     }
 }

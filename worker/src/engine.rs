@@ -168,7 +168,13 @@ impl<B: Backend> Engine<B> {
             self.backend.broadcast_tokens(&mut [0])?;
         } else {
             let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
-            sampling = self.compute(plan, outputs)?;
+            sampling = match self.compute(plan, outputs) {
+                Err(EngineError::Kernel(KernelError::Again(reason))) => {
+                    tracing::warn!(reason, "a step is run again");
+                    self.compute(plan, outputs)?
+                }
+                result => result?,
+            };
             if reports {
                 let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
                 outputs.sort_by_cached_key(|output| place(output.seq));

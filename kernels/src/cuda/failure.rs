@@ -42,6 +42,9 @@ const DRIVER: &[Known] = &[
 /// Of a status, whether trying again on the same device can help: it cannot for what is missing.
 const MISSING: &[u32] = &[34, 35, 46, 100, 101, 200, 209, 218, 222, 500, 802, 803];
 
+/// What can go wrong while a graph is captured.
+const CAPTURE: std::ops::RangeInclusive<u32> = 900..=908;
+
 /// Turns a `CUresult` other than success into an error; `what` was being done, `bytes` were wanted.
 pub(super) fn driver(code: u32, what: &'static str, bytes: u64) -> KernelError {
     if code == OUT_OF_MEMORY {
@@ -51,7 +54,10 @@ pub(super) fn driver(code: u32, what: &'static str, bytes: u64) -> KernelError {
         Some((_, name, meaning)) => format!("{what}: {name} ({code}): {meaning}"),
         None => format!("{what}: CUDA error {code}"),
     };
-    if MISSING.contains(&code) {
+    if CAPTURE.contains(&code) {
+        // What was to be captured did not run, and nothing is broken by that.
+        KernelError::Again(line)
+    } else if MISSING.contains(&code) {
         KernelError::Unsupported(line)
     } else {
         KernelError::Device(line)
@@ -97,6 +103,7 @@ mod tests {
         for code in [46, 100, 209, 500, 803] {
             assert!(matches!(driver(code, "x", 0), KernelError::Unsupported(_)), "{code}");
         }
+        assert!(matches!(driver(901, "x", 0), KernelError::Again(_)));
         for code in [700, 719, 999, 12345] {
             assert!(matches!(driver(code, "x", 0), KernelError::Device(_)), "{code}");
         }

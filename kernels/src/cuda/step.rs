@@ -234,7 +234,9 @@ impl Step {
         };
         self.mode = match (key, stage) {
             (Some(key), Some(Stage::Make)) => {
-                stream.begin_capture()?;
+                stream.begin_capture().inspect_err(|error| {
+                    self.give_up_graphs(&error.to_string());
+                })?;
                 Mode::Record(key)
             }
             (Some(key), Some(Stage::Use)) => Mode::Replay(key),
