@@ -24,6 +24,7 @@ pub mod libraries;
 mod matmul;
 pub mod memory;
 pub mod module;
+mod operations;
 mod sample;
 mod step;
 pub mod stream;

@@ -7,6 +7,7 @@ use serde_json::Value;
 use shared::metrics::application::{GaugeMerge, Metrics};
 use testkit::fleet::Fleet;
 use testkit::scrape::Scrape;
+use worker::device::{CpuDevice, DeviceChoice};
 use worker::run::WorkerOptions;
 
 use crate::{STORY, greedy, up};
@@ -111,7 +112,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         coordinator: coordinator.to_owned(),
         node: node.to_owned(),
         host: node.to_owned(),
-        threads: 1,
+        device: DeviceChoice::Cpu(CpuDevice { threads: 1 }),
         collective_listen: None,
         incarnation: std::process::id().into(),
         application,

@@ -75,7 +75,8 @@ fn a_driver_without_a_symbol_is_no_panic() {
     let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
     let old = fake_cuda(folder, Some("cuGraphLaunch")).unwrap();
     let options = options(&old);
-    let args: Vec<&str> = ["devices"].into_iter().chain(options.iter().map(String::as_str)).collect();
+    let args: Vec<&str> =
+        ["devices"].into_iter().chain(options.iter().map(String::as_str)).collect();
     let (code, stdout, stderr) = described(&tutti(&args, &[]));
     assert_eq!((code, stderr.as_str()), (0, ""));
     assert!(last_line(&stdout).contains("lacks cuGraphLaunch"), "{stdout}");

@@ -38,7 +38,12 @@ fn a_model_is_measured_and_its_steps_become_graphs() {
     let log = std::fs::read_to_string(log.path()).unwrap();
     let count = |what: &str| log.lines().filter(|line| line.starts_with(what)).count();
     // Two buckets, captured once each and replayed for all steps but the first two.
-    assert!(count("capture") >= 2 && count("graph") >= 8, "{} {}", count("capture"), count("graph"));
+    assert!(
+        count("capture") >= 2 && count("graph") >= 8,
+        "{} {}",
+        count("capture"),
+        count("graph")
+    );
     // Nothing is allocated once the first step was captured.
     let after = log.split_once("\ncapture").unwrap().1;
     assert!(!after.contains("\nalloc"), "memory is allocated while serving");

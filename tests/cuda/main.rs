@@ -32,8 +32,13 @@ fn fake() -> &'static FakeCuda {
 /// Options that lead to it.
 fn options(fake: &FakeCuda) -> Vec<String> {
     let text = |path: &Path| path.to_str().unwrap().to_owned();
-    ["--cuda-lib-dir".to_owned(), text(&fake.libraries), "--cuda-kernels".to_owned(), text(&fake.kernels)]
-        .into()
+    [
+        "--cuda-lib-dir".to_owned(),
+        text(&fake.libraries),
+        "--cuda-kernels".to_owned(),
+        text(&fake.kernels),
+    ]
+    .into()
 }
 
 /// Runs the program to its end.

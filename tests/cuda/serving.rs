@@ -36,8 +36,7 @@ async fn one_gpu_serves_and_says_what_it_is() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_gpus_make_one_replica() {
     let alone = up(&["--workers", "1", "--tensor-parallel", "1"], &[]).await;
-    let expected =
-        alone.client().unwrap().post("/v1/completions", &request(8)).await.unwrap().body;
+    let expected = alone.client().unwrap().post("/v1/completions", &request(8)).await.unwrap().body;
     drop(alone);
     let environment = [("FAKE_CUDA_DEVICES", "2")];
     let pair = up(&["--workers", "2", "--tensor-parallel", "2"], &environment).await;

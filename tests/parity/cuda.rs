@@ -195,7 +195,8 @@ fn a_sequence_gets_the_same_bits_alone_and_among_others() {
     let sampling = |_| SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
     let run = |others: u32| {
         let mut engine = engine(true);
-        let mut all: Vec<Running> = (0..=others).map(|i| Running::new(i + 5, sampling(i))).collect();
+        let mut all: Vec<Running> =
+            (0..=others).map(|i| Running::new(i + 5, sampling(i))).collect();
         let mut number = 0;
         let mut seen = Vec::new();
         for _ in 0..6 {

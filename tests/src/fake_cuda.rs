@@ -42,7 +42,9 @@ pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, Strin
     let mut sources = vec![driver.clone()];
     for folder in [&cuda, &cuda.join("emulate")] {
         let entries = std::fs::read_dir(folder).map_err(|error| error.to_string())?;
-        sources.extend(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file()));
+        sources.extend(
+            entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file()),
+        );
     }
     sources.sort();
     let mut hasher = DefaultHasher::new();
@@ -64,11 +66,9 @@ pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, Strin
     };
     let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();
     compile(scratch.path(), &cuda, &units, without)?;
-    for (folder, file, bytes) in [("kernels", "all.fatbin", "fake fatbin")] {
-        std::fs::create_dir(scratch.path().join(folder)).map_err(|error| error.to_string())?;
-        std::fs::write(scratch.path().join(folder).join(file), bytes)
-            .map_err(|error| error.to_string())?;
-    }
+    let kernels = scratch.path().join("kernels");
+    std::fs::create_dir(&kernels).map_err(|error| error.to_string())?;
+    std::fs::write(kernels.join("all.fatbin"), "fake fatbin").map_err(|error| error.to_string())?;
     // Whole or not at all; another process may have been quicker.
     match std::fs::rename(scratch.keep(), &target) {
         Ok(()) => Ok(made),

@@ -60,11 +60,7 @@ pub trait Device: Debug {
     ///
     /// # Errors
     /// [`KernelError`].
-    fn kv_bytes(
-        &self,
-        engine: &mut Engine<Self::Backend>,
-        asked: u64,
-    ) -> Result<u64, KernelError>;
+    fn kv_bytes(&self, engine: &mut Engine<Self::Backend>, asked: u64) -> Result<u64, KernelError>;
 
     /// Whether nothing can be computed on it any more by this process, after this error.
     fn is_lost_by(&self, error: &KernelError) -> bool {
@@ -165,11 +161,7 @@ impl Device for CudaDevice {
         engine.backend().settle()
     }
 
-    fn kv_bytes(
-        &self,
-        engine: &mut Engine<CudaBackend>,
-        asked: u64,
-    ) -> Result<u64, KernelError> {
+    fn kv_bytes(&self, engine: &mut Engine<CudaBackend>, asked: u64) -> Result<u64, KernelError> {
         let free = self.measure(engine.backend())?.kv_bytes();
         Ok(if asked == 0 { free } else { free.min(asked) })
     }

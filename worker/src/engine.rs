@@ -366,9 +366,9 @@ impl<B: Backend> Engine<B> {
 
     /// Whether log-probabilities of prompt tokens are due from this part of a sequence.
     fn reports_prompt(&self, entry: &SequenceStep) -> bool {
-        self.sequences.get(&entry.seq).is_some_and(|seq| {
-            seq.prompt_logprobs.is_some() && seq.prompt_targets(entry).is_some()
-        })
+        self.sequences
+            .get(&entry.seq)
+            .is_some_and(|seq| seq.prompt_logprobs.is_some() && seq.prompt_targets(entry).is_some())
     }
 }
 

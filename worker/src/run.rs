@@ -62,9 +62,9 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
-        let (lost, device_lost) = oneshot::channel();
-    let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
-        .with_device_watch(lost);
+    let (lost, device_lost) = oneshot::channel();
+    let outbox =
+        LinkOutbox::new(uplink.clone(), options.application, options.nvml).with_device_watch(lost);
     let (device, memory_bytes, threads, executor) = match options.device {
         DeviceChoice::Cpu(device) => {
             let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;

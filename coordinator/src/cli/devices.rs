@@ -18,7 +18,9 @@ pub(crate) fn run(args: &DevicesArgs) {
         let info = &device.info;
         let (major, minor) = info.capability;
         let free = match &device.memory_free {
-            Ok(bytes) => format!("{} of {} free", bytes_text(*bytes), bytes_text(info.memory_total)),
+            Ok(bytes) => {
+                format!("{} of {} free", bytes_text(*bytes), bytes_text(info.memory_total))
+            }
             Err(reason) => reason.clone(),
         };
         print_line(&format!(

@@ -74,9 +74,9 @@ fn parse_device(text: &str) -> Result<Device, String> {
         _ => {}
     }
     let number = text.strip_prefix("cuda:").and_then(|number| number.parse().ok());
-    number.map(|number| Device::Cuda(Some(number))).ok_or_else(|| {
-        "expected auto, cpu, cuda or cuda:N, where N numbers GPUs from 0".to_owned()
-    })
+    number
+        .map(|number| Device::Cuda(Some(number)))
+        .ok_or_else(|| "expected auto, cpu, cuda or cuda:N, where N numbers GPUs from 0".to_owned())
 }
 
 /// Parses a share, such as 0.9.

@@ -71,9 +71,10 @@ fn worker_command(
     let files = files.into_iter().filter_map(|(option, file)| {
         Some([option.to_owned(), file.as_ref()?.to_string_lossy().into_owned()])
     });
-    let folders = args.compute.cuda.cuda_lib_dir.iter().flat_map(|folder| {
-        ["--cuda-lib-dir".to_owned(), folder.to_string_lossy().into_owned()]
-    });
+    let folders =
+        args.compute.cuda.cuda_lib_dir.iter().flat_map(|folder| {
+            ["--cuda-lib-dir".to_owned(), folder.to_string_lossy().into_owned()]
+        });
     let graphs = args.compute.no_cuda_graphs.then(|| "--no-cuda-graphs".to_owned());
     let args = [
         "worker".to_owned(),

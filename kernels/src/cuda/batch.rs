@@ -151,7 +151,8 @@ impl Layout {
         }
         block[self.sample_rows..][..samples.len()].copy_from_slice(samples);
         block[self.tables..][..batch.block_tables.len()].copy_from_slice(batch.block_tables);
-        let counts = [batch.positions.len().max(ids.len()), tiles, items, samples.len(), batch.seqs.len()];
+        let counts =
+            [batch.positions.len().max(ids.len()), tiles, items, samples.len(), batch.seqs.len()];
         for (word, count) in block.iter_mut().zip(counts) {
             *word = count as u32;
         }

@@ -5,9 +5,8 @@ use std::hash::Hash;
 /// Rows that decode graphs are captured for: a step takes the smallest that holds it. Close
 /// together where a step is short, since a graph computes nothing for rows that are not there but
 /// launches their blocks.
-const ROWS: [u32; 22] = [
-    1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512,
-];
+const ROWS: [u32; 22] =
+    [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512];
 
 /// The bucket of a decode step of `rows` rows, where steps have at most `rows_max`; none when it is
 /// too large for a graph.

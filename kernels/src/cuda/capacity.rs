@@ -87,7 +87,11 @@ pub fn check_fit(memory: &Measured, need: &Need, others: &[Need]) -> Result<(), 
 pub fn bytes_text(bytes: u64) -> String {
     const MIB: f64 = (1u64 << 20) as f64;
     let mib = bytes as f64 / MIB;
-    if mib >= 1024.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{:.0} MiB", mib.ceil()) }
+    if mib >= 1024.0 {
+        format!("{:.1} GiB", mib / 1024.0)
+    } else {
+        format!("{:.0} MiB", mib.ceil())
+    }
 }
 
 #[cfg(test)]

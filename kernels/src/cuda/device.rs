@@ -65,7 +65,8 @@ impl Device {
         let driver = Driver::load(&options.folders)?;
         let context = Context::new(driver, options.ordinal)?;
         let modules = load_modules(&context, options.kernels.as_ref())?;
-        let kernels = (0..NAMES.len()).map(|i| find(&modules, Entry(i))).collect::<Result<_, _>>()?;
+        let kernels =
+            (0..NAMES.len()).map(|i| find(&modules, Entry(i))).collect::<Result<_, _>>()?;
         let stream = Stream::new(&context)?;
         // Products of few rows do without, and those of many are slow but right.
         let matmul = Matmul::new(&context, &options.folders);

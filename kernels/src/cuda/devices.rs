@@ -194,7 +194,10 @@ mod tests {
             (found(vec![]), "no GPU"),
             (found(vec![device(0, (7, 5), Ok(1))]), "compute capability 7.5"),
             (found(vec![busy()]), "busy"),
-            (Survey { has_kernels: false, ..found(vec![device(0, (9, 0), Ok(1))]) }, "without CUDA"),
+            (
+                Survey { has_kernels: false, ..found(vec![device(0, (9, 0), Ok(1))]) },
+                "without CUDA",
+            ),
         ];
         for (survey, words) in cases {
             let line = survey.unusable().unwrap();

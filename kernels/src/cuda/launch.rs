@@ -177,7 +177,13 @@ pub fn silu_mul(
 
 /// `tutti_add_bias`
 #[must_use]
-pub fn add_bias(data: DevicePtr, bias: DevicePtr, width: usize, rows: usize, live: DevicePtr) -> Call {
+pub fn add_bias(
+    data: DevicePtr,
+    bias: DevicePtr,
+    width: usize,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
     wide(ADD_BIAS, width, rows, word(Args::new().ptr(data).ptr(bias), width).ptr(live))
 }
 
@@ -394,10 +400,8 @@ pub fn decode_attention(
     let blocks = shape.num_kv_heads * group.div_ceil(16);
     let attention = call(entry, (splits as usize, blocks, count), 128, args);
     let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(items).ptr(io.out);
-    let args = words(args, [shape.num_heads, shape.head_dim])
-        .u32(window(shape))
-        .u32(SPLITS_MAX)
-        .ptr(live);
+    let args =
+        words(args, [shape.num_heads, shape.head_dim]).u32(window(shape)).u32(SPLITS_MAX).ptr(live);
     Some([attention, call(DECODE_REDUCE, (shape.num_heads, count, 1), 128, args)])
 }
 

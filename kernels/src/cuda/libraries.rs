@@ -159,7 +159,8 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
     let lacking: Vec<&str> =
         library.symbols().iter().copied().filter(|name| !has(library, name)).collect();
     if let [first, others @ ..] = lacking.as_slice() {
-        let more = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+        let more =
+            if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
         return Err(missing(format!(
             "the library that was found lacks {first}{more}: it is too old for this program"
         )));

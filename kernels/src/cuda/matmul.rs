@@ -27,31 +27,30 @@ const PLANS_MAX: usize = 512;
 
 /// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Product {
+pub(super) struct Product {
     /// Rows of x.
-    pub rows: u32,
+    pub(super) rows: u32,
     /// Rows of W.
-    pub n: u32,
+    pub(super) n: u32,
     /// Columns of both.
-    pub k: u32,
+    pub(super) k: u32,
     /// From row to row of x.
-    pub x_stride: u32,
+    pub(super) x_stride: u32,
     /// From row to row of W.
-    pub w_stride: u32,
+    pub(super) w_stride: u32,
     /// From row to row of the result.
-    pub out_stride: u32,
+    pub(super) out_stride: u32,
 }
 
 impl Product {
     /// The key of its plan.
-    #[must_use]
-    pub fn key(&self) -> Self {
+    pub(super) fn key(&self) -> Self {
         Self { rows: product_bucket(self.rows), ..*self }
     }
 }
 
 /// cuBLASLt on one stream.
-pub struct Matmul {
+pub(super) struct Matmul {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceMemory,
     plans: HashMap<Product, sys::cublasLtMatmulAlgo_t>,
@@ -71,7 +70,7 @@ impl Matmul {
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] when it is not there; [`KernelError::Device`].
-    pub fn new(context: &Rc<Context>, folders: &[PathBuf]) -> Result<Self, KernelError> {
+    pub(super) fn new(context: &Rc<Context>, folders: &[PathBuf]) -> Result<Self, KernelError> {
         let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
         libraries::find(Wanted::CublasLt, folders).map_err(unusable)?;
         let workspace = DeviceMemory::new(context, WORKSPACE, "cuBLASLt's workspace")?;
@@ -85,15 +84,8 @@ impl Matmul {
     }
 
     /// Its version, as 130000.
-    #[must_use]
-    pub fn version(&self) -> usize {
+    pub(super) fn version(&self) -> usize {
         self.version
-    }
-
-    /// How many shapes have a plan.
-    #[must_use]
-    pub fn plans(&self) -> usize {
-        self.plans.len()
     }
 
     /// Computes a product in stream order.
@@ -104,7 +96,7 @@ impl Matmul {
     ///
     /// # Errors
     /// [`KernelError::Device`].
-    pub unsafe fn run(
+    pub(super) unsafe fn run(
         &mut self,
         stream: &Stream,
         product: &Product,
@@ -114,11 +106,12 @@ impl Matmul {
     ) -> Result<(), KernelError> {
         let shape = Shape::new(product)?;
         let key = product.key();
-        if let Some(algorithm) = self.plans.get(&key)
+        if let Some(algorithm) = self.plans.get(&key) {
             // SAFETY: this function's contract.
-            && unsafe { self.launch(stream, &shape, algorithm, x, w, out) }.is_ok()
-        {
-            return Ok(());
+            let launched = unsafe { self.launch(stream, &shape, algorithm, x, w, out) };
+            if launched.is_ok() {
+                return Ok(());
+            }
         }
         // No plan yet, or one that these rows are too few for.
         let algorithm = self.choose(&shape)?;
@@ -130,6 +123,10 @@ impl Matmul {
         unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }
     }
 
+    /// Runs one algorithm.
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
     unsafe fn launch(
         &self,
         stream: &Stream,
@@ -227,8 +224,7 @@ impl Shape {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let (bf16, f32) = (sys::cudaDataType_t::CUDA_R_16BF, sys::cudaDataType_t::CUDA_R_32F);
         // SAFETY: writes a handle, destroyed when `shape` is dropped.
-        let status =
-            unsafe { sys::cublasLtMatmulDescCreate(&raw mut shape.product, compute, f32) };
+        let status = unsafe { sys::cublasLtMatmulDescCreate(&raw mut shape.product, compute, f32) };
         check(status, what)?;
         let transposed = TRANSPOSED;
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
@@ -251,9 +247,8 @@ impl Shape {
         for (layout, element, rows, columns, stride) in layouts {
             let (rows, columns, stride) = (u64::from(rows), u64::from(columns), i64::from(stride));
             // SAFETY: writes a handle, destroyed when `shape` is dropped.
-            let status = unsafe {
-                sys::cublasLtMatrixLayoutCreate(layout, element, rows, columns, stride)
-            };
+            let status =
+                unsafe { sys::cublasLtMatrixLayoutCreate(layout, element, rows, columns, stride) };
             check(status, what)?;
         }
         Ok(shape)

@@ -41,7 +41,11 @@ impl DeviceMemory {
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] naming `what`.
-    pub fn new(context: &Rc<Context>, bytes: usize, what: &'static str) -> Result<Self, KernelError> {
+    pub fn new(
+        context: &Rc<Context>,
+        bytes: usize,
+        what: &'static str,
+    ) -> Result<Self, KernelError> {
         let mut ptr = 0;
         // SAFETY: a context is current; freed when `Self` is dropped.
         let status = unsafe { sys::cuMemAlloc_v2(&raw mut ptr, bytes.max(ALIGNMENT)) };
@@ -164,8 +168,9 @@ impl DeviceMemory {
         }
         let from = self.ptr.offset(at).0;
         // SAFETY: both ranges were checked; `Pinned` outlives the copy, see its `Drop`.
-        let status =
-            unsafe { sys::cuMemcpyDtoHAsync_v2(to.data.as_ptr().cast(), from, bytes, stream.raw()) };
+        let status = unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.data.as_ptr().cast(), from, bytes, stream.raw())
+        };
         check(status, "copy from the GPU")
     }
 }

@@ -123,8 +123,7 @@ impl Module {
         let wanted = CString::new(name).unwrap_or_default();
         let mut raw = std::ptr::null_mut();
         // SAFETY: the module is loaded; the name ends with a zero.
-        let status =
-            unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, wanted.as_ptr()) };
+        let status = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, wanted.as_ptr()) };
         check(status, name)?;
         let kernel = Kernel { raw, name, shared_max: shared.max(48 << 10), module: self.clone() };
         if shared > 48 << 10 {

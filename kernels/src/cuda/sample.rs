@@ -83,9 +83,10 @@ impl Results {
             let memory = DeviceMemory::new(&device.context, words * 4, what)?;
             self.top = Some((memory, Pinned::new(&device.context, words, what)?));
         }
-        Ok(self.top.as_ref().map(|(memory, _)| {
-            (memory.ptr(), memory.ptr().offset(self.rows * top as usize * 4))
-        }))
+        Ok(self
+            .top
+            .as_ref()
+            .map(|(memory, _)| (memory.ptr(), memory.ptr().offset(self.rows * top as usize * 4))))
     }
 
     /// Copies the results of `count` rows to the host, in stream order.
@@ -173,9 +174,8 @@ impl CudaBackend {
         let results = sampling.results()?;
         results.done.record(&device.stream)?;
         results.done.wait(patience)?;
-        let row = |(i, row): (usize, &SampleRow<'_>)| {
-            results.row(i, row.params.logprobs, top, vocab)
-        };
+        let row =
+            |(i, row): (usize, &SampleRow<'_>)| results.row(i, row.params.logprobs, top, vocab);
         out.extend(rows.iter().enumerate().map(row));
         Ok(())
     }
@@ -239,10 +239,8 @@ impl CudaBackend {
         let scratch = match lists.edits {
             false => None,
             true => {
-                let bytes = at_once * vocab * 4;
                 // New memory is zeroed, and the kernel leaves the counts so.
                 let (ptr, _) = sampling.edits.get(device, EDITED_ROWS * vocab * 8)?;
-                let _ = bytes;
                 Some((ptr, ptr.offset(EDITED_ROWS * vocab * 4)))
             }
         };

@@ -59,12 +59,7 @@ fn place<T>(slice: &[T]) -> Place {
 }
 
 fn batch_place(batch: &Batch<'_>) -> [Place; 4] {
-    [
-        place(batch.positions),
-        place(batch.slots),
-        place(batch.seqs),
-        place(batch.block_tables),
-    ]
+    [place(batch.positions), place(batch.slots), place(batch.seqs), place(batch.block_tables)]
 }
 
 /// The slices that a step was begun with.
@@ -170,11 +165,6 @@ impl Step {
         self.counts
     }
 
-    /// Items there are.
-    pub(super) fn actual(&self) -> Capacity {
-        self.actual
-    }
-
     /// Whether a step is under way.
     pub(super) fn is_open(&self) -> bool {
         self.mode != Mode::Loose
@@ -195,7 +185,8 @@ impl Step {
         if self.is_graph() {
             // FNV-1a over words: calls are told apart, nobody attacks this.
             for word in what.into_iter().chain([op.len() as u64, op.as_ptr().addr() as u64]) {
-                self.signature = (self.signature ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+                self.signature =
+                    (self.signature ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
             }
         }
         matches!(self.mode, Mode::Replay(_))
@@ -220,7 +211,15 @@ impl Step {
             let rows = key.rows as usize;
             Capacity { rows, seqs: rows, tiles: 0, samples: rows }
         });
-        self.stage(context, stream, capacity, inputs.ids, &inputs.batch, group, inputs.sample_rows)?;
+        self.stage(
+            context,
+            stream,
+            capacity,
+            inputs.ids,
+            &inputs.batch,
+            group,
+            inputs.sample_rows,
+        )?;
         if let Some(key) = key {
             let rows = key.rows as usize;
             let splits = key.splits;
@@ -283,7 +282,8 @@ impl Step {
         // Room for every step at once, but for block tables: moving costs all graphs.
         let most = Layout::new(largest(self.rows_most, self.rows_max.min(self.rows_most), group));
         self.reserve(context, stream, words, most.words(batch.block_tables.len()))?;
-        let (Some(block), Some((pinned, travelled))) = (&self.block, self.staging.get_mut(self.next))
+        let (Some(block), Some((pinned, travelled))) =
+            (&self.block, self.staging.get_mut(self.next))
         else {
             return Err(KernelError::Device("no memory for a step's inputs".to_owned()));
         };

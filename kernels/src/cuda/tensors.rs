@@ -383,8 +383,13 @@ mod tests {
 
     #[test]
     fn a_block_has_keys_and_values_of_all_layers() {
-        let shape =
-            KvShape { num_layers: 32, num_kv_heads: 8, head_dim: 128, block_size: 16, num_blocks: 9 };
+        let shape = KvShape {
+            num_layers: 32,
+            num_kv_heads: 8,
+            head_dim: 128,
+            block_size: 16,
+            num_blocks: 9,
+        };
         // 128 KiB a token, as for Llama 3.1 8B.
         assert_eq!(kv_block_bytes(&shape), 16 * 128 * 1024);
     }

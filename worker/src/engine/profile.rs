@@ -69,8 +69,12 @@ impl<B: Backend> Engine<B> {
             0 => vec![row; sample_rows.len()],
             _ => Vec::new(),
         };
-        let batch =
-            Batch { positions: &positions, slots: &slots, seqs: &entries, block_tables: &block_tables };
+        let batch = Batch {
+            positions: &positions,
+            slots: &slots,
+            seqs: &entries,
+            block_tables: &block_tables,
+        };
         let Self { backend, decoder, .. } = self;
         backend.begin_step(&StepInputs {
             ids: &ids,

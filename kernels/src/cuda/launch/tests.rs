@@ -18,11 +18,8 @@ fn declared() -> HashMap<String, Vec<usize>> {
             macros.insert(name.to_owned(), body.trim().to_owned());
         }
     }
-    let code: String = joined
-        .lines()
-        .filter(|line| !line.starts_with('#'))
-        .collect::<Vec<_>>()
-        .join(" ");
+    let code: String =
+        joined.lines().filter(|line| !line.starts_with('#')).collect::<Vec<_>>().join(" ");
     let mut found = HashMap::new();
     for part in code.split("__global__ void ").skip(1) {
         let (name, rest) = part.split_once('(').unwrap();
