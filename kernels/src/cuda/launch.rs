@@ -67,6 +67,7 @@ entries! {
     GATE_UP_64: "tutti_skinny_gate_up_64",
     SAMPLE: "tutti_sample",
     LOGPROBS: "tutti_logprobs",
+    ARGMAX: "tutti_argmax",
 }
 
 impl Entry {
@@ -524,6 +525,14 @@ pub fn logprobs(
         .maybe(top.map(|both| both.1));
     let args = words(args, [logits.stride, vocab]).u32(top_n).u32(top_n).maybe(None);
     call(LOGPROBS, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_argmax`
+#[must_use]
+pub fn argmax(logits: Rows, out: DevicePtr, vocab: usize, rows: usize) -> Call {
+    let args = Args::new().ptr(logits.ptr).ptr(out);
+    let args = words(args, [logits.stride, vocab]).u32(0).maybe(None);
+    call(ARGMAX, (rows, 1, 1), 1024, args)
 }
 
 #[cfg(test)]

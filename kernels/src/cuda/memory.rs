@@ -114,6 +114,19 @@ impl DeviceMemory {
         self.upload_from(stream, at, source)
     }
 
+    /// Copies the first `bytes` of `from` here, in stream order.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when they do not fit, [`KernelError::Device`].
+    pub fn copy_from(&self, stream: &Stream, from: &Self, bytes: usize) -> Result<(), KernelError> {
+        self.covers(0, bytes, "copy")?;
+        from.covers(0, bytes, "copy")?;
+        // SAFETY: both ranges were checked.
+        let status =
+            unsafe { sys::cuMemcpyDtoDAsync_v2(self.ptr.0, from.ptr.0, bytes, stream.raw()) };
+        check(status, "copy on the GPU")
+    }
+
     /// Copies host memory here and waits until it is read.
     ///
     /// # Errors

@@ -85,6 +85,7 @@ fn all() -> Vec<Call> {
         attention_any(&io, &shape(80, 8, 2), ptr, 3, ptr),
         sample(&sampling, 100, 3, None),
         logprobs(rows, ptr, ptr, None, (100, 0, 3)),
+        argmax(rows, ptr, 100, 3),
     ];
     for head_dim in HEAD_DIMS {
         let shape = shape(head_dim, 8, 2);
