@@ -16,6 +16,12 @@
 //! returns, no result needs to be there, and errors of a call may come from a later one. Both hooks
 //! do nothing by default; without them every call stands for itself. [`KernelError::Again`] from any
 //! of these calls means that the whole step, beginning with `begin_step`, is to be called once more.
+//!
+//! # One step ahead
+//! A device may also be given a step before the tokens of the one before are known, so that it never
+//! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
+//! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
+//! order of the steps. Two steps are under way at most.
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -168,6 +174,9 @@ pub struct StepInputs<'a> {
     pub sample_rows: &'a [u32],
     /// What `sample` will be called with; empty on ranks that do not sample.
     pub sampling: &'a [SampleRow<'a>],
+    /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
+    /// whose token takes the place of `ids`.
+    pub feed: &'a [u32],
     /// Nothing else will be called than one forward pass, and `lm_head` and `sample` once each if
     /// the step samples.
     pub is_plain: bool,
@@ -408,6 +417,43 @@ pub trait Backend {
         rows: &[SampleRow<'_>],
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError>;
+
+    /// Whether [`Backend::queue_sample`] and what belongs to it can be called.
+    fn queues_samples(&self) -> bool {
+        false
+    }
+
+    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. No row may
+    /// want its logits edited, or likely tokens listed.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`], [`KernelError::Unsupported`].
+    fn queue_sample(
+        &mut self,
+        logits: &Self::Buffer,
+        vocab: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<(), KernelError> {
+        let _ = (logits, vocab, rows);
+        Err(KernelError::Unsupported("samples cannot be queued here".to_owned()))
+    }
+
+    /// Whether `take_sampled` would not have to wait; true when nothing is queued.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    fn is_sampled(&mut self) -> Result<bool, KernelError> {
+        Ok(true)
+    }
+
+    /// Waits for what was queued first and not taken yet. Clears and fills `out`.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`]; [`KernelError::Shape`] when nothing is queued.
+    fn take_sampled(&mut self, out: &mut Vec<Sampled>) -> Result<(), KernelError> {
+        out.clear();
+        Err(KernelError::Shape { op: "take_sampled", message: "nothing is queued".to_owned() })
+    }
 
     /// Log-probability and rank of `targets[i]` in row `first_row + i` of `logits`, and the `top_n`
     /// most likely tokens there. Clears and fills `out`; `token` is the target.

@@ -47,12 +47,13 @@ fn a_model_is_measured_and_its_steps_become_graphs() {
     // Nothing is allocated once the first step was captured.
     let after = log.split_once("\ncapture").unwrap().1;
     assert!(!after.contains("\nalloc"), "memory is allocated while serving");
-    // A replayed step is one copy and one graph.
+    // A replayed step is one copy there, one graph, one copy back.
     let last = log.rfind("\ngraph").unwrap();
     let before = log[..last].rfind("\ngraph").unwrap();
     let step: Vec<&str> = log[before + 1..last].lines().skip(1).collect();
-    assert_eq!(step.len(), 1, "{step:?}");
-    assert!(step[0].starts_with("upload") && step[0].ends_with("pinned"), "{step:?}");
+    assert_eq!(step.len(), 2, "{step:?}");
+    assert!(step[0].starts_with("download"), "{step:?}");
+    assert!(step[1].starts_with("upload") && step[1].ends_with("pinned"), "{step:?}");
 }
 
 #[test]

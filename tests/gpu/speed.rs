@@ -1,6 +1,8 @@
 //! How fast: memory bandwidth, then decode and prefill of models of random weights in the shapes of
 //! known ones. A decode step reads all weights but the embedding, and the KV cache of its sequences:
 //! what that is of the measured read bandwidth is the figure that counts.
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::Instant;
 
 use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable};
@@ -16,6 +18,7 @@ use worker::model::rope::{RopeConfig, RopeScaling};
 use worker::model::shard::Shard;
 use worker::model::size;
 use worker::model::weights::{LayerWeights, Weights};
+use worker::rank::StepSource;
 
 use crate::{Options, Table};
 
@@ -199,6 +202,15 @@ impl Shape {
     }
 }
 
+/// Plans that wait.
+struct Plans(VecDeque<StepPlan>);
+
+impl StepSource for Plans {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        self.0.front()
+    }
+}
+
 /// Steps of one engine.
 struct Driver<'a> {
     engine: &'a mut Engine<CudaBackend>,
@@ -247,7 +259,18 @@ impl Driver<'_> {
         Ok(seqs)
     }
 
-    fn decode(&mut self, seqs: &[SeqId], at: u32) -> Result<(), String> {
+    /// Decode steps whose plans are all known, as a coordinator has the next one ready.
+    fn decode(&mut self, seqs: &[SeqId], positions: Range<u32>) -> Result<(), String> {
+        let mut plans = Plans(positions.map(|at| self.decode_plan(seqs, at)).collect());
+        while let Some(plan) = plans.0.pop_front() {
+            self.engine
+                .step_with(&plan, &mut plans, &mut Vec::new())
+                .map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    fn decode_plan(&mut self, seqs: &[SeqId], at: u32) -> StepPlan {
         let entry = |seq: &SeqId| SequenceStep {
             seq: *seq,
             start: at,
@@ -255,7 +278,13 @@ impl Driver<'_> {
             new_blocks: Vec::new(),
             sample: true,
         };
-        self.run(StepPlan { sequences: seqs.iter().map(entry).collect(), ..StepPlan::default() })
+        self.step += 1;
+        StepPlan {
+            epoch: Epoch(1),
+            step: StepId(self.step),
+            sequences: seqs.iter().map(entry).collect(),
+            ..StepPlan::default()
+        }
     }
 
     fn forget(&mut self, seqs: Vec<SeqId>) -> Result<(), String> {
@@ -282,13 +311,10 @@ fn cases(
     for &batch in sizes.batches {
         let seqs = driver.prefill(batch, sizes.context, together)?;
         // Warm, captured, and one replay.
-        for i in 0..3 {
-            driver.decode(&seqs, sizes.context + i)?;
-        }
+        let (first, warm) = (sizes.context, sizes.context + 3);
+        driver.decode(&seqs, first..warm)?;
         let began = Instant::now();
-        for i in 3..sizes.steps {
-            driver.decode(&seqs, sizes.context + i)?;
-        }
+        driver.decode(&seqs, warm..first + sizes.steps)?;
         let step = began.elapsed().as_secs_f64() / f64::from(sizes.steps - 3);
         driver.forget(seqs)?;
         let cached = u64::from(batch) * u64::from(sizes.context + sizes.steps / 2) * token;

@@ -13,6 +13,7 @@ use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use worker::engine::Engine;
+use worker::rank::StepSource;
 
 use crate::rig::{On, Rig, engine_of, fake_cuda_backend};
 
@@ -228,4 +229,92 @@ fn edited_logits_and_lists_of_likely_tokens_come_back_right() {
     }
     // The bias wins over penalties.
     assert_eq!(all[0].tokens[all[0].tokens.len() - 3..], [7, 7, 7]);
+}
+
+/// Plans that are all there from the start.
+struct Waiting(std::collections::VecDeque<StepPlan>, usize);
+
+impl StepSource for Waiting {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        self.1 += 1;
+        self.0.front()
+    }
+}
+
+/// Tokens of six sequences, of which two leave and whose order changes; with the next plan known or
+/// not.
+fn run_plans(ahead: bool) -> Vec<(u64, u32, u32)> {
+    let mut engine = engine(true);
+    let sampling = |index: u32| SamplingParams {
+        temperature: if index.is_multiple_of(2) { 0.0 } else { 1.0 },
+        seed: u64::from(index) + 9,
+        logprobs: index.is_multiple_of(3).then_some(0),
+        ..SamplingParams::greedy()
+    };
+    let mut all: Vec<Running> = (0..6).map(|i| Running::new(i + 2, sampling(i))).collect();
+    let (mut number, mut seen) = (0, Vec::new());
+    let mut batch: Vec<&mut Running> = all.iter_mut().collect();
+    step(&mut engine, &mut number, &mut batch, &mut seen);
+    let mut plans = std::collections::VecDeque::new();
+    for i in 0..12u32 {
+        number += 1;
+        let mut plan = StepPlan { epoch: Epoch(1), step: StepId(number), ..StepPlan::default() };
+        let mut order: Vec<usize> = match i {
+            0..4 => (0..6).collect(),
+            4..8 => vec![5, 0, 3, 2],
+            _ => vec![2, 3],
+        };
+        if i == 4 {
+            plan.finished = vec![all[1].seq, all[4].seq];
+        }
+        if i == 9 {
+            // An empty step: nothing can be begun behind or before it.
+            order.clear();
+        }
+        for index in order {
+            let seq = &mut all[index];
+            let start = seq.computed;
+            let mut new_blocks = Vec::new();
+            while seq.blocks * BLOCK_SIZE < start + 1 {
+                new_blocks.push(BlockId((seq.seq.0 as u32 - 1) * BLOCKS + seq.blocks));
+                seq.blocks += 1;
+            }
+            seq.computed += 1;
+            plan.sequences.push(SequenceStep {
+                seq: seq.seq,
+                start,
+                count: 1,
+                new_blocks,
+                sample: true,
+            });
+        }
+        plans.push_back(plan);
+    }
+    let mut source = Waiting(plans, 0);
+    while let Some(plan) = source.0.pop_front() {
+        let mut outputs = Vec::new();
+        if ahead {
+            engine.step_with(&plan, &mut source, &mut outputs).unwrap();
+        } else {
+            engine.step(&plan, &mut outputs).unwrap();
+        }
+        assert_eq!(outputs.len(), plan.sequences.len());
+        for (output, entry) in outputs.iter().zip(&plan.sequences) {
+            assert_eq!((output.seq, output.position), (entry.seq, entry.start + 1));
+            let logprob = output.logprobs.as_ref().map_or(0, |all| all.logprob.to_bits());
+            seen.push((output.seq.0, output.token.unwrap(), logprob));
+        }
+    }
+    // All but the first of each run of decode steps, which an empty step parts: 1 to 8, and 11.
+    assert_eq!(engine.begun_ahead(), if ahead { 9 } else { 0 });
+    assert_eq!(ahead, source.1 > 0);
+    seen
+}
+
+#[test]
+fn steps_begun_ahead_give_the_same_tokens() {
+    let known = run_plans(true);
+    assert_eq!(known, run_plans(false));
+    let tokens: std::collections::HashSet<u32> = known.iter().map(|(_, token, _)| *token).collect();
+    assert!(tokens.len() > 8, "{tokens:?}");
 }

@@ -3,10 +3,11 @@
 //!
 //! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
+mod ahead;
 mod profile;
 mod sequence;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use kernels::backend::{Batch, SeqRows, StepInputs};
@@ -17,8 +18,10 @@ use shared::protocol::{
     EngineConfig, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenLogprobs,
 };
 
+use self::ahead::Queued;
 use self::sequence::Sequence;
 use crate::model::decoder::Decoder;
+use crate::rank::{NoSteps, StepSource};
 
 /// A plan cannot be run.
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +52,9 @@ pub struct Engine<B: Backend> {
     num_blocks: u32,
     sequences: HashMap<SeqId, Sequence>,
     step: StepBuffers,
+    /// Steps whose tokens are on their way, the oldest first.
+    queued: VecDeque<Queued>,
+    begun_ahead: u64,
 }
 
 /// What a step needs, kept from step to step.
@@ -62,6 +68,8 @@ struct StepBuffers {
     /// Row of the logits of each sampled sequence, and which entry of the plan it is.
     sample_rows: Vec<u32>,
     sample_entries: Vec<usize>,
+    /// Rows of the step before whose tokens are this one's; empty when its own are known.
+    feed: Vec<u32>,
     /// Empty between steps: kept for its memory.
     sampling: Vec<SampleRow<'static>>,
     sampled: Vec<Sampled>,
@@ -92,6 +100,8 @@ impl<B: Backend> Engine<B> {
             num_blocks: 0,
             sequences: HashMap::new(),
             step: StepBuffers::default(),
+            queued: VecDeque::new(),
+            begun_ahead: 0,
         }
     }
 
@@ -110,6 +120,12 @@ impl<B: Backend> Engine<B> {
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes()
+    }
+
+    /// Steps begun while the one before was still running, so far.
+    #[must_use]
+    pub fn begun_ahead(&self) -> u64 {
+        self.begun_ahead
     }
 
     /// The sizes.
@@ -146,6 +162,7 @@ impl<B: Backend> Engine<B> {
         self.cache = None;
         self.num_blocks = 0;
         self.sequences.clear();
+        self.queued.clear();
     }
 
     /// Runs one step. On rank 0 one output is appended per sequence that samples or reports prompt
@@ -158,23 +175,39 @@ impl<B: Backend> Engine<B> {
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, EngineError> {
+        self.step_with(plan, &mut NoSteps, outputs)
+    }
+
+    /// As [`Engine::step`]; while it waits for the device it looks for the next step in `source`,
+    /// and begins that too if it can be.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn step_with(
+        &mut self,
+        plan: &StepPlan,
+        source: &mut dyn StepSource,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, EngineError> {
         let began = Instant::now();
         let _ = self.backend.take_collective_time();
-        self.admit(plan)?;
-        self.prepare(plan)?;
         let mut sampling = Duration::ZERO;
-        if self.step.ids.is_empty() {
+        if !self.is_begun(plan)? {
+            self.admit(plan)?;
+            self.prepare(plan)?;
+            if self.can_queue(plan) {
+                self.begin(plan)?;
+            }
+        }
+        if !self.queued.is_empty() {
+            self.finish(source, outputs)?;
+        } else if self.step.ids.is_empty() {
             // Nothing to compute: a sign of life, for which the ranks meet.
             self.backend.broadcast_tokens(&mut [0])?;
         } else {
             let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
-            sampling = match self.compute(plan, outputs) {
-                Err(EngineError::Kernel(KernelError::Again(reason))) => {
-                    tracing::warn!(reason, "a step is run again");
-                    self.compute(plan, outputs)?
-                }
-                result => result?,
-            };
+            sampling = self.compute(plan, outputs, false)?;
+            self.share(plan, outputs)?;
             if reports {
                 let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
                 outputs.sort_by_cached_key(|output| place(output.seq));
@@ -274,12 +307,28 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Computes the batch, samples rank 0's logits and shares the tokens; returns how long sampling
-    /// took on rank 0.
+    /// Computes the batch and samples rank 0's logits, or leaves that queued; returns how long
+    /// sampling took on rank 0.
     fn compute(
         &mut self,
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
+        queue: bool,
+    ) -> Result<Duration, EngineError> {
+        match self.try_compute(plan, outputs, queue) {
+            Err(EngineError::Kernel(KernelError::Again(reason))) => {
+                tracing::warn!(reason, "a step is run again");
+                self.try_compute(plan, outputs, queue)
+            }
+            result => result,
+        }
+    }
+
+    fn try_compute(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+        queue: bool,
     ) -> Result<Duration, EngineError> {
         let is_plain = !plan.sequences.iter().any(|entry| self.reports_prompt(entry));
         let Self { backend, decoder, sequences, step, cache, .. } = self;
@@ -308,6 +357,7 @@ impl<B: Backend> Engine<B> {
             attention: decoder.attention(),
             sample_rows: &step.sample_rows,
             sampling: &rows,
+            feed: &step.feed,
             is_plain,
         })?;
         decoder.forward(backend, cache, &step.ids, &batch)?;
@@ -319,7 +369,9 @@ impl<B: Backend> Engine<B> {
         if !step.sample_rows.is_empty() {
             let vocab = decoder.config().vocab_size;
             let logits = decoder.logits(backend, &step.sample_rows)?;
-            if samples {
+            if queue {
+                backend.queue_sample(logits, vocab, &rows)?;
+            } else if samples {
                 let began = Instant::now();
                 backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
                 sampling = began.elapsed();
@@ -327,7 +379,6 @@ impl<B: Backend> Engine<B> {
         }
         backend.end_step()?;
         step.sampling = recycle(rows);
-        self.share(plan, outputs)?;
         Ok(sampling)
     }
 
@@ -480,5 +531,6 @@ impl StepBuffers {
         self.block_tables.clear();
         self.sample_rows.clear();
         self.sample_entries.clear();
+        self.feed.clear();
     }
 }

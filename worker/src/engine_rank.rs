@@ -18,7 +18,7 @@ use crate::model::decoder::Decoder;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights;
-use crate::rank::{AbortSlot, FormError, Rank, RankReady};
+use crate::rank::{AbortSlot, FormError, NoSteps, Rank, RankReady, StepSource};
 
 /// See the module's documentation.
 pub struct EngineRank<D: Device> {
@@ -187,8 +187,17 @@ impl<D: Device> Rank for EngineRank<D> {
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
+        self.step_with(plan, &mut NoSteps, outputs)
+    }
+
+    fn step_with(
+        &mut self,
+        plan: &StepPlan,
+        source: &mut dyn StepSource,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
         let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
-        let result = loaded.engine.step(plan, outputs);
+        let result = loaded.engine.step_with(plan, source, outputs);
         result.map_err(|error| {
             if let EngineError::Kernel(error) = &error {
                 self.note(error);

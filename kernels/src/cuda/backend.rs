@@ -198,7 +198,7 @@ impl CudaBackend {
         let group = shape.num_heads / shape.num_kv_heads;
         let capacity = sizes(0, batch, group, 0);
         let Device { context, stream, .. } = &self.device;
-        self.step.stage(context, stream, capacity, &[], batch, group, &[])
+        self.step.stage(context, stream, capacity, &[], &[], batch, group, &[])
     }
 
     pub(super) fn timed<T, E: Into<KernelError>>(

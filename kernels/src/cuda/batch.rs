@@ -54,6 +54,8 @@ pub struct Layout {
     pub sample_rows: usize,
     /// TuttiSampleParams [samples]
     pub params: usize,
+    /// u32 [rows]: rows of the step before whose tokens are fed in.
+    pub feed: usize,
     /// u32, as many as there are.
     pub tables: usize,
 }
@@ -94,6 +96,7 @@ impl Layout {
             items: place(capacity.seqs),
             sample_rows: place(capacity.samples),
             params: place(capacity.samples * PARAMS),
+            feed: place(capacity.rows),
             tables: next,
         }
     }
@@ -304,6 +307,7 @@ mod tests {
                 (at.items, seqs),
                 (at.sample_rows, 3),
                 (at.params, 66),
+                (at.feed, rows),
                 (at.tables, 0),
             ];
             for pair in arrays.windows(2) {

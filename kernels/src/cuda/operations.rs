@@ -127,6 +127,7 @@ impl Backend for CudaBackend {
     fn new_kv_cache(&mut self, shape: KvShape) -> Result<CudaKvCache, KernelError> {
         self.step.forget_graphs();
         self.settle()?;
+        self.sampling.forget();
         CudaKvCache::new(&self.device.context, &self.device.stream, shape)
     }
 
@@ -141,7 +142,18 @@ impl Backend for CudaBackend {
         if sampling.reserve(device, rows)? {
             step.forget_graphs();
         }
-        step.begin(&device.context, &device.stream, inputs)
+        step.begin(&device.context, &device.stream, inputs)?;
+        if !inputs.feed.is_empty() {
+            // Tokens are words of 32 bits: two of the elements that this kernel moves.
+            let tokens = Rows { ptr: sampling.fed(inputs.feed)?, stride: 8 };
+            let ids = Rows { ptr: step.at(step.layout().ids), stride: 2 };
+            let index = step.at(step.layout().feed);
+            let call =
+                launch::gather_rows(tokens, index, ids, 2, inputs.feed.len(), DevicePtr::default());
+            // SAFETY: the rows named were sampled by the step before, and ids has room for all.
+            unsafe { device.launch(call) }?;
+        }
+        step.open(&device.stream)
     }
 
     fn end_step(&mut self) -> Result<(), KernelError> {
@@ -170,7 +182,7 @@ impl Backend for CudaBackend {
             let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
             let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
             let Device { context, stream, .. } = &self.device;
-            self.step.stage(context, stream, capacity, ids, &empty, 1, &[])?;
+            self.step.stage(context, stream, capacity, ids, &[], &empty, 1, &[])?;
         }
         if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
             || ids.is_empty()
@@ -575,6 +587,27 @@ impl Backend for CudaBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         self.sample_rows(logits, vocab, first_row, rows, out)
+    }
+
+    fn queues_samples(&self) -> bool {
+        self.world_size() == 1
+    }
+
+    fn queue_sample(
+        &mut self,
+        logits: &CudaBuffer,
+        vocab: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<(), KernelError> {
+        self.queue_rows(logits, vocab, rows)
+    }
+
+    fn is_sampled(&mut self) -> Result<bool, KernelError> {
+        self.sampling.is_done()
+    }
+
+    fn take_sampled(&mut self, out: &mut Vec<Sampled>) -> Result<(), KernelError> {
+        self.sampling.take(self.options.patience, out)
     }
 
     fn logprobs(

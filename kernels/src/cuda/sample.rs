@@ -1,4 +1,7 @@
 //! Sampling and log-probabilities on the GPU; results come back through pinned memory.
+use std::collections::VecDeque;
+use std::time::Duration;
+
 use super::backend::CudaBackend;
 use super::batch::{PARAMS, TOP_MAX, live};
 use super::device::{Device, Scratch};
@@ -16,10 +19,17 @@ const SAMPLED: usize = 4;
 /// Rows whose logits are edited at a time: each needs 8 bytes per token of the vocabulary.
 const EDITED_ROWS: usize = 32;
 
+/// Steps whose tokens may be on their way.
+const QUEUED_MAX: usize = 2;
+
 /// What sampling needs besides logits.
 #[derive(Debug)]
 pub(super) struct Sampling {
     results: Option<Results>,
+    /// Of each queued step, the oldest first: where its tokens go, and of each row whether its
+    /// log-probability is wanted.
+    queued: VecDeque<(usize, Vec<Option<u32>>)>,
+    next: usize,
     lists: Scratch,
     edits: Scratch,
 }
@@ -29,15 +39,17 @@ pub(super) struct Sampling {
 struct Results {
     rows: usize,
     device: DeviceMemory,
-    host: Pinned<u32>,
+    /// One for each step that may be under way.
+    host: [(Pinned<u32>, Event); QUEUED_MAX],
     top: Option<(DeviceMemory, Pinned<u32>)>,
-    done: Event,
 }
 
 impl Sampling {
     pub(super) fn new() -> Self {
         Self {
             results: None,
+            queued: VecDeque::new(),
+            next: 0,
             lists: Scratch::new("sampling's lists"),
             edits: Scratch::new("edited logits"),
         }
@@ -52,14 +64,56 @@ impl Sampling {
         let rows = rows.max(512);
         device.stream.synchronize()?;
         let context = &device.context;
+        let host = || -> Result<_, KernelError> {
+            let what = "pinned memory for sampled tokens";
+            Ok((Pinned::new(context, rows * SAMPLED, what)?, Event::new(context, false)?))
+        };
+        self.queued.clear();
         self.results = Some(Results {
             rows,
             device: DeviceMemory::new(context, rows * SAMPLED * 4, "sampled tokens")?,
-            host: Pinned::new(context, rows * SAMPLED, "pinned memory for sampled tokens")?,
+            host: [host()?, host()?],
             top: None,
-            done: Event::new(context, false)?,
         });
         Ok(true)
+    }
+
+    /// Where the tokens are that the step before sampled, whose rows `feed` names.
+    pub(super) fn fed(&mut self, feed: &[u32]) -> Result<DevicePtr, KernelError> {
+        let rows = self.queued.back().map_or(0, |(_, rows)| rows.len());
+        let most = feed.iter().max().map_or(0, |&row| row as usize + 1);
+        ensure!("begin_step", most <= rows, "row {} of {rows} queued ones is fed", most - 1);
+        Ok(self.results()?.device.ptr())
+    }
+
+    /// Whether the oldest queued tokens are there.
+    pub(super) fn is_done(&mut self) -> Result<bool, KernelError> {
+        let Some(&(slot, _)) = self.queued.front() else { return Ok(true) };
+        self.results()?.host[slot].1.is_done()
+    }
+
+    /// Fetches the oldest queued tokens.
+    pub(super) fn take(
+        &mut self,
+        patience: Duration,
+        out: &mut Vec<Sampled>,
+    ) -> Result<(), KernelError> {
+        out.clear();
+        let Some((slot, wanted)) = self.queued.pop_front() else {
+            return Err(KernelError::Shape {
+                op: "take_sampled",
+                message: "nothing is queued".to_owned(),
+            });
+        };
+        let results = self.results()?;
+        results.host[slot].1.wait(patience)?;
+        out.extend((0..wanted.len()).map(|i| results.row(slot, i, wanted[i], 0, 0)));
+        Ok(())
+    }
+
+    /// Forgets what is queued: its steps are over.
+    pub(super) fn forget(&mut self) {
+        self.queued.clear();
     }
 
     fn results(&mut self) -> Result<&mut Results, KernelError> {
@@ -90,8 +144,15 @@ impl Results {
     }
 
     /// Copies the results of `count` rows to the host, in stream order.
-    fn download(&mut self, device: &Device, count: usize, top: u32) -> Result<(), KernelError> {
-        self.device.download_pinned(&device.stream, 0, &mut self.host, count * SAMPLED)?;
+    fn download(
+        &mut self,
+        device: &Device,
+        slot: usize,
+        count: usize,
+        top: u32,
+    ) -> Result<(), KernelError> {
+        let (host, done) = &mut self.host[slot];
+        self.device.download_pinned(&device.stream, 0, host, count * SAMPLED)?;
         if let Some((memory, host)) = &mut self.top
             && top > 0
         {
@@ -99,12 +160,12 @@ impl Results {
             let words = self.rows * top as usize * 2;
             memory.download_pinned(&device.stream, 0, host, words)?;
         }
-        Ok(())
+        done.record(&device.stream)
     }
 
     /// Row `i` as the caller wants it, with at most `top_n` of the `stride` most likely tokens.
-    fn row(&self, i: usize, top_n: Option<u32>, stride: u32, vocab: usize) -> Sampled {
-        let words = &self.host.as_slice()[i * SAMPLED..][..SAMPLED];
+    fn row(&self, slot: usize, i: usize, top_n: Option<u32>, stride: u32, vocab: usize) -> Sampled {
+        let words = &self.host[slot].0.as_slice()[i * SAMPLED..][..SAMPLED];
         let corrupted = words[1] != 0;
         let mut sampled = Sampled {
             token: if corrupted { 0 } else { words[0] },
@@ -114,7 +175,9 @@ impl Results {
         let Some(top_n) = top_n.filter(|_| !corrupted) else { return sampled };
         sampled.logprob = f32::from_bits(words[2]);
         sampled.rank = words[3];
-        if let Some((_, host)) = &self.top {
+        if let Some((_, host)) = &self.top
+            && stride > 0
+        {
             let host = host.as_slice();
             let (ids, logprobs) = host.split_at((self.rows * stride as usize).min(host.len()));
             let at = i * stride as usize;
@@ -161,22 +224,62 @@ impl CudaBackend {
         if rows.is_empty() {
             return Ok(());
         }
-        let staged = first_row == 0 && self.step.has_sampling(rows);
-        if staged && self.step.samples_within() {
-            self.sample_in_graph(at, vocab)?;
-        } else {
-            self.step.close(&self.device.stream)?;
-            self.sample_now(at, vocab, rows, staged)?;
-        }
+        let slot = self.launch_sampling(at, vocab, first_row, rows)?;
         let top = self.step.lists.top;
         let patience = self.options.patience;
-        let Self { sampling, device, .. } = self;
-        let results = sampling.results()?;
-        results.done.record(&device.stream)?;
-        results.done.wait(patience)?;
-        let row =
-            |(i, row): (usize, &SampleRow<'_>)| results.row(i, row.params.logprobs, top, vocab);
+        let results = self.sampling.results()?;
+        results.host[slot].1.wait(patience)?;
+        let row = |(i, row): (usize, &SampleRow<'_>)| {
+            results.row(slot, i, row.params.logprobs, top, vocab)
+        };
         out.extend(rows.iter().enumerate().map(row));
+        Ok(())
+    }
+
+    /// Samples and sends the results on their way; says in which slot they will be.
+    fn launch_sampling(
+        &mut self,
+        logits: Rows,
+        vocab: usize,
+        first_row: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<usize, KernelError> {
+        let staged = first_row == 0 && self.step.has_sampling(rows);
+        if staged && self.step.samples_within() {
+            self.sample_in_graph(logits, vocab)?;
+        } else {
+            self.step.close(&self.device.stream)?;
+            self.sample_now(logits, vocab, rows, staged)?;
+        }
+        let top = self.step.lists.top;
+        let Self { sampling, device, .. } = self;
+        let slot = sampling.next;
+        sampling.next = (slot + 1) % QUEUED_MAX;
+        // Of queued tokens too: the slot that is taken is the older one's, which has been taken.
+        let is_free = sampling.queued.iter().all(|(queued, _)| *queued != slot);
+        ensure!("sample", is_free, "{QUEUED_MAX} steps are queued already");
+        sampling.results()?.download(device, slot, rows.len(), top)?;
+        Ok(slot)
+    }
+
+    /// As `sample_rows`, but leaves the tokens on their way.
+    pub(super) fn queue_rows(
+        &mut self,
+        logits: &CudaBuffer,
+        vocab: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<(), KernelError> {
+        let op = "queue_sample";
+        let at = check(op, logits, vocab, 0, rows.len())?;
+        let lists = &self.step.lists;
+        ensure!(
+            op,
+            self.step.has_sampling(rows) && !lists.edits && lists.top == 0 && !rows.is_empty(),
+            "the rows are not the step's, or want edits or lists"
+        );
+        let slot = self.launch_sampling(at, vocab, 0, rows)?;
+        let wanted = rows.iter().map(|row| row.params.logprobs).collect();
+        self.sampling.queued.push_back((slot, wanted));
         Ok(())
     }
 
@@ -201,7 +304,6 @@ impl CudaBackend {
             let call = launch::sample(&io, vocab, count, Some(live));
             // SAFETY: logits have as many rows; results have room for the largest graph.
             unsafe { device.launch(call) }?;
-            results.download(device, count, 0)?;
         }
         self.step.close(&self.device.stream)
     }
@@ -264,7 +366,7 @@ impl CudaBackend {
             // SAFETY: rows were checked; every list and result has room for them.
             unsafe { device.launch(launch::sample(&io, vocab, count, None)) }?;
         }
-        results.download(device, rows.len(), top_n)
+        Ok(())
     }
 
     pub(super) fn score_rows(
@@ -299,11 +401,12 @@ impl CudaBackend {
         let call = launch::logprobs(at, list, results.device.ptr(), top, sizes);
         // SAFETY: rows and targets were checked; results have room for them.
         unsafe { device.launch(call) }?;
-        results.download(device, targets.len(), top_n)?;
-        results.done.record(&device.stream)?;
-        results.done.wait(patience)?;
+        ensure!(op, sampling.queued.is_empty(), "a step is queued");
+        let results = sampling.results()?;
+        results.download(device, 0, targets.len(), top_n)?;
+        results.host[0].1.wait(patience)?;
         out.extend(targets.iter().enumerate().map(|(i, target)| {
-            let mut sampled = results.row(i, Some(top_n), top_n, vocab);
+            let mut sampled = results.row(0, i, Some(top_n), top_n, vocab);
             sampled.token = if sampled.corrupted { 0 } else { *target };
             sampled
         }));

@@ -90,6 +90,8 @@ pub(super) struct Step {
     /// Why there are none, when they were given up.
     graphs_off: Option<String>,
     mode: Mode,
+    /// What the mode will be once the step is open.
+    planned: Mode,
     signature: u64,
     identity: Identity,
     /// Bounds that the step's batch was found to keep: every layer asks.
@@ -113,6 +115,7 @@ impl Step {
             graphs: StagedCache::new(GRAPHS_MAX),
             graphs_off: (!graphs).then(|| "they are switched off".to_owned()),
             mode: Mode::Loose,
+            planned: Mode::Loose,
             signature: 0,
             identity: Identity::default(),
             checked: Vec::new(),
@@ -203,6 +206,10 @@ impl Step {
         self.abandon(stream);
         let shape = inputs.attention;
         let group = shape.num_heads / shape.num_kv_heads.max(1);
+        if !inputs.feed.is_empty() && inputs.feed.len() != inputs.ids.len() {
+            let message = format!("{} rows are fed of {}", inputs.feed.len(), inputs.ids.len());
+            return Err(KernelError::Shape { op: "begin_step", message });
+        }
         self.lists.pack(inputs.sampling)?;
         let found = sizes(inputs.ids.len(), &inputs.batch, group, inputs.sample_rows.len());
         let key = self.key(inputs, &found);
@@ -211,15 +218,8 @@ impl Step {
             let rows = key.rows as usize;
             Capacity { rows, seqs: rows, tiles: 0, samples: rows }
         });
-        self.stage(
-            context,
-            stream,
-            capacity,
-            inputs.ids,
-            &inputs.batch,
-            group,
-            inputs.sample_rows,
-        )?;
+        let (ids, feed, samples) = (inputs.ids, inputs.feed, inputs.sample_rows);
+        self.stage(context, stream, capacity, ids, feed, &inputs.batch, group, samples)?;
         if let Some(key) = key {
             let rows = key.rows as usize;
             let splits = key.splits;
@@ -231,16 +231,23 @@ impl Step {
             sample_rows: place(inputs.sample_rows),
             sampling: place(inputs.sampling),
         };
-        self.mode = match (key, stage) {
-            (Some(key), Some(Stage::Make)) => {
-                stream.begin_capture().inspect_err(|error| {
-                    self.give_up_graphs(&error.to_string());
-                })?;
-                Mode::Record(key)
-            }
+        self.planned = match (key, stage) {
+            (Some(key), Some(Stage::Make)) => Mode::Record(key),
             (Some(key), Some(Stage::Use)) => Mode::Replay(key),
             _ => Mode::Eager,
         };
+        Ok(())
+    }
+
+    /// From here on calls are the step's. What is launched between [`Step::begin`] and this is
+    /// no part of its graph.
+    pub(super) fn open(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        if let Mode::Record(_) = self.planned {
+            stream.begin_capture().inspect_err(|error| {
+                self.give_up_graphs(&error.to_string());
+            })?;
+        }
+        self.mode = self.planned;
         Ok(())
     }
 
@@ -273,6 +280,7 @@ impl Step {
         stream: &Stream,
         capacity: Capacity,
         ids: &[u32],
+        feed: &[u32],
         batch: &Batch<'_>,
         group: usize,
         samples: &[u32],
@@ -292,8 +300,11 @@ impl Step {
         let staged = &mut pinned.as_mut_slice()[..words];
         layout.fill(staged, ids, batch, group, samples)?;
         let params = &self.lists.params;
-        if params.len() <= layout.tables - layout.params {
+        if params.len() <= layout.feed - layout.params {
             staged[layout.params..][..params.len()].copy_from_slice(params);
+        }
+        if feed.len() <= layout.tables - layout.feed {
+            staged[layout.feed..][..feed.len()].copy_from_slice(feed);
         }
         block.upload_pinned(stream, 0, pinned, words)?;
         travelled.record(stream)?;

@@ -82,6 +82,7 @@ impl<B: Backend> Engine<B> {
             attention: decoder.attention(),
             sample_rows: &sample_rows,
             sampling: &sampling,
+            feed: &[],
             is_plain: true,
         })?;
         decoder.forward(backend, cache, &ids, &batch)?;
