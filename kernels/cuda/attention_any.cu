@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(128)
                         const uint32_t* block_tables, tutti_bf16* out, uint32_t num_heads,
                         uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift,
                         uint32_t window, float scale, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     const uint32_t head = blockIdx.y * WARPS + threadIdx.x / 32;
     const uint32_t lane = threadIdx.x % 32;

@@ -81,8 +81,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     SHARED_ARRAY(float, totals, WARPS * 16);
     SHARED_ARRAY(float, mixed, WARPS * 16 * HEAD_DIM);
 
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t item = blockIdx.z;
     if (!is_live(live, item)) {
         return;
@@ -126,8 +126,14 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     float sums[SETS][8][4] = {};
     Running row[2];
 
+    // Looked up a round ahead, so that K and V need not wait for it.
+    const auto block_of = [&](uint32_t tile) {
+        return tile_in_block && tile < end ? pages.block_start(tile >> block_shift) : 0;
+    };
+    size_t next_block = block_of(first + warp * TILE);
     for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
-        const size_t block = tile_in_block ? pages.block_start(tile >> block_shift) : 0;
+        const size_t block = next_block;
+        next_block = block_of(tile + WARPS * TILE);
         // Tokens that are not seen are read as one that is: nothing else may be in memory there.
         const auto token = [&](uint32_t i) {
             uint32_t position = tile + i;
@@ -292,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(128)
                         const uint32_t* items, tutti_bf16* out, uint32_t num_heads,
                         uint32_t head_dim, uint32_t window, uint32_t max_splits,
                         const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t head = blockIdx.x;
     const uint32_t item = blockIdx.y;
     if (!is_live(live, item)) {

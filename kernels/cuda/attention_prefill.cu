@@ -3,8 +3,8 @@
 //   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
 //
 // A block computes a tile of 64 queries of one sequence and KV head: rows times the heads of the
-// group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come in
-// tiles of 64 tokens through shared memory, two of them, the next being copied in the background
+// group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come
+// in tiles of 64 tokens through shared memory, two of them, the next being copied in the background
 // while one is computed with. The running softmax is FlashAttention 2's.
 //
 // Tiles of tokens begin at multiples of 64 of the position, and one that a query does not see
@@ -43,15 +43,24 @@ __device__ __forceinline__ void load_tokens(tutti_bf16* k_tile, tutti_bf16* v_ti
                                             const Pages& pages, uint32_t first, uint32_t low,
                                             uint32_t high) {
     using T = Tile<HEAD_DIM>;
-    for (uint32_t i = threadIdx.x; i < TOKENS * T::PIECES; i += THREADS) {
-        const uint32_t row = i / T::PIECES;
-        const uint32_t piece = i % T::PIECES;
-        const uint32_t position = first + row;
+    constexpr uint32_t COUNT = TOKENS * T::PIECES / THREADS;
+    // All look-ups in the block table first, so that they wait for memory together.
+    size_t from[COUNT];
+#pragma unroll
+    for (uint32_t i = 0; i < COUNT; i++) {
+        uint32_t position = first + (threadIdx.x + i * THREADS) / T::PIECES;
+        position = position < low ? low : position;
+        position = position < high ? position : high - 1;
+        from[i] = pages.token(position) * HEAD_DIM;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < COUNT; i++) {
+        const uint32_t row = (threadIdx.x + i * THREADS) / T::PIECES;
+        const uint32_t piece = (threadIdx.x + i * THREADS) % T::PIECES;
         // What no query of this tile sees becomes zero: it may be anything in memory.
-        const bool seen = position >= low && position < high;
-        const size_t from = seen ? pages.token(position) * HEAD_DIM + piece * 8 : 0;
-        copy_async(k_tile + T::at(row, piece), k_cache + from, seen);
-        copy_async(v_tile + T::at(row, piece), v_cache + from, seen);
+        const bool seen = first + row >= low && first + row < high;
+        copy_async(k_tile + T::at(row, piece), k_cache + from[i] + piece * 8, seen);
+        copy_async(v_tile + T::at(row, piece), v_cache + from[i] + piece * 8, seen);
     }
 }
 
@@ -65,8 +74,8 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     tutti_bf16* k_tiles = q_tile + QUERIES * HEAD_DIM;
     tutti_bf16* v_tiles = k_tiles + 2 * TOKENS * HEAD_DIM;
 
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     if (!is_live(live, blockIdx.x)) {
         return;
     }
@@ -222,7 +231,7 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
 }  // namespace tutti
 
 #define PREFILL(head_dim)                                                                          \
-    extern "C" __global__ void __launch_bounds__(128)                                              \
+    extern "C" __global__ void __launch_bounds__(128, 2)                                           \
         tutti_prefill_attention_##head_dim(TUTTI_PREFILL_ARGUMENTS) {                              \
         tutti::prefill<head_dim>(q, k_cache, v_cache, seqs, tiles, block_tables, out, num_heads,   \
                                  num_kv_heads, block_shift, window, scale, live);                  \

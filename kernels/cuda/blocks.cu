@@ -21,8 +21,8 @@ using namespace tutti;
 extern "C" __global__ void __launch_bounds__(256)
     tutti_copy_blocks(tutti_bf16* cache, const uint32_t* pairs, uint64_t plane_stride,
                       uint32_t block_elements, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     if (!is_live(live, blockIdx.x)) {
         return;
     }
@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     tutti_blocks_out(const tutti_bf16* cache, const uint32_t* blocks, tutti_bf16* staging,
                      uint64_t plane_stride, uint32_t block_elements, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     if (!is_live(live, blockIdx.x)) {
         return;
     }
@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     tutti_blocks_in(tutti_bf16* cache, const uint32_t* blocks, const tutti_bf16* staging,
                     uint64_t plane_stride, uint32_t block_elements, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     if (!is_live(live, blockIdx.x)) {
         return;
     }

@@ -24,7 +24,9 @@ __device__ __forceinline__ void wait_for_predecessors() {
 #endif
 }
 
-// Lets the next kernel be scheduled while this one still runs.
+// Lets the next kernel's blocks start once all of this one's have: called first of all, so that
+// the weights of a product are on their way while smaller kernels before it still run. Its own wait
+// is for this kernel's end, which comes after this kernel's wait, so nothing is read too early.
 __device__ __forceinline__ void release_successors() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -106,7 +108,9 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
 }
 
 // Closes a group of this thread's copies.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until all of this thread's groups but the last `pending` are there.
 template <int pending>

@@ -108,8 +108,8 @@ template <class Input>
 __device__ __forceinline__ void silu_mul(const Input* input, const float* bias, tutti_bf16* out,
                                          uint32_t inner, uint32_t out_stride,
                                          const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.y;
     const uint32_t first = first_of_tile();
     if (!is_live(live, row) || first >= inner) {
@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(256)
     tutti_embed(const uint32_t* ids, const tutti_bf16* table, float* out, uint32_t width,
                 uint32_t table_stride, uint32_t first_id, uint32_t table_rows,
                 const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
@@ -184,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(512)
     tutti_add_rmsnorm(float* residual, const float* delta, const float* weight, tutti_bf16* out,
                       uint32_t width, uint32_t out_stride, float eps, const uint32_t* live) {
     SHARED_ARRAY(float, scratch, NORM_WARPS);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
@@ -271,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t first = first_of_tile();
     if (!is_live(live, blockIdx.y) || first >= width) {
         return;
@@ -289,8 +289,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_add(float* sum, const float* other, uint32_t width, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t first = first_of_tile();
     if (!is_live(live, blockIdx.y) || first >= width) {
         return;
@@ -308,8 +308,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     tutti_tree_sum(const float* parts, float* out, uint32_t ranks, uint64_t part_stride,
                    uint32_t width, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t first = first_of_tile();
     if (!is_live(live, blockIdx.y) || first >= width) {
         return;
@@ -355,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     tutti_gather_rows(const tutti_bf16* in, const uint32_t* rows, tutti_bf16* out, uint32_t width,
                       uint32_t in_stride, uint32_t out_stride, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t first = first_of_tile();
     if (!is_live(live, blockIdx.y) || first >= width) {
         return;
@@ -375,8 +375,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     tutti_copy_columns(const tutti_bf16* in, tutti_bf16* out, uint32_t first, uint32_t width,
                        uint32_t in_stride, uint32_t out_stride, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t at = first_of_tile();
     if (!is_live(live, blockIdx.y) || at >= width) {
         return;
@@ -391,8 +391,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     tutti_interleave_ranks(const float* gathered, float* full, uint32_t rows, uint32_t width,
                            uint32_t full_stride, const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t first = first_of_tile();
     const uint32_t row = blockIdx.y;
     const uint32_t rank = blockIdx.z;
@@ -413,8 +413,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_to_bf16(const float* in, tutti_bf16* out, uint64_t n) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
     for (uint64_t i = first; i < first + 4 && i < n; i++) {
         out[i] = to_bf16(in[i]);
@@ -423,8 +423,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
     for (uint64_t i = first; i < first + 4 && i < n; i++) {
         out[i] = from_bf16(in[i]);

@@ -17,8 +17,10 @@
  *   captured in a graph.
  * - A result depends on its own row or sequence, the shapes of weights and constants of the model:
  *   never on what else is in the batch, on the grid, or on the order of blocks.
- * - Every kernel begins by waiting for the kernels before it (griddepcontrol.wait), so launches may
- *   have the attribute programmatic-stream-serialization. Without it that is a no-op.
+ * - Every kernel begins by releasing the next and waiting for those before it (griddepcontrol), so
+ *   launches may have the attribute programmatic-stream-serialization. Without it, and before
+ *   sm_90, that does nothing. Only weights of matrix products are read before the wait, so what
+ *   writes those must not be in the same stream without a full dependency in between.
  * - Static shared memory is not listed. `shared` is the dynamic shared memory to launch with; above
  *   48 KiB the host must raise the function's limit first.
  */

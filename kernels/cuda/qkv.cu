@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(256)
                      tutti_bf16* k_cache, tutti_bf16* v_cache, uint32_t num_heads,
                      uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift, float eps,
                      const uint32_t* live) {
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t head = blockIdx.y * WARPS + threadIdx.x / 32;

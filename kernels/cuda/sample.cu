@@ -28,18 +28,16 @@ struct RowSummary {
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
 // Looks at all logits of a row.
-__device__ __forceinline__ RowSummary summarize(const float* logits, uint32_t vocab,
-                                                SelectScratch& s) {
+__device__ __forceinline__ RowSummary summarize(const Tokens& row, SelectScratch& s) {
     u64 best = 0;
     bool bad = false;
     bool any = false;
-    for (uint32_t i = threadIdx.x; i < vocab; i += THREADS) {
-        const float x = logits[i];
+    row.each([&](float x, uint32_t id) {
         // Written so that NaN is bad.
         bad = bad || !(x < INFINITY);
         any = any || x > -INFINITY;
-        best = larger(best, order_key(x, i));
-    }
+        best = larger(best, order_key(x, id));
+    });
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
         best = larger(best, __shfl_xor_sync(ALL_LANES, best, distance));
@@ -157,9 +155,7 @@ __device__ __forceinline__ uint32_t collect(const Tokens& tokens, u64 floor, flo
         s.length = 0;
     }
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < tokens.count; i += THREADS) {
-        const float x = tokens.logits[i];
-        const uint32_t id = tokens.id(i);
+    tokens.each([&](float x, uint32_t id) {
         if (order_key(x, id) >= floor) {
             const uint32_t at = atomicAdd(&s.length, 1u);
             if (at < capacity) {
@@ -167,7 +163,7 @@ __device__ __forceinline__ uint32_t collect(const Tokens& tokens, u64 floor, flo
                 ids[at] = id;
             }
         }
-    }
+    });
     __syncthreads();
     const uint32_t length = s.length < capacity ? s.length : capacity;
     __syncthreads();
@@ -175,17 +171,26 @@ __device__ __forceinline__ uint32_t collect(const Tokens& tokens, u64 floor, flo
 }
 
 // The token at `bits` / 2^53 of the way through the weights in order of id.
-__device__ __forceinline__ uint32_t draw_by_id(const float* logits, uint32_t vocab,
-                                               const Weights& weights, u64 bits,
+__device__ __forceinline__ uint32_t draw_by_id(const Tokens& row, const Weights& weights, u64 bits,
                                                SelectScratch& s) {
-    // Every warp has a part of the row, of whole 32s.
+    // Every warp has a part of the row, of whole 128s; a lane 4 of each.
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t part = divide_up(divide_up(vocab, 32), 32) * 32;
+    const uint32_t part = divide_up(divide_up(row.count, 32), 128) * 128;
     const uint32_t start = threadIdx.x / 32 * part;
-    const uint32_t end = start + part < vocab ? start + part : vocab;
+    const uint32_t end = start + part < row.count ? start + part : row.count;
+    // A token that is not there has the logit -infinity, hence no weight.
+    const auto weights_of = [&](uint32_t first, u64 (&w)[4]) {
+        const float4 x = row.four(first);
+        w[0] = weights.of(x.x, order_key(x.x, first));
+        w[1] = weights.of(x.y, order_key(x.y, first + 1));
+        w[2] = weights.of(x.z, order_key(x.z, first + 2));
+        w[3] = weights.of(x.w, order_key(x.w, first + 3));
+    };
     u64 sum = 0;
-    for (uint32_t i = start + lane; i < end; i += 32) {
-        sum += weights.of(logits[i], order_key(logits[i], i));
+    for (uint32_t i = start + 4 * lane; i < end; i += 128) {
+        u64 w[4];
+        weights_of(i, w);
+        sum += (w[0] + w[1]) + (w[2] + w[3]);
     }
     u64 total;
     const u64 before_thread = block_sum_before(sum, s, &total);
@@ -196,19 +201,26 @@ __device__ __forceinline__ uint32_t draw_by_id(const float* logits, uint32_t voc
     if (before <= target && target < before + mine) {
         u64 so_far = before;
         bool found = false;
-        for (uint32_t i = start; i < end && !found; i += 32) {
-            const uint32_t id = i + lane;
-            const u64 weight =
-                id < end ? weights.of(logits[id], order_key(logits[id], id)) : 0;
-            const u64 cumulated = so_far + warp_running_sum(weight);
+        for (uint32_t i = start; i < end && !found; i += 128) {
+            u64 w[4];
+            weights_of(i + 4 * lane, w);
+            const u64 own = (w[0] + w[1]) + (w[2] + w[3]);
+            u64 cumulated = so_far + warp_running_sum(own);
+            so_far = __shfl_sync(ALL_LANES, cumulated, 31);
             const uint32_t above = __ballot_sync(ALL_LANES, cumulated > target);
             if (above != 0) {
                 found = true;
                 if (lane == static_cast<uint32_t>(__ffs(above)) - 1) {
+                    cumulated -= own;
+                    uint32_t id = i + 4 * lane;
+#pragma unroll
+                    for (uint32_t j = 0; j < 3; j++) {
+                        cumulated += w[j];
+                        id += cumulated > target ? 0 : 1;
+                    }
                     s.found = id;
                 }
             }
-            so_far = __shfl_sync(ALL_LANES, cumulated, 31);
         }
     }
     __syncthreads();
@@ -218,20 +230,20 @@ __device__ __forceinline__ uint32_t draw_by_id(const float* logits, uint32_t voc
 }
 
 // Draws a token; `best` is the largest order key of the row.
-__device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const float* logits,
-                                         uint32_t vocab, u64 best, SelectScratch& s,
-                                         float* list_logits, uint32_t* list_ids) {
+__device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Tokens& row, u64 best,
+                                         SelectScratch& s, float* list_logits,
+                                         uint32_t* list_ids) {
     Weights weights;
-    weights.max = logits[id_of(best)];
+    weights.max = row.logits[id_of(best)];
     weights.log2_per_unit = 1.4426950408889634 / static_cast<double>(p.temperature);
     weights.min_p = p.min_p;
     weights.floor = 0;
     const u64 bits = random_bits(p.seed, p.choice, p.position);
-    const bool cuts_rank = p.top_k > 0 && p.top_k < vocab;
+    const bool cuts_rank = p.top_k > 0 && p.top_k < row.count;
     if (!cuts_rank && !(p.top_p < 1.0f)) {
-        return draw_by_id(logits, vocab, weights, bits, s);
+        return draw_by_id(row, weights, bits, s);
     }
-    Tokens tokens = {logits, nullptr, vocab};
+    Tokens tokens = row;
     if (cuts_rank) {
         const uint32_t k = p.top_k;
         weights.floor = select_token(
@@ -239,7 +251,7 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const float
             [=](u64) { return u64{k}; }, s);
         if (k <= LIST_MAX && weights.floor != 0) {
             const uint32_t n = collect(tokens, weights.floor, list_logits, list_ids, LIST_MAX, s);
-            tokens = {list_logits, list_ids, n};
+            tokens = {list_logits, list_ids, n, false};
         }
     }
     if (p.top_p < 1.0f) {
@@ -261,19 +273,17 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const float
 
 // Log-probability and rank of `token`, and the most likely tokens. The row is sound, `best` its
 // largest order key.
-__device__ __forceinline__ void score(const float* logits, uint32_t vocab, u64 best,
-                                      uint32_t token, uint32_t top_n, TuttiSampled* out,
-                                      uint32_t* top_ids, float* top_logprobs, SelectScratch& s,
-                                      float* list_logits, uint32_t* list_ids) {
-    const float max = logits[id_of(best)];
-    const float own = logits[token];
+__device__ __forceinline__ void score(const Tokens& row, u64 best, uint32_t token, uint32_t top_n,
+                                      TuttiSampled* out, uint32_t* top_ids, float* top_logprobs,
+                                      SelectScratch& s, float* list_logits, uint32_t* list_ids) {
+    const float max = row.logits[id_of(best)];
+    const float own = row.logits[token];
     double sum = 0.0;
     u64 better = 0;
-    for (uint32_t i = threadIdx.x; i < vocab; i += THREADS) {
-        const float x = logits[i];
+    row.each([&](float x, uint32_t id) {
         sum += static_cast<double>(expf(x - max));
-        better += x > own || (x == own && i < token) ? 1 : 0;
-    }
+        better += x > own || (x == own && id < token) ? 1 : 0;
+    });
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
         sum += __shfl_xor_sync(ALL_LANES, sum, distance);
@@ -298,10 +308,9 @@ __device__ __forceinline__ void score(const float* logits, uint32_t vocab, u64 b
     if (top_n == 0) {
         return;
     }
-    const Tokens tokens = {logits, nullptr, vocab};
     const u64 floor = select_token(
-        tokens, [](float, u64) { return u64{1}; }, [=](u64) { return u64{top_n}; }, s);
-    const uint32_t n = collect(tokens, floor, list_logits, list_ids, top_n, s);
+        row, [](float, u64) { return u64{1}; }, [=](u64) { return u64{top_n}; }, s);
+    const uint32_t n = collect(row, floor, list_logits, list_ids, top_n, s);
     if (threadIdx.x < n) {
         const float x = list_logits[threadIdx.x];
         const uint32_t id = list_ids[threadIdx.x];
@@ -326,7 +335,7 @@ __device__ __forceinline__ uint32_t tops(uint32_t wanted, uint32_t vocab, uint32
 
 using namespace tutti;
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
     tutti_sample(const float* logits, const TuttiSampleParams* params, const TuttiIdValue* biases,
                  const uint32_t* ids, float* edited, uint32_t* counts, TuttiSampled* out,
                  uint32_t* top_ids, float* top_logprobs, uint32_t stride, uint32_t vocab,
@@ -334,8 +343,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     SHARED_ARRAY(SelectScratch, scratch, 1);
     SHARED_ARRAY(float, list_logits, LIST_MAX);
     SHARED_ARRAY(uint32_t, list_ids, LIST_MAX);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
@@ -343,19 +352,18 @@ extern "C" __global__ void __launch_bounds__(1024)
     SelectScratch& s = scratch[0];
     const float* own = logits + static_cast<size_t>(row) * stride;
     const TuttiSampleParams p = params[row];
-    const RowSummary plain = summarize(own, vocab, s);
+    const Tokens given = row_of_tokens(own, vocab, stride);
+    const RowSummary plain = summarize(given, s);
     RowSummary summary = plain;
-    const float* used = own;
+    Tokens used = given;
     const bool edits = (p.bias_len | p.suppress_len | p.prompt_len | p.output_len) != 0;
     if (plain.sound && edits) {
         float* copy = edited + static_cast<size_t>(row) * vocab;
-        for (uint32_t i = threadIdx.x; i < vocab; i += THREADS) {
-            copy[i] = own[i];
-        }
+        given.each([&](float x, uint32_t id) { copy[id] = x; });
         __syncthreads();
         edit(p, biases, ids, copy, counts + static_cast<size_t>(row) * vocab, vocab);
-        used = copy;
-        summary = summarize(copy, vocab, s);
+        used = row_of_tokens(copy, vocab, vocab);
+        summary = summarize(used, s);
     }
     if (threadIdx.x == 0) {
         out[row] = {0, summary.sound ? 0u : 1u, 0.0f, 0};
@@ -365,33 +373,34 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
     const uint32_t token = p.temperature <= 0.0f
                                ? id_of(summary.best)
-                               : draw(p, used, vocab, summary.best, s, list_logits, list_ids);
+                               : draw(p, used, summary.best, s, list_logits, list_ids);
     if (threadIdx.x == 0) {
         out[row].token = token;
     }
     if (p.top_n != TUTTI_NO_LOGPROBS) {
         const size_t top = static_cast<size_t>(row) * top_stride;
-        score(own, vocab, plain.best, token, tops(p.top_n, vocab, top_stride), &out[row],
+        score(given, plain.best, token, tops(p.top_n, vocab, top_stride), &out[row],
               top_ids + top, top_logprobs + top, s, list_logits, list_ids);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
     tutti_logprobs(const float* logits, const uint32_t* targets, TuttiSampled* out,
                    uint32_t* top_ids, float* top_logprobs, uint32_t stride, uint32_t vocab,
                    uint32_t top_n, uint32_t top_stride, const uint32_t* live) {
     SHARED_ARRAY(SelectScratch, scratch, 1);
     SHARED_ARRAY(float, list_logits, LIST_MAX);
     SHARED_ARRAY(uint32_t, list_ids, LIST_MAX);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
     }
     SelectScratch& s = scratch[0];
     const float* own = logits + static_cast<size_t>(row) * stride;
-    const RowSummary summary = summarize(own, vocab, s);
+    const Tokens given = row_of_tokens(own, vocab, stride);
+    const RowSummary summary = summarize(given, s);
     const uint32_t token = summary.sound ? targets[row] : 0;
     if (threadIdx.x == 0) {
         out[row] = {token, summary.sound ? 0u : 1u, 0.0f, 0};
@@ -400,22 +409,22 @@ extern "C" __global__ void __launch_bounds__(1024)
         return;
     }
     const size_t top = static_cast<size_t>(row) * top_stride;
-    score(own, vocab, summary.best, token, tops(top_n, vocab, top_stride), &out[row],
+    score(given, summary.best, token, tops(top_n, vocab, top_stride), &out[row],
           top_ids + top, top_logprobs + top, s, list_logits, list_ids);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
     tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t stride, uint32_t vocab,
                  uint32_t first_id, const uint32_t* live) {
     SHARED_ARRAY(SelectScratch, scratch, 1);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     if (!is_live(live, row)) {
         return;
     }
     const float* own = logits + static_cast<size_t>(row) * stride;
-    const RowSummary summary = summarize(own, vocab, scratch[0]);
+    const RowSummary summary = summarize(row_of_tokens(own, vocab, stride), scratch[0]);
     if (threadIdx.x == 0) {
         const uint32_t id = id_of(summary.best);
         const TuttiIdValue found = {first_id + id, own[id]};

@@ -5,8 +5,8 @@
 // threshold on it, found digit by digit from the top: a histogram over one digit, the digit in
 // which the wanted token falls, the next digit among the tokens that share those before.
 //
-// Weights are whole multiples of 2^-40 of the largest token's, so sums are exact: independent of the
-// order of threads, and equal however they are divided. 2^20 tokens of weight 2^40 fit 64 bits.
+// Weights are whole multiples of 2^-40 of the largest token's, so sums are exact: independent of
+// the order of threads, and equal however they are divided. 2^20 tokens of weight 2^40 fit 64 bits.
 #pragma once
 #include "device.cuh"
 
@@ -37,11 +37,50 @@ struct Tokens {
     const float* logits;
     const uint32_t* ids; // null: the index is the id
     uint32_t count;
+    bool wide; // logits begin at a multiple of 16 bytes
 
-    __device__ __forceinline__ uint32_t id(uint32_t index) const {
-        return ids == nullptr ? index : ids[index];
+    // The logits of the 4 tokens from `first` on, -infinity where there is none. Of a row.
+    __device__ __forceinline__ float4 four(uint32_t first) const {
+        if (wide && first + 4 <= count) {
+            return *reinterpret_cast<const float4*>(logits + first);
+        }
+        return make_float4(first < count ? logits[first] : -INFINITY,
+                           first + 1 < count ? logits[first + 1] : -INFINITY,
+                           first + 2 < count ? logits[first + 2] : -INFINITY,
+                           first + 3 < count ? logits[first + 3] : -INFINITY);
+    }
+
+    // Calls `look(logit, id)` once for every token. Which thread does it depends on `count` alone.
+    template <class Look>
+    __device__ __forceinline__ void each(const Look& look) const {
+        if (ids != nullptr) {
+            for (uint32_t i = threadIdx.x; i < count; i += SELECT_THREADS) {
+                look(logits[i], ids[i]);
+            }
+            return;
+        }
+        constexpr uint32_t STEP = SELECT_THREADS * 4;
+        for (uint32_t first = threadIdx.x * 4; first < count; first += 2 * STEP) {
+            // Both loads are on their way before either is looked at.
+            const float4 loaded[2] = {four(first), four(first + STEP)};
+#pragma unroll
+            for (uint32_t half = 0; half < 2; half++) {
+                const uint32_t id = first + half * STEP;
+                const float4 x = loaded[half];
+                if (id < count) look(x.x, id);
+                if (id + 1 < count) look(x.y, id + 1);
+                if (id + 2 < count) look(x.z, id + 2);
+                if (id + 3 < count) look(x.w, id + 3);
+            }
+        }
     }
 };
+
+// A row of `stride` between it and the next.
+__device__ __forceinline__ Tokens row_of_tokens(const float* logits, uint32_t vocab,
+                                                uint32_t stride) {
+    return {logits, nullptr, vocab, stride % 4 == 0};
+}
 
 // e^((logit - max) / temperature), as a whole number of 2^-WEIGHT_BITS, for tokens that are kept.
 struct Weights {
@@ -118,7 +157,7 @@ __device__ __forceinline__ u64 block_sum_before(u64 x, SelectScratch& s, u64* to
 // `target(total)`, where `measure(logit, key)` is a weight or 1 and `total` its sum. 0 when the
 // target is more than the total. `target` is at least 1.
 template <class Measure, class Target>
-__device__ __noinline__ u64 select_token(const Tokens tokens, const Measure measure,
+__device__ __forceinline__ u64 select_token(const Tokens tokens, const Measure measure,
                                          const Target target, SelectScratch& s) {
     u64 wanted = 0;
     u64 prefix = 0;
@@ -132,9 +171,8 @@ __device__ __noinline__ u64 select_token(const Tokens tokens, const Measure meas
         }
         __syncthreads();
         const uint32_t low = shift - width;
-        for (uint32_t i = threadIdx.x; i < tokens.count; i += SELECT_THREADS) {
-            const float logit = tokens.logits[i];
-            const u64 key = order_key(logit, tokens.id(i));
+        tokens.each([&](float logit, uint32_t id) {
+            const u64 key = order_key(logit, id);
             if (level == 0 || key >> shift == prefix) {
                 const u64 m = measure(logit, key);
                 if (m != 0) {
@@ -143,7 +181,7 @@ __device__ __noinline__ u64 select_token(const Tokens tokens, const Measure meas
                     atomicAdd(&s.count[bin], 1u);
                 }
             }
-        }
+        });
         __syncthreads();
         // Thread i has the bins 2047 - 2i and 2046 - 2i: the largest first.
         const uint32_t first_bin = SELECT_BINS - 1 - 2 * threadIdx.x;
@@ -175,13 +213,12 @@ __device__ __noinline__ u64 select_token(const Tokens tokens, const Measure meas
         }
     }
     // One token has this prefix.
-    for (uint32_t i = threadIdx.x; i < tokens.count; i += SELECT_THREADS) {
-        const float logit = tokens.logits[i];
-        const u64 key = order_key(logit, tokens.id(i));
+    tokens.each([&](float logit, uint32_t id) {
+        const u64 key = order_key(logit, id);
         if (key >> shift == prefix && measure(logit, key) != 0) {
             s.found = key;
         }
-    }
+    });
     __syncthreads();
     const u64 found = s.found;
     __syncthreads();

@@ -188,8 +188,8 @@ __device__ __forceinline__ void skinny(TUTTI_SKINNY_ARGUMENTS) {
         }
     }
     weights.load_first(k);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     if (live != nullptr) {
         rows = at_most(rows, *live);
     }
@@ -239,8 +239,8 @@ __device__ __forceinline__ void skinny_gate_up(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {
         }
     }
     weights.load_first(k);
-    wait_for_predecessors();
     release_successors();
+    wait_for_predecessors();
     if (live != nullptr) {
         rows = at_most(rows, *live);
     }

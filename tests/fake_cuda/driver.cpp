@@ -584,6 +584,31 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
     });
 }
 
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared;
+    Stream* stream;
+    struct {
+        int id;
+        char pad[4];
+        union {
+            char bytes[64];
+            int value;
+        };
+    }* attributes;
+    unsigned count;
+};
+int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** params, void** extra) {
+    for (unsigned i = 0; i < config->count; i++) {
+        // Programmatic stream serialization, which the emulation does not need.
+        if (config->attributes[i].id != 6 || config->attributes[i].value != 1) {
+            return INVALID_VALUE;
+        }
+    }
+    return cuLaunchKernel(kernel, config->grid[0], config->grid[1], config->grid[2], config->block[0],
+                          config->block[1], config->block[2], config->shared, config->stream, params,
+                          extra);
+}
+
 /* ---- cuBLASLt: column-major D = op(A) B, bf16 to f32, as much of it as is asked for. ---- */
 
 struct Layout {

@@ -7,7 +7,8 @@
 //!
 //! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
 //! `--require-gpu`: then a host without a GPU is no failure. `--quick` makes all sizes small, for
-//! the stand-in of `tests/fake_cuda`.
+//! the stand-in of `tests/fake_cuda`; `--no-overlap` has every kernel begin when those before it are
+//! complete.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod goldens;
@@ -30,6 +31,8 @@ struct Options {
     kernels: Option<PathBuf>,
     ordinal: Option<u32>,
     quick: bool,
+    /// Kernels begin before those before them are complete.
+    overlap: bool,
     require_gpu: bool,
     /// Only parts whose name contains this.
     only: Option<String>,
@@ -43,6 +46,7 @@ impl Options {
             kernels: None,
             ordinal: None,
             quick: false,
+            overlap: true,
             require_gpu: false,
             only: None,
         };
@@ -56,6 +60,7 @@ impl Options {
                 "--cuda-kernels" => options.kernels = Some(PathBuf::from(value()?)),
                 "--gpu" => options.ordinal = value()?.parse().ok(),
                 "--only" => options.only = Some(value()?),
+                "--no-overlap" => options.overlap = false,
                 "--quick" => options.quick = true,
                 "--require-gpu" => options.require_gpu = true,
                 // What `cargo test` passes on.
@@ -73,6 +78,7 @@ impl Options {
     fn backend(&self, ordinal: u32, graphs: bool) -> Result<CudaBackend, KernelError> {
         let options = CudaOptions {
             graphs,
+            overlap: self.overlap,
             ..Survey::options(ordinal, &self.folders, self.kernels.as_deref())
         };
         CudaBackend::new(options, single_rank())

@@ -137,8 +137,7 @@ fn compare<C: Case>(case: &C, cuda: &mut CudaBackend, table: &mut Table) {
         let mut worst = 0.0f32;
         for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let error = (got - expected).abs();
-            // Written so that NaN fails.
-            if !(error <= absolute + relative * expected.abs()) {
+            if error.is_nan() || error > absolute + relative * expected.abs() {
                 return Err(format!("value {i}: {got}, not {expected}"));
             }
             worst = worst.max(error);

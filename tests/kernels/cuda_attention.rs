@@ -123,7 +123,13 @@ impl Device {
         let mut row = 0;
         for (seq, len) in seqs.iter().zip(lens) {
             let table = free.split_off(free.len() - len);
-            for position in 0..seq.context {
+            // What no row's window reaches is NaN as well.
+            let first = if shape.window == 0 {
+                0
+            } else {
+                (seq.context - seq.rows + 1).saturating_sub(shape.window)
+            };
+            for position in first..seq.context {
                 let block = table[position / block_size] as usize;
                 for head in 0..shape.kv_heads {
                     let token =

@@ -262,10 +262,10 @@ fn build(sources: &[PathBuf], program: &Path) {
                 .arg("-o")
                 .arg(&object)
                 .stderr(Stdio::piped())
-                .spawn()
-                .unwrap_or_else(|error| panic!("c++ (package g++ on Debian): {error}"));
+                .spawn();
+            assert!(child.is_ok(), "c++ (Debian: g++): {child:?}");
             objects.push(object);
-            (unit, child)
+            (unit, child.unwrap())
         })
         .collect();
     for (unit, child) in compilers {

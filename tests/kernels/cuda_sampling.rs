@@ -265,7 +265,8 @@ fn equal_logits_go_by_id() {
 fn draws_are_spread_as_the_weights_are() {
     // 4 tokens of weights 8 : 4 : 2 : 2, whichever way they are drawn.
     let logits = [8.0f32, 2.0, 4.0, 2.0].map(f32::ln);
-    for (top_k, top_p) in [(0, 1.0), (3, 1.0), (0, 0.99)] {
+    // The last two cut nothing, so they are drawn in order of id, as the first.
+    for (top_k, top_p) in [(0, 1.0), (3, 1.0), (0, 0.99), (4, 1.0), (5, 1.0)] {
         let n = 128;
         let rows: Vec<Row> = (0..n as u64)
             .map(|seed| Row::of(SampleParams { seed, top_k, top_p, ..params() }))

@@ -161,7 +161,10 @@ void perform(const Copy& copy) {
     }
 }
 
-void run_block(const std::vector<uint32_t>& order) {
+// Runs a block. `order` is of threads, whole warps one behind the other. `in_turn`: all warps go on
+// at the same pace; otherwise each runs as far ahead of the others as barriers let it, which shows
+// what a missing barrier does.
+void run_block(const std::vector<uint32_t>& order, bool in_turn) {
     for (Fiber& fiber : fibers) {
         start(fiber);
     }
@@ -169,12 +172,19 @@ void run_block(const std::vector<uint32_t>& order) {
         warp = Warp{};
     }
     waiting_at_barrier = finished = 0;
+    const size_t step = in_turn ? order.size() : 32;
     while (finished < fibers.size()) {
         bool progress = false;
-        for (uint32_t index : order) {
-            if (fibers[index].state == State::runnable) {
-                resume(fibers[index]);
-                progress = true;
+        for (size_t first = 0; first < order.size(); first += step) {
+            bool again = true;
+            while (again) {
+                again = false;
+                for (size_t i = first; i < first + step; i++) {
+                    if (fibers[order[i]].state == State::runnable) {
+                        resume(fibers[order[i]]);
+                        again = progress = true;
+                    }
+                }
             }
         }
         if (!progress) {
@@ -330,10 +340,13 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
     std::mt19937 random(settings.seed);
     std::vector<uint32_t> order(settings.threads);
     std::iota(order.begin(), order.end(), 0u);
+    std::vector<uint32_t> warp_order(settings.threads / 32);
+    std::iota(warp_order.begin(), warp_order.end(), 0u);
     const uint64_t blocks = uint64_t{1} * grid_size.x * grid_size.y * grid_size.z;
     std::vector<uint64_t> block_order(blocks);
     std::iota(block_order.begin(), block_order.end(), uint64_t{0});
-    // Seed 0 is the order of indices, 1 the reverse, others shuffle threads anew for every block.
+    // Seed 0 is the order of indices, 1 the reverse; others shuffle blocks, the warps of each and
+    // the lanes of those.
     if (settings.seed == 1) {
         std::reverse(order.begin(), order.end());
         std::reverse(block_order.begin(), block_order.end());
@@ -342,13 +355,18 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
     }
     for (uint64_t block : block_order) {
         if (settings.seed > 1) {
-            std::shuffle(order.begin(), order.end(), random);
+            std::shuffle(warp_order.begin(), warp_order.end(), random);
+            for (size_t warp = 0; warp < warp_order.size(); warp++) {
+                const auto lanes = order.begin() + static_cast<std::ptrdiff_t>(32 * warp);
+                std::iota(lanes, lanes + 32, 32 * warp_order[warp]);
+                std::shuffle(lanes, lanes + 32, random);
+            }
         }
         block_index = {static_cast<uint32_t>(block % grid_size.x),
                        static_cast<uint32_t>(block / grid_size.x % grid_size.y),
                        static_cast<uint32_t>(block / grid_size.x / grid_size.y)};
         block_number++;
-        run_block(order);
+        run_block(order, settings.seed == 0);
     }
 }
 

@@ -10,7 +10,8 @@ struct Settings {
     uint32_t grid[3];
     uint32_t threads;
     size_t shared_bytes;
-    // Chooses the order of threads and blocks, and when background copies arrive.
+    // Chooses the order of threads and blocks, whether warps run at one pace (0) or far ahead of
+    // each other, and when background copies arrive: as late as they may (even), or at once (odd).
     uint32_t seed;
 };
 

@@ -11,7 +11,6 @@
 #include <cstring>
 
 #define __device__
-#define __noinline__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 

@@ -74,9 +74,11 @@ const char* running = "";
 
 void on_fault(int) {
     char text[256];
-    const int length = snprintf(text, sizeof text, "%s: block (%u, %u, %u), thread %u: reaches outside of a buffer\n",
-                                running, emulate::block_index.x, emulate::block_index.y,
-                                emulate::block_index.z, emulate::thread_index.x);
+    const int length =
+        snprintf(text, sizeof text,
+                 "%s: block (%u, %u, %u), thread %u: reaches outside of a buffer\n", running,
+                 emulate::block_index.x, emulate::block_index.y, emulate::block_index.z,
+                 emulate::thread_index.x);
     if (write(2, text, static_cast<size_t>(length)) < 0) {
         _exit(5);
     }
@@ -116,8 +118,8 @@ int main(int count, char** options) {
         } else if (kind == 3) {
             const auto bytes = static_cast<size_t>(read_value<uint64_t>());
             // Overruns fault with one placing, underruns with the other.
-            Buffer buffer{static_cast<unsigned char*>(emulate::guarded(bytes, settings.seed % 2 == 1)),
-                          bytes};
+            void* memory = emulate::guarded(bytes, settings.seed % 2 == 1);
+            Buffer buffer{static_cast<unsigned char*>(memory), bytes};
             memset(buffer.at, 0xff, (bytes + 15) / 16 * 16);
             read_exactly(buffer.at, bytes);
             buffer_of[i] = buffers.size();
@@ -157,7 +159,8 @@ int main(int count, char** options) {
         for (const Buffer& buffer : buffers) {
             for (size_t i = buffer.bytes; i < (buffer.bytes + 15) / 16 * 16; i++) {
                 if (buffer.at[i] != 0xff) {
-                    fprintf(stderr, "%s: wrote behind a buffer of %zu bytes\n", kernel.name, buffer.bytes);
+                    fprintf(stderr, "%s: wrote behind a buffer of %zu bytes\n", kernel.name,
+                            buffer.bytes);
                     return 4;
                 }
             }

@@ -24,6 +24,8 @@ pub struct CudaOptions {
     pub kernels: Option<PathBuf>,
     /// Capture decode steps as graphs.
     pub graphs: bool,
+    /// Let kernels begin before those before them are complete, where the GPU can do that.
+    pub overlap: bool,
     /// How long a step may take before the GPU is thought to hang.
     pub patience: Duration,
 }
@@ -35,6 +37,7 @@ impl Default for CudaOptions {
             folders: Vec::new(),
             kernels: None,
             graphs: true,
+            overlap: true,
             patience: Duration::from_secs(60),
         }
     }
@@ -64,7 +67,7 @@ impl Device {
     pub(super) fn new(options: &CudaOptions) -> Result<Self, KernelError> {
         let driver = Driver::load(&options.folders)?;
         let context = Context::new(driver, options.ordinal)?;
-        let modules = load_modules(&context, options.kernels.as_ref())?;
+        let modules = load_modules(&context, options)?;
         let kernels =
             (0..NAMES.len()).map(|i| find(&modules, Entry(i))).collect::<Result<_, _>>()?;
         let stream = Stream::new(&context)?;
@@ -109,13 +112,14 @@ impl Device {
 
 fn load_modules(
     context: &Rc<Context>,
-    folder: Option<&PathBuf>,
+    options: &CudaOptions,
 ) -> Result<Vec<Rc<Module>>, KernelError> {
-    let Some(folder) = folder else {
+    let overlap = options.overlap;
+    let Some(folder) = &options.kernels else {
         if fatbin::IMAGES.is_empty() {
-            return Module::load(context, &[]).map(|module| vec![Rc::new(module)]);
+            return Module::load(context, &[], overlap).map(|module| vec![Rc::new(module)]);
         }
-        let load = |(_, image): &(&str, &[u8])| Module::load(context, image).map(Rc::new);
+        let load = |(_, image): &(&str, &[u8])| Module::load(context, image, overlap).map(Rc::new);
         return fatbin::IMAGES.iter().map(load).collect();
     };
     let at = |what: &str| KernelError::Unsupported(format!("{}: {what}", folder.display()));
@@ -130,7 +134,7 @@ fn load_modules(
     }
     let load = |file: &PathBuf| {
         let image = std::fs::read(file).map_err(|error| at(&error.to_string()))?;
-        Module::load(context, &image).map(Rc::new)
+        Module::load(context, &image, overlap).map(Rc::new)
     };
     files.iter().map(load).collect()
 }

@@ -72,7 +72,7 @@ const DRIVER_SYMBOLS: &[&str] = &[
     "cuGraphInstantiateWithFlags",
     "cuGraphLaunch",
     "cuInit",
-    "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAllocHost_v2",
     "cuMemAlloc_v2",
     "cuMemFreeHost",

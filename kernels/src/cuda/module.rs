@@ -91,18 +91,29 @@ pub struct Launch {
     pub shared: u32,
 }
 
+/// Lets a kernel begin early.
+fn overlap() -> sys::CUlaunchAttribute {
+    sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    }
+}
+
 /// The embedded kernels, loaded.
 pub struct Module {
     raw: sys::CUmodule,
+    overlaps: bool,
     context: Rc<Context>,
 }
 
 impl Module {
-    /// Loads a fatbin or cubin.
+    /// Loads a fatbin or cubin. With `overlap`, its kernels may begin before those before them are
+    /// complete, where the GPU can do that: all of this project's wait for what they need.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] when it has nothing for this GPU.
-    pub fn load(context: &Rc<Context>, image: &[u8]) -> Result<Self, KernelError> {
+    pub fn load(context: &Rc<Context>, image: &[u8], overlap: bool) -> Result<Self, KernelError> {
         if image.is_empty() {
             return Err(KernelError::Unsupported(
                 "this program was built without CUDA kernels: build it where nvcc is found".into(),
@@ -112,7 +123,8 @@ impl Module {
         // SAFETY: the image is a whole fatbin, which carries its own size.
         let status = unsafe { sys::cuModuleLoadData(&raw mut raw, image.as_ptr().cast()) };
         check(status, "load the kernels")?;
-        Ok(Self { raw, context: context.clone() })
+        let overlaps = overlap && context.info().capability >= (9, 0);
+        Ok(Self { raw, overlaps, context: context.clone() })
     }
 
     /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory.
@@ -125,7 +137,9 @@ impl Module {
         // SAFETY: the module is loaded; the name ends with a zero.
         let status = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, wanted.as_ptr()) };
         check(status, name)?;
-        let kernel = Kernel { raw, name, shared_max: shared.max(48 << 10), module: self.clone() };
+        let shared_max = shared.max(48 << 10);
+        let overlaps = self.overlaps;
+        let kernel = Kernel { raw, name, shared_max, overlaps, module: self.clone() };
         if shared > 48 << 10 {
             let most = self.context.info().shared_memory;
             if shared > most {
@@ -164,6 +178,8 @@ pub struct Kernel {
     raw: sys::CUfunction,
     name: &'static str,
     shared_max: u32,
+    /// May begin before the kernels before it are complete; it waits for them itself.
+    overlaps: bool,
     module: Rc<Module>,
 }
 
@@ -197,19 +213,25 @@ impl Kernel {
         let words = args.words.as_mut_ptr();
         let mut params: Vec<*mut c_void> =
             args.places.iter().map(|(word, _)| words.wrapping_add(*word).cast()).collect();
+        let mut attribute = overlap();
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block.0,
+            blockDimY: block.1,
+            blockDimZ: block.2,
+            sharedMemBytes: shared,
+            hStream: stream.raw(),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(self.overlaps),
+        };
         // SAFETY: the arguments are as the kernel wants them, by this function's contract; the
-        // driver copies them before it returns.
+        // driver copies them and the settings before it returns.
         let status = unsafe {
-            sys::cuLaunchKernel(
+            sys::cuLaunchKernelEx(
+                &raw const config,
                 self.raw,
-                grid.0,
-                grid.1,
-                grid.2,
-                block.0,
-                block.1,
-                block.2,
-                shared,
-                stream.raw(),
                 params.as_mut_ptr(),
                 std::ptr::null_mut(),
             )
