@@ -105,6 +105,7 @@ pub struct Module {
     raw: sys::CUmodule,
     overlaps: bool,
     context: Rc<Context>,
+    _image: Vec<u64>,
 }
 
 impl Module {
@@ -119,12 +120,20 @@ impl Module {
                 "this program was built without CUDA kernels: build it where nvcc is found".into(),
             ));
         }
+        // Embedded bytes lie anywhere; the driver reads words.
+        let mut aligned = vec![0u64; image.len().div_ceil(8)];
+        for (word, bytes) in aligned.iter_mut().zip(image.chunks(8)) {
+            let mut whole = [0; 8];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_le_bytes(whole);
+        }
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the image is a whole fatbin, which carries its own size.
-        let status = unsafe { sys::cuModuleLoadData(&raw mut raw, image.as_ptr().cast()) };
+        // SAFETY: the image is a whole fatbin, which carries its own size; it lives
+        // as long as the module.
+        let status = unsafe { sys::cuModuleLoadData(&raw mut raw, aligned.as_ptr().cast()) };
         check(status, "load the kernels")?;
         let overlaps = overlap && context.info().capability >= (9, 0);
-        Ok(Self { raw, overlaps, context: context.clone() })
+        Ok(Self { raw, overlaps, context: context.clone(), _image: aligned })
     }
 
     /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory.
