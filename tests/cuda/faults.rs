@@ -60,7 +60,7 @@ fn a_model_is_measured_and_its_steps_become_graphs() {
 fn without_graphs_every_step_is_called() {
     let log = tempfile::NamedTempFile::new().unwrap();
     let mut args = BENCH.to_vec();
-    args.extend(["--batches", "1", "--no-cuda-graphs"]);
+    args.extend(["--batches", "1", "--no-cuda-graphs", "--no-cuda-overlap"]);
     let environment = [("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
     assert_eq!(with_fake(&args, &environment).0, 0);
     let log = std::fs::read_to_string(log.path()).unwrap();

@@ -389,6 +389,9 @@ pub(crate) struct ComputeArgs {
     /// Run GPU steps kernel by kernel instead of as CUDA graphs: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_graphs: bool,
+    /// Have every GPU kernel begin when those before it are complete: slower, to find faults
+    #[arg(long)]
+    pub(crate) no_cuda_overlap: bool,
     /// Compute threads per worker [default: the cores, shared among this host's workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,

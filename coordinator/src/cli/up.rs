@@ -75,7 +75,11 @@ fn worker_command(
         args.compute.cuda.cuda_lib_dir.iter().flat_map(|folder| {
             ["--cuda-lib-dir".to_owned(), folder.to_string_lossy().into_owned()]
         });
-    let graphs = args.compute.no_cuda_graphs.then(|| "--no-cuda-graphs".to_owned());
+    let flags = [
+        ("--no-cuda-graphs", args.compute.no_cuda_graphs),
+        ("--no-cuda-overlap", args.compute.no_cuda_overlap),
+    ];
+    let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
     let args = [
         "worker".to_owned(),
         "--coordinator".to_owned(),
@@ -88,7 +92,7 @@ fn worker_command(
         args.compute.gpu_memory_utilization.to_string(),
         "--exit-with-stdin".to_owned(),
     ];
-    let args = args.into_iter().chain(files.flatten()).chain(folders).chain(graphs).collect();
+    let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags).collect();
     Ok(WorkerCommand { program, args, devices })
 }
 

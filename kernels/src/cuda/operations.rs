@@ -409,7 +409,9 @@ impl Backend for CudaBackend {
         let (count, live) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
-        if first.is_multiple_of(8) {
+        // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
+        let step = if count <= SKINNY_MAX { 8 } else { 128 };
+        if first.is_multiple_of(step) {
             from.ptr = from.ptr.offset(first * 2);
         } else {
             let stride = cols.next_multiple_of(8);
