@@ -117,6 +117,7 @@ fn step(on: bool, batch: u32, steps: u32) {
         max_num_seqs: engine.max_num_seqs,
         max_num_batched_tokens: engine.max_num_batched_tokens,
         max_queued_requests: 1024,
+        prefix_caching: false,
         max_steps_in_flight: 2,
     };
     let scheduler = Scheduler::new(config).expect("sizes that fit");
@@ -178,6 +179,7 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         sampling: vec![SamplingParams::default()],
         stop_checks: Vec::new(),
         max_tokens,
+        cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Vec::new().into(),
         arrived: Duration::ZERO,

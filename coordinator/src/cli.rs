@@ -1,11 +1,14 @@
 //! The command line: parses options, lets a configuration file supply what was not given, starts
 //! the role asked for and turns its end into an exit code.
 //!
-//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 3 the device failed, 4 the device
-//! asked for cannot be used.
+//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the device asked for cannot be
+//! used, 71 the device failed, 75 another coordinator leads now (start this one again and it stands
+//! by), 78 another process has this one's name.
 mod bench;
 mod config_file;
 mod devices;
+mod elected;
+mod etcd;
 mod front;
 mod logging;
 mod operate;
@@ -37,15 +40,24 @@ pub(crate) enum CliError {
     /// The device that was asked for cannot be used.
     #[error("{0}")]
     NoDevice(String),
+    /// Another coordinator leads.
+    #[error("{0}")]
+    Superseded(String),
+    /// Another process has the same name.
+    #[error("{0}")]
+    NameTaken(String),
 }
 
 impl CliError {
-    fn exit_code(&self) -> u8 {
+    /// The exit code that tells a supervisor what to do (those of sysexits.h above 2).
+    pub(crate) fn code(&self) -> u8 {
         match self {
             Self::Failed(_) => 1,
             Self::Usage(_) => 2,
-            Self::Device(_) => 3,
-            Self::NoDevice(_) => 4,
+            Self::NoDevice(_) => 69,
+            Self::Device(_) => 71,
+            Self::Superseded(_) => 75,
+            Self::NameTaken(_) => 78,
         }
     }
 }
@@ -84,7 +96,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             error_line(&error.to_string());
-            ExitCode::from(error.exit_code())
+            ExitCode::from(error.code())
         }
     }
 }

@@ -6,24 +6,30 @@
 //! messages that carry another epoch than the replica's present one are ignored, so a worker that
 //! returns from a pause cannot disturb anything.
 pub mod actor;
+pub mod affinity;
+pub mod orphanage;
 mod placement;
 mod reconcile;
 mod replica;
+pub mod roster;
+mod slots;
 pub mod status;
 pub mod view;
 
 use core::net::SocketAddr;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 pub use placement::place;
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, LoadProgress, Start, Started, ToWorker,
+    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, HeldShard, LoadProgress, Start,
+    Started, ToWorker,
 };
 
 use self::replica::Replica;
+use crate::scheduler::EpochEnd;
 
 /// What the operator asked for.
 #[derive(Clone, Debug)]
@@ -97,6 +103,8 @@ pub enum Effect {
         replica: ReplicaId,
         /// The epoch that ended.
         epoch: Epoch,
+        /// Whether it was wanted.
+        end: EpochEnd,
         /// Why.
         reason: String,
     },
@@ -125,6 +133,12 @@ pub struct Cluster {
     /// Since when there have been workers, and too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
+    /// The weights that workers brought from another coordinator.
+    held: BTreeMap<WorkerId, HeldShard>,
+    /// Nodes of workers that are about to join.
+    expected: BTreeSet<String>,
+    /// Since when somebody has been here while others were expected.
+    settling_since: Option<Duration>,
 }
 
 impl Cluster {
@@ -133,12 +147,29 @@ impl Cluster {
     pub fn new(config: ClusterConfig) -> Self {
         Self {
             config,
+            held: BTreeMap::new(),
+            expected: BTreeSet::new(),
+            settling_since: None,
             members: BTreeMap::new(),
             replicas: BTreeMap::new(),
             next_replica: 0,
             short_since: None,
             epoch: Epoch(0),
         }
+    }
+
+    /// The workers of these nodes were another coordinator's and are about to join: the first
+    /// replicas are formed when they are here, or have stayed away for as long as ranks may.
+    pub fn expect(&mut self, nodes: BTreeSet<String>) {
+        self.expected = nodes;
+    }
+
+    /// A worker that is about to join holds these weights already, or none.
+    pub fn holds(&mut self, worker: WorkerId, shard: Option<HeldShard>) {
+        match shard {
+            Some(shard) => self.held.insert(worker, shard),
+            None => self.held.remove(&worker),
+        };
     }
 
     /// The live members.
@@ -186,7 +217,8 @@ impl Cluster {
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         if let Some(id) = self.replica_of(worker) {
-            self.break_replica(now, id, &format!("{worker} ({node}): {reason}"), effects);
+            let reason = format!("{worker} ({node}): {reason}");
+            self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.vacate(now, worker);
             }
@@ -226,7 +258,7 @@ impl Cluster {
             return;
         }
         let reason = failure.message.clone();
-        self.break_replica(now, id, &format!("{worker}: {reason}"), effects);
+        self.break_replica(now, id, EpochEnd::Failed, &format!("{worker}: {reason}"), effects);
         if failure.permanent {
             effects.push(Effect::Unservable { replica: id, reason });
         }
@@ -258,7 +290,7 @@ impl Cluster {
         effects: &mut Vec<Effect>,
     ) {
         if self.replicas.get(&id).is_some_and(|replica| replica.epoch() == epoch) {
-            self.break_replica(now, id, reason, effects);
+            self.break_replica(now, id, EpochEnd::Failed, reason, effects);
             self.reconcile(now, effects);
         }
     }
@@ -283,6 +315,7 @@ impl Cluster {
         &mut self,
         now: Duration,
         id: ReplicaId,
+        end: EpochEnd,
         reason: &str,
         effects: &mut Vec<Effect>,
     ) {
@@ -298,7 +331,8 @@ impl Cluster {
             }
         }
         if was_ready {
-            effects.push(Effect::ReplicaBroken { replica: id, epoch, reason: reason.to_owned() });
+            let reason = reason.to_owned();
+            effects.push(Effect::ReplicaBroken { replica: id, epoch, end, reason });
         }
     }
 

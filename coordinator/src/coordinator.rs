@@ -1,10 +1,13 @@
-//! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line.
+//! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line. In two
+//! steps: [`Prepared`] has checked everything and holds the addresses, [`Coordinator`] serves.
 //!
 //! Everything but HTTP lives on one arbiter (thread): links, cluster and replicas exchange messages
 //! without crossing threads, and a step needs no lock that another thread holds for long.
+mod options;
+
+use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -13,10 +16,9 @@ use actix_web::dev::ServerHandle;
 use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
+use shared::membership::{Role, View};
 use shared::metrics;
-use shared::metrics::compat::Compat;
 use shared::protocol::{EngineConfig, Serving};
-use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, watch};
 
 use crate::cluster::ClusterConfig;
@@ -24,19 +26,22 @@ use crate::cluster::actor::{ClusterActor, Command, Drain, ReplicaFactory, Stop};
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
-use crate::http::admin::{Admin, ScaleWorkers};
+use crate::http::admin::Admin;
 use crate::http::metrics::{self as metrics_page, MetricsPage};
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::links;
 use crate::metrics::exposition::PageOptions;
-use crate::metrics::log_line::Field;
-use crate::metrics::{Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges, logger};
+use crate::metrics::{
+    Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges, logger, membership,
+};
 use crate::replica::actor::{ReplicaActor, ReplicaLoad};
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
-use crate::scheduler::{ConfigError, Scheduler, SchedulerConfig};
-use crate::text::model::{TextModel, TextModelError};
+use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::text::model::TextModel;
+
+pub use self::options::{CoordinatorOptions, LogStats, StartError};
 
 /// Steps in flight: one runs, the next is there when it is done.
 const STEPS_IN_FLIGHT: u32 = 2;
@@ -47,100 +52,41 @@ const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
 /// sooner.
 const RESHARD_AFTER: Duration = Duration::from_millis(1500);
 
-/// What a coordinator is asked for.
-#[derive(Clone, Debug)]
-pub struct CoordinatorOptions {
-    /// The model folder, as workers see it too.
-    pub model: PathBuf,
-    /// The model's name in the API.
-    pub served_model_name: String,
-    /// Ranks per replica.
-    pub tensor_parallel: u32,
-    /// Fewest ranks per replica when workers are missing.
-    pub min_tensor_parallel: u32,
-    /// Most replicas; as many as the workers allow when absent.
-    pub max_replicas: Option<u32>,
-    /// Where HTTP is served.
-    pub listen: SocketAddr,
-    /// Where workers dial in.
-    pub cluster_listen: SocketAddr,
-    /// Longest sequence; the model's own limit when absent.
-    pub max_model_len: Option<u32>,
-    /// Most sequences in one step.
-    pub max_num_seqs: u32,
-    /// Most tokens in one step.
-    pub max_num_batched_tokens: u32,
-    /// Tokens per KV block.
-    pub block_size: u32,
-    /// KV cache memory per rank, in bytes.
-    pub kv_cache_bytes: u64,
-    /// Most requests waiting.
-    pub max_queued_requests: u32,
-    /// How long is waited for what.
-    pub limits: DriverLimits,
-    /// How statistics are logged.
-    pub log_stats: LogStats,
-    /// Whether anything is measured; without, there is no `/metrics`.
-    pub metrics: bool,
-    /// Where `/metrics` is served besides, if anywhere.
-    pub metrics_listen: Option<SocketAddr>,
-    /// Whose names are published beside ours.
-    pub metrics_compat: Vec<Compat>,
-    /// Threads that serve HTTP.
-    pub http_threads: usize,
-    /// NVML's library, when the system's loader does not find it.
-    pub nvml: Option<PathBuf>,
-    /// Who starts and stops worker processes, where this process does.
-    pub workers: Option<mpsc::Sender<ScaleWorkers>>,
-    /// Drawn at random for this process, and never shown.
-    pub collective_key: u64,
-    /// The cluster's secret.
-    pub secret: Option<Secret>,
-    /// Drawn at random for this process.
-    pub run: u64,
+/// An address that is listened on.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    pub(crate) listener: TcpListener,
+    pub(crate) address: SocketAddr,
 }
 
-/// How statistics are logged.
-#[derive(Clone, Debug)]
-pub struct LogStats {
-    /// Between two lines; zero turns the lines off.
-    pub interval: Duration,
-    /// What the log line has.
-    pub fields: Vec<Field>,
-    /// Where JSON lines go; `-` is stdout.
-    pub json: Option<PathBuf>,
+/// A coordinator that could serve at once: its options are checked, its model's text side is
+/// loaded, its addresses are its own.
+#[derive(Debug)]
+pub struct Prepared {
+    options: CoordinatorOptions,
+    text: Arc<TextModel>,
+    engine: EngineConfig,
+    scheduling: SchedulerConfig,
+    hub: Arc<Hub>,
+    pub(crate) http: Bound,
+    pub(crate) cluster: Bound,
+    pub(crate) metrics: Option<Bound>,
 }
 
-/// A coordinator cannot start.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The model folder cannot be served.
-    #[error(transparent)]
-    Model(#[from] TextModelError),
-    /// Sizes are in conflict.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// Sizes do not fit the model.
-    #[error("{0}")]
-    Sizes(String),
-    /// A file cannot be written.
-    #[error("cannot write {} (--log-stats-json): {error}", file.display())]
-    StatsFile {
-        /// The file.
-        file: PathBuf,
-        /// The operating system's words.
-        error: io::Error,
-    },
-    /// An address cannot be used.
-    #[error("cannot listen on {address} ({option}): {error}")]
-    Listen {
-        /// The address.
-        address: SocketAddr,
-        /// The option that names it.
-        option: &'static str,
-        /// The operating system's words.
-        error: io::Error,
-    },
+/// What membership brings to a coordinator that leads.
+#[derive(Debug)]
+pub struct Leadership {
+    /// The cluster as etcd says.
+    pub view: watch::Receiver<View>,
+}
+
+impl Leadership {
+    /// Nodes of the workers there are: they join as soon as they know who leads.
+    fn workers(&self) -> BTreeSet<String> {
+        let view = self.view.borrow();
+        let workers = view.records.values().filter(|record| record.role == Role::Worker);
+        workers.map(|record| record.node.clone()).collect()
+    }
 }
 
 /// A running coordinator.
@@ -152,17 +98,19 @@ pub struct Coordinator {
     http: ServerHandle,
     /// The listener of `/metrics` alone.
     metrics: Option<(SocketAddr, ServerHandle)>,
+    /// Takes connections of workers and front ends.
+    accepting: tokio::task::JoinHandle<()>,
     _host: HostThread,
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
 }
 
-impl Coordinator {
-    /// Starts a coordinator on the current actix system.
+impl Prepared {
+    /// Checks the options, loads the model's text side, binds the addresses.
     ///
     /// # Errors
     /// [`StartError`].
-    pub fn start(options: CoordinatorOptions) -> Result<Self, StartError> {
+    pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
         let text = Arc::new(TextModel::load(&options.model)?);
         let max_model_len = options.max_model_len.unwrap_or(text.max_positions);
         if max_model_len > text.max_positions {
@@ -185,23 +133,65 @@ impl Coordinator {
             max_num_batched_tokens: engine.max_num_batched_tokens,
             max_queued_requests: options.max_queued_requests,
             max_steps_in_flight: STEPS_IN_FLIGHT,
+            prefix_caching: options.prefix_caching,
         };
         scheduling.validate()?;
-        let (http_listener, http_addr) = listen(options.listen, "--listen")?;
-        let (cluster_listener, cluster_addr) = listen(options.cluster_listen, "--cluster-listen")?;
-        let metrics_listener = options
-            .metrics_listen
-            .map(|address| listen(address, "--metrics-listen"))
-            .transpose()?;
-
-        let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+        let http = listen(options.listen, "--listen")?;
+        let cluster = listen(options.cluster_listen, "--cluster-listen")?;
+        let alone = options.metrics_listen;
+        let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
         let make_hub = if options.metrics { Hub::new } else { Hub::off };
         let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
+        Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
+    }
+
+    /// Where everything is counted; nothing is yet.
+    #[must_use]
+    pub fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    /// Where HTTP is served.
+    #[must_use]
+    pub fn http_addr(&self) -> SocketAddr {
+        self.http.address
+    }
+
+    /// Where workers dial in.
+    #[must_use]
+    pub fn cluster_addr(&self) -> SocketAddr {
+        self.cluster.address
+    }
+}
+
+impl Coordinator {
+    /// Starts a coordinator on the current actix system.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(options: CoordinatorOptions) -> Result<Self, StartError> {
+        Self::serve(Prepared::new(options)?, None)
+    }
+
+    /// Starts to serve, as the one that leads where there is `leadership`.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn serve(prepared: Prepared, leadership: Option<Leadership>) -> Result<Self, StartError> {
+        let Prepared { options, text, engine, scheduling, hub, http, cluster: bound, metrics } =
+            prepared;
+        let (http_addr, cluster_addr) = (http.address, bound.address);
+        let max_model_len = engine.max_model_len;
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
 
         let host = HostThread::start("coordinator", options.nvml, hub.process().clone());
+        if let Some(leadership) = &leadership {
+            let view = leadership.view.clone();
+            actix::spawn(membership::observe(hub.membership().clone(), view));
+        }
         let config = ClusterConfig {
             tensor_parallel: options.tensor_parallel,
             degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
@@ -216,9 +206,11 @@ impl Coordinator {
         };
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
-        let cluster =
-            ClusterActor::new(config, clock.clone(), hub.clone(), factory, view_sender).start();
-        let listener = tokio::net::TcpListener::from_std(cluster_listener).map_err(|error| {
+        let workers = leadership.as_ref().map(Leadership::workers).unwrap_or_default();
+        let cluster = ClusterActor::new(config, clock.clone(), hub.clone(), factory, view_sender)
+            .expecting(workers)
+            .start();
+        let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
         let (handle, commands) = EngineHandle::channel();
@@ -248,7 +240,7 @@ impl Coordinator {
             serving,
             readiness.clone(),
         ));
-        actix::spawn(links::accept(
+        let accepting = actix::spawn(links::accept(
             listener,
             cluster.clone(),
             frontends.clone(),
@@ -276,14 +268,15 @@ impl Coordinator {
             frontends,
             secret: options.secret,
             workers: options.workers,
+            membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
-        let http = server::start(http_listener, state, options.http_threads).map_err(failed)?;
+        let http = server::start(http.listener, state, options.http_threads).map_err(failed)?;
         let http_handle = http.handle();
         actix::spawn(http);
-        let metrics = match metrics_listener {
+        let metrics = match metrics {
             None => None,
-            Some((listener, address)) => {
+            Some(Bound { listener, address }) => {
                 let option = "--metrics-listen";
                 let failed = |error| StartError::Listen { address, option, error };
                 let server = metrics_page::start(listener, page).map_err(failed)?;
@@ -295,7 +288,17 @@ impl Coordinator {
         let (loggers, interval) = stat_loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
         actix::spawn(log_stats(hub, clock.clone(), loggers, interval));
         let http = http_handle;
-        Ok(Self { http_addr, cluster_addr, cluster, http, metrics, _host: host, view, clock })
+        Ok(Self {
+            http_addr,
+            cluster_addr,
+            cluster,
+            http,
+            metrics,
+            accepting,
+            _host: host,
+            view,
+            clock,
+        })
     }
 
     /// Where HTTP is served.
@@ -340,6 +343,8 @@ impl Coordinator {
     /// Stops: no new requests, running ones fail, connections end. Workers are told to end when
     /// `workers_too`; otherwise they go on dialling.
     pub async fn stop(self, workers_too: bool) {
+        // Who dials from now on finds nobody and dials on, elsewhere if another leads.
+        self.accepting.abort();
         let reason = "the coordinator stops".to_owned();
         let _ = self.cluster.send(Stop { reason, workers_too }).await;
         self.http.stop(true).await;
@@ -358,15 +363,12 @@ fn degrees(wanted: u32, least: u32) -> Vec<u32> {
     .collect()
 }
 
-fn listen(
-    address: SocketAddr,
-    option: &'static str,
-) -> Result<(TcpListener, SocketAddr), StartError> {
+fn listen(address: SocketAddr, option: &'static str) -> Result<Bound, StartError> {
     let bind = || {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let bound = listener.local_addr()?;
-        Ok((listener, bound))
+        Ok(Bound { listener, address: bound })
     };
     bind().map_err(|error| StartError::Listen { address, option, error })
 }

@@ -12,8 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
+use shared::actor::link::Connection;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
+use shared::membership::{CoordinatorAddress, Destination};
 use shared::metrics::application::Metrics;
 use shared::protocol::{FrontendHello, FrontendWelcome};
 use shared::wire::auth::Secret;
@@ -30,8 +32,8 @@ use crate::text::model::{TextModel, TextModelError};
 /// What `tutti frontend` was asked for.
 #[derive(Clone, Debug)]
 pub struct FrontendOptions {
-    /// The coordinator's cluster address, `HOST:PORT`.
-    pub coordinator: String,
+    /// Where the coordinator is.
+    pub coordinator: CoordinatorAddress,
     /// This front end's name, unique among front ends.
     pub node: String,
     /// Where HTTP is served.
@@ -110,8 +112,9 @@ impl Frontend {
             incarnation: Incarnation(options.run),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
+            slot: None,
         };
-        let (connection, welcome) = dial_until_welcome(&options, &hello).await?;
+        let (to, connection, welcome) = dial_until_welcome(&options, &hello).await?;
         let serving = welcome.serving.clone();
         let folder = options.model.clone().unwrap_or_else(|| PathBuf::from(&serving.model));
         let text = Arc::new(TextModel::load(&folder)?);
@@ -140,7 +143,7 @@ impl Frontend {
         let (stop, stopped) = oneshot::channel();
         let (end, ended) = oneshot::channel();
         actix::spawn(async move {
-            if let Some(error) = uplink.run(connection, welcome, stopped).await {
+            if let Some(error) = uplink.run(to, connection, welcome, stopped).await {
                 let _ = end.send(error);
             }
         });
@@ -174,12 +177,20 @@ impl Frontend {
 async fn dial_until_welcome(
     options: &FrontendOptions,
     hello: &FrontendHello,
-) -> Result<(shared::actor::link::Connection, FrontendWelcome), FrontendError> {
+) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
     let mut wait = uplink::REDIAL_MIN;
+    let mut address = options.coordinator.clone();
+    let mut to = address.other(None).await;
     loop {
-        let coordinator = options.coordinator.as_str();
-        match join(coordinator, hello, options.secret.as_ref()).await {
-            Ok(joined) => return Ok(joined),
+        let coordinator = to.address.as_str();
+        let joined = tokio::select! {
+            joined = join(coordinator, hello, options.secret.as_ref()) => joined,
+            _ = address.other(Some(&to)) => {
+                Err(JoinError::Retry("another coordinator leads".to_owned()))
+            }
+        };
+        match joined {
+            Ok((connection, welcome)) => return Ok((to, connection, welcome)),
             Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
             Err(JoinError::Retry(reason)) => {
                 if wait == uplink::REDIAL_MIN {
@@ -188,6 +199,7 @@ async fn dial_until_welcome(
             }
         }
         wait = (wait * 2).min(uplink::REDIAL_MAX);
-        tokio::time::sleep(wait).await;
+        let other = tokio::time::timeout(wait, address.other(Some(&to))).await;
+        to = other.unwrap_or(to);
     }
 }

@@ -4,7 +4,7 @@
 //! happens to its requests and sends it, many events in one frame. Neither waits for the other: a
 //! full queue answers 429, a front end that does not take its events loses its link, and the
 //! requests of a lost link are cancelled.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -63,6 +63,18 @@ struct Slots {
     by_node: BTreeMap<String, FrontendId>,
     /// The last process of each slot, and its link while there is one.
     last: BTreeMap<FrontendId, (Incarnation, Option<Linked>)>,
+}
+
+impl Slots {
+    /// The slot a front end brings from another coordinator, if nobody has it; else the first that
+    /// nobody has. Slot 0 is the coordinator's own.
+    fn vacant(&self, brought: Option<FrontendId>) -> FrontendId {
+        let taken: BTreeSet<u32> = self.by_node.values().map(|id| id.0).collect();
+        let most = SLOTS_MAX as u32;
+        let brought = brought.map(|id| id.0).filter(|slot| (1..=most).contains(slot));
+        let mut slots = brought.into_iter().chain(1..=most);
+        FrontendId(slots.find(|slot| !taken.contains(slot)).unwrap_or(most))
+    }
 }
 
 /// A link that is up.
@@ -127,8 +139,7 @@ impl Frontends {
                 return Err(format!("there have been {SLOTS_MAX} front ends, the most there can"));
             }
             None => {
-                // Slot 0 is the coordinator's own.
-                let frontend = FrontendId(slots.by_node.len() as u32 + 1);
+                let frontend = slots.vacant(hello.slot);
                 slots.by_node.insert(hello.node.clone(), frontend);
                 frontend
             }
@@ -236,6 +247,7 @@ impl Frontends {
                 .collect(),
             stop_checks,
             max_tokens: submit.max_tokens,
+            cache_salt: submit.cache_salt,
             end_tokens: submit.end_tokens,
             stops: submit.stops.into(),
             arrived: self.clock.now().saturating_sub(waited),
@@ -299,7 +311,7 @@ impl Receiver {
 
     fn message(&self, message: FromFrontend) -> bool {
         match message {
-            FromFrontend::Submit(submit) => self.submit(submit),
+            FromFrontend::Submit(submit) => self.submit(*submit),
             FromFrontend::Cancel(id) => {
                 // A full channel is no loss: what is not cancelled runs to its end.
                 let id = self.global(id);

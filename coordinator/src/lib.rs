@@ -9,11 +9,14 @@
 //! - [`frontends`]: front ends of their own processes, as the coordinator sees them
 //! - [`frontend`]: such a process itself
 //! - [`coordinator`]: puts everything together
+//! - [`checkpoint`]: totals that outlive the coordinator
+//! - [`standby`]: a coordinator that waits until it leads
 //! - [`http`]: the API
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
+pub mod checkpoint;
 pub mod cluster;
 pub mod coordinator;
 pub mod engine;
@@ -24,4 +27,5 @@ pub mod links;
 pub mod metrics;
 pub mod replica;
 pub mod scheduler;
+pub mod standby;
 pub mod text;

@@ -17,7 +17,7 @@ use shared::wire::frame::{FrameError, FrameKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use crate::cluster::actor::{Admit, ClusterActor, Joined};
+use crate::cluster::actor::{Admit, ClusterActor, Joined, Refusal};
 use crate::frontends::Frontends;
 
 /// The address of one worker.
@@ -99,7 +99,12 @@ async fn shake_hands(
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;
             let admitted = match check(&[("node", &hello.node), ("host", &hello.host)]) {
-                Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(text)?,
+                Ok(()) => match cluster.send(Admit(hello.clone())).await.map_err(text)? {
+                    Ok(welcome) => Ok(welcome),
+                    Err(Refusal::Never(reason)) => Err(reason),
+                    // Without an answer, it dials again.
+                    Err(Refusal::NotYet(reason)) => return Err(reason),
+                },
                 Err(reason) => Err(reason),
             };
             let welcome: Welcome = answer(&mut connection, admitted).await?;

@@ -8,6 +8,7 @@
 //! - [`logger`]: the trait of all that take the totals periodically, and their timer
 //! - [`interval`]: what happened between two looks at the totals
 //! - [`log_line`], [`json_lines`], [`throughput`]: the log line, JSON, the deprecated gauges
+//! - [`membership`]: what etcd says of the cluster
 //! - [`markdown`]: the catalogue as documentation
 //!
 //! What is measured, and the merge itself, is in `shared::metrics`. Nothing here reads a clock.
@@ -20,6 +21,7 @@ mod level;
 pub mod log_line;
 pub mod logger;
 pub mod markdown;
+pub mod membership;
 pub mod observe;
 pub mod throughput;
 

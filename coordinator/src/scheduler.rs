@@ -21,7 +21,8 @@ mod effect;
 mod plan;
 mod sequence;
 
-pub use blocks::BlockPool;
+pub(crate) use blocks::mix;
+pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, StepSummary};
 use plan::InFlight;
@@ -36,6 +37,15 @@ use crate::engine::{EngineError, FinishReason, GenerateRequest};
 /// A request is given up when so many epochs in a row ended before a step with it was answered; all
 /// but the first of them it had for itself.
 pub const SUSPICION_MAX: u32 = 3;
+
+/// Why an epoch is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EpochEnd {
+    /// Something broke, maybe because of what was computed.
+    Failed,
+    /// The cluster wanted it so: a drain, another degree, fewer replicas.
+    Planned,
+}
 
 /// One replica's scheduler.
 #[derive(Debug)]
@@ -53,6 +63,8 @@ pub struct Scheduler {
     /// Slots admitted, in order of admission.
     running: Vec<usize>,
     in_flight: VecDeque<InFlight>,
+    /// What the KV cache has of a sequence that is about to be admitted: kept for its memory.
+    found: Vec<Found>,
     /// Answered steps' lists, used again.
     spare: Vec<InFlight>,
     /// Sequences the workers shall forget with the next plan.
@@ -117,6 +129,7 @@ impl Scheduler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             in_flight: VecDeque::new(),
+            found: Vec::new(),
             spare: Vec::new(),
             forget: Vec::new(),
             next_seq: 1,
@@ -149,11 +162,11 @@ impl Scheduler {
     /// no longer fit, because the new cache is smaller, fail.
     pub fn replica_ready(&mut self, epoch: Epoch, num_blocks: u32, effects: &mut Vec<Effect>) {
         if self.epoch.is_some() {
-            self.replica_lost(effects);
+            self.replica_lost(EpochEnd::Planned, effects);
         }
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
-        self.blocks = BlockPool::new(num_blocks);
+        self.blocks = BlockPool::new(num_blocks, self.config.block_size);
         let mut too_large: Vec<(RequestId, u32)> = self
             .waiting
             .iter()
@@ -171,22 +184,35 @@ impl Scheduler {
     /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
     /// request that was there alone, without progress, when [`SUSPICION_MAX`] epochs in a row ended
     /// is what ends them: it fails, so that the others can go on.
-    pub fn replica_lost(&mut self, effects: &mut Vec<Effect>) {
+    pub fn replica_lost(&mut self, end: EpochEnd, effects: &mut Vec<Effect>) {
         self.epoch = None;
-        self.spare.extend(self.in_flight.drain(..));
-        let mut running: Vec<RequestId> = Vec::new();
+        // What the steps in flight computed is counted by nobody: computing it again is no
+        // recomputation. Newest first, back to what was before the oldest.
+        while let Some(step) = self.in_flight.pop_back() {
+            for entry in step.entries.iter().rev() {
+                if let Some(seq) = &mut self.sequences[entry.slot]
+                    && seq.id == entry.seq
+                {
+                    seq.computed_max = entry.computed_max;
+                    seq.looked_up &= !entry.looks_up;
+                }
+            }
+            self.spare.push(step);
+        }
+        let mut guilty: Vec<(RequestId, u32)> = Vec::new();
         while let Some(slot) = self.running.last().copied() {
-            running.extend(self.sequences[slot].as_ref().map(|seq| seq.request));
+            if end == EpochEnd::Failed
+                && let Some(seq) = &mut self.sequences[slot]
+            {
+                seq.suspicion += u32::from(!seq.progressed);
+                if seq.suspicion >= SUSPICION_MAX {
+                    guilty.push((seq.request, seq.suspicion));
+                }
+            }
             self.unadmit(slot);
         }
-        running.dedup();
-        for request in running {
-            let Some(owner) = self.requests.get_mut(&request) else { continue };
-            owner.suspicion = if owner.progressed { 0 } else { owner.suspicion + 1 };
-            if owner.suspicion >= SUSPICION_MAX {
-                let epochs = owner.suspicion;
-                self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
-            }
+        for (request, epochs) in guilty {
+            self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
         }
         // Workers that come back know nothing, and bring a cache of their own.
         self.forget.clear();
@@ -285,8 +311,15 @@ impl Scheduler {
                 num_prompt,
                 max_tokens: request.max_tokens,
                 blocks: Vec::with_capacity(needed as usize),
+                told: 0,
+                kept: 0,
+                prefix: Prefix::Start { salt: request.cache_salt },
+                cache_salt: request.cache_salt,
+                looked_up: false,
                 computed: 0,
                 computed_max: 0,
+                progressed: false,
+                suspicion: 0,
                 pending: 0,
                 admission: None,
                 prompt_logprobs: Vec::new(),
@@ -298,14 +331,7 @@ impl Scheduler {
             ids.push(id);
         }
         let end_tokens = request.end_tokens;
-        let owner = Request {
-            live,
-            end_tokens,
-            admitted: 0,
-            scheduled: false,
-            progressed: false,
-            suspicion: 0,
-        };
+        let owner = Request { live, end_tokens, admitted: 0, scheduled: false };
         self.requests.insert(request.id, owner);
         Ok(ids)
     }
@@ -356,8 +382,9 @@ impl Scheduler {
             }
             if let Some(seq) = &mut self.sequences[entry.slot] {
                 seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
-                if let Some(owner) = self.requests.get_mut(&seq.request) {
-                    owner.progressed = true;
+                if entry.fresh {
+                    seq.progressed = true;
+                    seq.suspicion = 0;
                 }
             }
             if self.accept(entry.slot, output, entry.samples, stopped, effects) {
@@ -367,6 +394,9 @@ impl Scheduler {
         if answered.sequences > 0 {
             effects.push(Effect::StepDone(StepSummary {
                 prompt: answered.prompt_tokens,
+                cached: answered.cached_tokens,
+                looked_up: answered.looked_up,
+                found: answered.found,
                 generated,
                 recomputed: answered.recomputed_tokens,
                 wasted,
@@ -432,6 +462,7 @@ impl Scheduler {
     ) {
         let Some(seq) = &mut self.sequences[slot] else { return };
         seq.tokens.push(token);
+        keep_full(&mut self.blocks, seq, &self.config);
         let (id, request, choice) = (seq.id, seq.request, seq.sampling.choice);
         let num_output = seq.num_output();
         let may_end = num_output >= seq.sampling.min_tokens;
@@ -496,8 +527,7 @@ impl Scheduler {
         if seq.admission.is_some() {
             self.running.retain(|running| *running != slot);
             self.blocks.give_back(&mut seq.blocks);
-            // Workers know of it once a share of it was sent.
-            if seq.computed > 0 {
+            if seq.told > 0 {
                 self.forget.push(seq.id);
             }
             self.count_admitted(seq.request, false);
@@ -513,7 +543,7 @@ impl Scheduler {
         let Some(seq) = &mut self.sequences[slot] else { return };
         let request = seq.request;
         self.blocks.give_back(&mut seq.blocks);
-        if seq.computed > 0 {
+        if seq.told > 0 {
             self.forget.push(seq.id);
         }
         seq.reset();
@@ -549,5 +579,19 @@ impl Scheduler {
     fn blocks_needed(&self, num_prompt: u32, max_tokens: u32) -> u32 {
         let longest = num_prompt.saturating_add(max_tokens).min(self.config.max_model_len);
         self.config.blocks_for(longest)
+    }
+}
+
+/// Lets others find the blocks of a sequence that are planned whole and whose tokens are known.
+fn keep_full(blocks: &mut BlockPool, seq: &mut Sequence, config: &SchedulerConfig) {
+    if !config.prefix_caching {
+        return;
+    }
+    let known = seq.computed.min(seq.tokens.len() as u32);
+    while (seq.kept + 1) * config.block_size <= known {
+        let start = (seq.kept * config.block_size) as usize;
+        let tokens = &seq.tokens[start..start + config.block_size as usize];
+        seq.prefix = blocks.keep(seq.blocks[seq.kept as usize], seq.prefix, tokens);
+        seq.kept += 1;
     }
 }

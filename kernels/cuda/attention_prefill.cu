@@ -48,10 +48,8 @@ __device__ __forceinline__ void load_tokens(tutti_bf16* k_tile, tutti_bf16* v_ti
     size_t from[COUNT];
 #pragma unroll
     for (uint32_t i = 0; i < COUNT; i++) {
-        uint32_t position = first + (threadIdx.x + i * THREADS) / T::PIECES;
-        position = position < low ? low : position;
-        position = position < high ? position : high - 1;
-        from[i] = pages.token(position) * HEAD_DIM;
+        const uint32_t position = first + (threadIdx.x + i * THREADS) / T::PIECES;
+        from[i] = pages.token(position < high ? position : high - 1) * HEAD_DIM;
     }
 #pragma unroll
     for (uint32_t i = 0; i < COUNT; i++) {

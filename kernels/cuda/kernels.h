@@ -228,6 +228,17 @@ __global__ void tutti_decode_reduce(const float* partial_out, const float* parti
                                     uint32_t num_heads, uint32_t head_dim, uint32_t window,
                                     uint32_t max_splits, const uint32_t* live);
 
+/* The same in one launch: the last block of a sequence and KV head to finish puts the parts
+ * together. The same bits as `attention` and `reduce`. out as for reduce; counters u32
+ * [n, num_kv_heads * TUTTI_DECODE_BLOCKS(group)], all 0 before the first call and again after each
+ * that completes. grid and block as for attention; grid.x must hold all splits. */
+#define TUTTI_DECODE_FUSED_ARGUMENTS TUTTI_DECODE_ARGUMENTS, tutti_bf16 *out, uint32_t *counters
+__global__ void tutti_decode_fused_16(TUTTI_DECODE_FUSED_ARGUMENTS);
+__global__ void tutti_decode_fused_32(TUTTI_DECODE_FUSED_ARGUMENTS);
+__global__ void tutti_decode_fused_64(TUTTI_DECODE_FUSED_ARGUMENTS);
+__global__ void tutti_decode_fused_96(TUTTI_DECODE_FUSED_ARGUMENTS);
+__global__ void tutti_decode_fused_128(TUTTI_DECODE_FUSED_ARGUMENTS);
+
 /* ---- attention_any.cu -----------------------------------------------------------------------
  * Causal attention of any row for head dimensions without a kernel of their own (even, at most
  * 256): simple and slow. One warp per row and head. `num_seqs`: a word in device memory.

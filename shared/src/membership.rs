@@ -1,12 +1,16 @@
 //! Who is in the cluster, by etcd: coordinators, workers and front ends find each other through it
 //! alone, and one coordinator leads.
 //!
+//! - [`ledger`]: bytes that the leader leaves for the next one
 //! - [`view`]: PURE: what is known of the cluster, from lists and events
+//! - [`connect`]: how etcd is reached
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
 //!
 //! etcd is asked for nothing on the way of a request. While it cannot be reached, everybody goes on
 //! with the last view; only joining and a change of the leader wait.
+pub mod connect;
 pub mod etcd;
+pub mod ledger;
 pub mod view;
 
 use std::time::Duration;
@@ -14,7 +18,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-pub use self::etcd::{EtcdMembership, EtcdOptions, FatalError};
+pub use self::connect::{EtcdOptions, Tls};
+pub use self::etcd::{EtcdMembership, FatalError};
 pub use self::view::View;
 
 /// What a process is.
@@ -40,10 +45,22 @@ pub struct Record {
     pub incarnation: u64,
     /// Where workers and front ends reach a coordinator, `HOST:PORT`; empty for others.
     pub address: String,
+    /// Where clients reach a coordinator, `HOST:PORT`; empty for others.
+    #[serde(default)]
+    pub http: String,
     /// Its process id on its host.
     pub pid: u32,
     /// The program's version.
     pub version: String,
+}
+
+/// A coordinator to dial.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Destination {
+    /// `HOST:PORT`.
+    pub address: String,
+    /// Which process run it is, where that is known.
+    pub incarnation: Option<u64>,
 }
 
 /// Where the coordinator is: known from the start, or followed through etcd.
@@ -58,11 +75,33 @@ pub enum CoordinatorAddress {
 impl CoordinatorAddress {
     /// Where to dial now; `None` while nobody leads.
     #[must_use]
-    pub fn current(&self) -> Option<String> {
+    pub fn current(&self) -> Option<Destination> {
         match self {
-            Self::Fixed(address) => Some(address.clone()),
-            Self::Followed(view) => {
-                view.borrow().leader.as_ref().map(|leader| leader.record.address.clone())
+            Self::Fixed(address) => {
+                Some(Destination { address: address.clone(), incarnation: None })
+            }
+            Self::Followed(view) => view.borrow().leader.as_ref().map(|leader| Destination {
+                address: leader.record.address.clone(),
+                incarnation: Some(leader.record.incarnation),
+            }),
+        }
+    }
+
+    /// Waits until somebody leads who is not `than`. While nobody leads, or etcd cannot be asked,
+    /// nothing has changed: whoever led goes on.
+    pub async fn other(&mut self, than: Option<&Destination>) -> Destination {
+        loop {
+            if let Some(now) = self.current()
+                && Some(&now) != than
+            {
+                return now;
+            }
+            let followed = match self {
+                Self::Fixed(_) => false,
+                Self::Followed(view) => view.changed().await.is_ok(),
+            };
+            if !followed {
+                std::future::pending::<()>().await;
             }
         }
     }
@@ -74,5 +113,46 @@ impl From<&str> for CoordinatorAddress {
     }
 }
 
-/// How long a lease lives without being kept alive.
+/// How long the lease of a worker or front end lives without being kept alive.
 pub const LEASE_TTL: Duration = Duration::from_secs(10);
+/// That of a coordinator, unless told otherwise: so long after its death another takes over.
+pub const LEADER_LEASE_TTL: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::view::Leader;
+    use super::*;
+
+    fn led_by(incarnation: u64) -> View {
+        let record = Record {
+            node: "c".to_owned(),
+            role: Role::Coordinator,
+            incarnation,
+            address: "h:1".to_owned(),
+            http: String::new(),
+            pid: 1,
+            version: String::new(),
+        };
+        View { leader: Some(Leader { record, epoch: 1 }), ..View::default() }
+    }
+
+    #[tokio::test]
+    async fn only_another_leader_is_a_change() {
+        let (publish, view) = watch::channel(View::default());
+        let mut address = CoordinatorAddress::Followed(view);
+        assert_eq!(address.current(), None);
+        publish.send_replace(led_by(1));
+        let first = address.other(None).await;
+        assert_eq!((first.address.as_str(), first.incarnation), ("h:1", Some(1)));
+        // Its lease ended and nobody took over; then it leads again.
+        publish.send_replace(View::default());
+        publish.send_replace(View { leader: led_by(1).leader, revision: 9, ..View::default() });
+        let moment = Duration::from_millis(20);
+        assert!(tokio::time::timeout(moment, address.other(Some(&first))).await.is_err());
+        publish.send_replace(led_by(2));
+        assert_eq!(address.other(Some(&first)).await.incarnation, Some(2), "at the same address");
+        let mut fixed = CoordinatorAddress::from("h:2");
+        let known = fixed.other(None).await;
+        assert!(tokio::time::timeout(moment, fixed.other(Some(&known))).await.is_err());
+    }
+}

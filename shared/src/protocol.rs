@@ -11,8 +11,8 @@ pub mod frontend;
 pub mod step;
 
 pub use control::{
-    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, Hello, LoadProgress, Start,
-    Started, Welcome, WorkerStats,
+    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, HeldShard, Hello,
+    LoadProgress, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
@@ -29,7 +29,7 @@ use crate::ids::Epoch;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -60,7 +60,7 @@ async fn ask(client: &Client, i: u32) -> Value {
 /// Every counter and histogram that a workload fixes, by series. What depends on time (buckets and
 /// sums of seconds) is reduced to its count; what time itself makes (idle steps of ranks, scrapes,
 /// polling, processor time) is left out.
-fn fixed(scrape: &Scrape, page: &str, steps_too: bool) -> BTreeMap<String, f64> {
+pub(crate) fn fixed(scrape: &Scrape, page: &str, steps_too: bool) -> BTreeMap<String, f64> {
     let grows = |name: &str| {
         let family = ["_bucket", "_sum", "_count"].iter().find_map(|s| name.strip_suffix(s));
         let is = |name: &str, kind: &str| page.contains(&format!("# TYPE {name} {kind}\n"));

@@ -2,6 +2,7 @@
 //!
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
+//! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
 //! - [`resharding`]: the degree follows the members
@@ -19,9 +20,11 @@
 
 mod by_hand;
 mod counters;
+mod etcd;
 mod failures;
 mod front_ends;
 mod openai_client;
+mod prefixes;
 mod resharding;
 mod scaling;
 mod scraping;

@@ -109,7 +109,7 @@ async fn statistics_are_logged_as_asked() {
 /// Runs a worker in this process, as a program that embeds one does, until the test ends.
 fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
     let options = WorkerOptions {
-        coordinator: coordinator.to_owned(),
+        coordinator: coordinator.into(),
         node: node.to_owned(),
         host: node.to_owned(),
         device: DeviceChoice::Cpu(CpuDevice { threads: 1 }),

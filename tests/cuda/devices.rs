@@ -65,7 +65,7 @@ fn what_is_wrong_is_said_in_the_last_line() {
         // What is asked for and cannot be had ends at once, with the same words.
         let bench = ["bench", "--device", "cuda", "--model", "tests/models/llama-gqa"];
         let (code, _, stderr) = with_fake(&bench, &[(name, value)]);
-        assert_eq!(code, 4, "{stderr}");
+        assert_eq!(code, 69, "{stderr}");
         assert!(stderr.contains(words) && stderr.trim_end().lines().count() == 1, "{stderr}");
     }
 }
@@ -86,7 +86,7 @@ fn a_driver_without_a_symbol_is_no_panic() {
 fn a_gpu_that_is_not_there_is_named() {
     let bench = ["bench", "--device", "cuda:3", "--model", "tests/models/llama-gqa"];
     let (code, _, stderr) = with_fake(&bench, &[]);
-    assert_eq!(code, 4);
+    assert_eq!(code, 69);
     assert!(stderr.contains("there is no GPU 3: 1 visible"), "{stderr}");
     let (code, _, stderr) = described(&tutti(&["bench", "--device", "gpu"], &[]));
     assert_eq!(code, 2);

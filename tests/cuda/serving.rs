@@ -44,7 +44,7 @@ async fn two_gpus_make_one_replica() {
     assert_eq!(reply.body["choices"][0]["text"], expected["choices"][0]["text"]);
 }
 
-/// Its process ends with code 3, another takes its place, the request goes on.
+/// Its process ends with code 71, another takes its place, the request goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     // Some steps after the profiling passes, in every process anew.
@@ -56,13 +56,13 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     assert_eq!(reply.body["usage"]["completion_tokens"], 20);
     let log = cluster.log();
     assert!(log.contains("CUDA_ERROR_LAUNCH_FAILED"), "{log}");
-    assert!(log.contains("exit status: 3"), "{log}");
+    assert!(log.contains("exit status: 71"), "{log}");
 }
 
 #[test]
 fn too_few_gpus_are_said_at_once() {
     let args = ["up", "--device", "cuda", "--model", "tests/models/llama-gqa"];
     let (code, _, stderr) = with_fake(&args, &[]);
-    assert_eq!(code, 4, "{stderr}");
+    assert_eq!(code, 69, "{stderr}");
     assert!(stderr.contains("1 usable GPU(s) for 2 workers"), "{stderr}");
 }

@@ -1,7 +1,7 @@
 //! Emulated attention kernels against softmax in f64, on a cache that is NaN wherever no token of
 //! the batch is; and against themselves: bits depend neither on the batch nor on how a prompt is cut.
 use crate::cuda_emulation::{
-    Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, u32s,
+    Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, read_u32, rounded_all, u32s,
 };
 use crate::support::{Random, assert_close, bits};
 
@@ -198,12 +198,16 @@ impl Device {
         read_bf16(&launch.run(&args)[6])
     }
 
-    /// Rows of the sequences named in `items`; `grid` splits are launched.
-    fn decode(&self, items: &[u32], max_splits: usize, grid: usize, live: Option<u32>) -> Vec<f32> {
+    /// What the decode kernels have in common; `grid` splits are launched.
+    fn decode_launch(&self, kernel: &str, items: &[u32], grid: usize) -> (String, [usize; 3]) {
+        let blocks = self.shape.kv_heads * self.shape.group().div_ceil(16);
+        (format!("{kernel}_{}", self.shape.head_dim), [grid, blocks, items.len()])
+    }
+
+    fn decode_args(&self, items: &[u32], max_splits: usize, live: &Arg) -> Vec<Arg> {
         let Shape { heads, kv_heads, head_dim, shift, window } = self.shape;
-        let live = live.map_or(Arg::Null, |live| u32s(&[live]));
         let slots = items.len() * heads * max_splits;
-        let args = [
+        vec![
             self.queries.clone(),
             self.keys.clone(),
             self.values.clone(),
@@ -219,13 +223,38 @@ impl Device {
             Arg::U32(max_splits as u32),
             Arg::F32(self.shape.scale()),
             live.clone(),
-        ];
-        let name = format!("tutti_decode_attention_{head_dim}");
-        let blocks = kv_heads * self.shape.group().div_ceil(16);
-        let results = launch(&name, [grid, blocks, items.len()], 128).run(&args);
+        ]
+    }
+
+    /// In one launch: the result, and the counters behind it.
+    fn decode_fused(
+        &self,
+        items: &[u32],
+        max_splits: usize,
+        grid: usize,
+        live: &Arg,
+    ) -> (Vec<u8>, Vec<u32>) {
+        let (name, grid) = self.decode_launch("tutti_decode_fused", items, grid);
+        let mut args = self.decode_args(items, max_splits, live);
+        args.extend([self.out(), u32s(&vec![0; grid[1] * grid[2]])]);
+        let mut results = launch(&name, grid, 128).run(&args);
+        let counters = read_u32(&results.pop().unwrap());
+        (results.pop().unwrap(), counters)
+    }
+
+    /// Rows of the sequences named in `items`; `grid` splits are launched. In two launches, and in
+    /// one, which gives the same bits.
+    fn decode(&self, items: &[u32], max_splits: usize, grid: usize, live: Option<u32>) -> Vec<f32> {
+        let Shape { heads, head_dim, window, .. } = self.shape;
+        let live = live.map_or(Arg::Null, |live| u32s(&[live]));
+        let (fused, counters) = self.decode_fused(items, max_splits, grid, &live);
+        assert!(counters.iter().all(|&count| count == 0), "counters are left behind");
+
+        let (name, grid) = self.decode_launch("tutti_decode_attention", items, grid);
+        let parts = launch(&name, grid, 128).run(&self.decode_args(items, max_splits, &live));
         let args = [
-            Arg::Buffer(results[6].clone()),
-            Arg::Buffer(results[7].clone()),
+            Arg::Buffer(parts[6].clone()),
+            Arg::Buffer(parts[7].clone()),
             u32s(&self.metadata),
             u32s(items),
             self.out(),
@@ -236,7 +265,9 @@ impl Device {
             live,
         ];
         let reduce = launch("tutti_decode_reduce", [heads, items.len(), 1], 128);
-        read_bf16(&reduce.run(&args)[4])
+        let out = reduce.run(&args).swap_remove(4);
+        assert!(out == fused, "in one launch other bits");
+        read_bf16(&out)
     }
 
     fn any(&self) -> Vec<f32> {
@@ -394,6 +425,18 @@ fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
             assert_eq!(bits(&out), bits(&all[i * row..][..row]), "{} tokens", seq.context);
         }
     }
+}
+
+#[test]
+fn only_the_last_block_puts_the_parts_together() {
+    let mut random = Random(37);
+    let shape = shape(4, 2, 32, 4, 0);
+    let seq = Seq::random(&mut random, &shape, 1, 150);
+    let device = Device::new(&mut random, shape, &[seq]);
+    // 3 splits, of which only 2 are launched: nobody is the last.
+    let (out, counters) = device.decode_fused(&[0], 4, 2, &Arg::Null);
+    assert!(out.iter().all(|&byte| byte == 0xff), "a block that was not the last one wrote");
+    assert_eq!(counters, [2, 2]);
 }
 
 #[test]

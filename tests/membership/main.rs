@@ -8,9 +8,11 @@
 
 use std::time::Duration;
 
-use etcd_client::Client;
-use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, View};
+use etcd_client::{Client, Permission};
+use shared::membership::ledger::{Ledger, LedgerError};
+use shared::membership::{EtcdMembership, EtcdOptions, FatalError, Record, Role, Tls, View};
 use tempfile::TempDir;
+use testkit::certificates::Certificates;
 use testkit::etcd::Etcd;
 use testkit::local_cluster::LocalCluster;
 use tokio::sync::watch::Receiver;
@@ -24,6 +26,7 @@ fn options(etcd: &Etcd) -> EtcdOptions {
         endpoints: vec![etcd.endpoint()],
         cluster: "test".to_owned(),
         user: None,
+        tls: None,
         lease_ttl: TTL,
     }
 }
@@ -34,6 +37,7 @@ fn record(node: &str, incarnation: u64) -> Record {
         role: Role::Worker,
         incarnation,
         address: String::new(),
+        http: String::new(),
         pid: 1,
         version: "0".to_owned(),
     }
@@ -177,6 +181,146 @@ async fn a_name_belongs_to_one_process_and_is_free_again_after_it() {
         v.records.get("workers/same").is_some_and(|record| record.incarnation == 3)
     })
     .await;
+}
+
+#[tokio::test]
+async fn an_etcd_that_lost_its_data_learns_everything_again() {
+    let Some((folder, mut etcd)) = etcd().await else { return };
+    let leader = join(&etcd, coordinator("c", 1));
+    until(&mut leader.view(), "it leads", |v| v.leading).await;
+    let standby = join(&etcd, coordinator("d", 2));
+    let worker = join(&etcd, record("w", 3));
+    let mut view = worker.view();
+    let all = |v: &View| {
+        v.connected
+            && has(v, "w")
+            && v.records.len() == 3
+            && v.leader.as_ref().is_some_and(|leader| leader.record.incarnation == 1)
+    };
+    // A history that makes the new revisions the smaller ones.
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    for i in 0..200 {
+        client.put("/test/workers/x", format!("{i}"), None).await.unwrap();
+    }
+    let before = until(&mut view, "all are there", |v| all(v) && v.revision > 200).await;
+    etcd.kill();
+    std::fs::remove_dir_all(folder.path().join("etcd")).unwrap();
+    until(&mut view, "etcd is missed", |v| !v.connected).await;
+    etcd.restart().await.unwrap();
+    for mut view in [leader.view(), standby.view(), view] {
+        let now = until(&mut view, "all are back", |v| all(v) && v.revision < 100).await;
+        assert!(now.revision < before.revision);
+    }
+    assert!(leader.view().borrow().leading && !standby.view().borrow().leading);
+}
+
+#[tokio::test]
+async fn only_the_leader_leaves_something_for_the_next_one() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let leader = join(&etcd, coordinator("c", 1));
+    let mut view = leader.view();
+    let seen = until(&mut view, "it leads", |v| v.leading).await;
+    let epoch = seen.leader.unwrap().epoch;
+    let mut ledger = Ledger::new(options(&etcd));
+    assert_eq!(ledger.load().await.unwrap(), None);
+    // Smaller and larger than etcd takes in one request, in any order.
+    let bytes = |len: usize| (0..len).map(|i| (i * 31 % 251) as u8).collect::<Vec<u8>>();
+    for len in [10, 3 << 20, 1 << 19, 0, 5 << 20] {
+        ledger.save(epoch, &bytes(len)).await.unwrap();
+        assert_eq!(Ledger::new(options(&etcd)).load().await.unwrap(), Some(bytes(len)));
+    }
+    let large = ledger.save(epoch, &bytes(33 << 20)).await;
+    assert!(matches!(large, Err(LedgerError::TooLarge { .. })), "{large:?}");
+    // Another's epoch, known or not, writes nothing; nor does anybody's when nobody leads.
+    let mut stranger = Ledger::new(options(&etcd));
+    let fenced = stranger.save(epoch + 1, &bytes(3)).await;
+    assert!(matches!(fenced, Err(LedgerError::Fenced)), "{fenced:?}");
+    leader.leave().await;
+    let fenced = ledger.save(epoch, &bytes(3)).await;
+    assert!(matches!(fenced, Err(LedgerError::Fenced)), "{fenced:?}");
+    let next = join(&etcd, coordinator("d", 2));
+    let seen = until(&mut next.view(), "the next leads", |v| v.leading).await;
+    assert_eq!(ledger.load().await.unwrap(), Some(bytes(5 << 20)), "what was there stays");
+    ledger.save(seen.leader.unwrap().epoch, &bytes(7)).await.unwrap();
+    assert!(matches!(ledger.save(epoch, &bytes(8)).await, Err(LedgerError::Fenced)));
+    assert_eq!(ledger.load().await.unwrap(), Some(bytes(7)));
+    // Pieces that are not those the head names.
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    for generation in 0..2 {
+        client.put(format!("/test:totals/{generation}/0"), "x", None).await.unwrap();
+    }
+    let damaged = ledger.load().await;
+    assert!(matches!(damaged, Err(LedgerError::Damaged(_))), "{damaged:?}");
+    let epoch = next.view().borrow().leader.as_ref().unwrap().epoch;
+    ledger.save(epoch, &bytes(9)).await.unwrap();
+    assert_eq!(Ledger::new(options(&etcd)).load().await.unwrap(), Some(bytes(9)));
+    assert!(!next.view().borrow().records.keys().any(|key| key.contains("totals")));
+}
+
+#[tokio::test]
+async fn an_etcd_with_tls_takes_those_whom_it_knows() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(certificates) = Certificates::make(folder.path()).unwrap() else { return };
+    let Some(etcd) = Etcd::start_secure(folder.path(), &certificates).await.unwrap() else {
+        return;
+    };
+    let read = |path| std::fs::read(path).unwrap();
+    let (certificate, key) = certificates.pair("client");
+    let identity = Some((read(certificate), read(key)));
+    let tls = Tls { authority: read(certificates.authority()), identity: identity.clone() };
+    let with = |tls| EtcdOptions { tls, ..options(&etcd) };
+    let member = EtcdMembership::start(with(Some(tls.clone())), coordinator("c", 1), true).unwrap();
+    until(&mut member.view(), "it leads", |v| v.leading).await;
+    let anonymous = Tls { identity: None, ..tls.clone() };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let other = Certificates::make(elsewhere.path()).unwrap().unwrap();
+    let deceived = Tls { authority: read(other.authority()), identity };
+    for (tls, who) in [
+        (Some(tls), None),
+        (Some(anonymous), Some("one without a certificate")),
+        (Some(deceived), Some("one who trusts somebody else")),
+    ] {
+        let loaded = Ledger::new(with(tls)).load().await;
+        assert_eq!(loaded.is_err(), who.is_some(), "{who:?}: {loaded:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_etcd_with_users_gives_each_what_is_theirs() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    for user in ["root", "tutti"] {
+        client.user_add(user, "secret", None).await.unwrap();
+        client.role_add(user).await.unwrap();
+        client.user_grant_role(user, user).await.unwrap();
+    }
+    // What docs/operations.md says is needed.
+    for prefix in ["/test/", "/test:totals/"] {
+        let permission = Permission::read_write(prefix).with_prefix();
+        client.role_grant_permission("tutti", permission).await.unwrap();
+    }
+    client.auth_enable().await.unwrap();
+    let as_user = |password: &str, cluster: &str| EtcdOptions {
+        user: Some(("tutti".to_owned(), password.to_owned())),
+        cluster: cluster.to_owned(),
+        ..options(&etcd)
+    };
+    let known = as_user("secret", "test");
+    assert!(!format!("{known:?}").contains("secret"));
+    let member = EtcdMembership::start(known.clone(), coordinator("c", 1), true).unwrap();
+    let seen = until(&mut member.view(), "it leads", |v| v.leading).await;
+    let mut ledger = Ledger::new(known);
+    ledger.save(seen.leader.unwrap().epoch, b"x").await.unwrap();
+    assert_eq!(ledger.load().await.unwrap(), Some(b"x".to_vec()));
+    for refused in [as_user("wrong", "test"), as_user("secret", "other"), options(&etcd)] {
+        let loaded = Ledger::new(refused).load().await;
+        assert!(loaded.is_err(), "{loaded:?}");
+    }
+    // It stays for longer than its lease, and leaves.
+    tokio::time::sleep(TTL * 2).await;
+    let view = member.view().borrow().clone();
+    assert!(view.leading && view.connected);
+    member.leave().await;
 }
 
 #[tokio::test]

@@ -36,7 +36,14 @@ fn full() -> Hub {
     record.tokens(&mut track, 0, 1, ms(5));
     let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 9 };
     record.finished(track, FinishedReason::Stop, summary, ms(6));
-    let first = StepTokens { prompt_computed: 5, prompt_cached: 2, generated: 1, recomputed: 0 };
+    let first = StepTokens {
+        prompt_computed: 5,
+        prompt_cached: 2,
+        generated: 1,
+        looked_up: 7,
+        found: 2,
+        ..<_>::default()
+    };
     record.step(replica, first);
     record.step(replica, StepTokens { generated: 1, ..StepTokens::default() });
     drop(record);

@@ -74,19 +74,23 @@ fn processes_and_hosts_are_measured_and_never_fall() {
     let mut stats = LocalStats::new();
     let mut merger = Merger::default();
     let mut last = 0;
-    for sequence in 1..=4 {
+    // How much of the time this process gets is not its own doing: until it had a second.
+    for sequence in 1..=240 {
         sampler.sample(&mut stats);
         merger.apply(Source::Coordinator, Incarnation(1), sequence, stats.snapshot()).unwrap();
         let now = merger.merged().counter(series::PROCESS_CPU, ["coordinator"]).unwrap();
         assert!(now >= last);
         last = now;
+        if sequence > 3 && last > 1_000_000_000 {
+            break;
+        }
         work(Duration::from_millis(250));
     }
     sampler.sample(&mut stats);
     let merged = merged(&stats, Source::Coordinator);
     let grown = merged.counter(series::PROCESS_CPU, ["coordinator"]).unwrap();
-    // At least a second was computed, in nanoseconds; other tests of this process compute too.
-    assert!((700_000_000..600_000_000_000).contains(&grown), "{grown} ns");
+    // In nanoseconds; other tests of this process compute too.
+    assert!((1_000_000_000..600_000_000_000).contains(&grown), "{grown} ns");
     let host = host_of(&merged);
     let gauge = |id| merged.gauge(id, [host.as_str()]).unwrap();
     let cores = std::thread::available_parallelism().unwrap().get() as f64;

@@ -31,8 +31,13 @@ fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
     let pending = record.accepted(ms(0), 1, &id());
     let third = record.accepted(ms(0), 1, &id());
     for replica in [a, b] {
-        let tokens =
-            StepTokens { prompt_computed: 500, prompt_cached: 77, generated: 12, recomputed: 3 };
+        let tokens = StepTokens {
+            prompt_computed: 500,
+            prompt_cached: 77,
+            generated: 12,
+            recomputed: 3,
+            ..<_>::default()
+        };
         record.step(replica, tokens);
     }
     drop(record);

@@ -6,6 +6,7 @@
 )]
 mod application;
 mod catalogue;
+mod checkpoint;
 mod docs;
 mod exposition;
 mod host;

@@ -11,6 +11,7 @@ use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::catalogue::{
     HTTP_REQUEST_DURATION, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, RANK_STEP, RANK_WEIGHTS,
 };
+use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
     Applied, LocalStats, Merged, Merger, PartialSnapshot, Source, Value, decode_snapshot,
     encode_snapshot,
@@ -40,6 +41,8 @@ enum Act {
     Lose(usize),
     /// The process is found dead and another takes its place.
     Restart(usize),
+    /// The coordinator ends, with its own front end; another goes on from its checkpoint.
+    TakeOver,
 }
 
 /// Places: two front ends and two workers.
@@ -69,6 +72,7 @@ fn act() -> impl Strategy<Value = Act> {
         4 => any::<usize>().prop_map(Act::Deliver),
         1 => place.clone().prop_map(Act::Lose),
         1 => place.prop_map(Act::Restart),
+        1 => Just(Act::TakeOver),
     ]
 }
 
@@ -316,6 +320,17 @@ proptest! {
                     merger.retire(SOURCES[place], dead);
                     oracle.dead.push((SOURCES[place], dead));
                 }
+                Act::TakeOver => {
+                    let bytes = merger.checkpoint().encode().unwrap();
+                    merger = Merger::default();
+                    prop_assert_eq!(merger.restore(Checkpoint::decode(&bytes).unwrap()), 0);
+                    let dead = (SOURCES[0], world.restart(0));
+                    // What a process tells itself does not outlive it.
+                    world.network.retain(|report| (report.source, report.incarnation) != dead);
+                    oracle.dead.push(dead);
+                    let others = oracle.newest.keys().copied().collect::<Vec<_>>();
+                    oracle.lost.extend(others);
+                }
             }
             let merged = merger.merged();
             assert_monotone(&last, &merged);
@@ -336,7 +351,7 @@ proptest! {
             match act {
                 Act::Happen(place, event) => world.processes[place].happen(place, event),
                 Act::Send(place) => world.send(place),
-                Act::Deliver(_) | Act::Lose(_) => {}
+                Act::Deliver(_) | Act::Lose(_) | Act::TakeOver => {}
                 Act::Restart(place) => {
                     world.restart(place);
                 }

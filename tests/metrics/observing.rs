@@ -401,7 +401,7 @@ proptest! {
                 Event::Step(r, prompt_computed, generated) => {
                     let (prompt_cached, recomputed) = (3, 9);
                     let tokens =
-                        StepTokens { prompt_computed, prompt_cached, generated, recomputed };
+                        StepTokens { prompt_computed, prompt_cached, generated, recomputed, ..<_>::default() };
                     record.step(ReplicaId(r), tokens);
                 }
                 Event::Ready(r) => record.replica_ready(ReplicaId(r), &config(10)),

@@ -1,11 +1,12 @@
 //! Every message through codec and frame, and hostile bytes.
 use proptest::prelude::*;
-use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId};
+use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId, WorkerId};
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, EngineError, EngineEvent, FinishReason, Form, FormFailed, Formed,
-    FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome, LoadProgress,
-    NewSequence, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan,
-    StepResult, StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, WorkerStats,
+    CollectiveSpec, DeviceKind, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
+    FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
+    HeldShard, Hello, LoadProgress, NewSequence, Rejoin, SequenceOutput, SequenceStep, Serving,
+    Start, Started, StepFailed, StepPlan, StepResult, StepTimings, SubmitRequest, ToFrontend,
+    ToWorker, TokenLogprobs, WorkerStats,
 };
 use shared::sampling::SamplingParams;
 use shared::wire::codec::{self, CodecError};
@@ -115,6 +116,21 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::Goodbye { reason: "r".to_owned() },
     ];
     from.iter().for_each(round_trip);
+    let shard = HeldShard { model: "/models/m".to_owned(), rank: 3, world_size: 4 };
+    for rejoin in [Rejoin::default(), Rejoin { slot: Some(WorkerId(7)), shard: Some(shard) }] {
+        round_trip(&Hello {
+            node: "n".to_owned(),
+            incarnation: Incarnation(1),
+            host: "h".to_owned(),
+            pid: 1,
+            device: DeviceKind::Cpu,
+            threads: 2,
+            memory_bytes: 1 << 40,
+            collective_addr: "10.0.0.1:1".parse().unwrap(),
+            version: "0".to_owned(),
+            rejoin,
+        });
+    }
 }
 
 fn submit() -> SubmitRequest {
@@ -125,6 +141,7 @@ fn submit() -> SubmitRequest {
         n: 2,
         stops: vec!["\u{e9}nd".to_owned()],
         max_tokens: 9,
+        cache_salt: u64::MAX,
         end_tokens: vec![0],
         waited_us: 12,
         response_id: "cmpl-1".to_owned(),
@@ -135,7 +152,7 @@ fn submit() -> SubmitRequest {
 fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
     let id = RequestId(7);
     let from = [
-        FromFrontend::Submit(submit()),
+        FromFrontend::Submit(Box::new(submit())),
         FromFrontend::Cancel(id),
         FromFrontend::Stats(WorkerStats { sequence: 1, snapshot: vec![9] }),
         FromFrontend::Goodbye { reason: "r".to_owned() },
@@ -158,6 +175,7 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         incarnation: Incarnation(3),
         pid: 4,
         version: "0.1.0".to_owned(),
+        slot: Some(FrontendId(7)),
     });
     round_trip(&FrontendWelcome {
         frontend: FrontendId(2),

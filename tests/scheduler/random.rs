@@ -19,7 +19,9 @@ enum Event {
 
 fn request() -> impl Strategy<Value = ClientRequest> {
     (
-        prop::collection::vec(0u32..50, 1..60),
+        // Many begin alike.
+        (prop_oneof![Just(0u32), Just(30u32), 0u32..31], prop::collection::vec(0u32..50, 1..30))
+            .prop_map(|(same, tail)| (0..same).chain(tail).collect::<Vec<u32>>()),
         prop_oneof![4 => Just(1u32), 1 => 2u32..4],
         0u32..40,
         prop::collection::vec(0u32..50, 0..3),
@@ -59,16 +61,18 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 fn config() -> impl Strategy<Value = SchedulerConfig> {
-    (1u32..6, 1u32..3, 1u32..8, 0u32..40).prop_map(|(seqs, steps, queued, budget)| {
-        SchedulerConfig {
+    let caching = prop::bool::weighted(0.8);
+    (1u32..6, 1u32..3, 1u32..8, 0u32..40, caching).prop_map(
+        |(seqs, steps, queued, budget, caching)| SchedulerConfig {
             block_size: 16,
             max_model_len: 100,
             max_num_seqs: seqs,
             max_num_batched_tokens: seqs + budget,
             max_queued_requests: queued,
             max_steps_in_flight: steps,
-        }
-    })
+            prefix_caching: caching,
+        },
+    )
 }
 
 proptest! {

@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use coordinator::engine::{EngineError, FinishReason, GenerateRequest};
-use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, StepSummary};
+use coordinator::scheduler::{Effect, EpochEnd, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
 use shared::sampling::SamplingParams;
@@ -97,9 +97,13 @@ impl Rig {
     }
 
     pub(crate) fn lost(&mut self) {
+        self.ended(EpochEnd::Failed);
+    }
+
+    pub(crate) fn ended(&mut self, end: EpochEnd) {
         self.worker = None;
         self.in_flight.clear();
-        self.scheduler.replica_lost(&mut self.effects);
+        self.scheduler.replica_lost(end, &mut self.effects);
         assert_eq!(self.scheduler.gauges().running, 0);
         self.settle();
     }
@@ -116,6 +120,7 @@ impl Rig {
             sampling: vec![SamplingParams::greedy(); 5],
             stop_checks: Vec::new(),
             max_tokens: 1,
+            cache_salt: 0,
             end_tokens: Vec::new(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),
@@ -153,6 +158,7 @@ impl Rig {
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: Vec::new(),
             max_tokens: client.max_tokens,
+            cache_salt: 0,
             end_tokens: client.end_tokens.clone(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),

@@ -2,7 +2,7 @@
 use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
-use coordinator::scheduler::{ApplyError, Scheduler, SchedulerConfig};
+use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
 
@@ -16,6 +16,7 @@ fn config() -> SchedulerConfig {
         max_num_batched_tokens: 32,
         max_queued_requests: 3,
         max_steps_in_flight: 2,
+        prefix_caching: true,
     }
 }
 
@@ -107,6 +108,37 @@ fn a_request_that_ends_epochs_is_tried_alone_and_then_given_up() {
 }
 
 #[test]
+fn what_ends_epochs_late_in_its_prompt_is_given_up_too() {
+    let mut rig = ready();
+    // Its first shares are computed again and again, which is no progress.
+    let ends = rig.submit(prompt(90)).unwrap();
+    for epoch in 0..4 {
+        assert!(rig.requests[&ends].1.dropped.is_none(), "epoch {epoch}");
+        begin(&mut rig);
+        rig.deliver();
+        begin(&mut rig);
+        rig.lost();
+        rig.ready(64);
+    }
+    let (_, got) = &rig.requests[&ends];
+    assert_eq!(got.dropped, Some(Some(EngineError::Quarantined { epochs: 3 })));
+}
+
+#[test]
+fn epochs_that_end_on_purpose_make_no_suspects() {
+    let mut rig = ready();
+    let requests = [rig.submit(prompt(4)).unwrap(), rig.submit(prompt(5)).unwrap()];
+    for _ in 0..5 {
+        begin(&mut rig);
+        assert_eq!(rig.scheduler.gauges().running, 2, "together");
+        rig.ended(EpochEnd::Planned);
+        rig.ready(64);
+    }
+    rig.drain();
+    assert!(requests.iter().all(|id| rig.requests[id].1.dropped.is_none()));
+}
+
+#[test]
 fn a_suspect_that_gets_on_is_one_no_more() {
     let mut rig = ready();
     for _ in 0..3 {
@@ -193,6 +225,18 @@ fn a_lost_replica_keeps_what_was_accepted() {
     assert_eq!((again.num_prompt, again.tokens.len()), (10, 10 + before.len()));
     rig.drain();
     assert_eq!(rig.requests[&id].1.tokens[0].len(), 30);
+}
+
+#[test]
+fn what_is_lost_with_its_epoch_was_not_computed() {
+    let mut rig = ready();
+    rig.submit(prompt(70)).unwrap();
+    assert!(rig.plan() && rig.plan());
+    rig.deliver();
+    rig.lost();
+    rig.ready(64);
+    rig.drain();
+    assert_eq!((rig.totals.prompt, rig.totals.recomputed), (70, 32), "one step of 32 was answered");
 }
 
 #[test]

@@ -30,12 +30,20 @@ pub(crate) struct FakeWorker {
     config: SchedulerConfig,
     num_blocks: u32,
     known: BTreeMap<SeqId, Known>,
+    /// What each place of the KV cache holds: a hash of the token there and all before it.
+    cache: Vec<u64>,
     last_step: u64,
+}
+
+/// What the cache holds behind `before` for one more token.
+fn extend(before: u64, token: u32) -> u64 {
+    (before ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23) | 1
 }
 
 impl FakeWorker {
     pub(crate) fn new(config: SchedulerConfig, num_blocks: u32) -> Self {
-        Self { config, num_blocks, known: BTreeMap::new(), last_step: 0 }
+        let cache = vec![0; (num_blocks * config.block_size) as usize];
+        Self { config, num_blocks, known: BTreeMap::new(), cache, last_step: 0 }
     }
 
     /// Runs a plan; panics when it cannot be run (`plan_is_runnable`).
@@ -60,6 +68,12 @@ impl FakeWorker {
         let mut outputs = Vec::new();
         for entry in &plan.sequences {
             let known = self.known.get_mut(&entry.seq).expect("a planned sequence is known");
+            // The first share may begin behind what the cache has already.
+            if known.blocks.is_empty() && entry.start > 0 {
+                assert!(self.config.prefix_caching && entry.start % self.config.block_size == 0);
+                assert!(known.sampling.prompt_logprobs.is_none());
+                known.computed = entry.start;
+            }
             assert_eq!(entry.start, known.computed, "{} goes on where it ended", entry.seq);
             let end = entry.start + entry.count;
             assert!(entry.count > 0 && end as usize <= known.tokens.len(), "{entry:?}");
@@ -67,11 +81,19 @@ impl FakeWorker {
             let room = known.blocks.len() as u32 * self.config.block_size;
             assert!(room >= end, "{} has blocks for {room} of {end} tokens", entry.seq);
             known.computed = end;
+            let size = self.config.block_size as usize;
+            let mut holds = 0;
+            for (at, token) in known.tokens[..end as usize].iter().enumerate() {
+                holds = extend(holds, *token);
+                if at >= entry.start as usize {
+                    self.cache[known.blocks[at / size] as usize * size + at % size] = holds;
+                }
+            }
             assert!(!entry.sample || end as usize == known.tokens.len(), "samples at the end only");
             assert!(end <= self.config.max_model_len);
             outputs.extend(output(known, entry.seq, entry.start, entry.sample));
         }
-        self.no_block_shared();
+        self.cache_holds_what_it_shall();
         outputs
     }
 
@@ -83,15 +105,18 @@ impl FakeWorker {
         assert_eq!(seqs.len(), plan.sequences.len(), "a sequence occurs once");
     }
 
-    /// Blocks of sequences the worker has not been told to forget may not overlap, unless their
-    /// owner is about to be forgotten; then it is not in this plan any more.
-    fn no_block_shared(&self) {
-        let mut owners = BTreeMap::new();
+    /// Every sequence that the worker has not been told to forget finds in the cache what belongs
+    /// to it: blocks are shared only where they hold the same.
+    fn cache_holds_what_it_shall(&self) {
+        let size = self.config.block_size as usize;
         for (seq, known) in &self.known {
-            for block in &known.blocks {
-                assert!(*block < self.num_blocks, "{seq} has block {block} of {}", self.num_blocks);
-                let other = owners.insert(*block, *seq);
-                assert!(other.is_none(), "no_block_shared: {block} of {seq} and {other:?}");
+            let mut holds = 0;
+            for (at, token) in known.tokens[..known.computed as usize].iter().enumerate() {
+                let block = known.blocks[at / size];
+                assert!(block < self.num_blocks, "{seq} has block {block} of {}", self.num_blocks);
+                holds = extend(holds, *token);
+                let place = block as usize * size + at % size;
+                assert_eq!(self.cache[place], holds, "{seq}: position {at} in block {block}");
             }
         }
     }

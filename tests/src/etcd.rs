@@ -3,6 +3,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::certificates::Certificates;
 use crate::fleet::free_port;
 use crate::models::repository;
 
@@ -13,6 +14,7 @@ pub struct Etcd {
     folder: PathBuf,
     client: u16,
     peer: u16,
+    certificates: Option<Certificates>,
 }
 
 /// The program: in PATH, or where `tests/run` unpacks it.
@@ -30,6 +32,24 @@ impl Etcd {
     /// # Errors
     /// When it does not start to listen, or in continuous integration without it.
     pub async fn start(folder: &Path) -> Result<Option<Self>, String> {
+        Self::launch(folder, None).await
+    }
+
+    /// As [`Etcd::start`], with TLS and only for clients that show a certificate.
+    ///
+    /// # Errors
+    /// As [`Etcd::start`].
+    pub async fn start_secure(
+        folder: &Path,
+        certificates: &Certificates,
+    ) -> Result<Option<Self>, String> {
+        Self::launch(folder, Some(certificates.clone())).await
+    }
+
+    async fn launch(
+        folder: &Path,
+        certificates: Option<Certificates>,
+    ) -> Result<Option<Self>, String> {
         let Some(program) = program() else {
             if std::env::var_os("CI").is_some() {
                 return Err("etcd is needed in continuous integration".to_owned());
@@ -39,8 +59,8 @@ impl Etcd {
             return Ok(None);
         };
         let (client, peer) = (free_port(), free_port());
-        let child = spawn(&program, folder, client, peer)?;
-        let etcd = Self { child, folder: folder.to_owned(), client, peer };
+        let child = spawn(&program, folder, client, peer, certificates.as_ref())?;
+        let etcd = Self { child, folder: folder.to_owned(), client, peer, certificates };
         etcd.wait().await?;
         Ok(Some(etcd))
     }
@@ -48,7 +68,8 @@ impl Etcd {
     /// Where clients reach it.
     #[must_use]
     pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.client)
+        let scheme = if self.certificates.is_some() { "https" } else { "http" };
+        format!("{scheme}://127.0.0.1:{}", self.client)
     }
 
     /// Its process id.
@@ -70,15 +91,22 @@ impl Etcd {
     pub async fn restart(&mut self) -> Result<(), String> {
         self.kill();
         let program = program().ok_or("etcd is gone")?;
-        self.child = spawn(&program, &self.folder, self.client, self.peer)?;
+        let certificates = self.certificates.as_ref();
+        self.child = spawn(&program, &self.folder, self.client, self.peer, certificates)?;
         self.wait().await
     }
 
     async fn wait(&self) -> Result<(), String> {
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(20) {
-            let health = reqwest::get(format!("{}/health", self.endpoint())).await;
-            if health.is_ok_and(|reply| reply.status().is_success()) {
+            let answers = if self.certificates.is_some() {
+                // The test's own client speaks no TLS.
+                tokio::net::TcpStream::connect(("127.0.0.1", self.client)).await.is_ok()
+            } else {
+                let health = reqwest::get(format!("{}/health", self.endpoint())).await;
+                health.is_ok_and(|reply| reply.status().is_success())
+            };
+            if answers {
                 return Ok(());
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -93,10 +121,23 @@ impl Drop for Etcd {
     }
 }
 
-fn spawn(program: &Path, folder: &Path, client: u16, peer: u16) -> Result<Child, String> {
-    let client = format!("http://127.0.0.1:{client}");
+fn spawn(
+    program: &Path,
+    folder: &Path,
+    client: u16,
+    peer: u16,
+    certificates: Option<&Certificates>,
+) -> Result<Child, String> {
+    let scheme = if certificates.is_some() { "https" } else { "http" };
+    let client = format!("{scheme}://127.0.0.1:{client}");
     let peer = format!("http://127.0.0.1:{peer}");
-    Command::new(program)
+    let mut command = Command::new(program);
+    if let Some(certificates) = certificates {
+        let (certificate, key) = certificates.pair("server");
+        command.arg("--cert-file").arg(certificate).arg("--key-file").arg(key);
+        command.arg("--trusted-ca-file").arg(certificates.authority()).arg("--client-cert-auth");
+    }
+    command
         .args(["--name", "test", "--data-dir"])
         .arg(folder.join("etcd"))
         .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])

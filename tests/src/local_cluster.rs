@@ -76,6 +76,25 @@ impl LocalCluster {
         Ok(Self { child, base: String::new(), log })
     }
 
+    /// Waits until the banner names the URL.
+    ///
+    /// # Errors
+    /// What it printed, when it ends or says nothing in a minute.
+    pub async fn wait_url(&mut self) -> Result<(), String> {
+        let began = Instant::now();
+        while began.elapsed() < PATIENCE {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(format!("it ended with {status}:\n{}", self.log()));
+            }
+            if let Some(base) = url_in(&self.log()) {
+                self.base = base;
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Err(format!("no URL in {PATIENCE:?}:\n{}", self.log()))
+    }
+
     /// Waits until the banner names the URL and `/ready` answers 200.
     ///
     /// # Errors

@@ -14,7 +14,8 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
 use shared::ids::{Epoch, WorkerId};
-use shared::protocol::{FromWorker, Hello, ToWorker, Welcome};
+use shared::membership::{CoordinatorAddress, Destination};
+use shared::protocol::{FromWorker, HeldShard, Hello, Rejoin, ToWorker, Welcome};
 use shared::wire::auth::Secret;
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
@@ -27,6 +28,8 @@ const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 /// Waits between two attempts to reach the coordinator.
 const REDIAL_MIN: Duration = Duration::from_millis(50);
 const REDIAL_MAX: Duration = Duration::from_secs(2);
+/// A model folder's path that is longer is not told to a new coordinator.
+const SHARD_MODEL_MAX: usize = 2048;
 
 /// Why a worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +63,8 @@ pub struct Uplink {
     worker: Arc<AtomicU32>,
     /// Whether the coordinator wants stats.
     measures: Arc<AtomicBool>,
+    /// The weights that the executor holds.
+    shard: Arc<Mutex<Option<HeldShard>>>,
 }
 
 impl Uplink {
@@ -84,6 +89,11 @@ impl Uplink {
         self.measures.load(Ordering::Relaxed)
     }
 
+    /// The executor holds these weights now.
+    pub fn holds(&self, shard: HeldShard) {
+        *self.shard.lock().unwrap_or_else(PoisonError::into_inner) = Some(shard);
+    }
+
     fn set(&self, link: Option<RemoteAddr<FromWorker>>) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
@@ -92,9 +102,9 @@ impl Uplink {
 /// What the worker actor needs.
 #[derive(Debug)]
 pub struct WorkerConfig {
-    /// The coordinator's cluster address, `HOST:PORT`.
-    pub coordinator: String,
-    /// Who this worker is.
+    /// Where the coordinator is.
+    pub coordinator: CoordinatorAddress,
+    /// Who this worker is; what it was before is filled in.
     pub hello: Hello,
     /// How the link is watched.
     pub liveness: LivenessConfig,
@@ -111,6 +121,10 @@ pub struct WorkerActor {
     executor: Executor,
     uplink: Uplink,
     link: Option<LinkHandle>,
+    /// The coordinator dialled last.
+    dialled: Option<Destination>,
+    /// The slot at the last coordinator.
+    slot: Option<WorkerId>,
     /// Counts links, so that events of an older one are told apart.
     generation: u64,
     redial: Duration,
@@ -131,18 +145,57 @@ impl WorkerActor {
             executor,
             uplink,
             link: None,
+            dialled: None,
+            slot: None,
             generation: 0,
             redial: REDIAL_MIN,
             end: Some(end),
         }
     }
 
+    /// Dials the coordinator after a while, one that was not dialled before at once.
     fn dial(&self, ctx: &mut Context<Self>, after: Duration) {
         let config = self.config.clone();
+        let mut hello = config.hello.clone();
+        let shard = self.uplink.shard.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        // It has to fit into a hello.
+        let shard = shard.filter(|shard| shard.model.len() <= SHARD_MODEL_MAX);
+        hello.rejoin = Rejoin { slot: self.slot, shard };
+        let (mut address, last) = (config.coordinator.clone(), self.dialled.clone());
         let addr = ctx.address();
         actix::spawn(async move {
-            tokio::time::sleep(after).await;
-            addr.do_send(Dialled(shake_hands(&config).await));
+            let to = tokio::select! {
+                // Where nobody leads, whoever led last may still be there.
+                () = tokio::time::sleep(after) => address.current().or_else(|| last.clone()),
+                other = address.other(last.as_ref()) => Some(other),
+            };
+            let to = match to {
+                Some(to) => to,
+                None => address.other(None).await,
+            };
+            let outcome = tokio::select! {
+                outcome = shake_hands(&config, &to, &hello) => outcome,
+                _ = address.other(Some(&to)) => {
+                    Err(HandshakeError::Retry("another coordinator leads".to_owned()))
+                }
+            };
+            addr.do_send(Dialled { to, outcome });
+        });
+    }
+
+    /// Tells the actor whenever another coordinator leads.
+    fn follow(&self, ctx: &mut Context<Self>) {
+        let mut address = self.config.coordinator.clone();
+        let addr = ctx.address();
+        actix::spawn(async move {
+            let mut known = None;
+            loop {
+                let now = address.other(known.as_ref()).await;
+                if addr.send(Leads(now.clone())).await.is_err() {
+                    return;
+                }
+                known = Some(now);
+            }
         });
     }
 
@@ -207,6 +260,7 @@ impl Actor for WorkerActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(1024);
+        self.follow(ctx);
         self.dial(ctx, Duration::ZERO);
     }
 }
@@ -221,7 +275,15 @@ enum HandshakeError {
 
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Dialled(Result<(Connection, Welcome), HandshakeError>);
+struct Dialled {
+    to: Destination,
+    outcome: Result<(Connection, Welcome), HandshakeError>,
+}
+
+/// This coordinator leads now.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Leads(Destination);
 
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -253,13 +315,21 @@ impl Handler<ReportDue> for WorkerActor {
 impl Handler<Dialled> for WorkerActor {
     type Result = ();
 
-    fn handle(&mut self, Dialled(outcome): Dialled, ctx: &mut Self::Context) {
+    fn handle(&mut self, Dialled { to, outcome }: Dialled, ctx: &mut Self::Context) {
+        let coordinator = to.address.clone();
+        let superseded = self.config.coordinator.current().is_some_and(|now| now != to);
+        if self.dialled.replace(to.clone()) != Some(to) {
+            // One that has just begun to lead may not listen yet, but will in a moment.
+            self.redial = REDIAL_MIN;
+        }
         match outcome {
+            Ok(_) if superseded => self.dial(ctx, Duration::ZERO),
             Ok((connection, welcome)) => {
                 tracing::info!(worker = %welcome.worker, coordinator = %connection.peer(), "joined");
                 self.redial = REDIAL_MIN;
                 self.generation += 1;
                 self.uplink.worker.store(welcome.worker.0, Ordering::Relaxed);
+                self.slot = Some(welcome.worker);
                 let measures = welcome.stats_interval_ms > 0;
                 self.uplink.measures.store(measures, Ordering::Relaxed);
                 if measures {
@@ -283,7 +353,6 @@ impl Handler<Dialled> for WorkerActor {
             }
             Err(HandshakeError::Retry(reason)) => {
                 if self.redial == REDIAL_MIN {
-                    let coordinator = &self.config.coordinator;
                     tracing::info!(coordinator, %reason, "cannot join yet; dialling until it answers");
                 } else {
                     tracing::debug!(%reason, "cannot join yet");
@@ -294,6 +363,23 @@ impl Handler<Dialled> for WorkerActor {
             Err(HandshakeError::Refused(reason)) => {
                 self.finish(ctx, WorkerEnd::Refused { reason });
             }
+        }
+    }
+}
+
+impl Handler<Leads> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, Leads(now): Leads, ctx: &mut Self::Context) {
+        if self.dialled.as_ref() == Some(&now) {
+            return;
+        }
+        // Without a link, the dialling that is under way follows by itself.
+        if let Some(link) = self.link.take() {
+            tracing::info!(coordinator = now.address, "another coordinator leads; joining it");
+            link.close();
+            self.redial = REDIAL_MIN;
+            self.lost(ctx);
         }
     }
 }
@@ -317,11 +403,14 @@ impl Handler<FromLink> for WorkerActor {
     }
 }
 
-async fn shake_hands(config: &WorkerConfig) -> Result<(Connection, Welcome), HandshakeError> {
+async fn shake_hands(
+    config: &WorkerConfig,
+    to: &Destination,
+    hello: &Hello,
+) -> Result<(Connection, Welcome), HandshakeError> {
     let retry = |error: &dyn std::fmt::Display| HandshakeError::Retry(error.to_string());
-    let mut connection = Connection::dial(&config.coordinator, HANDSHAKE_DEADLINE)
-        .await
-        .map_err(|error| retry(&error))?;
+    let mut connection =
+        Connection::dial(&to.address, HANDSHAKE_DEADLINE).await.map_err(|error| retry(&error))?;
     if let Some(secret) = &config.secret {
         connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(|reason| {
             match reason {
@@ -330,7 +419,7 @@ async fn shake_hands(config: &WorkerConfig) -> Result<(Connection, Welcome), Han
             }
         })?;
     }
-    let hello = codec::encode(&config.hello).map_err(|error| retry(&error))?;
+    let hello = codec::encode(hello).map_err(|error| retry(&error))?;
     connection.send(FrameKind::Hello, &hello).await.map_err(|error| retry(&error))?;
     let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(|error| retry(&error))?;
     match frame.kind {

@@ -6,7 +6,7 @@ use shared::host::HostThread;
 use shared::ids::{Epoch, WorkerId};
 use shared::metrics::application::Metrics;
 use shared::metrics::{RankStats, SharedStats};
-use shared::protocol::{Form, Formed, FromWorker, StepResult, WorkerStats};
+use shared::protocol::{Form, Formed, FromWorker, HeldShard, StepResult, WorkerStats};
 use tokio::sync::oneshot;
 
 use crate::actor::Uplink;
@@ -92,6 +92,11 @@ impl Outbox for LinkOutbox {
     }
 
     fn loaded(&mut self, form: &Form, formed: &Formed) {
+        self.uplink.holds(HeldShard {
+            model: form.model.clone(),
+            rank: form.rank,
+            world_size: form.world_size,
+        });
         let load = Duration::from_secs_f64(formed.load_seconds.max(0.0));
         self.stats().formed(form.replica, form.rank, formed.weight_bytes, load);
     }

@@ -11,8 +11,9 @@ use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
+use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
-use shared::protocol::{DeviceKind, Hello};
+use shared::protocol::{DeviceKind, Hello, Rejoin};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
@@ -28,8 +29,8 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 /// What `tutti worker` was asked for.
 #[derive(Clone, Debug)]
 pub struct WorkerOptions {
-    /// The coordinator's cluster address, `HOST:PORT`.
-    pub coordinator: String,
+    /// Where the coordinator is.
+    pub coordinator: CoordinatorAddress,
     /// This worker's name.
     pub node: String,
     /// Identifies the host; workers with equal values share memory.
@@ -53,10 +54,13 @@ pub struct WorkerOptions {
 ///
 /// # Errors
 /// When the collective's address cannot be bound or the executor has no thread.
-pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
+pub async fn run(mut options: WorkerOptions) -> io::Result<WorkerEnd> {
     let listen = match options.collective_listen {
         Some(address) => address,
-        None => SocketAddr::new(address_towards(&options.coordinator)?, 0),
+        None => {
+            let coordinator = options.coordinator.other(None).await;
+            SocketAddr::new(address_towards(&coordinator.address)?, 0)
+        }
     };
     let listener = TcpListener::bind(listen)?;
     let collective_addr = listener.local_addr()?;
@@ -86,6 +90,7 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
         memory_bytes,
         collective_addr,
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        rejoin: Rejoin::default(),
     };
     let config = WorkerConfig {
         coordinator: options.coordinator,
@@ -108,9 +113,12 @@ pub async fn run(options: WorkerOptions) -> io::Result<WorkerEnd> {
 }
 
 /// The address of this host on the way to `peer`.
-fn address_towards(peer: &str) -> io::Result<IpAddr> {
+///
+/// # Errors
+/// When `peer` cannot be resolved or there is no way to it.
+pub fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let unknown = || {
-        let message = format!("the coordinator's address {peer} cannot be resolved");
+        let message = format!("the address {peer} cannot be resolved");
         io::Error::new(io::ErrorKind::InvalidInput, message)
     };
     let peer = peer.to_socket_addrs().ok().and_then(|mut all| all.next()).ok_or_else(unknown)?;

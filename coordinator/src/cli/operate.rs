@@ -115,7 +115,7 @@ fn table(status: &Status) -> Vec<String> {
             "{:<24} {:<10} {:>5} {:<10} {:>8} {:>5} {:>8}",
             node.node,
             node.role,
-            node.slot,
+            number(Some(node.slot).filter(|_| node.role != "coordinator")),
             node.state,
             number(node.replica),
             number(node.rank),

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
 
+use super::etcd::{EtcdArgs, parse_address};
+
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
 #[command(name = "tutti", version, propagate_version = true)]
@@ -120,6 +122,20 @@ pub(crate) struct CoordinatorArgs {
     pub(crate) common: CommonArgs,
     #[command(flatten)]
     pub(crate) serving: ServingArgs,
+    #[command(flatten)]
+    pub(crate) etcd: EtcdArgs,
+    /// Where others reach --cluster-listen, told to them through etcd [default: --cluster-listen;
+    /// where that is every address, the one that leads to etcd]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
+    pub(crate) advertise: Option<String>,
+    /// With --etcd: another coordinator takes over when this one has not been heard of for so many
+    /// seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=600))]
+    pub(crate) leader_lease: u64,
+    /// With --etcd: write the totals of /metrics there every so many seconds, so that the next
+    /// leader goes on from them; 0 for never
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    pub(crate) checkpoint_interval: u64,
 }
 
 /// Options of `tutti worker`.
@@ -129,9 +145,12 @@ pub(crate) struct WorkerArgs {
     pub(crate) common: CommonArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
-    /// The coordinator's cluster address
-    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8001")]
-    pub(crate) coordinator: String,
+    /// The coordinator's cluster address, where it is not found through --etcd
+    /// [default: 127.0.0.1:8001]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) coordinator: Option<String>,
+    #[command(flatten)]
+    pub(crate) etcd: EtcdArgs,
     /// This worker's name, unique in the cluster [default: HOSTNAME-PID]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
@@ -153,9 +172,12 @@ pub(crate) struct WorkerArgs {
 pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) common: CommonArgs,
-    /// The coordinator's cluster address
-    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8001")]
-    pub(crate) coordinator: String,
+    /// The coordinator's cluster address, where it is not found through --etcd
+    /// [default: 127.0.0.1:8001]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) coordinator: Option<String>,
+    #[command(flatten)]
+    pub(crate) etcd: EtcdArgs,
     /// This front end's name, unique among front ends [default: HOSTNAME-PID]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
@@ -320,6 +342,9 @@ pub(crate) struct ServingArgs {
     /// on GPUs what --gpu-memory-utilization leaves]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: Option<u64>,
+    /// Compute every prompt whole, also where the KV cache still has its beginning
+    #[arg(long)]
+    pub(crate) no_enable_prefix_caching: bool,
     /// Most requests waiting for their first step; beyond it clients get 429
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,

@@ -12,7 +12,7 @@ use shared::metrics::compat::Compat;
 use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
 use super::work::{cores, interrupted, random};
-use super::{CliError, CoordinatorArgs, logging, secret};
+use super::{CliError, CoordinatorArgs, elected, etcd, logging, secret};
 
 /// Where workers dial in, unless told otherwise.
 const CLUSTER_LISTEN: SocketAddr =
@@ -21,6 +21,17 @@ const CLUSTER_LISTEN: SocketAddr =
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN)?;
+    let lease = Duration::from_secs(args.leader_lease);
+    if let Some(etcd) = etcd::options(&args.etcd, lease)? {
+        let interval = Duration::from_secs(args.checkpoint_interval);
+        let checkpoints = Some(interval).filter(|it| !it.is_zero() && options.metrics);
+        let advertise = args.advertise.as_deref();
+        let run = elected::run(options, etcd, advertise, checkpoints);
+        return actix::System::new().block_on(run);
+    }
+    if args.advertise.is_some() {
+        return Err(CliError::Usage("--advertise is given without --etcd".to_owned()));
+    }
     actix::System::new().block_on(async move {
         let degree = options.tensor_parallel;
         let coordinator =
@@ -72,6 +83,7 @@ pub(crate) fn coordinator_options(
         block_size: args.block_size,
         // 0 leaves it to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
+        prefix_caching: !args.no_enable_prefix_caching,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {
             step_timeout: Duration::from_secs(args.step_timeout),

@@ -3,26 +3,33 @@ use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 
+use shared::membership::Role;
 use shared::metrics::application::Metrics;
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
 use worker::run::WorkerOptions;
 
-use super::{CliError, WorkerArgs, devices, logging, secret};
+use super::output::error_line;
+use super::{CliError, WorkerArgs, devices, etcd, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
     let device = devices::choose(&args.compute, args.compute.threads.unwrap_or_else(cores))?;
+    let secret = secret::read(&args.common)?;
+    let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());
+    let coordinator = args.coordinator.as_deref();
+    let (coordinator, mut membership) =
+        etcd::find(coordinator, &args.etcd, Role::Worker, &node, incarnation)?;
     let options = WorkerOptions {
-        coordinator: args.coordinator.clone(),
-        node: args.node.clone().unwrap_or_else(default_node),
+        coordinator,
+        node,
         host: args.host_id.clone().unwrap_or_else(host_id),
         device,
         collective_listen: args.collective_listen,
-        incarnation: random(),
+        incarnation,
         application: Metrics::new(),
         nvml: args.common.nvml_lib.clone(),
-        secret: secret::read(&args.common)?,
+        secret,
     };
     let parent_gone = args.exit_with_stdin.then(stdin_closes);
     let end = actix::System::new().block_on(async move {
@@ -32,13 +39,24 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
                 None => std::future::pending().await,
             }
         };
-        tokio::select! {
+        let end = tokio::select! {
             end = worker::run::run(options) => end.map_err(|error| {
                 CliError::Failed(format!("cannot start the worker: {error}"))
             }),
+            error = etcd::failed(&mut membership) => Err(error),
             () = gone => Ok(WorkerEnd::Shutdown { reason: "its parent is gone".to_owned() }),
             () = interrupted() => Ok(WorkerEnd::Shutdown { reason: "interrupted".to_owned() }),
+        };
+        if let Some(membership) = membership {
+            membership.leave().await;
         }
+        if let Ok(WorkerEnd::DeviceLost { reason }) = end {
+            // Now, since giving a broken GPU's memory back may take for ever.
+            let error = CliError::Device(reason);
+            error_line(&error.to_string());
+            std::process::exit(error.code().into());
+        }
+        end
     })?;
     match end {
         WorkerEnd::Shutdown { reason } => {

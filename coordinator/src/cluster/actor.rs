@@ -1,6 +1,6 @@
 //! The actix shell of the cluster core: workers' links come in, the core's effects go out, requests
 //! are routed to replicas.
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,7 +10,7 @@ use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
-use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
+use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::metrics::Source;
 use shared::metrics::labels::ActorState;
 use shared::protocol::{
@@ -20,10 +20,13 @@ use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::watch;
 
+use super::affinity::Affinity;
+use super::orphanage::{Home, Orphanage};
+use super::roster::{Admission, Joining, LinkNumber, Roster};
 use super::status;
 use super::view::{self, ClusterView};
 use super::{Cluster, ClusterConfig, Effect, Member, ReplicaPhase};
-use crate::engine::{EngineCommand, EngineError, EngineEvent};
+use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
@@ -32,7 +35,7 @@ use crate::replica::actor::{
     Retire, StepDone, Submit,
 };
 use crate::replica::driver::{Moved, reject_reason};
-use crate::scheduler::ConfigError;
+use crate::scheduler::{ConfigError, EpochEnd};
 
 /// How often time passes for the core.
 const TICK: Duration = Duration::from_millis(50);
@@ -44,6 +47,7 @@ const DEAD_MAX: usize = 64;
 
 struct Connected {
     incarnation: Incarnation,
+    number: LinkNumber,
     node: String,
     host: String,
     pid: u32,
@@ -66,26 +70,22 @@ pub type ReplicaFactory = Box<
 pub struct ClusterActor {
     core: Cluster,
     clock: Arc<dyn Clock>,
-    slots: HashMap<String, WorkerId>,
+    roster: Roster,
     connected: BTreeMap<WorkerId, Connected>,
     replicas: BTreeMap<ReplicaId, RunningReplica>,
     make_replica: ReplicaFactory,
     hub: Arc<Hub>,
     engine: EngineConfig,
-    /// Every worker that ever joined, to count restarts.
-    known: HashMap<WorkerId, Incarnation>,
     view: watch::Sender<ClusterView>,
     unservable: Option<String>,
     frozen: Option<(String, u32)>,
     tensor_parallel: u32,
     worker_stats: bool,
     stopping: bool,
-    /// Replicas that have been asked for their requests and have not answered.
-    orphans_due: u32,
+    orphanage: Orphanage,
+    affinity: Affinity,
     /// Workers that are gone, oldest first.
     dead: VecDeque<status::Dead>,
-    /// Requests cancelled meanwhile: they may be on their way.
-    cancelled: BTreeSet<RequestId>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -109,23 +109,29 @@ impl ClusterActor {
         Self {
             core: Cluster::new(config),
             clock,
-            slots: HashMap::new(),
+            roster: Roster::default(),
             connected: BTreeMap::new(),
             replicas: BTreeMap::new(),
             make_replica,
             hub,
             engine,
-            known: HashMap::new(),
             view,
             unservable: None,
             frozen: None,
             tensor_parallel,
             worker_stats,
             stopping: false,
-            orphans_due: 0,
+            orphanage: Orphanage::default(),
+            affinity: Affinity::default(),
             dead: VecDeque::new(),
-            cancelled: BTreeSet::new(),
         }
+    }
+
+    /// With workers that are about to join, as [`Cluster::expect`] says.
+    #[must_use]
+    pub fn expecting(mut self, nodes: BTreeSet<String>) -> Self {
+        self.core.expect(nodes);
+        self
     }
 
     /// Carries out the core's effects, then publishes the view.
@@ -136,15 +142,18 @@ impl ClusterActor {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
                     self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
                 }
-                Effect::ReplicaBroken { replica, epoch, reason } => {
-                    if !self.stopping {
+                Effect::ReplicaBroken { replica, epoch, end, reason } => {
+                    if self.stopping || end == EpochEnd::Planned {
+                        tracing::info!(%replica, %epoch, %reason, "the replica pauses");
+                    } else {
                         tracing::warn!(%replica, %epoch, %reason, "the replica broke");
                     }
                     if let Some(running) = self.replicas.get_mut(&replica) {
                         running.serving = None;
+                        self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
-                        running.addr.do_send(Lost { epoch });
-                        self.orphans_due += 1;
+                        running.addr.do_send(Lost { epoch, end });
+                        self.orphanage.expect();
                     }
                 }
                 Effect::ReplicaRemoved { replica } => {
@@ -153,7 +162,7 @@ impl ClusterActor {
                     if let Some(running) = self.replicas.remove(&replica) {
                         // Its requests come as orphans; the actor ends with its last address.
                         running.addr.do_send(Retire);
-                        self.orphans_due += 1;
+                        self.orphanage.expect();
                     }
                 }
                 Effect::Unservable { replica, reason } => {
@@ -195,77 +204,68 @@ impl ClusterActor {
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let config = ReplicaConfig { engine: self.engine.clone(), num_blocks, tensor_parallel };
         self.hub.observer().record().replica_ready(id, &config);
-        if !self.replicas.contains_key(&id) {
-            let load = Arc::new(ReplicaLoad::default());
-            match (self.make_replica)(id, ctx.address(), load.clone()) {
-                Ok(actor) => {
-                    let addr = actor.start();
-                    self.replicas.insert(id, RunningReplica { addr, load, serving: None });
-                }
-                Err(error) => {
-                    self.unservable = Some(error.to_string());
-                    return;
-                }
-            }
-        }
+        self.start_replica(ctx, id);
         let Some(running) = self.replicas.get_mut(&id) else { return };
         running.addr.do_send(Ready { epoch, num_blocks, ranks: links, workers: ranks.clone() });
         running.serving = Some((epoch, ranks));
         // What waits at replicas that cannot go on can go on here.
         for running in self.replicas.values().filter(|running| running.serving.is_none()) {
             running.addr.do_send(GiveUp);
-            self.orphans_due += 1;
+            self.orphanage.expect();
         }
     }
 
-    /// Requests of a replica that cannot go on with them: to those that can, least loaded first;
-    /// back to where they were when there is none.
-    fn place_orphans(&mut self, orphans: Orphans) {
-        let Orphans { from, requests } = orphans;
-        self.orphans_due = self.orphans_due.saturating_sub(1);
-        let mut homes: BTreeMap<ReplicaId, (u32, Vec<Moved>)> = self
-            .replicas
-            .iter()
-            .filter(|(_, running)| running.serving.is_some())
-            .map(|(id, running)| {
-                (*id, (running.load.in_flight.load(Ordering::Relaxed), Vec::new()))
-            })
-            .collect();
-        let mut back = Vec::new();
+    /// Starts a replica's actor, unless it runs.
+    fn start_replica(&mut self, ctx: &mut Context<Self>, id: ReplicaId) {
+        if self.replicas.contains_key(&id) {
+            return;
+        }
+        let load = Arc::new(ReplicaLoad::default());
+        match (self.make_replica)(id, ctx.address(), load.clone()) {
+            Ok(actor) => {
+                let addr = actor.start();
+                self.replicas.insert(id, RunningReplica { addr, load, serving: None });
+            }
+            Err(error) => self.unservable = Some(error.to_string()),
+        }
+    }
+
+    /// Requests of a replica that cannot go on with them: to those that can, or to one that may
+    /// soon, even if it never has served.
+    fn place_orphans(&mut self, ctx: &mut Context<Self>, Orphans { from, requests }: Orphans) {
+        let homes = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
+            let running = self.replicas.get(&replica.id);
+            let load = |it: &RunningReplica| it.load.in_flight.load(Ordering::Relaxed);
+            Home {
+                replica: replica.id,
+                serving: running.is_some_and(|running| running.serving.is_some()),
+                load: running.map_or(0, load),
+            }
+        });
+        let placed = self.orphanage.place(from, requests, homes);
+        for request in placed.cancelled {
+            request.end(self.hub.observer(), None);
+        }
+        self.refuse_all(placed.homeless);
+        for (id, requests) in placed.homes {
+            if id != from {
+                tracing::info!(from = %from, to = %id, requests = requests.len(), "go on elsewhere");
+            }
+            self.start_replica(ctx, id);
+            match self.replicas.get(&id) {
+                Some(running) => running.addr.do_send(Adopt(requests)),
+                None => self.refuse_all(requests),
+            }
+        }
+    }
+
+    fn refuse_all(&self, requests: Vec<Moved>) {
         for request in requests {
-            // Cancellations went past while it was on its way.
-            if self.cancelled.contains(&request.id()) {
-                request.end(self.hub.observer(), None);
-            } else if self.stopping {
-                request.end(self.hub.observer(), Some(EngineError::ShuttingDown));
-            } else if let Some((load, home)) = homes.values_mut().min_by_key(|(load, _)| *load) {
-                *load += 1;
-                home.push(request);
-            } else {
-                back.push(request);
-            }
-        }
-        let moved: usize = homes.values().map(|(_, home)| home.len()).sum();
-        if moved > 0 {
-            tracing::info!(replica = %from, requests = moved, "go on elsewhere");
-        }
-        // A replica that is given up takes nothing back: another one waits with it.
-        let waits = self.replicas.contains_key(&from).then_some(from);
-        let waits = waits.or_else(|| self.replicas.keys().next().copied());
-        let homes = homes.into_iter().map(|(id, (_, home))| (Some(id), home));
-        for (id, home) in homes.chain([(waits, back)]).filter(|(_, home)| !home.is_empty()) {
-            match id.and_then(|id| self.replicas.get(&id)) {
-                Some(running) => running.addr.do_send(Adopt(home)),
-                None => {
-                    for request in home {
-                        let error = EngineError::Unavailable { message: self.not_ready() };
-                        request.end(self.hub.observer(), Some(error));
-                    }
-                }
-            }
-        }
-        if self.orphans_due == 0 {
-            self.cancelled.clear();
+            let error = match self.stopping {
+                true => EngineError::ShuttingDown,
+                false => EngineError::Unavailable { message: self.not_ready() },
+            };
+            request.end(self.hub.observer(), Some(error));
         }
     }
 
@@ -292,33 +292,31 @@ impl ClusterActor {
         self.view.send_replace(view);
     }
 
-    /// The serving replica with the fewest requests; without one, the one that waits with the
-    /// fewest, since it may be back in a moment.
-    fn route(&self) -> Option<&RunningReplica> {
-        self.replicas.values().min_by_key(|running| {
-            (running.serving.is_none(), running.load.in_flight.load(Ordering::Relaxed))
-        })
+    fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
+        let homes = self.replicas.iter().map(|(id, running)| Home {
+            replica: *id,
+            serving: running.serving.is_some(),
+            load: running.load.in_flight.load(Ordering::Relaxed),
+        });
+        let id = self.affinity.route(&request.prompt, request.cache_salt, homes)?;
+        self.replicas.get(&id)
     }
 
     fn submit(&mut self, command: EngineCommand) {
         match command {
             EngineCommand::Submit { request, events } => {
-                let refuse = |error: EngineError| {
-                    self.hub.observer().record().rejected(reject_reason(&error));
-                    let _ = events.send(EngineEvent::Failed(error));
+                let error = if self.stopping {
+                    EngineError::ShuttingDown
+                } else if let Some(running) = self.route(&request) {
+                    return running.addr.do_send(Submit { request, events });
+                } else {
+                    EngineError::Unavailable { message: self.not_ready() }
                 };
-                if self.stopping {
-                    return refuse(EngineError::ShuttingDown);
-                }
-                let Some(running) = self.route() else {
-                    return refuse(EngineError::Unavailable { message: self.not_ready() });
-                };
-                running.addr.do_send(Submit { request, events: events.clone() });
+                self.hub.observer().record().rejected(reject_reason(&error));
+                let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {
-                if self.orphans_due > 0 {
-                    self.cancelled.insert(id);
-                }
+                self.orphanage.cancelled(id);
                 for running in self.replicas.values() {
                     running.addr.do_send(Cancel(id));
                 }
@@ -390,7 +388,7 @@ impl ClusterActor {
     /// Actors of the cluster by state, as `/metrics` shows them.
     fn count_actors(&self) {
         let mut recording = self.hub.observer().record();
-        let missing = self.known.len().saturating_sub(self.connected.len());
+        let missing = self.roster.num_known().saturating_sub(self.connected.len());
         let replicas = |phase: fn(ReplicaPhase) -> bool| {
             self.core.replicas().filter(|replica| phase(replica.phase)).count() as u64
         };
@@ -423,33 +421,33 @@ impl ClusterActor {
         &mut self,
         ctx: &mut Context<Self>,
         worker: WorkerId,
-        incarnation: Incarnation,
+        number: LinkNumber,
         reason: &str,
     ) {
-        let current = self.connected.get(&worker).is_some_and(|c| c.incarnation == incarnation);
-        if !current {
+        if !self.roster.is_present(worker, number) {
             return;
         }
-        if let Some(connected) = self.connected.remove(&worker) {
-            if self.stopping {
-                tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
-            } else {
-                tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
-            }
-            let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-            self.dead.push_back(status::Dead {
-                node: connected.node.clone(),
-                slot: worker.0,
-                pid: connected.pid,
-                reason: reason.to_owned(),
-                at,
-            });
-            if self.dead.len() > DEAD_MAX {
-                self.dead.pop_front();
-            }
-            self.hub.lost(Source::Worker(worker), incarnation);
-            self.hub.observer().record().worker_up(worker, false);
+        self.roster.left(worker);
+        let Some(connected) = self.connected.remove(&worker) else { return };
+        let incarnation = connected.incarnation;
+        if self.stopping {
+            tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
+        } else {
+            tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
         }
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        self.dead.push_back(status::Dead {
+            node: connected.node.clone(),
+            slot: worker.0,
+            pid: connected.pid,
+            reason: reason.to_owned(),
+            at,
+        });
+        if self.dead.len() > DEAD_MAX {
+            self.dead.pop_front();
+        }
+        self.hub.lost(Source::Worker(worker), incarnation);
+        self.hub.observer().record().worker_up(worker, false);
         let mut effects = Vec::new();
         self.core.worker_left(self.clock.now(), worker, incarnation, reason, &mut effects);
         self.carry_out(ctx, effects);
@@ -475,8 +473,17 @@ impl Actor for ClusterActor {
 
 /// May this worker join? Answered before its link is started.
 #[derive(Debug, Message)]
-#[rtype(result = "Result<Welcome, String>")]
+#[rtype(result = "Result<Welcome, Refusal>")]
 pub struct Admit(pub Hello);
+
+/// Why a worker may not join.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Now; it may dial again.
+    NotYet(String),
+    /// Ever.
+    Never(String),
+}
 
 /// A worker has been welcomed.
 #[derive(Debug, Message)]
@@ -494,7 +501,7 @@ pub struct Joined {
 #[rtype(result = "()")]
 struct FromLink {
     worker: WorkerId,
-    incarnation: Incarnation,
+    number: LinkNumber,
     event: LinkEvent,
 }
 
@@ -514,14 +521,23 @@ pub struct Stop {
 }
 
 impl Handler<Admit> for ClusterActor {
-    type Result = Result<Welcome, String>;
+    type Result = Result<Welcome, Refusal>;
 
     fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
         if self.stopping {
-            return Err("the coordinator is shutting down".to_owned());
+            return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
         }
-        let next = WorkerId(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
-        let worker = *self.slots.entry(hello.node).or_insert(next);
+        let node = &hello.node;
+        let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
+            Admission::Slot(worker) => worker,
+            Admission::Taken => {
+                return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
+            }
+            Admission::Retired => {
+                let reason = format!("several other processes were node {node} since");
+                return Err(Refusal::Never(format!("{reason}: start the worker again")));
+            }
+        };
         let interval = if self.worker_stats { STATS_INTERVAL } else { Duration::ZERO };
         Ok(Welcome { worker, stats_interval_ms: interval.as_millis() as u64 })
     }
@@ -533,10 +549,21 @@ impl Handler<Joined> for ClusterActor {
     fn handle(&mut self, joined: Joined, ctx: &mut Self::Context) {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
+        // Between its admission and now another process may have joined in its place.
+        let admission = self.roster.admit(&hello.node, incarnation, hello.rejoin.slot);
+        if admission != Admission::Slot(worker) {
+            return;
+        }
+        if let Some(old) = self.connected.get(&worker) {
+            let (old_number, old_link) = (old.number, old.link.clone());
+            self.worker_gone(ctx, worker, old_number, "it joined again");
+            old_link.close();
+        }
+        let Joining { link: number, restarted, retired } = self.roster.joined(worker, incarnation);
         let addr = ctx.address();
         let sink = move |event| {
             let last = matches!(event, LinkEvent::Closed { .. });
-            let message = FromLink { worker, incarnation, event };
+            let message = FromLink { worker, number, event };
             if last {
                 addr.do_send(message);
                 return true;
@@ -545,27 +572,20 @@ impl Handler<Joined> for ClusterActor {
         };
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
-        if let Some(old) = self.connected.get(&worker) {
-            let (old_incarnation, old_link) = (old.incarnation, old.link.clone());
-            self.worker_gone(ctx, worker, old_incarnation, "it joined again");
-            old_link.close();
-        }
         let node = hello.node.clone();
         let addr = RemoteAddr::new(link.clone());
-        self.connected.insert(
-            worker,
-            Connected { incarnation, node, host: hello.host.clone(), pid: hello.pid, link, addr },
-        );
+        let host = hello.host.clone();
+        let connected = Connected { incarnation, number, node, host, pid: hello.pid, link, addr };
+        self.connected.insert(worker, connected);
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
-        let last = self.known.insert(worker, incarnation).filter(|last| *last != incarnation);
-        if last.is_some() {
+        if restarted {
             recording.worker_restarted(worker);
         }
         drop(recording);
-        if let Some(last) = last {
-            self.hub.retire(Source::Worker(worker), last);
+        if let Some(retired) = retired {
+            self.hub.retire(Source::Worker(worker), retired);
         }
         let member = Member {
             worker,
@@ -575,6 +595,7 @@ impl Handler<Joined> for ClusterActor {
             collective_addr: hello.collective_addr,
             draining: false,
         };
+        self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
         self.core.worker_joined(self.clock.now(), member, &mut effects);
         self.carry_out(ctx, effects);
@@ -585,9 +606,8 @@ impl Handler<FromLink> for ClusterActor {
     type Result = ();
 
     fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
-        let FromLink { worker, incarnation, event } = message;
-        let current = self.connected.get(&worker).is_some_and(|c| c.incarnation == incarnation);
-        if !current {
+        let FromLink { worker, number, event } = message;
+        if !self.roster.is_present(worker, number) {
             return;
         }
         match event {
@@ -600,7 +620,7 @@ impl Handler<FromLink> for ClusterActor {
                 {
                     self.frozen = Some((connected.node.clone(), connected.pid));
                 }
-                self.worker_gone(ctx, worker, incarnation, &reason.to_string());
+                self.worker_gone(ctx, worker, number, &reason.to_string());
             }
         }
     }
@@ -725,8 +745,8 @@ impl Handler<Drain> for ClusterActor {
 impl Handler<Orphans> for ClusterActor {
     type Result = ();
 
-    fn handle(&mut self, orphans: Orphans, _ctx: &mut Self::Context) {
-        self.place_orphans(orphans);
+    fn handle(&mut self, orphans: Orphans, ctx: &mut Self::Context) {
+        self.place_orphans(ctx, orphans);
     }
 }
 

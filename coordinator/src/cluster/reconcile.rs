@@ -11,6 +11,7 @@ use shared::protocol::ToWorker;
 
 use super::replica::Replica;
 use super::{Cluster, Effect, Member, place};
+use crate::scheduler::EpochEnd;
 
 impl Cluster {
     /// How many replicas there shall be at most; as many as the members allow without a bound.
@@ -50,7 +51,8 @@ impl Cluster {
             member.draining = true;
         }
         if let Some(id) = self.replica_of(worker) {
-            self.break_replica(now, id, &format!("{worker} ({node}) is drained"), effects);
+            let reason = format!("{worker} ({node}) is drained");
+            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.vacate(now, worker);
                 replica.form_at_once();
@@ -101,7 +103,7 @@ impl Cluster {
     }
 
     fn remove(&mut self, now: Duration, id: ReplicaId, reason: &str, effects: &mut Vec<Effect>) {
-        self.break_replica(now, id, reason, effects);
+        self.break_replica(now, id, EpochEnd::Planned, reason, effects);
         self.replicas.remove(&id);
         effects.push(Effect::ReplicaRemoved { replica: id });
     }
@@ -161,7 +163,8 @@ impl Cluster {
                 .map(|degree| *degree as usize)
                 .find(|larger| *larger > degree && *larger <= present + free);
             let Some(larger) = larger else { continue };
-            self.break_replica(now, id, &format!("it grows to {larger} ranks"), effects);
+            let reason = format!("it grows to {larger} ranks");
+            self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
             if let Some(replica) = self.replicas.get_mut(&id) {
                 replica.resize(now, larger);
                 replica.form_at_once();
@@ -173,13 +176,16 @@ impl Cluster {
     fn add_replicas(&mut self, now: Duration) {
         let max = self.config.max_replicas.map_or(usize::MAX, |max| max as usize);
         let room = max.saturating_sub(self.replicas.len());
-        let mut groups = place(&self.free(), self.config.tensor_parallel as usize);
+        if self.is_settling(now) {
+            return;
+        }
+        let mut groups = self.place(self.config.tensor_parallel as usize);
         if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
             // Better a small replica than none.
             let free = self.free();
             let fits = |degree: &&u32| **degree as usize <= free.len();
             let degree = self.config.degrees.iter().find(fits).copied();
-            groups = degree.map(|degree| place(&free, degree as usize)).unwrap_or_default();
+            groups = degree.map(|degree| self.place(degree as usize)).unwrap_or_default();
             groups.truncate(1);
         }
         let next = self.next_replica;
@@ -190,6 +196,36 @@ impl Cluster {
         if !self.replicas.is_empty() {
             self.short_since = None;
         }
+    }
+
+    fn place(&self, degree: usize) -> Vec<Vec<WorkerId>> {
+        let held = |worker| {
+            let held = self.held.get(&worker)?;
+            let fits = held.model == self.config.model && held.world_size as usize == degree;
+            fits.then_some(held.rank as usize)
+        };
+        place(&self.free(), degree, held)
+    }
+
+    /// Whether workers that were there before this coordinator may still be on their way: which
+    /// ranks are given to whom is better decided when all are here.
+    fn is_settling(&mut self, now: Duration) -> bool {
+        let here = |node: &String| self.members.values().any(|member| member.node == *node);
+        if self.expected.iter().all(here) {
+            self.expected.clear();
+            return false;
+        }
+        // From the first one's arrival on, for before it there is nothing to decide.
+        let since = match (self.settling_since, self.members.is_empty()) {
+            (Some(since), _) => since,
+            (None, true) => return true,
+            (None, false) => *self.settling_since.insert(now),
+        };
+        let over = now.saturating_sub(since) >= self.config.reshard_after;
+        if over {
+            self.expected.clear();
+        }
+        !over
     }
 
     /// Whether there have been too few workers for a whole replica for longer than joining takes.

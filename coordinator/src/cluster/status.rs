@@ -16,7 +16,8 @@ pub struct Status {
     pub tensor_parallel: u32,
     /// Most replicas; absent without a bound.
     pub max_replicas: Option<u32>,
-    /// Linked processes: workers, then front ends.
+    /// Linked processes: workers, then front ends; then the coordinators, where there may be
+    /// several.
     pub nodes: Vec<Node>,
     /// Replicas.
     pub replicas: Vec<Replica>,
@@ -29,15 +30,15 @@ pub struct Status {
 pub struct Node {
     /// Its name.
     pub node: String,
-    /// `worker` or `frontend`.
+    /// `worker`, `frontend` or `coordinator`.
     pub role: String,
-    /// Its slot, as in the labels of metrics.
+    /// Its slot, as in the labels of metrics; coordinators have none.
     pub slot: u32,
     /// Its process id on its host.
     pub pid: u32,
     /// Identifies its host.
     pub host: String,
-    /// `alive` (holds a rank), `spare`, `draining`.
+    /// `alive` (holds a rank), `spare`, `draining`; of a coordinator `leading` or `standby`.
     pub state: String,
     /// The replica it is a rank of.
     pub replica: Option<u32>,

@@ -10,6 +10,7 @@ use shared::actor::remote::RemoteAddr;
 use shared::clock::Clock;
 use shared::host::HostThread;
 use shared::ids::RequestId;
+use shared::membership::Destination;
 use shared::metrics::labels::RejectReason;
 use shared::metrics::{SharedStats, encode_snapshot};
 use shared::protocol::{
@@ -140,21 +141,23 @@ impl Uplink {
     /// Serves until it is told to stop (`None`) or cannot go on.
     pub(super) async fn run(
         mut self,
+        mut to: Destination,
         mut connection: Connection,
         mut welcome: FrontendWelcome,
         mut stop: oneshot::Receiver<()>,
     ) -> Option<FrontendError> {
         loop {
-            tracing::info!(frontend = %welcome.frontend, coordinator = self.options.coordinator, "joined");
-            match self.serve(connection, &welcome, &mut stop).await {
+            self.hello.slot = Some(welcome.frontend);
+            tracing::info!(frontend = %welcome.frontend, coordinator = to.address, "joined");
+            match self.serve(&to, connection, &welcome, &mut stop).await {
                 Served::Stopped => return None,
                 Served::Lost(reason) => {
                     tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
                     self.fail_all(&reason);
                 }
             }
-            (connection, welcome) = tokio::select! {
-                joined = self.dial() => match joined {
+            (to, connection, welcome) = tokio::select! {
+                joined = self.dial(to) => match joined {
                     Ok(joined) => joined,
                     Err(error) => return Some(error),
                 },
@@ -168,6 +171,7 @@ impl Uplink {
 
     async fn serve(
         &mut self,
+        to: &Destination,
         connection: Connection,
         welcome: &FrontendWelcome,
         stop: &mut oneshot::Receiver<()>,
@@ -180,6 +184,9 @@ impl Uplink {
         let link: RemoteAddr<FromFrontend> = RemoteAddr::new(link);
         let interval = Duration::from_millis(welcome.stats_interval_ms.clamp(10, 60_000));
         let mut timer = tokio::time::interval(interval);
+        let mut address = self.options.coordinator.clone();
+        let superseded = address.other(Some(to));
+        tokio::pin!(superseded);
         loop {
             let sent = tokio::select! {
                 event = events.recv() => match event {
@@ -197,6 +204,9 @@ impl Uplink {
                     // The sink could not even say that it closed: this side was too slow.
                     None => return Served::Lost("events came faster than they were taken".into()),
                 },
+                now = &mut superseded => {
+                    return Served::Lost(format!("{} leads now", now.address));
+                }
                 Some(command) = self.commands.recv() => self.send(&link, command).await,
                 _ = timer.tick() => self.report(&link).await,
                 _ = &mut *stop => {
@@ -213,24 +223,41 @@ impl Uplink {
     }
 
     /// Dials until the coordinator answers; requests are refused meanwhile.
-    async fn dial(&mut self) -> Result<(Connection, FrontendWelcome), FrontendError> {
+    async fn dial(
+        &mut self,
+        mut to: Destination,
+    ) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
         let mut wait = REDIAL_MIN;
         loop {
-            let (coordinator, hello) = (self.options.coordinator.clone(), self.hello.clone());
+            let mut address = self.options.coordinator.clone();
+            let (last, hello) = (to.clone(), self.hello.clone());
             let secret = self.options.secret.clone();
             let attempt = async move {
-                tokio::time::sleep(wait).await;
-                join(&coordinator, &hello, secret.as_ref()).await
+                // Another one that leads is dialled at once.
+                let other = tokio::time::timeout(wait, address.other(Some(&last))).await;
+                let to = other.unwrap_or(last);
+                let joined = tokio::select! {
+                    joined = join(&to.address, &hello, secret.as_ref()) => joined,
+                    _ = address.other(Some(&to)) => {
+                        Err(JoinError::Retry("another coordinator leads".to_owned()))
+                    }
+                };
+                (to, joined)
             };
             tokio::pin!(attempt);
-            let joined = loop {
+            let (dialled, joined) = loop {
                 tokio::select! {
-                    joined = &mut attempt => break joined,
+                    done = &mut attempt => break done,
                     Some(command) = self.commands.recv() => self.refuse(command),
                 }
             };
+            if dialled != to {
+                // One that has just begun to lead may not listen yet, but will in a moment.
+                wait = REDIAL_MIN;
+            }
+            to = dialled;
             match joined {
-                Ok(joined) => return Ok(joined),
+                Ok((connection, welcome)) => return Ok((to, connection, welcome)),
                 Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
                 Err(JoinError::Retry(reason)) => tracing::debug!(%reason, "cannot join yet"),
             }
@@ -249,7 +276,7 @@ impl Uplink {
                 let (id, submit) = (request.id, submit(*request, self.clock.now()));
                 let Some(submit) = submit else { return Ok(()) };
                 self.live.insert(id, Live { events, choices_left });
-                FromFrontend::Submit(submit)
+                FromFrontend::Submit(Box::new(submit))
             }
             EngineCommand::Cancel { id } => {
                 self.live.remove(&id);
@@ -337,6 +364,7 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         n,
         stops: request.stops.to_vec(),
         max_tokens: request.max_tokens,
+        cache_salt: request.cache_salt,
         end_tokens: request.end_tokens,
         waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
         response_id: request.response_id.as_ref().to_owned(),

@@ -10,8 +10,9 @@ use actix_web::web::{self, Data, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use shared::membership::{Role, View};
 use shared::wire::auth::Secret;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
 use super::state::AppState;
@@ -33,6 +34,8 @@ pub struct Admin {
     pub secret: Option<Secret>,
     /// Who starts and stops worker processes, where this process does.
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
+    /// The cluster as etcd says, where it is asked.
+    pub membership: Option<watch::Receiver<View>>,
 }
 
 /// So many worker processes shall run; the answer says why they cannot.
@@ -106,7 +109,24 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
         state: "alive".to_owned(),
         ..Node::default()
     }));
+    if let Some(view) = &admin.membership {
+        status.nodes.extend(coordinators(&view.borrow()));
+    }
     Ok(HttpResponse::Ok().json(status))
+}
+
+/// The coordinators that etcd knows: the one that leads and those that stand by.
+fn coordinators(view: &View) -> Vec<Node> {
+    let leader = view.leader.as_ref().map(|leader| leader.record.incarnation);
+    let all = view.records.values().filter(|record| record.role == Role::Coordinator);
+    all.map(|record| Node {
+        node: record.node.clone(),
+        role: "coordinator".to_owned(),
+        pid: record.pid,
+        state: if leader == Some(record.incarnation) { "leading" } else { "standby" }.to_owned(),
+        ..Node::default()
+    })
+    .collect()
 }
 
 async fn scale(

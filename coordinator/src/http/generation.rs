@@ -81,6 +81,7 @@ impl RunningPrompt {
                 .collect(),
             stop_checks,
             max_tokens,
+            cache_salt: common.cache_salt,
             end_tokens: common.end_tokens.clone(),
             stops: common.stops.as_slice().into(),
             arrived,

@@ -2,6 +2,8 @@
 //!
 //! Fields are read one by one from the JSON, so that an error names the field and the bound. `null`
 //! is the same as absent. Unknown fields are ignored, as OpenAI's own servers and vLLM do.
+use std::hash::Hasher as _;
+
 use serde_json::{Map, Value};
 use shared::sampling::SamplingParams;
 
@@ -205,6 +207,8 @@ pub struct Common {
     pub seeded: bool,
     /// Stop strings.
     pub stops: Vec<String>,
+    /// Requests of another salt share no cached prompts with it.
+    pub cache_salt: u64,
     /// End tokens.
     pub end_tokens: Vec<u32>,
     /// Answer in Server-Sent Events.
@@ -276,6 +280,7 @@ impl Common {
             sampling,
             seeded: seed.is_some(),
             stops: stops(fields, limits)?,
+            cache_salt: cache_salt(fields, limits)?,
             end_tokens,
             stream,
             include_usage,
@@ -340,6 +345,20 @@ fn stops(fields: &Fields, limits: &Limits) -> Result<Vec<String>, ApiError> {
         Some(stops) => Ok(stops),
         None => Err(Fields::wrong(name, &Value::Array(list.to_vec()), &expected)),
     }
+}
+
+/// vLLM's `cache_salt`: who gives one shares no cached prompt with those who give another, or none,
+/// and so cannot learn from the time of an answer what they ask. 0 is none.
+fn cache_salt(fields: &Fields, limits: &Limits) -> Result<u64, ApiError> {
+    let name = "cache_salt";
+    let Some(value) = fields.get(name) else { return Ok(0) };
+    let salt = value.as_str().filter(|salt| (1..=limits.user_bytes).contains(&salt.len()));
+    let salt = salt.ok_or_else(|| {
+        Fields::wrong(name, value, &format!("a string of 1 to {} bytes", limits.user_bytes))
+    })?;
+    let mut hasher = std::hash::DefaultHasher::new();
+    hasher.write(salt.as_bytes());
+    Ok(hasher.finish().max(1))
 }
 
 fn token_ids(

@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
+use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
     Applied, Exemplars, Limits, Merged, Merger, Refused, SharedStats, Source, decode_snapshot,
 };
@@ -22,6 +23,7 @@ pub struct Hub {
     merger: Mutex<Merger>,
     registry: prometheus::Registry,
     process: SharedStats,
+    membership: SharedStats,
     application: Metrics,
     incarnation: Incarnation,
 }
@@ -36,6 +38,7 @@ impl Hub {
             merger: Mutex::new(Merger::new(limits)),
             registry: process_registry(),
             process: SharedStats::default(),
+            membership: SharedStats::default(),
             application: Metrics::new(),
             incarnation,
         }
@@ -58,6 +61,12 @@ impl Hub {
     #[must_use]
     pub fn process(&self) -> &SharedStats {
         &self.process
+    }
+
+    /// Where the membership is recorded, in a process that has one.
+    #[must_use]
+    pub fn membership(&self) -> &SharedStats {
+        &self.membership
     }
 
     /// What the application counts in this process.
@@ -124,10 +133,28 @@ impl Hub {
     /// All totals now.
     #[must_use]
     pub fn merged(&self) -> Merged {
+        self.refreshed().merged()
+    }
+
+    /// What the coordinator after this one goes on from.
+    #[must_use]
+    pub fn checkpoint(&self) -> Checkpoint {
+        self.refreshed().checkpoint()
+    }
+
+    /// Goes on from what an earlier coordinator counted. Returns how many series are not known
+    /// here.
+    pub fn restore(&self, checkpoint: Checkpoint) -> usize {
+        self.merger().restore(checkpoint)
+    }
+
+    /// The merger, with this process's own totals of this moment.
+    fn refreshed(&self) -> MutexGuard<'_, Merger> {
         // Two scrapes at once may arrive here in either order: like any source's reports, the
         // newer one wins.
         let (sequence, mut snapshot) = self.observer.report();
         snapshot.add(self.process.snapshot());
+        snapshot.add(self.membership.snapshot());
         snapshot.application = self.application.snapshot();
         let own = [
             (Source::Coordinator, (sequence, snapshot)),
@@ -140,7 +167,7 @@ impl Hub {
                 tracing::error!(%refused, "the coordinator's own metrics are inconsistent");
             }
         }
-        merger.merged()
+        merger
     }
 
     fn merger(&self) -> MutexGuard<'_, Merger> {

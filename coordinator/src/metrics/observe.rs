@@ -95,6 +95,8 @@ struct ReplicaCells {
     prompt_by_source: PerValue<Counter>,
     generation_tokens: Counter,
     recomputed: Counter,
+    prefix_queries: Counter,
+    prefix_hits: Counter,
     steps: Counter,
     iteration_tokens: Histogram,
     straggler_gap: Histogram,
@@ -127,8 +129,12 @@ struct WorkerCells {
 pub struct StepTokens {
     /// Prompt tokens computed for the first time.
     pub prompt_computed: u64,
-    /// Prompt tokens of sequences admitted in this step that the prefix cache had.
+    /// Prompt tokens that needed no computing: the prefix cache had them.
     pub prompt_cached: u64,
+    /// Prompt tokens of sequences in a step for the first time, all looked up in the prefix cache.
+    pub looked_up: u64,
+    /// How many of those it had.
+    pub found: u64,
     /// Tokens accepted.
     pub generated: u64,
     /// Tokens computed again after a preemption or failover, prompt or not.
@@ -209,6 +215,8 @@ impl Recording<'_> {
         stats.add(by_source.get(PromptSource::LocalCacheHit), tokens.prompt_cached);
         stats.add(cells.generation_tokens, tokens.generated);
         stats.add(cells.recomputed, tokens.recomputed);
+        stats.add(cells.prefix_queries, tokens.looked_up);
+        stats.add(cells.prefix_hits, tokens.found);
     }
 
     /// The slowest rank of a step took `gap` longer than the fastest.
@@ -348,6 +356,8 @@ impl ReplicaCells {
             }),
             generation_tokens: stats.counter(catalogue::GENERATION_TOKENS, label),
             recomputed: stats.counter(catalogue::TOKENS_RECOMPUTED, label),
+            prefix_queries: stats.counter(catalogue::PREFIX_CACHE_QUERIES, label),
+            prefix_hits: stats.counter(catalogue::PREFIX_CACHE_HITS, label),
             steps: stats.counter(catalogue::ENGINE_STEPS, label),
             iteration_tokens: stats.histogram(catalogue::ITERATION_TOKENS, label),
             straggler_gap: stats.histogram(catalogue::RANK_STRAGGLER_GAP, label),

@@ -1,69 +1,50 @@
 //! The actix shell of one replica: its mailbox, its timer, its ranks' links.
-use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message, Recipient};
 use shared::actor::remote::Encoded;
 use shared::clock::Clock;
-use shared::ids::{Epoch, ReplicaId, RequestId, StepId, WorkerId};
-use shared::protocol::{StepPlan, StepResult, ToWorker};
+use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
+use shared::protocol::{StepResult, ToWorker};
 
 use super::driver::{Moved, ReplicaDriver};
+pub use super::operation::ReplicaLoad;
+use super::operation::{Operation, Outside, TICK};
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
-
-/// How often waits and lost clients are looked at.
-const TICK: Duration = Duration::from_millis(50);
-/// An idle replica runs an empty step this often, so that readiness means something.
-const CANARY_INTERVAL: Duration = Duration::from_secs(1);
-
-/// What others may know of a replica without asking it.
-#[derive(Debug, Default)]
-pub struct ReplicaLoad {
-    /// Requests accepted and not finished.
-    pub in_flight: AtomicU32,
-    /// When all ranks last finished a step, in milliseconds of the process's clock; 0 is never.
-    pub last_step_ms: AtomicU64,
-}
+use crate::scheduler::EpochEnd;
 
 /// Drives one replica. Its end is the coordinator's.
 #[derive(Debug)]
 pub struct ReplicaActor {
-    id: ReplicaId,
-    driver: ReplicaDriver,
+    operation: Operation,
+    outside: Links,
     clock: Arc<dyn Clock>,
-    epoch: Option<Epoch>,
-    ranks: Vec<Rank>,
-    plan: StepPlan,
-    load: Arc<ReplicaLoad>,
+}
+
+/// The ranks' links, and the cluster.
+#[derive(Debug)]
+struct Links {
+    id: ReplicaId,
+    ranks: Vec<(WorkerId, WorkerLink)>,
     /// Told when the epoch must end.
     cluster: Recipient<EpochFailed>,
     /// Takes requests that this replica cannot go on with.
     orphanage: Recipient<Orphans>,
-    /// Steps that some ranks have finished and others not, oldest first.
-    spread: VecDeque<Spread>,
-    /// When a step was last sent in this epoch.
-    last_step_sent: Option<Duration>,
 }
 
-/// One rank, as its replica sees it.
-#[derive(Debug)]
-struct Rank {
-    worker: WorkerId,
-    link: WorkerLink,
-    /// The last step it finished.
-    done: StepId,
-}
+impl Outside for Links {
+    /// Encodes the plan once and sends the same bytes to every rank.
+    fn send(&mut self, epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
+        let encoded = Encoded::new(plan).map_err(|error| error.to_string())?;
+        self.ranks.iter().try_for_each(|(worker, link)| {
+            link.tell_encoded(epoch, &encoded).map_err(|error| format!("{worker}: {error}"))
+        })
+    }
 
-/// How long the ranks computed in one step, as far as they have reported.
-#[derive(Debug)]
-struct Spread {
-    step: StepId,
-    reported: usize,
-    fastest_us: u64,
-    slowest_us: u64,
+    fn end_epoch(&mut self, epoch: Epoch, reason: String) {
+        self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason });
+    }
 }
 
 /// Run a request.
@@ -101,6 +82,8 @@ pub struct Ready {
 pub struct Lost {
     /// Which.
     pub epoch: Epoch,
+    /// Whether it was wanted.
+    pub end: EpochEnd,
 }
 
 /// Give up all requests if the replica cannot go on with them now; answered with [`Orphans`].
@@ -166,106 +149,14 @@ impl ReplicaActor {
         cluster: Recipient<EpochFailed>,
         orphanage: Recipient<Orphans>,
     ) -> Self {
-        Self {
-            id,
-            driver,
-            clock,
-            epoch: None,
-            ranks: Vec::new(),
-            spread: VecDeque::new(),
-            plan: StepPlan::default(),
-            load,
-            cluster,
-            orphanage,
-            last_step_sent: None,
-        }
-    }
-
-    /// Sends the steps that can run now: up to two are in flight.
-    fn drive(&mut self) {
-        if self.epoch.is_some() {
-            while self.driver.next_plan(self.clock.now(), &mut self.plan) {
-                self.send_plan();
-            }
-        }
-        let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
-        self.load.in_flight.store(in_flight, Ordering::Relaxed);
-    }
-
-    /// Encodes the plan once and sends the same bytes to every rank.
-    fn send_plan(&mut self) {
-        let Some(epoch) = self.epoch else { return };
-        self.last_step_sent = Some(self.clock.now());
-        let message = ToWorker::Step(std::mem::take(&mut self.plan));
-        let sent = Encoded::new(&message).map_err(|error| error.to_string()).and_then(|encoded| {
-            self.ranks.iter().try_for_each(|rank| {
-                rank.link
-                    .tell_encoded(epoch, &encoded)
-                    .map_err(|error| format!("{}: {error}", rank.worker))
-            })
-        });
-        // The plan's buffers are used again.
-        if let ToWorker::Step(plan) = message {
-            self.plan = plan;
-        }
-        if let Err(reason) = sent {
-            self.end_epoch(format!("a step plan could not be sent: {reason}"));
-        }
-    }
-
-    /// Notes a rank's own time for a step, without its waiting for others: the gap between the
-    /// slowest and the fastest is what the others waited.
-    fn note_spread(&mut self, result: &StepResult) {
-        let own_us = result.timings.forward_us;
-        let noted = self.spread.iter_mut().find(|spread| spread.step == result.step);
-        if let Some(spread) = noted {
-            spread.reported += 1;
-            spread.fastest_us = spread.fastest_us.min(own_us);
-            spread.slowest_us = spread.slowest_us.max(own_us);
-        } else {
-            let step = result.step;
-            let first = Spread { step, reported: 1, fastest_us: own_us, slowest_us: own_us };
-            self.spread.push_back(first);
-        }
-        while let Some(spread) =
-            self.spread.pop_front_if(|spread| spread.reported == self.ranks.len())
-        {
-            let gap = Duration::from_micros(spread.slowest_us - spread.fastest_us);
-            self.driver.straggler_gap(gap);
-        }
+        let outside = Links { id, ranks: Vec::new(), cluster, orphanage };
+        Self { operation: Operation::new(driver, load), outside, clock }
     }
 
     /// Answers with all requests when no epoch is under way, with none otherwise.
     fn give_up(&mut self) {
-        let requests = if self.epoch.is_none() { self.driver.hand_over() } else { Vec::new() };
-        self.orphanage.do_send(Orphans { from: self.id, requests });
-        self.drive();
-    }
-
-    fn end_epoch(&mut self, reason: String) {
-        if let Some(epoch) = self.epoch {
-            self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason });
-        }
-    }
-
-    fn tick(&mut self) {
-        let now = self.clock.now();
-        if let Some(waited) = self.driver.tick(now) {
-            let slow: Vec<String> = self
-                .ranks
-                .iter()
-                .filter(|rank| rank.done < self.driver.last_step())
-                .map(|rank| rank.worker.to_string())
-                .collect();
-            let slow = slow.join(", ");
-            self.end_epoch(format!("a step took over {} s on {slow}", waited.as_secs()));
-        }
-        let quiet =
-            self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
-        if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
-            self.send_plan();
-        }
-        self.drive();
+        let requests = self.operation.give_up(self.clock.now(), &mut self.outside);
+        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
     }
 }
 
@@ -274,7 +165,9 @@ impl Actor for ReplicaActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
-        ctx.run_interval(TICK, |actor, _| actor.tick());
+        ctx.run_interval(TICK, |actor, _| {
+            actor.operation.tick(actor.clock.now(), &mut actor.outside);
+        });
     }
 }
 
@@ -282,8 +175,7 @@ impl Handler<Submit> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Submit { request, events }: Submit, _ctx: &mut Self::Context) {
-        self.driver.submit(*request, events);
-        self.drive();
+        self.operation.submit(self.clock.now(), *request, events, &mut self.outside);
     }
 }
 
@@ -291,8 +183,7 @@ impl Handler<Cancel> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Cancel(id): Cancel, _ctx: &mut Self::Context) {
-        self.driver.cancel(self.clock.now(), id);
-        self.drive();
+        self.operation.cancel(self.clock.now(), id, &mut self.outside);
     }
 }
 
@@ -301,18 +192,8 @@ impl Handler<Ready> for ReplicaActor {
 
     fn handle(&mut self, ready: Ready, _ctx: &mut Self::Context) {
         let Ready { epoch, num_blocks, ranks, workers } = ready;
-        self.epoch = Some(epoch);
-        self.ranks = ranks
-            .into_iter()
-            .zip(workers)
-            .map(|(link, worker)| Rank { worker, link, done: StepId(0) })
-            .collect();
-        self.driver.ready(self.clock.now(), epoch, num_blocks);
-        // The first canary goes out at once: readiness waits for it.
-        self.last_step_sent = None;
-        self.spread.clear();
-        self.drive();
-        self.tick();
+        self.outside.ranks = workers.iter().copied().zip(ranks).collect();
+        self.operation.ready(self.clock.now(), epoch, num_blocks, workers, &mut self.outside);
     }
 }
 
@@ -320,11 +201,8 @@ impl Handler<Lost> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, lost: Lost, _ctx: &mut Self::Context) {
-        if self.epoch == Some(lost.epoch) {
-            self.epoch = None;
-            self.ranks.clear();
-            self.spread.clear();
-            self.driver.lost(self.clock.now());
+        if self.operation.lost(self.clock.now(), lost.epoch, lost.end) {
+            self.outside.ranks.clear();
         }
         self.give_up();
     }
@@ -342,8 +220,8 @@ impl Handler<Retire> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, _: Retire, ctx: &mut Self::Context) {
-        self.epoch = None;
-        self.driver.lost(self.clock.now());
+        self.operation.end(self.clock.now());
+        self.outside.ranks.clear();
         self.give_up();
         ctx.stop();
     }
@@ -353,8 +231,7 @@ impl Handler<Adopt> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Adopt(requests): Adopt, _ctx: &mut Self::Context) {
-        self.driver.adopt(requests);
-        self.drive();
+        self.operation.adopt(self.clock.now(), requests, &mut self.outside);
     }
 }
 
@@ -362,22 +239,7 @@ impl Handler<StepDone> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, StepDone { worker, result }: StepDone, _ctx: &mut Self::Context) {
-        if self.epoch != Some(result.epoch) {
-            return self.driver.apply(self.clock.now(), result);
-        }
-        let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else { return };
-        self.ranks[index].done = self.ranks[index].done.max(result.step);
-        if self.ranks.len() > 1 {
-            self.note_spread(&result);
-        }
-        if self.ranks.iter().all(|rank| rank.done >= result.step) {
-            let now_ms = u64::try_from(self.clock.now().as_millis()).unwrap_or(u64::MAX);
-            self.load.last_step_ms.store(now_ms.max(1), Ordering::Relaxed);
-        }
-        if index == 0 {
-            self.driver.apply(self.clock.now(), result);
-            self.drive();
-        }
+        self.operation.step_done(self.clock.now(), worker, result, &mut self.outside);
     }
 }
 
@@ -385,6 +247,6 @@ impl Handler<FailAll> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, FailAll(error): FailAll, _ctx: &mut Self::Context) {
-        self.driver.fail_all(self.clock.now(), &error);
+        self.operation.fail_all(self.clock.now(), &error);
     }
 }

@@ -14,7 +14,7 @@ use crate::engine::{
 };
 use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
 use crate::metrics::{Observer, Recording};
-use crate::scheduler::{Effect, HandedOver, Scheduler};
+use crate::scheduler::{Effect, EpochEnd, HandedOver, Scheduler};
 
 /// How long the driver waits for what.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +33,8 @@ struct Live {
     summary: RequestSummary,
     /// Whether any choice so far ended by length: the request then counts as such.
     by_length: bool,
+    /// Since when no epoch has been under way where it is or was, unless one is.
+    waits_since: Duration,
 }
 
 /// A request that is moved from one replica to another, with everything that hangs off it.
@@ -69,7 +71,7 @@ pub struct ReplicaDriver {
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
-    /// When each step in flight was planned, oldest first.
+    /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
     in_flight: VecDeque<Duration>,
     epoch: Option<Epoch>,
     /// Since when no epoch has been under way.
@@ -107,6 +109,12 @@ impl ReplicaDriver {
         self.live.len()
     }
 
+    /// Whether a step is sent and not answered.
+    #[must_use]
+    pub fn is_stepping(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
     /// The last step planned in this epoch.
     #[must_use]
     pub fn last_step(&self) -> StepId {
@@ -131,7 +139,9 @@ impl ReplicaDriver {
                 recording.routed(&mut track, self.id);
                 drop(recording);
                 self.stop_checks.extend(seqs.into_iter().zip(stop_checks));
-                self.live.insert(id, Live { events, track, summary, by_length: false });
+                let waits_since = self.unavailable_since;
+                let live = Live { events, track, summary, by_length: false, waits_since };
+                self.live.insert(id, live);
             }
             Err(error) => {
                 self.observer.record().rejected(reject_reason(&error));
@@ -161,17 +171,21 @@ impl ReplicaDriver {
     }
 
     /// The epoch is over; its requests wait for the next with their accepted tokens.
-    pub fn lost(&mut self, now: Duration) {
+    pub fn lost(&mut self, now: Duration, end: EpochEnd) {
         if self.epoch.take().is_none() {
             return;
         }
         self.unavailable_since = now;
         self.in_flight.clear();
-        self.scheduler.replica_lost(&mut self.effects);
+        self.scheduler.replica_lost(end, &mut self.effects);
         let mut recording = self.observer.record();
-        recording.failover(self.id);
+        match end {
+            EpochEnd::Failed => recording.failover(self.id),
+            EpochEnd::Planned => recording.replica_gone(self.id),
+        }
         for live in self.live.values_mut() {
             recording.interrupted(&mut live.track);
+            live.waits_since = now;
         }
         drop(recording);
         self.deliver(now);
@@ -245,6 +259,9 @@ impl ReplicaDriver {
         match self.scheduler.apply(epoch, step, outputs, &mut stopped, effects) {
             Ok(()) => {
                 self.in_flight.pop_front();
+                if let Some(next) = self.in_flight.front_mut() {
+                    *next = now;
+                }
             }
             Err(error) => {
                 tracing::debug!(replica = %self.id, %error, "a result was fenced");
@@ -260,7 +277,7 @@ impl ReplicaDriver {
     }
 
     /// Time passes: gives up what waited too long, finds clients that are gone. Returns how long
-    /// the oldest step has been in flight, when that is too long.
+    /// the oldest step in flight has run, when that is too long.
     pub fn tick(&mut self, now: Duration) -> Option<Duration> {
         let closed = self.live.iter().filter(|(_, live)| live.events.is_closed());
         self.gone.extend(closed.map(|(id, _)| *id));
@@ -269,17 +286,24 @@ impl ReplicaDriver {
             let waited = now.saturating_sub(*self.in_flight.front()?);
             return (waited >= self.limits.step_timeout).then_some(waited);
         }
-        let waited = now.saturating_sub(self.unavailable_since);
-        if waited >= self.limits.unavailable_timeout && !self.live.is_empty() {
-            let message = format!("the replica has been down for {} s", waited.as_secs());
-            self.fail_all(now, &EngineError::Unavailable { message });
+        let timeout = self.limits.unavailable_timeout;
+        let waited = |live: &Live| now.saturating_sub(live.waits_since);
+        let tired = self.live.iter().filter(|(_, live)| waited(live) >= timeout);
+        let ids: Vec<RequestId> = tired.map(|(id, _)| *id).collect();
+        if !ids.is_empty() {
+            let message = format!("no replica has served for {} s", timeout.as_secs());
+            self.fail(now, ids, &EngineError::Unavailable { message });
         }
         None
     }
 
     /// Fails every request: the replica is not coming back, or the server shuts down.
     pub fn fail_all(&mut self, now: Duration, error: &EngineError) {
-        let mut ids: Vec<RequestId> = self.live.keys().copied().collect();
+        let ids = self.live.keys().copied().collect();
+        self.fail(now, ids, error);
+    }
+
+    fn fail(&mut self, now: Duration, mut ids: Vec<RequestId>, error: &EngineError) {
         ids.sort_unstable();
         for id in ids {
             self.scheduler.fail(id, error.clone(), &mut self.effects);
@@ -351,7 +375,9 @@ impl ReplicaDriver {
                 Effect::StepDone(tokens) => {
                     let tokens = StepTokens {
                         prompt_computed: u64::from(tokens.prompt),
-                        prompt_cached: 0,
+                        prompt_cached: u64::from(tokens.cached),
+                        looked_up: u64::from(tokens.looked_up),
+                        found: u64::from(tokens.found),
                         generated: u64::from(tokens.generated),
                         recomputed: u64::from(tokens.recomputed),
                     };

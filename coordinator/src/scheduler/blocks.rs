@@ -1,48 +1,335 @@
-//! PURE: which KV blocks are free. Mechanism only; who gets them is the scheduler's business.
+//! PURE: which KV blocks are free, and what the others hold. Mechanism only; who gets them is the
+//! scheduler's business.
+//!
+//! A full block can be found again by what it holds: by its tokens and all before them. Such a
+//! block may belong to several sequences, and stays findable when nobody has it any more, until it
+//! is taken for something else: free blocks that hold nothing first, then the one that nobody has
+//! had for longest. What a block holds is compared token by token, never by a hash alone.
+use std::collections::HashMap;
+
 use shared::ids::BlockId;
+
+/// No block: the end of a list.
+const NONE: u32 = u32::MAX;
+
+/// What comes before a block's tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Prefix {
+    /// Nothing. Sequences of different salts never find each other's blocks.
+    Start {
+        /// The salt.
+        salt: u64,
+    },
+    /// What an earlier block of the same sequence holds, by the name it was kept under.
+    Kept(u64),
+}
+
+/// A block found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Which.
+    pub block: BlockId,
+    /// What comes before the next block's tokens.
+    pub prefix: Prefix,
+    /// Nobody has it at present.
+    pub is_free: bool,
+}
 
 /// The blocks of one replica's paged KV cache. Every rank's cache has the same blocks.
 #[derive(Clone, Debug, Default)]
 pub struct BlockPool {
-    free: Vec<BlockId>,
-    total: u32,
+    blocks: Vec<Block>,
+    block_size: usize,
+    /// The tokens that kept blocks hold, `block_size` for each block.
+    tokens: Vec<u32>,
+    /// Kept blocks by a hash of what they hold; one each, the others of that hash are not kept.
+    kept: HashMap<u64, u32>,
+    /// The name of the last block kept: never used twice.
+    last_name: u64,
+    /// The free blocks, a list through `blocks`: taken from the front.
+    front: u32,
+    back: u32,
+    num_free: u32,
+}
+
+#[derive(Clone, Debug)]
+struct Block {
+    /// Sequences that have it.
+    users: u32,
+    /// What it holds, once it is full and can be found.
+    holds: Option<Holds>,
+    /// Neighbours in the list of free blocks.
+    before: u32,
+    behind: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Holds {
+    prefix: Prefix,
+    name: u64,
+    hash: u64,
 }
 
 impl BlockPool {
-    /// All of `total` blocks are free.
+    /// All of `total` blocks are free and hold nothing.
     #[must_use]
-    pub fn new(total: u32) -> Self {
-        // Popped from the end: low ids first.
-        Self { free: (0..total).rev().map(BlockId).collect(), total }
+    pub fn new(total: u32, block_size: u32) -> Self {
+        let block = Block { users: 0, holds: None, before: NONE, behind: NONE };
+        let mut pool = Self {
+            blocks: vec![block; total as usize],
+            block_size: block_size as usize,
+            tokens: vec![0; total as usize * block_size as usize],
+            kept: HashMap::new(),
+            last_name: 0,
+            front: NONE,
+            back: NONE,
+            num_free: 0,
+        };
+        // Low ids first.
+        (0..total).for_each(|block| pool.push_back(block));
+        pool
     }
 
     /// Blocks there are.
     #[must_use]
     pub fn total(&self) -> u32 {
-        self.total
+        self.blocks.len() as u32
     }
 
     /// Blocks nobody has.
     #[must_use]
     pub fn num_free(&self) -> u32 {
-        self.free.len() as u32
+        self.num_free
     }
 
     /// Blocks somebody has.
     #[must_use]
     pub fn num_used(&self) -> u32 {
-        self.total - self.num_free()
+        self.total() - self.num_free
     }
 
-    /// Takes a block.
+    /// Takes a free block; what it held cannot be found any more.
     pub fn take(&mut self) -> Option<BlockId> {
-        self.free.pop()
+        let block = self.front;
+        if block == NONE {
+            return None;
+        }
+        self.unlink(block);
+        let taken = &mut self.blocks[block as usize];
+        taken.users = 1;
+        if let Some(holds) = taken.holds.take() {
+            self.kept.remove(&holds.hash);
+        }
+        Some(BlockId(block))
+    }
+
+    /// Takes a block that was found, as one of its users.
+    pub fn share(&mut self, block: BlockId) {
+        if self.blocks[block.0 as usize].users == 0 {
+            self.unlink(block.0);
+        }
+        self.blocks[block.0 as usize].users += 1;
     }
 
     /// Gives blocks back; `blocks` is empty then, with its capacity kept.
     pub fn give_back(&mut self, blocks: &mut Vec<BlockId>) {
-        // In reverse, so that a block table given back whole is handed out in order again.
-        self.free.extend(blocks.drain(..).rev());
-        debug_assert!(self.free.len() <= self.total as usize, "a block was given back twice");
+        // In reverse: a block table given back whole is handed out in order again, and the end of
+        // a sequence is forgotten before its beginning, which more may share.
+        for BlockId(id) in blocks.drain(..).rev() {
+            let Some(block) = self.blocks.get_mut(id as usize) else { continue };
+            debug_assert!(block.users > 0, "a block was given back twice");
+            block.users -= 1;
+            match (block.users, block.holds) {
+                (0, Some(_)) => self.push_back(id),
+                (0, None) => self.push_front(id),
+                _ => {}
+            }
+        }
+    }
+
+    /// Lets a full block be found by what it holds. Returns what comes before the next block's
+    /// tokens. Where another block holds the same, that one is found.
+    pub fn keep(&mut self, block: BlockId, prefix: Prefix, tokens: &[u32]) -> Prefix {
+        if let Some(found) = self.find(prefix, tokens) {
+            return found.prefix;
+        }
+        self.last_name += 1;
+        let (name, hash) = (self.last_name, hash(prefix, tokens));
+        let start = block.0 as usize * self.block_size;
+        let room = self.tokens.get_mut(start..start + self.block_size);
+        let Some(room) = room.filter(|room| room.len() == tokens.len()) else {
+            return Prefix::Kept(name);
+        };
+        room.copy_from_slice(tokens);
+        if let std::collections::hash_map::Entry::Vacant(vacant) = self.kept.entry(hash) {
+            vacant.insert(block.0);
+            self.blocks[block.0 as usize].holds = Some(Holds { prefix, name, hash });
+        }
+        Prefix::Kept(name)
+    }
+
+    /// The block that holds these tokens after that prefix.
+    #[must_use]
+    pub fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<Found> {
+        let id = *self.kept.get(&hash(prefix, tokens))?;
+        let block = &self.blocks[id as usize];
+        let holds = block.holds.filter(|holds| holds.prefix == prefix)?;
+        let start = id as usize * self.block_size;
+        let same = self.tokens[start..start + self.block_size] == *tokens;
+        let prefix = Prefix::Kept(holds.name);
+        same.then_some(Found { block: BlockId(id), prefix, is_free: block.users == 0 })
+    }
+
+    fn push_back(&mut self, id: u32) {
+        let back = std::mem::replace(&mut self.back, id);
+        let block = &mut self.blocks[id as usize];
+        (block.before, block.behind) = (back, NONE);
+        match back {
+            NONE => self.front = id,
+            back => self.blocks[back as usize].behind = id,
+        }
+        self.num_free += 1;
+    }
+
+    fn push_front(&mut self, id: u32) {
+        let front = std::mem::replace(&mut self.front, id);
+        let block = &mut self.blocks[id as usize];
+        (block.before, block.behind) = (NONE, front);
+        match front {
+            NONE => self.back = id,
+            front => self.blocks[front as usize].before = id,
+        }
+        self.num_free += 1;
+    }
+
+    fn unlink(&mut self, id: u32) {
+        let Block { before, behind, .. } = self.blocks[id as usize];
+        match before {
+            NONE => self.front = behind,
+            before => self.blocks[before as usize].behind = behind,
+        }
+        match behind {
+            NONE => self.back = before,
+            behind => self.blocks[behind as usize].before = before,
+        }
+        self.num_free -= 1;
+    }
+}
+
+fn hash(prefix: Prefix, tokens: &[u32]) -> u64 {
+    let start = match prefix {
+        Prefix::Start { salt } => !salt,
+        Prefix::Kept(name) => name,
+    };
+    mix(start, tokens)
+}
+
+/// A hash of tokens behind others.
+pub(crate) fn mix(start: u64, tokens: &[u32]) -> u64 {
+    // Small numbers on both sides: spread one of them first.
+    let start = start.wrapping_mul(0xd6e8_feb8_6659_fd93).rotate_left(32);
+    tokens.iter().fold(start, |hash, token| {
+        (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, VecDeque};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const START: Prefix = Prefix::Start { salt: 0 };
+
+    #[test]
+    fn what_is_kept_is_found_until_it_is_taken_the_longest_unused_first() {
+        let mut pool = BlockPool::new(3, 2);
+        let mut table: Vec<BlockId> = (0..2).filter_map(|_| pool.take()).collect();
+        let first = pool.keep(table[0], START, &[1, 2]);
+        pool.keep(table[1], first, &[3, 4]);
+        assert!(pool.find(Prefix::Start { salt: 1 }, &[1, 2]).is_none(), "another salt");
+        assert!(pool.find(START, &[3, 4]).is_none(), "not without what comes before");
+        pool.give_back(&mut table);
+        assert_eq!(pool.num_free(), 3);
+        let found = pool.find(START, &[1, 2]).unwrap();
+        assert!(found.is_free && pool.find(found.prefix, &[3, 4]).is_some());
+        assert_eq!(pool.take(), Some(BlockId(2)), "the one that holds nothing");
+        assert_eq!(pool.take(), Some(BlockId(1)), "the end before the beginning");
+        assert!(pool.find(found.prefix, &[3, 4]).is_none());
+        pool.share(found.block);
+        assert_eq!((pool.take(), pool.num_free()), (None, 0));
+    }
+
+    #[test]
+    fn a_hash_is_not_believed() {
+        let mut pool = BlockPool::new(2, 1);
+        let block = pool.take().unwrap();
+        pool.keep(block, START, &[7]);
+        let same = hash(START, &[7]);
+        // Another content that is looked up under the same hash.
+        pool.tokens[block.0 as usize] = 8;
+        assert!(pool.kept.contains_key(&same) && pool.find(START, &[7]).is_none());
+    }
+
+    proptest! {
+        /// Against a list of all free blocks, and a map from whole prefixes to blocks.
+        #[test]
+        fn it_agrees_with_a_naive_pool(ops in prop::collection::vec((0u8..5, 0usize..64), 1..200)) {
+            let mut pool = BlockPool::new(6, 1);
+            let mut free: VecDeque<u32> = (0..6).collect();
+            let mut users: BTreeMap<u32, u32> = BTreeMap::new();
+            let mut kept: BTreeMap<Vec<u32>, u32> = BTreeMap::new();
+            // Sequences: their tokens, blocks and what comes next.
+            let mut held: Vec<(Vec<u32>, Vec<BlockId>, Prefix)> = Vec::new();
+            for (op, pick) in ops {
+                let index = pick % held.len().max(1);
+                match op {
+                    0 => held.push((Vec::new(), Vec::new(), START)),
+                    1 | 2 if !held.is_empty() => {
+                        let (tokens, blocks, prefix) = &mut held[index];
+                        tokens.push(pick as u32 % 3);
+                        let last = tokens[tokens.len() - 1];
+                        let found = pool.find(*prefix, &[last]);
+                        prop_assert_eq!(found.map(|it| it.block.0), kept.get(tokens).copied());
+                        if let Some(found) = found {
+                            let user = users.entry(found.block.0).or_default();
+                            prop_assert_eq!(found.is_free, *user == 0);
+                            free.retain(|block| *block != found.block.0);
+                            *user += 1;
+                            pool.share(found.block);
+                            blocks.push(found.block);
+                            *prefix = found.prefix;
+                            continue;
+                        }
+                        let taken = pool.take();
+                        prop_assert_eq!(taken.map(|it| it.0), free.pop_front());
+                        let Some(block) = taken else {
+                            tokens.pop();
+                            continue;
+                        };
+                        kept.retain(|_, kept| *kept != block.0);
+                        users.insert(block.0, 1);
+                        kept.insert(tokens.clone(), block.0);
+                        *prefix = pool.keep(block, *prefix, &[last]);
+                        blocks.push(block);
+                    }
+                    3 if !held.is_empty() => {
+                        let (_, mut blocks, _) = held.swap_remove(index);
+                        for block in blocks.iter().rev() {
+                            let user = users.entry(block.0).or_default();
+                            *user -= 1;
+                            if *user == 0 {
+                                free.push_back(block.0);
+                            }
+                        }
+                        pool.give_back(&mut blocks);
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(pool.num_free() as usize, free.len());
+            }
+        }
     }
 }

@@ -15,6 +15,8 @@ pub struct SchedulerConfig {
     pub max_queued_requests: u32,
     /// Steps sent and not yet answered: 2 keeps the workers one step ahead.
     pub max_steps_in_flight: u32,
+    /// Whether a sequence begins behind what the KV cache still has of its tokens.
+    pub prefix_caching: bool,
 }
 
 /// Bounds that cannot hold together.

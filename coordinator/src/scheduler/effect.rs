@@ -75,6 +75,13 @@ pub enum Effect {
 pub struct StepSummary {
     /// Prompt tokens computed for the first time.
     pub prompt: u32,
+    /// Prompt tokens that need not be computed at all: the KV cache had them.
+    pub cached: u32,
+    /// Prompt tokens looked up in the KV cache for sequences that were in a step for the first
+    /// time, and how many of them it had.
+    pub looked_up: u32,
+    /// See `looked_up`.
+    pub found: u32,
     /// Tokens accepted.
     pub generated: u32,
     /// Tokens whose K and V had been computed before and lost.

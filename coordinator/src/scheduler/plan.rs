@@ -2,7 +2,7 @@
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 
-use super::{Effect, Scheduler};
+use super::{Effect, Scheduler, keep_full};
 
 /// A step that was sent and not answered.
 #[derive(Debug, Default)]
@@ -12,7 +12,19 @@ pub(super) struct InFlight {
     pub(super) sequences: u32,
     /// Tokens of the step, by what they are.
     pub(super) prompt_tokens: u32,
+    pub(super) cached_tokens: u32,
     pub(super) recomputed_tokens: u32,
+    /// Prompt tokens looked up in the KV cache by sequences new to it, and found there.
+    pub(super) looked_up: u32,
+    pub(super) found: u32,
+}
+
+impl InFlight {
+    /// Empty, with its memory kept.
+    fn cleared(mut self) -> Self {
+        self.entries.clear();
+        Self { entries: self.entries, ..Self::default() }
+    }
 }
 
 /// One sequence's share of it.
@@ -22,6 +34,13 @@ pub(super) struct Entry {
     pub(super) seq: SeqId,
     pub(super) admission: u64,
     pub(super) samples: bool,
+    /// It computes more of the sequence than was ever computed before.
+    pub(super) fresh: bool,
+    /// The sequence was looked up in the KV cache for the first time.
+    pub(super) looks_up: bool,
+    /// The sequence's `computed_max` before this share: it falls back to it when the
+    /// step is lost with its epoch.
+    pub(super) computed_max: u32,
 }
 
 impl Scheduler {
@@ -33,9 +52,7 @@ impl Scheduler {
             return false;
         }
         clear(plan);
-        let mut step = self.spare.pop().unwrap_or_default();
-        step.entries.clear();
-        (step.prompt_tokens, step.recomputed_tokens) = (0, 0);
+        let mut step = self.spare.pop().unwrap_or_default().cleared();
         let mut budget = self.config.max_num_batched_tokens;
         // Those who need one token go first, in order of admission; what is left of the budget goes
         // to prompts under way, then to the queue.
@@ -58,9 +75,7 @@ impl Scheduler {
         let Some(epoch) = self.epoch else { return false };
         clear(plan);
         plan.epoch = epoch;
-        let mut step = self.spare.pop().unwrap_or_default();
-        step.entries.clear();
-        (step.sequences, step.prompt_tokens, step.recomputed_tokens) = (0, 0, 0);
+        let step = self.spare.pop().unwrap_or_default().cleared();
         self.send(plan, step);
         true
     }
@@ -123,15 +138,25 @@ impl Scheduler {
             if self.would_blur_blame(request) {
                 return;
             }
+            self.look_up(slot);
             // One more than the sequence has, so that it is not preempted for its first token.
-            if self.config.blocks_for(length + 1) > self.blocks.num_free()
-                && !self.running.is_empty()
-            {
+            let wanted = self.config.blocks_for(length + 1) - self.found.len() as u32;
+            let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
+            if wanted + found_free > self.blocks.num_free() && !self.running.is_empty() {
                 return;
             }
             self.waiting.pop_front();
             let Some(seq) = &mut self.sequences[slot] else { continue };
+            for found in self.found.drain(..) {
+                self.blocks.share(found.block);
+                seq.blocks.push(found.block);
+                seq.prefix = found.prefix;
+                seq.kept += 1;
+            }
+            seq.computed = seq.kept * self.config.block_size;
+            let count = (length - seq.computed).min(*budget);
             seq.admission = Some(self.next_admission);
+            seq.progressed = false;
             self.next_admission += 1;
             plan.admitted.push(NewSequence {
                 seq: seq.id,
@@ -144,7 +169,6 @@ impl Scheduler {
             if let Some(owner) = self.requests.get_mut(&request)
                 && owner.admitted == 1
             {
-                owner.progressed = false;
                 effects.push(if owner.scheduled {
                     Effect::Resumed { request }
                 } else {
@@ -152,12 +176,28 @@ impl Scheduler {
                 });
                 owner.scheduled = true;
             }
-            let count = length.min(*budget);
             if !self.make_room(slot, count, plan, effects) {
                 return;
             }
             self.plan_sequence(slot, count, plan, step);
             *budget -= count;
+        }
+    }
+
+    /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
+    /// be computed: its logits are what is wanted. Log-probabilities of a prompt need it all.
+    fn look_up(&mut self, slot: usize) {
+        self.found.clear();
+        let Some(seq) = &self.sequences[slot] else { return };
+        if !self.config.prefix_caching || !seq.prompt_logprobs_done {
+            return;
+        }
+        let size = self.config.block_size as usize;
+        let mut prefix = seq.prefix;
+        for tokens in seq.tokens[..seq.tokens.len() - 1].chunks_exact(size) {
+            let Some(found) = self.blocks.find(prefix, tokens) else { return };
+            prefix = found.prefix;
+            self.found.push(found);
         }
     }
 
@@ -195,19 +235,17 @@ impl Scheduler {
     /// One that an epoch may have ended by is not in the batch with others that have not got on
     /// since they were admitted: if the epoch ends again, it was that one.
     fn would_blur_blame(&self, request: RequestId) -> bool {
-        let others = || {
-            let of = |slot: &usize| self.sequences[*slot].as_ref().map(|seq| seq.request);
-            let others = self.running.iter().filter_map(of).filter(|other| *other != request);
-            others.filter_map(|other| self.requests.get(&other)).filter(|other| !other.progressed)
-        };
-        let suspect = self.requests.get(&request).is_some_and(|owner| owner.suspicion > 0);
-        others().any(|other| suspect || other.suspicion > 0)
+        let sequence = |slot: &usize| self.sequences[*slot].as_ref();
+        let running = self.running.iter().filter_map(sequence);
+        let mut others = running.filter(|seq| seq.request != request && !seq.progressed);
+        let mut own = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
+        let suspect = own.any(|slot| sequence(slot).is_some_and(|seq| seq.suspicion > 0));
+        others.any(|other| suspect || other.suspicion > 0)
     }
 
     fn plan_sequence(&mut self, slot: usize, count: u32, plan: &mut StepPlan, step: &mut InFlight) {
         let Some(seq) = &mut self.sequences[slot] else { return };
         let (start, end) = (seq.computed, seq.computed + count);
-        let first_new = seq.blocks.len();
         while (seq.blocks.len() as u32) < self.config.blocks_for(end) {
             // `make_room` saw to it that there are enough.
             let Some(block) = self.blocks.take() else { break };
@@ -219,6 +257,18 @@ impl Scheduler {
         let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));
         step.prompt_tokens += fresh_prompt;
         step.recomputed_tokens += count - fresh;
+        let looks_up = seq.told == 0 && !seq.looked_up && self.config.prefix_caching;
+        if seq.told == 0 {
+            // What was found is computed by nobody, unless it was before and is lost.
+            let found = start.min(seq.num_prompt);
+            step.cached_tokens += found.saturating_sub(seq.computed_max);
+            if looks_up {
+                step.looked_up += seq.num_prompt;
+                step.found += found;
+                seq.looked_up = true;
+            }
+        }
+        let computed_max = seq.computed_max;
         seq.computed = end;
         seq.computed_max = seq.computed_max.max(end);
         seq.pending += u32::from(samples);
@@ -226,11 +276,15 @@ impl Scheduler {
             seq: seq.id,
             start,
             count,
-            new_blocks: seq.blocks[first_new..].to_vec(),
+            new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
         });
+        seq.told = seq.blocks.len() as u32;
         let admission = seq.admission.unwrap_or_default();
-        step.entries.push(Entry { slot, seq: seq.id, admission, samples });
+        let (seq_id, fresh) = (seq.id, fresh > 0);
+        keep_full(&mut self.blocks, seq, &self.config);
+        let entry = Entry { slot, seq: seq_id, admission, samples, fresh, looks_up, computed_max };
+        step.entries.push(entry);
     }
 }
 

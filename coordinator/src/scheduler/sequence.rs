@@ -3,6 +3,8 @@ use shared::ids::{BlockId, RequestId, SeqId};
 use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
 
+use super::blocks::Prefix;
+
 /// One choice of a request.
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -15,10 +17,26 @@ pub(super) struct Sequence {
     pub(super) max_tokens: u32,
     /// Block table; covers at least `computed` tokens.
     pub(super) blocks: Vec<BlockId>,
+    /// How many of them the workers were told.
+    pub(super) told: u32,
+    /// How many of them are full and were offered to others, and what comes before the next.
+    pub(super) kept: u32,
+    pub(super) prefix: Prefix,
+    /// Sequences of another salt share no blocks with it.
+    pub(super) cache_salt: u64,
+    /// It was looked up in the KV cache for a step that was answered or is in flight.
+    pub(super) looked_up: bool,
     /// Tokens whose K and V are planned, sent steps included.
     pub(super) computed: u32,
-    /// Most that `computed` has ever been: computing below it again is recomputation.
+    /// Most that `computed` has ever been, but for steps lost with their epoch: computing below it
+    /// again is recomputation.
     pub(super) computed_max: u32,
+    /// Since it was last admitted, a step was answered that computed more of it than was ever
+    /// computed before: what it gets stuck at lies further on.
+    pub(super) progressed: bool,
+    /// Epochs in a row that ended while it was admitted and had not progressed: it may be what ends
+    /// them.
+    pub(super) suspicion: u32,
     /// Tokens being sampled by steps in flight, behind `tokens`.
     pub(super) pending: u32,
     /// Set while admitted: which admission this is, counted over the whole scheduler. Outputs of an
@@ -58,6 +76,9 @@ impl Sequence {
 
     /// Forgets everything but the log: it waits again.
     pub(super) fn reset(&mut self) {
+        self.told = 0;
+        self.kept = 0;
+        self.prefix = Prefix::Start { salt: self.cache_salt };
         self.computed = 0;
         self.pending = 0;
         self.admission = None;
@@ -77,11 +98,6 @@ pub(super) struct Request {
     pub(super) admitted: u32,
     /// It has been in a step.
     pub(super) scheduled: bool,
-    /// A step with a share of it was answered since it was last admitted.
-    pub(super) progressed: bool,
-    /// Epochs in a row that ended while it was admitted and had not progressed: it may be what ends
-    /// them.
-    pub(super) suspicion: u32,
 }
 
 /// A request on its way to another replica's scheduler, with everything that was accepted of it.

@@ -8,37 +8,27 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use etcd_client::{
-    Client, Compare, CompareOp, ConnectOptions, Error, EventType, GetOptions, KeyValue,
-    LeaseKeepAliveStream, LeaseKeeper, PutOptions, Txn, TxnOp, WatchOptions, WatchResponse,
-    WatchStream,
+    Client, Compare, CompareOp, Error, EventType, GetOptions, KeyValue, LeaseKeepAliveStream,
+    LeaseKeeper, PutOptions, Txn, TxnOp, WatchOptions, WatchResponse, WatchStream,
 };
 use tokio::sync::{oneshot, watch};
 
 use super::view::{Entry, LEADER_KEY};
-use super::{Record, View};
+use super::{EtcdOptions, Record, View};
 
 /// Longest wait for an answer.
 const DEADLINE: Duration = Duration::from_secs(3);
 /// Waits between two attempts to reach etcd.
 const RETRY_MIN: Duration = Duration::from_millis(100);
-const RETRY_MAX: Duration = Duration::from_secs(2);
+const RETRY_MAX: Duration = Duration::from_secs(1);
 /// A watch that has not said anything for so long, asked for its progress, is begun anew.
 const WATCH_SILENCE: Duration = Duration::from_secs(30);
 /// Everything is listed again this often, whatever the watch says.
 const RELIST: Duration = Duration::from_secs(60);
 
-/// How etcd is reached.
-#[derive(Clone, Debug)]
-pub struct EtcdOptions {
-    /// Its members, as `http://HOST:PORT`.
-    pub endpoints: Vec<String>,
-    /// The cluster's name: the first part of all keys.
-    pub cluster: String,
-    /// User and password, if etcd wants them.
-    pub user: Option<(String, String)>,
-    /// How long a lease lives without being kept alive, at least 2 s.
-    pub lease_ttl: Duration,
-}
+/// When etcd is back and nobody leads, whoever led before has so long to lead again before others
+/// run: it still serves, and a change would end its streams for nothing.
+const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
 
 /// Membership cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -49,6 +39,9 @@ pub enum FatalError {
         /// The key both want.
         key: String,
     },
+    /// Nobody keeps the lease any more.
+    #[error("the membership thread has ended")]
+    Ended,
 }
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
@@ -87,10 +80,7 @@ impl EtcdMembership {
     /// Resolves when membership cannot go on.
     pub async fn failed(&mut self) -> FatalError {
         match &mut self.fatal {
-            Some(fatal) => match fatal.await {
-                Ok(error) => error,
-                Err(_) => std::future::pending().await,
-            },
+            Some(fatal) => fatal.await.unwrap_or(FatalError::Ended),
             None => std::future::pending().await,
         }
     }
@@ -132,6 +122,7 @@ struct Session {
     watch: WatchStream,
     /// When keepalives without an answer yet were sent.
     sent: std::collections::VecDeque<Instant>,
+    opened: Instant,
     heard: Instant,
     listed: Instant,
 }
@@ -146,6 +137,14 @@ struct Keeper {
     /// The lease, and until when it lives for certain: from when its last answered keepalive was
     /// sent.
     lease: Option<(i64, Instant)>,
+    /// Its key is written under the lease.
+    registered: bool,
+    /// Since when another process run has had its key.
+    taken_since: Option<Instant>,
+    /// This process was the last that led.
+    led_last: bool,
+    /// Not to run for leader before.
+    run_after: Option<Instant>,
 }
 
 impl Keeper {
@@ -158,7 +157,19 @@ impl Keeper {
         let role = format!("{:?}s", record.role).to_lowercase();
         let key = format!("{role}/{}", record.node);
         let view = View::default();
-        Self { options, record, key, campaign, view, publish, lease: None }
+        Self {
+            options,
+            record,
+            key,
+            campaign,
+            view,
+            publish,
+            lease: None,
+            registered: false,
+            taken_since: None,
+            led_last: false,
+            run_after: None,
+        }
     }
 
     async fn run(
@@ -167,13 +178,16 @@ impl Keeper {
         die: oneshot::Sender<FatalError>,
     ) {
         let mut wait = RETRY_MIN;
-        let mut said = false;
+        let (mut said, mut reached) = (false, false);
         loop {
             let began = Instant::now();
             let ended = match self.open().await {
                 Ok(mut session) => {
-                    tracing::info!(key = self.key, "registered with etcd");
-                    said = false;
+                    tracing::info!(cluster = self.options.cluster, "etcd answers");
+                    if reached && !self.led_last {
+                        self.run_after = Some(Instant::now() + INCUMBENT_FIRST);
+                    }
+                    (said, reached) = (false, true);
                     self.serve(&mut session, &mut left).await
                 }
                 Err(ended) => ended,
@@ -220,21 +234,14 @@ impl Keeper {
         self.publish.send_replace(self.view.clone());
     }
 
-    /// Connects, gets a lease, registers, lists, watches.
+    /// Connects, gets a lease, lists, watches.
     async fn open(&mut self) -> Result<Session, Ended> {
-        let mut options = ConnectOptions::new()
-            .with_connect_timeout(DEADLINE)
-            .with_timeout(DEADLINE)
-            .with_keep_alive(Duration::from_secs(10), DEADLINE)
-            .with_tcp_keepalive(Duration::from_secs(10))
-            .with_require_leader(true);
-        if let Some((user, password)) = &self.options.user {
-            options = options.with_user(user, password);
-        }
-        let mut client = Client::connect(&self.options.endpoints, Some(options)).await?;
+        let mut client = self.options.connect(DEADLINE).await?;
         let (keeper, kept) = self.keep_lease(&mut client).await?;
-        self.register(&mut client, keeper.id()).await?;
-        let revision = self.list(&mut client).await?;
+        self.registered = false;
+        let (revision, entries) = self.get_all(&mut client).await?;
+        self.view.list_anew(revision, entries);
+        self.confirmed();
         let watch = WatchOptions::new()
             .with_prefix()
             .with_start_revision(revision + 1)
@@ -243,7 +250,7 @@ impl Keeper {
         let watch = client.watch(self.prefix(), Some(watch)).await?;
         let now = Instant::now();
         let sent = std::collections::VecDeque::new();
-        Ok(Session { client, keeper, kept, watch, sent, heard: now, listed: now })
+        Ok(Session { client, keeper, kept, watch, sent, opened: now, heard: now, listed: now })
     }
 
     /// The old lease if it still lives, else a new one.
@@ -266,46 +273,54 @@ impl Keeper {
         Ok(client.lease_keep_alive(granted.id()).await?)
     }
 
-    /// Writes this process's key. A key of another process run under the same name is waited for:
-    /// it is most likely this program's last run, whose lease has not ended yet.
-    async fn register(&mut self, client: &mut Client, lease: i64) -> Result<(), Ended> {
+    /// Writes this process's key, if nobody else has it. A key of another process run under the
+    /// same name is waited for: it is most likely this program's last run, whose lease has not
+    /// ended yet.
+    async fn register(&mut self, session: &mut Session) -> Result<(), Ended> {
+        let Some((lease, _)) = self.lease else { return Ok(()) };
         let key = format!("{}{}", self.prefix(), self.key);
+        let got = session.client.get(key.as_str(), None).await?;
+        let held = got.kvs().first();
+        if held.is_some_and(|held| decode(held).is_none_or(|record| !self.is_mine(&record))) {
+            let since = *self.taken_since.get_or_insert_with(Instant::now);
+            if since.elapsed() > self.options.lease_ttl * 2 + DEADLINE {
+                return Err(Ended::Fatal(FatalError::NameTaken { key: self.key.clone() }));
+            }
+            return Ok(());
+        }
+        self.taken_since = None;
         let value =
             serde_json::to_vec(&self.record).map_err(|error| Ended::Broken(error.to_string()))?;
-        let patience = self.options.lease_ttl * 2 + DEADLINE;
-        let began = Instant::now();
-        loop {
-            let got = client.get(key.as_str(), None).await?;
-            let held = got.kvs().first();
-            let foreign = held.is_some_and(|held| {
-                decode(held).is_none_or(|record| record.incarnation != self.record.incarnation)
-            });
-            if foreign {
-                if began.elapsed() > patience {
-                    return Err(Ended::Fatal(FatalError::NameTaken { key: self.key.clone() }));
-                }
-                tokio::time::sleep(Duration::from_millis(500)).await;
-                continue;
-            }
-            let seen = held.map_or(0, KeyValue::mod_revision);
-            let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, seen);
-            let put = PutOptions::new().with_lease(lease);
-            let put = TxnOp::put(key.as_str(), value.clone(), Some(put));
-            let written = client.txn(Txn::new().when([unchanged]).and_then([put])).await?;
-            if written.succeeded() {
-                return Ok(());
-            }
+        let seen = held.map_or(0, KeyValue::mod_revision);
+        let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, seen);
+        let put = PutOptions::new().with_lease(lease);
+        let put = TxnOp::put(key.as_str(), value, Some(put));
+        let written = session.client.txn(Txn::new().when([unchanged]).and_then([put])).await?;
+        if written.succeeded() {
+            self.registered = true;
+            tracing::info!(key = self.key, "registered with etcd");
+            self.list(&mut session.client).await?;
         }
+        Ok(())
     }
 
-    /// Lists everything; returns as of which revision.
-    async fn list(&mut self, client: &mut Client) -> Result<i64, Ended> {
+    fn is_mine(&self, record: &Record) -> bool {
+        record.incarnation == self.record.incarnation
+    }
+
+    /// Gets everything; also returns as of which revision.
+    async fn get_all(&self, client: &mut Client) -> Result<(i64, Vec<Entry>), Ended> {
         let listed = client.get(self.prefix(), Some(GetOptions::new().with_prefix())).await?;
         let revision = listed.header().map_or(0, |header| header.revision());
-        let entries = listed.kvs().iter().filter_map(|kv| self.entry(kv)).collect();
+        Ok((revision, listed.kvs().iter().filter_map(|kv| self.entry(kv)).collect()))
+    }
+
+    /// Lists everything again.
+    async fn list(&mut self, client: &mut Client) -> Result<(), Ended> {
+        let (revision, entries) = self.get_all(client).await?;
         self.view.list(revision, entries);
         self.confirmed();
-        Ok(revision)
+        Ok(())
     }
 
     /// etcd has just said that this is how things are.
@@ -313,9 +328,11 @@ impl Keeper {
         self.view.connected = true;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.view.confirmed = now.as_secs();
-        let leads =
-            |leader: &super::view::Leader| leader.record.incarnation == self.record.incarnation;
-        self.view.leading = self.view.leader.as_ref().is_some_and(leads);
+        self.view.leading =
+            self.view.leader.as_ref().is_some_and(|leader| self.is_mine(&leader.record));
+        if self.view.leader.is_some() {
+            self.led_last = self.view.leading;
+        }
         self.publish();
     }
 
@@ -369,21 +386,32 @@ impl Keeper {
             if let Err(ended) = outcome {
                 return ended;
             }
-            if self.campaign
-                && self.view.leader.is_none()
-                && let Err(ended) = self.run_for_leader(session).await
-            {
+            if let Err(ended) = self.take_place(session).await {
                 return ended;
             }
         }
     }
 
+    /// Registers, and runs for leader, where that is due.
+    async fn take_place(&mut self, session: &mut Session) -> Result<(), Ended> {
+        if !self.registered {
+            self.register(session).await?;
+        }
+        let may_run = self.run_after.is_none_or(|at| at <= Instant::now());
+        if self.campaign && self.registered && self.view.leader.is_none() && may_run {
+            self.run_for_leader(session).await?;
+        }
+        Ok(())
+    }
+
     async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
-        if self.lease.is_none_or(|(_, until)| until <= Instant::now()) {
+        let now = Instant::now();
+        let young = now < session.opened + self.options.lease_ttl;
+        if self.lease.is_none_or(|(_, until)| until <= now && !young) {
             // Nothing has answered for a whole life of the lease.
             return Err(Ended::Broken("no keepalive was answered in time".to_owned()));
         }
-        session.sent.push_back(Instant::now());
+        session.sent.push_back(now);
         session.keeper.keep_alive().await?;
         if session.heard.elapsed() > WATCH_SILENCE {
             return Err(Ended::Broken("the watch is silent".to_owned()));
@@ -427,8 +455,8 @@ impl Keeper {
             self.view.reached(revision);
         }
         self.confirmed();
-        let mine = |record: &Record| record.incarnation == self.record.incarnation;
-        if !self.view.records.get(&self.key).is_some_and(mine) {
+        let present = self.view.records.get(&self.key).is_some_and(|record| self.is_mine(record));
+        if self.registered && !present {
             // Its own key is gone: someone took the lease away.
             self.lease = None;
             return Err(Ended::Broken("this process is not registered any more".to_owned()));
@@ -446,7 +474,7 @@ impl Keeper {
         let put = TxnOp::put(key.as_str(), value, Some(PutOptions::new().with_lease(lease)));
         session.client.txn(Txn::new().when([vacant]).and_then([put])).await?;
         // Whoever it is now: the list says so at once, the watch would a little later.
-        self.list(&mut session.client).await.map(drop)
+        self.list(&mut session.client).await
     }
 }
 

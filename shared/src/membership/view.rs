@@ -59,6 +59,13 @@ impl View {
         self.revision = revision;
     }
 
+    /// A whole list, as of `revision`, that is newer than anything known: of an etcd that was put
+    /// back to an older state, whose revisions begin again, too.
+    pub fn list_anew(&mut self, revision: i64, entries: Vec<Entry>) {
+        self.revision = revision;
+        self.list(revision, entries);
+    }
+
     /// A key was written at `revision`.
     pub fn put(&mut self, revision: i64, entry: Entry) {
         if revision > self.revision {
@@ -103,6 +110,7 @@ mod tests {
             role: Role::Worker,
             incarnation,
             address: String::new(),
+            http: String::new(),
             pid: 1,
             version: String::new(),
         };
@@ -128,6 +136,10 @@ mod tests {
         // A list after events were lost.
         view.list(20, vec![entry("d", 2, 19)]);
         assert_eq!((keys(&view), view.revision), (vec!["d"], 20));
+        // etcd was put back: its first list counts, and what happens from there.
+        view.list_anew(5, vec![entry("e", 2, 4)]);
+        view.put(6, entry("f", 2, 6));
+        assert_eq!((keys(&view), view.revision), (vec!["e", "f"], 5));
     }
 
     #[test]

@@ -9,9 +9,9 @@ use super::definition::{
 };
 use super::labels::{
     ADAPTER, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, HOST, Label, LabelValue,
-    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Method, NAME, NODE, NUM_BLOCKS,
-    ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal,
-    STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, Method, NAME, NODE,
+    NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason,
+    ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -141,11 +141,9 @@ catalogue! {
         "Prompt tokens by where their keys and values came from; adds up to the prompt tokens.";
     counter PREFIX_CACHE_QUERIES: "tutti_prefix_cache_query_tokens_total", Tokens,
         model [REPLICA], Coordinator,
-        "Prompt tokens looked up in the prefix cache, once per request.",
-        when "prefixes are cached";
+        "Prompt tokens looked up in the prefix cache, once per choice of a request.";
     counter PREFIX_CACHE_HITS: "tutti_prefix_cache_hit_tokens_total", Tokens, model [REPLICA],
-        Coordinator, "Prompt tokens found in the prefix cache, once per request.",
-        when "prefixes are cached";
+        Coordinator, "Prompt tokens found in the prefix cache, once per choice of a request.";
     counter GENERATION_TOKENS: "tutti_generation_tokens_total", Tokens, model [REPLICA],
         Coordinator, "Tokens generated and accepted.";
     counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],
@@ -303,6 +301,25 @@ catalogue! {
         when "front ends join";
     gauge(Sum) ACTORS: "tutti_actors", Items, [ActorState::LABEL], Coordinator,
         "Actors by state.";
+
+    // Membership by etcd, as the coordinator sees it.
+    gauge(Max) MEMBERSHIP_CONNECTED: "tutti_membership_connected", Items, [], Coordinator,
+        "1 while etcd answers the coordinator, 0 while it goes on with what it knew last.",
+        when "the cluster meets through etcd";
+    gauge(Max) MEMBERSHIP_CONFIRMED: "tutti_membership_confirmed_timestamp_seconds", Seconds, [],
+        Coordinator,
+        "When etcd last confirmed what the coordinator knows of the cluster, in seconds since 1970.",
+        when "the cluster meets through etcd";
+    gauge(Max) MEMBERSHIP_LEADING: "tutti_membership_leading", Items, [], Coordinator,
+        "1 at the coordinator that leads, 0 at one that stands by or lost its lease.",
+        when "the cluster meets through etcd";
+    gauge(Max) MEMBERSHIP_MEMBERS: "tutti_membership_members", Items, [MemberRole::LABEL],
+        Coordinator, "Processes registered with etcd, those that stand by included.",
+        when "the cluster meets through etcd";
+    gauge(Max) TOTALS_CHECKPOINT: "tutti_totals_checkpoint_timestamp_seconds", Seconds, [],
+        Coordinator,
+        "When the totals were last written to etcd for the next leader, in seconds since 1970.",
+        when "the cluster meets through etcd";
 
     // HTTP.
     counter HTTP_REQUESTS: "tutti_http_requests_total", Requests, [Method::LABEL, ROUTE, STATUS],

@@ -196,6 +196,18 @@ label_enum! {
 }
 
 label_enum! {
+    /// What a registered process is.
+    MemberRole, "role" {
+        /// Schedules, or stands by.
+        Coordinator = "coordinator",
+        /// Serves HTTP for a coordinator.
+        Frontend = "frontend",
+        /// Computes.
+        Worker = "worker",
+    }
+}
+
+label_enum! {
     /// An HTTP method.
     Method, "method" {
         /// DELETE.

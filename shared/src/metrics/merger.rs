@@ -3,8 +3,12 @@
 //! State: per live (source, incarnation) its newest snapshot; for all that are gone, their added-up
 //! counters and histograms. A total is retired + live, so it cannot fall when a source goes, and
 //! its gauges vanish with it. A report is taken whole or refused whole.
+pub mod checkpoint;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
+
+use serde::{Deserialize, Serialize};
 
 use super::application::{Applications, Family};
 use super::catalogue::{CATALOGUE_HASH, REPORTS_REFUSED};
@@ -16,7 +20,7 @@ use crate::ids::{Incarnation, WorkerId};
 use crate::protocol::FrontendId;
 
 /// Who reports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Source {
     /// This process.
     Coordinator,
@@ -141,6 +145,7 @@ impl Merger {
         if self.gone.get(&source).is_some_and(|gone| gone.contains(&incarnation)) {
             return Err(self.refuse(ReportRefusal::Retired, None));
         }
+        self.follow(source, incarnation);
         let last = self.live.get(&(source, incarnation));
         if last.is_some_and(|last| last.sequence >= sequence) {
             return Ok(Applied::Stale);

@@ -36,6 +36,29 @@ pub struct Hello {
     pub collective_addr: SocketAddr,
     /// The program's version; informational.
     pub version: String,
+    /// What it was before.
+    pub rejoin: Rejoin,
+}
+
+/// What a worker was at its last coordinator: a hint, so that a new one may give it the same place
+/// and it may keep its weights.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rejoin {
+    /// Its slot.
+    pub slot: Option<WorkerId>,
+    /// The weights it holds.
+    pub shard: Option<HeldShard>,
+}
+
+/// Which part of which model a worker holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldShard {
+    /// The model folder.
+    pub model: String,
+    /// The rank, 0-based.
+    pub rank: u32,
+    /// The tensor-parallel degree.
+    pub world_size: u32,
 }
 
 /// The coordinator's answer to [`Hello`].

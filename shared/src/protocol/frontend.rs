@@ -40,6 +40,8 @@ pub struct FrontendHello {
     pub pid: u32,
     /// The program's version; informational.
     pub version: String,
+    /// The slot it had at its last coordinator: a hint, so that a new one may give it the same.
+    pub slot: Option<FrontendId>,
 }
 
 /// The coordinator's answer to [`FrontendHello`].
@@ -81,6 +83,8 @@ pub struct SubmitRequest {
     pub stops: Vec<String>,
     /// Most tokens per choice.
     pub max_tokens: u32,
+    /// Requests of another salt do not share what is cached of their prompts.
+    pub cache_salt: u64,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
     /// Microseconds since the front end received it: clocks of two processes are never compared.
@@ -172,7 +176,7 @@ pub enum EngineError {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromFrontend {
     /// Run a request.
-    Submit(SubmitRequest),
+    Submit(Box<SubmitRequest>),
     /// The client is gone.
     Cancel(RequestId),
     /// Cumulative stats, on a timer.

@@ -138,6 +138,30 @@ impl Applications {
         }
     }
 
+    /// Totals of sources that are gone.
+    pub(crate) fn totals(&self) -> Vec<Family> {
+        let with_series = self.known.values().filter(|family| !family.series.is_empty());
+        let family = |known: &MergedFamily| Family {
+            declaration: known.declaration.clone(),
+            series: known
+                .series
+                .iter()
+                .map(|(tags, value)| (tags.clone(), value.clone()))
+                .collect(),
+        };
+        with_series.map(family).collect()
+    }
+
+    /// Totals of sources that are gone, from another merger; in any order, and names more than once.
+    pub(crate) fn restore(&mut self, families: Vec<Family>) {
+        for family in families {
+            let mut one = vec![family];
+            if self.admit("an earlier coordinator", &[], &mut one) == 0 {
+                self.retire(&one);
+            }
+        }
+    }
+
     /// All totals: those kept here and those of `live` sources.
     pub(crate) fn merged<'a>(
         &self,

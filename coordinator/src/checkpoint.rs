@@ -1,0 +1,169 @@
+//! The totals of `/metrics` outlive the coordinator: whoever leads writes them to etcd every few
+//! seconds and at its orderly end; whoever leads next goes on from them, so that no counter falls.
+//!
+//! What is lost when a leader dies is what it counted itself since its last checkpoint. Workers and
+//! front ends report totals of their own again, whoever leads.
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use shared::membership::ledger::{Ledger, LedgerError};
+use shared::membership::{EtcdOptions, View};
+use shared::metrics::catalogue::TOTALS_CHECKPOINT;
+use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
+use tokio::sync::{oneshot, watch};
+
+use crate::metrics::Hub;
+
+/// Between two attempts to read what the last leader left.
+const RETRY: Duration = Duration::from_millis(500);
+/// How long a new leader waits for what the last one left before it serves without it.
+const LOAD_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the last checkpoint may take.
+const LAST_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The thread that writes checkpoints; it does nothing else, so that no step waits for it.
+#[derive(Debug)]
+pub struct Checkpoints {
+    stop: mpsc::Sender<()>,
+    loaded: Option<oneshot::Receiver<()>>,
+    done: oneshot::Receiver<()>,
+}
+
+impl Checkpoints {
+    /// Reads what the last leader left into `hub`, then writes what is in it every `interval`.
+    ///
+    /// # Errors
+    /// When the operating system gives no thread.
+    pub fn start(
+        hub: Arc<Hub>,
+        view: watch::Receiver<View>,
+        etcd: EtcdOptions,
+        interval: Duration,
+    ) -> std::io::Result<Self> {
+        let (stop, stopped) = mpsc::channel();
+        let (loading, loaded) = oneshot::channel();
+        let (end, done) = oneshot::channel();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        std::thread::Builder::new().name("checkpoints".into()).spawn(move || {
+            let writer = Writer { hub, view, ledger: Ledger::new(etcd), runtime, failing: false };
+            writer.run(interval, &stopped, loading);
+            let _ = end.send(());
+        })?;
+        Ok(Self { stop, loaded: Some(loaded), done })
+    }
+
+    /// Waits until the last leader's totals are there; for some seconds at most, since requests
+    /// are worth more than counters.
+    pub async fn loaded(&mut self) {
+        let Some(loaded) = self.loaded.take() else { return };
+        if tokio::time::timeout(LOAD_PATIENCE, loaded).await.is_err() {
+            tracing::warn!("the last leader's totals are not there yet: counters begin at zero");
+        }
+    }
+
+    /// Writes the last checkpoint and ends.
+    pub async fn finish(self) {
+        let _ = self.stop.send(());
+        let _ = tokio::time::timeout(LAST_PATIENCE, self.done).await;
+    }
+}
+
+struct Writer {
+    hub: Arc<Hub>,
+    view: watch::Receiver<View>,
+    ledger: Ledger,
+    runtime: tokio::runtime::Runtime,
+    /// Said already.
+    failing: bool,
+}
+
+impl Writer {
+    fn run(
+        mut self,
+        interval: Duration,
+        stopped: &mpsc::Receiver<()>,
+        loading: oneshot::Sender<()>,
+    ) {
+        // Nothing is written before what was there is known: it would be lost.
+        while !self.load() {
+            match stopped.recv_timeout(RETRY) {
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+        let _ = loading.send(());
+        loop {
+            let last = !matches!(stopped.recv_timeout(interval), Err(RecvTimeoutError::Timeout));
+            if let Err(error) = self.save() {
+                self.failed("the totals cannot be written to etcd", &error);
+            }
+            if last {
+                return;
+            }
+        }
+    }
+
+    fn failed(&mut self, what: &str, error: &dyn std::fmt::Display) {
+        if self.failing {
+            tracing::debug!(%error, "{what}");
+        } else {
+            tracing::warn!(%error, "{what}; going on without");
+        }
+        self.failing = true;
+    }
+
+    /// Whether there is nothing more to load.
+    fn load(&mut self) -> bool {
+        let found = match self.runtime.block_on(self.ledger.load()) {
+            Ok(found) => found,
+            Err(error @ LedgerError::Damaged(_)) => {
+                tracing::error!(%error, "the last leader's totals are lost");
+                return true;
+            }
+            Err(error) => {
+                self.failed("the last leader's totals cannot be read", &error);
+                return false;
+            }
+        };
+        let Some(bytes) = found else { return true };
+        match Checkpoint::decode(&bytes) {
+            Ok(checkpoint) => {
+                let unknown = self.hub.restore(checkpoint);
+                tracing::info!(
+                    bytes = bytes.len(),
+                    unknown,
+                    "goes on from the last leader's totals"
+                );
+            }
+            Err(error) => tracing::error!(%error, "the last leader's totals are lost"),
+        }
+        true
+    }
+
+    fn save(&mut self) -> Result<(), SaveError> {
+        let epoch = {
+            let view = self.view.borrow();
+            view.leader.as_ref().filter(|_| view.leading).map(|leader| leader.epoch)
+        };
+        // Without the leadership, for now: the lease ended, or another leads.
+        let Some(epoch) = epoch else { return Err(LedgerError::Fenced.into()) };
+        let bytes = self.hub.checkpoint().encode()?;
+        self.runtime.block_on(self.ledger.save(epoch, &bytes))?;
+        self.failing = false;
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.hub.membership().with(|stats| {
+            let written = stats.gauge(TOTALS_CHECKPOINT, []);
+            stats.set(written, since_1970.as_secs_f64());
+        });
+        Ok(())
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum SaveError {
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+}

@@ -1,0 +1,150 @@
+//! `tutti coordinator --etcd`: one of several that leads, or stands by until it does.
+use std::time::Duration;
+
+use coordinator::checkpoint::Checkpoints;
+use coordinator::coordinator::{Coordinator, CoordinatorOptions, Leadership, Prepared, StartError};
+use coordinator::standby::{self, Standby};
+use shared::membership::view::Leader;
+use shared::membership::{EtcdMembership, EtcdOptions, Record, Role, View};
+use tokio::sync::watch;
+
+use super::etcd::{advertised, no_thread};
+use super::output::print_line;
+use super::work::interrupted;
+use super::{CliError, etcd};
+
+/// Stands by until this process leads, then serves until it is told to stop or another leads.
+pub(crate) async fn run(
+    options: CoordinatorOptions,
+    etcd: EtcdOptions,
+    advertise: Option<&str>,
+    checkpoints: Option<Duration>,
+) -> Result<(), CliError> {
+    let (degree, incarnation) = (options.tensor_parallel, options.run);
+    let prepared = Prepared::new(options).map_err(failed)?;
+    let endpoints = etcd.endpoints.join(",");
+    let (address, http) =
+        advertised(advertise, prepared.cluster_addr(), prepared.http_addr(), &etcd.endpoints)?;
+    let record = Record {
+        // No two coordinators are reached at one address.
+        node: address.clone(),
+        role: Role::Coordinator,
+        incarnation,
+        address,
+        http,
+        pid: std::process::id(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;
+    let view = membership.view();
+    let standby = Standby::start(&prepared, &view).map_err(failed)?;
+    print_line(&format!("tutti coordinator: http://{}", prepared.http_addr()));
+    let mut membership = Some(membership);
+    let elected = tokio::select! {
+        leader = election(view.clone()) => Ok(Some(leader)),
+        () = interrupted() => Ok(None),
+        error = etcd::failed(&mut membership) => Err(error),
+    };
+    standby.stop().await;
+    let end = match elected {
+        Ok(Some(leader)) => {
+            tracing::info!(epoch = leader.epoch, "this coordinator leads");
+            let ends = async {
+                tokio::select! {
+                    () = interrupted() => Ok(()),
+                    leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
+                    error = etcd::failed(&mut membership) => Err(error),
+                }
+            };
+            let totals = checkpoints.map(|interval| (etcd, interval));
+            let hint = format!("waiting for {degree} workers: tutti worker --etcd {endpoints}");
+            lead(prepared, view.clone(), totals, &hint, ends).await
+        }
+        Ok(None) => Ok(()),
+        Err(error) => Err(error),
+    };
+    // After the last request: the next leader begins when this one has ended.
+    if let Some(membership) = membership {
+        membership.leave().await;
+    }
+    end
+}
+
+/// Serves until `ends`, from the totals of who led before and to those of who leads next.
+async fn lead(
+    prepared: Prepared,
+    view: watch::Receiver<View>,
+    totals: Option<(EtcdOptions, Duration)>,
+    hint: &str,
+    ends: impl Future<Output = Result<(), CliError>>,
+) -> Result<(), CliError> {
+    let mut checkpoints = match totals {
+        Some((etcd, interval)) => {
+            let hub = prepared.hub().clone();
+            let started = Checkpoints::start(hub, view.clone(), etcd, interval);
+            Some(started.map_err(|error| {
+                CliError::Failed(format!("cannot start the checkpoints' thread: {error}"))
+            })?)
+        }
+        None => None,
+    };
+    if let Some(checkpoints) = &mut checkpoints {
+        checkpoints.loaded().await;
+    }
+    let coordinator = Coordinator::serve(prepared, Some(Leadership { view })).map_err(failed)?;
+    print_line(hint);
+    let end = ends.await;
+    coordinator.stop(false).await;
+    if let Some(checkpoints) = checkpoints {
+        checkpoints.finish().await;
+    }
+    end
+}
+
+fn failed(error: StartError) -> CliError {
+    CliError::Failed(error.to_string())
+}
+
+fn superseded(leader: &Leader) -> CliError {
+    CliError::Superseded(format!(
+        "the coordinator at {} leads now (epoch {}); start this one again and it stands by",
+        leader.record.address, leader.epoch
+    ))
+}
+
+/// Resolves when this process leads; says meanwhile who does.
+async fn election(mut view: watch::Receiver<View>) -> Leader {
+    let mut said = String::new();
+    loop {
+        {
+            let now = view.borrow_and_update();
+            if let Some(leader) = now.leader.as_ref().filter(|_| now.leading) {
+                return leader.clone();
+            }
+            let reason = standby::reason(&now);
+            // Not what is over in a moment.
+            if now.revision > 0 && now.leader.is_some() && reason != said {
+                tracing::info!("{reason}");
+                said = reason;
+            }
+        }
+        if view.changed().await.is_err() {
+            // Why is said elsewhere.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Resolves when a process other than `incarnation` leads. That nobody leads, or that etcd cannot
+/// be asked, is no reason to stop.
+async fn other_leader(mut view: watch::Receiver<View>, incarnation: u64) -> Leader {
+    loop {
+        let leader = view.borrow_and_update().leader.clone();
+        if let Some(leader) = leader.filter(|leader| leader.record.incarnation != incarnation) {
+            return leader;
+        }
+        if view.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}

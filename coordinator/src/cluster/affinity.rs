@@ -1,0 +1,132 @@
+//! PURE: which replica a request goes to: one that computed the beginning of its prompt lately and
+//! has room, else the one with the fewest requests.
+//!
+//! What a replica's KV cache really holds is its scheduler's business. Here is only remembered who
+//! was given which beginnings, so a guess can be wrong; it costs a prefill then, nothing else.
+use std::collections::{HashMap, VecDeque};
+
+use shared::ids::ReplicaId;
+
+use super::orphanage::Home;
+use crate::scheduler::mix;
+
+/// Tokens between two points at which a prompt's beginning is remembered.
+const CHUNK: usize = 64;
+/// Beginnings remembered.
+const REMEMBERED_MAX: usize = 1 << 16;
+/// A replica has room while it has at most so many requests more than the least loaded one, or half
+/// as many again.
+const ROOM: u32 = 4;
+
+/// Beginnings of prompts and who was given them last.
+#[derive(Debug, Default)]
+pub struct Affinity {
+    given: HashMap<u64, (ReplicaId, u64)>,
+    /// In the order in which they were given; those given again since are in it twice.
+    order: VecDeque<(u64, u64)>,
+    turn: u64,
+}
+
+impl Affinity {
+    /// Chooses a replica for a prompt, and remembers it. Without one that serves it is one that
+    /// waits, since it may be back in a moment.
+    pub fn route(
+        &mut self,
+        prompt: &[u32],
+        salt: u64,
+        homes: impl Iterator<Item = Home>,
+    ) -> Option<ReplicaId> {
+        let homes: Vec<Home> = homes.collect();
+        let least = homes.iter().min_by_key(|home| (!home.serving, home.load))?;
+        let room = least.load + ROOM.max(least.load / 2);
+        let has_room = |home: &&Home| home.serving == least.serving && home.load <= room;
+        let mut chosen = least.replica;
+        let mut hash = salt;
+        for chunk in prompt.chunks_exact(CHUNK) {
+            hash = mix(hash, chunk);
+            let Some((replica, _)) = self.given.get(&hash) else { break };
+            if homes.iter().filter(has_room).any(|home| home.replica == *replica) {
+                chosen = *replica;
+            }
+        }
+        self.remember(prompt, salt, chosen);
+        Some(chosen)
+    }
+
+    fn remember(&mut self, prompt: &[u32], salt: u64, replica: ReplicaId) {
+        let mut hash = salt;
+        for chunk in prompt.chunks_exact(CHUNK) {
+            hash = mix(hash, chunk);
+            self.turn += 1;
+            self.given.insert(hash, (replica, self.turn));
+            self.order.push_back((hash, self.turn));
+        }
+        // Those given again are skipped where they were first: twice the bound is the most.
+        while self.given.len() > REMEMBERED_MAX || self.order.len() > 2 * REMEMBERED_MAX {
+            let Some((hash, turn)) = self.order.pop_front() else { return };
+            if self.given.get(&hash).is_some_and(|(_, last)| *last == turn) {
+                self.given.remove(&hash);
+            }
+        }
+    }
+
+    /// A replica's cache is gone.
+    pub fn forget(&mut self, replica: ReplicaId) {
+        self.given.retain(|_, (given, _)| *given != replica);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn homes(loads: &[u32]) -> impl Iterator<Item = Home> {
+        let home = |(id, load): (usize, &u32)| Home {
+            replica: ReplicaId(id as u32),
+            serving: *load < 1000,
+            load: *load,
+        };
+        loads.iter().enumerate().map(home).collect::<Vec<_>>().into_iter()
+    }
+
+    fn prompt(same: u32, tail: u32) -> Vec<u32> {
+        (0..same).chain((0..200).map(|token| token + tail)).collect()
+    }
+
+    #[test]
+    fn a_prompt_goes_where_its_beginning_was_while_there_is_room() {
+        let mut affinity = Affinity::default();
+        let mut route =
+            |prompt: &[u32], loads: &[u32]| affinity.route(prompt, 0, homes(loads)).unwrap().0;
+        assert_eq!(route(&prompt(128, 1000), &[1, 0]), 1, "the least loaded one");
+        assert_eq!(route(&prompt(128, 2000), &[0, 4]), 1, "it has the beginning, and room");
+        assert_eq!(route(&prompt(128, 3000), &[0, 5]), 0, "it has no room");
+        assert_eq!(route(&prompt(128, 3000), &[2, 0]), 0, "the longer beginning is there now");
+        assert_eq!(route(&prompt(0, 5000), &[2, 0]), 1, "unknown");
+        assert_eq!(route(&prompt(128, 3000), &[1000, 9]), 1, "it does not serve");
+        assert_eq!(route(&[1, 2, 3], &[3, 2]), 1, "too short to remember");
+    }
+
+    #[test]
+    fn salts_and_lost_caches_are_apart() {
+        let mut affinity = Affinity::default();
+        let long = prompt(128, 0);
+        assert_eq!(affinity.route(&long, 0, homes(&[1, 0])), Some(ReplicaId(1)));
+        assert_eq!(affinity.route(&long, 7, homes(&[0, 1])), Some(ReplicaId(0)));
+        affinity.forget(ReplicaId(1));
+        assert_eq!(affinity.route(&long, 0, homes(&[0, 1])), Some(ReplicaId(0)));
+        assert_eq!(affinity.route(&long, 0, homes(&[])), None);
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded() {
+        let mut affinity = Affinity::default();
+        for tail in 0..40_000 {
+            affinity.route(&prompt(0, tail * 200), 0, homes(&[0]));
+            affinity.route(&prompt(0, 0), 0, homes(&[0]));
+        }
+        assert!(affinity.given.len() <= REMEMBERED_MAX);
+        assert!(affinity.order.len() <= 2 * REMEMBERED_MAX);
+        assert_eq!(affinity.route(&prompt(0, 0), 0, homes(&[4, 0])), Some(ReplicaId(0)));
+    }
+}

@@ -1,0 +1,93 @@
+//! PURE: requests on their way from a replica that cannot go on with them to one that can.
+use std::collections::{BTreeMap, BTreeSet};
+
+use shared::ids::{ReplicaId, RequestId};
+
+use crate::replica::driver::Moved;
+
+/// A replica that may take requests.
+#[derive(Clone, Copy, Debug)]
+pub struct Home {
+    /// Which.
+    pub replica: ReplicaId,
+    /// Whether steps run there.
+    pub serving: bool,
+    /// Requests it has.
+    pub load: u32,
+}
+
+/// Where requests go.
+#[derive(Debug, Default)]
+pub struct Placed {
+    /// By their new replica, in the order they had.
+    pub homes: Vec<(ReplicaId, Vec<Moved>)>,
+    /// Cancelled while they were on their way.
+    pub cancelled: Vec<Moved>,
+    /// There is no replica at all.
+    pub homeless: Vec<Moved>,
+}
+
+/// What is on its way.
+#[derive(Debug, Default)]
+pub struct Orphanage {
+    /// Replicas that were asked for their requests and have not answered.
+    due: usize,
+    /// Requests cancelled meanwhile: a replica that does not have one cannot cancel it.
+    cancelled: BTreeSet<RequestId>,
+}
+
+impl Orphanage {
+    /// A replica was asked for its requests; it answers once, with none if it can go on.
+    pub fn expect(&mut self) {
+        self.due += 1;
+    }
+
+    /// A request is cancelled; every replica is told as well.
+    pub fn cancelled(&mut self, id: RequestId) {
+        if self.due > 0 {
+            self.cancelled.insert(id);
+        }
+    }
+
+    /// The answer: to those that serve, least loaded first; back to where they were when none does;
+    /// to any that waits when that one is given up.
+    pub fn place(
+        &mut self,
+        from: ReplicaId,
+        requests: Vec<Moved>,
+        homes: impl Iterator<Item = Home>,
+    ) -> Placed {
+        self.due = self.due.saturating_sub(1);
+        let homes: Vec<Home> = homes.collect();
+        let mut serving: BTreeMap<ReplicaId, (u32, Vec<Moved>)> = homes
+            .iter()
+            .filter(|home| home.serving)
+            .map(|home| (home.replica, (home.load, Vec::new())))
+            .collect();
+        let mut placed = Placed::default();
+        let mut waiting = Vec::new();
+        for request in requests {
+            if self.cancelled.contains(&request.id()) {
+                placed.cancelled.push(request);
+            } else if let Some((load, home)) = serving.values_mut().min_by_key(|(load, _)| *load) {
+                *load += 1;
+                home.push(request);
+            } else {
+                waiting.push(request);
+            }
+        }
+        placed.homes.extend(serving.into_iter().map(|(id, (_, requests))| (id, requests)));
+        placed.homes.retain(|(_, requests)| !requests.is_empty());
+        if !waiting.is_empty() {
+            let stays = homes.iter().find(|home| home.replica == from).or(homes.first());
+            match stays {
+                Some(home) => placed.homes.push((home.replica, waiting)),
+                None => placed.homeless = waiting,
+            }
+        }
+        if self.due == 0 {
+            self.cancelled.clear();
+        }
+        placed
+    }
+}

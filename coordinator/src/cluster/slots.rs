@@ -1,0 +1,40 @@
+//! PURE: which slot a node gets that has none.
+use std::collections::BTreeSet;
+
+use shared::ids::WorkerId;
+
+/// A worker may bring a slot from another coordinator up to this far beyond those in use.
+const AHEAD_MAX: u32 = 4096;
+
+/// The slot the worker brings, if nobody has it; else the first that nobody has.
+pub(super) fn vacant<'a>(
+    taken: impl ExactSizeIterator<Item = &'a WorkerId>,
+    brought: Option<WorkerId>,
+) -> WorkerId {
+    let count = u32::try_from(taken.len()).unwrap_or(u32::MAX);
+    let taken: BTreeSet<WorkerId> = taken.copied().collect();
+    let brought = brought.filter(|slot| slot.0 <= count.saturating_add(AHEAD_MAX));
+    // Of one more number than are taken, one is vacant.
+    let mut slots = brought.into_iter().chain((0..=count).map(WorkerId));
+    slots.find(|slot| !taken.contains(slot)).unwrap_or(WorkerId(count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slot(taken: &[u32], brought: Option<u32>) -> u32 {
+        let taken: Vec<WorkerId> = taken.iter().copied().map(WorkerId).collect();
+        vacant(taken.iter(), brought.map(WorkerId)).0
+    }
+
+    #[test]
+    fn a_worker_keeps_its_slot_where_nobody_has_it() {
+        assert_eq!(slot(&[], None), 0);
+        assert_eq!(slot(&[0, 1], None), 2);
+        assert_eq!(slot(&[0, 2], None), 1, "one that was brought leaves a gap");
+        assert_eq!(slot(&[0, 1], Some(7)), 7);
+        assert_eq!(slot(&[0, 7], Some(7)), 1);
+        assert_eq!(slot(&[], Some(u32::MAX)), 0, "not any number");
+    }
+}

@@ -1,0 +1,113 @@
+//! What a coordinator is asked for, and why it cannot start.
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use shared::metrics::compat::Compat;
+use shared::wire::auth::Secret;
+use tokio::sync::mpsc;
+
+use crate::http::admin::ScaleWorkers;
+use crate::metrics::log_line::Field;
+use crate::replica::driver::DriverLimits;
+use crate::scheduler::ConfigError;
+use crate::text::model::TextModelError;
+
+/// What a coordinator is asked for.
+#[derive(Clone, Debug)]
+pub struct CoordinatorOptions {
+    /// The model folder, as workers see it too.
+    pub model: PathBuf,
+    /// The model's name in the API.
+    pub served_model_name: String,
+    /// Ranks per replica.
+    pub tensor_parallel: u32,
+    /// Fewest ranks per replica when workers are missing.
+    pub min_tensor_parallel: u32,
+    /// Most replicas; as many as the workers allow when absent.
+    pub max_replicas: Option<u32>,
+    /// Where HTTP is served.
+    pub listen: SocketAddr,
+    /// Where workers dial in.
+    pub cluster_listen: SocketAddr,
+    /// Longest sequence; the model's own limit when absent.
+    pub max_model_len: Option<u32>,
+    /// Most sequences in one step.
+    pub max_num_seqs: u32,
+    /// Most tokens in one step.
+    pub max_num_batched_tokens: u32,
+    /// Tokens per KV block.
+    pub block_size: u32,
+    /// KV cache memory per rank, in bytes.
+    pub kv_cache_bytes: u64,
+    /// Whether prompts begin behind what the KV cache still has of them.
+    pub prefix_caching: bool,
+    /// Most requests waiting.
+    pub max_queued_requests: u32,
+    /// How long is waited for what.
+    pub limits: DriverLimits,
+    /// How statistics are logged.
+    pub log_stats: LogStats,
+    /// Whether anything is measured; without, there is no `/metrics`.
+    pub metrics: bool,
+    /// Where `/metrics` is served besides, if anywhere.
+    pub metrics_listen: Option<SocketAddr>,
+    /// Whose names are published beside ours.
+    pub metrics_compat: Vec<Compat>,
+    /// Threads that serve HTTP.
+    pub http_threads: usize,
+    /// NVML's library, when the system's loader does not find it.
+    pub nvml: Option<PathBuf>,
+    /// Who starts and stops worker processes, where this process does.
+    pub workers: Option<mpsc::Sender<ScaleWorkers>>,
+    /// Drawn at random for this process, and never shown.
+    pub collective_key: u64,
+    /// The cluster's secret.
+    pub secret: Option<Secret>,
+    /// Drawn at random for this process.
+    pub run: u64,
+}
+
+/// How statistics are logged.
+#[derive(Clone, Debug)]
+pub struct LogStats {
+    /// Between two lines; zero turns the lines off.
+    pub interval: Duration,
+    /// What the log line has.
+    pub fields: Vec<Field>,
+    /// Where JSON lines go; `-` is stdout.
+    pub json: Option<PathBuf>,
+}
+
+/// A coordinator cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The model folder cannot be served.
+    #[error(transparent)]
+    Model(#[from] TextModelError),
+    /// Sizes are in conflict.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Sizes do not fit the model.
+    #[error("{0}")]
+    Sizes(String),
+    /// A file cannot be written.
+    #[error("cannot write {} (--log-stats-json): {error}", file.display())]
+    StatsFile {
+        /// The file.
+        file: PathBuf,
+        /// The operating system's words.
+        error: io::Error,
+    },
+    /// An address cannot be used.
+    #[error("cannot listen on {address} ({option}): {error}")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// The option that names it.
+        option: &'static str,
+        /// The operating system's words.
+        error: io::Error,
+    },
+}

@@ -1,0 +1,266 @@
+//! PURE: what a replica in operation does with what it is told: drives its scheduler, knows which
+//! rank has finished what, gives signs of life, ends epochs that hang. Plans and ends of epochs go
+//! out through [`Outside`]; the shell is [`super::actor`].
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use shared::ids::{Epoch, RequestId, StepId, WorkerId};
+use shared::protocol::{StepPlan, StepResult, ToWorker};
+
+use super::driver::{Moved, ReplicaDriver};
+use crate::engine::{EngineError, EventSender, GenerateRequest};
+use crate::scheduler::EpochEnd;
+
+/// How often waits and lost clients are looked at: the shell calls [`Operation::tick`] so often.
+pub const TICK: Duration = Duration::from_millis(50);
+/// An idle replica runs an empty step this often, so that readiness means something.
+const CANARY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What others may know of a replica without asking it.
+#[derive(Debug, Default)]
+pub struct ReplicaLoad {
+    /// Requests accepted and not finished.
+    pub in_flight: AtomicU32,
+    /// When all ranks last finished a step, in milliseconds of the process's clock; 0 is never.
+    pub last_step_ms: AtomicU64,
+}
+
+/// The way out of a replica.
+pub trait Outside {
+    /// Sends one plan to every rank of the epoch.
+    ///
+    /// # Errors
+    /// Why some rank does not get it, in one sentence.
+    fn send(&mut self, epoch: Epoch, plan: &ToWorker) -> Result<(), String>;
+    /// The epoch must end.
+    fn end_epoch(&mut self, epoch: Epoch, reason: String);
+}
+
+/// One replica in operation.
+#[derive(Debug)]
+pub struct Operation {
+    driver: ReplicaDriver,
+    epoch: Option<Epoch>,
+    ranks: Vec<Rank>,
+    plan: StepPlan,
+    load: Arc<ReplicaLoad>,
+    /// Steps that some ranks have finished and others not, oldest first.
+    spread: VecDeque<Spread>,
+    /// When a step was last sent in this epoch.
+    last_step_sent: Option<Duration>,
+}
+
+/// One rank, as its replica sees it.
+#[derive(Debug)]
+struct Rank {
+    worker: WorkerId,
+    /// The last step it finished.
+    done: StepId,
+}
+
+/// How long the ranks computed in one step, as far as they have reported.
+#[derive(Debug)]
+struct Spread {
+    step: StepId,
+    reported: usize,
+    fastest_us: u64,
+    slowest_us: u64,
+}
+
+impl Operation {
+    /// A replica without ranks.
+    #[must_use]
+    pub fn new(driver: ReplicaDriver, load: Arc<ReplicaLoad>) -> Self {
+        Self {
+            driver,
+            epoch: None,
+            ranks: Vec::new(),
+            spread: VecDeque::new(),
+            plan: StepPlan::default(),
+            load,
+            last_step_sent: None,
+        }
+    }
+
+    /// The epoch under way.
+    #[must_use]
+    pub fn epoch(&self) -> Option<Epoch> {
+        self.epoch
+    }
+
+    /// Takes a request.
+    pub fn submit(
+        &mut self,
+        now: Duration,
+        request: GenerateRequest,
+        events: EventSender,
+        outside: &mut impl Outside,
+    ) {
+        self.driver.submit(request, events);
+        self.drive(now, outside);
+    }
+
+    /// Frees what a request holds, if it is here.
+    pub fn cancel(&mut self, now: Duration, id: RequestId, outside: &mut impl Outside) {
+        self.driver.cancel(now, id);
+        self.drive(now, outside);
+    }
+
+    /// The replica's ranks are formed: `workers`, in rank order.
+    pub fn ready(
+        &mut self,
+        now: Duration,
+        epoch: Epoch,
+        num_blocks: u32,
+        workers: Vec<WorkerId>,
+        outside: &mut impl Outside,
+    ) {
+        self.epoch = Some(epoch);
+        self.ranks = workers.into_iter().map(|worker| Rank { worker, done: StepId(0) }).collect();
+        self.driver.ready(now, epoch, num_blocks);
+        // The first canary goes out at once: readiness waits for it.
+        self.last_step_sent = None;
+        self.spread.clear();
+        self.drive(now, outside);
+        self.tick(now, outside);
+    }
+
+    /// An epoch is over. Returns whether it was this replica's present one.
+    pub fn lost(&mut self, now: Duration, epoch: Epoch, end: EpochEnd) -> bool {
+        if self.epoch != Some(epoch) {
+            return false;
+        }
+        self.epoch = None;
+        self.ranks.clear();
+        self.spread.clear();
+        self.driver.lost(now, end);
+        true
+    }
+
+    /// The epoch is over, and none will follow.
+    pub fn end(&mut self, now: Duration) {
+        if let Some(epoch) = self.epoch {
+            self.lost(now, epoch, EpochEnd::Planned);
+        }
+    }
+
+    /// Gives up all requests when no epoch is under way, none otherwise.
+    pub fn give_up(&mut self, now: Duration, outside: &mut impl Outside) -> Vec<Moved> {
+        let requests = if self.epoch.is_none() { self.driver.hand_over() } else { Vec::new() };
+        self.drive(now, outside);
+        requests
+    }
+
+    /// Goes on with another replica's requests, before its own that wait.
+    pub fn adopt(&mut self, now: Duration, requests: Vec<Moved>, outside: &mut impl Outside) {
+        self.driver.adopt(requests);
+        self.drive(now, outside);
+    }
+
+    /// A rank finished a step.
+    pub fn step_done(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        result: StepResult,
+        outside: &mut impl Outside,
+    ) {
+        if self.epoch != Some(result.epoch) {
+            return self.driver.apply(now, result);
+        }
+        let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else { return };
+        self.ranks[index].done = self.ranks[index].done.max(result.step);
+        if self.ranks.len() > 1 {
+            self.note_spread(&result);
+        }
+        if self.ranks.iter().all(|rank| rank.done >= result.step) {
+            let now_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+            self.load.last_step_ms.store(now_ms.max(1), Ordering::Relaxed);
+        }
+        if index == 0 {
+            self.driver.apply(now, result);
+            self.drive(now, outside);
+        }
+    }
+
+    /// Fails everything.
+    pub fn fail_all(&mut self, now: Duration, error: &EngineError) {
+        self.driver.fail_all(now, error);
+    }
+
+    /// Time passes.
+    pub fn tick(&mut self, now: Duration, outside: &mut impl Outside) {
+        if let Some(waited) = self.driver.tick(now) {
+            let slow: Vec<String> = self
+                .ranks
+                .iter()
+                .filter(|rank| rank.done < self.driver.last_step())
+                .map(|rank| rank.worker.to_string())
+                .collect();
+            let slow = slow.join(", ");
+            self.end_epoch(format!("a step took over {} s on {slow}", waited.as_secs()), outside);
+        }
+        // A step under way is itself a sign of life, and what is sent behind it only queues up.
+        let quiet = !self.driver.is_stepping()
+            && self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
+        if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
+            self.send_plan(now, outside);
+        }
+        self.drive(now, outside);
+    }
+
+    /// Sends the steps that can run now: up to two are in flight.
+    fn drive(&mut self, now: Duration, outside: &mut impl Outside) {
+        if self.epoch.is_some() {
+            while self.driver.next_plan(now, &mut self.plan) {
+                self.send_plan(now, outside);
+            }
+        }
+        let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
+        self.load.in_flight.store(in_flight, Ordering::Relaxed);
+    }
+
+    fn send_plan(&mut self, now: Duration, outside: &mut impl Outside) {
+        let Some(epoch) = self.epoch else { return };
+        self.last_step_sent = Some(now);
+        let message = ToWorker::Step(std::mem::take(&mut self.plan));
+        let sent = outside.send(epoch, &message);
+        // The plan's buffers are used again.
+        if let ToWorker::Step(plan) = message {
+            self.plan = plan;
+        }
+        if let Err(reason) = sent {
+            self.end_epoch(format!("a step plan could not be sent: {reason}"), outside);
+        }
+    }
+
+    /// Notes a rank's own time for a step, without its waiting for others: the gap between the
+    /// slowest and the fastest is what the others waited.
+    fn note_spread(&mut self, result: &StepResult) {
+        let own_us = result.timings.forward_us;
+        let noted = self.spread.iter_mut().find(|spread| spread.step == result.step);
+        if let Some(spread) = noted {
+            spread.reported += 1;
+            spread.fastest_us = spread.fastest_us.min(own_us);
+            spread.slowest_us = spread.slowest_us.max(own_us);
+        } else {
+            let step = result.step;
+            let first = Spread { step, reported: 1, fastest_us: own_us, slowest_us: own_us };
+            self.spread.push_back(first);
+        }
+        while let Some(spread) =
+            self.spread.pop_front_if(|spread| spread.reported == self.ranks.len())
+        {
+            let gap = Duration::from_micros(spread.slowest_us - spread.fastest_us);
+            self.driver.straggler_gap(gap);
+        }
+    }
+
+    fn end_epoch(&self, reason: String, outside: &mut impl Outside) {
+        if let Some(epoch) = self.epoch {
+            outside.end_epoch(epoch, reason);
+        }
+    }
+}

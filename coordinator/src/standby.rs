@@ -1,0 +1,142 @@
+//! A coordinator that does not lead: it holds its addresses, says who leads, and waits.
+//!
+//! Its HTTP answers that it lives, that it is not ready and why, and refuses everything else with
+//! 503 and the leader's address, so that a load balancer in front of several coordinators finds the
+//! one that serves. Its metrics are those of its membership alone: totals would begin at zero here
+//! and jump when it leads. Workers and front ends that dial it are hung up on, and dial again.
+use std::io;
+use std::net::TcpListener;
+use std::time::Duration;
+
+use actix_web::dev::{Server, ServerHandle};
+use actix_web::web::{self, Data};
+use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
+use serde_json::json;
+use shared::ids::Incarnation;
+use shared::membership::View;
+use shared::metrics::{Limits, LocalStats, Merger, Source};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::coordinator::{Bound, Prepared, StartError};
+use crate::http::error::ApiError;
+use crate::metrics::exposition::{Format, Page, PageOptions};
+use crate::metrics::membership;
+
+/// Connections at a time.
+const CONNECTIONS_MAX: usize = 1024;
+
+/// A running standby.
+#[derive(Debug)]
+pub struct Standby {
+    servers: Vec<ServerHandle>,
+    hanging_up: JoinHandle<()>,
+}
+
+impl Standby {
+    /// Stands by on the addresses of `prepared`, which stay its own.
+    ///
+    /// # Errors
+    /// When an address cannot be used.
+    pub fn start(prepared: &Prepared, view: &watch::Receiver<View>) -> Result<Self, StartError> {
+        let failed = |bound: &Bound, option| {
+            let address = bound.address;
+            move |error| StartError::Listen { address, option, error }
+        };
+        let mut servers = Vec::new();
+        let metrics = prepared.metrics.as_ref().map(|metrics| (metrics, "--metrics-listen"));
+        for (bound, option) in [(&prepared.http, "--listen")].into_iter().chain(metrics) {
+            let server = bound.listener.try_clone().and_then(|it| serve(it, view.clone()));
+            let server = server.map_err(failed(bound, option))?;
+            servers.push(server.handle());
+            actix::spawn(server);
+        }
+        let cluster = prepared.cluster.listener.try_clone();
+        let cluster = cluster.and_then(tokio::net::TcpListener::from_std);
+        let cluster = cluster.map_err(failed(&prepared.cluster, "--cluster-listen"))?;
+        Ok(Self { servers, hanging_up: actix::spawn(hang_up(cluster)) })
+    }
+
+    /// Stops; who dials from now on waits for what listens on these addresses next.
+    pub async fn stop(self) {
+        self.hanging_up.abort();
+        let _ = self.hanging_up.await;
+        for server in self.servers {
+            server.stop(false).await;
+        }
+    }
+}
+
+/// Who leads, in one sentence.
+#[must_use]
+pub fn reason(view: &View) -> String {
+    match &view.leader {
+        Some(leader) if view.connected => {
+            format!("this coordinator stands by: http://{} leads", leader.record.http)
+        }
+        Some(leader) => format!(
+            "this coordinator stands by: http://{} led when etcd last answered",
+            leader.record.http
+        ),
+        None if view.connected => "this coordinator stands by: nobody leads yet".to_owned(),
+        None => "this coordinator stands by: etcd does not answer".to_owned(),
+    }
+}
+
+async fn hang_up(listener: tokio::net::TcpListener) {
+    loop {
+        if listener.accept().await.is_err() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+}
+
+fn serve(listener: TcpListener, view: watch::Receiver<View>) -> io::Result<Server> {
+    let server = HttpServer::new(move || {
+        App::new()
+            .app_data(Data::new(view.clone()))
+            .route("/live", web::get().to(HttpResponse::Ok))
+            .route("/live", web::head().to(HttpResponse::Ok))
+            .route("/health", web::get().to(HttpResponse::Ok))
+            .route("/health", web::head().to(HttpResponse::Ok))
+            .route("/ready", web::get().to(ready))
+            .route("/metrics", web::get().to(metrics))
+            .default_service(web::to(refuse))
+    });
+    Ok(server
+        .workers(1)
+        .max_connections(CONNECTIONS_MAX)
+        .client_request_timeout(Duration::from_secs(5))
+        .shutdown_timeout(1)
+        .disable_signals()
+        .listen(listener)?
+        .run())
+}
+
+async fn ready(view: Data<watch::Receiver<View>>) -> HttpResponse {
+    let message = reason(&view.borrow());
+    HttpResponse::ServiceUnavailable().json(json!({"ready": false, "message": message}))
+}
+
+async fn refuse(view: Data<watch::Receiver<View>>) -> Result<HttpResponse, ApiError> {
+    Err(ApiError::overloaded(reason(&view.borrow())))
+}
+
+async fn metrics(
+    view: Data<watch::Receiver<View>>,
+    request: HttpRequest,
+) -> Result<HttpResponse, ApiError> {
+    let accept = request.headers().get("accept").and_then(|value| value.to_str().ok());
+    let format = Format::negotiate(accept.unwrap_or(""));
+    let mut stats = LocalStats::new();
+    membership::record(&mut stats, &view.borrow());
+    let mut merger = Merger::new(Limits::default());
+    merger
+        .apply(Source::Coordinator, Incarnation(0), 1, stats.snapshot())
+        .map_err(|_| ApiError::overloaded("the metrics could not be rendered"))?;
+    let merged = merger.merged();
+    let page = Page { merged: &merged, exemplars: &Vec::new(), gathered: &[] };
+    let mut text = String::new();
+    page.render(format, &PageOptions::default(), &mut text);
+    Ok(HttpResponse::Ok().content_type(format.content_type()).body(text))
+}

@@ -1,0 +1,74 @@
+//! How etcd is reached: addresses, user, certificates.
+use std::time::Duration;
+
+use etcd_client::{Certificate, Client, ConnectOptions, Error, Identity, TlsOptions};
+
+/// How often an idle connection is asked whether it still is one.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+
+/// How etcd is reached.
+#[derive(Clone)]
+pub struct EtcdOptions {
+    /// Its members, as `http://HOST:PORT` or, with TLS, `https://HOST:PORT`.
+    pub endpoints: Vec<String>,
+    /// The cluster's name: the first part of all keys.
+    pub cluster: String,
+    /// User and password, if etcd wants them.
+    pub user: Option<(String, String)>,
+    /// Whom to trust and what to show, where the endpoints speak TLS.
+    pub tls: Option<Tls>,
+    /// How long a lease lives without being kept alive, at least 2 s.
+    pub lease_ttl: Duration,
+}
+
+/// Certificates, as PEM.
+#[derive(Clone)]
+pub struct Tls {
+    /// The authority that signed etcd's certificates.
+    pub authority: Vec<u8>,
+    /// This process's own certificate and its key, where etcd wants one.
+    pub identity: Option<(Vec<u8>, Vec<u8>)>,
+}
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tls").finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for EtcdOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Not the password.
+        f.debug_struct("EtcdOptions")
+            .field("endpoints", &self.endpoints)
+            .field("cluster", &self.cluster)
+            .finish_non_exhaustive()
+    }
+}
+
+impl EtcdOptions {
+    /// A client whose answers come within `deadline`. Without a user, nothing is dialled yet.
+    ///
+    /// # Errors
+    /// When an address or certificate cannot be used, or the user is not let in.
+    pub(super) async fn connect(&self, deadline: Duration) -> Result<Client, Error> {
+        let mut options = ConnectOptions::new()
+            .with_connect_timeout(deadline)
+            .with_timeout(deadline)
+            .with_keep_alive(KEEP_ALIVE, deadline)
+            .with_tcp_keepalive(KEEP_ALIVE)
+            .with_require_leader(true);
+        if let Some((user, password)) = &self.user {
+            options = options.with_user(user, password).with_auto_token_refresh(true);
+        }
+        if let Some(tls) = &self.tls {
+            let authority = Certificate::from_pem(&tls.authority);
+            let mut with = TlsOptions::new().ca_certificate(authority);
+            if let Some((certificate, key)) = &tls.identity {
+                with = with.identity(Identity::from_pem(certificate, key));
+            }
+            options = options.with_tls(with);
+        }
+        Client::connect(&self.endpoints, Some(options)).await
+    }
+}

@@ -1,0 +1,303 @@
+//! PURE: totals that outlive the process that merged them.
+//!
+//! A checkpoint has what a merger has counted: the added-up totals of those that are gone, to which
+//! the writer's own belong (it will be gone when somebody reads them), and apart from them those of
+//! every other process, which goes on under the reader and reports again what is already in here.
+//! Series go by name, not by position, so that another version of the program takes what it knows.
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Live, Merger, Source, check_labels, check_value};
+use crate::ids::Incarnation;
+use crate::metrics::application::Family;
+use crate::metrics::catalogue::{CATALOGUE, REPORTS_REFUSED, REQUEST_SUCCESS, REQUESTS_ACCEPTED};
+use crate::metrics::definition::{Kind, Owner, SeriesId};
+use crate::metrics::labels::{FinishedReason, LabelValue as _, ReportRefusal};
+use crate::metrics::merged::merge;
+use crate::metrics::snapshot::{LabelValues, SeriesSnapshot, Value};
+use crate::protocol::FrontendId;
+use crate::wire::codec::{self, CodecError};
+
+/// Raised when the form changes; checkpoints of another form are refused.
+const FORM: u16 = 1;
+
+/// Largest encoded checkpoint.
+pub const MAX_CHECKPOINT_BYTES: usize = 16 << 20;
+
+/// See the module's documentation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Checkpoint {
+    form: u16,
+    retired: Vec<Total>,
+    live: Vec<LiveTotals>,
+    gone: Vec<(Source, Vec<Incarnation>)>,
+    applications: Vec<Family>,
+}
+
+/// One counter or histogram.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Total {
+    name: String,
+    labels: LabelValues,
+    value: Value,
+}
+
+/// Those of a process that goes on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct LiveTotals {
+    source: Source,
+    incarnation: Incarnation,
+    sequence: u64,
+    series: Vec<Total>,
+    application: Vec<Family>,
+}
+
+/// Bytes that are no checkpoint this program can use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CheckpointError {
+    /// It is too large.
+    #[error("a checkpoint of {0} bytes exceeds the bound of {MAX_CHECKPOINT_BYTES} bytes")]
+    TooLarge(usize),
+    /// Another version of the program wrote it.
+    #[error("the checkpoint has form {0}, this program reads form {FORM}")]
+    OtherForm(u16),
+    /// It cannot be coded.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+}
+
+impl Checkpoint {
+    /// As bytes.
+    ///
+    /// # Errors
+    /// [`CheckpointError::TooLarge`].
+    pub fn encode(&self) -> Result<Vec<u8>, CheckpointError> {
+        let bytes = codec::encode(self)?;
+        if bytes.len() > MAX_CHECKPOINT_BYTES {
+            return Err(CheckpointError::TooLarge(bytes.len()));
+        }
+        Ok(bytes)
+    }
+
+    /// From bytes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, CheckpointError> {
+        if bytes.len() > MAX_CHECKPOINT_BYTES {
+            return Err(CheckpointError::TooLarge(bytes.len()));
+        }
+        // The form alone first: what follows it may look otherwise.
+        let (low, high) = (bytes.first().copied().unwrap_or(0), FORM);
+        if u16::from(low) != high {
+            return Err(CheckpointError::OtherForm(u16::from(low)));
+        }
+        // Decoded values are larger than encoded ones, so the decoder's own bound is wider.
+        Ok(codec::decode::<Self, { 16 * MAX_CHECKPOINT_BYTES }>(bytes)?)
+    }
+}
+
+/// Whether a source ends with the process that merges.
+fn is_own(source: Source) -> bool {
+    matches!(source, Source::Coordinator | Source::Frontend(FrontendId(0)))
+}
+
+impl Merger {
+    /// What has been counted, for the process that comes after this one.
+    #[must_use]
+    pub fn checkpoint(&self) -> Checkpoint {
+        let mut retired = self.retired.clone();
+        let mut applications = self.applications.totals();
+        let mut live = Vec::new();
+        for ((source, incarnation), totals) in &self.live {
+            if is_own(*source) {
+                for series in &totals.series {
+                    add(&mut retired, series);
+                }
+                applications.extend(totals.application.iter().cloned());
+            } else {
+                live.push(LiveTotals {
+                    source: *source,
+                    incarnation: *incarnation,
+                    sequence: totals.sequence,
+                    series: totals.series.iter().filter_map(total).collect(),
+                    application: totals.application.clone(),
+                });
+            }
+        }
+        for reason in ReportRefusal::ALL {
+            let labels = LabelValues::from([reason.as_str().to_owned()]);
+            let value = Value::Counter(self.refused[reason.position()]);
+            let family = retired.entry(REPORTS_REFUSED.series()).or_default();
+            merge(Kind::Counter, family.entry(labels).or_insert(Value::Counter(0)), &value);
+        }
+        let retired = retired.iter().flat_map(|(id, family)| {
+            let name = id.definition().name;
+            family.iter().map(move |(labels, value)| Total {
+                name: name.to_owned(),
+                labels: LabelValues::clone(labels),
+                value: value.clone(),
+            })
+        });
+        let mut gone = self.gone.clone();
+        for (source, incarnation) in self.live.keys().filter(|(source, _)| is_own(*source)) {
+            gone.entry(*source).or_default().push_back(*incarnation);
+        }
+        let gone = gone.into_iter().map(|(source, gone)| (source, gone.into()));
+        Checkpoint {
+            form: FORM,
+            retired: retired.collect(),
+            live,
+            gone: gone.collect(),
+            applications,
+        }
+    }
+
+    /// Goes on from a checkpoint. Requests that were in flight when it was made have ended with the
+    /// process that had them: they count as errors. Returns how many series this program does not
+    /// know.
+    pub fn restore(&mut self, checkpoint: Checkpoint) -> usize {
+        let mut unknown = 0;
+        for total in checkpoint.retired {
+            match known(None, total) {
+                Some(series) => add(&mut self.retired, &series),
+                None => unknown += 1,
+            }
+        }
+        self.end_requests();
+        self.applications.restore(checkpoint.applications);
+        for (source, incarnations) in checkpoint.gone {
+            let gone = self.gone.entry(source).or_default();
+            for incarnation in incarnations {
+                if !gone.contains(&incarnation) {
+                    gone.push_back(incarnation);
+                }
+            }
+            let over = gone.len().saturating_sub(self.limits.retired_incarnations);
+            gone.drain(..over);
+        }
+        for totals in checkpoint.live {
+            let (source, incarnation) = (totals.source, totals.incarnation);
+            let of = totals.series.len();
+            let mut series: Vec<SeriesSnapshot> =
+                totals.series.into_iter().filter_map(|total| known(Some(source), total)).collect();
+            unknown += of - series.len();
+            series.sort_by(|a, b| (a.id, &a.labels).cmp(&(b.id, &b.labels)));
+            series.dedup_by(|a, b| (a.id, &a.labels) == (b.id, &b.labels));
+            let mut application = totals.application;
+            self.applications.admit(&source.to_string(), &[], &mut application);
+            // One that has reported here already knows better.
+            if self.live.contains_key(&(source, incarnation)) {
+                continue;
+            }
+            let live = Live { sequence: totals.sequence, lost: true, series, application };
+            self.live.insert((source, incarnation), live);
+            self.lost.push_back((source, incarnation));
+        }
+        while self.lost.len() > self.limits.lost
+            && let Some((source, incarnation)) = self.lost.pop_front()
+        {
+            self.retire(source, incarnation);
+        }
+        self.know_label_sets();
+        unknown
+    }
+
+    /// Accepted requests that have not ended are over.
+    fn end_requests(&mut self) {
+        let sum = |id: SeriesId| {
+            self.retired.get(&id).into_iter().flatten().fold(0u64, |sum, (_, value)| match value {
+                Value::Counter(total) => sum.saturating_add(*total),
+                Value::Gauge(_) | Value::Histogram(_) => sum,
+            })
+        };
+        let (accepted, ended) = (sum(REQUESTS_ACCEPTED.series()), sum(REQUEST_SUCCESS.series()));
+        let labels = LabelValues::from([FinishedReason::Error.as_str().to_owned()]);
+        let Some(id) = index_of(REQUEST_SUCCESS.series().definition().name) else { return };
+        let value = Value::Counter(accepted.saturating_sub(ended));
+        add(&mut self.retired, &SeriesSnapshot { id, labels, value });
+    }
+
+    /// What was restored counts for the bound of label sets, too.
+    fn know_label_sets(&mut self) {
+        for (id, family) in &self.retired {
+            self.label_sets.entry(*id).or_default().extend(family.keys().cloned());
+        }
+        for series in self.live.values().flat_map(|live| &live.series) {
+            if let Some(id) = SeriesId::from_index(series.id) {
+                self.label_sets.entry(id).or_default().insert(LabelValues::clone(&series.labels));
+            }
+        }
+    }
+
+    /// A process run that was restored under another slot and reports under this one goes on with
+    /// its totals; what carries the old slot's name stays behind.
+    pub(super) fn follow(&mut self, source: Source, incarnation: Incarnation) {
+        let Source::Frontend(_) = source else { return };
+        let same = |key: &(Source, Incarnation)| {
+            key.1 == incarnation && matches!(key.0, Source::Frontend(_)) && !is_own(key.0)
+        };
+        if self.live.contains_key(&(source, incarnation)) {
+            return;
+        }
+        let Some(key) = self.lost.iter().find(|key| same(key)).copied() else { return };
+        let Some(mut live) = self.live.remove(&key) else { return };
+        self.lost.retain(|lost| *lost != key);
+        live.series.retain(|series| {
+            let id = SeriesId::from_index(series.id);
+            let stays = id.is_some_and(|id| id.definition().owner == Owner::Process);
+            if stays {
+                add(&mut self.retired, series);
+            }
+            !stays
+        });
+        self.live.insert((source, incarnation), live);
+        self.lost.push_back((source, incarnation));
+    }
+}
+
+/// Adds a counter or histogram to totals; gauges have none.
+fn add(totals: &mut BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>, series: &SeriesSnapshot) {
+    let Some(id) = SeriesId::from_index(series.id) else { return };
+    if matches!(series.value, Value::Gauge(_)) {
+        return;
+    }
+    let family = totals.entry(id).or_default();
+    match family.get_mut(&series.labels) {
+        Some(held) => merge(id.definition().kind, held, &series.value),
+        None => {
+            family.insert(LabelValues::clone(&series.labels), series.value.clone());
+        }
+    }
+}
+
+fn total(series: &SeriesSnapshot) -> Option<Total> {
+    let id = SeriesId::from_index(series.id)?;
+    if matches!(series.value, Value::Gauge(_)) {
+        return None;
+    }
+    let labels = LabelValues::clone(&series.labels);
+    Some(Total { name: id.definition().name.to_owned(), labels, value: series.value.clone() })
+}
+
+/// The series that a total is of, if the catalogue has it alike; of `source`, if that may have it.
+fn known(source: Option<Source>, total: Total) -> Option<SeriesSnapshot> {
+    let id = index_of(&total.name)?;
+    let definition = SeriesId::from_index(id)?.definition();
+    check_value(definition, &total.value).ok()?;
+    let labels = match source {
+        Some(source) => check_labels(source, definition, &total.labels).is_ok(),
+        None => definition.labels.len() == total.labels.len(),
+    };
+    (labels && !matches!(total.value, Value::Gauge(_))).then_some(SeriesSnapshot {
+        id,
+        labels: total.labels,
+        value: total.value,
+    })
+}
+
+fn index_of(name: &str) -> Option<u16> {
+    let index = CATALOGUE.iter().position(|definition| definition.name == name)?;
+    u16::try_from(index).ok()
+}

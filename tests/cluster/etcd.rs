@@ -1,0 +1,456 @@
+//! Coordinators, workers and front ends that meet through a real etcd: one coordinator leads, the
+//! next takes over, and etcd itself may be away.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use futures_util::StreamExt as _;
+use serde_json::json;
+use tempfile::TempDir;
+use testkit::client::Client;
+use testkit::etcd::Etcd;
+use testkit::fleet::free_port;
+use testkit::local_cluster::LocalCluster;
+use testkit::scrape::Scrape;
+
+use crate::counters::check_invariants;
+use crate::front_ends::fixed;
+use crate::{STORY, greedy, text};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// An etcd and how to start processes that know nothing but it.
+struct Meeting {
+    etcd: Etcd,
+    _folder: TempDir,
+}
+
+impl Meeting {
+    async fn new() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let etcd = Etcd::start(folder.path()).await.unwrap()?;
+        Some(Self { etcd, _folder: folder })
+    }
+
+    fn spawn(&self, args: &[&str]) -> LocalCluster {
+        let endpoint = self.etcd.endpoint();
+        LocalCluster::spawn(&[args, &["--etcd", &endpoint]].concat()).unwrap()
+    }
+
+    /// A coordinator that is up, whether it leads or stands by.
+    async fn coordinator(&self, args: &[&str]) -> LocalCluster {
+        let (any, all) = ("127.0.0.1:0", ["coordinator", "--tensor-parallel", "2"]);
+        let listen = ["--listen", any, "--cluster-listen", any];
+        let mut coordinator = self.spawn(&[&all[..], &listen, args].concat());
+        coordinator.wait_url().await.unwrap();
+        coordinator
+    }
+
+    fn worker(&self, index: usize) -> LocalCluster {
+        self.spawn(&["worker", "--node", &format!("worker-{index}"), "--threads", "1"])
+    }
+
+    async fn frontend(&self) -> LocalCluster {
+        let mut frontend = self.spawn(&["frontend", "--listen", "127.0.0.1:0"]);
+        frontend.wait_ready().await.unwrap();
+        frontend
+    }
+}
+
+/// Waits until `wanted` answers something.
+async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(found) = wanted().await {
+            return found;
+        }
+        assert!(began.elapsed() < PATIENCE, "{what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// The message of `/ready` when it answers 503.
+async fn not_ready(client: &Client) -> Option<String> {
+    let reply = client.get("/ready").await.ok()?;
+    (reply.status == 503).then(|| reply.body["message"].as_str().unwrap_or("").to_owned())
+}
+
+async fn serves(client: &Client) -> bool {
+    let reply = client.post("/v1/completions", &greedy(STORY, 4)).await;
+    reply.is_ok_and(|reply| reply.status == 200)
+}
+
+/// The text of a greedy completion.
+async fn story(client: &Client) -> String {
+    let reply = client.post("/v1/completions", &greedy(STORY, 24)).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    text(&reply.body).to_owned()
+}
+
+/// A stream that does not end by itself while the test looks.
+async fn long_stream(client: &Client) -> reqwest::Response {
+    let mut body = greedy(STORY, 900);
+    body["stream"] = json!(true);
+    body["ignore_eos"] = json!(true);
+    let mut response = client.open("/v1/completions", &body).await.unwrap();
+    assert!(response.chunk().await.unwrap().is_some(), "it has begun");
+    response
+}
+
+/// Reads a stream to its end, which must come, and be no orderly one.
+async fn ends_badly(response: reqwest::Response) {
+    let mut bytes = response.bytes_stream();
+    let mut all = Vec::new();
+    let reading = async {
+        while let Some(Ok(chunk)) = bytes.next().await {
+            all.extend_from_slice(&chunk);
+        }
+    };
+    assert!(tokio::time::timeout(PATIENCE, reading).await.is_ok(), "the stream went silent");
+    assert!(!String::from_utf8_lossy(&all).contains("[DONE]"), "900 tokens were not wanted");
+}
+
+fn sum(scrape: &Scrape, name: &str) -> f64 {
+    scrape.sum(name, &[])
+}
+
+/// Seconds that the last loads took, by worker slot.
+fn loads(scrape: &Scrape) -> Vec<(String, f64)> {
+    let of = |sample: &&testkit::scrape::Sample| sample.name == "tutti_rank_load_seconds";
+    let samples = scrape.samples().iter().filter(of);
+    let mut loads: Vec<_> =
+        samples.map(|sample| (sample.labels["worker"].clone(), sample.value)).collect();
+    loads.sort_by(|a, b| a.0.cmp(&b.0));
+    loads
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_standby_takes_over_and_workers_keep_their_weights() {
+    let Some(meeting) = Meeting::new().await else { return };
+    // Workers may be there before anybody leads.
+    let workers: Vec<_> = (0..4).map(|index| meeting.worker(index)).collect();
+    let mut first = meeting.coordinator(&[]).await;
+    first.wait_ready().await.unwrap();
+    let leader = first.client().unwrap();
+    let both = |s: &Scrape| sum(s, "tutti_replica_up") == 2.0 && loads(s).len() == 4;
+    let scrape = leader.scrape_until(PATIENCE, both).await.unwrap();
+    assert!(both(&scrape) && loads(&scrape).iter().all(|(_, seconds)| *seconds > 0.0));
+    let second = meeting.coordinator(&[]).await;
+    let standby = second.client().unwrap();
+
+    // It lives, says that it does not serve, and who does.
+    assert_eq!(standby.get("/live").await.unwrap().status, 200);
+    until("the standby knows who leads", async || {
+        not_ready(&standby).await.filter(|message| message.contains(first.base()))
+    })
+    .await;
+    let refused = standby.post("/v1/completions", &greedy(STORY, 4)).await.unwrap();
+    assert_eq!(refused.status, 503);
+    assert!(refused.body["error"]["message"].as_str().unwrap().contains(first.base()));
+    let scrape = standby.scrape().await.unwrap();
+    assert!(scrape.has("tutti_membership_leading", &[]));
+    assert_eq!(sum(&scrape, "tutti_membership_leading"), 0.0);
+    assert!(!scrape.has("tutti_requests_accepted_total", &[]), "no totals that begin at zero");
+    let frontend = meeting.frontend().await;
+    let frontend = frontend.client().unwrap();
+    let before = story(&frontend).await;
+    assert_eq!(before, story(&leader).await);
+    let members = |s: &Scrape, role| s.sum("tutti_membership_members", &[("role", role)]);
+    let all = |s: &Scrape| {
+        members(s, "coordinator") == 2.0
+            && members(s, "worker") == 4.0
+            && members(s, "frontend") == 1.0
+    };
+    let scrape = leader.scrape_until(PATIENCE, all).await.unwrap();
+    assert!(all(&scrape) && sum(&scrape, "tutti_membership_leading") == 1.0);
+
+    let status = leader.get("/admin/status").await.unwrap().body;
+    let coordinators = status["nodes"].as_array().unwrap().iter();
+    let coordinators = coordinators.filter(|node| node["role"] == "coordinator");
+    let mut states: Vec<_> = coordinators.map(|node| node["state"].as_str().unwrap()).collect();
+    states.sort_unstable();
+    assert_eq!(states, ["leading", "standby"]);
+
+    let streams = [long_stream(&leader).await, long_stream(&frontend).await];
+    LocalCluster::signal(first.pid(), "KILL").unwrap();
+    let died = Instant::now();
+    for stream in streams {
+        ends_badly(stream).await;
+    }
+    until("the standby serves", async || serves(&standby).await.then_some(())).await;
+    let took = died.elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    until("the front end follows", async || serves(&frontend).await.then_some(())).await;
+    assert_eq!(story(&frontend).await, before);
+    let scrape = standby.scrape_until(PATIENCE, both).await.unwrap();
+    let kept: Vec<_> = ["0", "1", "2", "3"].map(|slot| (slot.to_owned(), 0.0)).into();
+    assert_eq!(loads(&scrape), kept, "nothing was loaded again, and all have their slots");
+    assert_eq!(sum(&scrape, "tutti_membership_leading"), 1.0);
+    assert_eq!(sum(&scrape, "tutti_worker_up"), 4.0);
+
+    // Started again, the first one stands by; told to end, the second one hands over at once.
+    let again = meeting.coordinator(&[]).await;
+    let client = again.client().unwrap();
+    until("it stands by", async || {
+        not_ready(&client).await.filter(|message| message.contains(second.base()))
+    })
+    .await;
+    let mut second = second;
+    LocalCluster::signal(second.pid(), "INT").unwrap();
+    assert!(second.wait_end().unwrap().success(), "{}", second.log());
+    until("it leads", async || serves(&client).await.then_some(())).await;
+    assert_eq!(story(&client).await, before);
+    for mut worker in workers {
+        LocalCluster::signal(worker.pid(), "INT").unwrap();
+        assert!(worker.wait_end().unwrap().success(), "{}", worker.log());
+    }
+}
+
+/// Requests one after the other until told to stop; returns how many, and what failed.
+fn load(client: Client, stop: Arc<AtomicBool>) -> tokio::task::JoinHandle<(u32, Vec<String>)> {
+    tokio::spawn(async move {
+        let (mut count, mut failures) = (0, Vec::new());
+        while !stop.load(Ordering::Relaxed) {
+            count += 1;
+            match client.post("/v1/completions", &greedy(STORY, 32)).await {
+                Ok(reply) if reply.status == 200 => {}
+                Ok(reply) => failures.push(format!("{}: {}", reply.status, reply.body)),
+                Err(error) => failures.push(error.to_string()),
+            }
+        }
+        (count, failures)
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
+    let Some(mut meeting) = Meeting::new().await else { return };
+    // Leases that end while etcd is away.
+    let lease = ["--leader-lease", "2"];
+    let mut leader = meeting.coordinator(&lease).await;
+    let workers: Vec<_> = (0..2).map(|index| meeting.worker(index)).collect();
+    leader.wait_ready().await.unwrap();
+    let standby = meeting.coordinator(&lease).await;
+    let standby = standby.client().unwrap();
+    let frontend = meeting.frontend().await;
+    let client = leader.client().unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let loads =
+        [client.clone(), frontend.client().unwrap()].map(|client| load(client, stop.clone()));
+    let polls = Arc::new(AtomicU64::new(0));
+    let readiness = {
+        let (client, stop, polls) = (client.clone(), stop.clone(), polls.clone());
+        tokio::spawn(async move {
+            while !stop.load(Ordering::Relaxed) {
+                assert_eq!(client.get("/ready").await.unwrap().status, 200);
+                polls.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        })
+    };
+    let connected = |s: &Scrape| sum(s, "tutti_membership_connected");
+    let mut late = Vec::new();
+    for kill in [false, true] {
+        if kill {
+            meeting.etcd.kill();
+        } else {
+            LocalCluster::signal(meeting.etcd.pid(), "STOP").unwrap();
+        }
+        let missed = client.scrape_until(PATIENCE, |s| connected(s) == 0.0).await.unwrap();
+        assert_eq!(connected(&missed), 0.0, "the leader says that etcd is away");
+        // This one knows nobody yet: it waits for etcd.
+        late.push(meeting.worker(workers.len() + late.len()));
+        let old = |s: &Scrape| {
+            since_1970() - sum(s, "tutti_membership_confirmed_timestamp_seconds") > 8.0
+        };
+        let scrape = client.scrape_until(PATIENCE, old).await.unwrap();
+        assert!(old(&scrape), "the age of what is known shows");
+        let up = 2.0 + late.len() as f64;
+        assert_eq!(sum(&scrape, "tutti_worker_up"), up - 1.0, "those that were there stay");
+        assert_eq!(client.get("/ready").await.unwrap().status, 200);
+        if kill {
+            meeting.etcd.restart().await.unwrap();
+        } else {
+            LocalCluster::signal(meeting.etcd.pid(), "CONT").unwrap();
+        }
+        let back = |s: &Scrape| {
+            connected(s) == 1.0
+                && sum(s, "tutti_membership_leading") == 1.0
+                && sum(s, "tutti_worker_up") == up
+                && s.sum("tutti_membership_members", &[("role", "worker")]) == up
+        };
+        let scrape = client.scrape_until(PATIENCE, back).await.unwrap();
+        assert!(back(&scrape), "the same leader, and the new worker: {}", leader.log());
+        until("the standby stands by", async || {
+            not_ready(&standby).await.filter(|message| message.contains(leader.base()))
+        })
+        .await;
+    }
+    let polled = polls.load(Ordering::Relaxed);
+    stop.store(true, Ordering::Relaxed);
+    readiness.await.unwrap();
+    assert!(polled > 20, "{polled}");
+    for load in loads {
+        let (count, failures) = load.await.unwrap();
+        assert!(count > 10 && failures.is_empty(), "{count} requests: {failures:?}");
+    }
+    for worker in &workers {
+        assert_eq!(worker.log().matches(" joined ").count(), 1, "{}", worker.log());
+    }
+    // A worker that starts under the name of one that has just died need not wait for its lease.
+    LocalCluster::signal(late[1].pid(), "KILL").unwrap();
+    let gone = |s: &Scrape| sum(s, "tutti_worker_up") == 3.0;
+    let scrape = client.scrape_until(PATIENCE, gone).await.unwrap();
+    assert!(gone(&scrape), "{}\n{}", sum(&scrape, "tutti_worker_up"), leader.log());
+    let began = Instant::now();
+    late[1] = meeting.worker(3);
+    let back = |s: &Scrape| sum(s, "tutti_worker_up") == 4.0;
+    assert!(back(&client.scrape_until(PATIENCE, back).await.unwrap()));
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+}
+
+fn since_1970() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
+}
+
+/// Every total that does not depend on time, by series.
+async fn totals(client: &Client) -> BTreeMap<String, f64> {
+    let page = client.metrics_page().await.unwrap();
+    let scrape = Scrape::parse(&page).unwrap();
+    check_invariants(&scrape);
+    fixed(&scrape, &page, true)
+}
+
+fn assert_none_fell(before: &BTreeMap<String, f64>, after: &BTreeMap<String, f64>) {
+    let fell: Vec<_> = before
+        .iter()
+        .filter(|(series, value)| after.get(*series).is_none_or(|after| after < value))
+        .map(|(series, value)| (series, value, after.get(series)))
+        .collect();
+    assert!(fell.is_empty(), "{fell:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn counters_go_on_under_the_next_leader() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let quick = ["--leader-lease", "2", "--checkpoint-interval", "1"];
+    let mut first = meeting.coordinator(&quick).await;
+    let _workers = [meeting.worker(0), meeting.worker(1)];
+    first.wait_ready().await.unwrap();
+    let second = meeting.coordinator(&quick).await;
+    let frontend = meeting.frontend().await;
+    let (leader, frontend) = (first.client().unwrap(), frontend.client().unwrap());
+    let ask = async |client: &Client, count: u32| {
+        for _ in 0..count {
+            story(client).await;
+        }
+    };
+    ask(&leader, 5).await;
+    ask(&frontend, 5).await;
+    let route = [("route", "/v1/completions")];
+    let reported = |s: &Scrape| s.sum("tutti_http_requests_total", &route) == 10.0;
+    assert!(reported(&leader.scrape_until(PATIENCE, reported).await.unwrap()));
+    let before = totals(&leader).await;
+    let now = since_1970();
+    let written = |s: &Scrape| sum(s, "tutti_totals_checkpoint_timestamp_seconds") > now;
+    assert!(written(&leader.scrape_until(PATIENCE, written).await.unwrap()));
+    // What is counted from here on may be lost; a request that runs ends with its coordinator.
+    ask(&leader, 3).await;
+    let stream = long_stream(&leader).await;
+    LocalCluster::signal(first.pid(), "KILL").unwrap();
+    ends_badly(stream).await;
+    let leader = second.client().unwrap();
+    until("the next leader serves", async || serves(&leader).await.then_some(())).await;
+    let after = totals(&leader).await;
+    assert_none_fell(&before, &after);
+    let scrape = leader.scrape().await.unwrap();
+    let accepted = sum(&scrape, "tutti_requests_accepted_total");
+    assert!(
+        (11.0..=15.0).contains(&accepted),
+        "10 of the old, at most 4 more, 1 of the new: {accepted}"
+    );
+    // The front end's own count goes on from what it was: it lost nothing, and counts once.
+    until("the front end follows", async || serves(&frontend).await.then_some(())).await;
+
+    // Who ends in order hands over everything.
+    let third = meeting.coordinator(&quick).await;
+    ask(&leader, 2).await;
+    let idle = |s: &Scrape| sum(s, "tutti_requests_in_flight") == 0.0;
+    leader.scrape_until(PATIENCE, idle).await.unwrap();
+    let before = totals(&leader).await;
+    LocalCluster::signal(second.pid(), "INT").unwrap();
+    let leader = third.client().unwrap();
+    let leads = until("the next one leads", async || {
+        let scrape = leader.scrape().await.ok()?;
+        scrape.has("tutti_requests_accepted_total", &[]).then_some(scrape)
+    })
+    .await;
+    let count = |name: &str| {
+        before.iter().filter(|(series, _)| series.starts_with(name)).map(|(_, v)| v).sum::<f64>()
+    };
+    for name in ["tutti_requests_accepted_total", "tutti_generation_tokens_total"] {
+        assert_eq!(sum(&leads, name), count(name), "{name}");
+    }
+    until("it serves", async || serves(&leader).await.then_some(())).await;
+    assert_none_fell(&before, &totals(&leader).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_that_missed_its_end_stops_when_it_learns_of_the_next() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let lease = ["--leader-lease", "2"];
+    let mut first = meeting.coordinator(&lease).await;
+    let _workers = [meeting.worker(0), meeting.worker(1)];
+    first.wait_ready().await.unwrap();
+    let second = meeting.coordinator(&lease).await;
+    let client = second.client().unwrap();
+    until("the standby knows who leads", async || not_ready(&client).await).await;
+    let stream = long_stream(&first.client().unwrap()).await;
+    LocalCluster::signal(first.pid(), "STOP").unwrap();
+    until("the standby serves", async || serves(&client).await.then_some(())).await;
+    LocalCluster::signal(first.pid(), "CONT").unwrap();
+    ends_badly(stream).await;
+    let status = first.wait_end().unwrap();
+    assert_eq!(status.code(), Some(75), "{}", first.log());
+    until("it says why", async || first.log().contains("leads now").then_some(())).await;
+    let scrape = client.scrape().await.unwrap();
+    assert_eq!(sum(&scrape, "tutti_worker_up"), 2.0);
+    assert!(serves(&client).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_coordinators_at_one_address_the_second_ends() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let address = format!("127.0.0.1:{}", free_port());
+    let args = ["--leader-lease", "2", "--advertise", &address];
+    let first = meeting.coordinator(&args).await;
+    until("it leads", async || first.log().contains("this coordinator leads").then_some(())).await;
+    let mut second = meeting.coordinator(&args).await;
+    let status = second.wait_end().unwrap();
+    assert_eq!(status.code(), Some(78), "{}", second.log());
+    until("it says why", async || second.log().contains("names must be unique").then_some(()))
+        .await;
+    assert_eq!(first.log().matches("this coordinator leads").count(), 1);
+}
+
+#[test]
+fn settings_that_contradict_each_other_are_refused() {
+    let etcd = format!("http://127.0.0.1:{}", free_port());
+    let refused = |args: &[&str], words: &[&str]| {
+        let mut process = LocalCluster::spawn(args).unwrap();
+        let status = process.wait_end().unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        let log = process.log();
+        assert_eq!(status.code(), Some(2), "{log}");
+        assert!(words.iter().all(|word| log.contains(word)), "{log}");
+    };
+    let both = ["--coordinator", "127.0.0.1:1", "--etcd", &etcd];
+    for role in ["worker", "frontend"] {
+        refused(&[&[role], &both[..]].concat(), &["--coordinator", "--etcd", "exclude each other"]);
+    }
+    refused(&["worker", "--etcd", "127.0.0.1:2379"], &["--etcd", "http://HOST:PORT"]);
+    refused(&["coordinator", "--advertise", "h:1"], &["--advertise", "--etcd"]);
+    let any = ["--listen", "127.0.0.1:0", "--cluster-listen", "0.0.0.0:0", "--insecure-no-auth"];
+    refused(&[&["coordinator", "--etcd", &etcd], &any[..]].concat(), &["--advertise HOST:PORT"]);
+}

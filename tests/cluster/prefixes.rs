@@ -1,0 +1,79 @@
+//! Prompts that begin alike are computed once, and nobody can tell by the answer.
+use serde_json::{Value, json};
+use testkit::client::Client;
+
+use crate::counters::check_invariants;
+use crate::{STORY, greedy, up};
+
+/// Requests whose prompts begin alike for some 80 tokens, and whatever else may depend on a cache:
+/// log-probabilities of the prompt, several choices, seeds.
+fn requests() -> Vec<Value> {
+    let long = format!(
+        "{STORY} {}",
+        "He lived in a small house by the river with his friends. ".repeat(6)
+    );
+    let mut requests = Vec::new();
+    for round in 0..3 {
+        for tail in ["One day he", "Every night the moon", "His mother said"] {
+            let mut body = greedy(format!("{long}{tail}"), 24);
+            body["n"] = json!(1 + round);
+            body["seed"] = json!(round);
+            body["temperature"] = json!([0.0, 0.8, 0.8][round]);
+            body["logprobs"] = json!(2);
+            body["echo"] = json!(round == 2 && tail == "One day he");
+            requests.push(body);
+        }
+    }
+    requests
+}
+
+async fn answers(client: &Client, salt: Option<&str>) -> (Vec<Value>, f64) {
+    let mut answers = Vec::new();
+    let mut prompt_tokens = 0.0;
+    for mut body in requests() {
+        if let Some(salt) = salt {
+            body["cache_salt"] = json!(salt);
+        }
+        let reply = client.post("/v1/completions", &body).await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        let n = body["n"].as_f64().unwrap();
+        prompt_tokens += n * reply.body["usage"]["prompt_tokens"].as_f64().unwrap();
+        answers.push(reply.body["choices"].clone());
+    }
+    (answers, prompt_tokens)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
+    let without = up(&["--no-enable-prefix-caching"]).await;
+    let (expected, prompt_tokens) = answers(&without.client().unwrap(), None).await;
+    let scrape = without.client().unwrap().scrape().await.unwrap();
+    assert_eq!(scrape.sum("tutti_prompt_tokens_total", &[]), prompt_tokens);
+    assert_eq!(scrape.sum("tutti_prefix_cache_query_tokens_total", &[]), 0.0);
+    drop(without);
+
+    let with = up(&["--workers", "2", "--tensor-parallel", "2"]).await;
+    let client = with.client().unwrap();
+    let (first, _) = answers(&client, None).await;
+    assert_eq!(first, expected);
+    let scrape = client.scrape().await.unwrap();
+    check_invariants(&scrape);
+    let cached =
+        scrape.sum("tutti_prompt_tokens_by_source_total", &[("source", "local_cache_hit")]);
+    assert_eq!(scrape.sum("tutti_prompt_tokens_total", &[]), prompt_tokens);
+    assert_eq!(scrape.sum("tutti_prefix_cache_query_tokens_total", &[]), prompt_tokens);
+    assert_eq!(scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]), cached);
+    // All but the first, and the one that wants to know of the prompt's own tokens.
+    assert!(cached > 0.6 * prompt_tokens, "{cached} of {prompt_tokens}");
+
+    // Another salt begins from nothing; the same one does not.
+    let (salted, _) = answers(&client, Some("a")).await;
+    assert_eq!(salted, expected);
+    let after =
+        |scrape: &testkit::scrape::Scrape| scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]);
+    let once = after(&client.scrape().await.unwrap());
+    assert_eq!(once, 2.0 * cached, "as much as at first, nothing of what others asked");
+    let (again, _) = answers(&client, Some("a")).await;
+    assert_eq!(again, expected);
+    assert!(after(&client.scrape().await.unwrap()) > once + cached);
+}

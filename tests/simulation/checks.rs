@@ -1,0 +1,215 @@
+//! Invariants over the whole cluster.
+use std::collections::{BTreeMap, BTreeSet};
+
+use coordinator::cluster::ReplicaPhase;
+use shared::ids::{Epoch, ReplicaId, WorkerId};
+use shared::metrics::catalogue::{
+    ENGINE_STEPS, FENCED_FRAMES, GENERATION_TOKENS, ITERATION_TOKENS, KV_CACHE_BLOCKS,
+    KV_CACHE_BLOCKS_USED, PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, PROMPT_TOKENS,
+    PROMPT_TOKENS_BY_SOURCE, RANK_STEP, REPORTS_REFUSED, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
+    REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, REQUESTS_RUNNING, REQUESTS_SWAPPED, REQUESTS_WAITING,
+};
+use shared::metrics::labels::{FinishedReason, LabelValue as _, PromptSource, RejectReason};
+use shared::metrics::{Merged, Value};
+use shared::protocol::ToWorker;
+
+use crate::network::LinkId;
+use crate::scenario::{S, Time};
+use crate::world::World;
+
+/// What the checks remember.
+#[derive(Default)]
+pub(crate) struct Checks {
+    /// Steps that each report of a process run counts, by its sequence.
+    pub(crate) reported: BTreeMap<(WorkerId, u64, u64), u64>,
+    /// The newest report of each process run that was delivered.
+    newest: BTreeMap<(WorkerId, u64), u64>,
+    pub(crate) retired: BTreeSet<(WorkerId, u64)>,
+    /// Reports of retired process runs.
+    pub(crate) refused: u64,
+    /// The newest epoch in which a replica sent a plan, and its last step.
+    plans: BTreeMap<ReplicaId, (Epoch, u64)>,
+    /// To which replica an epoch belongs.
+    epochs: BTreeMap<Epoch, ReplicaId>,
+    last: Option<Merged>,
+}
+
+impl Checks {
+    pub(crate) fn delivered(&mut self, worker: WorkerId, incarnation: u64, sequence: u64) {
+        let newest = self.newest.entry((worker, incarnation)).or_default();
+        *newest = sequence.max(*newest);
+    }
+
+    /// Steps of all ranks, as far as they were reported.
+    fn rank_steps(&self) -> u64 {
+        let steps = |((worker, incarnation), sequence): (&(WorkerId, u64), &u64)| {
+            self.reported.get(&(*worker, *incarnation, *sequence)).copied().unwrap_or_default()
+        };
+        self.newest.iter().map(steps).sum()
+    }
+}
+
+impl World {
+    /// A replica sends plans of its newest epoch only, step by step.
+    pub(crate) fn check_plan(&mut self, replica: ReplicaId, message: &ToWorker) {
+        let ToWorker::Step(plan) = message else { return };
+        let last = self.checks.plans.get(&replica).copied();
+        let fits = match last {
+            Some((epoch, step)) if epoch == plan.epoch => {
+                plan.step.0 == step || plan.step.0 == step + 1
+            }
+            Some((epoch, _)) => epoch < plan.epoch && plan.step.0 == 1,
+            None => plan.step.0 == 1,
+        };
+        let owner = *self.checks.epochs.entry(plan.epoch).or_insert(replica);
+        if !fits || owner != replica {
+            self.fail(format!("{replica} sends {} of {} after {last:?}", plan.step, plan.epoch));
+        }
+        self.checks.plans.insert(replica, (plan.epoch, plan.step.0));
+    }
+
+    /// No step ends its epoch that was in time: at least one rank was disturbed meanwhile.
+    pub(crate) fn check_timeout(&mut self, ranks: &[(WorkerId, LinkId, bool)], reason: &str) {
+        let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
+        let disturbed = |(_, link, _): &(WorkerId, LinkId, bool)| {
+            self.disturbed[self.links[*link].slot] + timeout >= self.now
+        };
+        if !ranks.iter().any(disturbed) {
+            self.fail(format!("every step was in time, and yet: {reason}"));
+        }
+    }
+
+    /// Identities that hold at every moment.
+    pub(crate) fn check_totals(&mut self) {
+        let merged = self.coordinator.hub.merged();
+        let mut wrong = Vec::new();
+        let mut same = |what: &str, got: u64, expected: u64| {
+            if got != expected {
+                wrong.push(format!("{what}: {got}, not {expected}"));
+            }
+        };
+        let tally = &self.clients.tally;
+        same("accepted", merged.counter_sum(REQUESTS_ACCEPTED), tally.accepted);
+        for reason in FinishedReason::ALL {
+            let expected = tally.ended.get(reason).copied().unwrap_or_default();
+            let got = merged.counter_sum_of(REQUEST_SUCCESS, *reason);
+            same(reason.as_str(), got, expected);
+        }
+        for reason in RejectReason::ALL {
+            let expected = tally.rejected.get(reason).copied().unwrap_or_default();
+            let got = merged.counter_sum_of(REQUESTS_REJECTED, *reason);
+            same(reason.as_str(), got, expected);
+        }
+        let in_flight = merged.gauge_sum(REQUESTS_IN_FLIGHT) as u64;
+        same("in flight", in_flight, self.clients.in_flight());
+        let placed = merged.gauge_sum(REQUESTS_RUNNING)
+            + merged.gauge_sum(REQUESTS_WAITING)
+            + merged.gauge_sum(REQUESTS_SWAPPED);
+        same("running + waiting", placed as u64, in_flight);
+        let generated = merged.counter_sum(GENERATION_TOKENS);
+        same("generated", generated, self.clients.accepted_tokens());
+        let prompt = merged.counter_sum(PROMPT_TOKENS);
+        let iterations = merged.histogram_sum(ITERATION_TOKENS);
+        let cached = merged.counter_sum_of(PROMPT_TOKENS_BY_SOURCE, PromptSource::LocalCacheHit);
+        let computed = merged.counter_sum_of(PROMPT_TOKENS_BY_SOURCE, PromptSource::LocalCompute);
+        same("prompt tokens by source", cached + computed, prompt);
+        same("iteration tokens", iterations.sum() as u64, computed + generated);
+        let (looked_up, found) =
+            (merged.counter_sum(PREFIX_CACHE_QUERIES), merged.counter_sum(PREFIX_CACHE_HITS));
+        self.report.cached = cached;
+        same("iterations", iterations.count(), merged.counter_sum(ENGINE_STEPS));
+        same("refused reports", merged.counter_sum(REPORTS_REFUSED), self.checks.refused);
+        let rank_steps = merged.histogram_sum(RANK_STEP).count();
+        same("steps of ranks", rank_steps, self.checks.rank_steps());
+        if found > looked_up || (found > 0) != (cached > 0) {
+            wrong.push(format!("{found} of {looked_up} tokens found in the cache, {cached} used"));
+        }
+        let all_prompts = tally.prompts_of_finished + tally.prompts_of_others;
+        if self.clients.in_flight() == 0
+            && !(tally.prompts_of_finished..=all_prompts).contains(&prompt)
+        {
+            let least = tally.prompts_of_finished;
+            wrong.push(format!("prompt tokens: {prompt}, not {least} to {all_prompts}"));
+        }
+        let used = merged.gauge_sum(KV_CACHE_BLOCKS_USED);
+        if used > merged.gauge_sum(KV_CACHE_BLOCKS) {
+            wrong.push(format!("{used} blocks are used, more than there are"));
+        }
+        if self.clients.in_flight() == 0 && used > 0.0 {
+            wrong.push(format!("{used} blocks are used by nobody"));
+        }
+        if let Some(last) = &self.checks.last {
+            wrong.extend(fallen(last, &merged));
+        }
+        self.report.preemptions = merged.counter_sum(PREEMPTIONS);
+        self.report.fenced = merged.counter_sum(FENCED_FRAMES);
+        self.checks.last = Some(merged);
+        self.check_bounds();
+        if !wrong.is_empty() {
+            self.fail(format!("totals: {}", wrong.join("; ")));
+        }
+    }
+
+    /// Nothing that shall be noticed goes on unnoticed.
+    fn check_bounds(&mut self) {
+        if let Some(worker) = self.unnoticed_silence() {
+            self.fail(format!("{worker} is silent and still connected"));
+        }
+        if let Some(index) = self.clients.unnoticed(self.now) {
+            self.fail(format!("req-{index} is held although its client has left"));
+        }
+        let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
+        for slot in 0..self.processes.len() {
+            let Some((epoch, began)) = self.processes[slot].step_under_way() else { continue };
+            let serving = self
+                .coordinator
+                .core
+                .replicas()
+                .any(|it| it.epoch == epoch && it.phase == ReplicaPhase::Serving);
+            if serving && self.now > began + timeout + 7 * S {
+                self.fail(format!("{epoch} serves although slot {slot} has not finished a step"));
+            }
+        }
+    }
+
+    /// What holds when all is over and well.
+    pub(crate) fn check_end(&mut self) {
+        let now = self.time();
+        for (id, running) in &self.coordinator.replicas {
+            let last = running.load.last_step_ms.load(std::sync::atomic::Ordering::Relaxed);
+            let fresh = now.as_millis() as u64 - last <= 5000;
+            if running.serving.is_some() && !fresh {
+                let id = *id;
+                return self.fail(format!("{id} serves and is not ready"));
+            }
+        }
+    }
+}
+
+/// Totals that are lower than before.
+fn fallen(before: &Merged, after: &Merged) -> Vec<String> {
+    let mut fallen = Vec::new();
+    let mut families = after.families().peekable();
+    for (definition, family) in before.families() {
+        // Both in the order of the catalogue, which is one table.
+        while families.next_if(|(it, _)| std::ptr::from_ref(*it) < definition).is_some() {}
+        let later = families.peek().filter(|(it, _)| std::ptr::eq(*it, definition));
+        let later = later.map(|(_, family)| *family);
+        for (labels, old) in family {
+            let new = later.and_then(|family| family.get(labels));
+            let fell = match (old, new) {
+                (Value::Gauge(_), _) => false,
+                (Value::Counter(old), Some(Value::Counter(new))) => new < old,
+                (Value::Histogram(old), Some(Value::Histogram(new))) => {
+                    new.sum_nanos < old.sum_nanos
+                        || new.buckets.iter().zip(&old.buckets).any(|(new, old)| new < old)
+                }
+                _ => true,
+            };
+            if fell {
+                fallen.push(format!("{} {labels:?} fell", definition.name));
+            }
+        }
+    }
+    fallen
+}

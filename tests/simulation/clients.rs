@@ -1,0 +1,401 @@
+//! The clients, what they were promised and what they got.
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use coordinator::engine::{
+    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck,
+};
+use shared::ids::{ReplicaId, RequestId};
+use shared::metrics::labels::{FinishedReason, RejectReason};
+use shared::sampling::SamplingParams;
+use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
+
+use coordinator::replica::driver::reject_reason;
+use coordinator::scheduler::SUSPICION_MAX;
+
+use crate::scenario::{Client, Leaving, MS, Time};
+use crate::world::World;
+
+/// Every token that was accepted for a request, by choice.
+type Log = Arc<Mutex<Vec<Vec<u32>>>>;
+
+/// Watches what is accepted, as a stop check sees it.
+#[derive(Debug)]
+struct Watch {
+    log: Log,
+    choice: usize,
+    stop_token: Option<u32>,
+}
+
+impl StopCheck for Watch {
+    fn push(&mut self, token: u32) -> bool {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)[self.choice].push(token);
+        self.stop_token == Some(token)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// Not submitted yet.
+    Coming,
+    /// On its way to a replica.
+    Submitted,
+    /// Accepted and not ended.
+    Live,
+    Rejected,
+    Ended(FinishedReason),
+}
+
+struct Open {
+    client: Client,
+    events: Option<Receiver<EngineEvent>>,
+    log: Log,
+    got: Vec<Vec<u32>>,
+    reasons: Vec<Option<FinishReason>>,
+    state: State,
+    left: Option<Leaving>,
+    left_at: Time,
+    replica: Option<ReplicaId>,
+    /// Since when it has waited for any replica to serve, while it has.
+    waits_since: Option<Time>,
+    /// How many tokens of each choice were accepted when epochs ended under it.
+    lost_at: Vec<Vec<usize>>,
+}
+
+/// What the totals have to be.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) accepted: u64,
+    pub(crate) rejected: BTreeMap<RejectReason, u64>,
+    pub(crate) ended: BTreeMap<FinishedReason, u64>,
+    /// Prompt tokens of all choices of requests that finished, and of those that did not.
+    pub(crate) prompts_of_finished: u64,
+    pub(crate) prompts_of_others: u64,
+}
+
+pub(crate) struct Clients {
+    open: Vec<Open>,
+    /// Requests not ended, by where they were routed.
+    at: BTreeMap<ReplicaId, Vec<usize>>,
+    pub(crate) tally: Tally,
+}
+
+impl Clients {
+    pub(crate) fn new(clients: Vec<Client>) -> Self {
+        let open = |client: Client| {
+            let n = client.n as usize;
+            Open {
+                events: None,
+                log: Arc::new(Mutex::new(vec![Vec::new(); n])),
+                got: vec![Vec::new(); n],
+                reasons: vec![None; n],
+                state: State::Coming,
+                left: None,
+                left_at: 0,
+                replica: None,
+                waits_since: None,
+                lost_at: Vec::new(),
+                client,
+            }
+        };
+        let open = clients.into_iter().map(open).collect();
+        Self { open, at: BTreeMap::new(), tally: Tally::default() }
+    }
+
+    pub(crate) fn open(&mut self, index: usize, now: Time) -> (GenerateRequest, EventSender) {
+        let open = &mut self.open[index];
+        let client = &open.client;
+        let sampling = |choice| SamplingParams {
+            choice,
+            seed: client.seed,
+            min_tokens: client.ends.min_tokens,
+            ..SamplingParams::greedy()
+        };
+        let stop_check = |choice| -> Box<dyn StopCheck> {
+            let (log, stop_token) = (open.log.clone(), client.ends.stop_token);
+            Box::new(Watch { log, choice: choice as usize, stop_token })
+        };
+        let request = GenerateRequest {
+            id: RequestId(index as u64),
+            prompt: client.prompt.clone(),
+            sampling: (0..client.n).map(sampling).collect(),
+            stop_checks: (0..client.n).map(stop_check).collect(),
+            max_tokens: client.ends.max_tokens,
+            cache_salt: 0,
+            end_tokens: client.ends.end_tokens.clone(),
+            stops: Vec::new().into(),
+            arrived: Duration::from_micros(now),
+            response_id: "cmpl".into(),
+        };
+        let (sender, events) = channel((client.n * (client.ends.max_tokens + 1) + 2) as usize);
+        open.events = Some(events);
+        open.state = State::Submitted;
+        (request, EventSender::Local(sender))
+    }
+
+    pub(crate) fn routed(&mut self, index: usize, replica: ReplicaId, down_since: Option<Time>) {
+        self.open[index].replica = Some(replica);
+        self.open[index].waits_since = down_since;
+        self.at.entry(replica).or_default().push(index);
+    }
+
+    /// A replica's requests go on.
+    pub(crate) fn served(&mut self, replica: ReplicaId) {
+        for index in self.at.get(&replica).into_iter().flatten() {
+            self.open[*index].waits_since = None;
+        }
+    }
+
+    /// A replica's requests wait again.
+    pub(crate) fn interrupted(&mut self, replica: ReplicaId, now: Time) {
+        for index in self.at.get(&replica).into_iter().flatten() {
+            self.open[*index].waits_since = Some(now);
+            let accepted = self.open[*index].accepted();
+            self.open[*index].lost_at.push(accepted);
+        }
+    }
+
+    /// Requests go on, or wait, at another replica.
+    pub(crate) fn moved(&mut self, from: ReplicaId, to: ReplicaId, indices: Vec<usize>) {
+        if let Some(at) = self.at.get_mut(&from) {
+            at.retain(|index| !indices.contains(index));
+        }
+        for index in &indices {
+            self.open[*index].replica = Some(to);
+        }
+        self.at.entry(to).or_default().extend(indices);
+    }
+
+    /// A request that has not ended, if there is one.
+    pub(crate) fn hung(&self) -> Option<String> {
+        let ended = |open: &Open| matches!(open.state, State::Rejected | State::Ended(_));
+        let index = self.open.iter().position(|open| !ended(open))?;
+        let open = &self.open[index];
+        Some(format!("req-{index} at {:?} ({:?})", open.replica, open.state))
+    }
+
+    /// Whether its client is one that will cancel and has not yet.
+    pub(crate) fn would_cancel(&self, index: usize) -> bool {
+        let open = &self.open[index];
+        let leaves = open.client.leaves.is_some_and(|(_, leaving)| leaving == Leaving::Cancels);
+        leaves && open.left.is_none()
+    }
+
+    /// A request that is still held long after its client left, if there is one.
+    pub(crate) fn unnoticed(&self, now: Time) -> Option<usize> {
+        let held = |open: &Open| {
+            open.left.is_some() && open.state == State::Live && now > open.left_at + 100 * MS
+        };
+        self.open.iter().position(held)
+    }
+
+    /// Tokens accepted so far, over all requests.
+    pub(crate) fn accepted_tokens(&self) -> u64 {
+        let of = |open: &Open| -> usize {
+            let log = open.log.lock().unwrap_or_else(PoisonError::into_inner);
+            log.iter().map(Vec::len).sum()
+        };
+        self.open.iter().map(of).sum::<usize>() as u64
+    }
+
+    pub(crate) fn in_flight(&self) -> u64 {
+        self.open.iter().filter(|open| open.state == State::Live).count() as u64
+    }
+}
+
+impl Open {
+    fn accepted(&self) -> Vec<usize> {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        log.iter().map(Vec::len).collect()
+    }
+
+    /// Whether as many epochs in a row ended without a token of one choice as make it the cause.
+    fn is_suspect(&self) -> bool {
+        let stuck = |(choice, accepted): (usize, usize)| {
+            let lost = self.lost_at.iter().rev();
+            let fruitless = lost.take_while(|at| at[choice] == accepted).count();
+            fruitless >= SUSPICION_MAX as usize
+        };
+        self.accepted().into_iter().enumerate().any(stuck)
+    }
+
+    fn whole(&self) -> bool {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        self.client.expected.iter().zip(&*log).all(|((text, _), got)| text.len() == got.len())
+    }
+
+    /// The accepted tokens are the undisturbed text, as far as they go.
+    fn check(&self) -> Result<(), String> {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        for (choice, (text, _)) in self.client.expected.iter().enumerate() {
+            if !text.starts_with(&log[choice]) {
+                return Err(format!("choice {choice} is {:?}, not {text:?}", log[choice]));
+            }
+            if self.left != Some(Leaving::Drops) && self.got[choice] != log[choice] {
+                let (got, log) = (&self.got[choice], &log[choice]);
+                return Err(format!("choice {choice}: the client got {got:?} of {log:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn finished_reason(&self) -> FinishedReason {
+        let by_length =
+            self.client.expected.iter().any(|(_, reason)| *reason == FinishReason::Length);
+        if by_length { FinishedReason::Length } else { FinishedReason::Stop }
+    }
+}
+
+impl World {
+    pub(crate) fn leave(&mut self, index: usize) {
+        let open = &mut self.clients.open[index];
+        if open.left.is_some() || !matches!(open.state, State::Submitted | State::Live) {
+            return;
+        }
+        open.left_at = self.now;
+        let Some((_, leaving)) = open.client.leaves else { return };
+        open.left = Some(leaving);
+        match leaving {
+            _ if self.switches.leaving_unnoticed => {}
+            Leaving::Drops => {
+                if let Some(events) = &mut open.events {
+                    events.close();
+                }
+            }
+            Leaving::Cancels => self.cancel(RequestId(index as u64)),
+        }
+    }
+
+    /// A request that no replica was found for.
+    pub(crate) fn hear_refused(&mut self, index: usize) {
+        if let Err(why) = self.hear(index, true) {
+            self.fail(format!("req-{index}: {why}"));
+        }
+    }
+
+    /// Takes what a replica has sent to its clients. `submitted` has just reached it.
+    pub(crate) fn hear_clients(&mut self, replica: ReplicaId, submitted: Option<usize>) {
+        let Some(mut at) = self.clients.at.remove(&replica) else { return };
+        at.retain(|index| {
+            if self.clients.open[*index].state == State::Submitted && submitted != Some(*index) {
+                return true;
+            }
+            match self.hear(*index, submitted == Some(*index)) {
+                Ok(goes_on) => goes_on,
+                Err(why) => {
+                    self.fail(format!("req-{index}: {why}"));
+                    false
+                }
+            }
+        });
+        self.clients.at.entry(replica).or_default().extend(at);
+    }
+
+    /// Takes what came for one request; returns whether more is to come.
+    fn hear(&mut self, index: usize, submitted: bool) -> Result<bool, String> {
+        let (now, switches) = (self.now, self.switches);
+        let open = &mut self.clients.open[index];
+        let prompts = u64::from(open.client.n) * open.client.prompt.len() as u64;
+        let tally = &mut self.clients.tally;
+        let is_suspect = open.is_suspect();
+        let Some(events) = &mut open.events else { return Ok(false) };
+        if submitted && open.state == State::Submitted {
+            // A refusal comes at once, or never.
+            match events.try_recv() {
+                Ok(EngineEvent::Failed(error)) => {
+                    let allowed = matches!(
+                        error,
+                        EngineError::QueueFull { .. } | EngineError::Unavailable { .. }
+                    );
+                    open.state = State::Rejected;
+                    *tally.rejected.entry(reject_reason(&error)).or_default() += 1;
+                    return if allowed { Ok(false) } else { Err(format!("refused: {error}")) };
+                }
+                // Its client closed the channel: how it was refused cannot be heard.
+                Err(_)
+                    if open.left == Some(Leaving::Drops) && events.sender_strong_count() == 0 =>
+                {
+                    return Err("gone before it was accepted".to_owned());
+                }
+                Ok(event) => return Err(format!("{event:?} before it was accepted")),
+                Err(_) => {}
+            }
+            open.state = State::Live;
+            tally.accepted += 1;
+        }
+        let mut tokens = Vec::new();
+        loop {
+            match events.try_recv() {
+                Ok(EngineEvent::Token { choice, token, .. }) => {
+                    let choice = choice as usize;
+                    if open.reasons[choice].is_some() {
+                        return Err(format!("a token after the end of choice {choice}"));
+                    }
+                    tokens.push(u64::from(token));
+                    let lost = switches.token_lost && token % 50 == 0;
+                    let repeated = switches.token_repeated && token % 50 == 0;
+                    for _ in 0..1 + u32::from(repeated) - u32::from(lost) {
+                        open.got[choice].push(token);
+                    }
+                }
+                Ok(EngineEvent::Finished { choice, reason }) => {
+                    if open.reasons[choice as usize].replace(reason).is_some() {
+                        return Err(format!("choice {choice} finishes twice"));
+                    }
+                    let (text, expected) = &open.client.expected[choice as usize];
+                    if reason != *expected || *text != open.got[choice as usize] {
+                        let got = &open.got[choice as usize];
+                        return Err(format!(
+                            "choice {choice} is {got:?}, {reason:?}; undisturbed it is {text:?}, \
+                             {expected:?}"
+                        ));
+                    }
+                }
+                Ok(EngineEvent::Failed(error)) => {
+                    let waited = open.waits_since.map(|since| Duration::from_micros(now - since));
+                    let long = waited >= Some(self.scenario.limits.unavailable_timeout);
+                    match error {
+                        EngineError::Unavailable { .. } if long => self.report.unavailable += 1,
+                        EngineError::Quarantined { .. } if is_suspect => {
+                            self.report.quarantined += 1;
+                        }
+                        error => {
+                            let lost = &open.lost_at;
+                            return Err(format!("failed: {error}, after {waited:?}, {lost:?}"));
+                        }
+                    }
+                    open.state = State::Ended(FinishedReason::Error);
+                }
+                Ok(EngineEvent::PromptLogprobs(_)) => return Err("nobody asked".to_owned()),
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => break,
+            }
+        }
+        let over = events.sender_strong_count() == 0;
+        let finished = open.reasons.iter().all(Option::is_some);
+        open.check()?;
+        if over && open.state == State::Live {
+            let whole = finished || (open.left == Some(Leaving::Drops) && open.whole());
+            open.state = match open.left {
+                _ if whole => State::Ended(open.finished_reason()),
+                Some(_) => State::Ended(FinishedReason::Abort),
+                None => return Err("ended without a word".to_owned()),
+            };
+        } else if finished && !over {
+            return Err("finished and still held".to_owned());
+        }
+        if let State::Ended(reason) = open.state {
+            *tally.ended.entry(reason).or_default() += 1;
+            if matches!(reason, FinishedReason::Stop | FinishedReason::Length) {
+                self.report.finished += 1;
+                tally.prompts_of_finished += prompts;
+            } else {
+                tally.prompts_of_others += prompts;
+            }
+        }
+        let goes_on = open.state == State::Live;
+        self.trace(&tokens);
+        Ok(goes_on)
+    }
+}

@@ -1,0 +1,199 @@
+//! One rank's engine: applies plans exactly as the protocol says and refuses any other.
+//!
+//! Its KV cache holds the model's state at each place, so a block that two sequences share, or that
+//! is read without having been written in this epoch, is found when it is read.
+use std::collections::BTreeMap;
+
+use shared::ids::SeqId;
+use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, StepPlan};
+use shared::sampling::SamplingParams;
+
+use crate::model::{EMPTY, POISON, extend};
+
+/// As the real engine: sequences held for each that a step can run.
+const HELD_PER_RUNNING: usize = 4;
+
+#[derive(Debug)]
+struct Known {
+    tokens: Vec<u32>,
+    sampling: SamplingParams,
+    blocks: Vec<u32>,
+    /// The state after each computed token, as this sequence wrote it.
+    states: Vec<u64>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct RankEngine {
+    config: Option<EngineConfig>,
+    cache: Vec<u64>,
+    num_blocks: u32,
+    known: BTreeMap<SeqId, Known>,
+    last_step: u64,
+}
+
+impl RankEngine {
+    pub(crate) fn start(&mut self, config: EngineConfig, num_blocks: u32) {
+        self.release();
+        self.cache = vec![0; (num_blocks * config.block_size) as usize];
+        self.config = Some(config);
+        self.num_blocks = num_blocks;
+    }
+
+    /// Whether there is a cache of this size already.
+    pub(crate) fn fits(&self, num_blocks: u32) -> bool {
+        self.config.is_some() && self.num_blocks == num_blocks
+    }
+
+    /// Drops the cache and all sequences.
+    pub(crate) fn release(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Computes a plan: one share of the logits for each sequence that samples, in order.
+    pub(crate) fn run(&mut self, plan: &StepPlan) -> Result<Vec<u64>, String> {
+        let Some(config) = self.config.clone() else { return Err("no KV cache".to_owned()) };
+        if plan.step.0 != self.last_step + 1 {
+            return Err(format!("{} after step-{}", plan.step, self.last_step));
+        }
+        self.last_step = plan.step.0;
+        self.admit(plan, &config)?;
+        let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
+        if tokens > config.max_num_batched_tokens
+            || plan.sequences.len() > config.max_num_seqs as usize
+        {
+            return Err(format!("{tokens} tokens of {} sequences", plan.sequences.len()));
+        }
+        let mut shares = Vec::new();
+        let mut seen = Vec::new();
+        for entry in &plan.sequences {
+            if seen.contains(&entry.seq) {
+                return Err(format!("{} occurs twice", entry.seq));
+            }
+            seen.push(entry.seq);
+            let state =
+                self.compute(entry, &config).map_err(|why| format!("{}: {why}", entry.seq))?;
+            if entry.sample {
+                shares.push(state);
+            }
+        }
+        Ok(shares)
+    }
+
+    fn admit(&mut self, plan: &StepPlan, config: &EngineConfig) -> Result<(), String> {
+        for seq in &plan.finished {
+            self.known.remove(seq);
+        }
+        for new in &plan.admitted {
+            if new.tokens.is_empty() || new.tokens.len() > config.max_model_len as usize {
+                return Err(format!("{} has {} tokens", new.seq, new.tokens.len()));
+            }
+            let known = Known {
+                tokens: new.tokens.clone(),
+                sampling: new.sampling.clone(),
+                blocks: Vec::new(),
+                states: Vec::new(),
+            };
+            if self.known.insert(new.seq, known).is_some() {
+                return Err(format!("{} is admitted twice", new.seq));
+            }
+        }
+        if self.known.len() > config.max_num_seqs as usize * HELD_PER_RUNNING {
+            return Err(format!("{} sequences are held", self.known.len()));
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, entry: &SequenceStep, config: &EngineConfig) -> Result<u64, String> {
+        let known = self.known.get_mut(&entry.seq).ok_or("is not known")?;
+        let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+        // The first share may begin behind what the cache has already.
+        let size = config.block_size as usize;
+        if known.states.is_empty() && start > 0 && start < known.tokens.len() {
+            let prefix = entry.new_blocks.get(..start / size).unwrap_or_default();
+            if start % size != 0 || prefix.len() * size != start {
+                return Err(format!("begins at {start} with {} blocks", entry.new_blocks.len()));
+            }
+            let mut state = EMPTY;
+            for (at, token) in known.tokens[..start].iter().enumerate() {
+                state = extend(state, *token);
+                let held = self.cache.get(prefix[at / size].0 as usize * size + at % size);
+                if held != Some(&state) {
+                    return Err(format!("begins behind {start} tokens that are not in the cache"));
+                }
+                known.states.push(state);
+            }
+        }
+        if start != known.states.len() || entry.count == 0 || end > known.tokens.len() {
+            let (computed, len) = (known.states.len(), known.tokens.len());
+            return Err(format!("{start}..{end} after {computed} of {len}"));
+        }
+        if entry.sample && end != known.tokens.len() {
+            return Err(format!("samples at {end} of {}", known.tokens.len()));
+        }
+        for block in &entry.new_blocks {
+            if block.0 >= self.num_blocks || known.blocks.contains(&block.0) {
+                return Err(format!("is given {block}"));
+            }
+            known.blocks.push(block.0);
+        }
+        if known.blocks.len() * size < end {
+            return Err(format!("has {} blocks for {end} tokens", known.blocks.len()));
+        }
+        let place = |at: usize| known.blocks[at / size] as usize * size + at % size;
+        // Attention reads every block: its last place says whether it is still this sequence's.
+        let ends_of_blocks = (size - 1..start).step_by(size).chain(start.checked_sub(1));
+        for at in ends_of_blocks {
+            if self.cache[place(at)] != known.states[at] {
+                return Err(format!("reads position {at}, which is not its own any more"));
+            }
+        }
+        let mut state = known.states.last().copied().unwrap_or(EMPTY);
+        for at in start..end {
+            state = extend(state, known.tokens[at]);
+            self.cache[place(at)] = state;
+            known.states.push(state);
+        }
+        Ok(state)
+    }
+
+    /// Whether a step of this plan computes what ends the process.
+    pub(crate) fn is_poisoned(&self, plan: &StepPlan) -> bool {
+        let tokens = |entry: &SequenceStep| {
+            let admitted = plan.admitted.iter().find(|new| new.seq == entry.seq);
+            let known = || self.known.get(&entry.seq).map(|known| &known.tokens);
+            let tokens = admitted.map(|new| &new.tokens).or_else(known)?;
+            tokens.get(entry.start as usize..)?.get(..entry.count as usize)
+        };
+        plan.sequences.iter().any(|entry| tokens(entry).is_some_and(|it| it.contains(&POISON)))
+    }
+
+    /// How the sequences that sample choose, in order: (seed, choice).
+    pub(crate) fn choosers(&self, plan: &StepPlan) -> Vec<(u64, u32)> {
+        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
+        sampled
+            .filter_map(|entry| self.known.get(&entry.seq))
+            .map(|known| (known.sampling.seed, known.sampling.choice))
+            .collect()
+    }
+
+    /// Learns what was sampled; returns rank 0's outputs.
+    pub(crate) fn sampled(&mut self, plan: &StepPlan, tokens: &[u32]) -> Vec<SequenceOutput> {
+        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
+        let mut outputs = Vec::new();
+        for (entry, token) in sampled.zip(tokens) {
+            if let Some(known) = self.known.get_mut(&entry.seq) {
+                known.tokens.push(*token);
+            }
+            outputs.push(SequenceOutput {
+                seq: entry.seq,
+                position: entry.start + entry.count,
+                token: Some(*token),
+                logprobs: None,
+                prompt_logprobs: Vec::new(),
+                prompt_start: 0,
+                corrupted: false,
+            });
+        }
+        outputs
+    }
+}

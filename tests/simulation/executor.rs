@@ -1,0 +1,453 @@
+//! A worker's executor: runs one command at a time. Does what `worker::executor` does, with the
+//! model of this simulation.
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::time::Duration;
+
+use shared::ids::Epoch;
+use shared::metrics::RankStats;
+use shared::protocol::{
+    CollectiveSpec, Form, FormFailed, Formed, FromWorker, LoadProgress, SequenceOutput, Start,
+    Started, StepFailed, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats,
+};
+
+use crate::engine::RankEngine;
+use crate::model::{all_reduce, choose};
+use crate::scenario::{MS, S, Time};
+use crate::world::{Event, World};
+
+/// As `worker::executor`.
+const COMMANDS_MAX: usize = 32;
+/// As `worker::outbox`, but rarer: encoding a report is most of what a run costs.
+const REPORT_INTERVAL: Time = 400 * MS;
+
+#[derive(Clone, Debug)]
+pub(crate) enum Command {
+    Form(Form),
+    Start(Start),
+    /// Always a [`ToWorker::Step`].
+    Step(Rc<ToWorker>),
+    Release(Epoch),
+    Report,
+}
+
+/// What the executor is at.
+#[derive(Debug)]
+pub(crate) enum Job {
+    /// Waiting for the other ranks to connect.
+    Connect(Form),
+    Load(Form),
+    Start(Start),
+    Compute(Rc<ToWorker>),
+    /// Waiting for the other ranks' shares.
+    Meet(Rc<ToWorker>),
+    /// All shares are there.
+    Met(Rc<ToWorker>, Vec<u32>),
+}
+
+/// The executor's collective.
+#[derive(Debug)]
+pub(crate) struct Collective {
+    epoch: Epoch,
+    rank: u32,
+    world_size: u32,
+    tcp: bool,
+    aborted: bool,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Executor {
+    /// With the number of the link that they came by.
+    pub(crate) queue: VecDeque<(u64, Command)>,
+    /// The present link's number.
+    pub(crate) link: u64,
+    pub(crate) job: Option<Job>,
+    /// Of the event that ends the job.
+    token: u64,
+    pub(crate) began: Time,
+    pub(crate) epoch: Option<Epoch>,
+    /// Epochs up to this one, of this link or one before, are over.
+    pub(crate) aborted: (u64, Epoch),
+    /// The epoch whose collective an abort reaches.
+    handle: Option<(u64, Epoch)>,
+    /// Of the command under way.
+    entered: u64,
+    collective: Option<Collective>,
+    /// Rank and degree of the weights held.
+    loaded: Option<(u32, u32)>,
+    form: Option<Form>,
+    engine: RankEngine,
+}
+
+/// Ranks that have come to the same point.
+#[derive(Debug, Default)]
+pub(crate) struct Meeting {
+    ranks: Vec<Arrived>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Arrived {
+    slot: usize,
+    token: u64,
+    /// How many meet.
+    world_size: u32,
+    shares: Vec<u64>,
+    choosers: Vec<(u64, u32)>,
+    plan: Option<Rc<ToWorker>>,
+}
+
+impl World {
+    pub(crate) fn command(&mut self, slot: usize, command: Command) -> bool {
+        let executor = &mut self.processes[slot].executor;
+        if executor.queue.len() >= COMMANDS_MAX {
+            return false;
+        }
+        executor.queue.push_back((executor.link, command));
+        self.pump(slot);
+        true
+    }
+
+    /// As `Executor::abort`.
+    pub(crate) fn abort(&mut self, slot: usize, epoch: Epoch) {
+        let executor = &mut self.processes[slot].executor;
+        let over = (executor.link, epoch);
+        executor.aborted = executor.aborted.max(over);
+        let reached = executor.handle.is_some_and(|current| current <= over);
+        if reached && let Some(collective) = &mut executor.collective {
+            collective.aborted = true;
+        }
+        let token = executor.token;
+        let frees = match &executor.job {
+            Some(Job::Meet(_)) => reached,
+            Some(Job::Connect(form)) => {
+                (executor.entered, form.epoch) <= over && !self.switches.connecting_is_not_freed
+            }
+            _ => false,
+        };
+        if frees {
+            let after = self.random.range(10, MS);
+            self.schedule(after, Event::Broken { slot, token });
+        }
+        let _ = self.command(slot, Command::Release(epoch));
+    }
+
+    fn begin(&mut self, slot: usize, job: Job) -> u64 {
+        let token = self.next_token;
+        self.next_token += 1;
+        let executor = &mut self.processes[slot].executor;
+        executor.job = Some(job);
+        executor.token = token;
+        executor.began = self.now;
+        token
+    }
+
+    fn begin_for(&mut self, slot: usize, job: Job, takes: Time) {
+        let token = self.begin(slot, job);
+        self.schedule(takes, Event::Executed { slot, token });
+    }
+
+    /// Starts what is next, if nothing is under way.
+    fn pump(&mut self, slot: usize) {
+        while self.processes[slot].executor.job.is_none() {
+            let executor = &mut self.processes[slot].executor;
+            let Some((link, command)) = executor.queue.pop_front() else { return };
+            executor.entered = if self.switches.old_commands_run { executor.link } else { link };
+            match command {
+                Command::Form(form) => self.form(slot, form),
+                Command::Start(start) => {
+                    if self.processes[slot].executor.epoch == Some(start.epoch) {
+                        let takes = self.random.range(MS, 20 * MS);
+                        self.begin_for(slot, Job::Start(start), takes);
+                    }
+                }
+                Command::Step(message) => self.step(slot, message),
+                Command::Release(epoch) => {
+                    let current = self.processes[slot].executor.epoch;
+                    if current.is_some_and(|current| current <= epoch) {
+                        self.release(slot);
+                    }
+                }
+                Command::Report => {
+                    let stats = self.stats(slot);
+                    self.tell(slot, FromWorker::Stats(stats));
+                }
+            }
+        }
+    }
+
+    pub(crate) fn release(&mut self, slot: usize) {
+        self.leave_collective(slot);
+        let executor = &mut self.processes[slot].executor;
+        executor.handle = None;
+        executor.epoch = None;
+        if !self.switches.keeps_cache {
+            self.processes[slot].executor.engine.release();
+        }
+    }
+
+    fn form(&mut self, slot: usize, form: Form) {
+        self.release(slot);
+        let executor = &mut self.processes[slot].executor;
+        if executor.aborted >= (executor.entered, form.epoch) {
+            return;
+        }
+        let (epoch, world_size) = (form.epoch, form.world_size);
+        let alone = form.collective == CollectiveSpec::None;
+        let token = self.begin(slot, Job::Connect(form));
+        if alone {
+            return self.schedule(1, Event::Executed { slot, token });
+        }
+        let arrived = Arrived {
+            slot,
+            token,
+            world_size,
+            shares: Vec::new(),
+            choosers: Vec::new(),
+            plan: None,
+        };
+        self.meet((epoch.0, 0), arrived);
+    }
+
+    fn step(&mut self, slot: usize, message: Rc<ToWorker>) {
+        let ToWorker::Step(plan) = &*message else { return };
+        let process = &mut self.processes[slot];
+        if process.executor.epoch != Some(plan.epoch) && !self.switches.runs_any_epoch {
+            return;
+        }
+        let rows: u64 = plan.sequences.iter().map(|entry| u64::from(entry.count)).sum();
+        let stall = std::mem::take(&mut process.stall);
+        let slowed = process.slowed;
+        let takes = self.random.range(200, self.scenario.step) * slowed + rows * 10 + stall;
+        // The longest steps are within the time-out: a slow rank is no hung one.
+        let bound = self.scenario.limits.step_timeout.as_micros() as Time;
+        let takes = if stall == 0 { takes.min(bound * 4 / 5) } else { takes };
+        if stall > 0 || slowed > 1 {
+            self.faulty_until(self.now + takes);
+        }
+        if stall > 0 {
+            self.disturb(slot, takes);
+        }
+        self.begin_for(slot, Job::Compute(message), takes);
+    }
+
+    /// The job's time is over.
+    pub(crate) fn executed(&mut self, slot: usize, token: u64) {
+        if self.processes[slot].executor.token != token {
+            return;
+        }
+        match self.processes[slot].executor.job.take() {
+            Some(Job::Connect(form)) => self.connected(slot, form),
+            Some(Job::Load(form)) => self.loaded(slot, form),
+            Some(Job::Start(start)) => self.started(slot, start),
+            Some(Job::Compute(message)) => self.computed(slot, message),
+            Some(Job::Met(message, tokens)) => self.step_finished(slot, &message, &tokens),
+            Some(job @ Job::Meet(_)) => self.processes[slot].executor.job = Some(job),
+            None => {}
+        }
+        self.pump(slot);
+    }
+
+    fn connected(&mut self, slot: usize, form: Form) {
+        let executor = &mut self.processes[slot].executor;
+        let term = (executor.entered, form.epoch);
+        executor.handle = Some(term);
+        executor.collective = Some(Collective {
+            epoch: form.epoch,
+            rank: form.rank,
+            world_size: form.world_size,
+            tcp: matches!(form.collective, CollectiveSpec::Tcp { .. }),
+            aborted: executor.aborted >= term,
+        });
+        if let Some(permanent) = self.processes[slot].fail_form.take() {
+            return self.form_failed(slot, &form, "the file is not there", permanent);
+        }
+        if self.processes[slot].executor.loaded == Some((form.rank, form.world_size)) {
+            return self.loaded(slot, form);
+        }
+        let progress = LoadProgress { epoch: form.epoch, bytes_done: 1, bytes_total: 2 };
+        self.tell(slot, FromWorker::Progress(progress));
+        let takes = self.random.range(MS, self.scenario.load) * self.processes[slot].slowed.min(2);
+        self.begin_for(slot, Job::Load(form), takes);
+    }
+
+    fn loaded(&mut self, slot: usize, form: Form) {
+        let (low, high) = self.scenario.blocks;
+        let kv_blocks = self.random.range(low, high) as u32;
+        let process = &mut self.processes[slot];
+        process.executor.loaded = Some((form.rank, form.world_size));
+        process.executor.epoch = Some(form.epoch);
+        let worker = process.worker;
+        let current = process.stats.take().filter(|(known, _)| *known == worker);
+        let mut stats = current.unwrap_or_else(|| (worker, RankStats::new(worker)));
+        stats.1.formed(form.replica, form.rank, 1, Duration::ZERO);
+        process.stats = Some(stats);
+        let formed = Formed { epoch: form.epoch, kv_blocks, weight_bytes: 1, load_seconds: 0.0 };
+        process.executor.form = Some(form);
+        self.tell(slot, FromWorker::Formed(formed));
+    }
+
+    fn form_failed(&mut self, slot: usize, form: &Form, why: &str, permanent: bool) {
+        self.release(slot);
+        let failed = FormFailed { epoch: form.epoch, message: why.to_owned(), permanent };
+        self.tell(slot, FromWorker::FormFailed(failed));
+    }
+
+    fn started(&mut self, slot: usize, start: Start) {
+        let executor = &mut self.processes[slot].executor;
+        let Some(form) = &executor.form else { return };
+        let config = form.engine.clone();
+        if !self.switches.keeps_cache || !executor.engine.fits(start.num_blocks) {
+            executor.engine.start(config, start.num_blocks);
+        }
+        self.tell(slot, FromWorker::Started(Started { epoch: start.epoch }));
+    }
+
+    fn computed(&mut self, slot: usize, message: Rc<ToWorker>) {
+        let ToWorker::Step(plan) = &*message else { return };
+        if self.processes[slot].executor.engine.is_poisoned(plan) {
+            self.say(|| format!("slot {slot} crashes by what it computes"));
+            self.report.poisoned += 1;
+            self.kill(slot);
+            self.disturb(slot, 0);
+            let after = self.random.skewed(50 * MS, S);
+            return self.start_again(slot, after);
+        }
+        if std::mem::take(&mut self.processes[slot].fail_step) {
+            return self.step_failed(slot, plan, "the device failed");
+        }
+        let executor = &mut self.processes[slot].executor;
+        let shares = match executor.engine.run(plan) {
+            Ok(shares) => shares,
+            Err(why) => {
+                return self.fail(format!("slot {slot} refuses a plan of {}: {why}", plan.epoch));
+            }
+        };
+        let choosers = executor.engine.choosers(plan);
+        let Some(collective) = &executor.collective else { return };
+        if collective.world_size == 1 {
+            let tokens = tokens_of(&[shares], &choosers);
+            return self.step_finished(slot, &message, &tokens);
+        }
+        let world_size = collective.world_size;
+        let left = collective.tcp && self.left.contains(&collective.epoch.0);
+        if collective.aborted || left {
+            return self.step_failed(slot, plan, "the collective was aborted");
+        }
+        let point = (plan.epoch.0, plan.step.0);
+        let token = self.begin(slot, Job::Meet(message.clone()));
+        let plan = Some(message);
+        self.meet(point, Arrived { slot, token, world_size, shares, choosers, plan });
+    }
+
+    /// A rank has come to a point where it waits for the others.
+    fn meet(&mut self, point: (u64, u64), arrived: Arrived) {
+        let timeout = self.scenario.collective_timeout;
+        self.schedule(timeout, Event::Deadline { slot: arrived.slot, token: arrived.token });
+        let meeting = self.meetings.entry(point).or_default();
+        meeting.ranks.push(arrived);
+        if meeting.ranks.len() < meeting.ranks[0].world_size as usize {
+            return;
+        }
+        let Some(meeting) = self.meetings.remove(&point) else { return };
+        let first = &meeting.ranks[0];
+        if meeting.ranks.iter().any(|rank| rank.plan != first.plan) {
+            return self.fail(format!("the ranks run different plans at {point:?}"));
+        }
+        let shares: Vec<Vec<u64>> = meeting.ranks.iter().map(|rank| rank.shares.clone()).collect();
+        let tokens = tokens_of(&shares, &first.choosers);
+        for rank in &meeting.ranks {
+            let executor = &mut self.processes[rank.slot].executor;
+            if let Some(Job::Meet(message)) = &executor.job {
+                executor.job = Some(Job::Met(message.clone(), tokens.clone()));
+            }
+            let after = self.random.range(10, 300);
+            self.schedule(after, Event::Executed { slot: rank.slot, token: rank.token });
+        }
+    }
+
+    /// What the executor waits for will not come: it was aborted, left by others, or took too long.
+    pub(crate) fn broken(&mut self, slot: usize, token: u64) {
+        if self.processes[slot].executor.token != token {
+            return;
+        }
+        let waits = |job: &mut Job| matches!(job, Job::Connect(_) | Job::Meet(_));
+        let in_meeting = |meeting: &Meeting| meeting.ranks.iter().any(|rank| rank.token == token);
+        if !self.meetings.values().any(in_meeting) {
+            // All have come: the event of that is on its way.
+            return;
+        }
+        match self.processes[slot].executor.job.take_if(waits) {
+            Some(Job::Connect(form)) => {
+                self.form_failed(slot, &form, "the other ranks did not connect", false);
+            }
+            Some(Job::Meet(message)) => {
+                let ToWorker::Step(plan) = &*message else { return };
+                self.step_failed(slot, plan, "the collective failed");
+            }
+            _ => return,
+        }
+        self.pump(slot);
+    }
+
+    fn step_failed(&mut self, slot: usize, plan: &StepPlan, why: &str) {
+        let (epoch, step) = (plan.epoch, plan.step);
+        let executor = &mut self.processes[slot].executor;
+        executor.aborted = executor.aborted.max((executor.entered, epoch));
+        self.release(slot);
+        let failed = StepFailed { epoch, step, message: why.to_owned() };
+        self.tell(slot, FromWorker::StepFailed(failed));
+    }
+
+    fn step_finished(&mut self, slot: usize, message: &Rc<ToWorker>, tokens: &[u32]) {
+        let ToWorker::Step(plan) = &**message else { return };
+        let process = &mut self.processes[slot];
+        let mut outputs: Vec<SequenceOutput> = process.executor.engine.sampled(plan, tokens);
+        if process.executor.collective.as_ref().is_none_or(|it| it.rank != 0) {
+            outputs.clear();
+        }
+        let timings = StepTimings { step_us: 1000, forward_us: 900, ..StepTimings::default() };
+        if let Some((_, stats)) = &mut process.stats {
+            stats.step(&timings);
+            process.steps += 1;
+        }
+        let due = process.last_report.is_none_or(|last| self.now - last >= REPORT_INTERVAL);
+        let stats = if due { self.stats(slot) } else { WorkerStats::default() };
+        let (epoch, step) = (plan.epoch, plan.step);
+        self.tell(slot, FromWorker::Step(StepResult { epoch, step, outputs, timings, stats }));
+    }
+
+    /// Drops the collective. Over TCP the others notice.
+    pub(crate) fn leave_collective(&mut self, slot: usize) {
+        for meeting in self.meetings.values_mut() {
+            meeting.ranks.retain(|rank| rank.slot != slot);
+        }
+        self.meetings.retain(|_, meeting| !meeting.ranks.is_empty());
+        let Some(collective) = self.processes[slot].executor.collective.take() else { return };
+        if !collective.tcp {
+            return;
+        }
+        let epoch = collective.epoch.0;
+        self.left.insert(epoch);
+        let others: Vec<(usize, u64)> = self
+            .meetings
+            .iter()
+            .filter(|((of, step), _)| *of == epoch && *step > 0)
+            .flat_map(|(_, meeting)| meeting.ranks.iter().map(|rank| (rank.slot, rank.token)))
+            .collect();
+        for (slot, token) in others {
+            let after = self.random.range(10, MS);
+            self.schedule(after, Event::Broken { slot, token });
+        }
+    }
+}
+
+/// The ranks' shares to tokens, in the order of the sequences.
+fn tokens_of(shares: &[Vec<u64>], choosers: &[(u64, u32)]) -> Vec<u32> {
+    let sampled = choosers.iter().enumerate();
+    sampled
+        .map(|(index, (seed, choice))| {
+            let of_ranks: Vec<u64> = shares.iter().map(|rank| rank[index]).collect();
+            choose(all_reduce(&of_ranks), *seed, *choice)
+        })
+        .collect()
+}

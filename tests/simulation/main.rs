@@ -1,0 +1,154 @@
+//! A whole cluster in one thread and virtual time: the coordinator's real cores, simulated links,
+//! workers and clients, and faults. Everything follows from a seed, so a failure can be replayed.
+//!
+//! - [`scenario`]: what a seed stands for
+//! - [`world`]: the event queue and the faults
+//! - [`network`]: links, latency, partitions, liveness
+//! - [`process`], [`executor`], [`engine`], [`model`]: a worker, from its link to its cache
+//! - [`coordinator`], [`replicas`]: the cores, and what the actors do between them
+//! - [`clients`]: requests and what they were promised
+//! - [`checks`]: what must hold at every moment and at the end
+//! - [`switches`]: guards that can be taken away, to show that this is noticed
+//!
+//! `TUTTI_SIM_SEED=7` replays one seed and says what happens; `TUTTI_SIM_SEEDS=100000` runs more.
+#![forbid(unsafe_code)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "tests panic and print"
+)]
+
+mod checks;
+mod clients;
+mod coordinator;
+mod engine;
+mod executor;
+mod model;
+mod network;
+mod process;
+mod random;
+mod replicas;
+mod scenario;
+mod switches;
+mod world;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::switches::Switches;
+use crate::world::{Report, World};
+
+/// Runs of the usual test.
+const SEEDS: u64 = 1000;
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|value| value.parse().expect(name))
+}
+
+fn run(seed: u64, switches: Switches, verbose: bool) -> Result<Report, String> {
+    let run = || World::new(seed, switches, verbose).run();
+    // The cores check themselves, too.
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err("a panic, see above".to_owned()))
+}
+
+#[test]
+fn nothing_is_lost_repeated_or_hung_whatever_fails() {
+    if let Some(seed) = number("TUTTI_SIM_SEED") {
+        let report = run(seed, Switches::default(), true);
+        println!("{report:#?}");
+        assert!(report.is_ok(), "seed {seed}");
+        return;
+    }
+    let seeds = number("TUTTI_SIM_SEEDS").unwrap_or(SEEDS);
+    let from = number("TUTTI_SIM_FROM").unwrap_or(0);
+    let mut failed = Vec::new();
+    let mut all = Report::default();
+    for seed in from..from + seeds {
+        match run(seed, Switches::default(), false) {
+            Ok(report) => {
+                all.events += report.events;
+                all.faults += report.faults;
+                all.forms += report.forms;
+                all.finished += report.finished;
+                all.unavailable += report.unavailable;
+                all.quarantined += report.quarantined;
+                all.moved += report.moved;
+                all.resharded += report.resharded;
+                all.poisoned += report.poisoned;
+                all.drained += report.drained;
+                all.cached += report.cached;
+                all.preemptions += report.preemptions;
+                all.fenced += report.fenced;
+                all.lasted += report.lasted;
+                all.converged_after = all.converged_after.max(report.converged_after);
+                all.ended_after = all.ended_after.max(report.ended_after);
+            }
+            Err(why) => {
+                println!("TUTTI_SIM_SEED={seed} cargo test -p tests --test simulation: {why}");
+                failed.push(seed);
+            }
+        }
+    }
+    println!("{seeds} seeds: {all:?}");
+    assert!(failed.is_empty(), "{} of {seeds} seeds failed: {failed:?}", failed.len());
+}
+
+/// What is taken away, and its name.
+type Mutation = (&'static str, fn(&mut Switches));
+
+const MUTATIONS: [Mutation; 26] = [
+    ("ignores_abort", |it| it.ignores_abort = true),
+    ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
+    ("keeps_cache", |it| it.keeps_cache = true),
+    ("runs_any_epoch", |it| it.runs_any_epoch = true),
+    ("reports_pile_up", |it| it.reports_pile_up = true),
+    ("connecting_is_not_freed", |it| it.connecting_is_not_freed = true),
+    ("no_liveness", |it| it.no_liveness = true),
+    ("reorder_frames", |it| it.reorder_frames = true),
+    ("lose_frames", |it| it.lose_frames = true),
+    ("old_epochs_pass", |it| it.old_epochs_pass = true),
+    ("results_repeat", |it| it.results_repeat = true),
+    ("reports_add_up", |it| it.reports_add_up = true),
+    ("stale_reports_count", |it| it.stale_reports_count = true),
+    ("lost_is_not_told", |it| it.lost_is_not_told = true),
+    ("cancelled_is_forgotten", |it| it.cancelled_is_forgotten = true),
+    ("step_failures_ignored", |it| it.step_failures_ignored = true),
+    ("no_step_timeout", |it| it.no_step_timeout = true),
+    ("no_cluster_tick", |it| it.no_cluster_tick = true),
+    ("leaving_unnoticed", |it| it.leaving_unnoticed = true),
+    ("old_commands_run", |it| it.old_commands_run = true),
+    ("newcomers_displace", |it| it.newcomers_displace = true),
+    ("links_not_told_apart", |it| it.links_not_told_apart = true),
+    ("token_lost", |it| it.token_lost = true),
+    ("token_repeated", |it| it.token_repeated = true),
+    ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
+    ("no_canary", |it| it.no_canary = true),
+];
+
+#[test]
+fn every_guard_that_is_taken_away_is_missed() {
+    let mut unnoticed = Vec::new();
+    for (name, take_away) in MUTATIONS {
+        let mut switches = Switches::default();
+        take_away(&mut switches);
+        let red = (0..SEEDS).find_map(|seed| Some((seed, run(seed, switches, false).err()?)));
+        match red {
+            Some((seed, why)) => {
+                println!("{name}: seed {seed}: {}", why.chars().take(160).collect::<String>());
+            }
+            None => unnoticed.push(name),
+        }
+    }
+    assert!(unnoticed.is_empty(), "no seed of {SEEDS} notices: {unnoticed:?}");
+}
+
+#[test]
+fn a_seed_replays_exactly() {
+    for seed in 0..20 {
+        let (first, again) =
+            (run(seed, Switches::default(), false), run(seed, Switches::default(), false));
+        assert_eq!(first, again, "seed {seed}");
+        assert_ne!(first, run(seed + 1, Switches::default(), false));
+    }
+}

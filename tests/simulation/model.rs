@@ -1,0 +1,72 @@
+//! The simulated model: what follows depends on the seed, the position and every token before, so
+//! that a lost, repeated or swapped token, or a stale cache, changes the text.
+use coordinator::engine::FinishReason;
+
+use crate::random::mix;
+
+/// Token ids are below this.
+pub(crate) const VOCABULARY: u32 = 997;
+/// A prompt's token that ends every process that computes it.
+pub(crate) const POISON: u32 = VOCABULARY + 1;
+/// The state before the first token.
+pub(crate) const EMPTY: u64 = 0x7077_1e55;
+
+/// The state after one more token: what a KV cache holds at the token's place.
+pub(crate) fn extend(state: u64, token: u32) -> u64 {
+    // 0 marks a place that was never written.
+    mix(state, u64::from(token)) | 1
+}
+
+/// The token that follows a state.
+pub(crate) fn choose(state: u64, seed: u64, choice: u32) -> u32 {
+    (mix(state, mix(seed, u64::from(choice))) >> 33) as u32 % VOCABULARY
+}
+
+/// What the ranks make of their shares together; ranks that disagree make something else.
+pub(crate) fn all_reduce(shares: &[u64]) -> u64 {
+    let first = shares[0];
+    if shares.iter().all(|share| *share == first) {
+        return first;
+    }
+    shares.iter().fold(0, |sum, share| mix(sum, *share))
+}
+
+/// What ends a text.
+#[derive(Clone, Debug)]
+pub(crate) struct Ends {
+    pub(crate) end_tokens: Vec<u32>,
+    pub(crate) stop_token: Option<u32>,
+    pub(crate) min_tokens: u32,
+    pub(crate) max_tokens: u32,
+    pub(crate) max_model_len: u32,
+}
+
+/// The text of one choice as nothing disturbs it, and why it ends.
+pub(crate) fn undisturbed(
+    prompt: &[u32],
+    seed: u64,
+    choice: u32,
+    ends: &Ends,
+) -> (Vec<u32>, FinishReason) {
+    let mut state = prompt.iter().fold(EMPTY, |state, token| extend(state, *token));
+    let mut text = Vec::new();
+    if ends.max_tokens == 0 {
+        return (text, FinishReason::Length);
+    }
+    loop {
+        let token = choose(state, seed, choice);
+        state = extend(state, token);
+        text.push(token);
+        let len = text.len() as u32;
+        let may_end = len >= ends.min_tokens;
+        if may_end && ends.end_tokens.contains(&token) {
+            return (text, FinishReason::EndToken(token));
+        }
+        if may_end && ends.stop_token == Some(token) {
+            return (text, FinishReason::StopString);
+        }
+        if len >= ends.max_tokens || prompt.len() as u32 + len >= ends.max_model_len {
+            return (text, FinishReason::Length);
+        }
+    }
+}

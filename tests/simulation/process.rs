@@ -1,0 +1,283 @@
+//! A worker process: its life, and its end of the link. Does what `worker::actor` does.
+use std::rc::Rc;
+
+use shared::ids::{Epoch, WorkerId};
+use shared::metrics::RankStats;
+use shared::protocol::{FromWorker, ToWorker, WorkerStats};
+
+use crate::executor::{Command, Executor, Job};
+use crate::network::{LinkId, Packet, Side};
+use crate::scenario::{MS, S, Time};
+use crate::world::{Event, World};
+
+/// As `worker::actor`.
+const HANDSHAKE_DEADLINE: Time = 3 * S;
+const REDIAL_MIN: Time = 50 * MS;
+const REDIAL_MAX: Time = 2 * S;
+
+pub(crate) struct Process {
+    pub(crate) incarnation: u64,
+    pub(crate) alive: bool,
+    pub(crate) frozen: bool,
+    /// What happened while it was frozen.
+    pub(crate) deferred: Vec<Event>,
+    /// Its link, from the welcome on.
+    pub(crate) link: Option<LinkId>,
+    dialling: Option<LinkId>,
+    generation: u64,
+    redial: Time,
+    pub(crate) worker: WorkerId,
+    pub(crate) stats: Option<(WorkerId, RankStats)>,
+    pub(crate) last_report: Option<Time>,
+    /// Steps recorded in `stats`.
+    pub(crate) steps: u64,
+    pub(crate) executor: Executor,
+    pub(crate) slowed: u64,
+    pub(crate) stall: Time,
+    pub(crate) fail_step: bool,
+    pub(crate) fail_form: Option<bool>,
+    /// When it is started again after it was told to end, if ever.
+    pub(crate) back_after: Option<Time>,
+}
+
+impl Process {
+    /// A slot without a process.
+    pub(crate) fn absent() -> Self {
+        Self {
+            incarnation: 0,
+            alive: false,
+            frozen: false,
+            deferred: Vec::new(),
+            link: None,
+            dialling: None,
+            generation: 0,
+            redial: REDIAL_MIN,
+            worker: WorkerId(0),
+            stats: None,
+            last_report: None,
+            steps: 0,
+            executor: Executor::default(),
+            slowed: 1,
+            stall: 0,
+            fail_step: false,
+            fail_form: None,
+            back_after: None,
+        }
+    }
+
+    /// The epoch of the step under way, and since when it is.
+    pub(crate) fn step_under_way(&self) -> Option<(Epoch, Time)> {
+        let (Some(Job::Compute(_)), Some(epoch)) = (&self.executor.job, self.executor.epoch) else {
+            return None;
+        };
+        Some((epoch, self.executor.began))
+    }
+
+    fn report(&mut self) -> (WorkerStats, u64) {
+        let worker = self.worker;
+        let current = self.stats.take().filter(|(known, _)| *known == worker);
+        let mut stats = current.unwrap_or_else(|| (worker, RankStats::new(worker)));
+        let report = stats.1.report().unwrap_or_default();
+        self.stats = Some(stats);
+        (report, self.steps)
+    }
+}
+
+impl World {
+    pub(crate) fn start_process(&mut self, slot: usize) {
+        if self.processes[slot].alive || self.ended[slot] {
+            return;
+        }
+        let incarnation = self.random.next();
+        let old = &self.processes[slot];
+        let (slowed, stall) = (old.slowed, old.stall);
+        let (fail_step, fail_form) = (old.fail_step, old.fail_form);
+        self.processes[slot] = Process {
+            incarnation,
+            alive: true,
+            slowed,
+            stall,
+            fail_step,
+            fail_form,
+            ..Process::absent()
+        };
+        self.say(|| format!("slot {slot} starts"));
+        self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });
+    }
+
+    pub(crate) fn say_goodbye(&mut self, slot: usize) {
+        if !self.processes[slot].frozen {
+            self.tell(slot, FromWorker::Goodbye { reason: "it leaves".to_owned() });
+        }
+    }
+
+    /// It is told to end.
+    fn shut_down(&mut self, slot: usize) {
+        let back_after = self.processes[slot].back_after;
+        self.say_goodbye(slot);
+        self.kill(slot);
+        self.disturb(slot, 0);
+        self.faulty_until(self.now);
+        if let Some(after) = back_after {
+            self.start_again(slot, after);
+        }
+    }
+
+    /// The process is gone, with all it held.
+    pub(crate) fn kill(&mut self, slot: usize) {
+        if !self.processes[slot].alive {
+            return;
+        }
+        self.leave_collective(slot);
+        let process = &mut self.processes[slot];
+        process.alive = false;
+        process.frozen = false;
+        process.deferred.clear();
+        process.executor = Executor::default();
+        let links = [process.link.take(), process.dialling.take()];
+        for link in links.into_iter().flatten() {
+            self.close(link, Side::Worker);
+        }
+        self.release_held(slot);
+    }
+
+    pub(crate) fn unfreeze(&mut self, slot: usize, incarnation: u64) {
+        let process = &mut self.processes[slot];
+        if process.incarnation != incarnation || !process.frozen {
+            return;
+        }
+        process.frozen = false;
+        let mut at = self.now;
+        for event in std::mem::take(&mut self.processes[slot].deferred) {
+            at += self.random.range(1, 10 * MS);
+            self.schedule_at(at, event);
+        }
+        self.release_held(slot);
+    }
+
+    pub(crate) fn dial(&mut self, slot: usize, incarnation: u64, generation: u64) {
+        let process = &self.processes[slot];
+        let current = process.incarnation == incarnation && process.generation == generation;
+        if !process.alive || !current || process.link.is_some() || process.dialling.is_some() {
+            return;
+        }
+        let link = self.new_link(slot, incarnation);
+        // Without a way there and back no connection comes about before the partition ends.
+        self.links[link].established = self.paths[slot].blocked == [0, 0];
+        self.processes[slot].dialling = Some(link);
+        self.send(link, Side::Coordinator, Packet::Hello);
+        self.schedule(HANDSHAKE_DEADLINE, Event::HandshakeDeadline { slot, link });
+    }
+
+    pub(crate) fn handshake_deadline(&mut self, slot: usize, link: LinkId) {
+        if self.processes[slot].dialling == Some(link) {
+            self.close(link, Side::Worker);
+        }
+    }
+
+    pub(crate) fn welcomed(&mut self, link: LinkId, worker: WorkerId) {
+        let slot = self.links[link].slot;
+        if self.processes[slot].dialling != Some(link) {
+            return;
+        }
+        let process = &mut self.processes[slot];
+        process.dialling = None;
+        process.link = Some(link);
+        process.redial = REDIAL_MIN;
+        process.generation += 1;
+        process.worker = worker;
+        // As `Executor::new_link`.
+        process.executor.link += 1;
+        if self.switches.old_commands_run {
+            process.executor.aborted = (process.executor.link, Epoch(0));
+        }
+        let (incarnation, generation) = (process.incarnation, process.generation);
+        self.schedule(0, Event::ReportDue { slot, incarnation, generation });
+        self.watch(link, Side::Worker);
+    }
+
+    /// The process ends, and whoever supervises it starts it again.
+    pub(crate) fn refused(&mut self, link: LinkId) {
+        let slot = self.links[link].slot;
+        if self.processes[slot].dialling == Some(link) {
+            self.kill(slot);
+            self.start_again(slot, S);
+        }
+    }
+
+    pub(crate) fn worker_link_closed(&mut self, link: LinkId) {
+        let (slot, incarnation) = (self.links[link].slot, self.links[link].incarnation);
+        let process = &mut self.processes[slot];
+        if !process.alive || process.incarnation != incarnation {
+            return;
+        }
+        if process.dialling == Some(link) {
+            process.dialling = None;
+            process.redial = (process.redial * 2).min(REDIAL_MAX);
+        } else if process.link == Some(link) {
+            process.link = None;
+            process.generation += 1;
+            if !self.switches.keeps_epoch_without_link {
+                self.abort(slot, Epoch(u64::MAX));
+            }
+        } else {
+            return;
+        }
+        let process = &self.processes[slot];
+        let (generation, after) = (process.generation, process.redial);
+        self.schedule(after, Event::Dial { slot, incarnation, generation });
+    }
+
+    pub(crate) fn report_due(&mut self, slot: usize, incarnation: u64, generation: u64) {
+        let process = &self.processes[slot];
+        let current = process.incarnation == incarnation && process.generation == generation;
+        if process.alive && current && process.link.is_some() {
+            let waits = process.executor.queue.iter().any(|it| matches!(it, (_, Command::Report)));
+            if !waits || self.switches.reports_pile_up {
+                let _ = self.command(slot, Command::Report);
+            }
+            self.schedule(S, Event::ReportDue { slot, incarnation, generation });
+        }
+    }
+
+    pub(crate) fn worker_takes(&mut self, link: LinkId, message: &Rc<ToWorker>) {
+        let slot = self.links[link].slot;
+        if self.processes[slot].link != Some(link) {
+            return;
+        }
+        let queued = match &**message {
+            ToWorker::Form(form) => self.command(slot, Command::Form(form.clone())),
+            ToWorker::Start(start) => self.command(slot, Command::Start(*start)),
+            ToWorker::Step(_) => self.command(slot, Command::Step(message.clone())),
+            ToWorker::Abort { epoch } => {
+                if !self.switches.ignores_abort {
+                    self.abort(slot, *epoch);
+                }
+                true
+            }
+            ToWorker::Shutdown { .. } => {
+                self.shut_down(slot);
+                true
+            }
+        };
+        if !queued {
+            self.fail(format!("slot {slot} ends: its executor has too many commands waiting"));
+        }
+    }
+
+    pub(crate) fn stats(&mut self, slot: usize) -> WorkerStats {
+        let process = &mut self.processes[slot];
+        process.last_report = Some(self.now);
+        let (stats, steps) = process.report();
+        let key = (process.worker, process.incarnation, stats.sequence);
+        self.checks.reported.insert(key, steps);
+        stats
+    }
+
+    pub(crate) fn tell(&mut self, slot: usize, message: FromWorker) {
+        // Without a link it is dropped: its epoch is over.
+        if let Some(link) = self.processes[slot].link {
+            self.send(link, Side::Coordinator, Packet::Up(Box::new(message)));
+        }
+    }
+}

@@ -1,0 +1,293 @@
+//! The coordinator's replicas: their mailboxes, and what they want sent. Does what `replica::actor`
+//! does around the real `Operation`.
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use coordinator::cluster::orphanage::Home;
+use coordinator::engine::{EngineError, EventSender, GenerateRequest};
+use coordinator::replica::driver::Moved;
+use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
+use coordinator::scheduler::EpochEnd;
+use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
+use shared::protocol::{StepResult, ToWorker};
+
+use crate::coordinator::Coordinator;
+use crate::network::{LinkId, Packet, Side};
+use crate::scenario::Time;
+use crate::world::{Event, World};
+
+/// A message to a replica.
+pub(crate) enum ReplicaMail {
+    Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
+    Cancel(RequestId),
+    Ready { epoch: Epoch, num_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
+    Lost(Epoch, EpochEnd),
+    StepDone { worker: WorkerId, result: Box<StepResult> },
+    GiveUp,
+    Retire,
+    Adopt(Vec<Moved>),
+}
+
+pub(crate) struct RunningReplica {
+    pub(crate) operation: Operation,
+    pub(crate) load: Arc<ReplicaLoad>,
+    pub(crate) serving: Option<(Epoch, Vec<WorkerId>)>,
+    /// The links that the replica's actor holds.
+    pub(crate) links: Vec<(WorkerId, LinkId)>,
+    pub(crate) mail: VecDeque<ReplicaMail>,
+    pub(crate) mail_due: Time,
+    /// Since when it has had no epoch.
+    pub(crate) down_since: Option<Time>,
+}
+
+/// What a replica wants sent; sent when it has returned.
+struct Outgoing<'a> {
+    ranks: &'a [(WorkerId, LinkId, bool)],
+    plans: Vec<(LinkId, Rc<ToWorker>)>,
+    ends: Vec<(Epoch, String)>,
+}
+
+impl Outside for Outgoing<'_> {
+    fn send(&mut self, _epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
+        let plan = Rc::new(plan.clone());
+        for (worker, link, open) in self.ranks {
+            if !open {
+                return Err(format!("{worker}: the link is closed"));
+            }
+            self.plans.push((*link, plan.clone()));
+        }
+        Ok(())
+    }
+
+    fn end_epoch(&mut self, epoch: Epoch, reason: String) {
+        self.ends.push((epoch, reason));
+    }
+}
+
+/// A message to the cluster.
+pub(crate) enum ClusterMail {
+    EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String },
+    Orphans { from: ReplicaId, requests: Vec<Moved> },
+}
+
+impl Coordinator {
+    /// A replica, also one that is given up and still has mail to read.
+    pub(crate) fn running(&mut self, id: ReplicaId) -> Option<&mut RunningReplica> {
+        self.replicas.get_mut(&id).or_else(|| self.retiring.get_mut(&id))
+    }
+}
+
+impl World {
+    /// Sends to a replica's mailbox, which it reads in order a little later.
+    pub(crate) fn mail_replica(&mut self, id: ReplicaId, mail: ReplicaMail) {
+        let after = self.now + self.random.skewed(1, 200);
+        if let Some(running) = self.coordinator.running(id) {
+            running.mail.push_back(mail);
+            running.mail_due = after.max(running.mail_due + 1);
+            let due = running.mail_due;
+            self.schedule_at(due, Event::ReplicaMail(id));
+        }
+    }
+
+    pub(crate) fn replica_mail(&mut self, id: ReplicaId) {
+        let Some(running) = self.coordinator.running(id) else { return };
+        let Some(mail) = running.mail.pop_front() else { return };
+        let at = self.now;
+        let mut submitted = None;
+        match mail {
+            ReplicaMail::Submit { index, request, events } => {
+                submitted = Some(index);
+                self.operate(id, |operation, now, out| {
+                    operation.submit(now, *request, events, out)
+                });
+            }
+            ReplicaMail::Cancel(request) => {
+                self.operate(id, |operation, now, out| operation.cancel(now, request, out));
+            }
+            ReplicaMail::Ready { epoch, num_blocks, ranks } => {
+                running.down_since = None;
+                self.clients.served(id);
+                let Some(running) = self.coordinator.running(id) else { return };
+                let old = std::mem::replace(&mut running.links, ranks.clone());
+                let workers = ranks.iter().map(|(worker, _)| *worker).collect();
+                self.operate(id, |operation, now, out| {
+                    operation.ready(now, epoch, num_blocks, workers, out);
+                });
+                old.into_iter().for_each(|(_, link)| self.drop_handle(link));
+            }
+            ReplicaMail::Lost(epoch, end) => {
+                if running.operation.lost(Duration::from_micros(at), epoch, end) {
+                    running.down_since = Some(at);
+                    let old = std::mem::take(&mut running.links);
+                    self.clients.interrupted(id, at);
+                    old.into_iter().for_each(|(_, link)| self.drop_handle(link));
+                }
+                self.give_up(id);
+            }
+            ReplicaMail::GiveUp => self.give_up(id),
+            ReplicaMail::Retire => {
+                if running.operation.epoch().is_some() {
+                    self.clients.interrupted(id, at);
+                }
+                running.operation.end(Duration::from_micros(at));
+                let old = std::mem::take(&mut running.links);
+                old.into_iter().for_each(|(_, link)| self.drop_handle(link));
+                self.give_up(id);
+                self.hear_clients(id, None);
+                self.coordinator.retiring.remove(&id);
+                return;
+            }
+            ReplicaMail::Adopt(requests) => {
+                self.operate(id, |operation, now, out| operation.adopt(now, requests, out));
+            }
+            ReplicaMail::StepDone { worker, result } => {
+                self.operate(id, |operation, now, out| {
+                    operation.step_done(now, worker, *result, out);
+                });
+            }
+        }
+        self.hear_clients(id, submitted);
+    }
+
+    /// Lets a replica act, then sends what it wants sent.
+    fn operate(
+        &mut self,
+        id: ReplicaId,
+        act: impl FnOnce(&mut Operation, Duration, &mut Outgoing<'_>),
+    ) {
+        let now = self.time();
+        let Some(running) = self.coordinator.running(id) else { return };
+        let ranks: Vec<(WorkerId, LinkId)> = running.links.clone();
+        let ranks: Vec<(WorkerId, LinkId, bool)> = ranks
+            .into_iter()
+            .map(|(worker, link)| (worker, link, self.links[link].open[Side::Coordinator as usize]))
+            .collect();
+        let Some(running) = self.coordinator.running(id) else { return };
+        let mut out = Outgoing { ranks: &ranks, plans: Vec::new(), ends: Vec::new() };
+        act(&mut running.operation, now, &mut out);
+        let Outgoing { plans, ends, .. } = out;
+        for (link, plan) in plans {
+            self.check_plan(id, &plan);
+            self.send(link, Side::Worker, Packet::Down(plan));
+        }
+        for (epoch, reason) in ends {
+            if reason.contains("took over") {
+                self.check_timeout(&ranks, &reason);
+            }
+            self.mail_cluster(ClusterMail::EpochFailed { replica: id, epoch, reason });
+        }
+    }
+
+    /// A replica answers with the requests that it cannot go on with.
+    fn give_up(&mut self, id: ReplicaId) {
+        let mut requests = Vec::new();
+        self.operate(id, |operation, now, out| requests = operation.give_up(now, out));
+        // Some clients cancel in the moment that no replica has their request.
+        let ids = requests.iter().map(|request| request.id().0 as usize);
+        let cancels = ids.filter(|index| self.clients.would_cancel(*index)).collect::<Vec<_>>();
+        self.mail_cluster(ClusterMail::Orphans { from: id, requests });
+        for index in cancels {
+            if self.random.chance(10) {
+                self.leave(index);
+            }
+        }
+    }
+
+    fn mail_cluster(&mut self, mail: ClusterMail) {
+        self.coordinator.mail.push_back(mail);
+        let after = self.now + self.random.skewed(1, 200);
+        self.coordinator.mail_due = after.max(self.coordinator.mail_due + 1);
+        let due = self.coordinator.mail_due;
+        self.schedule_at(due, Event::ClusterMail);
+    }
+
+    pub(crate) fn cluster_mail(&mut self) {
+        let Some(mail) = self.coordinator.mail.pop_front() else { return };
+        match mail {
+            ClusterMail::EpochFailed { replica, epoch, reason } => {
+                let mut effects = Vec::new();
+                let now = self.time();
+                self.coordinator.core.epoch_failed(now, replica, epoch, &reason, &mut effects);
+                self.carry_out(effects);
+            }
+            ClusterMail::Orphans { from, requests } => self.place_orphans(from, requests),
+        }
+    }
+
+    /// As `ClusterActor::place_orphans`.
+    fn place_orphans(&mut self, from: ReplicaId, requests: Vec<Moved>) {
+        let coordinator = &mut self.coordinator;
+        let homes = coordinator.core.replicas().map(|replica| {
+            let running = coordinator.replicas.get(&replica.id);
+            let load = |it: &RunningReplica| it.load.in_flight.load(Ordering::Relaxed);
+            Home {
+                replica: replica.id,
+                serving: running.is_some_and(|running| running.serving.is_some()),
+                load: running.map_or(0, load),
+            }
+        });
+        let placed = coordinator.orphanage.place(from, requests, homes);
+        for request in placed.cancelled {
+            request.end(coordinator.hub.observer(), None);
+        }
+        for request in placed.homeless {
+            let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
+            request.end(coordinator.hub.observer(), Some(error));
+        }
+        for (id, requests) in placed.homes {
+            let indices = requests.iter().map(|request| request.id().0 as usize);
+            self.clients.moved(from, id, indices.collect());
+            self.report.moved += requests.len() as u64 * u64::from(from != id);
+            self.start_replica(id);
+            self.mail_replica(id, ReplicaMail::Adopt(requests));
+        }
+        self.hear_clients(from, None);
+    }
+
+    /// Time passes for the cluster and its replicas.
+    pub(crate) fn tick(&mut self) {
+        let now = self.time();
+        let mut effects = Vec::new();
+        if !self.switches.no_cluster_tick {
+            self.coordinator.core.tick(now, &mut effects);
+        }
+        self.carry_out(effects);
+        let ids: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
+        for id in ids {
+            if self.switches.no_canary && self.clients.hung().is_none() {
+                continue;
+            }
+            self.operate(id, |operation, now, out| operation.tick(now, out));
+            self.hear_clients(id, None);
+        }
+    }
+
+    /// Now and then a result of an epoch that is over comes again, as it could if links did not
+    /// keep order.
+    pub(crate) fn deliver_late(
+        &mut self,
+        replica: ReplicaId,
+        worker: WorkerId,
+        result: &StepResult,
+    ) {
+        let late = &mut self.coordinator.late_results;
+        if self.random.chance(20) {
+            late.push((replica, worker, result.clone()));
+        }
+        let present = self.coordinator.replicas[&replica].operation.epoch();
+        let is_old = |it: &(ReplicaId, WorkerId, StepResult)| {
+            it.0 == replica && Some(it.2.epoch) < present && it.2.step == result.step
+        };
+        if let Some(index) = late.iter().position(is_old) {
+            let (replica, worker, mut result) = late.swap_remove(index);
+            if self.switches.old_epochs_pass {
+                result.epoch = present.unwrap_or_default();
+            }
+            let result = Box::new(result);
+            self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! From a seed to a cluster, its requests and its faults.
+use std::time::Duration;
+
+use coordinator::engine::FinishReason;
+use coordinator::replica::driver::DriverLimits;
+use coordinator::scheduler::SchedulerConfig;
+use shared::protocol::EngineConfig;
+
+use crate::model::{Ends, POISON, VOCABULARY, undisturbed};
+use crate::random::Random;
+
+/// Virtual time in microseconds.
+pub(crate) type Time = u64;
+
+pub(crate) const MS: Time = 1_000;
+pub(crate) const S: Time = 1_000_000;
+
+/// Faults begin within this.
+const FAULTS_END: Time = 15 * S;
+
+/// What can go wrong. `slot` is a place for a worker process.
+#[derive(Clone, Debug)]
+pub(crate) enum Fault {
+    /// The process is killed, and started again after a while or never.
+    Crash { slot: usize, back_after: Option<Time> },
+    /// The process says goodbye and ends, and is started again after a while or never.
+    Leave { slot: usize, back_after: Option<Time> },
+    /// The process is stopped, and goes on after a while.
+    Freeze { slot: usize, lasts: Time },
+    /// The connection breaks; both ends notice.
+    Cut { slot: usize },
+    /// Nothing passes, in one direction or both, and nobody is told.
+    Partition { slot: usize, up: bool, down: bool, lasts: Time },
+    /// Everything takes longer.
+    Delay { slot: usize, extra: Time, lasts: Time },
+    /// The rank computes slower.
+    Slow { slot: usize, factor: u64, lasts: Time },
+    /// The rank's next step takes this long.
+    Stall { slot: usize, takes: Time },
+    /// The rank's next step fails.
+    FailStep { slot: usize },
+    /// Another number of replicas is wanted, at most.
+    Scale { max: Option<u32> },
+    /// The node is drained: its process ends, and is started again after a while or never.
+    Drain { slot: usize, back_after: Option<Time> },
+    /// Another process takes the name of a slot's, for a while.
+    Twin { twin: usize, lasts: Time },
+    /// The rank's next formation fails.
+    FailForm { slot: usize, permanent: bool },
+}
+
+/// How a client leaves early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leaving {
+    /// It cancels.
+    Cancels,
+    /// It is simply gone.
+    Drops,
+}
+
+impl Leaving {
+    const ALL: [Self; 2] = [Self::Cancels, Self::Drops];
+}
+
+/// A request and what is to come of it.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    pub(crate) at: Time,
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) n: u32,
+    pub(crate) seed: u64,
+    pub(crate) ends: Ends,
+    pub(crate) leaves: Option<(Time, Leaving)>,
+    pub(crate) expected: Vec<(Vec<u32>, FinishReason)>,
+}
+
+/// Everything about one run that is decided before it begins.
+#[derive(Clone, Debug)]
+pub(crate) struct Scenario {
+    pub(crate) tensor_parallel: u32,
+    /// Degrees a replica may have, largest first.
+    pub(crate) degrees: Vec<u32>,
+    /// How long ranks may stay away before a smaller one is taken.
+    pub(crate) reshard_after: Time,
+    /// Most replicas at first.
+    pub(crate) max_replicas: Option<u32>,
+    /// Hosts of the first worker processes, by slot; more may join.
+    pub(crate) hosts: Vec<u8>,
+    /// By slot, the number in its process's name: a twin has another's.
+    pub(crate) nodes: Vec<usize>,
+    /// When each slot's process is started for the first time.
+    pub(crate) starts: Vec<Time>,
+    pub(crate) engine: EngineConfig,
+    pub(crate) scheduler: SchedulerConfig,
+    pub(crate) limits: DriverLimits,
+    pub(crate) collective_timeout: Time,
+    /// Longest time of weights to load.
+    pub(crate) load: Time,
+    /// Longest time of a usual step's computing.
+    pub(crate) step: Time,
+    /// Longest usual latency of a frame.
+    pub(crate) latency: Time,
+    /// KV blocks that a worker may have.
+    pub(crate) blocks: (u64, u64),
+    pub(crate) clients: Vec<Client>,
+    pub(crate) faults: Vec<(Time, Fault)>,
+}
+
+impl Scenario {
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let random = &mut random;
+        let degrees = random.pick(&[&[1][..], &[2], &[2, 1], &[3], &[4, 2], &[4, 2, 1]]).to_vec();
+        let tensor_parallel = degrees[0];
+        let replicas = random.range(1, 3) as usize;
+        let spares = usize::from(random.chance(30));
+        let count = tensor_parallel as usize * replicas + spares;
+        let late = random.chance(20).then(|| random.range(1, 10) * S);
+        let num_hosts = random.range(1, 2);
+        let max_num_seqs = random.range(2, 6) as u32;
+        let max_num_batched_tokens = max_num_seqs + random.range(0, 60) as u32;
+        let engine = EngineConfig {
+            block_size: 16,
+            max_model_len: 256,
+            max_num_seqs,
+            max_num_batched_tokens,
+            kv_cache_bytes: 1 << 20,
+        };
+        let scheduler = SchedulerConfig {
+            block_size: engine.block_size,
+            max_model_len: engine.max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_queued_requests: random.pick(&[4, 16, 64]),
+            max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
+            prefix_caching: random.chance(80),
+        };
+        let limits = DriverLimits {
+            step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),
+            unavailable_timeout: Duration::from_secs(30),
+        };
+        let fewest = random.range(17, 24);
+        let mut scenario = Self {
+            tensor_parallel,
+            degrees,
+            reshard_after: random.pick(&[1, 5, 5]) * S,
+            max_replicas: random.chance(10).then_some(1),
+            nodes: (0..count).collect(),
+            hosts: (0..count).map(|_| random.range(1, num_hosts) as u8).collect(),
+            starts: (0..count)
+                .map(|slot| match late {
+                    Some(late) if slot % 3 == 2 => late,
+                    _ => random.range(0, 300 * MS),
+                })
+                .collect(),
+            engine,
+            scheduler,
+            limits,
+            collective_timeout: 30 * S,
+            load: random.pick(&[50 * MS, S, 4 * S]),
+            step: random.pick(&[2 * MS, 8 * MS, 30 * MS]),
+            latency: random.pick(&[MS, MS, 20 * MS]),
+            blocks: (fewest, fewest + random.pick(&[0, 4, 30])),
+            clients: Vec::new(),
+            faults: Vec::new(),
+        };
+        scenario.add_clients(random);
+        scenario.add_faults(random);
+        scenario
+    }
+
+    fn add_clients(&mut self, random: &mut Random) {
+        let mut at = random.range(0, 2 * S);
+        for _ in 0..random.range(20, 90) {
+            // Bursts: many arrive with the one before.
+            at += if random.chance(50) { random.range(0, MS) } else { random.skewed(0, 900 * MS) };
+            let client = self.client(random, at);
+            self.clients.push(client);
+        }
+        if random.chance(10) {
+            // One that ends every process that computes it.
+            let index = random.range(0, self.clients.len() as u64 - 1) as usize;
+            let client = &mut self.clients[index];
+            let at = random.range(0, client.prompt.len() as u64 - 1) as usize;
+            client.prompt[at] = POISON;
+        }
+    }
+
+    fn client(&self, random: &mut Random, at: Time) -> Client {
+        let len = if random.chance(50) { random.skewed(1, 200) } else { random.range(1, 150) };
+        // Many begin alike.
+        let alike = if random.chance(50) { random.range(0, len) } else { 0 };
+        let tail = (alike..len).map(|_| random.range(0, u64::from(VOCABULARY) - 1));
+        let prompt: Vec<u32> =
+            (0..alike).map(|at| at % 7).chain(tail).map(|token| token as u32).collect();
+        let max_tokens = if random.chance(3) { 0 } else { random.skewed(1, 100) as u32 };
+        let seed = random.next();
+        let mut ends = Ends {
+            end_tokens: Vec::new(),
+            stop_token: None,
+            min_tokens: if random.chance(20) { random.range(0, 10) as u32 } else { 0 },
+            max_tokens,
+            max_model_len: self.engine.max_model_len,
+        };
+        ends.min_tokens = ends.min_tokens.min(max_tokens);
+        // A token of the text itself ends it early.
+        let (text, _) = undisturbed(&prompt, seed, 0, &ends);
+        if !text.is_empty() && random.chance(35) {
+            ends.end_tokens = vec![random.pick(&text)];
+        }
+        if !text.is_empty() && random.chance(20) {
+            ends.stop_token = Some(random.pick(&text));
+        }
+        let n = random.pick(&[1, 1, 1, 2, 3]);
+        // Whether a request for no tokens finished before its client was gone, no token tells.
+        let ways = if max_tokens == 0 { [Leaving::Cancels; 2] } else { Leaving::ALL };
+        let leaves = random.chance(15).then(|| (random.skewed(MS, 6 * S), random.pick(&ways)));
+        let expected = (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect();
+        Client { at, prompt, n, seed, ends, leaves, expected }
+    }
+
+    /// When a process is started again, if ever.
+    fn back_after(&self, random: &mut Random) -> Option<Time> {
+        (!random.chance(8)).then(|| random.skewed(50 * MS, 6 * S))
+    }
+
+    fn add_faults(&mut self, random: &mut Random) {
+        let slots = self.hosts.len() as u64;
+        if random.chance(15) {
+            // As where a process that is not heard of is replaced, and thaws.
+            let slot = random.range(0, slots - 1) as usize;
+            let at = random.range(0, FAULTS_END);
+            let twin = self.hosts.len();
+            self.nodes.push(slot);
+            self.hosts.push(self.hosts[slot]);
+            self.starts.push(Time::MAX);
+            self.faults.push((at, Fault::Freeze { slot, lasts: random.skewed(S, 14 * S) }));
+            let lasts = random.range(S, 20 * S);
+            self.faults.push((at + random.range(0, 6 * S), Fault::Twin { twin, lasts }));
+        }
+        for _ in 0..random.range(5, 15) {
+            let at = random.range(0, FAULTS_END);
+            let slot = random.range(0, slots - 1) as usize;
+            let fault = match random.range(0, 99) {
+                0..=16 => Fault::Crash { slot, back_after: self.back_after(random) },
+                17..=19 => Fault::Leave { slot, back_after: self.back_after(random) },
+                20..=34 => Fault::Freeze { slot, lasts: random.skewed(10 * MS, 14 * S) },
+                35..=46 => Fault::Cut { slot },
+                47..=62 => {
+                    let (up, down) = random.pick(&[(true, true), (true, false), (false, true)]);
+                    Fault::Partition { slot, up, down, lasts: random.skewed(100 * MS, 12 * S) }
+                }
+                63..=70 => Fault::Delay {
+                    slot,
+                    extra: random.skewed(MS, 2 * S),
+                    lasts: random.range(100 * MS, 6 * S),
+                },
+                71..=75 => Fault::Slow {
+                    slot,
+                    factor: random.range(2, 300),
+                    lasts: random.range(S, 8 * S),
+                },
+                76..=80 => Fault::Stall { slot, takes: random.skewed(100 * MS, 40 * S) },
+                81..=85 => Fault::FailStep { slot },
+                86..=89 => Fault::Scale { max: random.pick(&[None, Some(1), Some(2), Some(3)]) },
+                90..=94 => Fault::Drain { slot, back_after: self.back_after(random) },
+                _ => Fault::FailForm { slot, permanent: random.chance(30) },
+            };
+            self.faults.push((at, fault));
+        }
+    }
+}

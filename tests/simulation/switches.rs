@@ -1,0 +1,58 @@
+//! Guards that can be taken away, to show that the simulation notices.
+
+/// All off: the cluster as it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Switches {
+    /// Workers do nothing when an epoch is aborted.
+    pub(crate) ignores_abort: bool,
+    /// Workers go on with their epoch when the link is lost.
+    pub(crate) keeps_epoch_without_link: bool,
+    /// Workers keep their KV cache and sequences from epoch to epoch.
+    pub(crate) keeps_cache: bool,
+    /// Workers run plans of any epoch.
+    pub(crate) runs_any_epoch: bool,
+    /// Workers queue a report each second, however many wait.
+    pub(crate) reports_pile_up: bool,
+    /// Waiting for other ranks to connect cannot be aborted.
+    pub(crate) connecting_is_not_freed: bool,
+    /// The coordinator does not notice silence.
+    pub(crate) no_liveness: bool,
+    /// A link swaps frames now and then.
+    pub(crate) reorder_frames: bool,
+    /// A link loses frames now and then.
+    pub(crate) lose_frames: bool,
+    /// Results of old epochs are delivered as of the present one.
+    pub(crate) old_epochs_pass: bool,
+    /// Results are delivered twice, the second time as the next step's.
+    pub(crate) results_repeat: bool,
+    /// Every report counts as of another process run.
+    pub(crate) reports_add_up: bool,
+    /// A worker's stale reports count as new.
+    pub(crate) stale_reports_count: bool,
+    /// Late reports of a process run that is gone count as of another one.
+    pub(crate) gone_process_counts_again: bool,
+    /// Time does not pass for replicas without requests.
+    pub(crate) no_canary: bool,
+    /// A cancellation does not reach requests on their way from one replica to another.
+    pub(crate) cancelled_is_forgotten: bool,
+    /// A replica is not told that its epoch is over.
+    pub(crate) lost_is_not_told: bool,
+    /// Nobody tells the cluster that a step failed.
+    pub(crate) step_failures_ignored: bool,
+    /// Steps may take for ever.
+    pub(crate) no_step_timeout: bool,
+    /// Time does not pass for the cluster.
+    pub(crate) no_cluster_tick: bool,
+    /// Clients that leave are not noticed.
+    pub(crate) leaving_unnoticed: bool,
+    /// Commands of an earlier link run as if they came by the present one.
+    pub(crate) old_commands_run: bool,
+    /// A process may take the name of another that is still connected.
+    pub(crate) newcomers_displace: bool,
+    /// A returning worker's old link is not told apart from its new one.
+    pub(crate) links_not_told_apart: bool,
+    /// The client sees one token less.
+    pub(crate) token_lost: bool,
+    /// The client sees one token twice.
+    pub(crate) token_repeated: bool,
+}

@@ -1,0 +1,465 @@
+//! The event queue, virtual time, and everything that lives in them.
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::time::Duration;
+
+use shared::ids::ReplicaId;
+
+use crate::checks::Checks;
+use crate::clients::Clients;
+use crate::coordinator::Coordinator;
+use crate::executor::Meeting;
+use crate::network::{Link, LinkId, Packet, Path, Side};
+use crate::process::Process;
+use crate::random::{Random, mix};
+use crate::scenario::{Fault, MS, S, Scenario, Time};
+use crate::switches::Switches;
+
+/// A pending fault that found no occasion is taken back after this.
+const OCCASION: Time = 5 * S;
+/// The cluster serves with all its workers this long after the last fault.
+pub(crate) const CONVERGES_WITHIN: Time = 15 * S;
+/// Something gets on at least this often while there are requests.
+const STANDS_STILL: Time = 30 * S;
+/// Every request has ended this long after the last fault.
+const ENDS_WITHIN: Time = 900 * S;
+/// A run ends when all was well for this long: two stats reports of every worker.
+const STAYS_WELL: Time = 2500 * MS;
+/// How often the totals are looked at.
+const SCRAPE: Time = 700 * MS;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Heal {
+    Unfreeze { slot: usize, incarnation: u64 },
+    Unblock { slot: usize, up: bool, down: bool },
+    Faster { slot: usize, extra: Time },
+    Quicker { slot: usize, factor: u64 },
+    NoOccasion { slot: usize },
+    Single { twin: usize },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Event {
+    Arrive { link: LinkId, to: Side },
+    Poll { link: LinkId, side: Side },
+    Closed { link: LinkId, side: Side },
+    Tick,
+    ReplicaMail(ReplicaId),
+    ClusterMail,
+    Start { slot: usize },
+    Dial { slot: usize, incarnation: u64, generation: u64 },
+    HandshakeDeadline { slot: usize, link: LinkId },
+    Executed { slot: usize, token: u64 },
+    Broken { slot: usize, token: u64 },
+    Deadline { slot: usize, token: u64 },
+    ReportDue { slot: usize, incarnation: u64, generation: u64 },
+    Submit(usize),
+    Leave(usize),
+    Fault(usize),
+    Heal(Heal),
+    Scrape,
+}
+
+impl PartialOrd for Side {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Side {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (*self as u8).cmp(&(*other as u8))
+    }
+}
+
+/// What a run was.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Report {
+    pub(crate) events: u64,
+    pub(crate) faults: u64,
+    /// Times a rank was told to form.
+    pub(crate) forms: u64,
+    pub(crate) finished: u64,
+    pub(crate) unavailable: u64,
+    /// Given up because epochs ended again and again with them alone.
+    pub(crate) quarantined: u64,
+    /// Requests that went on at another replica.
+    pub(crate) moved: u64,
+    /// Formations with fewer ranks than wanted.
+    pub(crate) resharded: u64,
+    pub(crate) drained: u64,
+    /// Processes ended by what they computed.
+    pub(crate) poisoned: u64,
+    pub(crate) preemptions: u64,
+    /// Prompt tokens that the KV cache had.
+    pub(crate) cached: u64,
+    pub(crate) fenced: u64,
+    pub(crate) lasted: Time,
+    /// From the last fault until all workers served again, and until all requests had ended.
+    pub(crate) converged_after: Time,
+    pub(crate) ended_after: Time,
+    /// Of everything that happened, in order.
+    pub(crate) trace: u64,
+}
+
+pub(crate) struct World {
+    pub(crate) scenario: Scenario,
+    pub(crate) switches: Switches,
+    pub(crate) random: Random,
+    pub(crate) now: Time,
+    queue: BinaryHeap<Reverse<(Time, u64, Event)>>,
+    order: u64,
+    pub(crate) links: Vec<Link>,
+    pub(crate) paths: Vec<Path>,
+    pub(crate) processes: Vec<Process>,
+    /// Ranks that wait for each other: by epoch and step, step 0 is connecting.
+    pub(crate) meetings: BTreeMap<(u64, u64), Meeting>,
+    /// Epochs whose TCP collective some rank has left.
+    pub(crate) left: BTreeSet<u64>,
+    pub(crate) coordinator: Coordinator,
+    pub(crate) clients: Clients,
+    pub(crate) checks: Checks,
+    pub(crate) last_fault: Time,
+    /// By slot: no process of it is started any more.
+    pub(crate) ended: Vec<bool>,
+    /// By slot: until when something held up its steps, slowness aside.
+    pub(crate) disturbed: Vec<Time>,
+    pub(crate) next_token: u64,
+    pub(crate) report: Report,
+    well_since: Option<Time>,
+    /// The last time that a request had got on, and how far they all were then.
+    got_on: (Time, u64),
+    converged_since: Option<Time>,
+    failure: Option<String>,
+    verbose: bool,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, switches: Switches, verbose: bool) -> Self {
+        let scenario = Scenario::new(seed);
+        let slots = scenario.hosts.len();
+        let mut world = Self {
+            switches,
+            random: Random::new(mix(seed, 1)),
+            now: 0,
+            queue: BinaryHeap::new(),
+            order: 0,
+            links: Vec::new(),
+            paths: vec![Path::default(); slots],
+            processes: (0..slots).map(|_| Process::absent()).collect(),
+            meetings: BTreeMap::new(),
+            left: BTreeSet::new(),
+            coordinator: Coordinator::new(&scenario, seed),
+            clients: Clients::new(scenario.clients.clone()),
+            checks: Checks::default(),
+            last_fault: 0,
+            ended: vec![false; slots],
+            disturbed: vec![0; slots],
+            next_token: 1,
+            report: Report::default(),
+            well_since: None,
+            got_on: (0, 0),
+            converged_since: None,
+            failure: None,
+            verbose,
+            scenario,
+        };
+        for slot in
+            (0..slots).filter(|slot| world.scenario.starts[*slot] < Time::MAX).collect::<Vec<_>>()
+        {
+            world.schedule_at(world.scenario.starts[slot], Event::Start { slot });
+            world.last_fault = world.last_fault.max(world.scenario.starts[slot]);
+        }
+        for index in 0..world.scenario.clients.len() {
+            world.schedule_at(world.scenario.clients[index].at, Event::Submit(index));
+        }
+        for index in 0..world.scenario.faults.len() {
+            world.schedule_at(world.scenario.faults[index].0, Event::Fault(index));
+            world.last_fault = world.last_fault.max(world.scenario.faults[index].0);
+        }
+        world.schedule_at(50 * MS, Event::Tick);
+        world.schedule_at(SCRAPE, Event::Scrape);
+        world
+    }
+
+    /// Runs until all is well after the last fault, or until something is wrong.
+    pub(crate) fn run(mut self) -> Result<Report, String> {
+        while self.failure.is_none() {
+            let Some(Reverse((at, _, event))) = self.queue.pop() else {
+                self.fail("nothing is left to happen".to_owned());
+                break;
+            };
+            self.now = at;
+            self.report.events += 1;
+            self.trace(&[at, self.order]);
+            if matches!(event, Event::Scrape) && self.scrape() {
+                break;
+            }
+            self.happen(event);
+        }
+        self.report.lasted = self.now;
+        match self.failure {
+            Some(failure) => Err(format!("at {:.6} s: {failure}", self.now as f64 / S as f64)),
+            None => Ok(self.report),
+        }
+    }
+
+    pub(crate) fn time(&self) -> Duration {
+        Duration::from_micros(self.now)
+    }
+
+    pub(crate) fn schedule(&mut self, after: Time, event: Event) {
+        self.schedule_at(self.now + after, event);
+    }
+
+    pub(crate) fn schedule_at(&mut self, at: Time, event: Event) {
+        self.order += 1;
+        self.queue.push(Reverse((at.max(self.now), self.order, event)));
+    }
+
+    /// Ends the run: an invariant does not hold.
+    pub(crate) fn fail(&mut self, what: String) {
+        self.failure.get_or_insert(what);
+    }
+
+    pub(crate) fn trace(&mut self, of: &[u64]) {
+        self.report.trace = of.iter().fold(self.report.trace, |hash, value| mix(hash, *value));
+    }
+
+    /// Says what happens, when a single seed is replayed.
+    pub(crate) fn say(&self, what: impl FnOnce() -> String) {
+        if self.verbose {
+            println!("{:10.6} {}", self.now as f64 / S as f64, what());
+        }
+    }
+
+    pub(crate) fn note_packet(&mut self, link: LinkId, to: Side, packet: &Packet) {
+        self.trace(&[link as u64, to as u64]);
+        if !matches!(packet, Packet::Ping | Packet::Pong) {
+            let slot = self.links[link].slot;
+            self.say(|| {
+                let mut text = format!("{packet:?}");
+                text.truncate(160);
+                format!("slot {slot} link {link} to {to:?}: {text}")
+            });
+        }
+    }
+
+    /// Which slot's process has to run for an event to happen.
+    fn runs_on(&self, event: Event) -> Option<usize> {
+        match event {
+            Event::Dial { slot, .. }
+            | Event::HandshakeDeadline { slot, .. }
+            | Event::Executed { slot, .. }
+            | Event::Broken { slot, .. }
+            | Event::Deadline { slot, .. }
+            | Event::ReportDue { slot, .. } => Some(slot),
+            Event::Poll { link, side: Side::Worker }
+            | Event::Closed { link, side: Side::Worker } => {
+                let link = &self.links[link];
+                let same = self.processes[link.slot].incarnation == link.incarnation;
+                same.then_some(link.slot)
+            }
+            _ => None,
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        if let Some(slot) = self.runs_on(event)
+            && self.processes[slot].frozen
+        {
+            self.processes[slot].deferred.push(event);
+            return;
+        }
+        match event {
+            Event::Arrive { link, to } => self.arrive(link, to),
+            Event::Poll { link, side } => self.poll(link, side),
+            Event::Closed { link, side: Side::Worker } => self.worker_link_closed(link),
+            Event::Closed { link, side: Side::Coordinator } => self.coordinator_link_closed(link),
+            Event::Tick => {
+                self.tick();
+                self.schedule(50 * MS, Event::Tick);
+            }
+            Event::ReplicaMail(replica) => self.replica_mail(replica),
+            Event::ClusterMail => self.cluster_mail(),
+            Event::Start { slot } => self.start_process(slot),
+            Event::Dial { slot, incarnation, generation } => {
+                self.dial(slot, incarnation, generation);
+            }
+            Event::HandshakeDeadline { slot, link } => self.handshake_deadline(slot, link),
+            Event::Executed { slot, token } => self.executed(slot, token),
+            Event::Broken { slot, token } => self.broken(slot, token),
+            Event::Deadline { slot, token } => self.broken(slot, token),
+            Event::ReportDue { slot, incarnation, generation } => {
+                self.report_due(slot, incarnation, generation);
+            }
+            Event::Submit(index) => self.submit(index),
+            Event::Leave(index) => self.leave(index),
+            Event::Fault(index) => self.fault(index),
+            Event::Heal(heal) => self.heal(heal),
+            Event::Scrape => self.schedule(SCRAPE, Event::Scrape),
+        }
+    }
+
+    fn fault(&mut self, index: usize) {
+        let fault = self.scenario.faults[index].1.clone();
+        self.say(|| format!("FAULT {fault:?}"));
+        self.report.faults += 1;
+        match fault {
+            Fault::Crash { slot, back_after } | Fault::Leave { slot, back_after } => {
+                if matches!(self.scenario.faults[index].1, Fault::Leave { .. }) {
+                    self.say_goodbye(slot);
+                }
+                self.kill(slot);
+                self.disturb(slot, 0);
+                if let Some(after) = back_after {
+                    self.start_again(slot, after);
+                }
+            }
+            Fault::Freeze { slot, lasts } => {
+                let process = &mut self.processes[slot];
+                if process.alive && !process.frozen {
+                    process.frozen = true;
+                    let incarnation = process.incarnation;
+                    self.disturb(slot, lasts);
+                    self.heal_after(lasts, Heal::Unfreeze { slot, incarnation });
+                }
+            }
+            Fault::Cut { slot } => {
+                if let Some(link) = self.processes[slot].link {
+                    self.close(link, Side::Worker);
+                    self.close(link, Side::Coordinator);
+                }
+            }
+            Fault::Partition { slot, up, down, lasts } => {
+                self.paths[slot].blocked[Side::Coordinator as usize] += u32::from(up);
+                self.paths[slot].blocked[Side::Worker as usize] += u32::from(down);
+                self.disturb(slot, lasts + S);
+                self.heal_after(lasts, Heal::Unblock { slot, up, down });
+            }
+            Fault::Delay { slot, extra, lasts } => {
+                self.paths[slot].extra += extra;
+                self.disturb(slot, lasts + 10 * extra);
+                self.heal_after(lasts, Heal::Faster { slot, extra });
+            }
+            Fault::Slow { slot, factor, lasts } => {
+                self.processes[slot].slowed *= factor;
+                self.heal_after(lasts, Heal::Quicker { slot, factor });
+            }
+            Fault::Stall { slot, takes } => {
+                self.processes[slot].stall = takes;
+                self.heal_after(OCCASION, Heal::NoOccasion { slot });
+            }
+            Fault::FailStep { slot } => {
+                self.processes[slot].fail_step = true;
+                self.heal_after(OCCASION, Heal::NoOccasion { slot });
+            }
+            Fault::Scale { max } => {
+                let mut effects = Vec::new();
+                let now = self.time();
+                self.coordinator.core.set_max_replicas(now, max, &mut effects);
+                self.carry_out(effects);
+            }
+            Fault::Drain { slot, back_after } => self.drain(slot, back_after),
+            Fault::Twin { twin, lasts } => {
+                self.start_process(twin);
+                self.heal_after(lasts, Heal::Single { twin });
+            }
+            Fault::FailForm { slot, permanent } => {
+                self.processes[slot].fail_form = Some(permanent);
+                self.heal_after(OCCASION, Heal::NoOccasion { slot });
+            }
+        }
+    }
+
+    /// Something holds up the slot's steps for so long.
+    pub(crate) fn disturb(&mut self, slot: usize, lasts: Time) {
+        self.disturbed[slot] = self.disturbed[slot].max(self.now + lasts);
+    }
+
+    pub(crate) fn start_again(&mut self, slot: usize, after: Time) {
+        self.schedule(after, Event::Start { slot });
+        self.faulty_until(self.now + after);
+    }
+
+    fn heal_after(&mut self, after: Time, heal: Heal) {
+        self.schedule(after, Event::Heal(heal));
+        self.faulty_until(self.now + after);
+    }
+
+    /// Bounds of time are counted from the last fault's end.
+    pub(crate) fn faulty_until(&mut self, at: Time) {
+        self.last_fault = self.last_fault.max(at);
+    }
+
+    fn heal(&mut self, heal: Heal) {
+        self.say(|| format!("HEAL {heal:?}"));
+        match heal {
+            Heal::Unfreeze { slot, incarnation } => self.unfreeze(slot, incarnation),
+            Heal::Unblock { slot, up, down } => {
+                self.paths[slot].blocked[Side::Coordinator as usize] -= u32::from(up);
+                self.paths[slot].blocked[Side::Worker as usize] -= u32::from(down);
+                self.release_held(slot);
+            }
+            Heal::Faster { slot, extra } => self.paths[slot].extra -= extra,
+            Heal::Single { twin } => {
+                self.kill(twin);
+                self.ended[twin] = true;
+            }
+            Heal::Quicker { slot, factor } => self.processes[slot].slowed /= factor,
+            Heal::NoOccasion { slot } => {
+                let process = &mut self.processes[slot];
+                process.stall = 0;
+                process.fail_step = false;
+                process.fail_form = None;
+            }
+        }
+    }
+
+    /// Looks at the totals. Returns whether the run is over.
+    fn scrape(&mut self) -> bool {
+        self.check_totals();
+        let since_fault = self.now.saturating_sub(self.last_fault);
+        let converged = self.converged();
+        if self.now > self.last_fault {
+            if let Err(why) = &converged
+                && since_fault >= CONVERGES_WITHIN
+            {
+                self.fail(format!(
+                    "not converged {} s after the last fault: {why}",
+                    since_fault / S
+                ));
+            }
+            let so_far = self.clients.accepted_tokens() + self.report.finished;
+            if so_far != self.got_on.1 || self.now < self.last_fault + STANDS_STILL {
+                self.got_on = (self.now, so_far);
+            }
+            if (since_fault >= ENDS_WITHIN || self.now >= self.got_on.0 + STANDS_STILL)
+                && let Some(hung) = self.clients.hung()
+            {
+                self.fail(format!(
+                    "{hung} has not ended {} s after the last fault",
+                    since_fault / S
+                ));
+            }
+        }
+        let settled = converged.is_ok() && self.clients.hung().is_none();
+        if !settled || self.now <= self.last_fault {
+            self.well_since = None;
+        } else if self.well_since.is_none() {
+            self.well_since = Some(self.now);
+            self.report.ended_after = since_fault;
+        }
+        if converged.is_err() || self.now <= self.last_fault {
+            self.converged_since = None;
+        } else if self.converged_since.is_none() {
+            self.converged_since = Some(self.now);
+            self.report.converged_after = since_fault;
+        }
+        if self.well_since.is_some_and(|since| self.now - since >= STAYS_WELL) {
+            self.check_end();
+            return true;
+        }
+        false
+    }
+}
