@@ -51,9 +51,12 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
             membership.leave().await;
         }
         if let Ok(WorkerEnd::DeviceLost { reason }) = end {
-            // Now, since giving a broken GPU's memory back may take for ever.
             let error = CliError::Device(reason);
             error_line(&error.to_string());
+            #[allow(
+                clippy::disallowed_methods,
+                reason = "destructors give a broken GPU's memory back, which may take for ever"
+            )]
             std::process::exit(error.code().into());
         }
         end
