@@ -1,10 +1,12 @@
 //! The command line: parses options, lets a configuration file supply what was not given, starts
 //! the role asked for and turns its end into an exit code.
 //!
-//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 75 start it again (another
-//! coordinator leads now, and this one will stand by; or a worker of `tutti up` was signalled), 78 another process has this one's name.
+//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the device asked for cannot be
+//! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one will
+//! stand by; or a worker of `tutti up` was signalled), 78 another process has this one's name.
 mod bench;
 mod config_file;
+mod devices;
 mod doctor;
 mod elected;
 mod etcd;
@@ -35,6 +37,12 @@ pub(crate) enum CliError {
     /// The role failed.
     #[error("{0}")]
     Failed(String),
+    /// The device computes no more.
+    #[error("{0}")]
+    Device(String),
+    /// The device that was asked for cannot be used.
+    #[error("{0}")]
+    NoDevice(String),
     /// Another coordinator leads.
     #[error("{0}")]
     Superseded(String),
@@ -48,10 +56,12 @@ pub(crate) enum CliError {
 
 impl CliError {
     /// The exit code that tells a supervisor what to do (those of sysexits.h above 2).
-    fn code(&self) -> u8 {
+    pub(crate) fn code(&self) -> u8 {
         match self {
             Self::Failed(_) => 1,
             Self::Usage(_) => 2,
+            Self::NoDevice(_) => 69,
+            Self::Device(_) => 71,
             Self::Superseded(_) | Self::Again(_) => 75,
             Self::NameTaken(_) => 78,
         }
@@ -79,6 +89,10 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::Drain(args) => operate::drain(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Devices(args) => {
+            devices::run(&args);
+            Ok(())
+        }
         Command::Metrics(args) => {
             print_line(&catalogue(args.markdown));
             Ok(())

@@ -6,6 +6,22 @@
 //! never on what else is in the batch (law 7).
 //!
 //! A backend is owned by one executor thread and owns its threads, streams and collective.
+//!
+//! # Steps as a whole
+//! A device may run a step as one recorded graph instead of call by call. For that the caller frames
+//! each step by [`Backend::begin_step`], which names everything that the step reads, and
+//! [`Backend::end_step`]. Between them a backend is free to put work off: it may record the calls, or
+//! only check that they are the ones it recorded for an earlier step of this kind and run its record
+//! at the end. So until `sample`, `logprobs`, `read_buffer`, a collective operation or `end_step`
+//! returns, no result needs to be there, and errors of a call may come from a later one. Both hooks
+//! do nothing by default; without them every call stands for itself. [`KernelError::Again`] from any
+//! of these calls means that the whole step, beginning with `begin_step`, is to be called once more.
+//!
+//! # One step ahead
+//! A device may also be given a step before the tokens of the one before are known, so that it never
+//! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
+//! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
+//! order of the steps. Two steps are under way at most.
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -145,6 +161,27 @@ pub struct AttentionShape {
     pub sliding_window: Option<u32>,
 }
 
+/// Everything that a step reads, named before it: see the module's documentation.
+#[derive(Clone, Copy, Debug)]
+pub struct StepInputs<'a> {
+    /// What `embed` will be called with.
+    pub ids: &'a [u32],
+    /// What attention will be called with.
+    pub batch: Batch<'a>,
+    /// Likewise, but for the window.
+    pub attention: &'a AttentionShape,
+    /// What `lm_head` will be called with, when the step samples.
+    pub sample_rows: &'a [u32],
+    /// What `sample` will be called with; empty on ranks that do not sample.
+    pub sampling: &'a [SampleRow<'a>],
+    /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
+    /// whose token takes the place of `ids`.
+    pub feed: &'a [u32],
+    /// Nothing else will be called than one forward pass, and `lm_head` and `sample` once each if
+    /// the step samples.
+    pub is_plain: bool,
+}
+
 /// A device. Methods are called from its executor thread alone.
 pub trait Backend {
     /// Activations.
@@ -171,6 +208,19 @@ pub trait Backend {
     /// [`KernelError::OutOfMemory`].
     fn new_buffer(&mut self, rows_max: usize, width: usize) -> Result<Self::Buffer, KernelError>;
 
+    /// Makes a buffer for the inputs of matrix products: a device may keep its elements in the type
+    /// that its products take.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn new_input_buffer(
+        &mut self,
+        rows_max: usize,
+        width: usize,
+    ) -> Result<Self::Buffer, KernelError> {
+        self.new_buffer(rows_max, width)
+    }
+
     /// Packs the vertical concatenation of `parts` (equal `cols`).
     ///
     /// # Errors
@@ -191,6 +241,24 @@ pub trait Backend {
 
     /// Bytes that one block takes over all layers, K and V together.
     fn kv_block_bytes(&self, shape: &KvShape) -> u64;
+
+    /// A step begins. What an earlier one left unfinished is dropped.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`], [`KernelError::Device`].
+    fn begin_step(&mut self, step: &StepInputs<'_>) -> Result<(), KernelError> {
+        let _ = step;
+        Ok(())
+    }
+
+    /// The step that began last is complete: all of its work has at least been handed to the
+    /// device, in order.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    fn end_step(&mut self) -> Result<(), KernelError> {
+        Ok(())
+    }
 
     /// `out[i] = table[ids[i] - first_id]`, or zeros when that row is not on this rank.
     /// `table: [vocab_local, hidden]`, `out: [ids.len(), hidden]` (its rows are set).
@@ -349,6 +417,43 @@ pub trait Backend {
         rows: &[SampleRow<'_>],
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError>;
+
+    /// Whether [`Backend::queue_sample`] and what belongs to it can be called.
+    fn queues_samples(&self) -> bool {
+        false
+    }
+
+    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. No row may
+    /// want its logits edited, or likely tokens listed.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`], [`KernelError::Unsupported`].
+    fn queue_sample(
+        &mut self,
+        logits: &Self::Buffer,
+        vocab: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<(), KernelError> {
+        let _ = (logits, vocab, rows);
+        Err(KernelError::Unsupported("samples cannot be queued here".to_owned()))
+    }
+
+    /// Whether `take_sampled` would not have to wait; true when nothing is queued.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    fn is_sampled(&mut self) -> Result<bool, KernelError> {
+        Ok(true)
+    }
+
+    /// Waits for what was queued first and not taken yet. Clears and fills `out`.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`]; [`KernelError::Shape`] when nothing is queued.
+    fn take_sampled(&mut self, out: &mut Vec<Sampled>) -> Result<(), KernelError> {
+        out.clear();
+        Err(KernelError::Shape { op: "take_sampled", message: "nothing is queued".to_owned() })
+    }
 
     /// Log-probability and rank of `targets[i]` in row `first_row + i` of `logits`, and the `top_n`
     /// most likely tokens there. Clears and fills `out`; `token` is the target.

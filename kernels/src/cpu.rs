@@ -20,7 +20,7 @@ use crate::sampling::{SampleRow, Sampled};
 
 mod attention;
 mod buffer;
-mod check;
+pub(crate) mod check;
 mod elementwise;
 mod gemm;
 pub mod isa;

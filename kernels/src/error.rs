@@ -26,6 +26,10 @@ pub enum KernelError {
     /// The device cannot do this.
     #[error("{0}")]
     Unsupported(String),
+    /// Nothing of the step was computed; running it again helps, since the device will do it in
+    /// another way.
+    #[error("{0}")]
+    Again(String),
     /// The device failed while it computed; its buffers are undefined.
     #[error("the device failed: {0}")]
     Device(String),

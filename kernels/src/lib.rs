@@ -4,6 +4,7 @@
 //! - [`backend`]: the list of operations a device must offer; shapes and dtypes of every argument
 //! - [`collective`]: how tensor-parallel ranks on CPUs exchange data
 //! - [`cpu`]: the CPU backend, SIMD and portable
+//! - [`cuda`]: the CUDA backend
 //! - [`mapped`]: model files in memory
 //! - [`error`]: what can go wrong
 //! - [`philox`]: the random numbers of sampling
@@ -15,6 +16,7 @@
 pub mod backend;
 pub mod collective;
 pub mod cpu;
+pub mod cuda;
 pub mod error;
 pub mod mapped;
 pub mod philox;

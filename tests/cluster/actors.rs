@@ -44,7 +44,7 @@ impl Program {
             coordinator: coordinator.into(),
             node: node.to_owned(),
             host: node.to_owned(),
-            threads: 1,
+            device: worker::device::DeviceChoice::Cpu(worker::device::CpuDevice { threads: 1 }),
             collective_listen: None,
             incarnation: run,
             application: Metrics::new(),

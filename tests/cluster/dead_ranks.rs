@@ -77,11 +77,13 @@ async fn a_killed_worker_of_tutti_up_leaves_its_signal_and_its_lines() {
 async fn a_worker_that_is_told_to_stop_says_why() {
     let fleet = Fleet::start(&["--tensor-parallel", "1"], 2, 0).await.unwrap();
     let client = fleet.client().unwrap();
+    let both = |status: &Value| status["nodes"].as_array().is_some_and(|nodes| nodes.len() == 2);
+    ask_until(&client, "/admin/status", both).await;
     LocalCluster::signal(fleet.workers[0].pid(), "TERM").unwrap();
     let is_dead = |status: &Value| status["dead"][0].is_object();
     let status = ask_until(&client, "/admin/status", is_dead).await;
     assert_eq!(status["dead"][0]["node"], "worker-0", "{status}");
-    assert_eq!(status["dead"][0]["reason"], "interrupted");
+    assert_eq!(status["dead"][0]["reason"], "it is told to end");
     assert_eq!(status["dead"][0]["exit"], Value::Null, "nobody here started it");
     let (ok, said) = operate(fleet.coordinator.base(), &["drain", "worker-1"]);
     assert!(!ok, "the last one is needed: {said}");

@@ -12,6 +12,7 @@ use shared::metrics::application::{GaugeMerge, Metrics};
 use shared::protocol::NodeResources;
 use testkit::fleet::Fleet;
 use testkit::scrape::Scrape;
+use worker::device::{CpuDevice, DeviceChoice};
 use worker::run::WorkerOptions;
 
 use crate::{STORY, greedy, up};
@@ -116,7 +117,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         coordinator: coordinator.into(),
         node: node.to_owned(),
         host: node.to_owned(),
-        threads: 1,
+        device: DeviceChoice::Cpu(CpuDevice { threads: 1 }),
         collective_listen: None,
         incarnation: std::process::id().into(),
         application,

@@ -18,6 +18,7 @@
 
 mod broken;
 mod checkpoint;
+mod cuda;
 mod goldens;
 mod invariance;
 mod odd;

@@ -5,11 +5,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kernels::collective::{Collective, local_group};
+use kernels::cuda::{CudaBackend, CudaOptions};
 use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceOutput, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
+use testkit::fake_cuda::fake_cuda;
 use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
@@ -60,6 +62,20 @@ pub(crate) enum On {
     Cpu,
     /// The oracle.
     Reference,
+    /// The CUDA backend with its kernels emulated.
+    FakeCuda,
+}
+
+/// A backend on the stand-in for NVIDIA's driver.
+pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -> CudaBackend {
+    let fake = fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap();
+    let options = CudaOptions {
+        folders: vec![fake.libraries],
+        kernels: Some(fake.kernels),
+        graphs,
+        ..CudaOptions::default()
+    };
+    CudaBackend::new(options, collective).unwrap()
 }
 
 /// One rank's engine on the fast backend.
@@ -165,6 +181,11 @@ impl Rig {
                         plan_receiver,
                         &sender,
                     );
+                }
+                On::FakeCuda => {
+                    let backend = fake_cuda_backend(true, collective);
+                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
                 }
                 On::Reference => {
                     let backend = ReferenceBackend::new(collective);

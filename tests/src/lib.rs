@@ -3,6 +3,7 @@
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
 //! - [`certificates`]: an authority and what it signed
 //! - [`etcd`]: a real etcd
+//! - [`fake_cuda`]: a stand-in for NVIDIA's driver, with this project's kernels emulated
 //! - [`fake_nvml`]: a stand-in for the library that tells of GPUs
 //! - [`fleet`]: a coordinator, workers and front ends as processes of their own
 //! - [`hosts`]: hosts of their own on one machine, whose network can be cut
@@ -15,6 +16,7 @@
 pub mod certificates;
 pub mod client;
 pub mod etcd;
+pub mod fake_cuda;
 pub mod fake_nvml;
 pub mod fleet;
 pub mod hosts;

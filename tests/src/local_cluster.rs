@@ -56,6 +56,18 @@ impl LocalCluster {
     /// # Errors
     /// When it cannot be started.
     pub fn spawn_in(prefix: &[String], args: &[&str]) -> Result<Self, String> {
+        Self::spawn_with(prefix, args, &[])
+    }
+
+    /// As [`LocalCluster::spawn_in`], with variables in its environment.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn spawn_with(
+        prefix: &[String],
+        args: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Result<Self, String> {
         let binary = tutti_binary();
         let mut command = match prefix {
             [] => Command::new(&binary),
@@ -67,6 +79,7 @@ impl LocalCluster {
         };
         let mut child = command
             .args(args)
+            .envs(environment.iter().copied())
             .current_dir(repository())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

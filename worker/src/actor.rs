@@ -52,6 +52,11 @@ pub enum WorkerEnd {
         /// Why, in the coordinator's words.
         reason: String,
     },
+    /// Its device computes no more.
+    DeviceLost {
+        /// Why, in one line.
+        reason: String,
+    },
     /// Its own thread of execution is gone.
     Failed {
         /// What happened.
@@ -261,7 +266,9 @@ impl WorkerActor {
         }
         let reason = match &end {
             WorkerEnd::Shutdown { reason } | WorkerEnd::Refused { reason } => reason.clone(),
-            WorkerEnd::Failed { message } => message.clone(),
+            WorkerEnd::Failed { message } | WorkerEnd::DeviceLost { reason: message } => {
+                message.clone()
+            }
         };
         self.send_log();
         // The coordinator answers by closing the link.
@@ -365,13 +372,20 @@ struct Leads(Destination);
 pub struct StopWorker {
     /// Why, for the coordinator's records.
     pub reason: String,
+    /// It cannot go on; otherwise somebody wanted it to stop.
+    pub failed: bool,
 }
 
 impl Handler<StopWorker> for WorkerActor {
     type Result = ();
 
-    fn handle(&mut self, StopWorker { reason }: StopWorker, ctx: &mut Self::Context) {
-        self.leave(ctx, WorkerEnd::Shutdown { reason });
+    fn handle(&mut self, stop: StopWorker, ctx: &mut Self::Context) {
+        let StopWorker { reason, failed } = stop;
+        let end = match failed {
+            true => WorkerEnd::Failed { message: reason },
+            false => WorkerEnd::Shutdown { reason },
+        };
+        self.leave(ctx, end);
     }
 }
 

@@ -5,12 +5,12 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kernels::CpuBackend;
 use kernels::collective::{Collective, local_group};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 
+use crate::device::{Device, DeviceChoice};
 use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -20,6 +20,8 @@ use crate::model::shard::Shard;
 use crate::model::weights;
 
 const BLOCK_SIZE: u32 = 16;
+/// Decode steps that come before anything is measured.
+const WARM_UP_STEPS: u32 = 4;
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What to measure.
@@ -29,8 +31,8 @@ pub struct BenchOptions {
     pub model: PathBuf,
     /// Ranks.
     pub tensor_parallel: u32,
-    /// Compute threads per rank.
-    pub threads: u32,
+    /// What each rank computes on; rank r on GPU i + r.
+    pub device: DeviceChoice,
     /// Tokens of the prefill case's prompt.
     pub prompt_tokens: u32,
     /// Decode steps of each decode case.
@@ -60,7 +62,7 @@ pub fn run(options: &BenchOptions) -> Result<BenchFigures, String> {
     let mut replica = Replica::start(options)?;
     // The first steps touch every page of weights and grow every buffer.
     for _ in 0..2 {
-        replica.case(1, options.prompt_tokens, 4)?;
+        replica.case(1, options.prompt_tokens, WARM_UP_STEPS)?;
     }
     let (prefill, _) = replica.case(1, options.prompt_tokens, 1)?;
     let mut decode = Vec::new();
@@ -111,19 +113,17 @@ impl Replica {
             let (plans, received) = sync_channel::<StepPlan>(2);
             replica.plans.push(plans);
             let (options, sender, described) = (options.clone(), sender.clone(), described.clone());
-            replica.threads.push(std::thread::spawn(move || {
-                let engine = engine(&options, rank, collective).map_err(|error| error.to_string());
-                let _ = described.send(engine.as_ref().map(|e| e.1.clone()).map_err(String::clone));
-                let Ok((mut engine, _)) = engine else { return };
-                let mut outputs = Vec::new();
-                for plan in received {
-                    outputs.clear();
-                    let result = engine.step(&plan, &mut outputs);
-                    if rank == 0 || result.is_err() {
-                        let _ = sender.send(result.map(|_| ()).map_err(|error| error.to_string()));
-                    }
+            let thread = move || match &options.device {
+                DeviceChoice::Cpu(device) => {
+                    serve(device, &options, rank, collective, received, &sender, &described);
                 }
-            }));
+                DeviceChoice::Cuda(device) => {
+                    let mut device = device.clone();
+                    device.options.ordinal += rank;
+                    serve(&device, &options, rank, collective, received, &sender, &described);
+                }
+            };
+            replica.threads.push(std::thread::spawn(thread));
         }
         for _ in 0..ranks {
             replica.backend = descriptions.recv().map_err(|error| error.to_string())??;
@@ -203,32 +203,58 @@ impl Drop for Replica {
     }
 }
 
-fn engine(
+/// One rank's thread.
+fn serve<D: Device>(
+    device: &D,
     options: &BenchOptions,
     rank: u32,
     collective: Box<dyn Collective>,
-) -> Result<(Engine<CpuBackend>, String), ModelError> {
+    plans: Receiver<StepPlan>,
+    results: &SyncSender<Result<(), String>>,
+    described: &SyncSender<Result<String, String>>,
+) {
+    let engine = engine(device, options, rank, collective).map_err(|error| error.to_string());
+    let _ = described.send(engine.as_ref().map(|e| e.1.clone()).map_err(String::clone));
+    let Ok((mut engine, _)) = engine else { return };
+    let mut outputs = Vec::new();
+    for plan in plans {
+        outputs.clear();
+        let result = engine.step(&plan, &mut outputs);
+        if rank == 0 || result.is_err() {
+            let _ = results.send(result.map(|_| ()).map_err(|error| error.to_string()));
+        }
+    }
+}
+
+fn engine<D: Device>(
+    device: &D,
+    options: &BenchOptions,
+    rank: u32,
+    collective: Box<dyn Collective>,
+) -> Result<(Engine<D::Backend>, String), ModelError> {
     let model: &Path = &options.model;
     let config = ModelConfig::load(model)?;
     let shard = Shard::new(&config, rank, options.tensor_parallel)?;
     let files = WeightFiles::open(model)?;
-    let mut backend = CpuBackend::new(options.threads as usize, collective)?;
+    let mut backend = device.backend(collective)?;
     let described = kernels::Backend::describe(&backend);
-    let longest = options.prompt_tokens.max(32) + options.decode_steps + 1;
+    let longest = options.prompt_tokens.max(32) + options.decode_steps.max(WARM_UP_STEPS) + 1;
     let positions = config.max_positions.min(longest as usize);
     let seqs = options.batches.iter().copied().max().unwrap_or(1);
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
         max_model_len: u32::try_from(positions).unwrap_or(u32::MAX),
         max_num_seqs: seqs,
-        max_num_batched_tokens: options.prompt_tokens.max(seqs),
+        max_num_batched_tokens: options.prompt_tokens.max(seqs).max(32),
         kv_cache_bytes: u64::MAX,
     };
+    device.check_fit(&backend, &config, &shard, &sizes)?;
     let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
     let tokens = sizes.max_num_batched_tokens as usize;
     let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, seqs as usize)?;
     let num_blocks = longest.div_ceil(BLOCK_SIZE) * seqs.max(2);
     let mut engine = Engine::new(backend, decoder, sizes);
+    device.prepare(&mut engine)?;
     engine.start(num_blocks)?;
     Ok((engine, described))
 }

@@ -3,12 +3,14 @@
 //!
 //! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
+mod ahead;
+mod profile;
 mod sequence;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use kernels::backend::{Batch, SeqRows};
+use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
@@ -16,8 +18,10 @@ use shared::protocol::{
     EngineConfig, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenDigest, TokenLogprobs,
 };
 
+use self::ahead::Queued;
 use self::sequence::Sequence;
 use crate::model::decoder::Decoder;
+use crate::rank::{NoSteps, StepSource};
 
 /// A plan cannot be run.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +54,9 @@ pub struct Engine<B: Backend> {
     step: StepBuffers,
     /// Of the last step's tokens.
     digest: TokenDigest,
+    /// Steps whose tokens are on their way, the oldest first.
+    queued: VecDeque<Queued>,
+    begun_ahead: u64,
 }
 
 /// What a step needs, kept from step to step.
@@ -63,6 +70,8 @@ struct StepBuffers {
     /// Row of the logits of each sampled sequence, and which entry of the plan it is.
     sample_rows: Vec<u32>,
     sample_entries: Vec<usize>,
+    /// Rows of the step before whose tokens are this one's; empty when its own are known.
+    feed: Vec<u32>,
     /// Empty between steps: kept for its memory.
     sampling: Vec<SampleRow<'static>>,
     sampled: Vec<Sampled>,
@@ -94,6 +103,8 @@ impl<B: Backend> Engine<B> {
             sequences: HashMap::new(),
             step: StepBuffers::default(),
             digest: TokenDigest::of(StepId(0)),
+            queued: VecDeque::new(),
+            begun_ahead: 0,
         }
     }
 
@@ -103,12 +114,12 @@ impl<B: Backend> Engine<B> {
         self.digest.value()
     }
 
-    /// KV blocks that fit in the memory allowed, and that could be used at most.
+    /// KV blocks that fit in `bytes`, and that could be used at most.
     #[must_use]
-    pub fn kv_blocks(&self) -> u32 {
+    pub fn kv_blocks(&self, bytes: u64) -> u32 {
         let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
         let block_bytes = self.backend.kv_block_bytes(&shape).max(1);
-        let fit = self.config.kv_cache_bytes / block_bytes;
+        let fit = bytes / block_bytes;
         let longest = self.config.max_model_len.div_ceil(self.config.block_size);
         let useful = u64::from(longest) * u64::from(self.config.max_num_seqs);
         u32::try_from(fit.min(useful)).unwrap_or(u32::MAX)
@@ -118,6 +129,18 @@ impl<B: Backend> Engine<B> {
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes()
+    }
+
+    /// Steps begun while the one before was still running, so far.
+    #[must_use]
+    pub fn begun_ahead(&self) -> u64 {
+        self.begun_ahead
+    }
+
+    /// The sizes.
+    #[must_use]
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
     }
 
     /// The backend: for a new epoch's collective.
@@ -148,6 +171,7 @@ impl<B: Backend> Engine<B> {
         self.cache = None;
         self.num_blocks = 0;
         self.sequences.clear();
+        self.queued.clear();
     }
 
     /// Runs one step. On rank 0 one output is appended per sequence that samples or reports prompt
@@ -160,21 +184,41 @@ impl<B: Backend> Engine<B> {
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, EngineError> {
+        self.step_with(plan, &mut NoSteps, outputs)
+    }
+
+    /// As [`Engine::step`]; while it waits for the device it looks for the next step in `source`,
+    /// and begins that too if it can be.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn step_with(
+        &mut self,
+        plan: &StepPlan,
+        source: &mut dyn StepSource,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, EngineError> {
         let began = Instant::now();
         self.digest = TokenDigest::of(plan.step);
         let _ = self.backend.take_collective_time();
-        self.admit(plan)?;
-        self.prepare(plan)?;
         let mut sampling = Duration::ZERO;
-        if self.step.ids.is_empty() {
+        if !self.is_begun(plan)? {
+            self.admit(plan)?;
+            self.prepare(plan)?;
+            if self.can_queue(plan) {
+                self.begin(plan)?;
+            }
+        }
+        if !self.queued.is_empty() {
+            self.finish(source, outputs)?;
+        } else if self.step.ids.is_empty() {
             // Nothing to compute: a sign of life, for which the ranks meet.
             self.backend.broadcast_tokens(&mut [0])?;
         } else {
-            self.forward()?;
-            self.prompt_logprobs(plan, outputs)?;
-            let reports = outputs.len();
-            sampling = self.sample(plan, outputs)?;
-            if reports > 0 {
+            let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
+            sampling = self.compute(plan, outputs, false)?;
+            self.share(plan, outputs)?;
+            if reports {
                 let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
                 outputs.sort_by_cached_key(|output| place(output.seq));
             }
@@ -273,53 +317,100 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    fn forward(&mut self) -> Result<(), EngineError> {
-        let step = &self.step;
+    /// Computes the batch and samples rank 0's logits, or leaves that queued; returns how long
+    /// sampling took on rank 0.
+    fn compute(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+        queue: bool,
+    ) -> Result<Duration, EngineError> {
+        match self.try_compute(plan, outputs, queue) {
+            Err(EngineError::Kernel(KernelError::Again(reason))) => {
+                tracing::warn!(reason, "a step is run again");
+                self.try_compute(plan, outputs, queue)
+            }
+            result => result,
+        }
+    }
+
+    fn try_compute(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+        queue: bool,
+    ) -> Result<Duration, EngineError> {
+        let is_plain = !plan.sequences.iter().any(|entry| self.reports_prompt(entry));
+        let Self { backend, decoder, sequences, step, cache, .. } = self;
+        let cache = cache.as_mut().ok_or_else(|| EngineError::Plan {
+            step: plan.step.0,
+            message: "there is no KV cache yet".to_owned(),
+        })?;
+        let samples = backend.rank() == 0;
+        let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
+        if samples {
+            for index in &step.sample_entries {
+                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
+                    rows.push(seq.sample_row());
+                }
+            }
+        }
         let batch = Batch {
             positions: &step.positions,
             slots: &step.slots,
             seqs: &step.seqs,
             block_tables: &step.block_tables,
         };
-        let cache = self.cache.as_mut().ok_or_else(|| EngineError::Plan {
-            step: 0,
-            message: "there is no KV cache yet".to_owned(),
+        backend.begin_step(&StepInputs {
+            ids: &step.ids,
+            batch,
+            attention: decoder.attention(),
+            sample_rows: &step.sample_rows,
+            sampling: &rows,
+            feed: &step.feed,
+            is_plain,
         })?;
-        Ok(self.decoder.forward(&mut self.backend, cache, &step.ids, &batch)?)
+        decoder.forward(backend, cache, &step.ids, &batch)?;
+        if !is_plain {
+            let max = self.config.max_num_seqs;
+            prompt_logprobs(backend, decoder, sequences, step, plan, max, outputs)?;
+        }
+        let mut sampling = Duration::ZERO;
+        if !step.sample_rows.is_empty() {
+            let vocab = decoder.config().vocab_size;
+            let logits = decoder.logits(backend, &step.sample_rows)?;
+            if queue {
+                backend.queue_sample(logits, vocab, &rows)?;
+            } else if samples {
+                let began = Instant::now();
+                backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
+                sampling = began.elapsed();
+            }
+        }
+        backend.end_step()?;
+        step.sampling = recycle(rows);
+        Ok(sampling)
     }
 
-    /// Samples rank 0's logits and shares the tokens; returns how long rank 0 took.
-    fn sample(
+    /// Tells all ranks what was sampled.
+    fn share(
         &mut self,
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<Duration, EngineError> {
-        if self.step.sample_rows.is_empty() {
-            return Ok(Duration::ZERO);
+    ) -> Result<(), EngineError> {
+        let Self { backend, sequences, step, digest, .. } = self;
+        if step.sample_rows.is_empty() {
+            return Ok(());
         }
-        let Self { backend, decoder, sequences, step, digest, .. } = self;
-        let vocab = decoder.config().vocab_size;
-        let logits = decoder.logits(backend, &step.sample_rows)?;
-        let began = Instant::now();
         step.tokens.clear();
         step.tokens.resize(step.sample_rows.len(), 0);
-        if backend.rank() == 0 {
-            let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
-            for index in &step.sample_entries {
-                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
-                    rows.push(seq.sample_row());
-                }
-            }
-            let result = backend.sample(logits, vocab, 0, &rows, &mut step.sampled);
-            step.sampling = recycle(rows);
-            result?;
+        let rank = backend.rank();
+        if rank == 0 {
             for (token, sampled) in step.tokens.iter_mut().zip(&step.sampled) {
                 *token = sampled.token;
             }
         }
-        let sampling = if backend.rank() == 0 { began.elapsed() } else { Duration::ZERO };
         backend.broadcast_tokens(&mut step.tokens)?;
-        let rank = backend.rank();
         let mut sampled = step.sampled.drain(..);
         for (index, token) in step.sample_entries.iter().zip(&step.tokens) {
             let entry = &plan.sequences[*index];
@@ -332,61 +423,66 @@ impl<B: Backend> Engine<B> {
                 merge_output(outputs, entry, sampled, seq.params.logprobs.is_some());
             }
         }
-        Ok(sampling)
-    }
-
-    /// Reports log-probabilities of prompt tokens, for sequences that want them.
-    fn prompt_logprobs(
-        &mut self,
-        plan: &StepPlan,
-        outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<(), EngineError> {
-        let vocab = self.decoder.config().vocab_size;
-        for (index, entry) in plan.sequences.iter().enumerate() {
-            let Some(seq) = self.sequences.get(&entry.seq) else { continue };
-            let Some(top_n) = seq.prompt_logprobs else { continue };
-            // The logits at position p tell about the token at p + 1, inside the prompt.
-            let last = (entry.start + entry.count).min(seq.num_prompt.saturating_sub(1));
-            if entry.start >= last {
-                continue;
-            }
-            let mut report = Vec::with_capacity((last - entry.start) as usize);
-            let mut corrupted = false;
-            let row_start = self.step.seqs[index].row_start;
-            let mut from = entry.start;
-            while from < last {
-                let to = last.min(from + self.config.max_num_seqs);
-                self.step.targets.clear();
-                self.step
-                    .targets
-                    .extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
-                let rows = &mut self.step.prompt_rows;
-                rows.clear();
-                rows.extend((from..to).map(|position| row_start + position - entry.start));
-                let logits = self.decoder.logits(&mut self.backend, rows)?;
-                if self.backend.rank() == 0 {
-                    let targets = &self.step.targets;
-                    let sampled = &mut self.step.sampled;
-                    self.backend.logprobs(logits, vocab, 0, targets, top_n, sampled)?;
-                    corrupted |= sampled.iter().any(|scored| scored.corrupted);
-                    report.extend(sampled.drain(..).map(token_logprobs));
-                }
-                from = to;
-            }
-            if self.backend.rank() == 0 {
-                outputs.push(SequenceOutput {
-                    seq: entry.seq,
-                    position: entry.start + entry.count,
-                    token: None,
-                    logprobs: None,
-                    prompt_logprobs: report,
-                    prompt_start: entry.start + 1,
-                    corrupted,
-                });
-            }
-        }
         Ok(())
     }
+
+    /// Whether log-probabilities of prompt tokens are due from this part of a sequence.
+    fn reports_prompt(&self, entry: &SequenceStep) -> bool {
+        self.sequences
+            .get(&entry.seq)
+            .is_some_and(|seq| seq.prompt_logprobs.is_some() && seq.prompt_targets(entry).is_some())
+    }
+}
+
+/// Reports log-probabilities of prompt tokens, for sequences that want them.
+fn prompt_logprobs<B: Backend>(
+    backend: &mut B,
+    decoder: &mut Decoder<B>,
+    sequences: &HashMap<SeqId, Sequence>,
+    step: &mut StepBuffers,
+    plan: &StepPlan,
+    rows_max: u32,
+    outputs: &mut Vec<SequenceOutput>,
+) -> Result<(), EngineError> {
+    let vocab = decoder.config().vocab_size;
+    for (index, entry) in plan.sequences.iter().enumerate() {
+        let Some(seq) = sequences.get(&entry.seq) else { continue };
+        let Some(top_n) = seq.prompt_logprobs else { continue };
+        let Some(targets) = seq.prompt_targets(entry) else { continue };
+        let last = targets.end - 1;
+        let mut report = Vec::with_capacity((last - entry.start) as usize);
+        let mut corrupted = false;
+        let row_start = step.seqs[index].row_start;
+        let mut from = entry.start;
+        while from < last {
+            let to = last.min(from + rows_max);
+            step.targets.clear();
+            step.targets.extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
+            let rows = &mut step.prompt_rows;
+            rows.clear();
+            rows.extend((from..to).map(|position| row_start + position - entry.start));
+            let logits = decoder.logits(backend, rows)?;
+            if backend.rank() == 0 {
+                let sampled = &mut step.sampled;
+                backend.logprobs(logits, vocab, 0, &step.targets, top_n, sampled)?;
+                corrupted |= sampled.iter().any(|scored| scored.corrupted);
+                report.extend(sampled.drain(..).map(token_logprobs));
+            }
+            from = to;
+        }
+        if backend.rank() == 0 {
+            outputs.push(SequenceOutput {
+                seq: entry.seq,
+                position: entry.start + entry.count,
+                token: None,
+                logprobs: None,
+                prompt_logprobs: report,
+                prompt_start: entry.start + 1,
+                corrupted,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Adds a sampled token to the output that prompt log-probabilities began, or begins one.
@@ -446,5 +542,6 @@ impl StepBuffers {
         self.block_tables.clear();
         self.sample_rows.clear();
         self.sample_entries.clear();
+        self.feed.clear();
     }
 }

@@ -14,7 +14,7 @@ use shared::protocol::{
     StepResult, WorkerStats,
 };
 
-use crate::rank::{AbortSlot, Rank};
+use crate::rank::{AbortSlot, Rank, StepSource};
 
 /// Commands waiting for the executor. The coordinator keeps two steps in flight, so a queue this
 /// long is full only if something is badly wrong.
@@ -47,6 +47,10 @@ pub trait Outbox: Send {
     fn loaded(&mut self, form: &Form, formed: &Formed);
     /// The cumulative stats now.
     fn report(&mut self) -> WorkerStats;
+    /// The device computes no more, and why: nothing is sent after this.
+    fn device_lost(&mut self, reason: &str) {
+        tracing::error!(reason, "the device is lost");
+    }
 }
 
 /// A handle on the executor thread. Dropping it ends the thread after the command in progress.
@@ -154,6 +158,42 @@ impl Drop for Executor {
     }
 }
 
+/// Commands in their order; the next may be looked at before it is taken.
+struct Inbox<'a> {
+    commands: &'a Receiver<(u64, ExecutorCommand)>,
+    held: Option<(u64, ExecutorCommand)>,
+}
+
+impl Inbox<'_> {
+    fn take(&mut self) -> Option<(u64, ExecutorCommand)> {
+        self.held.take().or_else(|| self.commands.recv().ok())
+    }
+}
+
+/// The steps of one epoch in an inbox.
+struct EpochSteps<'a, 'b> {
+    inbox: &'a mut Inbox<'b>,
+    term: (u64, Epoch),
+    abort: &'a AbortSlot,
+}
+
+impl StepSource for EpochSteps<'_, '_> {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        if self.inbox.held.is_none() {
+            self.inbox.held = self.inbox.commands.try_recv().ok();
+        }
+        let (link, epoch) = self.term;
+        match &self.inbox.held {
+            Some((of, ExecutorCommand::Step(plan)))
+                if (*of, plan.epoch) == (link, epoch) && !self.abort.is_aborted(epoch) =>
+            {
+                Some(plan)
+            }
+            _ => None,
+        }
+    }
+}
+
 struct Loop<R, O> {
     rank: R,
     outbox: O,
@@ -168,14 +208,15 @@ struct Loop<R, O> {
 impl<R: Rank, O: Outbox> Loop<R, O> {
     fn run(mut self, commands: &Receiver<(u64, ExecutorCommand)>) {
         let mut idle_since = Instant::now();
-        while let Ok((link, command)) = commands.recv() {
+        let mut inbox = Inbox { commands, held: None };
+        while let Some((link, command)) = inbox.take() {
             let idle = idle_since.elapsed();
             self.entered = link;
             self.abort.enter(link);
             match command {
                 ExecutorCommand::Form(form) => self.form(&form),
                 ExecutorCommand::Start(start) => self.start(start),
-                ExecutorCommand::Step(plan) => self.step(&plan, idle),
+                ExecutorCommand::Step(plan) => self.step(&plan, idle, &mut inbox),
                 ExecutorCommand::Report => {
                     self.report_waits.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
@@ -188,6 +229,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                         self.release();
                     }
                 }
+            }
+            if let Some(reason) = self.rank.lost_device() {
+                return self.outbox.device_lost(reason);
             }
             idle_since = Instant::now();
         }
@@ -252,13 +296,15 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         }
     }
 
-    fn step(&mut self, plan: &StepPlan, idle: Duration) {
+    fn step(&mut self, plan: &StepPlan, idle: Duration, inbox: &mut Inbox<'_>) {
         if self.epoch != Some((self.entered, plan.epoch)) {
             return;
         }
         let began = Instant::now();
         let mut outputs = Vec::with_capacity(plan.sequences.len());
-        match self.rank.step(plan, &mut outputs) {
+        let term = (self.entered, plan.epoch);
+        let mut source = EpochSteps { inbox, term, abort: &self.abort };
+        match self.rank.step_with(plan, &mut source, &mut outputs) {
             Ok(mut timings) => {
                 timings.idle_us = micros(idle);
                 timings.step_us = micros(began.elapsed());

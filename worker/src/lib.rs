@@ -6,7 +6,7 @@
 //! - [`executor`]: the OS thread that owns a rank and runs one command at a time
 //! - [`outbox`]: the executor's messages and measurements on their way out
 //! - [`rank`]: the seam between message handling and arithmetic
-//! - [`cpu_rank`]: a rank on CPU cores
+//! - [`engine_rank`]: a rank on some device; [`device`]: CPU cores, or a GPU
 //! - [`engine`]: step plans to tokens
 //! - [`check`]: what a model folder takes of a host, without loading it
 //! - [`mod@bench`]: the engine's speed, alone
@@ -16,8 +16,9 @@
 pub mod actor;
 pub mod bench;
 pub mod check;
-pub mod cpu_rank;
+pub mod device;
 pub mod engine;
+pub mod engine_rank;
 pub mod executor;
 pub mod model;
 pub mod outbox;

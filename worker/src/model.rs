@@ -2,6 +2,7 @@
 //!
 //! - [`config`]: `config.json`, both dialects, validated
 //! - [`safetensors`]: weight files, mapped and checked
+//! - [`size`]: PURE: how much memory a shard takes
 //! - [`shard`]: PURE: which heads, columns and rows a rank holds
 //! - [`rope`]: PURE: rotary frequencies and their scalings
 //! - [`weights`]: one rank's shard, packed for its backend
@@ -11,6 +12,7 @@ pub mod decoder;
 pub mod rope;
 pub mod safetensors;
 pub mod shard;
+pub mod size;
 pub mod weights;
 
 use std::path::{Path, PathBuf};
@@ -44,6 +46,9 @@ pub enum ModelError {
         /// What does not divide, and which degrees would do.
         message: String,
     },
+    /// The device has too little memory.
+    #[error("{0}")]
+    Fit(String),
     /// The device failed.
     #[error(transparent)]
     Kernel(#[from] kernels::KernelError),
@@ -57,6 +62,6 @@ impl ModelError {
     /// Whether trying again with the same folder and degree cannot help.
     #[must_use]
     pub fn is_permanent(&self) -> bool {
-        !matches!(self, Self::Kernel(_))
+        !matches!(self, Self::Kernel(error) if !matches!(error, kernels::KernelError::Unsupported(_)))
     }
 }

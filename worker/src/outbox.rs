@@ -7,6 +7,7 @@ use shared::ids::{Epoch, WorkerId};
 use shared::metrics::application::Metrics;
 use shared::metrics::{RankStats, SharedStats};
 use shared::protocol::{Form, Formed, FromWorker, HeldShard, StepResult, WorkerStats};
+use tokio::sync::oneshot;
 
 use crate::actor::Uplink;
 use crate::executor::Outbox;
@@ -25,6 +26,7 @@ pub struct LinkOutbox {
     host: Option<HostThread>,
     stats: Option<(WorkerId, RankStats)>,
     last_report: Option<Instant>,
+    lost: Option<oneshot::Sender<String>>,
 }
 
 impl LinkOutbox {
@@ -41,6 +43,7 @@ impl LinkOutbox {
             host: None,
             stats: None,
             last_report: None,
+            lost: None,
         }
     }
 
@@ -48,6 +51,12 @@ impl LinkOutbox {
     #[must_use]
     pub fn with_actors(self, actors: SharedStats) -> Self {
         Self { actors, ..self }
+    }
+
+    /// Tells `lost` when the device computes no more.
+    #[must_use]
+    pub fn with_device_watch(self, lost: oneshot::Sender<String>) -> Self {
+        Self { lost: Some(lost), ..self }
     }
 
     /// The stats under the slot that the coordinator gave.
@@ -99,6 +108,12 @@ impl Outbox for LinkOutbox {
         });
         let load = Duration::from_secs_f64(formed.load_seconds.max(0.0));
         self.stats().formed(form.replica, form.rank, formed.weight_bytes, load);
+    }
+
+    fn device_lost(&mut self, reason: &str) {
+        if let Some(lost) = self.lost.take() {
+            let _ = lost.send(reason.to_owned());
+        }
     }
 
     fn report(&mut self) -> WorkerStats {

@@ -43,8 +43,45 @@ pub trait Rank {
     /// The digest of the last step's tokens, as this rank has them.
     fn digest(&self) -> u32;
 
+    /// As `step`; while it waits for its device it may begin the next step, which it finds in
+    /// `source` and which it is then given next.
+    ///
+    /// # Errors
+    /// As `step`.
+    fn step_with(
+        &mut self,
+        plan: &StepPlan,
+        source: &mut dyn StepSource,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
+        let _ = source;
+        self.step(plan, outputs)
+    }
+
     /// Leaves the epoch: drops the collective and the KV cache, keeps the weights.
     fn release(&mut self);
+
+    /// Why this rank's device computes no more, if it does not: then nothing but another process
+    /// helps.
+    fn lost_device(&self) -> Option<&str> {
+        None
+    }
+}
+
+/// Steps that wait behind the one that is being run.
+pub trait StepSource {
+    /// The next step of the epoch, if it is there; it stays there.
+    fn peek(&mut self) -> Option<&StepPlan>;
+}
+
+/// No step waits.
+#[derive(Clone, Copy, Debug)]
+pub struct NoSteps;
+
+impl StepSource for NoSteps {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        None
+    }
 }
 
 /// What a formed rank reports.

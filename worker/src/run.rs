@@ -21,7 +21,8 @@ use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
 use crate::actor::{StopWorker, Uplink, WorkerActor, WorkerConfig, WorkerEnd};
-use crate::cpu_rank::CpuRank;
+use crate::device::DeviceChoice;
+use crate::engine_rank::EngineRank;
 use crate::executor::Executor;
 use crate::outbox::LinkOutbox;
 
@@ -37,8 +38,8 @@ pub struct WorkerOptions {
     pub node: String,
     /// Identifies the host; workers with equal values share memory.
     pub host: String,
-    /// Compute threads.
-    pub threads: u32,
+    /// What to compute on.
+    pub device: DeviceChoice,
     /// Where the TCP collective listens; by default any port of the address from which this host
     /// reaches the coordinator.
     pub collective_listen: Option<SocketAddr>,
@@ -78,25 +79,36 @@ pub async fn run(
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
-    let threads = options.threads.max(1);
-    let executor = Executor::spawn(
-        move || CpuRank::new(threads as usize, listener),
-        LinkOutbox::new(uplink.clone(), options.application, options.nvml)
-            .with_actors(options.actors.stats().clone()),
-    )?;
+    let (lost, device_lost) = oneshot::channel();
+    let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
+        .with_actors(options.actors.stats().clone())
+        .with_device_watch(lost);
+    let offer = NodeResources {
+        cpus: std::thread::available_parallelism()
+            .map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX)),
+        memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
+        ..options.offer
+    };
+    let (device, offer, threads, executor) = match options.device {
+        DeviceChoice::Cpu(device) => {
+            let threads = device.threads;
+            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            (DeviceKind::Cpu, offer, threads, executor)
+        }
+        DeviceChoice::Cuda(device) => {
+            let offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
+            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            (DeviceKind::Cuda, offer, 1, executor)
+        }
+    };
     let hello = Hello {
         node: options.node,
         incarnation: Incarnation(options.incarnation),
         host: options.host,
         pid: std::process::id(),
-        device: DeviceKind::Cpu,
-        threads,
-        offer: NodeResources {
-            cpus: std::thread::available_parallelism()
-                .map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX)),
-            memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
-            ..options.offer
-        },
+        device,
+        threads: u32::try_from(threads).unwrap_or(u32::MAX),
+        offer,
         collective_addr,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         rejoin: Rejoin::default(),
@@ -118,12 +130,15 @@ pub async fn run(
     let (end, mut ended) = oneshot::channel();
     let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
-    let reason = tokio::select! {
+    let (reason, lost) = tokio::select! {
         end = &mut ended => return Ok(end.unwrap_or(failed)),
-        reason = stop => reason,
+        reason = stop => (reason, false),
+        Ok(reason) = device_lost => (reason, true),
     };
-    worker.do_send(StopWorker { reason: reason.clone() });
-    match tokio::time::timeout(STOP_PATIENCE, ended).await {
+    worker.do_send(StopWorker { reason: reason.clone(), failed: lost });
+    let ended = tokio::time::timeout(STOP_PATIENCE, ended).await;
+    match ended {
+        _ if lost => Ok(WorkerEnd::DeviceLost { reason }),
         Ok(end) => Ok(end.unwrap_or(failed)),
         // Its thread is held up by what ends with the process.
         Err(_) => Ok(WorkerEnd::Shutdown { reason }),

@@ -5,21 +5,20 @@ use worker::bench::{BenchOptions, run as measure};
 use super::options::BenchArgs;
 use super::output::print_line;
 use super::serve::demo_model;
-use super::work::{check_device, cores};
-use super::{CliError, logging};
+use super::work::cores;
+use super::{CliError, devices, logging};
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     logging::init("warn");
-    check_device(&args.compute)?;
     let model = args.model.clone().map_or_else(demo_model, Ok)?;
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));
     let options = BenchOptions {
         model,
         tensor_parallel: args.tensor_parallel,
-        threads,
+        device: devices::choose(&args.compute, threads)?,
         prompt_tokens: args.prompt_tokens,
         decode_steps: args.decode_steps,
-        batches: vec![1, 8, 16],
+        batches: args.batches.clone(),
     };
     let figures = measure(&options).map_err(CliError::Failed)?;
     let mut line = Map::new();

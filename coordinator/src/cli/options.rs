@@ -44,6 +44,8 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line
     Bench(BenchArgs),
+    /// Show what this host can compute on: CPU, GPUs, NVIDIA's libraries, and what is missing
+    Devices(DevicesArgs),
     /// Print the metrics catalogue
     Metrics(MetricsArgs),
     /// Check a configuration file and say what is wrong with it
@@ -61,14 +63,34 @@ pub(crate) fn command() -> clap::Command {
 }
 
 /// What workers compute on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// A GPU when one is usable, else the CPU
+    /// GPUs when enough are usable, else the CPU.
     Auto,
-    /// CPU cores
+    /// CPU cores.
     Cpu,
-    /// A CUDA GPU
-    Cuda,
+    /// A GPU: this one, or any.
+    Cuda(Option<u32>),
+}
+
+/// Parses `auto`, `cpu`, `cuda`, `cuda:1`.
+fn parse_device(text: &str) -> Result<Device, String> {
+    match text {
+        "auto" => return Ok(Device::Auto),
+        "cpu" => return Ok(Device::Cpu),
+        "cuda" => return Ok(Device::Cuda(None)),
+        _ => {}
+    }
+    let number = text.strip_prefix("cuda:").and_then(|number| number.parse().ok());
+    number
+        .map(|number| Device::Cuda(Some(number)))
+        .ok_or_else(|| "expected auto, cpu, cuda or cuda:N, where N numbers GPUs from 0".to_owned())
+}
+
+/// Parses a share, such as 0.9.
+fn parse_share(text: &str) -> Result<f64, String> {
+    let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "expected a number above 0, at most 1".to_owned())
 }
 
 /// A server whose metric names can be published too.
@@ -266,6 +288,9 @@ pub(crate) struct BenchArgs {
     /// Decode steps of each decode case
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub(crate) decode_steps: u32,
+    /// Sequences of the decode cases, comma separated
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "1,8,16", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) batches: Vec<u32>,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
 }
@@ -348,9 +373,10 @@ pub(crate) struct ServingArgs {
     /// Tokens per KV cache block
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) block_size: u32,
-    /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
-    #[arg(long, value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
-    pub(crate) kv_cache_memory: u64,
+    /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB [default: 512MiB on CPUs,
+    /// on GPUs what --gpu-memory-utilization leaves]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub(crate) kv_cache_memory: Option<u64>,
     /// Compute every prompt whole, also where the KV cache still has its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
@@ -388,12 +414,47 @@ pub(crate) struct ServingArgs {
     pub(crate) log_stats_interval: u64,
 }
 
+/// Where CUDA's parts are.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CudaArgs {
+    /// Folders with NVIDIA's libraries (libcuda, libcublasLt, libnccl), comma separated, searched
+    /// before the places that the system's loader knows
+    #[arg(long, value_name = "DIRS", value_delimiter = ',')]
+    pub(crate) cuda_lib_dir: Vec<PathBuf>,
+    /// Folder with .fatbin files to use instead of the embedded kernels
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub(crate) cuda_kernels: Option<PathBuf>,
+}
+
+/// Options of `tutti devices`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DevicesArgs {
+    #[command(flatten)]
+    pub(crate) cuda: CudaArgs,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 /// Options of the roles that compute.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ComputeArgs {
-    /// What to compute on
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    /// What to compute on: cpu, cuda (a GPU), cuda:N (that GPU), or auto: a GPU when one is usable,
+    /// else the CPU
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = parse_device)]
     pub(crate) device: Device,
+    #[command(flatten)]
+    pub(crate) cuda: CudaArgs,
+    /// The share of a GPU's memory that may be in use altogether; the KV cache takes what weights
+    /// and activations leave of it
+    #[arg(long, value_name = "SHARE", default_value = "0.9", value_parser = parse_share)]
+    pub(crate) gpu_memory_utilization: f64,
+    /// Run GPU steps kernel by kernel instead of as CUDA graphs: slower, to find faults
+    #[arg(long)]
+    pub(crate) no_cuda_graphs: bool,
+    /// Have every GPU kernel begin when those before it are complete: slower, to find faults
+    #[arg(long)]
+    pub(crate) no_cuda_overlap: bool,
     /// Compute threads per worker [default: the cores, shared among this host's workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,

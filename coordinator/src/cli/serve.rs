@@ -94,7 +94,8 @@ pub(crate) fn coordinator_options(
         max_num_seqs: args.max_num_seqs,
         max_num_batched_tokens: args.max_num_batched_tokens,
         block_size: args.block_size,
-        kv_cache_bytes: args.kv_cache_memory,
+        // 0 leaves it to the workers.
+        kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         prefix_caching: !args.no_enable_prefix_caching,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {

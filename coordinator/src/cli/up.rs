@@ -15,18 +15,18 @@ use self::progress::LoadBar;
 use super::output::print_line;
 use super::serve::{coordinator_options, finish};
 use super::signals::Signals;
-use super::work::{check_device, cores};
-use super::{CliError, UpArgs, logging};
+use super::work::cores;
+use super::{CliError, UpArgs, devices, logging};
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
-    check_device(&args.compute)?;
     let (workers, degree) = (args.workers, args.serving.tensor_parallel);
     if workers < degree {
         return Err(CliError::Usage(format!(
             "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
         )));
     }
+    let (devices, on) = devices::share_out(&args.compute, workers)?;
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
     let mut options = coordinator_options(&args.common, &args.serving, any_port, log)?;
     let (scaler, scaling) = mpsc::channel(8);
@@ -37,10 +37,10 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let mut signals = Signals::listen()?;
         let coordinator =
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
-        let command = worker_command(args, &coordinator)?;
+        let command = worker_command(args, &coordinator, devices)?;
         print_line(&format!("tutti {}: {model}", env!("CARGO_PKG_VERSION")));
         print_line(&format!(
-            "{workers} CPU workers, tensor parallel {degree}, {} replica(s)",
+            "{workers} {on} workers, tensor parallel {degree}, {} replica(s)",
             workers / degree
         ));
         let view = coordinator.view();
@@ -61,17 +61,31 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     })
 }
 
-fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerCommand, CliError> {
+fn worker_command(
+    args: &UpArgs,
+    coordinator: &Coordinator,
+    devices: Vec<String>,
+) -> Result<WorkerCommand, CliError> {
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.workers).max(1));
     let files = [
         ("--nvml-lib", &args.common.nvml_lib),
         ("--cluster-secret-file", &args.common.cluster_secret_file),
+        ("--cuda-kernels", &args.compute.cuda.cuda_kernels),
     ];
     let files = files.into_iter().filter_map(|(option, file)| {
         Some([option.to_owned(), file.as_ref()?.to_string_lossy().into_owned()])
     });
+    let folders =
+        args.compute.cuda.cuda_lib_dir.iter().flat_map(|folder| {
+            ["--cuda-lib-dir".to_owned(), folder.to_string_lossy().into_owned()]
+        });
+    let flags = [
+        ("--no-cuda-graphs", args.compute.no_cuda_graphs),
+        ("--no-cuda-overlap", args.compute.no_cuda_overlap),
+    ];
+    let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
     let args = [
         "worker".to_owned(),
         "--coordinator".to_owned(),
@@ -80,10 +94,12 @@ fn worker_command(args: &UpArgs, coordinator: &Coordinator) -> Result<WorkerComm
         threads.to_string(),
         "--log-level".to_owned(),
         args.common.log_level.clone(),
+        "--gpu-memory-utilization".to_owned(),
+        args.compute.gpu_memory_utilization.to_string(),
         "--exit-with-stdin".to_owned(),
     ];
-    let args = args.into_iter().chain(files.flatten()).collect();
-    Ok(WorkerCommand { program, args })
+    let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags).collect();
+    Ok(WorkerCommand { program, args, devices })
 }
 
 /// Starts workers, or has the last ones leave; a worker that cannot be done without stays.

@@ -12,13 +12,13 @@ use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
 use worker::run::WorkerOptions;
 
-use super::options::{ComputeArgs, Device};
+use super::output::error_line;
 use super::signals::Signals;
-use super::{CliError, WorkerArgs, etcd, logging, secret};
+use super::{CliError, WorkerArgs, devices, etcd, logging, secret};
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
-    check_device(&args.compute)?;
+    let device = devices::choose(&args.compute, args.compute.threads.unwrap_or_else(cores))?;
     let secret = secret::read(&args.common)?;
     let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());
     let offer = args.resources.offer()?;
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         actors: ActorRuntime::spoke(&node, incarnation, clock),
         node,
         host: args.host_id.clone().unwrap_or_else(host_id),
-        threads: args.compute.threads.unwrap_or_else(|| cores().max(1)),
+        device,
         collective_listen: args.collective_listen,
         incarnation,
         offer,
@@ -76,6 +76,15 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         if let Some(membership) = membership {
             membership.leave().await;
         }
+        if let Ok(WorkerEnd::DeviceLost { reason }) = end {
+            let error = CliError::Device(reason);
+            error_line(&error.to_string());
+            #[allow(
+                clippy::disallowed_methods,
+                reason = "destructors give a broken GPU's memory back, which may take for ever"
+            )]
+            std::process::exit(error.code().into());
+        }
         Ok::<_, CliError>((end?, told))
     })?;
     match end {
@@ -90,17 +99,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
         WorkerEnd::Refused { reason } => {
             Err(CliError::Failed(format!("the coordinator refuses this worker: {reason}")))
         }
+        WorkerEnd::DeviceLost { reason } => Err(CliError::Device(reason)),
         WorkerEnd::Failed { message } => Err(CliError::Failed(message)),
-    }
-}
-
-/// Says so at once when what is asked for cannot be had.
-pub(crate) fn check_device(args: &ComputeArgs) -> Result<(), CliError> {
-    match args.device {
-        Device::Auto | Device::Cpu => Ok(()),
-        Device::Cuda => Err(CliError::Usage(
-            "--device cuda: this build has no CUDA backend; use --device cpu".to_owned(),
-        )),
     }
 }
 

@@ -145,21 +145,32 @@ pub(crate) fn attention(
     let width = shape.num_heads * shape.head_dim;
     ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
     ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+    sequences(op, batch, q.rows(), cache.shape().block_size, cache.shape().num_blocks)
+}
+
+/// That the sequences cover all rows in order and that their tables name blocks of the cache.
+pub(crate) fn sequences(
+    op: &'static str,
+    batch: &Batch<'_>,
+    num_rows: usize,
+    block_size: usize,
+    num_blocks: usize,
+) -> Result<(), KernelError> {
     let mut rows = 0;
     for (i, seq) in batch.seqs.iter().enumerate() {
         let start = seq.row_start as usize;
         ensure!(op, start == rows, "sequence {i} begins at row {start}, not {rows}");
-        let (num_rows, context) = (seq.num_rows as usize, seq.context_len as usize);
+        let (own, context) = (seq.num_rows as usize, seq.context_len as usize);
         ensure!(
             op,
-            num_rows >= 1 && num_rows <= context,
-            "sequence {i} has {num_rows} rows and a context of {context}"
+            own >= 1 && own <= context,
+            "sequence {i} has {own} rows and a context of {context}"
         );
-        rows += num_rows;
+        rows += own;
         let (table, len) = (seq.table_start as usize, seq.table_len as usize);
         ensure!(
             op,
-            len * cache.shape().block_size >= context,
+            len * block_size >= context,
             "sequence {i} has {len} blocks for a context of {context}"
         );
         let Some(blocks) = batch.block_tables.get(table..).and_then(|blocks| blocks.get(..len))
@@ -170,10 +181,10 @@ pub(crate) fn attention(
                 format!("sequence {i} has blocks {table}..{} of {found}", table + len),
             ));
         };
-        let (last, most) = (blocks.iter().max().copied().unwrap_or(0), cache.shape().num_blocks);
+        let (last, most) = (blocks.iter().max().copied().unwrap_or(0), num_blocks);
         ensure!(op, (last as usize) < most, "sequence {i} names block {last} of {most}");
     }
-    ensure!(op, rows == q.rows(), "q has {} rows, the sequences {rows}", q.rows());
+    ensure!(op, rows == num_rows, "q has {num_rows} rows, the sequences {rows}");
     Ok(())
 }
 

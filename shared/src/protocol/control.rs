@@ -160,7 +160,7 @@ pub struct EngineConfig {
     pub max_num_seqs: u32,
     /// Most tokens computed in one step.
     pub max_num_batched_tokens: u32,
-    /// Memory for the KV cache per rank, in bytes.
+    /// Memory for the KV cache per rank, in bytes; 0: as much as the rank's device has for it.
     pub kv_cache_bytes: u64,
 }
 
@@ -204,7 +204,7 @@ pub struct LoadProgress {
 pub struct Formed {
     /// The epoch.
     pub epoch: Epoch,
-    /// How many KV blocks fit in `kv_cache_bytes` on this rank.
+    /// How many KV blocks fit on this rank.
     pub kv_blocks: u32,
     /// Bytes of weights held.
     pub weight_bytes: u64,

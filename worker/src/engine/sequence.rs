@@ -1,4 +1,6 @@
 //! What a rank keeps of one sequence.
+use std::ops::Range;
+
 use kernels::sampling::{SampleParams, SampleRow};
 use shared::ids::StepId;
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep};
@@ -82,6 +84,13 @@ impl Sequence {
             return Err(format!("has {table} blocks, too few for {end} tokens"));
         }
         Ok(())
+    }
+
+    /// Positions of the prompt's tokens that this part's logits tell about; none when there are
+    /// none: the logits at position p tell about the token at p + 1, inside the prompt.
+    pub(super) fn prompt_targets(&self, entry: &SequenceStep) -> Option<Range<u32>> {
+        let end = (entry.start + entry.count + 1).min(self.num_prompt);
+        (entry.start + 1 < end).then_some(entry.start + 1..end)
     }
 
     /// What sampling its next token needs to know.

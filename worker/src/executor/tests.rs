@@ -19,7 +19,7 @@ impl AbortHandle for Flag {
 }
 
 /// A rank whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
-/// computes for long and fails then.
+/// computes for long and fails then; its step 21 says in its timings which step waits behind it.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
@@ -69,6 +69,25 @@ impl Rank for ScriptedRank {
 
     fn digest(&self) -> u32 {
         0
+    }
+
+    fn step_with(
+        &mut self,
+        plan: &StepPlan,
+        source: &mut dyn StepSource,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
+        if plan.step != StepId(21) {
+            return self.step(plan, outputs);
+        }
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_millis(300) {
+            if let Some(next) = source.peek() {
+                return Ok(StepTimings { sample_us: next.step.0, ..StepTimings::default() });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(StepTimings::default())
     }
 
     fn release(&mut self) {
@@ -222,4 +241,24 @@ fn dropping_the_executor_frees_a_hanging_step() {
     executor.command(step(1, 13)).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     drop(executor);
+}
+
+/// It is seen while the step before runs, and is run all the same; what is not of the epoch is not
+/// seen.
+#[test]
+fn a_step_sees_the_next_of_its_epoch_and_no_other_command() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    for command in [step(1, 21), step(1, 22), step(1, 21), step(2, 23), step(1, 21), form(3, "m")] {
+        executor.command(command).unwrap();
+    }
+    let mut seen = Vec::new();
+    loop {
+        match next(&messages) {
+            FromWorker::Step(result) => seen.push((result.step.0, result.timings.sample_us)),
+            FromWorker::Formed(formed) if formed.epoch == Epoch(3) => break,
+            _ => {}
+        }
+    }
+    assert_eq!(seen, [(21, 22), (22, 0), (21, 0), (21, 0)]);
 }

@@ -65,13 +65,13 @@ impl<B: Backend> Decoder<B> {
         let all_logits = if shard.rank == 0 { rows_max } else { 1 };
         let buffers = Buffers {
             residual: backend.new_buffer(tokens_max, hidden)?,
-            normed: backend.new_buffer(tokens_max, hidden)?,
+            normed: backend.new_input_buffer(tokens_max, hidden)?,
             deltas: (0..=shard.parts.ilog2())
                 .map(|_| backend.new_buffer(tokens_max, hidden))
                 .collect::<Result<_, _>>()?,
-            q: backend.new_buffer(tokens_max, heads)?,
-            attended: backend.new_buffer(tokens_max, heads)?,
-            inner: backend.new_buffer(tokens_max, shard.intermediate.len())?,
+            q: backend.new_input_buffer(tokens_max, heads)?,
+            attended: backend.new_input_buffer(tokens_max, heads)?,
+            inner: backend.new_input_buffer(tokens_max, shard.intermediate.len())?,
             logits_local: backend.new_buffer(rows_max, shard.vocab_width)?,
             logits: backend.new_buffer(all_logits, shard.vocab_width * shard.degree)?,
         };
@@ -89,6 +89,12 @@ impl<B: Backend> Decoder<B> {
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Attention of every layer, but for its window.
+    #[must_use]
+    pub fn attention(&self) -> &AttentionShape {
+        &self.attention
     }
 
     /// Bytes of weights held.

@@ -33,6 +33,8 @@ pub(super) struct WorkerCommand {
     pub(super) program: PathBuf,
     /// Arguments but for the node's name.
     pub(super) args: Vec<String>,
+    /// Values of `--device`: worker i takes the i-th, and so on round.
+    pub(super) devices: Vec<String>,
 }
 
 /// What the workers' watchers report.
@@ -96,8 +98,11 @@ impl Children {
 
     /// Starts one more.
     pub(super) fn add(&mut self) {
+        let devices = &self.command.devices;
+        let turn = self.count as usize % devices.len().max(1);
         let watcher = Watcher {
             node: format!("local-{}", self.count),
+            device: devices.get(turn).cloned().unwrap_or_else(|| "auto".to_owned()),
             command: self.command.clone(),
             events: self.events.clone(),
             stopped: self.stop.subscribe(),
@@ -119,6 +124,7 @@ impl Children {
 
 struct Watcher {
     node: String,
+    device: String,
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
     stopped: watch::Receiver<bool>,
@@ -170,7 +176,8 @@ impl Watcher {
 
     fn spawn(&self) -> std::io::Result<(Child, Tail)> {
         let mut command = Command::new(&self.command.program);
-        command.args(&self.command.args).args(["--node", &self.node]);
+        command.args(&self.command.args);
+        command.args(["--node", &self.node, "--device", &self.device]);
         if std::io::stderr().is_terminal() {
             command.env(COLOURS, "1");
         }

@@ -1,46 +1,62 @@
-//! A rank on CPU cores: connects the collective a coordinator asks for, loads its shard, runs the
-//! engine over `kernels::CpuBackend`. Weights outlive the epoch: a rank that is formed again with
-//! the same shard only connects anew.
+//! A rank on some device: connects the collective a coordinator asks for, loads its shard, runs the
+//! engine over the device's backend. Weights outlive the epoch: a rank that is formed again with the
+//! same shard only connects anew.
+use std::fmt;
 use std::net::TcpListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kernels::collective::{SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp};
-use kernels::{Collective, CpuBackend};
+use kernels::{Collective, KernelError};
 use shared::protocol::{CollectiveSpec, Form, SequenceOutput, StepPlan, StepTimings};
 
-use crate::engine::Engine;
+use crate::device::Device;
+use crate::engine::{Engine, EngineError};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights;
-use crate::rank::{AbortSlot, FormError, Rank, RankReady};
+use crate::rank::{AbortSlot, FormError, NoSteps, Rank, RankReady, StepSource};
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub struct CpuRank {
-    threads: usize,
+pub struct EngineRank<D: Device> {
+    device: D,
     listener: TcpListener,
-    loaded: Option<Loaded>,
+    loaded: Option<Loaded<D>>,
+    /// Why the device computes no more.
+    lost: Option<String>,
 }
 
 /// What was loaded: model folder, rank, degree and that of its sums, and the sizes the buffers were
 /// made for.
 type Key = (String, u32, (u32, u32), u32, u32, u32);
 
-#[derive(Debug)]
-struct Loaded {
-    engine: Engine<CpuBackend>,
+struct Loaded<D: Device> {
+    engine: Engine<D::Backend>,
     key: Key,
 }
 
-impl CpuRank {
-    /// A rank of `threads` compute threads that takes TCP collectives on `listener`.
+impl<D: Device> fmt::Debug for EngineRank<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let key = self.loaded.as_ref().map(|loaded| &loaded.key);
+        f.debug_struct("EngineRank").field("loaded", &key).field("lost", &self.lost).finish()
+    }
+}
+
+impl<D: Device> EngineRank<D> {
+    /// A rank on `device` that takes TCP collectives on `listener`.
     #[must_use]
-    pub fn new(threads: usize, listener: TcpListener) -> Self {
-        Self { threads, listener, loaded: None }
+    pub fn new(device: D, listener: TcpListener) -> Self {
+        Self { device, listener, loaded: None, lost: None }
+    }
+
+    /// Remembers that the device is lost, if this error says so.
+    fn note(&mut self, error: &KernelError) {
+        if self.device.is_lost_by(error) {
+            self.lost = Some(error.to_string());
+        }
     }
 
     fn connect(&self, form: &Form, abort: &AbortSlot) -> Result<Box<dyn Collective>, FormError> {
@@ -67,17 +83,17 @@ impl CpuRank {
     }
 
     fn load(
-        &self,
+        &mut self,
         form: &Form,
         collective: Box<dyn Collective>,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Engine<CpuBackend>, ModelError> {
+    ) -> Result<Engine<D::Backend>, ModelError> {
         let folder = Path::new(&form.model);
         let config = ModelConfig::load(folder)?;
         let shard = Shard::new(&config, form.rank, form.world_size)?
             .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
-        let mut backend = CpuBackend::new(self.threads, collective)?;
+        let mut backend = self.device.backend(collective)?;
         let positions = form.engine.max_model_len as usize;
         if positions > config.max_positions {
             let message = format!(
@@ -86,15 +102,18 @@ impl CpuRank {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
+        self.device.check_fit(&backend, &config, &shard, &form.engine)?;
         let weights = weights::load(&mut backend, &files, &config, &shard, positions, progress)?;
         let tokens_max = form.engine.max_num_batched_tokens as usize;
         let rows_max = form.engine.max_num_seqs as usize;
         let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
-        Ok(Engine::new(backend, decoder, form.engine.clone()))
+        let mut engine = Engine::new(backend, decoder, form.engine.clone());
+        self.device.prepare(&mut engine)?;
+        Ok(engine)
     }
 }
 
-impl Rank for CpuRank {
+impl<D: Device> Rank for EngineRank<D> {
     fn form(
         &mut self,
         form: &Form,
@@ -116,29 +135,38 @@ impl Rank for CpuRank {
         let mut load_seconds = 0.0;
         match self.loaded.take().filter(|loaded| loaded.key == key) {
             Some(mut loaded) => {
-                loaded.engine.backend().set_collective(collective);
+                D::set_collective(loaded.engine.backend(), collective);
                 loaded.engine.reconfigure(form.engine.clone());
                 self.loaded = Some(loaded);
             }
             None => {
-                let engine = self.load(form, collective, progress).map_err(|error| FormError {
-                    permanent: error.is_permanent(),
-                    message: error.to_string(),
+                let engine = self.load(form, collective, progress).map_err(|error| {
+                    if let ModelError::Kernel(error) = &error {
+                        self.note(error);
+                    }
+                    FormError { permanent: error.is_permanent(), message: error.to_string() }
                 })?;
                 load_seconds = began.elapsed().as_secs_f64();
                 self.loaded = Some(Loaded { engine, key });
             }
         }
-        let Some(loaded) = &self.loaded else {
+        let Some(loaded) = &mut self.loaded else {
             return Err(FormError { message: "nothing is loaded".to_owned(), permanent: false });
         };
-        let kv_blocks = loaded.engine.kv_blocks();
+        let kv_bytes = match self.device.kv_bytes(&mut loaded.engine, sizes.kv_cache_bytes) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                self.note(&error);
+                return Err(FormError { message: error.to_string(), permanent: false });
+            }
+        };
+        let kv_blocks = loaded.engine.kv_blocks(kv_bytes);
         let needed = sizes.max_model_len.div_ceil(sizes.block_size);
         if kv_blocks == 0 {
             let message = format!(
-                "{} bytes of KV cache memory hold not a single block; one sequence of {} tokens \
-                 needs {needed}",
-                sizes.kv_cache_bytes, sizes.max_model_len
+                "{kv_bytes} bytes of KV cache memory hold not a single block; one sequence of {} \
+                 tokens needs {needed}",
+                sizes.max_model_len
             );
             return Err(FormError { message, permanent: true });
         }
@@ -147,7 +175,11 @@ impl Rank for CpuRank {
 
     fn start(&mut self, num_blocks: u32) -> Result<(), String> {
         let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
-        loaded.engine.start(num_blocks).map_err(|error| error.to_string())
+        let result = loaded.engine.start(num_blocks);
+        result.map_err(|error| {
+            self.note(&error);
+            error.to_string()
+        })
     }
 
     fn step(
@@ -155,8 +187,23 @@ impl Rank for CpuRank {
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
+        self.step_with(plan, &mut NoSteps, outputs)
+    }
+
+    fn step_with(
+        &mut self,
+        plan: &StepPlan,
+        source: &mut dyn StepSource,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
         let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
-        loaded.engine.step(plan, outputs).map_err(|error| error.to_string())
+        let result = loaded.engine.step_with(plan, source, outputs);
+        result.map_err(|error| {
+            if let EngineError::Kernel(error) = &error {
+                self.note(error);
+            }
+            error.to_string()
+        })
     }
 
     fn digest(&self) -> u32 {
@@ -166,7 +213,11 @@ impl Rank for CpuRank {
     fn release(&mut self) {
         if let Some(loaded) = &mut self.loaded {
             loaded.engine.release();
-            loaded.engine.backend().set_collective(single_rank());
+            D::set_collective(loaded.engine.backend(), single_rank());
         }
+    }
+
+    fn lost_device(&self) -> Option<&str> {
+        self.lost.as_deref()
     }
 }

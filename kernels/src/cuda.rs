@@ -1,0 +1,34 @@
+//! The CUDA backend: NVIDIA's driver and cuBLASLt, loaded at run time, and this project's kernels.
+//!
+//! Builds without CUDA; where a library is missing, an error says so and nothing else happens.
+//! - [`libraries`]: finds them; `context`, `stream`, [`memory`], [`module`]: the driver, safely
+//! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
+//! - [`device`]: a GPU made ready
+//! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
+//! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
+//! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
+//!   in, and its graph; `operations`, `sample`: the operations
+#![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
+
+mod backend;
+pub mod batch;
+pub mod bucket;
+pub mod capacity;
+pub mod context;
+pub mod device;
+pub mod devices;
+mod failure;
+mod fatbin;
+pub mod launch;
+pub mod libraries;
+mod matmul;
+pub mod memory;
+pub mod module;
+mod operations;
+mod sample;
+mod step;
+pub mod stream;
+pub mod tensors;
+
+pub use backend::CudaBackend;
+pub use device::{CudaOptions, has_kernels};

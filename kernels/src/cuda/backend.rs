@@ -1,0 +1,351 @@
+//! A rank on a GPU: what its operations share. Products, scratch, inputs of a step, copies to and
+//! from the host.
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use super::batch::sizes;
+use super::device::{CudaOptions, Device, Scratch};
+use super::launch::{self, Rows};
+use super::matmul::Product;
+use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::sample::Sampling;
+use super::step::Step;
+use super::stream::Event;
+use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element, Uploader};
+use crate::backend::{AttentionShape, Backend, Batch, Buffer};
+use crate::collective::Collective;
+use crate::cpu::check::ensure;
+use crate::error::KernelError;
+
+/// Rows up to which this project's own kernels compute products; cuBLASLt computes more.
+pub(super) const SKINNY_MAX: usize = 64;
+
+/// A rank on a GPU. Stays on the thread that made it.
+pub struct CudaBackend {
+    // Dropped in this order: graphs before the memory they name, all before the device.
+    pub(super) step: Step,
+    pub(super) sampling: Sampling,
+    wide: Scratch,
+    narrow: Scratch,
+    partials: Scratch,
+    index: Scratch,
+    pub(super) uploader: Option<Uploader>,
+    pub(super) collective: Box<dyn Collective>,
+    pub(super) collective_time: Duration,
+    pub(super) host: Vec<f32>,
+    /// Collective operations do nothing: other ranks may still be loading.
+    pub(super) alone: bool,
+    pub(super) options: CudaOptions,
+    pub(super) device: Device,
+}
+
+impl fmt::Debug for CudaBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaBackend({}, rank {})", self.describe(), self.rank())
+    }
+}
+
+impl CudaBackend {
+    /// A backend on a GPU.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`], in one line, when the driver, the GPU or the kernels cannot be
+    /// used; [`KernelError::OutOfMemory`]; [`KernelError::Device`].
+    pub fn new(options: CudaOptions, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
+        let device = Device::new(&options)?;
+        let mut step = Step::new(options.graphs);
+        if collective.world_size() > 1 {
+            step.give_up_graphs("ranks exchange data through host memory");
+        }
+        Ok(Self {
+            step,
+            sampling: Sampling::new(),
+            wide: Scratch::new("results within a fused operation"),
+            narrow: Scratch::new("inputs of a product"),
+            partials: Scratch::new("partial results of attention"),
+            index: Scratch::new("row numbers"),
+            uploader: None,
+            collective,
+            collective_time: Duration::ZERO,
+            host: Vec::new(),
+            alone: false,
+            options,
+            device,
+        })
+    }
+
+    /// Exchanges data through `collective` from now on; the old one is dropped.
+    pub fn set_collective(&mut self, collective: Box<dyn Collective>) {
+        if collective.world_size() > 1 {
+            self.step.give_up_graphs("ranks exchange data through host memory");
+        }
+        self.collective = collective;
+    }
+
+    /// While `alone`, collective operations do nothing: for steps whose results nobody reads.
+    pub fn set_alone(&mut self, alone: bool) {
+        self.alone = alone;
+    }
+
+    /// Memory that is free on the GPU now, and all there is, in bytes.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn memory(&self) -> Result<(u64, u64), KernelError> {
+        self.device.context.memory()
+    }
+
+    /// Waits for all work, and frees what only loading needed.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn settle(&mut self) -> Result<(), KernelError> {
+        self.device.stream.synchronize()?;
+        self.uploader = None;
+        Ok(())
+    }
+
+    /// How many graphs there are.
+    #[must_use]
+    pub fn num_graphs(&self) -> usize {
+        self.step.num_graphs()
+    }
+
+    /// Fills a buffer's memory with NaN, so that a test sees what was not written.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn poison(&mut self, buffer: &CudaBuffer) -> Result<(), KernelError> {
+        buffer.poison(&self.device.stream, 0xff)
+    }
+
+    /// A piece of scratch; graphs that named its old place are forgotten.
+    pub(super) fn scratch(&mut self, which: Which, bytes: usize) -> Result<DevicePtr, KernelError> {
+        let scratch = match which {
+            Which::Wide => &mut self.wide,
+            Which::Narrow => &mut self.narrow,
+            Which::Partials => &mut self.partials,
+            Which::Index => &mut self.index,
+        };
+        let (ptr, moved) = scratch.get(&self.device, bytes)?;
+        if moved {
+            self.step.forget_graphs();
+        }
+        Ok(ptr)
+    }
+
+    /// `out = x W^T + bias`, or of the rows of x that `index` names.
+    #[allow(clippy::too_many_arguments, reason = "a product's operands")]
+    pub(super) fn product(
+        &mut self,
+        x: Rows,
+        index: Option<DevicePtr>,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: Rows,
+        rows: usize,
+        live: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let (n, k) = (weight.rows(), weight.cols());
+        let bias = bias.map(CudaVector::ptr);
+        if rows <= SKINNY_MAX || self.device.matmul.is_err() {
+            let call = launch::skinny((x, index), weight.at(), bias, out, (rows, n, k), live);
+            // SAFETY: operands and result have the rows and columns that were checked.
+            return unsafe { self.device.launch(call) };
+        }
+        let x = match index {
+            None => x,
+            Some(index) => {
+                let stride = k.next_multiple_of(8);
+                let ptr = self.scratch(Which::Narrow, rows * stride * 2)?;
+                let gathered = Rows { ptr, stride };
+                let call = launch::gather_rows(x, index, gathered, k, rows, live);
+                // SAFETY: the scratch was made for it; the callers have checked the row numbers.
+                unsafe { self.device.launch(call) }?;
+                gathered
+            }
+        };
+        let product = Product {
+            rows: small(rows)?,
+            n: small(n)?,
+            k: small(k)?,
+            x_stride: small(x.stride)?,
+            w_stride: small(weight.at().stride)?,
+            out_stride: small(out.stride)?,
+        };
+        // SAFETY: as above.
+        unsafe { self.device.multiply(&product, x.ptr, weight.at().ptr, out.ptr) }?;
+        match bias {
+            None => Ok(()),
+            Some(bias) => {
+                let call = launch::add_bias(out.ptr, bias, n, rows, live);
+                // SAFETY: the result is contiguous, and the bias as wide.
+                unsafe { self.device.launch(call) }
+            }
+        }
+    }
+
+    /// Puts a batch where the kernels read it, unless the step has done so.
+    pub(super) fn stage(
+        &mut self,
+        batch: &Batch<'_>,
+        shape: &AttentionShape,
+    ) -> Result<(), KernelError> {
+        if self.step.has_batch(batch) {
+            return Ok(());
+        }
+        ensure!("attention", !self.step.is_open(), "the batch is not the one the step began with");
+        let group = shape.num_heads / shape.num_kv_heads;
+        let capacity = sizes(0, batch, group, 0);
+        let Device { context, stream, .. } = &self.device;
+        self.step.stage(context, stream, capacity, &[], &[], batch, group, &[])
+    }
+
+    pub(super) fn timed<T, E: Into<KernelError>>(
+        &mut self,
+        operation: impl FnOnce(&mut dyn Collective) -> Result<T, E>,
+    ) -> Result<T, KernelError> {
+        let start = Instant::now();
+        let result = operation(self.collective.as_mut());
+        self.collective_time += start.elapsed();
+        result.map_err(Into::into)
+    }
+
+    /// A buffer's rows, on the host.
+    pub(super) fn download(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {
+        self.step.close(&self.device.stream)?;
+        let (rows, width) = (buffer.rows(), buffer.width());
+        let Rows { ptr, stride } = buffer.at();
+        let count = rows * stride;
+        let Device { context, stream, .. } = &self.device;
+        let mut host = Pinned::<f32>::new(context, count, "pinned memory to read a buffer")?;
+        match buffer.element() {
+            Element::F32 => buffer.memory().download_pinned(stream, 0, &mut host, count)?,
+            Element::Bf16 => {
+                let wide = DeviceMemory::new(context, count * 4, "a buffer in f32")?;
+                if count > 0 {
+                    // SAFETY: both have `count` elements.
+                    unsafe { self.device.launch(launch::to_f32(ptr, wide.ptr(), count)) }?;
+                }
+                wide.download_pinned(stream, 0, &mut host, count)?;
+                stream.synchronize()?;
+            }
+        }
+        self.device.stream.synchronize()?;
+        let rows = host.as_slice()[..count].chunks_exact(stride.max(1));
+        Ok(rows.flat_map(|row| row[..width].iter().copied()).collect())
+    }
+
+    /// Overwrites an f32 buffer's rows.
+    pub(super) fn upload(
+        &mut self,
+        buffer: &CudaBuffer,
+        values: &[f32],
+    ) -> Result<(), KernelError> {
+        buffer.of(Element::F32, "upload", "the buffer")?;
+        buffer.memory().upload(&self.device.stream, 0, values)
+    }
+
+    /// Overwrites a buffer's rows, rounded to its type: for tests.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when there are more values than room.
+    pub fn write_buffer(
+        &mut self,
+        buffer: &mut CudaBuffer,
+        values: &[f32],
+    ) -> Result<(), KernelError> {
+        let width = buffer.width().max(1);
+        buffer.set_rows(values.len() / width)?;
+        match buffer.element() {
+            Element::F32 => self.upload(buffer, values),
+            Element::Bf16 => {
+                let stride = buffer.at().stride;
+                let mut words = vec![0u16; values.len() / width * stride];
+                for (to, from) in words.chunks_exact_mut(stride).zip(values.chunks_exact(width)) {
+                    for (to, from) in to.iter_mut().zip(from) {
+                        *to = half::bf16::from_f32(*from).to_bits();
+                    }
+                }
+                buffer.memory().upload(&self.device.stream, 0, &words)
+            }
+        }
+    }
+}
+
+/// The pieces of scratch.
+#[derive(Clone, Copy)]
+pub(super) enum Which {
+    /// f32 results.
+    Wide,
+    /// bf16 inputs.
+    Narrow,
+    /// Attention's.
+    Partials,
+    /// Row numbers.
+    Index,
+}
+
+fn small(n: usize) -> Result<u32, KernelError> {
+    u32::try_from(n).map_err(|_| KernelError::Shape {
+        op: "product",
+        message: format!("{n} is more than a kernel can count"),
+    })
+}
+
+impl CudaBackend {
+    /// Puts row numbers into the scratch for them.
+    pub(super) fn index_upload(&mut self, rows: &[u32]) -> Result<(), KernelError> {
+        self.index.upload(&self.device, rows)
+    }
+}
+
+impl CudaBackend {
+    /// Bytes per second of the GPU's memory, over `bytes` of it: of a copy (read and written bytes
+    /// together), and of a kernel that only reads.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn measure_bandwidth(&mut self, bytes: usize) -> Result<(f64, f64), KernelError> {
+        const TIMES: usize = 5;
+        let Device { context, stream, .. } = &self.device;
+        // As rows of logits.
+        let width = (1 << 20).min(bytes / 16);
+        let rows = bytes / (4 * width);
+        let from = DeviceMemory::zeroed(context, stream, bytes, "memory to be read")?;
+        let to = DeviceMemory::zeroed(context, stream, bytes, "memory to be written")?;
+        let found = DeviceMemory::new(context, rows * 8, "results")?;
+        let (began, ended) = (Event::new(context, true)?, Event::new(context, true)?);
+        let mut rates = [0.0; 2];
+        for (reads, rate) in rates.iter_mut().enumerate() {
+            for time in 0..=TIMES {
+                if time == 1 {
+                    // The first is not measured.
+                    began.record(stream)?;
+                }
+                if reads == 0 {
+                    to.copy_from(stream, &from, bytes)?;
+                } else {
+                    let logits = Rows { ptr: from.ptr(), stride: width };
+                    // SAFETY: there are as many rows, and a result for each.
+                    unsafe {
+                        self.device.launch(launch::argmax(logits, found.ptr(), width, rows))
+                    }?;
+                }
+            }
+            ended.record(stream)?;
+            ended.wait(self.options.patience)?;
+            let passes = if reads == 0 { 2 } else { 1 };
+            *rate = (TIMES * passes * rows * width * 4) as f64
+                / ended.since(&began)?.as_secs_f64().max(1e-9);
+        }
+        Ok((rates[0], rates[1]))
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        self.step.abandon(&self.device.stream);
+        let _ = self.device.stream.synchronize();
+    }
+}

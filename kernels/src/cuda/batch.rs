@@ -1,0 +1,414 @@
+//! PURE: a step's inputs as the kernels read them: one block of words, uploaded by one copy.
+//!
+//! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
+//! finds each array of a bucket's steps at the same place, and only what is used is copied.
+use crate::backend::{Batch, SeqRows};
+use crate::error::KernelError;
+use crate::sampling::SampleRow;
+
+/// Words of `TuttiSeq`.
+const SEQ: usize = 5;
+/// Words of `TuttiTile`.
+const TILE: usize = 2;
+/// Words of `TuttiSampleParams`.
+pub(crate) const PARAMS: usize = 22;
+/// Queries of a tile: `TUTTI_PREFILL_QUERIES`.
+const TILE_QUERIES: usize = 64;
+/// `TUTTI_NO_LOGPROBS`
+pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
+/// `TUTTI_BIAS_MAX`
+pub(crate) const BIAS_MAX: usize = 1024;
+/// `TUTTI_TOP_MAX`
+pub(crate) const TOP_MAX: u32 = 128;
+
+/// How many items of each kind a block has room for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Capacity {
+    /// Rows (tokens).
+    pub rows: usize,
+    /// Sequences.
+    pub seqs: usize,
+    /// Tiles of prefill attention.
+    pub tiles: usize,
+    /// Rows of logits.
+    pub samples: usize,
+}
+
+/// Word offsets of a block's arrays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    capacity: Capacity,
+    /// u32 [rows]
+    pub ids: usize,
+    /// u32 [rows]
+    pub positions: usize,
+    /// u32 [rows]
+    pub slots: usize,
+    /// TuttiSeq [seqs]
+    pub seqs: usize,
+    /// TuttiTile [tiles]: sequences of several rows.
+    pub tiles: usize,
+    /// u32 [seqs]: sequences of one row.
+    pub items: usize,
+    /// u32 [samples]
+    pub sample_rows: usize,
+    /// TuttiSampleParams [samples]
+    pub params: usize,
+    /// u32 [rows]: rows of the step before whose tokens are fed in.
+    pub feed: usize,
+    /// u32, as many as there are.
+    pub tables: usize,
+}
+
+/// Words at the beginning of a block: how many items of each kind there are.
+pub mod live {
+    /// Rows.
+    pub const ROWS: usize = 0;
+    /// Tiles.
+    pub const TILES: usize = 1;
+    /// Sequences of one row.
+    pub const ITEMS: usize = 2;
+    /// Rows of logits.
+    pub const SAMPLES: usize = 3;
+    /// Sequences.
+    pub const SEQS: usize = 4;
+    /// All of them, rounded up to 16 bytes.
+    pub(super) const WORDS: usize = 8;
+}
+
+impl Layout {
+    /// Places the arrays, each at a multiple of 16 bytes.
+    #[must_use]
+    pub fn new(capacity: Capacity) -> Self {
+        let mut next = live::WORDS;
+        let mut place = |words: usize| {
+            let at = next;
+            next += words.next_multiple_of(4);
+            at
+        };
+        Self {
+            capacity,
+            ids: place(capacity.rows),
+            positions: place(capacity.rows),
+            slots: place(capacity.rows),
+            seqs: place(capacity.seqs * SEQ),
+            tiles: place(capacity.tiles * TILE),
+            items: place(capacity.seqs),
+            sample_rows: place(capacity.samples),
+            params: place(capacity.samples * PARAMS),
+            feed: place(capacity.rows),
+            tables: next,
+        }
+    }
+
+    /// Words of a block with `tables` words of block tables.
+    #[must_use]
+    pub fn words(&self, tables: usize) -> usize {
+        self.tables + tables
+    }
+
+    /// Whether steps of these sizes can be laid out so.
+    #[must_use]
+    pub fn holds(&self, sizes: &Capacity) -> bool {
+        let own = &self.capacity;
+        sizes.rows <= own.rows
+            && sizes.seqs <= own.seqs
+            && sizes.tiles <= own.tiles
+            && sizes.samples <= own.samples
+    }
+
+    /// Fills a block; `block` has [`Layout::words`] words or more, the sizes fit.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    pub fn fill(
+        &self,
+        block: &mut [u32],
+        ids: &[u32],
+        batch: &Batch<'_>,
+        group: usize,
+        samples: &[u32],
+    ) -> Result<(), KernelError> {
+        let sizes = sizes(ids.len(), batch, group, samples.len());
+        if !self.holds(&sizes) || block.len() < self.words(batch.block_tables.len()) {
+            let message = format!("{sizes:?} in a block for {:?}", self.capacity);
+            return Err(KernelError::Shape { op: "begin_step", message });
+        }
+        block[self.ids..][..ids.len()].copy_from_slice(ids);
+        block[self.positions..][..batch.positions.len()].copy_from_slice(batch.positions);
+        block[self.slots..][..batch.slots.len()].copy_from_slice(batch.slots);
+        let (mut tiles, mut items) = (0, 0);
+        for (index, seq) in batch.seqs.iter().enumerate() {
+            block[self.seqs + index * SEQ..][..SEQ].copy_from_slice(&seq_words(seq));
+            if seq.num_rows == 1 {
+                block[self.items + items] = index as u32;
+                items += 1;
+                continue;
+            }
+            // The last tiles see the most tokens: they begin first.
+            for tile in (0..tiles_of(seq, group)).rev() {
+                let words = [index as u32, (tile * TILE_QUERIES) as u32];
+                block[self.tiles + tiles * TILE..][..TILE].copy_from_slice(&words);
+                tiles += 1;
+            }
+        }
+        block[self.sample_rows..][..samples.len()].copy_from_slice(samples);
+        block[self.tables..][..batch.block_tables.len()].copy_from_slice(batch.block_tables);
+        let counts =
+            [batch.positions.len().max(ids.len()), tiles, items, samples.len(), batch.seqs.len()];
+        for (word, count) in block.iter_mut().zip(counts) {
+            *word = count as u32;
+        }
+        Ok(())
+    }
+}
+
+fn seq_words(seq: &SeqRows) -> [u32; SEQ] {
+    [seq.row_start, seq.num_rows, seq.context_len, seq.table_start, seq.table_len]
+}
+
+fn tiles_of(seq: &SeqRows, group: usize) -> usize {
+    (seq.num_rows as usize * group).div_ceil(TILE_QUERIES)
+}
+
+/// How many items of each kind a step has; `group` query heads share a KV head.
+#[must_use]
+pub fn sizes(rows: usize, batch: &Batch<'_>, group: usize, samples: usize) -> Capacity {
+    let several = batch.seqs.iter().filter(|seq| seq.num_rows > 1);
+    Capacity {
+        rows: rows.max(batch.positions.len()),
+        seqs: batch.seqs.len(),
+        tiles: several.map(|seq| tiles_of(seq, group)).sum(),
+        samples,
+    }
+}
+
+/// The largest block that steps of at most `rows` rows, `samples` of them sampled, can need.
+#[must_use]
+pub fn largest(rows: usize, samples: usize, group: usize) -> Capacity {
+    // A sequence of two rows or more has at most one tile that is not full.
+    let tiles = (rows * group).div_ceil(TILE_QUERIES) + rows / 2;
+    Capacity { rows, seqs: rows, tiles, samples }
+}
+
+/// Sampling parameters of all rows, and the lists that they point into.
+#[derive(Debug, Default)]
+pub struct SampleLists {
+    /// TuttiSampleParams, as words.
+    pub params: Vec<u32>,
+    /// TuttiIdValue, as words.
+    pub biases: Vec<u32>,
+    /// Suppressed, prompt and output tokens.
+    pub ids: Vec<u32>,
+    /// The longest list of most likely tokens that is wanted.
+    pub top: u32,
+    /// Whether any row's logits are changed before they are looked at.
+    pub edits: bool,
+}
+
+impl SampleLists {
+    /// Packs `rows`; empties itself first.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] for more than `BIAS_MAX` biases or `TOP_MAX` most likely tokens.
+    pub fn pack(&mut self, rows: &[SampleRow<'_>]) -> Result<(), KernelError> {
+        self.params.clear();
+        self.biases.clear();
+        self.ids.clear();
+        self.top = 0;
+        self.edits = false;
+        for row in rows {
+            self.row(row)?;
+        }
+        Ok(())
+    }
+
+    fn row(&mut self, row: &SampleRow<'_>) -> Result<(), KernelError> {
+        let params = row.params;
+        let too_many = |what: &str, count: usize, most: usize| KernelError::Shape {
+            op: "sample",
+            message: format!("{count} {what}, at most {most}"),
+        };
+        if params.logit_bias.len() > BIAS_MAX {
+            return Err(too_many("logit biases", params.logit_bias.len(), BIAS_MAX));
+        }
+        let top_n = params.logprobs.unwrap_or(0);
+        if top_n > TOP_MAX {
+            return Err(too_many("most likely tokens", top_n as usize, TOP_MAX as usize));
+        }
+        self.top = self.top.max(top_n);
+        let bias_start = (self.biases.len() / 2) as u32;
+        for (token, bias) in &params.logit_bias {
+            self.biases.extend([*token, bias.to_bits()]);
+        }
+        let mut list = |wanted: bool, tokens: &[u32]| {
+            let start = self.ids.len() as u32;
+            self.ids.extend_from_slice(if wanted { tokens } else { &[] });
+            [start, self.ids.len() as u32 - start]
+        };
+        let early = row.output.len() < params.min_tokens as usize;
+        let repeats = params.repetition_penalty != 1.0;
+        let counts = params.frequency_penalty != 0.0 || params.presence_penalty != 0.0;
+        let suppress = list(early, &params.suppress_until_min);
+        let prompt = list(repeats, row.prompt);
+        let output = list(repeats || counts, row.output);
+        self.edits |= !params.logit_bias.is_empty() || suppress[1] > 0 || repeats || counts;
+        let words: [u32; PARAMS] = [
+            params.seed as u32,
+            (params.seed >> 32) as u32,
+            params.temperature.to_bits(),
+            params.top_p.to_bits(),
+            params.min_p.to_bits(),
+            params.top_k,
+            params.choice,
+            row.output.len() as u32,
+            params.presence_penalty.to_bits(),
+            params.frequency_penalty.to_bits(),
+            params.repetition_penalty.to_bits(),
+            bias_start,
+            params.logit_bias.len() as u32,
+            suppress[0],
+            suppress[1],
+            prompt[0],
+            prompt[1],
+            output[0],
+            output[1],
+            params.logprobs.unwrap_or(NO_LOGPROBS),
+            0,
+            0,
+        ];
+        self.params.extend(words);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sampling::SampleParams;
+
+    fn seq(row_start: u32, num_rows: u32, context_len: u32) -> SeqRows {
+        SeqRows { row_start, num_rows, context_len, table_start: row_start, table_len: 1 }
+    }
+
+    #[test]
+    fn arrays_do_not_overlap_and_are_aligned() {
+        for rows in [1, 3, 64, 1000] {
+            let capacity = Capacity { rows, seqs: rows / 2 + 1, tiles: 5, samples: 3 };
+            let at = Layout::new(capacity);
+            let seqs = capacity.seqs;
+            let arrays = [
+                (0, live::WORDS),
+                (at.ids, rows),
+                (at.positions, rows),
+                (at.slots, rows),
+                (at.seqs, seqs * 5),
+                (at.tiles, 10),
+                (at.items, seqs),
+                (at.sample_rows, 3),
+                (at.params, 66),
+                (at.feed, rows),
+                (at.tables, 0),
+            ];
+            for pair in arrays.windows(2) {
+                assert!(pair[0].0 + pair[0].1 <= pair[1].0);
+            }
+            assert!(arrays.iter().all(|(at, _)| at % 4 == 0));
+        }
+    }
+
+    #[test]
+    fn every_query_of_a_long_sequence_is_in_one_tile() {
+        // 1 row, 70 rows of group 3 (210 queries: 4 tiles), 2 rows (1 tile).
+        let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 2, 5)];
+        let rows: Vec<u32> = (0..73).collect();
+        let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
+        let sizes = sizes(73, &batch, 3, 2);
+        assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, samples: 2 });
+        let layout = Layout::new(sizes);
+        let mut block = vec![u32::MAX; layout.words(3)];
+        layout.fill(&mut block, &rows, &batch, 3, &[0, 72]).unwrap();
+        assert_eq!(block[..5], [73, 5, 1, 2, 3]);
+        assert_eq!(block[layout.items], 0);
+        assert_eq!(block[layout.tiles..][..10], [1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
+        assert_eq!(block[layout.seqs + 5..][..5], [1, 70, 70, 1, 1]);
+        assert_eq!(block[layout.tables..], [7, 8, 9]);
+        assert_eq!(block[layout.sample_rows..][..2], [0, 72]);
+        let small = Layout::new(Capacity { tiles: 4, ..sizes });
+        assert!(small.fill(&mut block, &rows, &batch, 3, &[0, 72]).is_err());
+    }
+
+    #[test]
+    fn no_step_needs_more_than_the_largest_block() {
+        for (rows, group) in [(64, 1), (64, 4), (100, 7)] {
+            let most = Layout::new(largest(rows, 4, group));
+            for each in 1..=rows {
+                // As many sequences of `each` rows as there is room for.
+                let seqs: Vec<SeqRows> =
+                    (0..rows / each).map(|i| seq((i * each) as u32, each as u32, 99)).collect();
+                let all: Vec<u32> = vec![0; rows / each * each];
+                let batch = Batch { positions: &all, slots: &all, seqs: &seqs, block_tables: &[] };
+                assert!(most.holds(&sizes(all.len(), &batch, group, 4)), "{rows} {each} {group}");
+            }
+        }
+    }
+
+    fn params() -> SampleParams {
+        SampleParams {
+            temperature: 0.7,
+            top_p: 0.9,
+            top_k: 40,
+            min_p: 0.1,
+            seed: 0x1122_3344_5566_7788,
+            choice: 3,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            suppress_until_min: vec![5, 6],
+            min_tokens: 0,
+            logprobs: None,
+        }
+    }
+
+    #[test]
+    fn parameters_are_packed_as_the_kernel_reads_them() {
+        let plain = params();
+        let full = SampleParams {
+            logit_bias: vec![(9, -1.0)],
+            min_tokens: 3,
+            repetition_penalty: 1.5,
+            logprobs: Some(2),
+            ..params()
+        };
+        let rows = [
+            SampleRow { params: &plain, prompt: &[1, 2], output: &[3] },
+            SampleRow { params: &full, prompt: &[10, 11, 12], output: &[13, 14] },
+        ];
+        let mut lists = SampleLists::default();
+        lists.pack(&rows[..1]).unwrap();
+        assert!(!lists.edits && lists.ids.is_empty() && lists.top == 0);
+        lists.pack(&rows).unwrap();
+        assert!(lists.edits);
+        assert_eq!(lists.params.len() * 4, 2 * 88);
+        assert_eq!(lists.params[..2], [0x5566_7788, 0x1122_3344]);
+        assert_eq!(lists.params[6..8], [3, 1]);
+        assert_eq!(lists.params[19], NO_LOGPROBS);
+        let second = &lists.params[PARAMS..];
+        // Bias 0..1, suppressed 0..2, prompt 2..5, output 5..7, two most likely.
+        assert_eq!(second[11..20], [0, 1, 0, 2, 2, 3, 5, 2, 2]);
+        assert_eq!(lists.ids, [5, 6, 10, 11, 12, 13, 14]);
+        assert_eq!(lists.biases, [9, (-1.0f32).to_bits()]);
+        assert_eq!(lists.top, 2);
+    }
+
+    #[test]
+    fn what_the_kernel_has_no_room_for_is_an_error() {
+        let many = SampleParams { logit_bias: vec![(0, 0.0); BIAS_MAX + 1], ..params() };
+        let top = SampleParams { logprobs: Some(TOP_MAX + 1), ..params() };
+        for params in [&many, &top] {
+            let row = SampleRow { params, prompt: &[], output: &[] };
+            assert!(SampleLists::default().pack(&[row]).is_err());
+        }
+    }
+}

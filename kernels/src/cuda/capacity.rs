@@ -1,0 +1,153 @@
+//! PURE: how a GPU's memory is divided, and what to say when a model does not fit.
+
+/// Kept free for what is not measured before serving: graphs, the driver's own growth.
+const RESERVE: u64 = 256 << 20;
+
+/// A GPU's memory when weights and activations are in it and the largest step has run once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measured {
+    /// All of its memory, in bytes.
+    pub total: u64,
+    /// What is free, in bytes.
+    pub free: u64,
+    /// The share of `total` that may be in use altogether, by this process and others.
+    pub utilization: f64,
+}
+
+impl Measured {
+    /// Bytes that may be taken in use altogether.
+    #[must_use]
+    pub fn allowed(&self) -> u64 {
+        (self.total as f64 * self.utilization.clamp(0.0, 1.0)) as u64
+    }
+
+    /// Bytes that the KV cache may take.
+    #[must_use]
+    pub fn kv_bytes(&self) -> u64 {
+        let used = self.total.saturating_sub(self.free);
+        let reserve = RESERVE.min(self.total / 32);
+        self.allowed().saturating_sub(used).saturating_sub(reserve)
+    }
+}
+
+/// What a model needs at a tensor-parallel degree, on each rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// The degree.
+    pub degree: u32,
+    /// Weights, in bytes.
+    pub weights: u64,
+    /// Activations of the largest step, in bytes.
+    pub activations: u64,
+    /// KV cache of one sequence of the greatest length, in bytes.
+    pub one_sequence: u64,
+}
+
+impl Need {
+    /// All of it.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.weights.saturating_add(self.activations).saturating_add(self.one_sequence)
+    }
+}
+
+/// Whether `need` fits in what `memory` leaves free before anything is loaded; if not, one line:
+/// how much is missing and which of the degrees in `others` would fit.
+///
+/// # Errors
+/// That line.
+pub fn check_fit(memory: &Measured, need: &Need, others: &[Need]) -> Result<(), String> {
+    let room = memory.kv_bytes();
+    let missing = need.bytes().saturating_sub(room);
+    if missing == 0 {
+        return Ok(());
+    }
+    let fits = others.iter().filter(|other| other.bytes() <= room).map(|other| other.degree);
+    let advice = match fits.min() {
+        Some(degree) => format!("--tensor-parallel {degree} would fit"),
+        None => "no tensor-parallel degree of this model fits GPUs of this size: lower \
+                 --max-model-len or --max-num-batched-tokens, or raise --gpu-memory-utilization"
+            .to_owned(),
+    };
+    Err(format!(
+        "the model does not fit on the GPU: {} missing (weights {}, activations {}, KV cache of one \
+         sequence {}; {} of {} may be used and {} are free); {advice}",
+        bytes_text(missing),
+        bytes_text(need.weights),
+        bytes_text(need.activations),
+        bytes_text(need.one_sequence),
+        bytes_text(memory.allowed()),
+        bytes_text(memory.total),
+        bytes_text(memory.free),
+    ))
+}
+
+/// `1.5 GiB`
+#[must_use]
+pub fn bytes_text(bytes: u64) -> String {
+    const MIB: f64 = (1u64 << 20) as f64;
+    let mib = bytes as f64 / MIB;
+    if mib >= 1024.0 {
+        format!("{:.1} GiB", mib / 1024.0)
+    } else {
+        format!("{:.0} MiB", mib.ceil())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn need(degree: u32, weights: u64) -> Need {
+        Need { degree, weights, activations: GIB, one_sequence: GIB }
+    }
+
+    #[test]
+    fn the_cache_takes_what_is_left_of_the_allowed_share() {
+        let memory = Measured { total: 80 * GIB, free: 60 * GIB, utilization: 0.9 };
+        // 72 allowed, 20 in use, a quarter kept.
+        assert_eq!(memory.kv_bytes(), 52 * GIB - RESERVE);
+        let all = Measured { utilization: 1.0, ..memory };
+        assert_eq!(all.kv_bytes(), 60 * GIB - RESERVE);
+        // Others use more than is allowed; a share out of range; a tiny GPU.
+        assert_eq!(Measured { free: GIB, ..memory }.kv_bytes(), 0);
+        assert_eq!(Measured { utilization: 7.0, ..memory }.kv_bytes(), all.kv_bytes());
+        assert_eq!(Measured { utilization: f64::NAN, ..memory }.kv_bytes(), 0);
+        let tiny = Measured { total: 1 << 20, free: 1 << 20, utilization: 1.0 };
+        assert_eq!(tiny.kv_bytes(), (1 << 20) - (1 << 15));
+    }
+
+    #[test]
+    fn a_model_that_fits_is_no_error() {
+        let memory = Measured { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        assert_eq!(check_fit(&memory, &need(1, 60 * GIB), &[]), Ok(()));
+    }
+
+    #[test]
+    fn one_that_does_not_says_how_much_is_missing_and_what_would_do() {
+        let memory = Measured { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        let others: Vec<Need> = [2, 4, 8].map(|n| need(n, 140 * GIB / u64::from(n))).into();
+        let line = check_fit(&memory, &need(1, 140 * GIB), &others).unwrap_err();
+        // 142 needed, 71.75 there; halves need 72, just too much.
+        assert!(line.contains("70.2 GiB missing"), "{line}");
+        assert!(line.contains("--tensor-parallel 4 would fit"), "{line}");
+        assert!(!line.contains('\n'));
+        let line = check_fit(&memory, &need(1, 140 * GIB), &[]).unwrap_err();
+        assert!(line.contains("no tensor-parallel degree"), "{line}");
+    }
+
+    #[test]
+    fn sizes_that_overflow_do_not_wrap() {
+        let memory = Measured { total: 80 * GIB, free: 80 * GIB, utilization: 0.9 };
+        assert!(check_fit(&memory, &need(1, u64::MAX), &[need(2, u64::MAX)]).is_err());
+    }
+
+    #[test]
+    fn texts() {
+        assert_eq!(bytes_text(1), "1 MiB");
+        assert_eq!(bytes_text(512 << 20), "512 MiB");
+        assert_eq!(bytes_text(3 * GIB / 2), "1.5 GiB");
+    }
+}

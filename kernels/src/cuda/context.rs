@@ -1,0 +1,279 @@
+//! A GPU as the driver knows it: which there are, what they can do, and this thread's context on
+//! one of them.
+use std::ffi::{CStr, c_char, c_int};
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use cudarc::driver::sys;
+
+use super::failure;
+use super::libraries::{self, Missing, Wanted};
+use crate::error::KernelError;
+
+/// The oldest driver whose programming interface the embedded kernels were built for: CUDA 13.0.
+pub const DRIVER_MIN: u32 = 13_000;
+/// The oldest architecture that the embedded kernels have an image for.
+pub const CAPABILITY_MIN: (u32, u32) = (8, 0);
+
+/// Turns a status into a result.
+pub(super) fn check(status: sys::CUresult, what: &'static str) -> Result<(), KernelError> {
+    check_bytes(status, what, 0)
+}
+
+/// As [`check`], where `bytes` of memory were asked for.
+pub(super) fn check_bytes(
+    status: sys::CUresult,
+    what: &'static str,
+    bytes: u64,
+) -> Result<(), KernelError> {
+    match status as u32 {
+        0 => Ok(()),
+        code => Err(failure::driver(code, what, bytes)),
+    }
+}
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its number among the visible ones.
+    pub ordinal: u32,
+    /// As `NVIDIA H200`.
+    pub name: String,
+    /// As `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+    pub uuid: String,
+    /// Its PCI address, as `0000:17:00.0`.
+    pub pci: String,
+    /// Compute capability, as (9, 0).
+    pub capability: (u32, u32),
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Shared memory that a thread block may ask for, in bytes.
+    pub shared_memory: u32,
+    /// All of its memory, in bytes.
+    pub memory_total: u64,
+}
+
+/// Proof that the driver's library is loaded, complete and initialised: whoever holds it may call
+/// the driver.
+#[derive(Clone, Copy, Debug)]
+pub struct Driver {
+    version: u32,
+}
+
+impl Driver {
+    /// Loads and initialises the driver; `folders` are searched before the system's loader is
+    /// asked.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] in one line: no driver, too old, no GPU visible.
+    pub fn load(folders: &[PathBuf]) -> Result<Self, KernelError> {
+        let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
+        libraries::find(Wanted::Driver, folders).map_err(unusable)?;
+        let mut version: c_int = 0;
+        // SAFETY: writes one int; may be called before cuInit.
+        let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+        check(status, "ask for the driver's version")?;
+        let version = u32::try_from(version).unwrap_or(0);
+        if version < DRIVER_MIN {
+            return Err(KernelError::Unsupported(format!(
+                "the NVIDIA driver is of CUDA {}, this program needs CUDA {} or later: update the \
+                 driver",
+                version_text(version),
+                version_text(DRIVER_MIN)
+            )));
+        }
+        // SAFETY: the library is loaded; may be called any number of times.
+        check(unsafe { sys::cuInit(0) }, "initialise the driver")?;
+        Ok(Self { version })
+    }
+
+    /// CUDA's version that it is of: 13000 is 13.0.
+    #[must_use]
+    pub fn version(self) -> u32 {
+        self.version
+    }
+
+    /// How many GPUs are visible.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn count(self) -> Result<u32, KernelError> {
+        let mut count: c_int = 0;
+        // SAFETY: the driver is initialised; writes one int.
+        check(unsafe { sys::cuDeviceGetCount(&raw mut count) }, "count the GPUs")?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// What there is to know of a GPU without making a context on it.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] when there is no GPU of this number.
+    pub fn device(self, ordinal: u32) -> Result<DeviceInfo, KernelError> {
+        let device = self.handle(ordinal)?;
+        let mut name: [c_char; 128] = [0; 128];
+        // SAFETY: writes at most the length given, with a closing zero.
+        let status = unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 128, device) };
+        check(status, "ask for the GPU's name")?;
+        let mut pci: [c_char; 32] = [0; 32];
+        // SAFETY: as above.
+        let status = unsafe { sys::cuDeviceGetPCIBusId(pci.as_mut_ptr(), 32, device) };
+        check(status, "ask for the GPU's PCI address")?;
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: writes 16 bytes.
+        let status = unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) };
+        check(status, "ask for the GPU's UUID")?;
+        let mut memory_total = 0usize;
+        // SAFETY: writes one word.
+        let status = unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory_total, device) };
+        check(status, "ask for the GPU's memory")?;
+        use sys::CUdevice_attribute_enum as Attribute;
+        let attribute = |attribute| self.attribute(device, attribute);
+        Ok(DeviceInfo {
+            ordinal,
+            name: text(&name),
+            uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
+            pci: text(&pci),
+            capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_memory: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            )?,
+            memory_total: memory_total as u64,
+        })
+    }
+
+    fn handle(self, ordinal: u32) -> Result<sys::CUdevice, KernelError> {
+        let count = self.count()?;
+        if ordinal >= count {
+            return Err(KernelError::Unsupported(format!(
+                "there is no GPU {ordinal}: {count} visible, numbered from 0"
+            )));
+        }
+        let mut device = 0;
+        // SAFETY: the driver is initialised; writes one int.
+        let status = unsafe { sys::cuDeviceGet(&raw mut device, ordinal as c_int) };
+        check(status, "look for the GPU")?;
+        Ok(device)
+    }
+
+    fn attribute(
+        self,
+        device: sys::CUdevice,
+        attribute: sys::CUdevice_attribute,
+    ) -> Result<u32, KernelError> {
+        let mut value: c_int = 0;
+        // SAFETY: writes one int.
+        let status = unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) };
+        check(status, "ask what the GPU can do")?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    }
+}
+
+/// The primary context of a GPU, current on the thread that made it: all that is made from it is
+/// used on that thread alone.
+#[derive(Debug)]
+pub struct Context {
+    device: sys::CUdevice,
+    info: DeviceInfo,
+    driver: Driver,
+}
+
+impl Context {
+    /// Makes the context current on this thread.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`]: no such GPU, too old, busy; [`KernelError::OutOfMemory`].
+    pub fn new(driver: Driver, ordinal: u32) -> Result<Rc<Self>, KernelError> {
+        let info = driver.device(ordinal)?;
+        if info.capability < CAPABILITY_MIN {
+            let ((major, minor), (needed, _)) = (info.capability, CAPABILITY_MIN);
+            return Err(KernelError::Unsupported(format!(
+                "GPU {ordinal} ({}) has compute capability {major}.{minor}, this program needs \
+                 {needed}.0 or later",
+                info.name
+            )));
+        }
+        let device = driver.handle(ordinal)?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the driver is initialised; released when `Self` is dropped.
+        let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+        check(status, "make a context on the GPU")?;
+        let made = Rc::new(Self { device, info, driver });
+        // SAFETY: the context was just retained.
+        check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
+        Ok(made)
+    }
+
+    /// The GPU.
+    #[must_use]
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// The driver.
+    #[must_use]
+    pub fn driver(&self) -> Driver {
+        self.driver
+    }
+
+    /// Memory that is free now, and all there is, in bytes.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn memory(&self) -> Result<(u64, u64), KernelError> {
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: a context is current; writes two words.
+        let status = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
+        check(status, "ask for the GPU's free memory")?;
+        Ok((free as u64, total as u64))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained in `new`, and everything made in it held this value alive.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// `13.0` for 13000.
+#[must_use]
+pub fn version_text(version: u32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+fn text(buffer: &[c_char]) -> String {
+    let bytes: Vec<u8> = buffer.iter().map(|byte| *byte as u8).collect();
+    CStr::from_bytes_until_nul(&bytes).map_or_else(
+        |_| String::from_utf8_lossy(&bytes).into_owned(),
+        |text| text.to_string_lossy().into_owned(),
+    )
+}
+
+/// As `nvidia-smi -L` writes it.
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let mut text = String::from("GPU-");
+    for (i, byte) in bytes.iter().enumerate() {
+        if [4, 6, 8, 10].contains(&i) {
+            text.push('-');
+        }
+        text.push_str(&format!("{byte:02x}"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts() {
+        assert_eq!(version_text(13_000), "13.0");
+        assert_eq!(version_text(12_080), "12.8");
+        let bytes: [u8; 16] = std::array::from_fn(|i| i as u8 * 17);
+        assert_eq!(uuid_text(bytes), "GPU-00112233-4455-6677-8899-aabbccddeeff");
+    }
+}

@@ -1,0 +1,205 @@
+//! A GPU made ready: context, stream, kernels, cuBLASLt; what launches go through.
+use std::fmt;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::context::{Context, Driver};
+use super::fatbin;
+use super::launch::{Call, Entry, NAMES};
+use super::matmul::{Matmul, Product};
+use super::memory::{DeviceMemory, DevicePtr};
+use super::module::{Kernel, Module};
+use super::stream::Stream;
+use crate::error::KernelError;
+
+/// Which GPU, and with what.
+#[derive(Clone, Debug)]
+pub struct CudaOptions {
+    /// The GPU's number among the visible ones.
+    pub ordinal: u32,
+    /// Folders that are searched for NVIDIA's libraries first.
+    pub folders: Vec<PathBuf>,
+    /// A folder of `.fatbin` files to use instead of the embedded kernels.
+    pub kernels: Option<PathBuf>,
+    /// Capture decode steps as graphs.
+    pub graphs: bool,
+    /// Let kernels begin before those before them are complete, where the GPU can do that.
+    pub overlap: bool,
+    /// How long a step may take before the GPU is thought to hang.
+    pub patience: Duration,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self {
+            ordinal: 0,
+            folders: Vec::new(),
+            kernels: None,
+            graphs: true,
+            overlap: true,
+            patience: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Whether this build has kernels for GPUs.
+#[must_use]
+pub fn has_kernels() -> bool {
+    fatbin::built_with_kernels()
+}
+
+/// See the module's documentation.
+pub(super) struct Device {
+    kernels: Vec<Kernel>,
+    pub(super) matmul: Result<Matmul, KernelError>,
+    pub(super) stream: Stream,
+    pub(super) context: Rc<Context>,
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("matmul", &self.matmul).finish_non_exhaustive()
+    }
+}
+
+impl Device {
+    pub(super) fn new(options: &CudaOptions) -> Result<Self, KernelError> {
+        let driver = Driver::load(&options.folders)?;
+        let context = Context::new(driver, options.ordinal)?;
+        let modules = load_modules(&context, options)?;
+        let kernels =
+            (0..NAMES.len()).map(|i| find(&modules, Entry(i))).collect::<Result<_, _>>()?;
+        let stream = Stream::new(&context)?;
+        // Products of few rows do without, and those of many are slow but right.
+        let matmul = Matmul::new(&context, &options.folders);
+        Ok(Self { kernels, matmul, stream, context })
+    }
+
+    /// Launches a kernel, in stream order.
+    ///
+    /// # Safety
+    /// Every pointer among the arguments leads to as much memory as `kernels.h` says, alive until
+    /// the stream has come so far.
+    pub(super) unsafe fn launch(&self, mut call: Call) -> Result<(), KernelError> {
+        let kernel = self.kernels.get(call.entry.0).ok_or_else(|| KernelError::Shape {
+            op: "launch",
+            message: format!("there is no kernel {}", call.entry.0),
+        })?;
+        // SAFETY: the arguments are as the header says, which the tests of `launch` compare; the
+        // pointers by this function's contract.
+        unsafe { kernel.launch(&self.stream, call.launch, &mut call.args) }
+    }
+
+    /// A product of many rows.
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
+    pub(super) unsafe fn multiply(
+        &mut self,
+        product: &Product,
+        x: DevicePtr,
+        w: DevicePtr,
+        out: DevicePtr,
+    ) -> Result<(), KernelError> {
+        match &mut self.matmul {
+            // SAFETY: this function's contract.
+            Ok(matmul) => unsafe { matmul.run(&self.stream, product, x, w, out) },
+            Err(error) => Err(KernelError::Unsupported(error.to_string())),
+        }
+    }
+}
+
+fn load_modules(
+    context: &Rc<Context>,
+    options: &CudaOptions,
+) -> Result<Vec<Rc<Module>>, KernelError> {
+    let overlap = options.overlap;
+    let Some(folder) = &options.kernels else {
+        if fatbin::IMAGES.is_empty() {
+            return Module::load(context, &[], overlap).map(|module| vec![Rc::new(module)]);
+        }
+        let load = |(_, image): &(&str, &[u8])| Module::load(context, image, overlap).map(Rc::new);
+        return fatbin::IMAGES.iter().map(load).collect();
+    };
+    let at = |what: &str| KernelError::Unsupported(format!("{}: {what}", folder.display()));
+    let entries = std::fs::read_dir(folder).map_err(|error| at(&error.to_string()))?;
+    let mut files: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "fatbin"))
+        .collect();
+    files.sort();
+    if files.is_empty() {
+        return Err(at("no .fatbin file is there"));
+    }
+    let load = |file: &PathBuf| {
+        let image = std::fs::read(file).map_err(|error| at(&error.to_string()))?;
+        Module::load(context, &image, overlap).map(Rc::new)
+    };
+    files.iter().map(load).collect()
+}
+
+/// Looks through all modules; the last one's error tells what is missing.
+fn find(modules: &[Rc<Module>], entry: Entry) -> Result<Kernel, KernelError> {
+    let mut missing = None;
+    for module in modules {
+        match module.kernel(entry.name(), entry.shared()) {
+            Ok(kernel) => return Ok(kernel),
+            Err(error) => missing = Some(error),
+        }
+    }
+    Err(missing.unwrap_or_else(|| KernelError::Unsupported("no kernels are loaded".to_owned())))
+}
+
+/// Device memory that is reused from call to call and grows when a call needs more than any before.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    memory: Option<DeviceMemory>,
+    what: &'static str,
+}
+
+impl Scratch {
+    pub(super) fn new(what: &'static str) -> Self {
+        Self { memory: None, what }
+    }
+
+    /// At least `bytes` with undefined contents, and whether the place is new. What the old place
+    /// was used for has been waited for.
+    pub(super) fn get(
+        &mut self,
+        device: &Device,
+        bytes: usize,
+    ) -> Result<(DevicePtr, bool), KernelError> {
+        if let Some(memory) = &self.memory
+            && memory.bytes() >= bytes
+        {
+            return Ok((memory.ptr(), false));
+        }
+        device.stream.synchronize()?;
+        // The old one first: both at once may be too much.
+        self.memory = None;
+        let bytes = bytes.next_multiple_of(256);
+        let memory = DeviceMemory::zeroed(&device.context, &device.stream, bytes, self.what)?;
+        let ptr = memory.ptr();
+        self.memory = Some(memory);
+        Ok((ptr, true))
+    }
+
+    /// Copies `words` to its beginning, which [`Scratch::get`] made large enough.
+    pub(super) fn upload(&self, device: &Device, words: &[u32]) -> Result<(), KernelError> {
+        self.upload_at(device, 0, words)
+    }
+
+    /// As [`Scratch::upload`], from byte `at` on.
+    pub(super) fn upload_at(
+        &self,
+        device: &Device,
+        at: usize,
+        words: &[u32],
+    ) -> Result<(), KernelError> {
+        match &self.memory {
+            Some(memory) => memory.upload(&device.stream, at, words),
+            None => Err(KernelError::Shape { op: "upload", message: "no memory yet".to_owned() }),
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! What of CUDA there is on this host, and why it cannot be used if it cannot: for people.
+use std::path::{Path, PathBuf};
+
+use super::context::{CAPABILITY_MIN, Context, DeviceInfo, Driver, version_text};
+use super::device::{CudaOptions, has_kernels};
+use super::libraries::{self, Missing, Wanted};
+use crate::error::KernelError;
+
+/// One GPU as it was found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FoundDevice {
+    /// What it is.
+    pub info: DeviceInfo,
+    /// Free memory, in bytes, or why no context can be made on it.
+    pub memory_free: Result<u64, String>,
+}
+
+impl FoundDevice {
+    /// Why it cannot be used, in one line.
+    #[must_use]
+    pub fn unusable(&self) -> Option<String> {
+        let DeviceInfo { ordinal, name, capability: (major, minor), .. } = &self.info;
+        if (*major, *minor) < CAPABILITY_MIN {
+            return Some(format!(
+                "GPU {ordinal} ({name}) has compute capability {major}.{minor}, this program needs \
+                 {}.{} or later",
+                CAPABILITY_MIN.0, CAPABILITY_MIN.1
+            ));
+        }
+        self.memory_free.as_ref().err().map(|reason| format!("GPU {ordinal} ({name}): {reason}"))
+    }
+}
+
+/// What there is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Survey {
+    /// The driver's CUDA version (13000 is 13.0), or why there is none.
+    pub driver: Result<u32, String>,
+    /// The GPUs.
+    pub devices: Vec<FoundDevice>,
+    /// Whether cuBLASLt is there, or why not. Without it prompts are computed slowly.
+    pub cublas_lt: Result<(), String>,
+    /// NCCL's version (22809 is 2.28.9), or why there is none.
+    pub nccl: Result<u32, String>,
+    /// Whether there are kernels: embedded, or in the folder that was named.
+    pub has_kernels: bool,
+}
+
+/// Looks at everything; makes, and leaves, a context on each GPU. Never panics.
+#[must_use]
+pub fn survey(folders: &[PathBuf], kernels: Option<&Path>) -> Survey {
+    let words = |error: KernelError| error.to_string();
+    let missing = |missing: Missing| missing.to_string();
+    let driver = Driver::load(folders).map_err(words);
+    let mut devices = Vec::new();
+    let mut failed = None;
+    if let Ok(driver) = driver {
+        match driver.count() {
+            Ok(count) => devices.extend((0..count).filter_map(|i| find(driver, i))),
+            Err(error) => failed = Some(error.to_string()),
+        }
+    }
+    let nccl = libraries::find(Wanted::Nccl, folders).map_err(missing);
+    Survey {
+        driver: match failed {
+            Some(reason) => Err(reason),
+            None => driver.map(Driver::version),
+        },
+        devices,
+        cublas_lt: libraries::find(Wanted::CublasLt, folders).map_err(missing),
+        nccl: nccl.map(|()| libraries::nccl_version().unwrap_or(0)),
+        has_kernels: kernels.is_some() || has_kernels(),
+    }
+}
+
+fn find(driver: Driver, ordinal: u32) -> Option<FoundDevice> {
+    let info = driver.device(ordinal).ok()?;
+    let free = || -> Result<u64, KernelError> { Ok(Context::new(driver, ordinal)?.memory()?.0) };
+    Some(FoundDevice { memory_free: free().map_err(|error| error.to_string()), info })
+}
+
+impl Survey {
+    /// Why CUDA cannot be used here at all, in one line; none when it can.
+    #[must_use]
+    pub fn unusable(&self) -> Option<String> {
+        if let Err(reason) = &self.driver {
+            return Some(reason.clone());
+        }
+        if self.devices.is_empty() {
+            return Some("the driver shows no GPU".to_owned());
+        }
+        if self.usable().next().is_none() {
+            return self.devices.first().and_then(FoundDevice::unusable);
+        }
+        (!self.has_kernels).then(|| {
+            "this program was built without CUDA kernels: build it with TUTTI_CUDA=1 where nvcc is \
+             found"
+                .to_owned()
+        })
+    }
+
+    /// The GPUs that can be used, if there are kernels for them.
+    pub fn usable(&self) -> impl Iterator<Item = &FoundDevice> {
+        self.devices.iter().filter(|device| device.unusable().is_none())
+    }
+
+    /// The usable GPU with the most free memory.
+    #[must_use]
+    pub fn roomiest(&self) -> Option<u32> {
+        if self.unusable().is_some() {
+            return None;
+        }
+        let free = |device: &&FoundDevice| *device.memory_free.as_ref().unwrap_or(&0);
+        // The first of equals.
+        self.usable().min_by_key(|device| u64::MAX - free(device)).map(|device| device.info.ordinal)
+    }
+
+    /// Why GPU `ordinal` cannot be used, in one line; none when it can.
+    #[must_use]
+    pub fn refusal(&self, ordinal: u32) -> Option<String> {
+        if let Some(device) = self.devices.iter().find(|device| device.info.ordinal == ordinal) {
+            return device.unusable().or_else(|| self.unusable());
+        }
+        Some(self.unusable().unwrap_or_else(|| {
+            format!("there is no GPU {ordinal}: {} visible, numbered from 0", self.devices.len())
+        }))
+    }
+
+    /// The options for a GPU that was found.
+    #[must_use]
+    pub fn options(ordinal: u32, folders: &[PathBuf], kernels: Option<&Path>) -> CudaOptions {
+        CudaOptions {
+            ordinal,
+            folders: folders.to_vec(),
+            kernels: kernels.map(Path::to_owned),
+            ..CudaOptions::default()
+        }
+    }
+
+    /// `2.28.9`, or why there is no NCCL.
+    #[must_use]
+    pub fn nccl_text(&self) -> String {
+        match &self.nccl {
+            Ok(version) => {
+                format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+            }
+            Err(reason) => reason.clone(),
+        }
+    }
+
+    /// `CUDA 13.0`, or why there is no driver.
+    #[must_use]
+    pub fn driver_text(&self) -> String {
+        match &self.driver {
+            Ok(version) => format!("CUDA {}", version_text(*version)),
+            Err(reason) => reason.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(ordinal: u32, capability: (u32, u32), free: Result<u64, String>) -> FoundDevice {
+        let info = DeviceInfo {
+            ordinal,
+            name: "GPU".to_owned(),
+            uuid: String::new(),
+            pci: String::new(),
+            capability,
+            multiprocessors: 1,
+            shared_memory: 1,
+            memory_total: 1 << 30,
+        };
+        FoundDevice { info, memory_free: free }
+    }
+
+    fn found(devices: Vec<FoundDevice>) -> Survey {
+        Survey {
+            driver: Ok(13_000),
+            devices,
+            cublas_lt: Ok(()),
+            nccl: Ok(22_809),
+            has_kernels: true,
+        }
+    }
+
+    #[test]
+    fn one_line_says_why_not() {
+        let busy = || device(0, (9, 0), Err("busy".to_owned()));
+        let cases = [
+            (Survey { driver: Err("no driver".into()), ..found(vec![]) }, "no driver"),
+            (found(vec![]), "no GPU"),
+            (found(vec![device(0, (7, 5), Ok(1))]), "compute capability 7.5"),
+            (found(vec![busy()]), "busy"),
+            (
+                Survey { has_kernels: false, ..found(vec![device(0, (9, 0), Ok(1))]) },
+                "without CUDA",
+            ),
+        ];
+        for (survey, words) in cases {
+            let line = survey.unusable().unwrap();
+            assert!(line.contains(words) && !line.contains('\n'), "{line}");
+            assert_eq!(survey.roomiest(), None);
+            assert!(survey.refusal(0).is_some());
+        }
+    }
+
+    #[test]
+    fn the_roomiest_usable_one_is_chosen() {
+        let survey = found(vec![
+            device(0, (9, 0), Ok(5)),
+            device(1, (7, 0), Ok(100)),
+            device(2, (8, 0), Ok(9)),
+            device(3, (8, 0), Ok(9)),
+            device(4, (9, 0), Err("busy".to_owned())),
+        ]);
+        assert_eq!(survey.unusable(), None);
+        assert_eq!(survey.roomiest(), Some(2));
+        assert_eq!(survey.usable().count(), 3);
+        assert!(survey.refusal(4).unwrap().contains("busy"));
+        assert!(survey.refusal(9).unwrap().contains("no GPU 9: 5 visible"));
+        assert_eq!(survey.refusal(0), None);
+        assert_eq!(survey.nccl_text(), "2.28.9");
+    }
+}

@@ -1,0 +1,539 @@
+//! PURE: every kernel's name, grid and arguments, as `kernels/cuda/kernels.h` lists them.
+//!
+//! Sizes reach the kernels as 32-bit words; the callers have checked that they fit.
+use super::memory::DevicePtr;
+use super::module::{Args, Launch};
+use crate::backend::AttentionShape;
+
+/// Head dimensions with attention kernels of their own.
+pub const HEAD_DIMS: [usize; 5] = [16, 32, 64, 96, 128];
+/// The largest head dimension that any kernel takes.
+pub const HEAD_DIM_MAX: usize = 256;
+/// Rows of one grid.y of the products of few rows.
+const SKINNY: [usize; 4] = [8, 16, 32, 64];
+/// Into how many parts a sequence's tokens are split at most: a constant, so that the sum of a row
+/// is made alike in every batch.
+pub const SPLITS_MAX: u32 = 64;
+/// Grids of decode attention are rounded up to one of these, so that few graphs are captured.
+const SPLITS: [u32; 10] = [1, 2, 3, 5, 9, 17, 25, 33, 49, 64];
+
+/// A kernel, by its place in [`NAMES`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry(pub usize);
+
+macro_rules! entries {
+    ($($constant:ident: $name:literal,)*) => {
+        /// Every kernel that is launched.
+        pub const NAMES: &[&str] = &[$($name),*];
+        entries!(@ 0usize; $($constant,)*);
+    };
+    (@ $index:expr; $constant:ident, $($rest:ident,)*) => {
+        #[allow(dead_code, reason = "kernels of a family are found by their first")]
+        const $constant: Entry = Entry($index);
+        entries!(@ $index + 1; $($rest,)*);
+    };
+    (@ $index:expr;) => {};
+}
+
+entries! {
+    EMBED: "tutti_embed",
+    ADD_RMSNORM: "tutti_add_rmsnorm",
+    SILU_MUL: "tutti_silu_mul_f32",
+    ADD_BIAS: "tutti_add_bias",
+    ADD: "tutti_add",
+    GATHER_ROWS: "tutti_gather_rows",
+    COPY_COLUMNS: "tutti_copy_columns",
+    TO_F32: "tutti_to_f32",
+    QKV_FINISH: "tutti_qkv_finish",
+    PREFILL: "tutti_prefill_attention_16",
+    PREFILL_32: "tutti_prefill_attention_32",
+    PREFILL_64: "tutti_prefill_attention_64",
+    PREFILL_96: "tutti_prefill_attention_96",
+    PREFILL_128: "tutti_prefill_attention_128",
+    DECODE: "tutti_decode_attention_16",
+    DECODE_32: "tutti_decode_attention_32",
+    DECODE_64: "tutti_decode_attention_64",
+    DECODE_96: "tutti_decode_attention_96",
+    DECODE_128: "tutti_decode_attention_128",
+    DECODE_REDUCE: "tutti_decode_reduce",
+    ATTENTION_ANY: "tutti_attention_any",
+    SKINNY_8: "tutti_skinny_8",
+    SKINNY_16: "tutti_skinny_16",
+    SKINNY_32: "tutti_skinny_32",
+    SKINNY_64: "tutti_skinny_64",
+    GATE_UP_8: "tutti_skinny_gate_up_8",
+    GATE_UP_16: "tutti_skinny_gate_up_16",
+    GATE_UP_32: "tutti_skinny_gate_up_32",
+    GATE_UP_64: "tutti_skinny_gate_up_64",
+    SAMPLE: "tutti_sample",
+    LOGPROBS: "tutti_logprobs",
+    ARGMAX: "tutti_argmax",
+}
+
+impl Entry {
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        NAMES[self.0]
+    }
+
+    /// The dynamic shared memory that it may be launched with.
+    #[must_use]
+    pub fn shared(self) -> u32 {
+        match self.0.checked_sub(PREFILL.0).and_then(|which| HEAD_DIMS.get(which)) {
+            Some(head_dim) => prefill_shared(*head_dim),
+            None => 0,
+        }
+    }
+}
+
+fn prefill_shared(head_dim: usize) -> u32 {
+    320 * 2 * head_dim as u32
+}
+
+/// One launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// What.
+    pub entry: Entry,
+    /// How.
+    pub launch: Launch,
+    /// With what.
+    pub args: Args,
+}
+
+fn call(entry: Entry, grid: (usize, usize, usize), block: u32, args: Args) -> Call {
+    let word = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let grid = (word(grid.0), word(grid.1), word(grid.2));
+    Call { entry, launch: Launch { grid, block: (block, 1, 1), shared: 0 }, args }
+}
+
+/// Elements across, rows down.
+fn wide(entry: Entry, width: usize, rows: usize, args: Args) -> Call {
+    call(entry, (width.div_ceil(1024), rows, 1), 256, args)
+}
+
+fn word(args: Args, n: usize) -> Args {
+    args.u32(u32::try_from(n).unwrap_or(u32::MAX))
+}
+
+fn words<const N: usize>(args: Args, all: [usize; N]) -> Args {
+    all.into_iter().fold(args, word)
+}
+
+/// Rows of 16 bits or f32 somewhere on the GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// The first.
+    pub ptr: DevicePtr,
+    /// Elements from one to the next.
+    pub stride: usize,
+}
+
+/// `tutti_embed`; `rows` items are launched.
+#[must_use]
+pub fn embed(
+    ids: DevicePtr,
+    (table, table_rows): (DevicePtr, usize),
+    out: Rows,
+    width: usize,
+    first_id: u32,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(ids).ptr(table).ptr(out.ptr);
+    let args = words(args, [width, out.stride]).u32(first_id);
+    call(EMBED, (rows, 1, 1), 256, word(args, table_rows).ptr(live))
+}
+
+/// `tutti_add_rmsnorm`
+#[must_use]
+pub fn add_rmsnorm(
+    (residual, delta): (DevicePtr, Option<DevicePtr>),
+    weight: DevicePtr,
+    out: Rows,
+    width: usize,
+    eps: f32,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(residual).maybe(delta).ptr(weight).ptr(out.ptr);
+    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
+    call(ADD_RMSNORM, (rows, 1, 1), 512, args)
+}
+
+/// `tutti_silu_mul_f32`
+#[must_use]
+pub fn silu_mul(
+    input: DevicePtr,
+    bias: Option<DevicePtr>,
+    out: Rows,
+    inner: usize,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(input).maybe(bias).ptr(out.ptr);
+    wide(SILU_MUL, inner, rows, words(args, [inner, out.stride]).ptr(live))
+}
+
+/// `tutti_add_bias`
+#[must_use]
+pub fn add_bias(
+    data: DevicePtr,
+    bias: DevicePtr,
+    width: usize,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    wide(ADD_BIAS, width, rows, word(Args::new().ptr(data).ptr(bias), width).ptr(live))
+}
+
+/// `tutti_add`
+#[must_use]
+pub fn add(sum: DevicePtr, other: DevicePtr, width: usize, rows: usize, live: DevicePtr) -> Call {
+    wide(ADD, width, rows, word(Args::new().ptr(sum).ptr(other), width).ptr(live))
+}
+
+/// `tutti_gather_rows`
+#[must_use]
+pub fn gather_rows(
+    from: Rows,
+    index: DevicePtr,
+    to: Rows,
+    width: usize,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(from.ptr).ptr(index).ptr(to.ptr);
+    wide(GATHER_ROWS, width, rows, words(args, [width, from.stride, to.stride]).ptr(live))
+}
+
+/// `tutti_copy_columns`
+#[must_use]
+pub fn copy_columns(
+    from: Rows,
+    to: Rows,
+    first: usize,
+    width: usize,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(from.ptr).ptr(to.ptr);
+    wide(COPY_COLUMNS, width, rows, words(args, [first, width, from.stride, to.stride]).ptr(live))
+}
+
+/// `tutti_to_f32`
+#[must_use]
+pub fn to_f32(from: DevicePtr, to: DevicePtr, count: usize) -> Call {
+    let args = Args::new().ptr(from).ptr(to).u64(count as u64);
+    call(TO_F32, (count.div_ceil(1024), 1, 1), 256, args)
+}
+
+/// What `tutti_qkv_finish` reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct QkvFinish {
+    /// f32 [rows, (num_heads + 2 * num_kv_heads) * head_dim]
+    pub qkv: DevicePtr,
+    /// f32, as wide.
+    pub bias: Option<DevicePtr>,
+    /// f32 [head_dim]
+    pub q_norm: Option<DevicePtr>,
+    /// f32 [head_dim]
+    pub k_norm: Option<DevicePtr>,
+    /// f32 [positions, head_dim / 2]
+    pub cos: DevicePtr,
+    /// f32 [positions, head_dim / 2]
+    pub sin: DevicePtr,
+    /// u32 [rows]
+    pub positions: DevicePtr,
+    /// u32 [rows]
+    pub slots: DevicePtr,
+    /// bf16 [rows, num_heads * head_dim]
+    pub q_out: DevicePtr,
+    /// The layer's keys and values.
+    pub cache: LayerCache,
+}
+
+/// Keys and values of one layer.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerCache {
+    /// bf16 [num_blocks, num_kv_heads, block_size, head_dim]
+    pub keys: DevicePtr,
+    /// As the keys.
+    pub values: DevicePtr,
+    /// Logarithm of the block size.
+    pub block_shift: u32,
+}
+
+/// `tutti_qkv_finish`
+#[must_use]
+pub fn qkv_finish(io: &QkvFinish, shape: &AttentionShape, rows: usize, live: DevicePtr) -> Call {
+    let heads = shape.num_heads + 2 * shape.num_kv_heads;
+    let args = Args::new()
+        .ptr(io.qkv)
+        .maybe(io.bias)
+        .maybe(io.q_norm)
+        .maybe(io.k_norm)
+        .ptr(io.cos)
+        .ptr(io.sin)
+        .ptr(io.positions)
+        .ptr(io.slots)
+        .ptr(io.q_out)
+        .ptr(io.cache.keys)
+        .ptr(io.cache.values);
+    let args = words(args, [shape.num_heads, shape.num_kv_heads, shape.head_dim])
+        .u32(io.cache.block_shift)
+        .f32(shape.norm_eps)
+        .ptr(live);
+    call(QKV_FINISH, (rows, heads.div_ceil(8), 1), 256, args)
+}
+
+/// What attention reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionIo {
+    /// bf16 [rows, num_heads * head_dim]
+    pub q: DevicePtr,
+    /// The layer's keys and values.
+    pub cache: LayerCache,
+    /// TuttiSeq [..]
+    pub seqs: DevicePtr,
+    /// u32 [..]
+    pub block_tables: DevicePtr,
+    /// As q.
+    pub out: DevicePtr,
+}
+
+fn window(shape: &AttentionShape) -> u32 {
+    shape.sliding_window.unwrap_or(0)
+}
+
+fn scale(shape: &AttentionShape) -> f32 {
+    1.0 / (shape.head_dim as f32).sqrt()
+}
+
+/// Which of the kernels by head dimension.
+fn by_head_dim(first: Entry, shape: &AttentionShape) -> Option<Entry> {
+    let which = HEAD_DIMS.iter().position(|dim| *dim == shape.head_dim)?;
+    Some(Entry(first.0 + which))
+}
+
+/// `tutti_prefill_attention_*`; none when this head dimension has no kernel.
+#[must_use]
+pub fn prefill_attention(
+    io: &AttentionIo,
+    shape: &AttentionShape,
+    tiles: DevicePtr,
+    count: usize,
+    live: DevicePtr,
+) -> Option<Call> {
+    let entry = by_head_dim(PREFILL, shape)?;
+    let args = Args::new()
+        .ptr(io.q)
+        .ptr(io.cache.keys)
+        .ptr(io.cache.values)
+        .ptr(io.seqs)
+        .ptr(tiles)
+        .ptr(io.block_tables)
+        .ptr(io.out);
+    let args = words(args, [shape.num_heads, shape.num_kv_heads])
+        .u32(io.cache.block_shift)
+        .u32(window(shape))
+        .f32(scale(shape))
+        .ptr(live);
+    let mut call = call(entry, (count, shape.num_kv_heads, 1), 128, args);
+    call.launch.shared = prefill_shared(shape.head_dim);
+    Some(call)
+}
+
+/// Where decode attention keeps what it adds up.
+#[derive(Clone, Copy, Debug)]
+pub struct Partials {
+    /// f32 [n, num_heads, SPLITS_MAX, head_dim]
+    pub out: DevicePtr,
+    /// f32 [n, num_heads, SPLITS_MAX, 2]
+    pub ml: DevicePtr,
+}
+
+impl Partials {
+    /// Elements of `out` and of `ml` for `n` sequences.
+    #[must_use]
+    pub fn elements(shape: &AttentionShape, n: usize) -> (usize, usize) {
+        let splits = n * shape.num_heads * SPLITS_MAX as usize;
+        (splits * shape.head_dim, splits * 2)
+    }
+}
+
+/// The grid's splits for sequences of at most `context` tokens.
+#[must_use]
+pub fn splits(context: u32) -> u32 {
+    // As in kernels.h: parts of 64 tokens at least, one more where a window cuts the first.
+    let most = (context.div_ceil(64) + 1).min(SPLITS_MAX);
+    SPLITS.into_iter().find(|splits| *splits >= most).unwrap_or(SPLITS_MAX)
+}
+
+/// `tutti_decode_attention_*` and `tutti_decode_reduce`; none as above.
+#[must_use]
+pub fn decode_attention(
+    io: &AttentionIo,
+    shape: &AttentionShape,
+    (items, count): (DevicePtr, usize),
+    partials: Partials,
+    splits: u32,
+    live: DevicePtr,
+) -> Option<[Call; 2]> {
+    let entry = by_head_dim(DECODE, shape)?;
+    let args = Args::new()
+        .ptr(io.q)
+        .ptr(io.cache.keys)
+        .ptr(io.cache.values)
+        .ptr(io.seqs)
+        .ptr(items)
+        .ptr(io.block_tables)
+        .ptr(partials.out)
+        .ptr(partials.ml);
+    let args = words(args, [shape.num_heads, shape.num_kv_heads])
+        .u32(io.cache.block_shift)
+        .u32(window(shape))
+        .u32(SPLITS_MAX)
+        .f32(scale(shape))
+        .ptr(live);
+    let group = shape.num_heads / shape.num_kv_heads;
+    let blocks = shape.num_kv_heads * group.div_ceil(16);
+    let attention = call(entry, (splits as usize, blocks, count), 128, args);
+    let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(items).ptr(io.out);
+    let args =
+        words(args, [shape.num_heads, shape.head_dim]).u32(window(shape)).u32(SPLITS_MAX).ptr(live);
+    Some([attention, call(DECODE_REDUCE, (shape.num_heads, count, 1), 128, args)])
+}
+
+/// `tutti_attention_any`
+#[must_use]
+pub fn attention_any(
+    io: &AttentionIo,
+    shape: &AttentionShape,
+    num_seqs: DevicePtr,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new()
+        .ptr(io.q)
+        .ptr(io.cache.keys)
+        .ptr(io.cache.values)
+        .ptr(io.seqs)
+        .ptr(num_seqs)
+        .ptr(io.block_tables)
+        .ptr(io.out);
+    let args = words(args, [shape.num_heads, shape.num_kv_heads, shape.head_dim])
+        .u32(io.cache.block_shift)
+        .u32(window(shape))
+        .f32(scale(shape))
+        .ptr(live);
+    call(ATTENTION_ANY, (rows, shape.num_heads.div_ceil(4), 1), 128, args)
+}
+
+/// Which of the kernels by rows: the smallest that holds them all.
+fn by_rows(first: Entry, rows: usize) -> (Entry, usize) {
+    let which = SKINNY.iter().position(|most| *most >= rows).unwrap_or(SKINNY.len() - 1);
+    (Entry(first.0 + which), SKINNY[which])
+}
+
+/// `tutti_skinny_*`: `out = x W^T + bias`, W `[n, k]`.
+#[must_use]
+pub fn skinny(
+    (x, index): (Rows, Option<DevicePtr>),
+    w: Rows,
+    bias: Option<DevicePtr>,
+    out: Rows,
+    (rows, n, k): (usize, usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let (entry, number) = by_rows(SKINNY_8, rows);
+    let features = if number <= 16 { 16 } else { 32 };
+    let args = Args::new().ptr(x.ptr).ptr(w.ptr).maybe(bias).ptr(out.ptr).maybe(index);
+    let args = words(args, [rows, n, k, x.stride, w.stride, out.stride]).ptr(live);
+    call(entry, (n.div_ceil(features), rows.div_ceil(number), 1), 256, args)
+}
+
+/// `tutti_skinny_gate_up_*`: W `[2 * inner, k]`.
+#[must_use]
+pub fn skinny_gate_up(
+    x: Rows,
+    w: Rows,
+    bias: Option<DevicePtr>,
+    out: Rows,
+    (rows, inner, k): (usize, usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let (entry, number) = by_rows(GATE_UP_8, rows);
+    let args = Args::new().ptr(x.ptr).ptr(w.ptr).maybe(bias).ptr(out.ptr);
+    let args = words(args, [rows, inner, k, x.stride, w.stride, out.stride]).ptr(live);
+    call(entry, (inner.div_ceil(16), rows.div_ceil(number), 1), 256, args)
+}
+
+/// What `tutti_sample` reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleIo {
+    /// f32 rows.
+    pub logits: Rows,
+    /// TuttiSampleParams [rows]
+    pub params: DevicePtr,
+    /// TuttiIdValue [..]
+    pub biases: Option<DevicePtr>,
+    /// u32 [..]
+    pub ids: Option<DevicePtr>,
+    /// f32 and u32 [rows, vocab], where rows are edited.
+    pub scratch: Option<(DevicePtr, DevicePtr)>,
+    /// TuttiSampled [rows]
+    pub out: DevicePtr,
+    /// u32 and f32 [rows, top_stride]
+    pub top: Option<(DevicePtr, DevicePtr)>,
+    /// The longest list of most likely tokens.
+    pub top_stride: usize,
+}
+
+/// `tutti_sample`
+#[must_use]
+pub fn sample(io: &SampleIo, vocab: usize, rows: usize, live: Option<DevicePtr>) -> Call {
+    let args = Args::new()
+        .ptr(io.logits.ptr)
+        .ptr(io.params)
+        .maybe(io.biases)
+        .maybe(io.ids)
+        .maybe(io.scratch.map(|both| both.0))
+        .maybe(io.scratch.map(|both| both.1))
+        .ptr(io.out)
+        .maybe(io.top.map(|both| both.0))
+        .maybe(io.top.map(|both| both.1));
+    let args = words(args, [io.logits.stride, vocab, io.top_stride]).maybe(live);
+    call(SAMPLE, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_logprobs`
+#[must_use]
+pub fn logprobs(
+    logits: Rows,
+    targets: DevicePtr,
+    out: DevicePtr,
+    top: Option<(DevicePtr, DevicePtr)>,
+    (vocab, top_n, rows): (usize, u32, usize),
+) -> Call {
+    let args = Args::new()
+        .ptr(logits.ptr)
+        .ptr(targets)
+        .ptr(out)
+        .maybe(top.map(|both| both.0))
+        .maybe(top.map(|both| both.1));
+    let args = words(args, [logits.stride, vocab]).u32(top_n).u32(top_n).maybe(None);
+    call(LOGPROBS, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_argmax`
+#[must_use]
+pub fn argmax(logits: Rows, out: DevicePtr, vocab: usize, rows: usize) -> Call {
+    let args = Args::new().ptr(logits.ptr).ptr(out);
+    let args = words(args, [logits.stride, vocab]).u32(0).maybe(None);
+    call(ARGMAX, (rows, 1, 1), 1024, args)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,176 @@
+//! The host's idea of every kernel against `kernels/cuda/kernels.h` itself.
+use std::collections::HashMap;
+
+use super::*;
+
+const HEADER: &str = include_str!("../../../cuda/kernels.h");
+
+/// Bytes of each parameter of every kernel that the header declares.
+fn declared() -> HashMap<String, Vec<usize>> {
+    // Macros of arguments, then declarations, on one line each.
+    let joined = HEADER.replace("\\\n", " ");
+    let mut macros = HashMap::new();
+    for line in joined.lines() {
+        if let Some(rest) = line.strip_prefix("#define ")
+            && let Some((name, body)) = rest.split_once(' ')
+            && name.ends_with("_ARGUMENTS")
+        {
+            macros.insert(name.to_owned(), body.trim().to_owned());
+        }
+    }
+    let code: String =
+        joined.lines().filter(|line| !line.starts_with('#')).collect::<Vec<_>>().join(" ");
+    let mut found = HashMap::new();
+    for part in code.split("__global__ void ").skip(1) {
+        let (name, rest) = part.split_once('(').unwrap();
+        let (parameters, _) = rest.split_once(')').unwrap();
+        let text = macros.get(parameters.trim()).map_or(parameters, String::as_str);
+        let sizes = text.split(',').map(size_of_parameter).collect();
+        found.insert(name.trim().to_owned(), sizes);
+    }
+    found
+}
+
+fn size_of_parameter(text: &str) -> usize {
+    if text.contains('*') || text.contains("uint64_t") {
+        return 8;
+    }
+    assert!(text.contains("uint32_t") || text.contains("float"), "{text}");
+    4
+}
+
+fn shape(head_dim: usize, num_heads: usize, num_kv_heads: usize) -> AttentionShape {
+    AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-5, sliding_window: None }
+}
+
+/// One call of every kernel.
+fn all() -> Vec<Call> {
+    let ptr = DevicePtr(0x1000);
+    let rows = Rows { ptr, stride: 64 };
+    let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4 };
+    let io = AttentionIo { q: ptr, cache, seqs: ptr, block_tables: ptr, out: ptr };
+    let partials = Partials { out: ptr, ml: ptr };
+    let qkv = QkvFinish {
+        qkv: ptr,
+        bias: None,
+        q_norm: None,
+        k_norm: None,
+        cos: ptr,
+        sin: ptr,
+        positions: ptr,
+        slots: ptr,
+        q_out: ptr,
+        cache,
+    };
+    let sampling = SampleIo {
+        logits: rows,
+        params: ptr,
+        biases: None,
+        ids: None,
+        scratch: None,
+        out: ptr,
+        top: None,
+        top_stride: 0,
+    };
+    let mut calls = vec![
+        embed(ptr, (ptr, 9), rows, 64, 0, 3, ptr),
+        add_rmsnorm((ptr, None), ptr, rows, 64, 1e-5, 3, ptr),
+        silu_mul(ptr, None, rows, 64, 3, ptr),
+        add_bias(ptr, ptr, 64, 3, ptr),
+        add(ptr, ptr, 64, 3, ptr),
+        gather_rows(rows, ptr, rows, 64, 3, ptr),
+        copy_columns(rows, rows, 3, 64, 3, ptr),
+        to_f32(ptr, ptr, 3000),
+        qkv_finish(&qkv, &shape(64, 8, 2), 3, ptr),
+        attention_any(&io, &shape(80, 8, 2), ptr, 3, ptr),
+        sample(&sampling, 100, 3, None),
+        logprobs(rows, ptr, ptr, None, (100, 0, 3)),
+        argmax(rows, ptr, 100, 3),
+    ];
+    for head_dim in HEAD_DIMS {
+        let shape = shape(head_dim, 8, 2);
+        calls.extend(prefill_attention(&io, &shape, ptr, 3, ptr));
+        calls.extend(decode_attention(&io, &shape, (ptr, 3), partials, 64, ptr).unwrap());
+    }
+    for count in SKINNY {
+        calls.push(skinny((rows, None), rows, None, rows, (count, 64, 64), ptr));
+        calls.push(skinny_gate_up(rows, rows, None, rows, (count, 64, 64), ptr));
+    }
+    calls
+}
+
+#[test]
+fn arguments_are_as_many_and_as_large_as_the_kernels_take() {
+    let declared = declared();
+    assert!(declared.len() >= NAMES.len(), "{} kernels are declared", declared.len());
+    let calls = all();
+    for name in NAMES {
+        let sizes = declared.get(*name).unwrap_or_else(|| panic!("{name} is not declared"));
+        let mut made = calls.iter().filter(|call| call.entry.name() == *name).peekable();
+        assert!(made.peek().is_some(), "{name} is never called here");
+        for call in made {
+            assert_eq!(&call.args.sizes(), sizes, "{name}");
+        }
+    }
+}
+
+#[test]
+fn constants_are_the_headers() {
+    for line in [
+        "#define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))",
+        "#define TUTTI_DECODE_BLOCKS(group) (((group) + 15u) / 16u)",
+        "#define TUTTI_SKINNY_FEATURES(number) ((number) <= 16u ? 16u : 32u)",
+        "#define TUTTI_BIAS_MAX 1024u",
+        "#define TUTTI_TOP_MAX 128u",
+        "#define TUTTI_NO_LOGPROBS 0xffffffffu",
+        "#define TUTTI_PREFILL_QUERIES 64u",
+    ] {
+        assert!(HEADER.contains(line), "kernels.h lacks: {line}");
+    }
+}
+
+#[test]
+fn grids_cover_all_rows_features_and_heads() {
+    let ptr = DevicePtr(0x1000);
+    let rows = Rows { ptr, stride: 64 };
+    for count in [1, 8, 9, 33, 64, 65, 200] {
+        let call = skinny((rows, None), rows, None, rows, (count, 100, 64), ptr);
+        let number = SKINNY[call.entry.0 - SKINNY_8.0];
+        assert!(count <= number || number == 64);
+        let features = if number <= 16 { 16 } else { 32 };
+        let (x, y, _) = call.launch.grid;
+        assert!(x as usize * features >= 100 && y as usize * number >= count);
+        assert!((y as usize - 1) * number < count);
+    }
+    // 20 query heads of one KV head need two blocks.
+    let io = AttentionIo {
+        q: ptr,
+        cache: LayerCache { keys: ptr, values: ptr, block_shift: 4 },
+        seqs: ptr,
+        block_tables: ptr,
+        out: ptr,
+    };
+    let partials = Partials { out: ptr, ml: ptr };
+    let calls = decode_attention(&io, &shape(64, 60, 3), (ptr, 5), partials, 9, ptr).unwrap();
+    assert_eq!(calls[0].launch.grid, (9, 6, 5));
+    assert_eq!(calls[1].launch.grid, (60, 5, 1));
+    assert!(decode_attention(&io, &shape(80, 8, 2), (ptr, 5), partials, 9, ptr).is_none());
+    assert!(prefill_attention(&io, &shape(80, 8, 2), ptr, 5, ptr).is_none());
+}
+
+/// The rule of kernels.h, for every length of context and every window below it.
+#[test]
+fn the_grid_has_all_splits_of_every_sequence() {
+    for context in 1..=9000u32 {
+        let grid = splits(context);
+        assert!(grid <= SPLITS_MAX);
+        for visible in [1, context / 3, context / 2, context - 1, context] {
+            let visible = visible.max(1);
+            let len = visible.div_ceil(SPLITS_MAX).next_multiple_of(16).max(64);
+            let most = (visible.div_ceil(len) + 1).min(SPLITS_MAX);
+            assert!(grid >= most, "{context} {visible}: {grid} < {most}");
+        }
+    }
+    assert_eq!(splits(1), 2);
+    assert_eq!(splits(u32::MAX), 64);
+}

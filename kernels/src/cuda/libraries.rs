@@ -1,0 +1,285 @@
+//! Finds NVIDIA's libraries at run time, before `cudarc` looks for them: it panics where a library
+//! or a symbol is missing, so nothing of it is called before this module has seen them all.
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::{cublaslt, driver};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+/// A library that was looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// The driver's own library.
+    Driver,
+    /// Matrix products for prefill.
+    CublasLt,
+    /// Exchange between GPUs.
+    Nccl,
+}
+
+impl Wanted {
+    /// What it is called for people.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Driver => "NVIDIA driver",
+            Self::CublasLt => "cuBLASLt",
+            Self::Nccl => "NCCL",
+        }
+    }
+
+    /// File names, the one that the loader is asked for last.
+    fn files(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => &["libcuda.so", "libcuda.so.1"],
+            Self::CublasLt => &["libcublasLt.so", "libcublasLt.so.12", "libcublasLt.so.13"],
+            Self::Nccl => &["libnccl.so", "libnccl.so.2"],
+        }
+    }
+
+    /// Every symbol that this program calls.
+    fn symbols(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => DRIVER_SYMBOLS,
+            Self::CublasLt => CUBLASLT_SYMBOLS,
+            Self::Nccl => &["ncclGetVersion"],
+        }
+    }
+}
+
+const DRIVER_SYMBOLS: &[&str] = &[
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetPCIBusId",
+    "cuDeviceGetUuid_v2",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem_v2",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventElapsedTime_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuFuncSetAttribute",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuInit",
+    "cuLaunchKernelEx",
+    "cuMemAllocHost_v2",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuStreamBeginCapture_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamEndCapture",
+    "cuStreamSynchronize",
+];
+
+const CUBLASLT_SYMBOLS: &[&str] = &[
+    "cublasLtCreate",
+    "cublasLtDestroy",
+    "cublasLtGetVersion",
+    "cublasLtMatmul",
+    "cublasLtMatmulAlgoGetHeuristic",
+    "cublasLtMatmulDescCreate",
+    "cublasLtMatmulDescDestroy",
+    "cublasLtMatmulDescSetAttribute",
+    "cublasLtMatmulPreferenceCreate",
+    "cublasLtMatmulPreferenceDestroy",
+    "cublasLtMatmulPreferenceSetAttribute",
+    "cublasLtMatrixLayoutCreate",
+    "cublasLtMatrixLayoutDestroy",
+];
+
+/// A library cannot be used. One line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missing {
+    /// Which.
+    pub library: Wanted,
+    /// Why.
+    pub reason: String,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "no {}: {}", self.library.name(), self.reason)
+    }
+}
+
+impl std::error::Error for Missing {}
+
+/// Folders where CUDA's libraries lie on hosts whose loader does not know of them.
+fn usual_folders() -> Vec<PathBuf> {
+    let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os);
+    homes
+        .map(PathBuf::from)
+        .chain([PathBuf::from("/usr/local/cuda")])
+        .map(|home| home.join("lib64"))
+        .collect()
+}
+
+/// Looks for a library in `folders`, then where the system's loader does, then (but for the driver)
+/// in CUDA's usual folders, and checks that it has all that is called here.
+///
+/// # Errors
+/// [`Missing`]; `cudarc` must not be asked for anything of that library then.
+pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
+    // One at a time: loading twice at once is well defined, but the order of search would not be.
+    static SEARCH: Mutex<()> = Mutex::new(());
+    let _one = SEARCH.lock().unwrap_or_else(PoisonError::into_inner);
+    let missing = |reason: String| Missing { library, reason };
+    for folder in folders {
+        preload(library, folder).map_err(missing)?;
+    }
+    if !is_present(library) && library != Wanted::Driver {
+        for folder in usual_folders() {
+            preload(library, &folder).map_err(missing)?;
+        }
+    }
+    if !is_present(library) {
+        return Err(missing(not_found(library)));
+    }
+    let lacking: Vec<&str> =
+        library.symbols().iter().copied().filter(|name| !has(library, name)).collect();
+    if let [first, others @ ..] = lacking.as_slice() {
+        let more =
+            if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+        return Err(missing(format!(
+            "the library that was found lacks {first}{more}: it is too old for this program"
+        )));
+    }
+    Ok(())
+}
+
+/// Loads the library from `folder`, if it is there, so that later look-ups by bare name find it:
+/// the loader knows it by its SONAME then.
+fn preload(library: Wanted, folder: &Path) -> Result<(), String> {
+    for file in library.files() {
+        let path = folder.join(file);
+        if !path.is_file() {
+            continue;
+        }
+        // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
+        let loaded = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) };
+        let loaded = loaded.map_err(|error| format!("{}: {}", path.display(), reason(&error)))?;
+        // Stays for the life of the process.
+        let _ = loaded.into_raw();
+        return Ok(());
+    }
+    Ok(())
+}
+
+fn is_present(library: Wanted) -> bool {
+    match library {
+        // SAFETY: loads the library, as above.
+        Wanted::Driver => unsafe { driver::sys::is_culib_present() },
+        // SAFETY: as above.
+        Wanted::CublasLt => unsafe { cublaslt::sys::is_culib_present() },
+        Wanted::Nccl => open_by_name(library).is_ok(),
+    }
+}
+
+fn has(library: Wanted, symbol: &str) -> bool {
+    match library {
+        Wanted::Driver => {
+            // SAFETY: the library is present, so this does not panic.
+            let found = unsafe { driver::sys::culib() };
+            // SAFETY: the address is looked at, never called.
+            unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
+        }
+        Wanted::CublasLt => {
+            // SAFETY: the library is present, so this does not panic.
+            let found = unsafe { cublaslt::sys::culib() };
+            // SAFETY: the address is looked at, never called.
+            unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
+        }
+        Wanted::Nccl => open_by_name(library).is_ok_and(|found| {
+            // SAFETY: the address is looked at, never called.
+            unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
+        }),
+    }
+}
+
+fn open_by_name(library: Wanted) -> Result<Library, libloading::Error> {
+    let name = library.files().last().copied().unwrap_or_default();
+    // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
+    unsafe { Library::open(Some(name), RTLD_NOW) }
+}
+
+fn not_found(library: Wanted) -> String {
+    match open_by_name(library) {
+        Err(error) => reason(&error),
+        Ok(_) => "it is there under a name that is not looked for".to_owned(),
+    }
+}
+
+/// The loader's own words, in one line.
+fn reason(error: &libloading::Error) -> String {
+    let source = std::error::Error::source(error);
+    let words = source.map_or_else(|| error.to_string(), ToString::to_string);
+    words.lines().collect::<Vec<_>>().join(" ")
+}
+
+/// NCCL's version: 22809 is 2.28.9.
+#[must_use]
+pub fn nccl_version() -> Option<u32> {
+    let library = open_by_name(Wanted::Nccl).ok()?;
+    type GetVersion = unsafe extern "C" fn(*mut std::ffi::c_int) -> std::ffi::c_int;
+    // SAFETY: the function has had this signature in every NCCL 2.
+    let get = unsafe { library.get::<GetVersion>(b"ncclGetVersion") }.ok()?;
+    let mut version = 0;
+    // SAFETY: writes one int.
+    let status = unsafe { get(&mut version) };
+    (status == 0).then(|| u32::try_from(version).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn symbols_are_listed_once() {
+        for library in [Wanted::Driver, Wanted::CublasLt] {
+            assert!(library.symbols().is_sorted_by(|a, b| a < b), "{library:?}");
+        }
+    }
+
+    /// Holds on hosts with and without a GPU: no panic, and one line that says which library.
+    #[test]
+    fn a_missing_library_is_an_error_and_no_panic() {
+        for library in [Wanted::Driver, Wanted::CublasLt, Wanted::Nccl] {
+            if let Err(missing) = find(library, &[]) {
+                let line = missing.to_string();
+                assert!(line.starts_with(&format!("no {}", library.name())), "{line}");
+                assert!(!line.contains('\n'), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_no_library_is_named() {
+        let folder = std::env::temp_dir().join(format!("tutti-no-library-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("libnccl.so.2"), "not a library").unwrap();
+        let line = find(Wanted::Nccl, std::slice::from_ref(&folder)).unwrap_err().to_string();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert!(line.contains("libnccl.so.2"), "{line}");
+    }
+}

@@ -1,0 +1,324 @@
+//! Matrix products of many rows: cuBLASLt, with the algorithm chosen once per shape.
+//!
+//! `out = x W^T`, bf16 times bf16 to f32, f32 sums. In cuBLASLt's column-major words: D = A^T B with
+//! A = W, B = x, D = out.
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::fmt;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use cudarc::cublaslt::sys;
+
+use super::bucket::product_bucket;
+use super::context::Context;
+use super::failure;
+use super::libraries::{self, Missing, Wanted};
+use super::memory::{DeviceMemory, DevicePtr};
+use super::stream::Stream;
+use crate::error::KernelError;
+
+/// What products may use besides their operands: NVIDIA's advice for Hopper.
+const WORKSPACE: usize = 32 << 20;
+/// `CUBLAS_OP_T`, which the bindings of cuBLASLt alone do not have.
+const TRANSPOSED: i32 = 1;
+/// Plans kept: some twenty row counts for a handful of matrix shapes.
+const PLANS_MAX: usize = 512;
+
+/// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Product {
+    /// Rows of x.
+    pub(super) rows: u32,
+    /// Rows of W.
+    pub(super) n: u32,
+    /// Columns of both.
+    pub(super) k: u32,
+    /// From row to row of x.
+    pub(super) x_stride: u32,
+    /// From row to row of W.
+    pub(super) w_stride: u32,
+    /// From row to row of the result.
+    pub(super) out_stride: u32,
+}
+
+impl Product {
+    /// The key of its plan.
+    pub(super) fn key(&self) -> Self {
+        Self { rows: product_bucket(self.rows), ..*self }
+    }
+}
+
+/// cuBLASLt on one stream.
+pub(super) struct Matmul {
+    handle: sys::cublasLtHandle_t,
+    workspace: DeviceMemory,
+    plans: HashMap<Product, sys::cublasLtMatmulAlgo_t>,
+    version: usize,
+    _context: Rc<Context>,
+}
+
+fn check(status: sys::cublasStatus_t, what: &'static str) -> Result<(), KernelError> {
+    match status as u32 {
+        0 => Ok(()),
+        code => Err(failure::cublas(code, what)),
+    }
+}
+
+impl Matmul {
+    /// Loads the library and makes it ready.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] when it is not there; [`KernelError::Device`].
+    pub(super) fn new(context: &Rc<Context>, folders: &[PathBuf]) -> Result<Self, KernelError> {
+        let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
+        libraries::find(Wanted::CublasLt, folders).map_err(unusable)?;
+        let workspace = DeviceMemory::new(context, WORKSPACE, "cuBLASLt's workspace")?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: a context is current; destroyed when `Self` is dropped.
+        check(unsafe { sys::cublasLtCreate(&raw mut handle) }, "start cuBLASLt")?;
+        // SAFETY: the library is loaded.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        let plans = HashMap::new();
+        Ok(Self { handle, workspace, plans, version, _context: context.clone() })
+    }
+
+    /// Its version, as 130000.
+    pub(super) fn version(&self) -> usize {
+        self.version
+    }
+
+    /// Computes a product in stream order.
+    ///
+    /// # Safety
+    /// The pointers lead to as many elements as the shape says, alive until the stream has come so
+    /// far.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub(super) unsafe fn run(
+        &mut self,
+        stream: &Stream,
+        product: &Product,
+        x: DevicePtr,
+        w: DevicePtr,
+        out: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let shape = Shape::new(product)?;
+        let key = product.key();
+        if let Some(algorithm) = self.plans.get(&key) {
+            // SAFETY: this function's contract.
+            let launched = unsafe { self.launch(stream, &shape, algorithm, x, w, out) };
+            if launched.is_ok() {
+                return Ok(());
+            }
+        }
+        // No plan yet, or one that these rows are too few for.
+        let algorithm = self.choose(&shape)?;
+        if self.plans.len() >= PLANS_MAX {
+            self.plans.clear();
+        }
+        self.plans.insert(key, algorithm);
+        // SAFETY: this function's contract.
+        unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }
+    }
+
+    /// Runs one algorithm.
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
+    unsafe fn launch(
+        &self,
+        stream: &Stream,
+        shape: &Shape,
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+        x: DevicePtr,
+        w: DevicePtr,
+        out: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let (one, zero) = (1.0f32, 0.0f32);
+        let pointer = |ptr: DevicePtr| std::ptr::without_provenance_mut::<c_void>(ptr.0 as usize);
+        // SAFETY: the descriptions are alive; the operands are as they say, by the contract.
+        let status = unsafe {
+            sys::cublasLtMatmul(
+                self.handle,
+                shape.product,
+                (&raw const one).cast(),
+                pointer(w),
+                shape.w,
+                pointer(x),
+                shape.x,
+                (&raw const zero).cast(),
+                pointer(out),
+                shape.out,
+                pointer(out),
+                shape.out,
+                algorithm,
+                pointer(self.workspace.ptr()),
+                WORKSPACE,
+                stream.raw().cast(),
+            )
+        };
+        check(status, "a matrix product")
+    }
+
+    /// The library's own first choice.
+    fn choose(&self, shape: &Shape) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
+        let preference = Preference::new(WORKSPACE)?;
+        let mut found = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        let mut count = 0;
+        // SAFETY: all descriptions are alive; one result is written at most.
+        let status = unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                shape.product,
+                shape.w,
+                shape.x,
+                shape.out,
+                shape.out,
+                preference.0,
+                1,
+                found.as_mut_ptr(),
+                &raw mut count,
+            )
+        };
+        check(status, "choose an algorithm for a matrix product")?;
+        if count < 1 {
+            return Err(failure::cublas(15, "choose an algorithm for a matrix product"));
+        }
+        // SAFETY: all-zero is a value of the type, and the library wrote one.
+        Ok(unsafe { found.assume_init() }.algo)
+    }
+}
+
+impl Drop for Matmul {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`.
+        let _ = unsafe { sys::cublasLtDestroy(self.handle) };
+    }
+}
+
+impl fmt::Debug for Matmul {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Matmul(cuBLASLt {}, {} plans)", self.version, self.plans.len())
+    }
+}
+
+/// The library's descriptions of a product.
+struct Shape {
+    product: sys::cublasLtMatmulDesc_t,
+    w: sys::cublasLtMatrixLayout_t,
+    x: sys::cublasLtMatrixLayout_t,
+    out: sys::cublasLtMatrixLayout_t,
+}
+
+impl Shape {
+    fn new(product: &Product) -> Result<Self, KernelError> {
+        let mut shape = Self {
+            product: std::ptr::null_mut(),
+            w: std::ptr::null_mut(),
+            x: std::ptr::null_mut(),
+            out: std::ptr::null_mut(),
+        };
+        let what = "describe a matrix product";
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let (bf16, f32) = (sys::cudaDataType_t::CUDA_R_16BF, sys::cudaDataType_t::CUDA_R_32F);
+        // SAFETY: writes a handle, destroyed when `shape` is dropped.
+        let status = unsafe { sys::cublasLtMatmulDescCreate(&raw mut shape.product, compute, f32) };
+        check(status, what)?;
+        let transposed = TRANSPOSED;
+        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        // SAFETY: the attribute is of the size given.
+        let status = unsafe {
+            sys::cublasLtMatmulDescSetAttribute(
+                shape.product,
+                attribute,
+                (&raw const transposed).cast(),
+                size_of_val(&transposed),
+            )
+        };
+        check(status, what)?;
+        let Product { rows, n, k, x_stride, w_stride, out_stride } = *product;
+        let layouts = [
+            (&mut shape.w, bf16, k, n, w_stride),
+            (&mut shape.x, bf16, k, rows, x_stride),
+            (&mut shape.out, f32, n, rows, out_stride),
+        ];
+        for (layout, element, rows, columns, stride) in layouts {
+            let (rows, columns, stride) = (u64::from(rows), u64::from(columns), i64::from(stride));
+            // SAFETY: writes a handle, destroyed when `shape` is dropped.
+            let status =
+                unsafe { sys::cublasLtMatrixLayoutCreate(layout, element, rows, columns, stride) };
+            check(status, what)?;
+        }
+        Ok(shape)
+    }
+}
+
+impl Drop for Shape {
+    fn drop(&mut self) {
+        for layout in [self.w, self.x, self.out] {
+            if !layout.is_null() {
+                // SAFETY: made in `new`.
+                let _ = unsafe { sys::cublasLtMatrixLayoutDestroy(layout) };
+            }
+        }
+        if !self.product.is_null() {
+            // SAFETY: made in `new`.
+            let _ = unsafe { sys::cublasLtMatmulDescDestroy(self.product) };
+        }
+    }
+}
+
+struct Preference(sys::cublasLtMatmulPreference_t);
+
+impl Preference {
+    fn new(workspace: usize) -> Result<Self, KernelError> {
+        let what = "choose an algorithm for a matrix product";
+        let mut made = Self(std::ptr::null_mut());
+        // SAFETY: writes a handle, destroyed when `made` is dropped.
+        check(unsafe { sys::cublasLtMatmulPreferenceCreate(&raw mut made.0) }, what)?;
+        use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        // SAFETY: the attribute is of the size given.
+        let status = unsafe {
+            sys::cublasLtMatmulPreferenceSetAttribute(
+                made.0,
+                CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const workspace).cast(),
+                size_of_val(&workspace),
+            )
+        };
+        check(status, what)?;
+        Ok(made)
+    }
+}
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: made in `new`.
+            let _ = unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn like_products_share_a_plan_and_unlike_ones_do_not() {
+        let product =
+            Product { rows: 100, n: 512, k: 64, x_stride: 64, w_stride: 64, out_stride: 512 };
+        assert_eq!(product.key(), Product { rows: 120, ..product }.key());
+        for other in [
+            Product { rows: 129, ..product },
+            Product { n: 513, ..product },
+            Product { k: 65, ..product },
+            Product { x_stride: 72, ..product },
+            Product { out_stride: 1024, ..product },
+        ] {
+            assert_ne!(product.key(), other.key(), "{other:?}");
+        }
+    }
+}

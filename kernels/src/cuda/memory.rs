@@ -1,0 +1,286 @@
+//! Memory on the GPU and pinned memory on the host, and copies between them on a stream.
+//!
+//! Device memory is had by `cuMemAlloc`, not from a pool: its addresses stay what they are (graphs
+//! keep them) and could be given to other processes.
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use cudarc::driver::sys;
+
+use super::context::{Context, check, check_bytes};
+use super::stream::Stream;
+use crate::error::KernelError;
+
+/// Kernels read 16 bytes at a time; `cuMemAlloc` aligns to 256.
+pub(crate) const ALIGNMENT: usize = 16;
+
+/// An address on the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub struct DevicePtr(pub u64);
+
+impl DevicePtr {
+    /// `bytes` further on.
+    #[must_use]
+    pub fn offset(self, bytes: usize) -> Self {
+        Self(self.0.wrapping_add(bytes as u64))
+    }
+}
+
+/// Memory on the GPU.
+pub struct DeviceMemory {
+    ptr: DevicePtr,
+    bytes: usize,
+    /// Outlives the memory.
+    _context: Rc<Context>,
+}
+
+impl DeviceMemory {
+    /// At least `bytes` bytes with undefined contents.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`] naming `what`.
+    pub fn new(
+        context: &Rc<Context>,
+        bytes: usize,
+        what: &'static str,
+    ) -> Result<Self, KernelError> {
+        let mut ptr = 0;
+        // SAFETY: a context is current; freed when `Self` is dropped.
+        let status = unsafe { sys::cuMemAlloc_v2(&raw mut ptr, bytes.max(ALIGNMENT)) };
+        check_bytes(status, what, bytes as u64)?;
+        Ok(Self { ptr: DevicePtr(ptr), bytes, _context: context.clone() })
+    }
+
+    /// As [`DeviceMemory::new`], zeroed in stream order.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn zeroed(
+        context: &Rc<Context>,
+        stream: &Stream,
+        bytes: usize,
+        what: &'static str,
+    ) -> Result<Self, KernelError> {
+        let memory = Self::new(context, bytes, what)?;
+        memory.fill(stream, 0)?;
+        Ok(memory)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    /// How large it is.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Sets every byte, in stream order.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn fill(&self, stream: &Stream, byte: u8) -> Result<(), KernelError> {
+        // SAFETY: the range is this allocation.
+        let status = unsafe { sys::cuMemsetD8Async(self.ptr.0, byte, self.bytes, stream.raw()) };
+        check(status, "fill GPU memory")
+    }
+
+    fn covers(&self, at: usize, bytes: usize, op: &'static str) -> Result<(), KernelError> {
+        if at.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            let message = format!("{bytes} bytes at {at} of {}", self.bytes);
+            return Err(KernelError::Shape { op, message });
+        }
+        Ok(())
+    }
+
+    /// Copies pinned memory here, in stream order: `from` must not be written before the stream has
+    /// come so far.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when it does not fit, [`KernelError::Device`].
+    pub fn upload_pinned<T: Plain>(
+        &self,
+        stream: &Stream,
+        at: usize,
+        from: &Pinned<T>,
+        count: usize,
+    ) -> Result<(), KernelError> {
+        let source = &from.as_slice()[..count.min(from.len)];
+        self.upload_from(stream, at, source)
+    }
+
+    /// Copies the first `bytes` of `from` here, in stream order.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when they do not fit, [`KernelError::Device`].
+    pub fn copy_from(&self, stream: &Stream, from: &Self, bytes: usize) -> Result<(), KernelError> {
+        self.covers(0, bytes, "copy")?;
+        from.covers(0, bytes, "copy")?;
+        // SAFETY: both ranges were checked.
+        let status =
+            unsafe { sys::cuMemcpyDtoDAsync_v2(self.ptr.0, from.ptr.0, bytes, stream.raw()) };
+        check(status, "copy on the GPU")
+    }
+
+    /// Copies host memory here and waits until it is read.
+    ///
+    /// # Errors
+    /// As [`DeviceMemory::upload_pinned`].
+    pub fn upload<T: Plain>(
+        &self,
+        stream: &Stream,
+        at: usize,
+        from: &[T],
+    ) -> Result<(), KernelError> {
+        self.upload_from(stream, at, from)?;
+        stream.synchronize()
+    }
+
+    fn upload_from<T: Plain>(
+        &self,
+        stream: &Stream,
+        at: usize,
+        from: &[T],
+    ) -> Result<(), KernelError> {
+        let bytes = size_of_val(from);
+        self.covers(at, bytes, "upload")?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (to, from) = (self.ptr.offset(at).0, from.as_ptr().cast());
+        // SAFETY: both ranges were checked; the callers keep the source until it has been read.
+        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, bytes, stream.raw()) };
+        check(status, "copy to the GPU")
+    }
+
+    /// Copies `count` elements from byte `at` into pinned memory, in stream order: wait for the
+    /// stream before reading them.
+    ///
+    /// # Errors
+    /// As [`DeviceMemory::upload_pinned`].
+    pub fn download_pinned<T: Plain>(
+        &self,
+        stream: &Stream,
+        at: usize,
+        to: &mut Pinned<T>,
+        count: usize,
+    ) -> Result<(), KernelError> {
+        let bytes = count.saturating_mul(size_of::<T>());
+        self.covers(at, bytes, "download")?;
+        if count > to.len {
+            let message = format!("{count} elements into {}", to.len);
+            return Err(KernelError::Shape { op: "download", message });
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        let from = self.ptr.offset(at).0;
+        // SAFETY: both ranges were checked; `Pinned` outlives the copy, see its `Drop`.
+        let status = unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.data.as_ptr().cast(), from, bytes, stream.raw())
+        };
+        check(status, "copy from the GPU")
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`; cuMemFree waits for kernels that use it.
+        let _ = unsafe { sys::cuMemFree_v2(self.ptr.0) };
+    }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceMemory({} bytes)", self.bytes)
+    }
+}
+
+/// Types that the GPU and the host see alike: any bit pattern is a value.
+///
+/// # Safety
+/// Implementors have no padding and are valid for every bit pattern.
+pub unsafe trait Plain: Copy + 'static {}
+// SAFETY: every bit pattern is a value of it.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
+// SAFETY: as above.
+unsafe impl Plain for u64 {}
+// SAFETY: as above.
+unsafe impl Plain for i32 {}
+// SAFETY: as above.
+unsafe impl Plain for f32 {}
+
+/// Host memory that the GPU copies from and to without the processor's help. Freed by a call that
+/// waits for copies in flight.
+pub struct Pinned<T: Plain> {
+    data: NonNull<T>,
+    len: usize,
+    _context: Rc<Context>,
+    _owns: PhantomData<T>,
+}
+
+impl<T: Plain> Pinned<T> {
+    /// `len` elements, zero.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`] naming `what`.
+    pub fn new(context: &Rc<Context>, len: usize, what: &'static str) -> Result<Self, KernelError> {
+        let bytes = len.max(1).saturating_mul(size_of::<T>());
+        let mut data = std::ptr::null_mut();
+        // SAFETY: a context is current; freed when `Self` is dropped.
+        let status = unsafe { sys::cuMemAllocHost_v2(&raw mut data, bytes) };
+        check_bytes(status, what, bytes as u64)?;
+        let data = NonNull::new(data.cast::<T>())
+            .ok_or(KernelError::OutOfMemory { what, bytes: bytes as u64 })?;
+        // SAFETY: the allocation has `bytes` bytes.
+        unsafe { data.as_ptr().cast::<u8>().write_bytes(0, bytes) };
+        Ok(Self { data, len, _context: context.clone(), _owns: PhantomData })
+    }
+
+    /// Elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// What is in it. Of a download in flight it is undefined which values are seen.
+    #[must_use]
+    pub fn as_slice(&self) -> &[T] {
+        // SAFETY: `len` initialised elements, alive as long as `self`.
+        unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
+    }
+
+    /// To be filled; not while an upload from it is in flight.
+    pub fn as_mut_slice(&mut self) -> &mut [T] {
+        // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Plain> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`; the call waits for copies in flight.
+        let _ = unsafe { sys::cuMemFreeHost(self.data.as_ptr().cast()) };
+    }
+}
+
+impl<T: Plain> fmt::Debug for Pinned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pinned({} elements)", self.len)
+    }
+}

@@ -1,0 +1,278 @@
+//! The embedded kernels on a GPU: found by name, launched with checked arguments.
+use std::ffi::{CString, c_void};
+use std::fmt;
+use std::rc::Rc;
+
+use cudarc::driver::sys;
+
+use super::context::{Context, check};
+use super::memory::DevicePtr;
+use super::stream::Stream;
+use crate::error::KernelError;
+
+/// Arguments of a kernel, each in words of its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Args {
+    words: Vec<u64>,
+    /// Of each argument: its first word and its size in bytes.
+    places: Vec<(usize, usize)>,
+}
+
+impl Args {
+    /// No arguments yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn word(mut self, word: u64, bytes: usize) -> Self {
+        self.places.push((self.words.len(), bytes));
+        self.words.push(word);
+        self
+    }
+
+    /// A pointer.
+    #[must_use]
+    pub fn ptr(self, ptr: DevicePtr) -> Self {
+        self.word(ptr.0, 8)
+    }
+
+    /// A pointer that may be null.
+    #[must_use]
+    pub fn maybe(self, ptr: Option<DevicePtr>) -> Self {
+        self.ptr(ptr.unwrap_or_default())
+    }
+
+    /// An `int`.
+    #[must_use]
+    pub fn i32(self, value: i32) -> Self {
+        self.word(u64::from(value.cast_unsigned()), 4)
+    }
+
+    /// A size that a kernel takes as `int`; sizes beyond that never reach a launch.
+    #[must_use]
+    pub fn int(self, value: usize) -> Self {
+        self.i32(i32::try_from(value).unwrap_or(i32::MAX))
+    }
+
+    /// An `unsigned`.
+    #[must_use]
+    pub fn u32(self, value: u32) -> Self {
+        self.word(u64::from(value), 4)
+    }
+
+    /// An `unsigned long long`, or a `size_t`.
+    #[must_use]
+    pub fn u64(self, value: u64) -> Self {
+        self.word(value, 8)
+    }
+
+    /// A `float`.
+    #[must_use]
+    pub fn f32(self, value: f32) -> Self {
+        self.word(u64::from(value.to_bits()), 4)
+    }
+
+    /// Bytes of each argument, in order.
+    #[must_use]
+    pub fn sizes(&self) -> Vec<usize> {
+        self.places.iter().map(|(_, bytes)| *bytes).collect()
+    }
+}
+
+/// Blocks, threads per block and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks.
+    pub grid: (u32, u32, u32),
+    /// Threads of each.
+    pub block: (u32, u32, u32),
+    /// Dynamic shared memory of each, in bytes.
+    pub shared: u32,
+}
+
+/// Lets a kernel begin early.
+fn overlap() -> sys::CUlaunchAttribute {
+    sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    }
+}
+
+/// The embedded kernels, loaded.
+pub struct Module {
+    raw: sys::CUmodule,
+    overlaps: bool,
+    context: Rc<Context>,
+    _image: Vec<u64>,
+}
+
+impl Module {
+    /// Loads a fatbin or cubin. With `overlap`, its kernels may begin before those before them are
+    /// complete, where the GPU can do that: all of this project's wait for what they need.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] when it has nothing for this GPU.
+    pub fn load(context: &Rc<Context>, image: &[u8], overlap: bool) -> Result<Self, KernelError> {
+        if image.is_empty() {
+            return Err(KernelError::Unsupported(
+                "this program was built without CUDA kernels: build it where nvcc is found".into(),
+            ));
+        }
+        // Embedded bytes lie anywhere; the driver reads words.
+        let mut aligned = vec![0u64; image.len().div_ceil(8)];
+        for (word, bytes) in aligned.iter_mut().zip(image.chunks(8)) {
+            let mut whole = [0; 8];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_le_bytes(whole);
+        }
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the image is a whole fatbin, which carries its own size; it lives
+        // as long as the module.
+        let status = unsafe { sys::cuModuleLoadData(&raw mut raw, aligned.as_ptr().cast()) };
+        check(status, "load the kernels")?;
+        let overlaps = overlap && context.info().capability >= (9, 0);
+        Ok(Self { raw, overlaps, context: context.clone(), _image: aligned })
+    }
+
+    /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] naming it, when it is not there.
+    pub fn kernel(self: &Rc<Self>, name: &'static str, shared: u32) -> Result<Kernel, KernelError> {
+        let wanted = CString::new(name).unwrap_or_default();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the module is loaded; the name ends with a zero.
+        let status = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, wanted.as_ptr()) };
+        check(status, name)?;
+        let shared_max = shared.max(48 << 10);
+        let overlaps = self.overlaps;
+        let kernel = Kernel { raw, name, shared_max, overlaps, module: self.clone() };
+        if shared > 48 << 10 {
+            let most = self.context.info().shared_memory;
+            if shared > most {
+                return Err(KernelError::Unsupported(format!(
+                    "{name} needs {shared} bytes of shared memory, this GPU has {most}"
+                )));
+            }
+            use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to the loaded module.
+            let status = unsafe {
+                sys::cuFuncSetAttribute(raw, attribute, i32::try_from(shared).unwrap_or(i32::MAX))
+            };
+            check(status, name)?;
+        }
+        Ok(kernel)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: loaded in `load`; its kernels hold it alive.
+        let _ = unsafe { sys::cuModuleUnload(self.raw) };
+    }
+}
+
+impl fmt::Debug for Module {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Module")
+    }
+}
+
+/// One kernel.
+#[derive(Clone)]
+pub struct Kernel {
+    raw: sys::CUfunction,
+    name: &'static str,
+    shared_max: u32,
+    /// May begin before the kernels before it are complete; it waits for them itself.
+    overlaps: bool,
+    module: Rc<Module>,
+}
+
+impl Kernel {
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Launches it, in stream order.
+    ///
+    /// # Safety
+    /// `args` are what the kernel's signature says, in number, type and order, and every pointer
+    /// among them leads to as much memory as the kernel touches, which lives until the stream has
+    /// come so far.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        launch: Launch,
+        args: &mut Args,
+    ) -> Result<(), KernelError> {
+        let Launch { grid, block, shared } = launch;
+        if shared > self.shared_max || grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
+            let message = format!("{} cannot be launched so: {launch:?}", self.name);
+            return Err(KernelError::Shape { op: self.name, message });
+        }
+        let words = args.words.as_mut_ptr();
+        let mut params: Vec<*mut c_void> =
+            args.places.iter().map(|(word, _)| words.wrapping_add(*word).cast()).collect();
+        let mut attribute = overlap();
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block.0,
+            blockDimY: block.1,
+            blockDimZ: block.2,
+            sharedMemBytes: shared,
+            hStream: stream.raw(),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(self.overlaps),
+        };
+        // SAFETY: the arguments are as the kernel wants them, by this function's contract; the
+        // driver copies them and the settings before it returns.
+        let status = unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                self.raw,
+                params.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(status, self.name)
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let _ = &self.module;
+        write!(f, "Kernel({})", self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_have_the_sizes_of_their_types() {
+        let args = Args::new()
+            .ptr(DevicePtr(0x1234))
+            .maybe(None)
+            .int(7)
+            .u32(u32::MAX)
+            .u64(1 << 40)
+            .f32(1.5);
+        assert_eq!(args.sizes(), [8, 8, 4, 4, 8, 4]);
+        assert_eq!(args.words[2], 7);
+        assert_eq!(args.words[3], u64::from(u32::MAX));
+        assert_eq!(args.words[5], u64::from(1.5f32.to_bits()));
+        assert_eq!(Args::new().i32(-1).words[0] as u32 as i32, -1);
+    }
+}

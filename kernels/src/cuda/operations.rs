@@ -1,0 +1,634 @@
+//! The operations, put together from kernels, cuBLASLt and the collective.
+//!
+//! Every operation checks its arguments, then asks the step whether it is only to be compared with
+//! a recorded one, then launches. Activations that products read are bf16, all others f32.
+use std::time::{Duration, Instant};
+
+use super::backend::{CudaBackend, SKINNY_MAX, Which};
+use super::batch::{Capacity, live};
+use super::context::version_text;
+use super::device::Device;
+use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
+use super::memory::DevicePtr;
+use super::tensors::{
+    CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, kv_block_bytes,
+};
+use crate::backend::{
+    AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable, StepInputs,
+};
+use crate::cpu::check;
+use crate::cpu::check::ensure;
+use crate::error::KernelError;
+use crate::sampling::{SampleRow, Sampled};
+
+/// Rows of gate and up that are computed at a time: their f32 products are large.
+const GATE_UP_ROWS: usize = 1024;
+
+fn bias_fits(op: &'static str, bias: Option<&CudaVector>, rows: usize) -> Result<(), KernelError> {
+    let found = bias.map_or(rows, CudaVector::len);
+    ensure!(op, found == rows, "bias has {found} elements, not {rows}");
+    Ok(())
+}
+
+fn heads(
+    op: &'static str,
+    shape: &AttentionShape,
+    cache: &CudaKvCache,
+    layer: usize,
+) -> Result<(), KernelError> {
+    let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
+    ensure!(
+        op,
+        kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
+        "num_heads is {heads}, not a multiple of num_kv_heads {kv_heads}"
+    );
+    ensure!(
+        op,
+        head_dim > 0 && head_dim <= HEAD_DIM_MAX && head_dim.is_multiple_of(2),
+        "head_dim is {head_dim}: GPUs take even ones up to {HEAD_DIM_MAX}"
+    );
+    ensure!(
+        op,
+        (heads * head_dim).is_multiple_of(8) && (kv_heads * head_dim).is_multiple_of(8),
+        "{heads} and {kv_heads} heads of {head_dim}: GPUs take rows of a multiple of 8 elements"
+    );
+    ensure!(op, shape.sliding_window != Some(0), "sliding_window is 0");
+    let kv = cache.shape();
+    ensure!(
+        op,
+        (kv.num_kv_heads, kv.head_dim) == (kv_heads, head_dim),
+        "the cache has {} heads of {}, not {kv_heads} of {head_dim}",
+        kv.num_kv_heads,
+        kv.head_dim
+    );
+    ensure!(op, layer < kv.num_layers, "layer is {layer} of {}", kv.num_layers);
+    Ok(())
+}
+
+impl Backend for CudaBackend {
+    type Buffer = CudaBuffer;
+    type Matrix = CudaMatrix;
+    type Vector = CudaVector;
+    type KvCache = CudaKvCache;
+
+    fn describe(&self) -> String {
+        let info = self.device.context.info();
+        let (major, minor) = info.capability;
+        let driver = version_text(self.device.context.driver().version());
+        let products = match &self.device.matmul {
+            Ok(matmul) => format!("cuBLASLt {}", matmul.version()),
+            Err(error) => error.to_string(),
+        };
+        format!(
+            "cuda {} {} (sm_{major}{minor}), driver {driver}, {products}, {}",
+            info.ordinal,
+            info.name,
+            self.step.graphs_text()
+        )
+    }
+
+    fn rank(&self) -> u32 {
+        self.collective.rank()
+    }
+
+    fn world_size(&self) -> u32 {
+        self.collective.world_size()
+    }
+
+    fn new_buffer(&mut self, rows_max: usize, width: usize) -> Result<CudaBuffer, KernelError> {
+        self.step.buffer_made(rows_max);
+        CudaBuffer::new(&self.device.context, &self.device.stream, Element::F32, rows_max, width)
+    }
+
+    fn new_input_buffer(
+        &mut self,
+        rows_max: usize,
+        width: usize,
+    ) -> Result<CudaBuffer, KernelError> {
+        self.step.buffer_made(rows_max);
+        CudaBuffer::new(&self.device.context, &self.device.stream, Element::Bf16, rows_max, width)
+    }
+
+    fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
+        let Device { context, stream, .. } = &self.device;
+        let mut uploader = match self.uploader.take() {
+            Some(uploader) => uploader,
+            None => Uploader::new(context)?,
+        };
+        let matrix = uploader.load(context, stream, parts);
+        self.uploader = Some(uploader);
+        matrix
+    }
+
+    fn load_vector(&mut self, values: &[f32]) -> Result<CudaVector, KernelError> {
+        CudaVector::new(&self.device.context, &self.device.stream, values)
+    }
+
+    fn new_kv_cache(&mut self, shape: KvShape) -> Result<CudaKvCache, KernelError> {
+        self.step.forget_graphs();
+        self.settle()?;
+        self.sampling.forget();
+        CudaKvCache::new(&self.device.context, &self.device.stream, shape)
+    }
+
+    fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
+        kv_block_bytes(shape)
+    }
+
+    fn begin_step(&mut self, inputs: &StepInputs<'_>) -> Result<(), KernelError> {
+        let rows = inputs.sample_rows.len();
+        let Self { device, step, sampling, .. } = self;
+        // Before anything is recorded: graphs keep these places.
+        if sampling.reserve(device, rows)? {
+            step.forget_graphs();
+        }
+        step.begin(&device.context, &device.stream, inputs)?;
+        if !inputs.feed.is_empty() {
+            // Tokens are words of 32 bits: two of the elements that this kernel moves.
+            let tokens = Rows { ptr: sampling.fed(inputs.feed)?, stride: 8 };
+            let ids = Rows { ptr: step.at(step.layout().ids), stride: 2 };
+            let index = step.at(step.layout().feed);
+            let call =
+                launch::gather_rows(tokens, index, ids, 2, inputs.feed.len(), DevicePtr::default());
+            // SAFETY: the rows named were sampled by the step before, and ids has room for all.
+            unsafe { device.launch(call) }?;
+        }
+        step.open(&device.stream)
+    }
+
+    fn end_step(&mut self) -> Result<(), KernelError> {
+        self.step.end(&self.device.stream)
+    }
+
+    fn embed(
+        &mut self,
+        table: &CudaMatrix,
+        ids: &[u32],
+        first_id: u32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "embed";
+        let width = out.width();
+        ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
+        ensure!(
+            op,
+            table.at().stride == width,
+            "rows of {width} elements: GPUs take embeddings of a multiple of 8"
+        );
+        let rows = out.of(Element::F32, op, "out")?;
+        out.set_rows(ids.len())?;
+        if !self.step.has_ids(ids) {
+            ensure!(op, !self.step.is_open(), "the ids are not those the step began with");
+            let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
+            let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
+            let Device { context, stream, .. } = &self.device;
+            self.step.stage(context, stream, capacity, ids, &[], &empty, 1, &[])?;
+        }
+        if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
+            || ids.is_empty()
+        {
+            return Ok(());
+        }
+        let count = self.step.counts().rows;
+        ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
+        let from = self.step.at(self.step.layout().ids);
+        let live = self.step.at(live::ROWS);
+        let table = (table.at().ptr, table.rows());
+        let call = launch::embed(from, table, rows, width, first_id, count, live);
+        // SAFETY: shapes were checked; ids beyond the table are the kernel's to see.
+        unsafe { self.device.launch(call) }
+    }
+
+    fn add_rmsnorm(
+        &mut self,
+        residual: &mut CudaBuffer,
+        delta: Option<&CudaBuffer>,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        if let Some(delta) = delta {
+            let shape = (delta.rows(), delta.width());
+            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        }
+        let from = residual.of(Element::F32, op, "residual")?.ptr;
+        let added = delta.map(|delta| delta.of(Element::F32, op, "delta")).transpose()?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        out.set_rows(rows)?;
+        let added = added.map(|delta| delta.ptr);
+        if self.step.skips(op, [from.0, added.unwrap_or_default().0, weight.ptr().0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = residual.rows_max().min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    fn qkv_rope_write(
+        &mut self,
+        x: &CudaBuffer,
+        weights: &QkvWeights<CudaMatrix, CudaVector>,
+        rope: &RopeTable<CudaVector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &mut CudaKvCache,
+        layer: usize,
+        q_out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "qkv_rope_write";
+        heads(op, shape, cache, layer)?;
+        let head_dim = shape.head_dim;
+        let width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
+        let (rows, cols) = (weights.weight.rows(), weights.weight.cols());
+        ensure!(op, rows == width, "weight has {rows} rows, not {width}");
+        ensure!(op, x.width() == cols, "x.width is {}, not {cols}", x.width());
+        bias_fits(op, weights.bias.as_ref(), width)?;
+        bias_fits(op, weights.q_norm.as_ref(), head_dim)?;
+        bias_fits(op, weights.k_norm.as_ref(), head_dim)?;
+        let q_width = shape.num_heads * head_dim;
+        ensure!(op, q_out.width() == q_width, "q_out.width is {}, not {q_width}", q_out.width());
+        let rows = x.rows();
+        ensure!(
+            op,
+            batch.positions.len() == rows && batch.slots.len() == rows,
+            "x has {rows} rows, the batch {} positions and {} slots",
+            batch.positions.len(),
+            batch.slots.len()
+        );
+        let positions = rope.cos.len().min(rope.sin.len()) / (head_dim / 2);
+        let slots = cache.shape().num_blocks * cache.shape().block_size;
+        if self.step.is_unchecked(op, batch, [positions, slots]) {
+            let last = batch.positions.iter().max().map_or(0, |&position| position as usize + 1);
+            ensure!(op, last <= positions, "position {} of {positions} is named", last - 1);
+            let last = batch.slots.iter().max().map_or(0, |&slot| slot as usize + 1);
+            ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
+            self.step.checked(op, [positions, slots]);
+        }
+        let from = x.of(Element::Bf16, op, "x")?;
+        let q = q_out.of(Element::Bf16, op, "q_out")?.ptr;
+        q_out.set_rows(rows)?;
+        self.stage(batch, shape)?;
+        let cache = cache.layer(layer);
+        if self.step.skips(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(q_out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
+        self.product(from, None, &weights.weight, None, qkv, count, live)?;
+        let layout = *self.step.layout();
+        let io = QkvFinish {
+            qkv: qkv.ptr,
+            bias: weights.bias.as_ref().map(CudaVector::ptr),
+            q_norm: weights.q_norm.as_ref().map(CudaVector::ptr),
+            k_norm: weights.k_norm.as_ref().map(CudaVector::ptr),
+            cos: rope.cos.ptr(),
+            sin: rope.sin.ptr(),
+            positions: self.step.at(layout.positions),
+            slots: self.step.at(layout.slots),
+            q_out: q,
+            cache,
+        };
+        let call = launch::qkv_finish(&io, shape, count, live);
+        // SAFETY: shapes, positions and slots were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    fn paged_attention(
+        &mut self,
+        q: &CudaBuffer,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &CudaKvCache,
+        layer: usize,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "paged_attention";
+        heads(op, shape, cache, layer)?;
+        let width = shape.num_heads * shape.head_dim;
+        ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let from = q.of(Element::Bf16, op, "q")?.ptr;
+        let to = out.of(Element::Bf16, op, "out")?.ptr;
+        let rows = q.rows();
+        out.set_rows(rows)?;
+        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
+        if self.step.is_unchecked(op, batch, [block_size, num_blocks]) {
+            check::sequences(op, batch, rows, block_size, num_blocks)?;
+            self.step.checked(op, [block_size, num_blocks]);
+        }
+        self.stage(batch, shape)?;
+        let window = u64::from(shape.sliding_window.unwrap_or(0));
+        let cache = cache.layer(layer);
+        if self.step.skips(op, [from.0, cache.keys.0, window]) || rows == 0 {
+            return Ok(());
+        }
+        let layout = *self.step.layout();
+        let io = AttentionIo {
+            q: from,
+            cache,
+            seqs: self.step.at(layout.seqs),
+            block_tables: self.step.at(layout.tables),
+            out: to,
+        };
+        let counts = self.step.counts();
+        ensure!(op, counts.rows <= out.rows_max(), "{} rows, too many", counts.rows);
+        let tiles = self.step.at(layout.tiles);
+        let live_tiles = self.step.at(live::TILES);
+        let prefill = launch::prefill_attention(&io, shape, tiles, counts.tiles, live_tiles);
+        let Some(prefill) = prefill else {
+            let (seqs, live) = (self.step.at(live::SEQS), self.step.at(live::ROWS));
+            let call = launch::attention_any(&io, shape, seqs, counts.rows, live);
+            // SAFETY: shapes and block tables were checked.
+            return unsafe { self.device.launch(call) };
+        };
+        if counts.tiles > 0 {
+            // SAFETY: as above.
+            unsafe { self.device.launch(prefill) }?;
+        }
+        if counts.items > 0 {
+            let (out, ml) = Partials::elements(shape, counts.items);
+            let ptr = self.scratch(Which::Partials, (out + ml) * 4)?;
+            let partials = Partials { out: ptr, ml: ptr.offset(out * 4) };
+            let items = (self.step.at(layout.items), counts.items);
+            let live = self.step.at(live::ITEMS);
+            let calls = launch::decode_attention(&io, shape, items, partials, counts.splits, live);
+            for call in calls.into_iter().flatten() {
+                // SAFETY: as above; the partial results have room for all splits.
+                unsafe { self.device.launch(call) }?;
+            }
+        }
+        Ok(())
+    }
+
+    fn linear(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (width, cols) = (x.width(), weight.cols());
+        ensure!("linear", width == cols, "x.width is {width}, not {cols}");
+        self.linear_columns(x, 0, weight, bias, out)
+    }
+
+    fn columns(&self, matrix: &CudaMatrix) -> usize {
+        matrix.cols()
+    }
+
+    fn linear_columns(
+        &mut self,
+        x: &CudaBuffer,
+        first: usize,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "linear_columns";
+        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
+        let end = first.saturating_add(cols);
+        ensure!(op, end <= width, "columns {first}..{end} of x, whose width is {width}");
+        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
+        bias_fits(op, bias, features)?;
+        let mut from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::F32, op, "out")?;
+        let rows = x.rows();
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
+        let step = if count <= SKINNY_MAX { 8 } else { 128 };
+        if first.is_multiple_of(step) {
+            from.ptr = from.ptr.offset(first * 2);
+        } else {
+            let stride = cols.next_multiple_of(8);
+            let copy = Rows { ptr: self.scratch(Which::Narrow, count * stride * 2)?, stride };
+            let call = launch::copy_columns(from, copy, first, cols, count, live);
+            // SAFETY: the scratch was made for it; the columns were checked.
+            unsafe { self.device.launch(call) }?;
+            from = copy;
+        }
+        self.product(from, None, weight, bias, to, count, live)
+    }
+
+    fn add(&mut self, sum: &mut CudaBuffer, other: &CudaBuffer) -> Result<(), KernelError> {
+        let op = "add";
+        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
+        ensure!(op, shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
+        let to = sum.of(Element::F32, op, "sum")?.ptr;
+        let from = other.of(Element::F32, op, "other")?.ptr;
+        let rows = sum.rows();
+        if self.step.skips(op, [to.0, from.0, rows as u64]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = sum.rows_max().min(other.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let call = launch::add(to, from, sum.width(), count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    fn gate_up_silu(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "gate_up_silu";
+        let features = weight.rows();
+        ensure!(op, features.is_multiple_of(2), "weight has {features} rows, an odd number");
+        let inner = features / 2;
+        ensure!(op, x.width() == weight.cols(), "x.width is {}, not {}", x.width(), weight.cols());
+        ensure!(op, out.width() == inner, "out.width is {}, not {inner}", out.width());
+        bias_fits(op, bias, features)?;
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        let rows = x.rows();
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let bias = bias.map(CudaVector::ptr);
+        if count <= SKINNY_MAX || self.device.matmul.is_err() {
+            let sizes = (count, inner, weight.cols());
+            let call = launch::skinny_gate_up(from, weight.at(), bias, to, sizes, live);
+            // SAFETY: shapes were checked.
+            return unsafe { self.device.launch(call) };
+        }
+        let mut done = 0;
+        while done < count {
+            let part = (count - done).min(GATE_UP_ROWS);
+            let both = self.scratch(Which::Wide, part * features * 4)?;
+            let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
+            let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
+            let wide = Rows { ptr: both, stride: features };
+            // Graphs have one part; a later part has as many rows as it is launched for.
+            let live = if done == 0 { live } else { DevicePtr::default() };
+            self.product(x, None, weight, None, wide, part, live)?;
+            let call = launch::silu_mul(both, bias, y, inner, part, live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    fn lm_head(
+        &mut self,
+        x: &CudaBuffer,
+        rows: &[u32],
+        weight: &CudaMatrix,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "lm_head";
+        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
+        ensure!(op, width == cols, "x.width is {width}, not {cols}");
+        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
+        let most = rows.iter().max().map_or(0, |&row| row as usize + 1);
+        ensure!(op, most <= x.rows(), "row {} of {} rows is named", most - 1, x.rows());
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::F32, op, "out")?;
+        out.set_rows(rows.len())?;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let own = self.step.has_sample_rows(rows);
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
+            return Ok(());
+        }
+        let (index, count, live) = if own {
+            let index = self.step.at(self.step.layout().sample_rows);
+            (index, self.step.counts().samples, self.step.at(live::SAMPLES))
+        } else {
+            ensure!(op, !self.step.is_graph(), "the rows are not those the step began with");
+            let index = self.scratch(Which::Index, size_of_val(rows))?;
+            self.index_upload(rows)?;
+            (index, rows.len(), DevicePtr::default())
+        };
+        ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
+        self.product(from, Some(index), weight, None, to, count, live)
+    }
+
+    fn all_reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
+        data.of(Element::F32, "all_reduce", "data")?;
+        if self.world_size() == 1 || self.alone {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let mut values = self.download(data)?;
+        self.collective.all_reduce_sum(&mut values)?;
+        self.upload(data, &values)?;
+        self.collective_time += start.elapsed();
+        Ok(())
+    }
+
+    fn gather_logits(
+        &mut self,
+        local: &CudaBuffer,
+        full: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (rank, world) = (self.rank(), self.world_size() as usize);
+        let (rows, width) = (local.rows(), local.width());
+        let op = "gather_logits";
+        if self.alone {
+            return if rank == 0 { full.set_rows(rows) } else { Ok(()) };
+        }
+        let values = self.download(local)?;
+        if rank != 0 {
+            return self.timed(|collective| collective.gather(&values, &mut [], 0));
+        }
+        ensure!(
+            op,
+            full.width() == world * width,
+            "full.width is {}, not {world} x {width}",
+            full.width()
+        );
+        full.set_rows(rows)?;
+        let mut gathered = std::mem::take(&mut self.host);
+        gathered.clear();
+        gathered.resize(world * rows * width, 0.0);
+        self.timed(|collective| collective.gather(&values, &mut gathered, 0))?;
+        // From one block per rank to one row per row.
+        let mut whole = vec![0.0; world * rows * width];
+        for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
+            let (rank, row) = (i / rows, i % rows);
+            whole[row * world * width + rank * width..][..width].copy_from_slice(from);
+        }
+        self.host = gathered;
+        self.upload(full, &whole)
+    }
+
+    fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
+        self.timed(|collective| collective.broadcast(tokens, 0))
+    }
+
+    fn sample(
+        &mut self,
+        logits: &CudaBuffer,
+        vocab: usize,
+        first_row: usize,
+        rows: &[SampleRow<'_>],
+        out: &mut Vec<Sampled>,
+    ) -> Result<(), KernelError> {
+        self.sample_rows(logits, vocab, first_row, rows, out)
+    }
+
+    fn queues_samples(&self) -> bool {
+        self.world_size() == 1
+    }
+
+    fn queue_sample(
+        &mut self,
+        logits: &CudaBuffer,
+        vocab: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<(), KernelError> {
+        self.queue_rows(logits, vocab, rows)
+    }
+
+    fn is_sampled(&mut self) -> Result<bool, KernelError> {
+        self.sampling.is_done()
+    }
+
+    fn take_sampled(&mut self, out: &mut Vec<Sampled>) -> Result<(), KernelError> {
+        self.sampling.take(self.options.patience, out)
+    }
+
+    fn logprobs(
+        &mut self,
+        logits: &CudaBuffer,
+        vocab: usize,
+        first_row: usize,
+        targets: &[u32],
+        top_n: u32,
+        out: &mut Vec<Sampled>,
+    ) -> Result<(), KernelError> {
+        self.score_rows(logits, vocab, first_row, targets, top_n, out)
+    }
+
+    fn read_buffer(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {
+        self.download(buffer)
+    }
+
+    fn take_collective_time(&mut self) -> Duration {
+        std::mem::take(&mut self.collective_time)
+    }
+}

@@ -1,0 +1,461 @@
+//! What a step reads, on the GPU; and whether it runs call by call or as a graph.
+//!
+//! A decode step of a kind that was not seen before runs call by call, which loads and chooses what
+//! is loaded and chosen at first use. The second is recorded and run, later ones only run the
+//! record: their calls are compared with the recorded ones and do nothing else.
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::batch::{Capacity, Layout, SampleLists, largest, live, sizes};
+use super::bucket::{Stage, StagedCache, decode_bucket};
+use super::context::Context;
+use super::launch::splits;
+use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::stream::{Event, Graph, Stream};
+use crate::backend::{Batch, StepInputs};
+use crate::error::KernelError;
+
+/// Graphs kept. Each holds a few hundred nodes: about a megabyte.
+const GRAPHS_MAX: usize = 64;
+/// How long an upload may take.
+const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
+
+/// What tells one graph from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct GraphKey {
+    /// Rows it is made for.
+    rows: u32,
+    /// Parts that sequences are split in by attention's grid.
+    splits: u32,
+    /// Sampling is part of it.
+    samples: bool,
+}
+
+/// A graph and the calls it was made of.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    graph: Graph,
+    signature: u64,
+}
+
+/// How calls are run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    /// No step is under way: every call stands for itself.
+    Loose,
+    /// At once.
+    Eager,
+    /// Recorded, and run when the step is closed.
+    Record(GraphKey),
+    /// Only compared; the record runs when the step is closed.
+    Replay(GraphKey),
+}
+
+/// Where a slice is: two equal ones within a step are the same slice.
+type Place = (usize, usize);
+
+fn place<T>(slice: &[T]) -> Place {
+    (slice.as_ptr().addr(), slice.len())
+}
+
+fn batch_place(batch: &Batch<'_>) -> [Place; 4] {
+    [place(batch.positions), place(batch.slots), place(batch.seqs), place(batch.block_tables)]
+}
+
+/// The slices that a step was begun with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Identity {
+    ids: Place,
+    batch: [Place; 4],
+    sample_rows: Place,
+    sampling: Place,
+}
+
+/// Items that launches are made for: as many as there are, or as many as a graph has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counts {
+    pub(super) rows: usize,
+    pub(super) tiles: usize,
+    pub(super) items: usize,
+    pub(super) samples: usize,
+    /// Parts that attention's grid splits sequences in.
+    pub(super) splits: u32,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Step {
+    // Graphs first: they name the memory below.
+    graphs: StagedCache<GraphKey, Recorded>,
+    /// Why there are none, when they were given up.
+    graphs_off: Option<String>,
+    mode: Mode,
+    /// What the mode will be once the step is open.
+    planned: Mode,
+    signature: u64,
+    identity: Identity,
+    /// Bounds that the step's batch was found to keep: every layer asks.
+    checked: Vec<(&'static str, [usize; 2])>,
+    layout: Layout,
+    counts: Counts,
+    actual: Capacity,
+    /// The largest number of rows that all buffers have room for.
+    rows_max: usize,
+    /// The largest number of rows that any buffer has room for.
+    rows_most: usize,
+    block: Option<DeviceMemory>,
+    staging: Vec<(Pinned<u32>, Event)>,
+    next: usize,
+    pub(super) lists: SampleLists,
+}
+
+impl Step {
+    pub(super) fn new(graphs: bool) -> Self {
+        Self {
+            graphs: StagedCache::new(GRAPHS_MAX),
+            graphs_off: (!graphs).then(|| "they are switched off".to_owned()),
+            mode: Mode::Loose,
+            planned: Mode::Loose,
+            signature: 0,
+            identity: Identity::default(),
+            checked: Vec::new(),
+            layout: Layout::new(Capacity::default()),
+            counts: Counts::default(),
+            actual: Capacity::default(),
+            rows_max: usize::MAX,
+            rows_most: 0,
+            block: None,
+            staging: Vec::new(),
+            next: 0,
+            lists: SampleLists::default(),
+        }
+    }
+
+    /// A buffer of `rows` rows was made: no graph is made for more rows, and none that knows of
+    /// other buffers is kept.
+    pub(super) fn buffer_made(&mut self, rows: usize) {
+        self.rows_max = self.rows_max.min(rows);
+        self.rows_most = self.rows_most.max(rows);
+        self.graphs.clear();
+    }
+
+    /// Memory that graphs may name was moved.
+    pub(super) fn forget_graphs(&mut self) {
+        self.graphs.clear();
+    }
+
+    /// No graphs from now on.
+    pub(super) fn give_up_graphs(&mut self, reason: &str) {
+        self.graphs.clear();
+        self.graphs_off.get_or_insert_with(|| reason.to_owned());
+    }
+
+    /// For people: how many graphs there are, or why there are none.
+    pub(super) fn graphs_text(&self) -> String {
+        match &self.graphs_off {
+            Some(reason) => format!("no graphs ({reason})"),
+            None => format!("{} graphs", self.graphs.made()),
+        }
+    }
+
+    /// How many graphs there are.
+    pub(super) fn num_graphs(&self) -> usize {
+        self.graphs.made()
+    }
+
+    /// Items to launch for.
+    pub(super) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Whether a step is under way.
+    pub(super) fn is_open(&self) -> bool {
+        self.mode != Mode::Loose
+    }
+
+    /// Whether the step runs as a graph, as far as can be told yet.
+    pub(super) fn is_graph(&self) -> bool {
+        matches!(self.mode, Mode::Record(_) | Mode::Replay(_))
+    }
+
+    /// Whether the graph has the sampling in it.
+    pub(super) fn samples_within(&self) -> bool {
+        matches!(self.mode, Mode::Record(key) | Mode::Replay(key) if key.samples)
+    }
+
+    /// Compares or records a call; true when nothing else is to be done for it.
+    pub(super) fn skips(&mut self, op: &'static str, what: [u64; 3]) -> bool {
+        if self.is_graph() {
+            // FNV-1a over words: calls are told apart, nobody attacks this.
+            for word in what.into_iter().chain([op.len() as u64, op.as_ptr().addr() as u64]) {
+                self.signature =
+                    (self.signature ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+            }
+        }
+        matches!(self.mode, Mode::Replay(_))
+    }
+
+    /// Begins a step. A recording that was not finished is given up, and graphs with it: something
+    /// in it failed.
+    pub(super) fn begin(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        inputs: &StepInputs<'_>,
+    ) -> Result<(), KernelError> {
+        self.abandon(stream);
+        let shape = inputs.attention;
+        let group = shape.num_heads / shape.num_kv_heads.max(1);
+        if !inputs.feed.is_empty() && inputs.feed.len() != inputs.ids.len() {
+            let message = format!("{} rows are fed of {}", inputs.feed.len(), inputs.ids.len());
+            return Err(KernelError::Shape { op: "begin_step", message });
+        }
+        self.lists.pack(inputs.sampling)?;
+        let found = sizes(inputs.ids.len(), &inputs.batch, group, inputs.sample_rows.len());
+        let key = self.key(inputs, &found);
+        let stage = key.map(|key| self.graphs.stage(key));
+        let capacity = key.map_or(found, |key| {
+            let rows = key.rows as usize;
+            Capacity { rows, seqs: rows, tiles: 0, samples: rows }
+        });
+        let (ids, feed, samples) = (inputs.ids, inputs.feed, inputs.sample_rows);
+        self.stage(context, stream, capacity, ids, feed, &inputs.batch, group, samples)?;
+        if let Some(key) = key {
+            let rows = key.rows as usize;
+            let splits = key.splits;
+            self.counts = Counts { rows, tiles: 0, items: rows, samples: rows, splits };
+        }
+        self.identity = Identity {
+            ids: place(inputs.ids),
+            batch: batch_place(&inputs.batch),
+            sample_rows: place(inputs.sample_rows),
+            sampling: place(inputs.sampling),
+        };
+        self.planned = match (key, stage) {
+            (Some(key), Some(Stage::Make)) => Mode::Record(key),
+            (Some(key), Some(Stage::Use)) => Mode::Replay(key),
+            _ => Mode::Eager,
+        };
+        Ok(())
+    }
+
+    /// From here on calls are the step's. What is launched between [`Step::begin`] and this is
+    /// no part of its graph.
+    pub(super) fn open(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        if let Mode::Record(_) = self.planned {
+            stream.begin_capture().inspect_err(|error| {
+                self.give_up_graphs(&error.to_string());
+            })?;
+        }
+        self.mode = self.planned;
+        Ok(())
+    }
+
+    /// The graph's key, when the step can be one.
+    fn key(&self, inputs: &StepInputs<'_>, found: &Capacity) -> Option<GraphKey> {
+        let decodes = inputs.is_plain
+            && self.graphs_off.is_none()
+            && found.tiles == 0
+            && found.samples == found.rows
+            && found.seqs == found.rows
+            && inputs.sampling.len() == found.samples;
+        if !decodes {
+            return None;
+        }
+        let rows = u32::try_from(found.rows).ok()?;
+        let rows_max = u32::try_from(self.rows_max).unwrap_or(u32::MAX);
+        let context = inputs.batch.seqs.iter().map(|seq| seq.context_len).max().unwrap_or(1);
+        Some(GraphKey {
+            rows: decode_bucket(rows, rows_max)?,
+            splits: splits(context),
+            samples: !self.lists.edits && self.lists.top == 0 && !inputs.sampling.is_empty(),
+        })
+    }
+
+    /// Lays out and uploads what a step, or a call outside of one, reads.
+    #[allow(clippy::too_many_arguments, reason = "a step's inputs, and where they go")]
+    pub(super) fn stage(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        capacity: Capacity,
+        ids: &[u32],
+        feed: &[u32],
+        batch: &Batch<'_>,
+        group: usize,
+        samples: &[u32],
+    ) -> Result<(), KernelError> {
+        let layout = Layout::new(capacity);
+        let words = layout.words(batch.block_tables.len());
+        // Room for every step at once, but for block tables: moving costs all graphs.
+        let most = Layout::new(largest(self.rows_most, self.rows_max.min(self.rows_most), group));
+        self.reserve(context, stream, words, most.words(batch.block_tables.len()))?;
+        let (Some(block), Some((pinned, travelled))) =
+            (&self.block, self.staging.get_mut(self.next))
+        else {
+            return Err(KernelError::Device("no memory for a step's inputs".to_owned()));
+        };
+        // The one before the last has long travelled.
+        travelled.wait(UPLOAD_PATIENCE)?;
+        let staged = &mut pinned.as_mut_slice()[..words];
+        layout.fill(staged, ids, batch, group, samples)?;
+        let params = &self.lists.params;
+        if params.len() <= layout.feed - layout.params {
+            staged[layout.params..][..params.len()].copy_from_slice(params);
+        }
+        if feed.len() <= layout.tables - layout.feed {
+            staged[layout.feed..][..feed.len()].copy_from_slice(feed);
+        }
+        block.upload_pinned(stream, 0, pinned, words)?;
+        travelled.record(stream)?;
+        self.next = 1 - self.next;
+        self.layout = layout;
+        self.actual = sizes(ids.len(), batch, group, samples.len());
+        let Capacity { rows, seqs: _, tiles, samples } = self.actual;
+        let context_len = batch.seqs.iter().map(|seq| seq.context_len).max().unwrap_or(1);
+        let items = batch.seqs.iter().filter(|seq| seq.num_rows == 1).count();
+        self.counts = Counts { rows, tiles, items, samples, splits: splits(context_len) };
+        Ok(())
+    }
+
+    fn reserve(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        words: usize,
+        most: usize,
+    ) -> Result<(), KernelError> {
+        let room = self.block.as_ref().map_or(0, |block| block.bytes() / 4);
+        if words <= room && !self.staging.is_empty() {
+            return Ok(());
+        }
+        stream.synchronize()?;
+        // Half as much again: contexts grow token by token.
+        let words = words.max(most);
+        let words = (words + words / 2).next_multiple_of(1 << 12);
+        self.graphs.clear();
+        self.staging.clear();
+        self.block = None;
+        self.block = Some(DeviceMemory::new(context, words * 4, "a step's inputs")?);
+        for _ in 0..2 {
+            let pinned = Pinned::new(context, words, "pinned memory for a step's inputs")?;
+            self.staging.push((pinned, Event::new(context, false)?));
+        }
+        Ok(())
+    }
+
+    /// Where the word at `offset` of the step's inputs is.
+    pub(super) fn at(&self, offset: usize) -> DevicePtr {
+        self.block.as_ref().map_or(DevicePtr::default(), |block| block.ptr().offset(offset * 4))
+    }
+
+    /// Offsets of the step's inputs.
+    pub(super) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Rows to launch for an operation on `rows` rows, and the word that says how many there are.
+    pub(super) fn launched(
+        &self,
+        op: &'static str,
+        rows: usize,
+    ) -> Result<(usize, DevicePtr), KernelError> {
+        if self.is_open() && rows == self.actual.rows {
+            return Ok((self.counts.rows, self.at(live::ROWS)));
+        }
+        if self.is_graph() {
+            let message = format!("{rows} rows in a step of {}", self.actual.rows);
+            return Err(KernelError::Shape { op, message });
+        }
+        Ok((rows, DevicePtr::default()))
+    }
+
+    /// Whether these are the step's own token ids.
+    pub(super) fn has_ids(&self, ids: &[u32]) -> bool {
+        self.is_open() && self.identity.ids == place(ids)
+    }
+
+    /// Whether this is the step's own batch.
+    pub(super) fn has_batch(&self, batch: &Batch<'_>) -> bool {
+        self.is_open() && self.identity.batch == batch_place(batch)
+    }
+
+    /// Whether it is not known yet that the batch keeps these bounds.
+    pub(super) fn is_unchecked(
+        &self,
+        op: &'static str,
+        batch: &Batch<'_>,
+        bounds: [usize; 2],
+    ) -> bool {
+        !self.has_batch(batch) || !self.checked.contains(&(op, bounds))
+    }
+
+    /// The batch keeps these bounds.
+    pub(super) fn checked(&mut self, op: &'static str, bounds: [usize; 2]) {
+        if self.is_open() {
+            self.checked.push((op, bounds));
+        }
+    }
+
+    /// Whether these are the step's own rows to sample.
+    pub(super) fn has_sample_rows(&self, rows: &[u32]) -> bool {
+        self.is_open() && self.identity.sample_rows == place(rows)
+    }
+
+    /// Whether these are the step's own rows' parameters.
+    pub(super) fn has_sampling<T>(&self, rows: &[T]) -> bool {
+        self.is_open() && self.identity.sampling == place(rows)
+    }
+
+    /// Runs what was recorded or put off; calls are run at once from now on.
+    pub(super) fn close(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        let signature = std::mem::take(&mut self.signature);
+        match self.mode {
+            Mode::Record(key) => {
+                self.mode = Mode::Eager;
+                let graph = stream.end_capture().inspect_err(|error| {
+                    self.give_up_graphs(&error.to_string());
+                })?;
+                graph.launch(stream)?;
+                self.graphs.insert(key, Recorded { graph, signature });
+            }
+            Mode::Replay(key) => {
+                self.mode = Mode::Eager;
+                match self.graphs.get(&key) {
+                    Some(recorded) if recorded.signature == signature => {
+                        recorded.graph.launch(stream)?;
+                    }
+                    _ => {
+                        self.give_up_graphs("a step's calls were not the recorded ones");
+                        return Err(KernelError::Device(
+                            "a step's calls were not those of its graph: a bug in this program"
+                                .to_owned(),
+                        ));
+                    }
+                }
+            }
+            Mode::Eager | Mode::Loose => {}
+        }
+        Ok(())
+    }
+
+    /// The step is over.
+    pub(super) fn end(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        let closed = self.close(stream);
+        self.mode = Mode::Loose;
+        self.identity = Identity::default();
+        closed
+    }
+
+    /// Drops a step that was not ended.
+    pub(super) fn abandon(&mut self, stream: &Stream) {
+        if let Mode::Record(_) = self.mode {
+            stream.abandon_capture();
+            self.give_up_graphs("a step failed while its graph was captured");
+        }
+        self.mode = Mode::Loose;
+        self.checked.clear();
+        self.signature = 0;
+        self.identity = Identity::default();
+    }
+}

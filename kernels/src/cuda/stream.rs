@@ -1,0 +1,225 @@
+//! A queue of work on the GPU, marks in it, and graphs: work recorded once and run many times.
+use std::fmt;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+
+use super::context::{Context, check};
+use crate::error::KernelError;
+
+/// How long a step may be spun for before the thread sleeps between looks: a decode step takes a
+/// few milliseconds, and waking a sleeping thread tens of microseconds.
+const SPIN: Duration = Duration::from_millis(20);
+const NAP: Duration = Duration::from_micros(50);
+
+/// A stream. Work on it runs in the order of the calls.
+pub struct Stream {
+    raw: sys::CUstream,
+    _context: Rc<Context>,
+}
+
+impl Stream {
+    /// A stream that does not wait for the default stream.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn new(context: &Rc<Context>) -> Result<Self, KernelError> {
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current; destroyed when `Self` is dropped.
+        check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
+        Ok(Self { raw, _context: context.clone() })
+    }
+
+    pub(super) fn raw(&self) -> sys::CUstream {
+        self.raw
+    }
+
+    /// Waits for all work.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when any of it failed.
+    pub fn synchronize(&self) -> Result<(), KernelError> {
+        // SAFETY: the stream is alive.
+        check(unsafe { sys::cuStreamSynchronize(self.raw) }, "wait for the GPU")
+    }
+
+    /// Records what is called from now on instead of running it. Other threads may go on calling
+    /// the driver.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn begin_capture(&self) -> Result<(), KernelError> {
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive, and not the default one.
+        let status = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
+        check(status, "begin to capture a graph")
+    }
+
+    /// Ends recording; the graph can be run.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`]; nothing is being recorded then.
+    pub fn end_capture(&self) -> Result<Graph, KernelError> {
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream is alive; the graph is destroyed below.
+        let status = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
+        check(status, "capture a graph")?;
+        let mut exec = std::ptr::null_mut();
+        // SAFETY: the graph was just captured.
+        let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut exec, graph, 0) };
+        // SAFETY: as above; the instance does not need it.
+        let _ = unsafe { sys::cuGraphDestroy(graph) };
+        check(status, "make a graph runnable")?;
+        Ok(Graph { raw: exec, _context: self._context.clone() })
+    }
+
+    /// Ends recording and throws away what was recorded, if anything was.
+    pub fn abandon_capture(&self) {
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream is alive.
+        let status = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
+        if status as u32 == 0 && !graph.is_null() {
+            // SAFETY: the graph was just captured.
+            let _ = unsafe { sys::cuGraphDestroy(graph) };
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`; work in flight is finished first.
+        let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Stream")
+    }
+}
+
+/// A recorded step.
+pub struct Graph {
+    raw: sys::CUgraphExec,
+    _context: Rc<Context>,
+}
+
+impl Graph {
+    /// Runs it, in stream order.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn launch(&self, stream: &Stream) -> Result<(), KernelError> {
+        // SAFETY: both are alive, and so is the memory that the graph names: its cache drops graphs
+        // before buffers.
+        check(unsafe { sys::cuGraphLaunch(self.raw, stream.raw()) }, "run a graph")
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made in `end_capture`.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.raw) };
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Graph")
+    }
+}
+
+/// A mark in a stream.
+pub struct Event {
+    raw: sys::CUevent,
+    _context: Rc<Context>,
+}
+
+impl Event {
+    /// A mark; `timed` ones can be subtracted and cost a little more.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn new(context: &Rc<Context>, timed: bool) -> Result<Self, KernelError> {
+        let mut raw = std::ptr::null_mut();
+        let flags = match timed {
+            true => sys::CUevent_flags_enum::CU_EVENT_DEFAULT,
+            false => sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING,
+        } as u32;
+        // SAFETY: a context is current; destroyed when `Self` is dropped.
+        check(unsafe { sys::cuEventCreate(&raw mut raw, flags) }, "make an event")?;
+        Ok(Self { raw, _context: context.clone() })
+    }
+
+    /// Marks the work called so far.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn record(&self, stream: &Stream) -> Result<(), KernelError> {
+        // SAFETY: both are alive.
+        check(unsafe { sys::cuEventRecord(self.raw, stream.raw()) }, "mark the stream")
+    }
+
+    /// Whether the marked work is done.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when it failed.
+    pub fn is_done(&self) -> Result<bool, KernelError> {
+        // SAFETY: the event is alive.
+        let status = unsafe { sys::cuEventQuery(self.raw) };
+        if status == sys::cudaError_enum::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        check(status, "wait for the GPU").map(|()| true)
+    }
+
+    /// Waits for the marked work, at most `patience`.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when it failed or takes longer.
+    pub fn wait(&self, patience: Duration) -> Result<(), KernelError> {
+        let began = Instant::now();
+        while !self.is_done()? {
+            let waited = began.elapsed();
+            if waited > patience {
+                return Err(KernelError::Device(format!(
+                    "the GPU did not finish a step in {patience:?}: it hangs"
+                )));
+            }
+            if waited > SPIN {
+                std::thread::sleep(NAP);
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        Ok(())
+    }
+
+    /// From `earlier` to this mark, both timed and done.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn since(&self, earlier: &Self) -> Result<Duration, KernelError> {
+        let mut milliseconds = 0.0;
+        // SAFETY: both are alive; writes one float.
+        let status =
+            unsafe { sys::cuEventElapsedTime_v2(&raw mut milliseconds, earlier.raw, self.raw) };
+        check(status, "measure time on the GPU")?;
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`.
+        let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Event")
+    }
+}

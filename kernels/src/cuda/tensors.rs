@@ -1,0 +1,396 @@
+//! What a model is made of, on the GPU: activations, weights, vectors, the KV cache.
+use std::rc::Rc;
+
+use half::{bf16, f16};
+
+use super::context::Context;
+use super::launch::{LayerCache, Rows};
+use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::stream::{Event, Stream};
+use crate::backend::{Buffer, DType, HostMatrix, KvShape};
+use crate::error::KernelError;
+
+/// Elements of bf16 that 16 bytes hold: rows begin at multiples of them.
+const ALIGN: usize = 8;
+/// Bytes of each of the two pieces that weights travel in.
+const PIECE: usize = 16 << 20;
+
+/// Elements of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Element {
+    /// Inputs of products.
+    Bf16,
+    /// Everything else.
+    F32,
+}
+
+impl Element {
+    /// Bytes.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// Activations. f32 rows are contiguous; bf16 rows begin at multiples of 16 bytes.
+#[derive(Debug)]
+pub struct CudaBuffer {
+    memory: DeviceMemory,
+    element: Element,
+    rows: usize,
+    rows_max: usize,
+    width: usize,
+    stride: usize,
+}
+
+impl CudaBuffer {
+    pub(super) fn new(
+        context: &Rc<Context>,
+        stream: &Stream,
+        element: Element,
+        rows_max: usize,
+        width: usize,
+    ) -> Result<Self, KernelError> {
+        let stride = match element {
+            Element::Bf16 => width.next_multiple_of(ALIGN),
+            Element::F32 => width,
+        };
+        let bytes = rows_max.saturating_mul(stride).saturating_mul(element.bytes());
+        let memory = DeviceMemory::zeroed(context, stream, bytes, "activations")?;
+        Ok(Self { memory, element, rows: 0, rows_max, width, stride })
+    }
+
+    /// The type of its elements.
+    #[must_use]
+    pub fn element(&self) -> Element {
+        self.element
+    }
+
+    /// Rows that there is room for.
+    #[must_use]
+    pub fn rows_max(&self) -> usize {
+        self.rows_max
+    }
+
+    /// Where its rows are.
+    #[must_use]
+    pub fn at(&self) -> Rows {
+        Rows { ptr: self.memory.ptr(), stride: self.stride }
+    }
+
+    /// Where its rows are, when it has the elements that `op` takes.
+    pub(super) fn of(
+        &self,
+        element: Element,
+        op: &'static str,
+        name: &str,
+    ) -> Result<Rows, KernelError> {
+        if self.element == element {
+            return Ok(self.at());
+        }
+        let message = format!("{name} is of {:?}, not of {element:?}", self.element);
+        Err(KernelError::Shape { op, message })
+    }
+
+    /// Its memory.
+    pub(super) fn memory(&self) -> &DeviceMemory {
+        &self.memory
+    }
+
+    /// Fills all of its memory with `byte`: 0xff makes NaN of both types.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub(super) fn poison(&self, stream: &Stream, byte: u8) -> Result<(), KernelError> {
+        self.memory.fill(stream, byte)
+    }
+}
+
+impl Buffer for CudaBuffer {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn width(&self) -> usize {
+        self.width
+    }
+
+    fn set_rows(&mut self, rows: usize) -> Result<(), KernelError> {
+        if rows > self.rows_max {
+            let message = format!("{rows} rows, there is room for {}", self.rows_max);
+            return Err(KernelError::Shape { op: "set_rows", message });
+        }
+        self.rows = rows;
+        Ok(())
+    }
+}
+
+/// A weight matrix in bf16, `[rows, cols]`, rows at multiples of 16 bytes.
+#[derive(Debug)]
+pub struct CudaMatrix {
+    memory: DeviceMemory,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+impl CudaMatrix {
+    /// Output features.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    #[must_use]
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Where its rows are.
+    #[must_use]
+    pub fn at(&self) -> Rows {
+        Rows { ptr: self.memory.ptr(), stride: self.stride }
+    }
+}
+
+/// A vector in f32.
+#[derive(Debug)]
+pub struct CudaVector {
+    memory: DeviceMemory,
+    len: usize,
+}
+
+impl CudaVector {
+    pub(super) fn new(
+        context: &Rc<Context>,
+        stream: &Stream,
+        values: &[f32],
+    ) -> Result<Self, KernelError> {
+        let memory = DeviceMemory::new(context, size_of_val(values), "a vector of weights")?;
+        memory.upload(stream, 0, values)?;
+        Ok(Self { memory, len: values.len() })
+    }
+
+    /// Elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn ptr(&self) -> DevicePtr {
+        self.memory.ptr()
+    }
+}
+
+/// A paged KV cache: K and V of each layer, bf16 `[num_blocks, num_kv_heads, block_size, head_dim]`.
+#[derive(Debug)]
+pub struct CudaKvCache {
+    memory: DeviceMemory,
+    shape: KvShape,
+    block_shift: u32,
+}
+
+impl CudaKvCache {
+    pub(super) fn new(
+        context: &Rc<Context>,
+        stream: &Stream,
+        shape: KvShape,
+    ) -> Result<Self, KernelError> {
+        if !shape.block_size.is_power_of_two() {
+            return Err(KernelError::Unsupported(format!(
+                "a block size of {} tokens: GPUs need a power of two",
+                shape.block_size
+            )));
+        }
+        let bytes = kv_block_bytes(&shape).saturating_mul(shape.num_blocks as u64);
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let memory = DeviceMemory::zeroed(context, stream, bytes, "the KV cache")?;
+        Ok(Self { memory, shape, block_shift: shape.block_size.trailing_zeros() })
+    }
+
+    /// Its sizes.
+    #[must_use]
+    pub fn shape(&self) -> &KvShape {
+        &self.shape
+    }
+
+    /// Keys and values of a layer, which must be one of its.
+    #[must_use]
+    pub fn layer(&self, layer: usize) -> LayerCache {
+        let KvShape { num_kv_heads, head_dim, block_size, num_blocks, .. } = self.shape;
+        let plane = num_kv_heads * head_dim * block_size * num_blocks * 2;
+        let keys = self.memory.ptr().offset(2 * layer * plane);
+        LayerCache { keys, values: keys.offset(plane), block_shift: self.block_shift }
+    }
+}
+
+/// Bytes that one block takes over all layers, K and V together.
+#[must_use]
+pub fn kv_block_bytes(shape: &KvShape) -> u64 {
+    [shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size]
+        .into_iter()
+        .fold(2 * 2, |bytes: u64, n| bytes.saturating_mul(n as u64))
+}
+
+/// Takes weights to the GPU piece by piece: while one piece travels, the next is made.
+#[derive(Debug)]
+pub(super) struct Uploader {
+    pieces: [(Pinned<u16>, Event); 2],
+    next: usize,
+}
+
+impl Uploader {
+    pub(super) fn new(context: &Rc<Context>) -> Result<Self, KernelError> {
+        let piece = || -> Result<_, KernelError> {
+            let memory = Pinned::new(context, PIECE / 2, "pinned memory to load weights")?;
+            Ok((memory, Event::new(context, false)?))
+        };
+        Ok(Self { pieces: [piece()?, piece()?], next: 0 })
+    }
+
+    /// Loads the vertical concatenation of `parts`.
+    pub(super) fn load(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let op = "load_matrix";
+        let cols = parts.first().map_or(0, |part| part.cols);
+        for part in parts {
+            check_part(part, cols)?;
+        }
+        let rows: usize = parts.iter().map(|part| part.rows).sum();
+        let stride = cols.next_multiple_of(ALIGN);
+        let rows_per_piece = (PIECE / 2).checked_div(stride).unwrap_or(0);
+        if rows_per_piece == 0 || u32::try_from(rows.max(stride)).is_err() {
+            let message = format!("{rows} x {cols}: no empty matrix, no row above {PIECE} bytes");
+            return Err(KernelError::Shape { op, message });
+        }
+        let bytes = rows.saturating_mul(stride).saturating_mul(2);
+        let memory = DeviceMemory::new(context, bytes, "weights")?;
+        let mut at = 0;
+        for part in parts {
+            let mut row = 0;
+            while row < part.rows {
+                let count = rows_per_piece.min(part.rows - row);
+                let (piece, travelled) = &mut self.pieces[self.next];
+                self.next = 1 - self.next;
+                travelled.wait(std::time::Duration::from_secs(60))?;
+                let words = piece.as_mut_slice();
+                for (i, out) in words.chunks_exact_mut(stride).take(count).enumerate() {
+                    copy_row(part, row + i, out);
+                }
+                memory.upload_pinned(stream, at * stride * 2, piece, count * stride)?;
+                travelled.record(stream)?;
+                row += count;
+                at += count;
+            }
+        }
+        Ok(CudaMatrix { memory, rows, cols, stride })
+    }
+}
+
+fn check_part(part: &HostMatrix<'_>, cols: usize) -> Result<(), KernelError> {
+    let fault = |message: String| KernelError::Shape { op: "load_matrix", message };
+    if part.cols != cols {
+        return Err(fault(format!("parts have {cols} and {} columns", part.cols)));
+    }
+    let within = part.col_start.checked_add(cols).is_some_and(|end| end <= part.row_stride);
+    let needed = (part.rows.saturating_sub(1))
+        .saturating_mul(part.row_stride)
+        .saturating_add(part.col_start + cols)
+        .saturating_mul(part.dtype.bytes());
+    if !within || (part.rows > 0 && part.data.len() < needed) {
+        let found = part.data.len();
+        return Err(fault(format!("{found} bytes, {needed} needed, rows of {}", part.row_stride)));
+    }
+    Ok(())
+}
+
+/// One row in bf16, zeros behind it.
+fn copy_row(part: &HostMatrix<'_>, row: usize, out: &mut [u16]) {
+    let bytes = part.dtype.bytes();
+    let from = &part.data[(row * part.row_stride + part.col_start) * bytes..][..part.cols * bytes];
+    let (used, padding) = out.split_at_mut(part.cols);
+    let halves = || from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+    match part.dtype {
+        DType::Bf16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| *to = bits),
+        DType::F16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| {
+            *to = bf16::from_f32(f16::from_bits(bits).to_f32()).to_bits();
+        }),
+        DType::F32 => {
+            used.iter_mut().zip(from.chunks_exact(4)).for_each(|(to, b)| {
+                *to = bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]])).to_bits();
+            });
+        }
+    }
+    padding.fill(0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_every_type_become_bf16() {
+        let values = [1.0f32, -2.5, 0.1, 65504.0];
+        let f32s: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let f16s: Vec<u8> = values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect();
+        let bf16s: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect();
+        for (dtype, data) in [(DType::F32, f32s), (DType::F16, f16s), (DType::Bf16, bf16s)] {
+            let part =
+                HostMatrix { data: &data, dtype, rows: 2, cols: 1, col_start: 1, row_stride: 2 };
+            check_part(&part, 1).unwrap();
+            let mut out = [7u16; 8];
+            copy_row(&part, 1, &mut out);
+            let got = bf16::from_bits(out[0]).to_f32();
+            assert!((got - 65504.0).abs() < 300.0, "{dtype:?}: {got}");
+            assert_eq!(out[1..], [0; 7]);
+        }
+    }
+
+    #[test]
+    fn parts_that_are_too_short_are_refused() {
+        let part = HostMatrix {
+            data: &[0; 22],
+            dtype: DType::Bf16,
+            rows: 3,
+            cols: 3,
+            col_start: 1,
+            row_stride: 4,
+        };
+        assert!(check_part(&part, 3).is_err());
+        assert!(check_part(&HostMatrix { data: &[0; 24], ..part }, 3).is_ok());
+        assert!(check_part(&HostMatrix { data: &[0; 24], ..part }, 4).is_err());
+        let outside = HostMatrix { data: &[0; 64], col_start: 2, ..part };
+        assert!(check_part(&outside, 3).is_err());
+        let huge = HostMatrix { rows: usize::MAX, ..part };
+        assert!(check_part(&huge, 3).is_err());
+    }
+
+    #[test]
+    fn a_block_has_keys_and_values_of_all_layers() {
+        let shape = KvShape {
+            num_layers: 32,
+            num_kv_heads: 8,
+            head_dim: 128,
+            block_size: 16,
+            num_blocks: 9,
+        };
+        // 128 KiB a token, as for Llama 3.1 8B.
+        assert_eq!(kv_block_bytes(&shape), 16 * 128 * 1024);
+    }
+}

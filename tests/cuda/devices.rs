@@ -1,0 +1,94 @@
+//! What is found, with and without a driver.
+use serde_json::Value;
+use testkit::fake_cuda::fake_cuda;
+
+use crate::{described, options, tutti, with_fake};
+
+fn last_line(text: &str) -> &str {
+    text.trim_end().lines().last().unwrap_or_default()
+}
+
+#[test]
+fn a_gpu_is_described() {
+    let (code, stdout, stderr) = with_fake(&["devices"], &[("FAKE_CUDA_DEVICES", "2")]);
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    for words in [
+        "cpu: ",
+        "cuda:0: Fake GPU A, 4.0 GiB of 4.0 GiB free, compute capability 9.0, PCI 0000:17:00.0, GPU-abab",
+        "cuda:1: Fake GPU B",
+        "NVIDIA driver: CUDA 13.0",
+        "cuBLASLt: found",
+        "CUDA is usable: 2 GPU(s)",
+    ] {
+        assert!(stdout.contains(words), "{words:?} is not in:\n{stdout}");
+    }
+}
+
+#[test]
+fn json_says_the_same() {
+    let (code, stdout, _) = with_fake(&["devices", "--json"], &[]);
+    assert_eq!(code, 0);
+    let found: Value = serde_json::from_str(&stdout).unwrap();
+    let cuda = &found["cuda"];
+    assert_eq!(cuda["usable"], true);
+    assert_eq!(cuda["driver"], 13_000);
+    assert_eq!(cuda["cublaslt"], true);
+    assert_eq!(cuda["devices"][0]["memory_total_bytes"], 4u64 << 30);
+    assert_eq!(cuda["devices"][0]["compute_capability"], "9.0");
+    assert!(found["cpu"]["cores"].as_u64().unwrap() >= 1);
+}
+
+/// Holds where there is a driver, too: then the line about kernels is the last.
+#[test]
+fn without_a_driver_the_cpu_is_listed_and_that_is_no_failure() {
+    let (code, stdout, stderr) = described(&tutti(&["devices"], &[]));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert!(stdout.starts_with("cpu: "), "{stdout}");
+    assert!(last_line(&stdout).starts_with("CUDA is "), "{stdout}");
+}
+
+#[test]
+fn what_is_wrong_is_said_in_the_last_line() {
+    let cases: &[(&str, &str, &str)] = &[
+        ("FAKE_CUDA_DEVICES", "0", "no GPU is visible"),
+        ("FAKE_CUDA_VERSION", "12040", "is of CUDA 12.4, this program needs CUDA 13.0"),
+        ("FAKE_CUDA_CAPABILITY", "75", "compute capability 7.5, this program needs 8.0"),
+        ("FAKE_CUDA_FAIL", "cuDevicePrimaryCtxRetain:1=46", "the GPU is busy"),
+        ("FAKE_CUDA_FAIL", "cuInit:1=803", "restart the host or its container"),
+        ("FAKE_CUDA_FAIL", "cuInit:1=999", "CUDA_ERROR_UNKNOWN"),
+    ];
+    for (name, value, words) in cases {
+        let (code, stdout, _) = with_fake(&["devices"], &[(name, value)]);
+        let line = last_line(&stdout);
+        assert_eq!(code, 0, "{stdout}");
+        assert!(line.starts_with("CUDA is not usable here: ") && line.contains(words), "{line}");
+        // What is asked for and cannot be had ends at once, with the same words.
+        let bench = ["bench", "--device", "cuda", "--model", "tests/models/llama-gqa"];
+        let (code, _, stderr) = with_fake(&bench, &[(name, value)]);
+        assert_eq!(code, 69, "{stderr}");
+        assert!(stderr.contains(words) && stderr.trim_end().lines().count() == 1, "{stderr}");
+    }
+}
+
+#[test]
+fn a_driver_without_a_symbol_is_no_panic() {
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let old = fake_cuda(folder, Some("cuGraphLaunch")).unwrap();
+    let options = options(&old);
+    let args: Vec<&str> =
+        ["devices"].into_iter().chain(options.iter().map(String::as_str)).collect();
+    let (code, stdout, stderr) = described(&tutti(&args, &[]));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert!(last_line(&stdout).contains("lacks cuGraphLaunch"), "{stdout}");
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_named() {
+    let bench = ["bench", "--device", "cuda:3", "--model", "tests/models/llama-gqa"];
+    let (code, _, stderr) = with_fake(&bench, &[]);
+    assert_eq!(code, 69);
+    assert!(stderr.contains("there is no GPU 3: 1 visible"), "{stderr}");
+    let (code, _, stderr) = described(&tutti(&["bench", "--device", "gpu"], &[]));
+    assert_eq!(code, 2);
+    assert!(stderr.contains("cuda:N"), "{stderr}");
+}

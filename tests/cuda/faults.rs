@@ -1,0 +1,145 @@
+//! One clear line for what the driver may answer while a model is loaded and run.
+use crate::{fake, tutti, with_fake};
+
+const BENCH: [&str; 9] = [
+    "bench",
+    "--device",
+    "cuda",
+    "--model",
+    "tests/models/llama-gqa",
+    "--decode-steps",
+    "6",
+    "--prompt-tokens",
+    "20",
+];
+
+/// Runs a short measurement with a fault; returns what it says.
+fn fails(environment: &[(&str, &str)]) -> String {
+    let mut args = BENCH.to_vec();
+    args.extend(["--batches", "1"]);
+    let (code, _, stderr) = with_fake(&args, environment);
+    assert_eq!(code, 1, "{environment:?} {stderr}");
+    let lines: Vec<&str> =
+        stderr.trim_end().lines().filter(|line| line.starts_with("error: ")).collect();
+    assert_eq!(lines.len(), 1, "{stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    lines[0].to_owned()
+}
+
+#[test]
+fn a_model_is_measured_and_its_steps_become_graphs() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args.extend(["--batches", "1,3"]);
+    let environment = [("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+    let (code, stdout, stderr) = with_fake(&args, &environment);
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains("\"decode_b3\":") && stdout.contains("Fake GPU A"), "{stdout}");
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    let count = |what: &str| log.lines().filter(|line| line.starts_with(what)).count();
+    // Two buckets, captured once each and replayed for all steps but the first two.
+    assert!(
+        count("capture") >= 2 && count("graph") >= 8,
+        "{} {}",
+        count("capture"),
+        count("graph")
+    );
+    // Nothing is allocated once the first step was captured.
+    let after = log.split_once("\ncapture").unwrap().1;
+    assert!(!after.contains("\nalloc"), "memory is allocated while serving");
+    // A replayed step is one copy there, one graph, one copy back.
+    let last = log.rfind("\ngraph").unwrap();
+    let before = log[..last].rfind("\ngraph").unwrap();
+    let step: Vec<&str> = log[before + 1..last].lines().skip(1).collect();
+    assert_eq!(step.len(), 2, "{step:?}");
+    assert!(step[0].starts_with("download"), "{step:?}");
+    assert!(step[1].starts_with("upload") && step[1].ends_with("pinned"), "{step:?}");
+}
+
+#[test]
+fn without_graphs_every_step_is_called() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args.extend(["--batches", "1", "--no-cuda-graphs", "--no-cuda-overlap"]);
+    let environment = [("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+    assert_eq!(with_fake(&args, &environment).0, 0);
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    assert!(!log.contains("capture") && !log.contains("\ngraph"));
+}
+
+#[test]
+fn memory_that_runs_out_is_named() {
+    let line = fails(&[("FAKE_CUDA_FAIL", "cuMemAlloc_v2:6=2")]);
+    assert!(line.contains("cannot allocate") && line.contains("bytes for "), "{line}");
+    let line = fails(&[("FAKE_CUDA_FAIL", "cuMemAllocHost_v2:1=2")]);
+    assert!(line.contains("pinned memory"), "{line}");
+}
+
+#[test]
+fn a_model_that_does_not_fit_says_what_would_do() {
+    // The workspace of cuBLASLt alone takes most of it.
+    let line = fails(&[("FAKE_CUDA_MEMORY", "34000000")]);
+    for words in ["does not fit on the GPU: ", "missing (weights ", "MiB are free"] {
+        assert!(line.contains(words), "{line}");
+    }
+}
+
+#[test]
+fn kernels_that_do_not_suit_the_gpu_are_named() {
+    let line = fails(&[("FAKE_CUDA_FAIL", "cuModuleLoadData:1=209")]);
+    assert!(line.contains("no image for this GPU's architecture"), "{line}");
+    let line = fails(&[("FAKE_CUDA_FAIL", "cuModuleLoadData:1=222")]);
+    assert!(line.contains("newer than the driver"), "{line}");
+    let line = fails(&[("FAKE_CUDA_FAIL", "cuModuleGetFunction:2=500")]);
+    assert!(line.contains("tutti_add_rmsnorm") && line.contains("not among"), "{line}");
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("broken.fatbin"), "not a fatbin").unwrap();
+    let libraries = fake().libraries.to_str().unwrap();
+    let kernels = folder.path().to_str().unwrap();
+    let mut args = BENCH.to_vec();
+    args.extend(["--cuda-lib-dir", libraries, "--cuda-kernels", kernels]);
+    let output = tutti(&args, &[]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("cannot be read by this driver"), "{stderr}");
+}
+
+#[test]
+fn a_gpu_that_fails_while_it_computes_is_one_line() {
+    for (fault, words) in [
+        ("cuLaunchKernel:40=719", "a kernel failed"),
+        ("cuLaunchKernel:110=700", "left its memory"),
+        ("cuEventQuery:8=719", "CUDA_ERROR_LAUNCH_FAILED"),
+        ("cuGraphLaunch:2=702", "ran too long"),
+        ("cuMemcpyHtoDAsync_v2:30=214", "memory is faulty"),
+        ("cuStreamSynchronize:6=716", "misaligned"),
+    ] {
+        let line = fails(&[("FAKE_CUDA_FAIL", fault)]);
+        assert!(line.contains(words), "{fault}: {line}");
+    }
+}
+
+/// A graph that cannot be captured is no reason to stop.
+#[test]
+fn steps_that_cannot_be_captured_are_called() {
+    for fault in ["cuStreamEndCapture:1=901", "cuStreamBeginCapture_v2:1=900"] {
+        let mut args = BENCH.to_vec();
+        args.extend(["--batches", "1,3"]);
+        let (code, stdout, stderr) = with_fake(&args, &[("FAKE_CUDA_FAIL", fault)]);
+        assert_eq!(code, 0, "{fault}: {stdout} {stderr}");
+        assert!(stderr.contains("a step is run again"), "{fault}: {stderr}");
+    }
+}
+
+/// Without cuBLASLt prompts are computed by this project's own kernels.
+#[test]
+fn without_cublaslt_it_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(fake().libraries.join("libcuda.so"), folder.path().join("libcuda.so")).unwrap();
+    let mut args = BENCH.to_vec();
+    args[8] = "100";
+    let kernels = fake().kernels.to_str().unwrap();
+    args.extend(["--cuda-lib-dir", folder.path().to_str().unwrap(), "--cuda-kernels", kernels]);
+    args.extend(["--batches", "1"]);
+    let output = tutti(&args, &[]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

@@ -1,0 +1,68 @@
+//! A whole cluster on GPUs that are not there.
+use serde_json::json;
+use testkit::local_cluster::LocalCluster;
+
+use crate::{fake, options, with_fake};
+
+async fn up(args: &[&str], environment: &[(&str, &str)]) -> LocalCluster {
+    let fake = options(fake());
+    let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
+    all.extend(["--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]);
+    all.extend(args);
+    all.extend(fake.iter().map(String::as_str));
+    let mut cluster = LocalCluster::spawn_with(&[], &all, environment).unwrap();
+    cluster.wait_ready().await.unwrap();
+    cluster
+}
+
+fn request(tokens: u32) -> serde_json::Value {
+    json!({"prompt": [1, 5, 9, 33, 7], "max_tokens": tokens, "temperature": 0, "ignore_eos": true})
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_gpu_serves_and_says_what_it_is() {
+    let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &[]).await;
+    let client = cluster.client().unwrap();
+    let reply = client.post("/v1/completions", &request(24)).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    assert_eq!(reply.body["usage"]["completion_tokens"], 24);
+    let log = cluster.log();
+    assert!(log.contains("1 GPU (Fake GPU A) workers"), "{log}");
+    // 4 GiB, of which 90 % may be used: far more than one sequence needs.
+    let scrape = client.scrape().await.unwrap();
+    assert!(scrape.sum("tutti_kv_cache_blocks", &[]) >= 8.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_gpus_make_one_replica() {
+    let alone = up(&["--workers", "1", "--tensor-parallel", "1"], &[]).await;
+    let expected = alone.client().unwrap().post("/v1/completions", &request(8)).await.unwrap().body;
+    drop(alone);
+    let environment = [("FAKE_CUDA_DEVICES", "2")];
+    let pair = up(&["--workers", "2", "--tensor-parallel", "2"], &environment).await;
+    let reply = pair.client().unwrap().post("/v1/completions", &request(8)).await.unwrap();
+    assert_eq!(reply.body["choices"][0]["text"], expected["choices"][0]["text"]);
+}
+
+/// Its process ends with code 71, another takes its place, the request goes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
+    // Some steps after the profiling passes, in every process anew.
+    let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:12=719")];
+    let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &environment).await;
+    let client = cluster.client().unwrap();
+    let reply = client.post("/v1/completions", &request(20)).await.unwrap();
+    assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
+    assert_eq!(reply.body["usage"]["completion_tokens"], 20);
+    let log = cluster.log();
+    assert!(log.contains("CUDA_ERROR_LAUNCH_FAILED"), "{log}");
+    assert!(log.contains("exit status: 71"), "{log}");
+}
+
+#[test]
+fn too_few_gpus_are_said_at_once() {
+    let args = ["up", "--device", "cuda", "--model", "tests/models/llama-gqa"];
+    let (code, _, stderr) = with_fake(&args, &[]);
+    assert_eq!(code, 69, "{stderr}");
+    assert!(stderr.contains("1 usable GPU(s) for 2 workers"), "{stderr}");
+}

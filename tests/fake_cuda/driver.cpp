@@ -1,0 +1,706 @@
+// A stand-in for NVIDIA's driver and cuBLASLt: one GPU, or as many as asked for, whose memory is the
+// host's and whose kernels are this project's own, emulated. Only what Tutti calls.
+//
+// It is as unkind as the real ones may be: work on a stream is done as late as possible, new memory
+// is NaN, every allocation ends where a page faults, and while a stream is captured nothing may be
+// called that could wait.
+//
+// Environment:
+// - FAKE_CUDA_DEVICES: how many GPUs; default 1
+// - FAKE_CUDA_MEMORY: bytes of each; default 4 GiB
+// - FAKE_CUDA_VERSION: of the driver; default 13000
+// - FAKE_CUDA_CAPABILITY: default 90
+// - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
+//   700 on break the context: every later call gives it too.
+// - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+
+#include "emulate/block.h"
+#include "emulate/device.h"
+
+namespace {
+
+using Work = std::function<void()>;
+constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100,
+              INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT_FOUND = 500,
+              NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
+
+std::recursive_mutex driver_lock;
+#define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
+
+struct Kernel {
+    const char* name;
+    std::vector<size_t> sizes;
+    std::function<void(const std::vector<uint64_t>&)> call;
+};
+
+template <class T>
+T argument(uint64_t raw) {
+    T value;
+    memcpy(&value, &raw, sizeof value);
+    return value;
+}
+template <class... A, size_t... I>
+void call(void (*kernel)(A...), const std::vector<uint64_t>& raw, std::index_sequence<I...>) {
+    kernel(argument<A>(raw[I])...);
+}
+template <class... A>
+Kernel entry(const char* name, void (*kernel)(A...)) {
+    return {name, {sizeof(A)...}, [kernel](const std::vector<uint64_t>& raw) {
+                call(kernel, raw, std::index_sequence_for<A...>{});
+            }};
+}
+#define ENTRY(name) entry(#name, name)
+const std::vector<Kernel>& kernels() {
+    static const std::vector<Kernel> all = {
+#include "entries.inc"
+    };
+    return all;
+}
+
+struct Stream {
+    std::vector<Work> queue;
+    bool captures = false;
+    bool invalid = false;
+    std::vector<Work> captured;
+};
+struct Event {
+    Stream* stream = nullptr;
+    size_t mark = 0;  // Work before it, counted from the stream's beginning.
+    bool asked = false;
+};
+struct Graph {
+    std::vector<Work> work;
+};
+
+std::map<Stream*, size_t> done;  // Work finished, per stream.
+Stream* capturing = nullptr;
+thread_local bool has_context = false;
+thread_local bool captures_here = false;
+bool initialised = false;
+int broken = SUCCESS;
+std::map<uint64_t, std::pair<size_t, size_t>> allocations;  // Address: bytes, bytes mapped.
+std::map<uint64_t, size_t> pinned;
+size_t used = 0;
+const char* running = "";
+
+uint64_t setting(const char* name, uint64_t otherwise) {
+    const char* text = getenv(name);
+    return text == nullptr ? otherwise : strtoull(text, nullptr, 10);
+}
+
+void log_line(const char* format, ...) {
+    static FILE* file = [] {
+        const char* path = getenv("FAKE_CUDA_LOG");
+        return path == nullptr ? nullptr : fopen(path, "a");
+    }();
+    if (file == nullptr) {
+        return;
+    }
+    va_list args;
+    va_start(args, format);
+    vfprintf(file, format, args);
+    va_end(args);
+    fputc('\n', file);
+    fflush(file);
+}
+
+// The status that this call of `function` is told to give, or that of a broken context.
+int injected(const char* function) {
+    static std::map<std::string, int> calls;
+    const int count = ++calls[function];
+    const char* text = getenv("FAKE_CUDA_FAIL");
+    for (const char* at = text; at != nullptr && *at != 0;) {
+        const char* colon = strchr(at, ':');
+        const char* equals = strchr(at, '=');
+        if (colon == nullptr || equals == nullptr) {
+            break;
+        }
+        if (std::string(at, colon) == function && atoi(colon + 1) == count) {
+            const int code = atoi(equals + 1);
+            if (code >= 700 && code < 800) {
+                broken = code;
+            }
+            return code;
+        }
+        at = strchr(equals, ',');
+        at = at == nullptr ? nullptr : at + 1;
+    }
+    return broken;
+}
+
+#define ENTER(function)                                                                            \
+    LOCKED;                                                                                        \
+    if (const int code = injected(function)) {                                                     \
+        return code;                                                                               \
+    }
+#define NEEDS_CONTEXT                                                                              \
+    if (!has_context) {                                                                            \
+        return INVALID_CONTEXT;                                                                    \
+    }
+// Calls that may wait end a capture on their thread.
+#define NO_CAPTURE                                                                                 \
+    if (captures_here && capturing != nullptr) {                                                   \
+        capturing->invalid = true;                                                                 \
+        return CAPTURE_UNSUPPORTED;                                                                \
+    }
+
+void on_fault(int) {
+    char text[256];
+    const int length = snprintf(text, sizeof text, "fake driver: %s: reaches outside of its memory\n", running);
+    if (write(2, text, static_cast<size_t>(length)) < 0) {
+        _exit(5);
+    }
+    _exit(4);
+}
+
+void watch_faults() {
+    static unsigned char stack[64 * 1024];
+    stack_t signal_stack{};
+    signal_stack.ss_sp = stack;
+    signal_stack.ss_size = sizeof stack;
+    sigaltstack(&signal_stack, nullptr);
+    struct sigaction action {};
+    action.sa_handler = on_fault;
+    action.sa_flags = SA_ONSTACK;
+    sigaction(SIGSEGV, &action, nullptr);
+    sigaction(SIGBUS, &action, nullptr);
+}
+
+void flush(Stream* stream, size_t up_to) {
+    auto& finished = done[stream];
+    size_t count = 0;
+    while (count < stream->queue.size() && finished < up_to) {
+        stream->queue[count++]();
+        finished++;
+    }
+    stream->queue.erase(stream->queue.begin(), stream->queue.begin() + static_cast<long>(count));
+}
+void flush(Stream* stream) { flush(stream, SIZE_MAX); }
+
+// Everything, as freeing memory does.
+void flush_all() {
+    for (auto& entry : done) {
+        flush(entry.first);
+    }
+}
+
+int enqueue(Stream* stream, Work work) {
+    if (stream->captures) {
+        stream->captured.push_back(std::move(work));
+        return SUCCESS;
+    }
+    stream->queue.push_back(std::move(work));
+    return SUCCESS;
+}
+
+bool is_pinned(const void* at) {
+    const auto address = reinterpret_cast<uint64_t>(at);
+    auto found = pinned.upper_bound(address);
+    return found != pinned.begin() && address < (--found)->first + found->second;
+}
+
+// Whether the device may touch these bytes.
+bool is_device(uint64_t at, size_t bytes) {
+    auto found = allocations.upper_bound(at);
+    return found != allocations.begin() && at + bytes <= (--found)->first + found->second.first;
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuDriverGetVersion(int* version) {
+    ENTER("cuDriverGetVersion");
+    *version = static_cast<int>(setting("FAKE_CUDA_VERSION", 13000));
+    return SUCCESS;
+}
+int cuInit(unsigned) {
+    ENTER("cuInit");
+    initialised = true;
+    return setting("FAKE_CUDA_DEVICES", 1) == 0 ? NO_DEVICE : SUCCESS;
+}
+int cuDeviceGetCount(int* count) {
+    ENTER("cuDeviceGetCount");
+    if (!initialised) {
+        return NOT_INITIALIZED;
+    }
+    *count = static_cast<int>(setting("FAKE_CUDA_DEVICES", 1));
+    return SUCCESS;
+}
+int cuDeviceGet(int* device, int ordinal) {
+    ENTER("cuDeviceGet");
+    if (ordinal < 0 || ordinal >= static_cast<int>(setting("FAKE_CUDA_DEVICES", 1))) {
+        return INVALID_DEVICE;
+    }
+    *device = ordinal;
+    return SUCCESS;
+}
+int cuDeviceGetName(char* name, int length, int device) {
+    ENTER("cuDeviceGetName");
+    snprintf(name, static_cast<size_t>(length), "Fake GPU %c", 'A' + device);
+    return SUCCESS;
+}
+int cuDeviceGetPCIBusId(char* id, int length, int device) {
+    ENTER("cuDeviceGetPCIBusId");
+    snprintf(id, static_cast<size_t>(length), "0000:%02x:00.0", 0x17 + device);
+    return SUCCESS;
+}
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    ENTER("cuDeviceGetUuid_v2");
+    memset(uuid, 0xab, 16);
+    uuid[15] = static_cast<unsigned char>(device);
+    return SUCCESS;
+}
+int cuDeviceTotalMem_v2(size_t* bytes, int) {
+    ENTER("cuDeviceTotalMem_v2");
+    *bytes = setting("FAKE_CUDA_MEMORY", 4ull << 30);
+    return SUCCESS;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+    ENTER("cuDeviceGetAttribute");
+    const int capability = static_cast<int>(setting("FAKE_CUDA_CAPABILITY", 90));
+    switch (attribute) {
+        case 16: *value = 132; return SUCCESS;
+        case 75: *value = capability / 10; return SUCCESS;
+        case 76: *value = capability % 10; return SUCCESS;
+        case 97: *value = 227 * 1024; return SUCCESS;
+        default: return INVALID_VALUE;
+    }
+}
+int cuDevicePrimaryCtxRetain(void** context, int) {
+    ENTER("cuDevicePrimaryCtxRetain");
+    watch_faults();
+    static int the_context;
+    *context = &the_context;
+    return SUCCESS;
+}
+int cuDevicePrimaryCtxRelease_v2(int) {
+    ENTER("cuDevicePrimaryCtxRelease_v2");
+    return SUCCESS;
+}
+int cuCtxSetCurrent(void* context) {
+    ENTER("cuCtxSetCurrent");
+    has_context = context != nullptr;
+    return SUCCESS;
+}
+int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
+    ENTER("cuMemGetInfo_v2");
+    NEEDS_CONTEXT;
+    *total = setting("FAKE_CUDA_MEMORY", 4ull << 30);
+    *free_bytes = *total - used;
+    return SUCCESS;
+}
+int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
+    ENTER("cuMemAlloc_v2");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
+    log_line("alloc %zu", bytes);
+    if (bytes == 0) {
+        return INVALID_VALUE;
+    }
+    if (used + bytes > setting("FAKE_CUDA_MEMORY", 4ull << 30)) {
+        return OUT_OF_MEMORY;
+    }
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t rounded = (bytes + 15) / 16 * 16;
+    const size_t size = (rounded + page - 1) / page * page;
+    auto* base = static_cast<unsigned char*>(
+        mmap(nullptr, size + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (base == MAP_FAILED || mprotect(base, size, PROT_READ | PROT_WRITE) != 0) {
+        return OUT_OF_MEMORY;
+    }
+    // Large memory stays untouched, so that a test may have a large cache.
+    if (size <= (64u << 20)) {
+        memset(base, 0xff, size);
+    }
+    *at = reinterpret_cast<uint64_t>(base + size - rounded);
+    allocations[*at] = {bytes, size + page};
+    used += bytes;
+    return SUCCESS;
+}
+int cuMemFree_v2(uint64_t at) {
+    ENTER("cuMemFree_v2");
+    NO_CAPTURE;
+    auto found = allocations.find(at);
+    if (found == allocations.end()) {
+        return INVALID_VALUE;
+    }
+    flush_all();
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    munmap(reinterpret_cast<void*>(at / page * page), found->second.second);
+    used -= found->second.first;
+    allocations.erase(found);
+    return SUCCESS;
+}
+int cuMemAllocHost_v2(void** at, size_t bytes) {
+    ENTER("cuMemAllocHost_v2");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
+    *at = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    memset(*at, 0xff, bytes);
+    pinned[reinterpret_cast<uint64_t>(*at)] = bytes;
+    return SUCCESS;
+}
+int cuMemFreeHost(void* at) {
+    ENTER("cuMemFreeHost");
+    NO_CAPTURE;
+    flush_all();
+    pinned.erase(reinterpret_cast<uint64_t>(at));
+    free(at);
+    return SUCCESS;
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* stream) {
+    ENTER("cuMemcpyHtoDAsync_v2");
+    NEEDS_CONTEXT;
+    log_line("upload %zu %s", bytes, is_pinned(from) ? "pinned" : "pageable");
+    if (!is_device(to, bytes)) {
+        return INVALID_VALUE;
+    }
+    auto copy = [=] { memcpy(reinterpret_cast<void*>(to), from, bytes); };
+    const int status = enqueue(stream, copy);
+    if (!is_pinned(from) && !stream->captures) {
+        flush(stream);
+    }
+    return status;
+}
+int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) {
+    ENTER("cuMemcpyDtoHAsync_v2");
+    NEEDS_CONTEXT;
+    log_line("download %zu", bytes);
+    if (!is_device(from, bytes) || !is_pinned(to)) {
+        return INVALID_VALUE;
+    }
+    return enqueue(stream, [=] { memcpy(to, reinterpret_cast<void*>(from), bytes); });
+}
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
+    ENTER("cuMemcpyDtoDAsync_v2");
+    if (!is_device(from, bytes) || !is_device(to, bytes)) {
+        return INVALID_VALUE;
+    }
+    return enqueue(stream, [=] {
+        memmove(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+    });
+}
+int cuMemsetD8Async(uint64_t at, unsigned char byte, size_t bytes, Stream* stream) {
+    ENTER("cuMemsetD8Async");
+    if (!is_device(at, bytes)) {
+        return INVALID_VALUE;
+    }
+    return enqueue(stream, [=] {
+        // Fresh pages are zero already, and large ones were left so.
+        if (byte != 0 || bytes <= (64u << 20)) {
+            memset(reinterpret_cast<void*>(at), byte, bytes);
+        }
+    });
+}
+int cuStreamCreate(Stream** stream, unsigned) {
+    ENTER("cuStreamCreate");
+    NEEDS_CONTEXT;
+    *stream = new Stream;
+    done[*stream] = 0;
+    return SUCCESS;
+}
+int cuStreamDestroy_v2(Stream* stream) {
+    ENTER("cuStreamDestroy_v2");
+    flush(stream);
+    done.erase(stream);
+    if (capturing == stream) {
+        capturing = nullptr;
+    }
+    delete stream;
+    return SUCCESS;
+}
+int cuStreamSynchronize(Stream* stream) {
+    ENTER("cuStreamSynchronize");
+    NO_CAPTURE;
+    flush(stream);
+    return SUCCESS;
+}
+int cuStreamBeginCapture_v2(Stream* stream, int) {
+    ENTER("cuStreamBeginCapture_v2");
+    if (stream->captures) {
+        return INVALID_VALUE;
+    }
+    stream->captures = true;
+    stream->invalid = false;
+    stream->captured.clear();
+    capturing = stream;
+    captures_here = true;
+    return SUCCESS;
+}
+int cuStreamEndCapture(Stream* stream, Graph** graph) {
+    LOCKED;
+    const int told = injected("cuStreamEndCapture");
+    if (!stream->captures) {
+        return INVALID_VALUE;
+    }
+    // Whatever comes of it, it is over.
+    stream->captures = false;
+    capturing = nullptr;
+    captures_here = false;
+    *graph = nullptr;
+    if (told != SUCCESS || stream->invalid) {
+        return told != SUCCESS ? told : CAPTURE_INVALIDATED;
+    }
+    *graph = new Graph{std::move(stream->captured)};
+    stream->captured.clear();
+    log_line("capture %zu", (*graph)->work.size());
+    return SUCCESS;
+}
+int cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
+    ENTER("cuGraphInstantiateWithFlags");
+    *exec = new Graph(*graph);
+    return SUCCESS;
+}
+int cuGraphDestroy(Graph* graph) {
+    ENTER("cuGraphDestroy");
+    delete graph;
+    return SUCCESS;
+}
+int cuGraphExecDestroy(Graph* graph) {
+    ENTER("cuGraphExecDestroy");
+    delete graph;
+    return SUCCESS;
+}
+int cuGraphLaunch(Graph* graph, Stream* stream) {
+    ENTER("cuGraphLaunch");
+    NEEDS_CONTEXT;
+    log_line("graph %zu", graph->work.size());
+    for (const Work& work : graph->work) {
+        enqueue(stream, work);
+    }
+    return SUCCESS;
+}
+int cuEventCreate(Event** event, unsigned) {
+    ENTER("cuEventCreate");
+    NEEDS_CONTEXT;
+    *event = new Event;
+    return SUCCESS;
+}
+int cuEventDestroy_v2(Event* event) {
+    ENTER("cuEventDestroy_v2");
+    delete event;
+    return SUCCESS;
+}
+int cuEventRecord(Event* event, Stream* stream) {
+    ENTER("cuEventRecord");
+    *event = Event{stream, done[stream] + stream->queue.size(), false};
+    return SUCCESS;
+}
+// Not ready at first: who does not ask again would go on too early.
+int cuEventQuery(Event* event) {
+    ENTER("cuEventQuery");
+    NO_CAPTURE;
+    if (event->stream == nullptr || done.count(event->stream) == 0 ||
+        done[event->stream] >= event->mark) {
+        return SUCCESS;
+    }
+    if (!std::exchange(event->asked, true)) {
+        return NOT_READY;
+    }
+    flush(event->stream, event->mark);
+    return SUCCESS;
+}
+int cuEventSynchronize(Event* event) {
+    ENTER("cuEventSynchronize");
+    NO_CAPTURE;
+    if (event->stream != nullptr && done.count(event->stream) != 0) {
+        flush(event->stream, event->mark);
+    }
+    return SUCCESS;
+}
+int cuEventElapsedTime_v2(float* milliseconds, Event*, Event*) {
+    ENTER("cuEventElapsedTime_v2");
+    *milliseconds = 1.0f;
+    return SUCCESS;
+}
+int cuModuleLoadData(void** module, const void* image) {
+    ENTER("cuModuleLoadData");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
+    if (memcmp(image, "fake fatbin", 11) != 0) {
+        return INVALID_IMAGE;
+    }
+    static int the_module;
+    *module = &the_module;
+    return SUCCESS;
+}
+int cuModuleUnload(void*) {
+    ENTER("cuModuleUnload");
+    return SUCCESS;
+}
+int cuModuleGetFunction(const Kernel** function, void*, const char* name) {
+    ENTER("cuModuleGetFunction");
+    for (const Kernel& kernel : kernels()) {
+        if (strcmp(kernel.name, name) == 0) {
+            *function = &kernel;
+            return SUCCESS;
+        }
+    }
+    return NOT_FOUND;
+}
+int cuFuncSetAttribute(const Kernel*, int attribute, int) {
+    ENTER("cuFuncSetAttribute");
+    return attribute == 8 ? SUCCESS : INVALID_VALUE;
+}
+int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, unsigned threads,
+                   unsigned threads_y, unsigned threads_z, unsigned shared, Stream* stream,
+                   void** params, void** extra) {
+    ENTER("cuLaunchKernel");
+    NEEDS_CONTEXT;
+    log_line("launch %s %u %u %u %u %u", kernel->name, x, y, z, threads, shared);
+    if (x == 0 || y == 0 || z == 0 || threads == 0 || threads > 1024 || threads_y != 1 ||
+        threads_z != 1 || extra != nullptr || y > 65535 || z > 65535) {
+        return INVALID_VALUE;
+    }
+    std::vector<uint64_t> raw;
+    for (size_t i = 0; i < kernel->sizes.size(); i++) {
+        uint64_t word = 0;
+        memcpy(&word, params[i], kernel->sizes[i]);
+        raw.push_back(word);
+    }
+    return enqueue(stream, [=] {
+        running = kernel->name;
+        emulate::Settings settings{{x, y, z}, threads, shared, 0};
+        emulate::run_grid(settings, [&] { kernel->call(raw); });
+        running = "";
+    });
+}
+
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared;
+    Stream* stream;
+    struct {
+        int id;
+        char pad[4];
+        union {
+            char bytes[64];
+            int value;
+        };
+    }* attributes;
+    unsigned count;
+};
+int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** params, void** extra) {
+    for (unsigned i = 0; i < config->count; i++) {
+        // Programmatic stream serialization, which the emulation does not need.
+        if (config->attributes[i].id != 6 || config->attributes[i].value != 1) {
+            return INVALID_VALUE;
+        }
+    }
+    return cuLaunchKernel(kernel, config->grid[0], config->grid[1], config->grid[2], config->block[0],
+                          config->block[1], config->block[2], config->shared, config->stream, params,
+                          extra);
+}
+
+/* ---- cuBLASLt: column-major D = op(A) B, bf16 to f32, as much of it as is asked for. ---- */
+
+struct Layout {
+    int type;
+    uint64_t rows, columns;
+    int64_t stride;
+};
+
+size_t cublasLtGetVersion() { return 130000; }
+int cublasLtCreate(void** handle) {
+    ENTER("cublasLtCreate");
+    static int the_handle;
+    *handle = &the_handle;
+    return SUCCESS;
+}
+int cublasLtDestroy(void*) { return SUCCESS; }
+int cublasLtMatmulDescCreate(int** description, int, int) {
+    *description = new int(0);
+    return SUCCESS;
+}
+int cublasLtMatmulDescDestroy(int* description) {
+    delete description;
+    return SUCCESS;
+}
+int cublasLtMatmulDescSetAttribute(int* description, int attribute, const void* value, size_t bytes) {
+    if (attribute != 3 || bytes != sizeof(int)) {
+        return 7;
+    }
+    memcpy(description, value, bytes);
+    return SUCCESS;
+}
+int cublasLtMatrixLayoutCreate(Layout** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+    *layout = new Layout{type, rows, columns, stride};
+    return SUCCESS;
+}
+int cublasLtMatrixLayoutDestroy(Layout* layout) {
+    delete layout;
+    return SUCCESS;
+}
+int cublasLtMatmulPreferenceCreate(void** preference) {
+    *preference = malloc(1);
+    return SUCCESS;
+}
+int cublasLtMatmulPreferenceDestroy(void* preference) {
+    free(preference);
+    return SUCCESS;
+}
+int cublasLtMatmulPreferenceSetAttribute(void*, int attribute, const void*, size_t bytes) {
+    return attribute == 1 && bytes == 8 ? SUCCESS : 7;
+}
+int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, Layout* d, void*, int,
+                                   uint64_t* result, int* count) {
+    ENTER("cublasLtMatmulAlgoGetHeuristic");
+    log_line("plan %zu %zu %zu", static_cast<size_t>(b->columns), static_cast<size_t>(a->columns),
+             static_cast<size_t>(a->rows));
+    memset(result, 0, 8 * 8);
+    result[0] = d->rows;
+    *count = 1;
+    return SUCCESS;
+}
+int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* a, Layout* a_layout,
+                   const uint16_t* b, Layout* b_layout, const float* beta, const float*, Layout*, float* d,
+                   Layout* d_layout, const uint64_t* algorithm, void*, size_t, Stream* stream) {
+    ENTER("cublasLtMatmul");
+    const Layout la = *a_layout, lb = *b_layout, ld = *d_layout;
+    if (*description != 1 || la.type != 14 || lb.type != 14 || ld.type != 0 || *alpha != 1.0f ||
+        *beta != 0.0f || la.rows != lb.rows || ld.rows != la.columns || ld.columns != lb.columns ||
+        algorithm[0] != ld.rows) {
+        return 7;
+    }
+    const uint64_t n = la.columns, m = lb.columns, k = la.rows;
+    const auto address = [](const void* at) { return reinterpret_cast<uint64_t>(at); };
+    if (!is_device(address(a), ((n - 1) * static_cast<uint64_t>(la.stride) + k) * 2) ||
+        !is_device(address(b), ((m - 1) * static_cast<uint64_t>(lb.stride) + k) * 2) ||
+        !is_device(address(d), ((m - 1) * static_cast<uint64_t>(ld.stride) + n) * 4)) {
+        return 13;
+    }
+    log_line("product %zu %zu %zu", static_cast<size_t>(m), static_cast<size_t>(n), static_cast<size_t>(k));
+    return enqueue(stream, [=] {
+        const auto wide = [](uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); };
+        for (uint64_t row = 0; row < m; row++) {
+            for (uint64_t feature = 0; feature < n; feature++) {
+                const uint16_t* x = b + row * static_cast<uint64_t>(lb.stride);
+                const uint16_t* w = a + feature * static_cast<uint64_t>(la.stride);
+                float sum = 0.0f;
+                for (uint64_t i = 0; i < k; i++) {
+                    sum += wide(x[i]) * wide(w[i]);
+                }
+                d[row * static_cast<uint64_t>(ld.stride) + feature] = sum;
+            }
+        }
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,145 @@
+//! Every model folder's golden log-probabilities and greedy tokens, with graphs and without.
+use std::path::Path;
+
+use kernels::cuda::CudaBackend;
+use shared::ids::{BlockId, Epoch, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::sampling::SamplingParams;
+use testkit::models::{Golden, goldens};
+use worker::engine::Engine;
+use worker::model::ModelError;
+use worker::model::config::ModelConfig;
+use worker::model::decoder::Decoder;
+use worker::model::safetensors::WeightFiles;
+use worker::model::shard::Shard;
+use worker::model::weights;
+
+use crate::{Options, Table};
+
+const BLOCK_SIZE: u32 = 16;
+/// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
+const TOLERANCE: f64 = 0.15;
+
+const VARIANTS: [&str; 8] = [
+    "llama-gqa",
+    "llama-gqa-sharded",
+    "llama-tied",
+    "llama3-rope",
+    "llama-mha-bias",
+    "qwen2",
+    "qwen3",
+    "mistral-swa",
+];
+
+fn engine(
+    options: &Options,
+    ordinal: u32,
+    graphs: bool,
+    model: &Path,
+) -> Result<Engine<CudaBackend>, ModelError> {
+    let mut backend = options.backend(ordinal, graphs)?;
+    let config = ModelConfig::load(model)?;
+    let shard = Shard::new(&config, 0, 1)?;
+    let files = WeightFiles::open(model)?;
+    let sizes = EngineConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: u32::try_from(config.max_positions).unwrap_or(u32::MAX).min(1024),
+        max_num_seqs: 8,
+        max_num_batched_tokens: 1024,
+        kv_cache_bytes: 0,
+    };
+    let positions = sizes.max_model_len as usize;
+    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
+    let decoder = Decoder::new(&mut backend, config, shard, weights, 1024, 8)?;
+    let mut engine = Engine::new(backend, decoder, sizes);
+    engine.profile()?;
+    engine.start(256)?;
+    Ok(engine)
+}
+
+/// One prompt and its greedy tokens; returns the worst error and how many tokens were compared.
+fn follow(
+    engine: &mut Engine<CudaBackend>,
+    golden: &Golden,
+    number: &mut u64,
+    output: usize,
+) -> Result<(f64, usize), String> {
+    let seq = SeqId(*number + 1);
+    let sampling =
+        SamplingParams { logprobs: Some(0), prompt_logprobs: Some(0), ..SamplingParams::greedy() };
+    let prompt = u32::try_from(golden.prompt_ids.len()).unwrap_or(u32::MAX);
+    let (mut worst, mut compared) = (0.0f64, 0);
+    let (mut start, mut count, mut blocks) = (0, prompt, 0);
+    for i in 0..output.min(golden.greedy_ids.len()) {
+        *number += 1;
+        let mut plan = StepPlan { epoch: Epoch(1), step: StepId(*number), ..StepPlan::default() };
+        if i == 0 {
+            let tokens = golden.prompt_ids.clone();
+            let sampling = sampling.clone();
+            plan.admitted.push(NewSequence { seq, tokens, num_prompt: prompt, sampling });
+        }
+        let mut new_blocks = Vec::new();
+        while blocks * BLOCK_SIZE < start + count {
+            new_blocks.push(BlockId(255 - blocks));
+            blocks += 1;
+        }
+        plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample: true });
+        let mut outputs = Vec::new();
+        engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+        let got = outputs.first().ok_or("no output")?;
+        if i == 0 {
+            for (at, entry) in got.prompt_logprobs.iter().enumerate() {
+                let expected = golden.prompt_logprobs[at + 1].unwrap_or_default();
+                worst = worst.max((f64::from(entry.logprob) - expected).abs());
+            }
+        }
+        if got.token != Some(golden.greedy_ids[i]) {
+            let gap = golden.greedy_top1_top2_gap[i];
+            if gap > TOLERANCE {
+                return Err(format!("{}: token {i} differs, with a gap of {gap}", golden.name));
+            }
+            break;
+        }
+        let logprob = got.logprobs.as_ref().map_or(f64::NAN, |all| f64::from(all.logprob));
+        let error = (logprob - golden.greedy_logprobs[i]).abs();
+        worst = if error > worst || error.is_nan() { error } else { worst };
+        compared += 1;
+        (start, count) = (start + count, 1);
+    }
+    *number += 1;
+    let plan = StepPlan {
+        epoch: Epoch(1),
+        step: StepId(*number),
+        finished: vec![seq],
+        ..StepPlan::default()
+    };
+    engine.step(&plan, &mut Vec::new()).map_err(|error| error.to_string())?;
+    if worst.is_nan() || worst > TOLERANCE {
+        return Err(format!("{}: a log-probability is off by {worst}", golden.name));
+    }
+    Ok((worst, compared))
+}
+
+pub(crate) fn check(options: &Options, ordinal: u32, table: &mut Table) {
+    let (prompts, output) = if options.quick { (1, 5) } else { (usize::MAX, usize::MAX) };
+    let variants = VARIANTS.map(|name| options.root.join("tests/models").join(name));
+    for model in variants.into_iter().chain([options.root.join("models/demo")]) {
+        for graphs in [true, false] {
+            let run = || -> Result<String, String> {
+                let mut engine =
+                    engine(options, ordinal, graphs, &model).map_err(|error| error.to_string())?;
+                let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
+                for golden in goldens(&model).iter().take(prompts) {
+                    let (error, tokens) = follow(&mut engine, golden, &mut number, output)?;
+                    worst = worst.max(error);
+                    compared += tokens;
+                }
+                let made = engine.backend().num_graphs();
+                Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
+            };
+            let name = model.file_name().unwrap_or_default().to_string_lossy();
+            let how = if graphs { "graphs" } else { "calls" };
+            table.add(format!("goldens {name}, {how}"), run());
+        }
+    }
+}

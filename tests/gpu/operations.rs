@@ -1,0 +1,485 @@
+//! Every operation against the reference backend, which computes the same inputs in f32. Inputs are
+//! exact in bf16; outputs that are stored in bf16 may be off by their rounding.
+use kernels::backend::{
+    AttentionShape, Batch, Buffer as _, DType, HostMatrix, KvShape, QkvWeights, RopeTable, SeqRows,
+};
+use kernels::collective::single_rank;
+use kernels::cuda::CudaBackend;
+use kernels::sampling::{SampleParams, SampleRow, Sampled};
+use kernels::{Backend, KernelError, ReferenceBackend};
+
+use crate::{Options, Table};
+
+/// Relative error of one rounding to bf16, and some.
+const ROUNDING: f32 = 1.0 / 128.0;
+/// Relative error of a sum in another order.
+const SUM: f32 = 1e-4;
+
+/// Backends whose buffers can be written.
+trait Writable: Backend {
+    fn write(&mut self, buffer: &mut Self::Buffer, values: &[f32]) -> Result<(), KernelError>;
+    fn poison(&mut self, buffer: &Self::Buffer) -> Result<(), KernelError>;
+}
+
+impl Writable for CudaBackend {
+    fn write(&mut self, buffer: &mut Self::Buffer, values: &[f32]) -> Result<(), KernelError> {
+        self.write_buffer(buffer, values)
+    }
+
+    fn poison(&mut self, buffer: &Self::Buffer) -> Result<(), KernelError> {
+        Self::poison(self, buffer)
+    }
+}
+
+impl Writable for ReferenceBackend {
+    fn write(&mut self, buffer: &mut Self::Buffer, values: &[f32]) -> Result<(), KernelError> {
+        buffer.set_rows(values.len() / buffer.width())?;
+        buffer.values_mut().copy_from_slice(values);
+        Ok(())
+    }
+
+    fn poison(&mut self, _: &Self::Buffer) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// In -1..1, exact in bf16.
+    fn f32(&mut self) -> f32 {
+        let wide = (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        f32::from_bits(wide.to_bits() & 0xFFFF_0000)
+    }
+
+    fn vec(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.f32()).collect()
+    }
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect()
+}
+
+fn matrix<B: Backend>(
+    backend: &mut B,
+    values: &[f32],
+    cols: usize,
+) -> Result<B::Matrix, KernelError> {
+    let data = bytes(values);
+    let rows = values.len() / cols;
+    let part =
+        HostMatrix { data: &data, dtype: DType::Bf16, rows, cols, col_start: 0, row_stride: cols };
+    backend.load_matrix(&[part])
+}
+
+fn input<B: Writable>(
+    backend: &mut B,
+    values: &[f32],
+    width: usize,
+) -> Result<B::Buffer, KernelError> {
+    let mut buffer = backend.new_input_buffer(values.len() / width + 1, width)?;
+    backend.write(&mut buffer, values)?;
+    Ok(buffer)
+}
+
+fn wide<B: Writable>(
+    backend: &mut B,
+    values: &[f32],
+    width: usize,
+) -> Result<B::Buffer, KernelError> {
+    let mut buffer = backend.new_buffer(values.len() / width + 1, width)?;
+    backend.write(&mut buffer, values)?;
+    Ok(buffer)
+}
+
+fn poisoned<B: Writable>(
+    backend: &mut B,
+    rows: usize,
+    width: usize,
+    is_input: bool,
+) -> Result<B::Buffer, KernelError> {
+    let buffer = match is_input {
+        true => backend.new_input_buffer(rows, width)?,
+        false => backend.new_buffer(rows, width)?,
+    };
+    backend.poison(&buffer)?;
+    Ok(buffer)
+}
+
+/// One operation with its inputs: run on both backends, which must agree.
+trait Case {
+    fn name(&self) -> String;
+    /// Relative and absolute tolerance.
+    fn tolerance(&self) -> (f32, f32);
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError>;
+}
+
+fn compare<C: Case>(case: &C, cuda: &mut CudaBackend, table: &mut Table) {
+    let mut reference = ReferenceBackend::new(single_rank());
+    let mut run = || -> Result<String, String> {
+        let words = |error: KernelError| error.to_string();
+        let expected = case.run(&mut reference).map_err(words)?;
+        let got = case.run(cuda).map_err(words)?;
+        let (relative, absolute) = case.tolerance();
+        if got.len() != expected.len() {
+            return Err(format!("{} values, not {}", got.len(), expected.len()));
+        }
+        let mut worst = 0.0f32;
+        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            let error = (got - expected).abs();
+            if error.is_nan() || error > absolute + relative * expected.abs() {
+                return Err(format!("value {i}: {got}, not {expected}"));
+            }
+            worst = worst.max(error);
+        }
+        Ok(format!("{} values, worst error {worst:.1e}", got.len()))
+    };
+    let result = run();
+    table.add(case.name(), result);
+}
+
+struct Norm {
+    rows: usize,
+    width: usize,
+    has_delta: bool,
+}
+
+impl Case for Norm {
+    fn name(&self) -> String {
+        let delta = if self.has_delta { " with delta" } else { "" };
+        format!("add_rmsnorm {} x {}{delta}", self.rows, self.width)
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (ROUNDING, 1e-5)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let mut random = Random(1);
+        let mut residual = wide(backend, &random.vec(self.rows * self.width), self.width)?;
+        let delta = wide(backend, &random.vec(self.rows * self.width), self.width)?;
+        let weight = backend.load_vector(&random.vec(self.width))?;
+        let mut out = poisoned(backend, self.rows, self.width, true)?;
+        let delta = self.has_delta.then_some(&delta);
+        backend.add_rmsnorm(&mut residual, delta, &weight, 1e-5, &mut out)?;
+        let mut values = backend.read_buffer(&out)?;
+        values.extend(backend.read_buffer(&residual)?);
+        Ok(values)
+    }
+}
+
+struct Embed;
+
+impl Case for Embed {
+    fn name(&self) -> String {
+        "embed".to_owned()
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (0.0, 0.0)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let table = matrix(backend, &Random(2).vec(50 * 64), 64)?;
+        let mut out = poisoned(backend, 5, 64, false)?;
+        backend.embed(&table, &[100, 149, 99, 150, 120], 100, &mut out)?;
+        backend.read_buffer(&out)
+    }
+}
+
+/// `linear` or `linear_columns` of some rows.
+struct Linear {
+    rows: usize,
+    k: usize,
+    n: usize,
+    first: usize,
+    has_bias: bool,
+}
+
+impl Case for Linear {
+    fn name(&self) -> String {
+        let Self { rows, k, n, first, .. } = self;
+        format!("linear {rows} x {k} -> {n}, columns from {first}")
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (SUM, 1e-5 * self.k as f32)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let mut random = Random(3);
+        let width = self.k + self.first;
+        let x = input(backend, &random.vec(self.rows * width), width)?;
+        let weight = matrix(backend, &random.vec(self.n * self.k), self.k)?;
+        let bias = backend.load_vector(&random.vec(self.n))?;
+        let mut out = poisoned(backend, self.rows, self.n, false)?;
+        let bias = self.has_bias.then_some(&bias);
+        backend.linear_columns(&x, self.first, &weight, bias, &mut out)?;
+        backend.read_buffer(&out)
+    }
+}
+
+struct GateUp {
+    rows: usize,
+    k: usize,
+    inner: usize,
+    has_bias: bool,
+}
+
+impl Case for GateUp {
+    fn name(&self) -> String {
+        format!("gate_up_silu {} x {} -> {}", self.rows, self.k, self.inner)
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (ROUNDING, 1e-3)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let mut random = Random(4);
+        let x = input(backend, &random.vec(self.rows * self.k), self.k)?;
+        // Small, so that products of both are of the order of one.
+        let small: Vec<f32> =
+            random.vec(2 * self.inner * self.k).iter().map(|x| x / 16.0).collect();
+        let weight = matrix(backend, &small, self.k)?;
+        let bias = backend.load_vector(&random.vec(2 * self.inner))?;
+        let mut out = poisoned(backend, self.rows, self.inner, true)?;
+        let bias = self.has_bias.then_some(&bias);
+        backend.gate_up_silu(&x, &weight, bias, &mut out)?;
+        backend.read_buffer(&out)
+    }
+}
+
+struct Head {
+    rows: Vec<u32>,
+}
+
+impl Case for Head {
+    fn name(&self) -> String {
+        format!("lm_head of {} rows", self.rows.len())
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (SUM, 1e-3)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let mut random = Random(5);
+        let x = input(backend, &random.vec(200 * 128), 128)?;
+        let weight = matrix(backend, &random.vec(777 * 128), 128)?;
+        let mut out = poisoned(backend, self.rows.len(), 777, false)?;
+        backend.lm_head(&x, &self.rows, &weight, &mut out)?;
+        backend.read_buffer(&out)
+    }
+}
+
+/// Prompts, then a step that mixes decode with the end of a prompt.
+struct Attention {
+    shape: AttentionShape,
+    extras: bool,
+}
+
+impl Case for Attention {
+    fn name(&self) -> String {
+        let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, .. } = self.shape;
+        format!(
+            "attention {num_heads}/{num_kv_heads} heads of {head_dim}, window {sliding_window:?}"
+        )
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (2.0 * ROUNDING, 2e-2)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = self.shape;
+        let mut random = Random(6);
+        let (hidden, block_size, blocks, positions) = (64, 16, 40, 400);
+        let width = (num_heads + 2 * num_kv_heads) * head_dim;
+        let small: Vec<f32> = random.vec(width * hidden).iter().map(|x| x / 8.0).collect();
+        let weight = matrix(backend, &small, hidden)?;
+        let mut vector =
+            |len: usize| self.extras.then(|| backend.load_vector(&random.vec(len))).transpose();
+        let (bias, q_norm, k_norm) = (vector(width)?, vector(head_dim)?, vector(head_dim)?);
+        let weights = QkvWeights { weight, bias, q_norm, k_norm };
+        let angle = |i: usize| (i / (head_dim / 2)) as f32 / (1 + i % (head_dim / 2)) as f32;
+        let table = |f: fn(f32) -> f32| -> Vec<f32> {
+            (0..positions * head_dim / 2).map(|i| f(angle(i))).collect()
+        };
+        let rope = RopeTable {
+            cos: backend.load_vector(&table(f32::cos))?,
+            sin: backend.load_vector(&table(f32::sin))?,
+        };
+        let kv = KvShape { num_layers: 2, num_kv_heads, head_dim, block_size, num_blocks: blocks };
+        let mut cache = backend.new_kv_cache(kv)?;
+        let mut seen = Vec::new();
+        // (rows, tokens then in the cache) of three sequences of 13 blocks each.
+        for step in [[(150, 150), (1, 1), (70, 70)], [(1, 151), (1, 2), (37, 107)]] {
+            let mut list = Vec::new();
+            let (mut at, mut slots, mut tables) = (Vec::new(), Vec::new(), Vec::new());
+            for (index, (num_rows, context_len)) in (0u32..).zip(step) {
+                list.push(SeqRows {
+                    row_start: at.len() as u32,
+                    num_rows,
+                    context_len,
+                    table_start: tables.len() as u32,
+                    table_len: 13,
+                });
+                // Backwards, so that a wrong table is seen.
+                let blocks: Vec<u32> = (0..13).map(|i| index * 13 + 12 - i).collect();
+                for position in context_len - num_rows..context_len {
+                    at.push(position);
+                    slots.push(blocks[position as usize / block_size] * 16 + position % 16);
+                }
+                tables.extend(blocks);
+            }
+            let batch = Batch { positions: &at, slots: &slots, seqs: &list, block_tables: &tables };
+            let x = input(backend, &random.vec(at.len() * hidden), hidden)?;
+            let mut q = poisoned(backend, at.len(), num_heads * head_dim, true)?;
+            let mut out = poisoned(backend, at.len(), num_heads * head_dim, true)?;
+            backend.qkv_rope_write(
+                &x,
+                &weights,
+                &rope,
+                &self.shape,
+                &batch,
+                &mut cache,
+                1,
+                &mut q,
+            )?;
+            backend.paged_attention(&q, &self.shape, &batch, &cache, 1, &mut out)?;
+            seen.extend(backend.read_buffer(&q)?);
+            seen.extend(backend.read_buffer(&out)?);
+        }
+        Ok(seen)
+    }
+}
+
+/// Tokens are compared where the choice is clear: these logits are far apart.
+struct Sample {
+    vocab: usize,
+}
+
+impl Case for Sample {
+    fn name(&self) -> String {
+        format!("sample and logprobs, vocabulary {}", self.vocab)
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (1e-4, 1e-4)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let mut random = Random(7);
+        let values: Vec<f32> = random.vec(40 * self.vocab).iter().map(|x| x * 20.0).collect();
+        let logits = wide(backend, &values, self.vocab)?;
+        let plain = SampleParams {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            seed: 11,
+            choice: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            suppress_until_min: Vec::new(),
+            min_tokens: 0,
+            logprobs: Some(5),
+        };
+        let random_top = SampleParams { temperature: 0.8, top_k: 5, ..plain.clone() };
+        let random_p = SampleParams { temperature: 1.0, top_p: 0.7, seed: 5, ..plain.clone() };
+        let edited = SampleParams {
+            logit_bias: vec![(3, 50.0)],
+            frequency_penalty: 1.0,
+            repetition_penalty: 1.3,
+            logprobs: None,
+            ..plain.clone()
+        };
+        let all = [&plain, &random_top, &random_p, &edited];
+        let rows: Vec<SampleRow<'_>> = (0..40)
+            .map(|i| SampleRow { params: all[i % 4], prompt: &[1, 2, 3], output: &[3, 4, 3] })
+            .collect();
+        let mut sampled = Vec::new();
+        backend.sample(&logits, self.vocab, 0, &rows, &mut sampled)?;
+        let mut seen: Vec<f32> = sampled.iter().flat_map(flatten).collect();
+        let targets: Vec<u32> = (0..38).map(|i| i * 7 % self.vocab as u32).collect();
+        backend.logprobs(&logits, self.vocab, 2, &targets, 3, &mut sampled)?;
+        seen.extend(sampled.iter().flat_map(flatten));
+        Ok(seen)
+    }
+}
+
+fn flatten(sampled: &Sampled) -> Vec<f32> {
+    let mut all = vec![
+        sampled.token as f32,
+        f32::from(u8::from(sampled.corrupted)),
+        sampled.logprob,
+        sampled.rank as f32,
+        sampled.top.len() as f32,
+    ];
+    all.extend(sampled.top.iter().flat_map(|(token, logprob)| [*token as f32, *logprob]));
+    all
+}
+
+pub(crate) fn check(options: &Options, ordinal: u32, table: &mut Table) {
+    let mut backend = match options.backend(ordinal, false) {
+        Ok(backend) => backend,
+        Err(error) => return table.add("operations", Err(error.to_string())),
+    };
+    let cuda = &mut backend;
+    compare(&Embed, cuda, table);
+    let widths: &[usize] = if options.quick { &[64, 200] } else { &[64, 200, 4096, 8192] };
+    for &width in widths {
+        for has_delta in [false, true] {
+            compare(&Norm { rows: 3, width, has_delta }, cuda, table);
+        }
+    }
+    let rows: &[usize] = match options.quick {
+        true => &[1, 9, 65],
+        false => &[1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 1030],
+    };
+    let (k, n) = if options.quick { (96, 80) } else { (1000, 520) };
+    for &rows in rows {
+        let has_bias = rows % 2 == 1;
+        compare(&Linear { rows, k, n, first: 0, has_bias }, cuda, table);
+        compare(&GateUp { rows, k, inner: n / 2, has_bias }, cuda, table);
+    }
+    for first in [8, 3] {
+        compare(&Linear { rows: 5, k: 64, n: 40, first, has_bias: false }, cuda, table);
+    }
+    compare(&Head { rows: vec![199, 0, 7] }, cuda, table);
+    compare(&Head { rows: (0..150).rev().collect() }, cuda, table);
+    let heads: &[(usize, usize, usize)] = match options.quick {
+        true => &[(4, 2, 32), (4, 1, 48)],
+        false => {
+            &[(4, 4, 16), (8, 2, 32), (6, 2, 64), (4, 2, 96), (32, 8, 128), (20, 1, 64), (4, 2, 80)]
+        }
+    };
+    for &(num_heads, num_kv_heads, head_dim) in heads {
+        for (sliding_window, extras) in [(None, false), (Some(33), true)] {
+            let shape = AttentionShape {
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                norm_eps: 1e-6,
+                sliding_window,
+            };
+            compare(&Attention { shape, extras }, cuda, table);
+        }
+    }
+    for vocab in if options.quick { vec![300] } else { vec![300, 32_000, 151_936] } {
+        compare(&Sample { vocab }, cuda, table);
+    }
+}

@@ -1,0 +1,320 @@
+//! The CUDA backend over the stand-in for NVIDIA's driver, its kernels emulated: all of the host's
+//! side runs as it would on a GPU, and the kernels' own sources compute. No GPU has checked it.
+//!
+//! Products' inputs are rounded to bf16, so log-probabilities are compared more loosely than on
+//! CPUs, and greedy tokens where the golden's own choice was clear.
+use std::path::Path;
+
+use shared::sampling::SamplingParams;
+use testkit::models::{demo, goldens, variant};
+
+use kernels::collective::single_rank;
+use kernels::cuda::CudaBackend;
+use shared::ids::{BlockId, Epoch, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use worker::engine::Engine;
+use worker::rank::StepSource;
+
+use crate::rig::{On, Rig, engine_of, fake_cuda_backend};
+
+/// How far a log-probability may be off.
+const TOLERANCE: f64 = 0.1;
+
+fn check(model: &Path, degree: u32, prompts: usize, output: usize) {
+    let mut rig = Rig::on(On::FakeCuda, model, degree);
+    let (mut worst, mut compared) = (0.0f64, 0);
+    for golden in goldens(model).iter().take(prompts) {
+        let at = format!("{} at tp {degree}", golden.name);
+        let sampling = SamplingParams {
+            logprobs: Some(0),
+            prompt_logprobs: Some(0),
+            ..SamplingParams::greedy()
+        };
+        let prompt = &golden.prompt_ids;
+        let mut seq = rig.sequence(prompt, prompt.len(), sampling);
+        rig.run(&mut seq, output.min(golden.greedy_ids.len()), u32::MAX);
+        assert_eq!(seq.prompt_logprobs.len() + 1, prompt.len(), "{at}");
+        for (i, (token, logprob)) in seq.prompt_logprobs.iter().enumerate() {
+            assert_eq!(*token, prompt[i + 1], "{at}");
+            let expected = golden.prompt_logprobs[i + 1].unwrap();
+            let error = (f64::from(*logprob) - expected).abs();
+            assert!(error < TOLERANCE, "{at}: prompt token {i}: {logprob} for {expected}");
+            worst = worst.max(error);
+        }
+        for (i, token) in seq.output().iter().enumerate() {
+            if *token != golden.greedy_ids[i] {
+                let gap = golden.greedy_top1_top2_gap[i];
+                assert!(gap < TOLERANCE, "{at}: token {i} differs, with a gap of {gap}");
+                break;
+            }
+            let expected = golden.greedy_logprobs[i];
+            let error = (f64::from(seq.logprobs[i]) - expected).abs();
+            assert!(error < TOLERANCE, "{at}: token {i}: {} for {expected}", seq.logprobs[i]);
+            worst = worst.max(error);
+            compared += 1;
+        }
+        rig.forget(&[&seq]);
+    }
+    println!("{} tp {degree}: {compared} tokens, worst error {worst:.1e}", model.display());
+    assert!(compared >= prompts * 4, "{compared} tokens compared");
+}
+
+macro_rules! variants {
+    ($($test:ident: $folder:literal, $degree:literal;)*) => {
+        $(#[test]
+        fn $test() {
+            check(&variant($folder), $degree, 2, 12);
+        })*
+    };
+}
+
+variants! {
+    llama_gqa: "llama-gqa", 1;
+    llama_gqa_tp2: "llama-gqa", 2;
+    llama_tied: "llama-tied", 1;
+    llama3_rope: "llama3-rope", 1;
+    llama_mha_bias: "llama-mha-bias", 1;
+    qwen2: "qwen2", 1;
+    qwen3: "qwen3", 1;
+    mistral_swa: "mistral-swa", 1;
+}
+
+#[test]
+fn demo_model() {
+    check(&demo(), 1, 1, 4);
+}
+
+const BLOCK_SIZE: u32 = 16;
+const BLOCKS: u32 = 64;
+
+fn engine(graphs: bool) -> Engine<CudaBackend> {
+    let sizes = EngineConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: 256,
+        max_num_seqs: 80,
+        max_num_batched_tokens: 768,
+        kv_cache_bytes: 1 << 30,
+    };
+    let backend = fake_cuda_backend(graphs, single_rank());
+    let mut engine = engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap();
+    engine.profile().unwrap();
+    engine.start(BLOCKS * 80).unwrap();
+    engine
+}
+
+/// A sequence of this test: its tokens, and where its next step begins.
+struct Running {
+    seq: SeqId,
+    tokens: Vec<u32>,
+    computed: u32,
+    blocks: u32,
+    sampling: SamplingParams,
+}
+
+impl Running {
+    fn new(index: u32, sampling: SamplingParams) -> Self {
+        let tokens = (0..1 + index % 19).map(|i| (index * 31 + i * 7) % 384).collect();
+        Self { seq: SeqId(u64::from(index) + 1), tokens, computed: 0, blocks: 0, sampling }
+    }
+}
+
+/// One step of some sequences; every logprob goes into `seen`.
+fn step(
+    engine: &mut Engine<CudaBackend>,
+    number: &mut u64,
+    running: &mut [&mut Running],
+    seen: &mut Vec<(u64, u32, u32)>,
+) {
+    *number += 1;
+    let mut plan = StepPlan { epoch: Epoch(1), step: StepId(*number), ..StepPlan::default() };
+    for seq in running.iter_mut() {
+        let len = seq.tokens.len() as u32;
+        if seq.computed == 0 {
+            plan.admitted.push(NewSequence {
+                seq: seq.seq,
+                tokens: seq.tokens.clone(),
+                num_prompt: len,
+                sampling: seq.sampling.clone(),
+            });
+        }
+        let mut new_blocks = Vec::new();
+        while seq.blocks * BLOCK_SIZE < len {
+            new_blocks.push(BlockId((seq.seq.0 as u32 - 1) * BLOCKS + seq.blocks));
+            seq.blocks += 1;
+        }
+        let (start, count) = (seq.computed, len - seq.computed);
+        plan.sequences.push(SequenceStep { seq: seq.seq, start, count, new_blocks, sample: true });
+        seq.computed = len;
+    }
+    let mut outputs = Vec::new();
+    engine.step(&plan, &mut outputs).unwrap();
+    for (seq, output) in running.iter_mut().zip(outputs) {
+        assert!(output.seq == seq.seq && !output.corrupted);
+        let token = output.token.unwrap();
+        assert!(token < 384, "{token}");
+        seq.tokens.push(token);
+        let logprob = output.logprobs.map_or(0, |logprobs| logprobs.logprob.to_bits());
+        seen.push((seq.seq.0, token, logprob));
+    }
+}
+
+/// Batches that grow, shrink and mix prefill with decode; greedy, random, and with edited logits.
+fn run_batches(graphs: bool) -> (Vec<(u64, u32, u32)>, usize) {
+    let mut engine = engine(graphs);
+    let sampling = |index: u32| SamplingParams {
+        temperature: if index.is_multiple_of(2) { 0.0 } else { 0.9 },
+        top_p: if index.is_multiple_of(3) { 0.8 } else { 1.0 },
+        seed: u64::from(index),
+        logprobs: Some(0),
+        ..SamplingParams::greedy()
+    };
+    let mut all: Vec<Running> = (0..70).map(|i| Running::new(i, sampling(i))).collect();
+    let (mut seen, mut number) = (Vec::new(), 0);
+    for size in [1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 2, 2, 9, 9, 9, 9, 70, 70, 70, 70, 5, 5, 5] {
+        let mut batch: Vec<&mut Running> = all.iter_mut().take(size).collect();
+        step(&mut engine, &mut number, &mut batch, &mut seen);
+    }
+    let made = engine.backend().num_graphs();
+    (seen, made)
+}
+
+#[test]
+fn graphs_give_the_bits_of_single_calls() {
+    let (eager, none) = run_batches(false);
+    let (graphs, made) = run_batches(true);
+    assert_eq!(none, 0);
+    // Buckets 1, 4 (for 3 and 4), 12, 70.
+    assert!(made >= 4, "{made} graphs");
+    assert_eq!(eager.len(), graphs.len());
+    for (i, (eager, graph)) in eager.iter().zip(&graphs).enumerate() {
+        assert_eq!(eager, graph, "result {i}");
+    }
+}
+
+#[test]
+fn a_sequence_gets_the_same_bits_alone_and_among_others() {
+    let sampling = |_| SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+    let run = |others: u32| {
+        let mut engine = engine(true);
+        let mut all: Vec<Running> =
+            (0..=others).map(|i| Running::new(i + 5, sampling(i))).collect();
+        let mut number = 0;
+        let mut seen = Vec::new();
+        for _ in 0..6 {
+            let mut batch: Vec<&mut Running> = all.iter_mut().collect();
+            step(&mut engine, &mut number, &mut batch, &mut seen);
+        }
+        seen.retain(|(seq, ..)| *seq == 6);
+        seen
+    };
+    assert_eq!(run(0), run(13));
+}
+
+#[test]
+fn edited_logits_and_lists_of_likely_tokens_come_back_right() {
+    let mut engine = engine(true);
+    let edited = SamplingParams {
+        logit_bias: vec![(7, 100.0)],
+        frequency_penalty: 0.5,
+        repetition_penalty: 1.2,
+        logprobs: Some(3),
+        ..SamplingParams::greedy()
+    };
+    let plain = SamplingParams { logprobs: Some(5), ..SamplingParams::greedy() };
+    let mut all = [Running::new(3, edited), Running::new(4, plain)];
+    let mut number = 0;
+    for _ in 0..3 {
+        let mut batch: Vec<&mut Running> = all.iter_mut().collect();
+        step(&mut engine, &mut number, &mut batch, &mut Vec::new());
+    }
+    // The bias wins over penalties.
+    assert_eq!(all[0].tokens[all[0].tokens.len() - 3..], [7, 7, 7]);
+}
+
+/// Plans that are all there from the start.
+struct Waiting(std::collections::VecDeque<StepPlan>, usize);
+
+impl StepSource for Waiting {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        self.1 += 1;
+        self.0.front()
+    }
+}
+
+/// Tokens of six sequences, of which two leave and whose order changes; with the next plan known or
+/// not.
+fn run_plans(ahead: bool) -> Vec<(u64, u32, u32)> {
+    let mut engine = engine(true);
+    let sampling = |index: u32| SamplingParams {
+        temperature: if index.is_multiple_of(2) { 0.0 } else { 1.0 },
+        seed: u64::from(index) + 9,
+        logprobs: index.is_multiple_of(3).then_some(0),
+        ..SamplingParams::greedy()
+    };
+    let mut all: Vec<Running> = (0..6).map(|i| Running::new(i + 2, sampling(i))).collect();
+    let (mut number, mut seen) = (0, Vec::new());
+    let mut batch: Vec<&mut Running> = all.iter_mut().collect();
+    step(&mut engine, &mut number, &mut batch, &mut seen);
+    let mut plans = std::collections::VecDeque::new();
+    for i in 0..12u32 {
+        number += 1;
+        let mut plan = StepPlan { epoch: Epoch(1), step: StepId(number), ..StepPlan::default() };
+        let mut order: Vec<usize> = match i {
+            0..4 => (0..6).collect(),
+            4..8 => vec![5, 0, 3, 2],
+            _ => vec![2, 3],
+        };
+        if i == 4 {
+            plan.finished = vec![all[1].seq, all[4].seq];
+        }
+        if i == 9 {
+            // An empty step: nothing can be begun behind or before it.
+            order.clear();
+        }
+        for index in order {
+            let seq = &mut all[index];
+            let start = seq.computed;
+            let mut new_blocks = Vec::new();
+            while seq.blocks * BLOCK_SIZE < start + 1 {
+                new_blocks.push(BlockId((seq.seq.0 as u32 - 1) * BLOCKS + seq.blocks));
+                seq.blocks += 1;
+            }
+            seq.computed += 1;
+            plan.sequences.push(SequenceStep {
+                seq: seq.seq,
+                start,
+                count: 1,
+                new_blocks,
+                sample: true,
+            });
+        }
+        plans.push_back(plan);
+    }
+    let mut source = Waiting(plans, 0);
+    while let Some(plan) = source.0.pop_front() {
+        let mut outputs = Vec::new();
+        if ahead {
+            engine.step_with(&plan, &mut source, &mut outputs).unwrap();
+        } else {
+            engine.step(&plan, &mut outputs).unwrap();
+        }
+        assert_eq!(outputs.len(), plan.sequences.len());
+        for (output, entry) in outputs.iter().zip(&plan.sequences) {
+            assert_eq!((output.seq, output.position), (entry.seq, entry.start + 1));
+            let logprob = output.logprobs.as_ref().map_or(0, |all| all.logprob.to_bits());
+            seen.push((output.seq.0, output.token.unwrap(), logprob));
+        }
+    }
+    // All but the first of each run of decode steps, which an empty step parts: 1 to 8, and 11.
+    assert_eq!(engine.begun_ahead(), if ahead { 9 } else { 0 });
+    assert_eq!(ahead, source.1 > 0);
+    seen
+}
+
+#[test]
+fn steps_begun_ahead_give_the_same_tokens() {
+    let known = run_plans(true);
+    assert_eq!(known, run_plans(false));
+    let tokens: std::collections::HashSet<u32> = known.iter().map(|(_, token, _)| *token).collect();
+    assert!(tokens.len() > 8, "{tokens:?}");
+}

@@ -1,0 +1,143 @@
+//! A stand-in for NVIDIA's driver and cuBLASLt, compiled from `tests/fake_cuda/driver.cpp` with the
+//! CUDA kernels' own sources and their emulation. See there for what it can be told.
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Optimised, since a model runs on it; without fused multiply-add, so that sums are the ones
+/// written.
+const FLAGS: &[&str] = &[
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=default",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-DTUTTI_EMULATE",
+];
+
+/// Where the stand-in is.
+#[derive(Clone, Debug)]
+pub struct FakeCuda {
+    /// The folder with the libraries.
+    pub libraries: PathBuf,
+    /// The folder with what it takes for kernels.
+    pub kernels: PathBuf,
+}
+
+/// Compiles it below `folder`, unless it is there already. `without` names a symbol that it shall
+/// lack.
+///
+/// # Errors
+/// What the compiler said.
+pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let cuda = root.join("kernels/cuda");
+    let driver = root.join("tests/fake_cuda/driver.cpp");
+    let mut sources = vec![driver.clone()];
+    for folder in [&cuda, &cuda.join("emulate")] {
+        let entries = std::fs::read_dir(folder).map_err(|error| error.to_string())?;
+        sources.extend(
+            entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file()),
+        );
+    }
+    sources.sort();
+    let mut hasher = DefaultHasher::new();
+    (FLAGS, without).hash(&mut hasher);
+    for path in &sources {
+        (path, std::fs::read(path).map_err(|error| error.to_string())?).hash(&mut hasher);
+    }
+    let target = folder.join(format!("fake-cuda-{:016x}", hasher.finish()));
+    let made = FakeCuda { libraries: target.join("lib"), kernels: target.join("kernels") };
+    if target.is_dir() {
+        return Ok(made);
+    }
+    let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
+    std::fs::write(scratch.path().join("entries.inc"), entries(&cuda)?)
+        .map_err(|error| error.to_string())?;
+    let is_unit = |path: &&PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        (name.ends_with(".cu") || name.ends_with(".cpp")) && name != "main.cpp"
+    };
+    let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();
+    compile(scratch.path(), &cuda, &units, without)?;
+    let kernels = scratch.path().join("kernels");
+    std::fs::create_dir(&kernels).map_err(|error| error.to_string())?;
+    std::fs::write(kernels.join("all.fatbin"), "fake fatbin").map_err(|error| error.to_string())?;
+    // Whole or not at all; another process may have been quicker.
+    match std::fs::rename(scratch.keep(), &target) {
+        Ok(()) => Ok(made),
+        Err(_) if target.is_dir() => Ok(made),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// One line per kernel that the header declares.
+fn entries(cuda: &Path) -> Result<String, String> {
+    let header =
+        std::fs::read_to_string(cuda.join("kernels.h")).map_err(|error| error.to_string())?;
+    let names = header.split("__global__ void ").skip(1).filter_map(|rest| rest.split('(').next());
+    Ok(names.map(|name| format!("ENTRY({name}),\n")).collect())
+}
+
+fn compile(
+    scratch: &Path,
+    cuda: &Path,
+    units: &[&PathBuf],
+    without: Option<&str>,
+) -> Result<(), String> {
+    let mut running = Vec::new();
+    let mut objects = Vec::new();
+    for (index, unit) in units.iter().enumerate() {
+        let object = scratch.join(format!("{index}.o"));
+        let child = Command::new("c++")
+            .args(FLAGS)
+            .args(without.map(|symbol| format!("-D{symbol}={symbol}_is_absent")))
+            .args(["-I".as_ref(), scratch.as_os_str(), "-I".as_ref(), cuda.as_os_str()])
+            .args(["-x", "c++", "-c"])
+            .arg(unit)
+            .arg("-o")
+            .arg(&object)
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| format!("c++ (package g++ on Debian): {error}"))?;
+        objects.push(object);
+        running.push(child);
+    }
+    for child in running {
+        let output = child.wait_with_output().map_err(|error| error.to_string())?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+        }
+    }
+    let libraries = scratch.join("lib");
+    std::fs::create_dir(&libraries).map_err(|error| error.to_string())?;
+    let driver = libraries.join("libcuda.so");
+    // Two names, one library: what both do to a stream is in one queue.
+    let linked = Command::new("c++")
+        .args(FLAGS)
+        .args(["-shared", "-Wl,-soname,libcuda.so", "-o"])
+        .arg(&driver)
+        .args(&objects)
+        .output()
+        .map_err(|error| error.to_string())?;
+    if !linked.status.success() {
+        return Err(String::from_utf8_lossy(&linked.stderr).into_owned());
+    }
+    let products = libraries.join("libcublasLt.so");
+    let stub = Command::new("c++")
+        .args(["-shared", "-Wl,-soname,libcublasLt.so", "-Wl,--no-as-needed", "-o"])
+        .arg(&products)
+        .arg(&driver)
+        .output()
+        .map_err(|error| error.to_string())?;
+    match stub.status.success() {
+        true => Ok(()),
+        false => Err(String::from_utf8_lossy(&stub.stderr).into_owned()),
+    }
+}

@@ -1,0 +1,178 @@
+//! What a rank computes on: how its backend is made, how its memory is divided.
+use std::fmt::Debug;
+
+pub use kernels::cpu::Isa;
+pub use kernels::cuda::capacity::bytes_text;
+use kernels::cuda::capacity::{Measured, Need, check_fit};
+pub use kernels::cuda::devices::{Survey, survey};
+use kernels::cuda::{CudaBackend, CudaOptions};
+use kernels::{Backend, Collective, CpuBackend, KernelError};
+use shared::protocol::EngineConfig;
+
+use crate::engine::Engine;
+use crate::model::ModelError;
+use crate::model::config::ModelConfig;
+use crate::model::shard::Shard;
+use crate::model::size;
+
+/// KV cache memory on CPUs where the coordinator names none.
+const CPU_KV_BYTES: u64 = 512 << 20;
+
+/// A device.
+pub trait Device: Debug {
+    /// Its backend.
+    type Backend: Backend;
+
+    /// Makes a backend on the executor's thread.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    fn backend(&self, collective: Box<dyn Collective>) -> Result<Self::Backend, KernelError>;
+
+    /// Exchanges data through `collective` from now on.
+    fn set_collective(backend: &mut Self::Backend, collective: Box<dyn Collective>);
+
+    /// Says before anything is loaded that a shard cannot fit.
+    ///
+    /// # Errors
+    /// [`ModelError::Fit`]: how much is missing, and what would do.
+    fn check_fit(
+        &self,
+        backend: &Self::Backend,
+        config: &ModelConfig,
+        shard: &Shard,
+        sizes: &EngineConfig,
+    ) -> Result<(), ModelError> {
+        let _ = (backend, config, shard, sizes);
+        Ok(())
+    }
+
+    /// Makes a loaded engine ready to be measured and to serve.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    fn prepare(&self, engine: &mut Engine<Self::Backend>) -> Result<(), KernelError> {
+        let _ = engine;
+        Ok(())
+    }
+
+    /// Bytes that the KV cache may take; `asked` is what the coordinator says, 0 when nothing.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    fn kv_bytes(&self, engine: &mut Engine<Self::Backend>, asked: u64) -> Result<u64, KernelError>;
+
+    /// Whether nothing can be computed on it any more by this process, after this error.
+    fn is_lost_by(&self, error: &KernelError) -> bool {
+        let _ = error;
+        false
+    }
+}
+
+/// What a worker was told to compute on.
+#[derive(Clone, Debug)]
+pub enum DeviceChoice {
+    /// CPU cores.
+    Cpu(CpuDevice),
+    /// A GPU.
+    Cuda(CudaDevice),
+}
+
+/// CPU cores.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuDevice {
+    /// Compute threads.
+    pub threads: usize,
+}
+
+impl Device for CpuDevice {
+    type Backend = CpuBackend;
+
+    fn backend(&self, collective: Box<dyn Collective>) -> Result<CpuBackend, KernelError> {
+        CpuBackend::new(self.threads, collective)
+    }
+
+    fn set_collective(backend: &mut CpuBackend, collective: Box<dyn Collective>) {
+        backend.set_collective(collective);
+    }
+
+    fn kv_bytes(&self, _: &mut Engine<CpuBackend>, asked: u64) -> Result<u64, KernelError> {
+        Ok(if asked == 0 { CPU_KV_BYTES } else { asked })
+    }
+}
+
+/// One GPU.
+#[derive(Clone, Debug)]
+pub struct CudaDevice {
+    /// Which, and with what.
+    pub options: CudaOptions,
+    /// The share of its memory that may be in use altogether.
+    pub memory_utilization: f64,
+    /// What was free when it was chosen, in bytes.
+    pub memory_free: u64,
+}
+
+impl CudaDevice {
+    fn measure(&self, backend: &CudaBackend) -> Result<Measured, KernelError> {
+        let (free, total) = backend.memory()?;
+        Ok(Measured { total, free, utilization: self.memory_utilization })
+    }
+}
+
+impl Device for CudaDevice {
+    type Backend = CudaBackend;
+
+    fn backend(&self, collective: Box<dyn Collective>) -> Result<CudaBackend, KernelError> {
+        let backend = CudaBackend::new(self.options.clone(), collective)?;
+        tracing::info!(device = backend.describe(), "computing");
+        Ok(backend)
+    }
+
+    fn set_collective(backend: &mut CudaBackend, collective: Box<dyn Collective>) {
+        backend.set_collective(collective);
+    }
+
+    fn check_fit(
+        &self,
+        backend: &CudaBackend,
+        config: &ModelConfig,
+        shard: &Shard,
+        sizes: &EngineConfig,
+    ) -> Result<(), ModelError> {
+        let need = |shard: &Shard| Need {
+            degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
+            weights: size::weight_bytes(config, shard),
+            activations: size::activation_bytes(config, shard, sizes),
+            one_sequence: size::sequence_bytes(config, shard, sizes),
+        };
+        let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);
+        let others: Vec<Need> = (own.saturating_add(1)..=64)
+            .filter_map(|degree| Shard::new(config, 0, degree).ok().as_ref().map(need))
+            .collect();
+        check_fit(&self.measure(backend)?, &need(shard), &others).map_err(ModelError::Fit)
+    }
+
+    fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {
+        // Other ranks may take longer to load.
+        engine.backend().set_alone(true);
+        let profiled = engine.profile();
+        engine.backend().set_alone(false);
+        profiled?;
+        engine.backend().settle()
+    }
+
+    fn kv_bytes(&self, engine: &mut Engine<CudaBackend>, asked: u64) -> Result<u64, KernelError> {
+        let free = self.measure(engine.backend())?.kv_bytes();
+        Ok(if asked == 0 { free } else { free.min(asked) })
+    }
+
+    fn is_lost_by(&self, error: &KernelError) -> bool {
+        // A context that failed once fails for ever, and one short of memory in a step would be
+        // short again. What the other ranks did is no fault of this device.
+        match error {
+            KernelError::Device(_) | KernelError::Unsupported(_) => true,
+            KernelError::OutOfMemory { .. } => true,
+            KernelError::Shape { .. } | KernelError::Collective(_) | KernelError::Again(_) => false,
+        }
+    }
+}

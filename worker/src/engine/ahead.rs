@@ -1,0 +1,156 @@
+//! One step ahead: a decode step is begun while the one before runs, and its tokens are fetched when
+//! the device has them. The device feeds its own last tokens in, so it never waits for its host.
+//!
+//! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
+use std::time::{Duration, Instant};
+
+use kernels::Backend;
+use kernels::sampling::SampleParams;
+use shared::ids::{SeqId, StepId};
+use shared::protocol::{SequenceOutput, SequenceStep, StepPlan};
+
+use super::{Engine, EngineError, Sequence, merge_output};
+use crate::rank::StepSource;
+
+/// Steps under way at most.
+const QUEUED_MAX: usize = 2;
+/// A step is spun for so long before the thread sleeps between looks.
+const SPIN: Duration = Duration::from_millis(20);
+const NAP: Duration = Duration::from_micros(50);
+/// Beyond this the backend's own patience decides.
+const POLL: Duration = Duration::from_secs(10);
+
+/// A step whose tokens are on their way.
+#[derive(Debug)]
+pub(super) struct Queued {
+    step: StepId,
+    entries: Vec<Entry>,
+}
+
+/// One of its sequences.
+#[derive(Debug)]
+struct Entry {
+    step: SequenceStep,
+    /// Where in the sequence its token goes.
+    place: usize,
+    wants_logprobs: bool,
+}
+
+/// Whether the device can choose this sequence's tokens without knowing all before.
+fn is_simple(params: &SampleParams, output: usize) -> bool {
+    params.logit_bias.is_empty()
+        && (output >= params.min_tokens as usize || params.suppress_until_min.is_empty())
+        && params.repetition_penalty == 1.0
+        && params.frequency_penalty == 0.0
+        && params.presence_penalty == 0.0
+        && params.logprobs.is_none_or(|top_n| top_n == 0)
+}
+
+impl<B: Backend> Engine<B> {
+    /// Whether the plan's step was begun ahead; nothing else can come then.
+    pub(super) fn is_begun(&self, plan: &StepPlan) -> Result<bool, EngineError> {
+        let Some(queued) = self.queued.front() else { return Ok(false) };
+        if queued.step == plan.step {
+            return Ok(true);
+        }
+        let message = format!("step {} was begun and comes first", queued.step.0);
+        Err(EngineError::Plan { step: plan.step.0, message })
+    }
+
+    /// Whether the plan's tokens can be fetched later.
+    pub(super) fn can_queue(&self, plan: &StepPlan) -> bool {
+        let simple = |entry: &SequenceStep| {
+            entry.count == 1
+                && entry.sample
+                && self.sequences.get(&entry.seq).is_some_and(|seq| self.is_simple(seq, entry))
+        };
+        self.backend.queues_samples()
+            && !plan.sequences.is_empty()
+            && plan.sequences.iter().all(simple)
+    }
+
+    fn is_simple(&self, seq: &Sequence, entry: &SequenceStep) -> bool {
+        let output = seq.tokens.len().saturating_sub(seq.num_prompt as usize);
+        is_simple(&seq.params, output)
+            && (seq.prompt_logprobs.is_none() || seq.prompt_targets(entry).is_none())
+    }
+
+    /// Hands a prepared step to the device.
+    pub(super) fn begin(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        self.compute(plan, &mut Vec::new(), true)?;
+        let mut entries = Vec::with_capacity(plan.sequences.len());
+        for step in &plan.sequences {
+            let Some(seq) = self.sequences.get_mut(&step.seq) else { continue };
+            let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
+            seq.tokens.push(0);
+            entries.push(Entry { step: step.clone(), place, wants_logprobs });
+        }
+        self.queued.push_back(Queued { step: plan.step, entries });
+        Ok(())
+    }
+
+    /// Whether every token that the plan computes is one that the last begun step samples.
+    fn follows(&self, plan: &StepPlan) -> bool {
+        let Some(last) = self.queued.back() else { return false };
+        let is_fed = |entry: &SequenceStep| {
+            let ends =
+                |other: &Entry| other.step.seq == entry.seq && other.place == entry.start as usize;
+            !plan.finished.contains(&entry.seq) && last.entries.iter().any(ends)
+        };
+        self.queued.len() < QUEUED_MAX
+            && plan.admitted.is_empty()
+            && plan.sequences.iter().all(is_fed)
+            && self.can_queue(plan)
+    }
+
+    /// Begins the next step behind the one that runs.
+    fn begin_ahead(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let last = self.queued.back().map_or(&[][..], |queued| &queued.entries);
+        let rows: std::collections::HashMap<SeqId, u32> =
+            (0u32..).zip(last).map(|(row, entry)| (entry.step.seq, row)).collect();
+        self.admit(plan)?;
+        self.prepare(plan)?;
+        self.step.feed.extend(plan.sequences.iter().filter_map(|entry| rows.get(&entry.seq)));
+        self.begun_ahead += 1;
+        self.begin(plan)
+    }
+
+    /// Waits for the oldest step, and begins the next when it comes and can be.
+    pub(super) fn finish(
+        &mut self,
+        source: &mut dyn StepSource,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<(), EngineError> {
+        let began = Instant::now();
+        // At least once: the device may be quicker than its host.
+        loop {
+            if let Some(next) = source.peek()
+                && self.follows(next)
+            {
+                self.begin_ahead(next)?;
+            }
+            let waited = began.elapsed();
+            if self.backend.is_sampled()? || waited > POLL {
+                break;
+            }
+            if waited > SPIN {
+                std::thread::sleep(NAP);
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        self.backend.take_sampled(&mut self.step.sampled)?;
+        let Some(queued) = self.queued.pop_front() else { return Ok(()) };
+        for (entry, sampled) in queued.entries.iter().zip(self.step.sampled.drain(..)) {
+            // A sequence that the next step forgot is not missed.
+            if let Some(seq) = self.sequences.get_mut(&entry.step.seq)
+                && let Some(token) = seq.tokens.get_mut(entry.place)
+            {
+                *token = sampled.token;
+            }
+            self.digest = self.digest.with(entry.step.seq, entry.place as u32, sampled.token);
+            merge_output(outputs, &entry.step, sampled, entry.wants_logprobs);
+        }
+        Ok(())
+    }
+}
