@@ -38,23 +38,23 @@ pub struct Capacity {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     capacity: Capacity,
-    /// u32 [rows]
+    /// `u32 [rows]`
     pub ids: usize,
-    /// u32 [rows]
+    /// `u32 [rows]`
     pub positions: usize,
-    /// u32 [rows]
+    /// `u32 [rows]`
     pub slots: usize,
-    /// TuttiSeq [seqs]
+    /// `TuttiSeq [seqs]`
     pub seqs: usize,
-    /// TuttiTile [tiles]: sequences of several rows.
+    /// `TuttiTile [tiles]`: sequences of several rows.
     pub tiles: usize,
-    /// u32 [seqs]: sequences of one row.
+    /// `u32 [seqs]`: sequences of one row.
     pub items: usize,
-    /// u32 [samples]
+    /// `u32 [samples]`
     pub sample_rows: usize,
-    /// TuttiSampleParams [samples]
+    /// `TuttiSampleParams [samples]`
     pub params: usize,
-    /// u32 [rows]: rows of the step before whose tokens are fed in.
+    /// `u32 [rows]`: rows of the step before whose tokens are fed in.
     pub feed: usize,
     /// u32, as many as there are.
     pub tables: usize,

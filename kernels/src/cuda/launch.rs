@@ -236,17 +236,17 @@ pub struct QkvFinish {
     pub qkv: DevicePtr,
     /// f32, as wide.
     pub bias: Option<DevicePtr>,
-    /// f32 [head_dim]
+    /// `f32 [head_dim]`
     pub q_norm: Option<DevicePtr>,
-    /// f32 [head_dim]
+    /// `f32 [head_dim]`
     pub k_norm: Option<DevicePtr>,
     /// f32 [positions, head_dim / 2]
     pub cos: DevicePtr,
     /// f32 [positions, head_dim / 2]
     pub sin: DevicePtr,
-    /// u32 [rows]
+    /// `u32 [rows]`
     pub positions: DevicePtr,
-    /// u32 [rows]
+    /// `u32 [rows]`
     pub slots: DevicePtr,
     /// bf16 [rows, num_heads * head_dim]
     pub q_out: DevicePtr,
@@ -475,7 +475,7 @@ pub fn skinny_gate_up(
 pub struct SampleIo {
     /// f32 rows.
     pub logits: Rows,
-    /// TuttiSampleParams [rows]
+    /// `TuttiSampleParams [rows]`
     pub params: DevicePtr,
     /// TuttiIdValue [..]
     pub biases: Option<DevicePtr>,
@@ -483,7 +483,7 @@ pub struct SampleIo {
     pub ids: Option<DevicePtr>,
     /// f32 and u32 [rows, vocab], where rows are edited.
     pub scratch: Option<(DevicePtr, DevicePtr)>,
-    /// TuttiSampled [rows]
+    /// `TuttiSampled [rows]`
     pub out: DevicePtr,
     /// u32 and f32 [rows, top_stride]
     pub top: Option<(DevicePtr, DevicePtr)>,
