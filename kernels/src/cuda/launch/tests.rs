@@ -24,7 +24,11 @@ fn declared() -> HashMap<String, Vec<usize>> {
     for part in code.split("__global__ void ").skip(1) {
         let (name, rest) = part.split_once('(').unwrap();
         let (parameters, _) = rest.split_once(')').unwrap();
-        let text = macros.get(parameters.trim()).map_or(parameters, String::as_str);
+        let mut text = parameters.to_owned();
+        // One may be made of another.
+        while let Some((name, body)) = macros.iter().find(|(name, _)| text.contains(*name)) {
+            text = text.replace(name, body);
+        }
         let sizes = text.split(',').map(size_of_parameter).collect();
         found.insert(name.trim().to_owned(), sizes);
     }
