@@ -428,6 +428,10 @@ impl Scheduler {
             }
             return false;
         };
+        if output.corrupted {
+            // Nobody else shall begin behind what made it so.
+            self.blocks.forget(&seq.blocks);
+        }
         if output.corrupted || (samples && output.position as usize != seq.tokens.len()) {
             self.end_request(request, Some(EngineError::Corrupted), effects);
             return false;

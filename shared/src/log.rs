@@ -102,7 +102,7 @@ impl LogRing {
         };
         self.bytes += line.len();
         self.lines.push_back(line);
-        self.next += 1;
+        self.next = self.next.saturating_add(1);
         while self.lines.len() > self.limits.lines || self.bytes > self.limits.bytes {
             let Some(gone) = self.lines.pop_front() else { return };
             self.bytes -= gone.len();

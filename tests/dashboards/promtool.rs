@@ -28,6 +28,8 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ),
     ("TuttiFailoversRepeated", &[("tutti_failovers_total{replica=\"0\"}", "0+1")]),
     ("TuttiWorkerRestartsRepeated", &[("tutti_worker_restarts_total{worker=\"0\"}", "0+1")]),
+    ("TuttiSlowRank", &[("tutti_slow_ranks{worker=\"0\"}", "1+0")]),
+    ("TuttiRanksDisagree", &[("tutti_rank_disagreements_total{replica=\"0\"}", "0+1")]),
     ("TuttiReportsRefused", &[("tutti_reports_refused_total{reason=\"malformed\"}", "0+1")]),
     ("TuttiNobodyLeads", &[("tutti_membership_leading{instance=\"a\"}", "0+0")]),
     ("TuttiMembershipUnconfirmed", &[("tutti_membership_connected{instance=\"a\"}", "0+0")]),

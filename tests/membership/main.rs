@@ -185,7 +185,7 @@ async fn a_name_belongs_to_one_process_and_is_free_again_after_it() {
 
 #[tokio::test]
 async fn an_etcd_that_lost_its_data_learns_everything_again() {
-    let Some((folder, mut etcd)) = etcd().await else { return };
+    let Some((_folder, mut etcd)) = etcd().await else { return };
     let leader = join(&etcd, coordinator("c", 1));
     until(&mut leader.view(), "it leads", |v| v.leading).await;
     let standby = join(&etcd, coordinator("d", 2));
@@ -204,7 +204,7 @@ async fn an_etcd_that_lost_its_data_learns_everything_again() {
     }
     let before = until(&mut view, "all are there", |v| all(v) && v.revision > 200).await;
     etcd.kill();
-    std::fs::remove_dir_all(folder.path().join("etcd")).unwrap();
+    std::fs::remove_dir_all(etcd.data()).unwrap();
     until(&mut view, "etcd is missed", |v| !v.connected).await;
     etcd.restart().await.unwrap();
     for mut view in [leader.view(), standby.view(), view] {

@@ -75,7 +75,7 @@ impl Coordinator {
             replicas: BTreeMap::new(),
             retiring: BTreeMap::new(),
             orphanage: Orphanage::default(),
-            affinity: Affinity::default(),
+            affinity: Affinity::new(scenario.engine.max_num_seqs),
             mail: VecDeque::new(),
             mail_due: 0,
             late_results: Vec::new(),

@@ -97,6 +97,12 @@ impl Etcd {
         Ok(Some(members))
     }
 
+    /// The folder it keeps its data in.
+    #[must_use]
+    pub fn data(&self) -> &Path {
+        &self.member.data
+    }
+
     /// Whether it leads the other members; `None` when it does not answer.
     pub async fn leads(&self) -> Option<bool> {
         let url = format!("{}/v3/maintenance/status", self.endpoint());

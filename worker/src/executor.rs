@@ -19,6 +19,8 @@ use crate::rank::{AbortSlot, Rank, StepSource};
 /// Commands waiting for the executor. The coordinator keeps two steps in flight, so a queue this
 /// long is full only if something is badly wrong.
 const COMMANDS_MAX: usize = 32;
+/// How long the thread may take to end when its owner does.
+const END_PATIENCE: Duration = Duration::from_millis(200);
 /// Load progress is reported at most this often.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -152,7 +154,13 @@ impl Drop for Executor {
     fn drop(&mut self) {
         self.abort.abort(Epoch(u64::MAX));
         drop(self.commands.take());
-        if let Some(thread) = self.thread.take() {
+        // A device that hangs or a long load holds it up; the process wants to end nonetheless.
+        let Some(thread) = self.thread.take() else { return };
+        let began = Instant::now();
+        while !thread.is_finished() && began.elapsed() < END_PATIENCE {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if thread.is_finished() {
             let _ = thread.join();
         }
     }

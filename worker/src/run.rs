@@ -68,10 +68,14 @@ pub async fn run(
     mut options: WorkerOptions,
     stop: impl Future<Output = String>,
 ) -> io::Result<WorkerEnd> {
+    let mut stop = std::pin::pin!(stop);
     let listen = match options.collective_listen {
         Some(address) => address,
         None => {
-            let coordinator = options.coordinator.other(None).await;
+            let coordinator = tokio::select! {
+                coordinator = options.coordinator.other(None) => coordinator,
+                reason = &mut stop => return Ok(WorkerEnd::Shutdown { reason }),
+            };
             SocketAddr::new(address_towards(&coordinator.address)?, 0)
         }
     };
@@ -132,7 +136,7 @@ pub async fn run(
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
     let (reason, lost) = tokio::select! {
         end = &mut ended => return Ok(end.unwrap_or(failed)),
-        reason = stop => (reason, false),
+        reason = &mut stop => (reason, false),
         Ok(reason) = device_lost => (reason, true),
     };
     worker.do_send(StopWorker { reason: reason.clone(), failed: lost });

@@ -124,6 +124,7 @@ impl ClusterActor {
         actors: ActorRuntime,
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
+        let max_num_seqs = config.engine.max_num_seqs;
         let worker_stats = config.worker_stats;
         Self {
             core: Cluster::new(config),
@@ -147,7 +148,7 @@ impl ClusterActor {
             supervised: BTreeMap::new(),
             restarts: BTreeMap::new(),
             broken: BTreeMap::new(),
-            affinity: Affinity::default(),
+            affinity: Affinity::new(max_num_seqs),
         }
     }
 
@@ -469,6 +470,10 @@ impl ClusterActor {
         let now = self.clock.now();
         self.actors.peer_lost(connected.peer, reason);
         self.worker_died(worker, &connected.node, drained, reason);
+        let mut effects = Vec::new();
+        self.core.worker_left(now, worker, incarnation, reason, &mut effects);
+        self.carry_out(ctx, effects);
+        // After what the core had to say of it.
         if drained {
             // It is not expected back: nothing of it is up or down any more.
             self.hub.observer().record().worker_gone(worker);
@@ -476,9 +481,6 @@ impl ClusterActor {
             self.hub.observer().record().worker_up(worker, false);
             self.absences.left(now, worker);
         }
-        let mut effects = Vec::new();
-        self.core.worker_left(self.clock.now(), worker, incarnation, reason, &mut effects);
-        self.carry_out(ctx, effects);
     }
 }
 

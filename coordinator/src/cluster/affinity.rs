@@ -19,8 +19,9 @@ const REMEMBERED_MAX: usize = 1 << 16;
 const ROOM: u32 = 4;
 
 /// Beginnings of prompts and who was given them last.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Affinity {
+    max_num_seqs: u32,
     given: HashMap<u64, (ReplicaId, u64)>,
     /// In the order in which they were given; those given again since are in it twice.
     order: VecDeque<(u64, u64)>,
@@ -28,6 +29,12 @@ pub struct Affinity {
 }
 
 impl Affinity {
+    /// Nothing is remembered; replicas run at most `max_num_seqs` sequences at a time.
+    #[must_use]
+    pub fn new(max_num_seqs: u32) -> Self {
+        Self { max_num_seqs, given: HashMap::new(), order: VecDeque::new(), turn: 0 }
+    }
+
     /// Chooses a replica for a prompt, and remembers it. Without one that serves it is one that
     /// waits, since it may be back in a moment.
     pub fn route(
@@ -39,6 +46,8 @@ impl Affinity {
         let homes: Vec<Home> = homes.collect();
         let least = homes.iter().min_by_key(|home| (!home.serving, home.load))?;
         let room = least.load + ROOM.max(least.load / 2);
+        // Not where it would wait while another could run it.
+        let room = room.min(self.max_num_seqs.saturating_sub(1).max(least.load));
         let has_room = |home: &&Home| home.serving == least.serving && home.load <= room;
         let mut chosen = least.replica;
         let mut hash = salt;
@@ -95,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_prompt_goes_where_its_beginning_was_while_there_is_room() {
-        let mut affinity = Affinity::default();
+        let mut affinity = Affinity::new(8);
         let mut route =
             |prompt: &[u32], loads: &[u32]| affinity.route(prompt, 0, homes(loads)).unwrap().0;
         assert_eq!(route(&prompt(128, 1000), &[1, 0]), 1, "the least loaded one");
@@ -105,11 +114,14 @@ mod tests {
         assert_eq!(route(&prompt(0, 5000), &[2, 0]), 1, "unknown");
         assert_eq!(route(&prompt(128, 3000), &[1000, 9]), 1, "it does not serve");
         assert_eq!(route(&[1, 2, 3], &[3, 2]), 1, "too short to remember");
+        assert_eq!(route(&prompt(128, 3000), &[7, 9]), 0, "here it would run, there it would wait");
+        assert_eq!(route(&prompt(128, 3000), &[8, 7]), 1);
+        assert_eq!(route(&prompt(128, 3000), &[7, 8]), 0, "all of that one's places are taken");
     }
 
     #[test]
     fn salts_and_lost_caches_are_apart() {
-        let mut affinity = Affinity::default();
+        let mut affinity = Affinity::new(8);
         let long = prompt(128, 0);
         assert_eq!(affinity.route(&long, 0, homes(&[1, 0])), Some(ReplicaId(1)));
         assert_eq!(affinity.route(&long, 7, homes(&[0, 1])), Some(ReplicaId(0)));
@@ -120,7 +132,7 @@ mod tests {
 
     #[test]
     fn what_is_remembered_is_bounded() {
-        let mut affinity = Affinity::default();
+        let mut affinity = Affinity::new(8);
         for tail in 0..40_000 {
             affinity.route(&prompt(0, tail * 200), 0, homes(&[0]));
             affinity.route(&prompt(0, 0), 0, homes(&[0]));

@@ -46,9 +46,12 @@ impl Cluster {
             return Err(format!("{worker} is not a member"));
         };
         let node = member.node.clone();
-        let others = self.members.values().filter(|m| !m.draining && m.worker != worker).count();
+        let able = |m: &Member| self.config.placement.lacks(m).is_none();
+        let member_able = able(member);
+        let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
+        let others = self.members.values().filter(stays).count();
         let least = self.config.degrees.last().copied().unwrap_or(1) as usize;
-        if others < least {
+        if member_able && others < least {
             return Err(format!(
                 "without {node} {others} workers are left, and a replica needs {least}"
             ));

@@ -191,6 +191,11 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
+    /// No epoch will follow.
+    pub fn removed(&self) {
+        self.observer.record().replica_removed(self.id);
+    }
+
     /// Gives up all requests for another replica to go on with, oldest first. Only between two
     /// epochs.
     pub fn hand_over(&mut self) -> Vec<Moved> {

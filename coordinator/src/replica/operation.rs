@@ -150,6 +150,7 @@ impl Operation {
         if let Some(epoch) = self.epoch {
             self.lost(now, epoch, EpochEnd::Planned);
         }
+        self.driver.removed();
     }
 
     /// Gives up all requests when no epoch is under way, none otherwise.

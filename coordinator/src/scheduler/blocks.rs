@@ -168,6 +168,16 @@ impl BlockPool {
         Prefix::Kept(name)
     }
 
+    /// What these blocks hold cannot be found any more, nor what others hold behind it.
+    pub fn forget(&mut self, blocks: &[BlockId]) {
+        for BlockId(id) in blocks {
+            let holds = self.blocks.get_mut(*id as usize).and_then(|block| block.holds.take());
+            if let Some(holds) = holds {
+                self.kept.remove(&holds.hash);
+            }
+        }
+    }
+
     /// The block that holds these tokens after that prefix.
     #[must_use]
     pub fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<Found> {
@@ -260,6 +270,24 @@ mod tests {
         assert!(pool.find(found.prefix, &[3, 4]).is_none());
         pool.share(found.block);
         assert_eq!((pool.take(), pool.num_free()), (None, 0));
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_found_nor_what_is_behind_it() {
+        let mut pool = BlockPool::new(3, 1);
+        let mut table: Vec<BlockId> = (0..2).filter_map(|_| pool.take()).collect();
+        let first = pool.keep(table[0], START, &[1]);
+        pool.keep(table[1], first, &[2]);
+        pool.forget(&table[..1]);
+        assert!(pool.find(START, &[1]).is_none());
+        // The same tokens computed anew are another block: what was behind the old one stays lost.
+        let again = pool.take().unwrap();
+        let prefix = pool.keep(again, START, &[1]);
+        assert_eq!(pool.find(START, &[1]).map(|found| found.block), Some(again));
+        assert!(pool.find(prefix, &[2]).is_none());
+        pool.give_back(&mut table);
+        pool.give_back(&mut vec![again]);
+        assert_eq!(pool.num_free(), 3);
     }
 
     #[test]

@@ -136,15 +136,16 @@ impl Registry {
                 } else if old.home != home && home != Home::Here {
                     return Err(RegistryError::Taken(old.node.clone()));
                 }
-                restarts = old.restarts + report.restarts.saturating_sub(old.report.restarts);
+                let more = report.restarts.saturating_sub(old.report.restarts);
+                restarts = old.restarts.saturating_add(more);
             }
             Some(old) if old.report.life == ActorLife::Dead => {
                 self.room()?;
-                restarts = old.restarts + 1 + report.restarts;
+                restarts = old.restarts.saturating_add(1).saturating_add(report.restarts);
             }
             // Its own process has given the name to another.
             Some(old) if old.home == home => {
-                restarts = old.restarts + 1 + report.restarts;
+                restarts = old.restarts.saturating_add(1).saturating_add(report.restarts);
                 let reason = "another actor of its process has its name now";
                 self.tell_watchers(&name, reason, notices);
             }

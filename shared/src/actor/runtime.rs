@@ -509,36 +509,25 @@ impl ActorRuntime {
         if std::mem::replace(&mut state.ticks, true) {
             return;
         }
-        let ticking = Ticking(self.downgrade());
-        tokio::spawn(async move {
+        // A thread of its own: whoever asks may be on one that ends before the answer is there.
+        let runtime = self.downgrade();
+        let ticking = std::thread::Builder::new().name("actor-deadlines".to_owned());
+        let started = ticking.spawn(move || {
             loop {
-                tokio::time::sleep(TICK).await;
-                let Some(runtime) = ticking.0.upgrade() else { return };
+                std::thread::sleep(TICK);
+                let Some(runtime) = runtime.upgrade() else { return };
                 let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
                 let mut state = runtime.state();
                 state.exchange.tick(now, &mut effects);
                 runtime.carry_out(&mut state, effects);
                 if state.exchange.outstanding() == 0 {
+                    state.ticks = false;
                     return;
                 }
             }
         });
-    }
-}
-
-/// Deadlines are looked at as long as it lives; also when the thread it runs on ends.
-struct Ticking(WeakRuntime);
-
-impl Drop for Ticking {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.0.upgrade() {
-            let mut state = runtime.state();
-            state.ticks = false;
-            // An ask may have begun since the last look.
-            if state.exchange.outstanding() > 0 && tokio::runtime::Handle::try_current().is_ok() {
-                runtime.tick_from_now_on(&mut state);
-            }
-        }
+        // The next ask tries again.
+        state.ticks = started.is_ok();
     }
 }
 

@@ -239,6 +239,8 @@ impl Keeper {
         let mut client = self.options.connect(DEADLINE).await?;
         let (keeper, kept) = self.keep_lease(&mut client).await?;
         self.registered = false;
+        // While etcd was away no lease ended: what has the key may be this one's own last run.
+        self.taken_since = None;
         let (revision, entries) = self.get_all(&mut client).await?;
         self.view.list_anew(revision, entries);
         self.confirmed();
