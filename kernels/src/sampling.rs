@@ -31,6 +31,27 @@ pub struct SampleParams {
     pub logprobs: Option<u32>,
 }
 
+impl Default for SampleParams {
+    /// The model's own distribution: temperature 1, nothing left out, nothing preferred.
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            seed: 0,
+            choice: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            suppress_until_min: Vec::new(),
+            min_tokens: 0,
+            logprobs: None,
+        }
+    }
+}
+
 /// One row to sample.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {

@@ -20,21 +20,7 @@ struct Row {
 }
 
 fn params() -> SampleParams {
-    SampleParams {
-        temperature: 1.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        seed: 0,
-        choice: 0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: vec![],
-        suppress_until_min: vec![],
-        min_tokens: 0,
-        logprobs: None,
-    }
+    SampleParams::default()
 }
 
 impl Row {

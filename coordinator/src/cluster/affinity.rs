@@ -50,22 +50,25 @@ impl Affinity {
         let room = room.min(self.max_num_seqs.saturating_sub(1).max(least.load));
         let has_room = |home: &&Home| home.serving == least.serving && home.load <= room;
         let mut chosen = least.replica;
-        let mut hash = salt;
-        for chunk in prompt.chunks_exact(CHUNK) {
-            hash = mix(hash, chunk);
-            let Some((replica, _)) = self.given.get(&hash) else { break };
+        let beginnings: Vec<u64> = prompt
+            .chunks_exact(CHUNK)
+            .scan(salt, |hash, chunk| {
+                *hash = mix(*hash, chunk);
+                Some(*hash)
+            })
+            .collect();
+        for hash in &beginnings {
+            let Some((replica, _)) = self.given.get(hash) else { break };
             if homes.iter().filter(has_room).any(|home| home.replica == *replica) {
                 chosen = *replica;
             }
         }
-        self.remember(prompt, salt, chosen);
+        self.remember(beginnings, chosen);
         Some(chosen)
     }
 
-    fn remember(&mut self, prompt: &[u32], salt: u64, replica: ReplicaId) {
-        let mut hash = salt;
-        for chunk in prompt.chunks_exact(CHUNK) {
-            hash = mix(hash, chunk);
+    fn remember(&mut self, beginnings: Vec<u64>, replica: ReplicaId) {
+        for hash in beginnings {
             self.turn += 1;
             self.given.insert(hash, (replica, self.turn));
             self.order.push_back((hash, self.turn));

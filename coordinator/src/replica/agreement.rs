@@ -20,6 +20,8 @@ pub struct Agreement {
     open: VecDeque<Step>,
     /// Buffers of steps that are over.
     unused: Vec<Vec<Option<Word>>>,
+    /// The last step settled, kept for its memory.
+    settled: Settled,
 }
 
 /// A step, and what each rank says of it.
@@ -30,7 +32,7 @@ struct Step {
 }
 
 /// A step that all ranks have finished.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settled {
     /// Which.
     pub step: StepId,
@@ -64,14 +66,17 @@ impl Agreement {
     }
 
     /// The oldest open step, once all ranks have finished it.
-    pub fn settle(&mut self) -> Option<Settled> {
+    pub fn settle(&mut self) -> Option<&Settled> {
         let whole = |step: &mut Step| step.words.iter().all(Option::is_some);
         let Step { step, words } = self.open.pop_front_if(whole)?;
         let said = || words.iter().flatten().map(|word| word.digest);
-        let odd = odd(said);
-        let own_us = words.iter().flatten().map(|word| word.own_us).collect();
+        self.settled.step = step;
+        // Nothing is allocated for ranks that agree.
+        self.settled.odd = odd(said);
+        self.settled.own_us.clear();
+        self.settled.own_us.extend(words.iter().flatten().map(|word| word.own_us));
         self.unused.push(words);
-        Some(Settled { step, odd, own_us })
+        Some(&self.settled)
     }
 }
 
@@ -102,7 +107,7 @@ mod tests {
                 agreement.say(rank, StepId(8), Word { digest: 1, own_us: 1 });
             }
         }
-        let settled = agreement.settle().unwrap();
+        let settled = agreement.settle().cloned().unwrap();
         assert_eq!(settled.step, StepId(7));
         assert!(settled.own_us.iter().copied().eq(0..digests.len() as u64));
         assert_eq!(agreement.settle(), None, "rank 0 has not finished the next one");

@@ -257,7 +257,7 @@ impl Operation {
             let slowest = own_us.iter().max().copied().unwrap_or_default();
             let fastest = own_us.iter().min().copied().unwrap_or_default();
             self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
-            for Pace { rank, slow, times } in self.stragglers.step(now, &own_us) {
+            for Pace { rank, slow, times } in self.stragglers.step(now, own_us) {
                 if let (Some(epoch), Some(rank)) = (self.epoch, self.ranks.get(rank)) {
                     outside.pace(epoch, rank.worker, slow, times);
                 }
@@ -268,7 +268,9 @@ impl Operation {
                 let workers = odd.iter().filter_map(|rank| self.ranks.get(*rank));
                 let workers: Vec<String> = workers.map(|it| it.worker.to_string()).collect();
                 let workers = workers.join(", ");
-                self.end_epoch(format!("ranks disagree on {step}: {workers}"), outside);
+                if let Some(epoch) = self.epoch {
+                    outside.end_epoch(epoch, format!("ranks disagree on {step}: {workers}"));
+                }
             }
         }
     }

@@ -150,11 +150,12 @@ impl BlockPool {
     /// Lets a full block be found by what it holds. Returns what comes before the next block's
     /// tokens. Where another block holds the same, that one is found.
     pub fn keep(&mut self, block: BlockId, prefix: Prefix, tokens: &[u32]) -> Prefix {
-        if let Some(found) = self.find(prefix, tokens) {
+        let hash = hash(prefix, tokens);
+        if let Some(found) = self.find_hashed(hash, prefix, tokens) {
             return found.prefix;
         }
         self.last_name += 1;
-        let (name, hash) = (self.last_name, hash(prefix, tokens));
+        let name = self.last_name;
         let start = block.0 as usize * self.block_size;
         let room = self.tokens.get_mut(start..start + self.block_size);
         let Some(room) = room.filter(|room| room.len() == tokens.len()) else {
@@ -181,7 +182,11 @@ impl BlockPool {
     /// The block that holds these tokens after that prefix.
     #[must_use]
     pub fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<Found> {
-        let id = *self.kept.get(&hash(prefix, tokens))?;
+        self.find_hashed(hash(prefix, tokens), prefix, tokens)
+    }
+
+    fn find_hashed(&self, hash: u64, prefix: Prefix, tokens: &[u32]) -> Option<Found> {
+        let id = *self.kept.get(&hash)?;
         let block = &self.blocks[id as usize];
         let holds = block.holds.filter(|holds| holds.prefix == prefix)?;
         let start = id as usize * self.block_size;

@@ -361,13 +361,8 @@ mod tests {
             min_p: 0.1,
             seed: 0x1122_3344_5566_7788,
             choice: 3,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            repetition_penalty: 1.0,
-            logit_bias: Vec::new(),
             suppress_until_min: vec![5, 6],
-            min_tokens: 0,
-            logprobs: None,
+            ..SampleParams::default()
         }
     }
 

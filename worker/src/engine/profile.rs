@@ -49,21 +49,7 @@ impl<B: Backend> Engine<B> {
         let ids = vec![0; positions.len()];
         let slots: Vec<u32> = positions.iter().map(|position| position % block_size).collect();
         let block_tables = vec![0; tables as usize];
-        let params = SampleParams {
-            temperature: 1.0,
-            top_p: 0.9,
-            top_k: 50,
-            min_p: 0.0,
-            seed: 0,
-            choice: 0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            repetition_penalty: 1.0,
-            logit_bias: Vec::new(),
-            suppress_until_min: Vec::new(),
-            min_tokens: 0,
-            logprobs: None,
-        };
+        let params = SampleParams { top_p: 0.9, top_k: 50, ..SampleParams::default() };
         let row = SampleRow { params: &params, prompt: &[], output: &[] };
         let sampling = match self.backend.rank() {
             0 => vec![row; sample_rows.len()],

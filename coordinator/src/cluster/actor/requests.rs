@@ -1,0 +1,109 @@
+//! Requests on their way to replicas, and from those that cannot go on with them.
+use std::sync::atomic::Ordering;
+
+use actix::{Context, Handler, Message};
+
+use super::super::orphanage::Home;
+use super::super::view;
+use super::{ClusterActor, RunningReplica};
+use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
+use crate::replica::actor::{Adopt, Cancel, Orphans, Submit};
+use crate::replica::driver::{Moved, reject_reason};
+
+/// A request or cancellation from the front end.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Command(pub EngineCommand);
+
+impl ClusterActor {
+    /// Requests of a replica that cannot go on with them: to those that can, or to one that may
+    /// soon, even if it never has served.
+    fn place_orphans(&mut self, ctx: &mut Context<Self>, Orphans { from, requests }: Orphans) {
+        let homes = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
+            let running = self.replicas.get(&replica.id);
+            let load = |it: &RunningReplica| it.load.in_flight.load(Ordering::Relaxed);
+            Home {
+                replica: replica.id,
+                serving: running.is_some_and(|running| running.serving.is_some()),
+                load: running.map_or(0, load),
+            }
+        });
+        let placed = self.orphanage.place(from, requests, homes);
+        for request in placed.cancelled {
+            request.end(self.hub.observer(), None);
+        }
+        self.refuse_all(placed.homeless);
+        for (id, requests) in placed.homes {
+            if id != from {
+                tracing::info!(from = %from, to = %id, requests = requests.len(), "go on elsewhere");
+            }
+            self.start_replica(ctx, id);
+            match self.replicas.get(&id) {
+                Some(running) => running.addr.do_send(Adopt(requests)),
+                None => self.refuse_all(requests),
+            }
+        }
+    }
+
+    fn refuse_all(&self, requests: Vec<Moved>) {
+        for request in requests {
+            let error = match self.stopping {
+                true => EngineError::ShuttingDown,
+                false => EngineError::Unavailable { message: self.not_ready() },
+            };
+            request.end(self.hub.observer(), Some(error));
+        }
+    }
+
+    fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
+        let homes = self.replicas.iter().map(|(id, running)| Home {
+            replica: *id,
+            serving: running.serving.is_some(),
+            load: running.load.in_flight.load(Ordering::Relaxed),
+        });
+        let id = self.affinity.route(&request.prompt, request.cache_salt, homes)?;
+        self.replicas.get(&id)
+    }
+
+    fn submit(&mut self, command: EngineCommand) {
+        match command {
+            EngineCommand::Submit { request, events } => {
+                let error = if self.stopping {
+                    EngineError::ShuttingDown
+                } else if let Some(running) = self.route(&request) {
+                    return running.addr.do_send(Submit { request, events });
+                } else {
+                    EngineError::Unavailable { message: self.not_ready() }
+                };
+                self.hub.observer().record().rejected(reject_reason(&error));
+                let _ = events.send(EngineEvent::Failed(error));
+            }
+            EngineCommand::Cancel { id } => {
+                self.orphanage.cancelled(id);
+                for running in self.replicas.values() {
+                    running.addr.do_send(Cancel(id));
+                }
+            }
+        }
+    }
+
+    fn not_ready(&self) -> String {
+        view::not_ready(&self.view.borrow(), self.tensor_parallel)
+    }
+}
+
+impl Handler<Command> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, Command(command): Command, _ctx: &mut Self::Context) {
+        self.submit(command);
+    }
+}
+
+impl Handler<Orphans> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, orphans: Orphans, ctx: &mut Self::Context) {
+        self.place_orphans(ctx, orphans);
+    }
+}

@@ -1,0 +1,301 @@
+//! Workers and their links: who may join, what they say, and their going.
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use actix::{AsyncContext as _, Context, Handler, Message};
+use shared::actor::link::{CloseReason, Connection, LinkEvent};
+use shared::actor::liveness::LivenessConfig;
+use shared::actor::peer::PeerAddr;
+use shared::ids::{ReplicaId, WorkerId};
+use shared::metrics::Source;
+use shared::protocol::{FromWorker, Hello, StepResult, Welcome, WorkerStats};
+use shared::wire::codec;
+use shared::wire::frame::{Frame, FrameKind};
+
+use super::super::Member;
+use super::super::roster::{Admission, Joining, LinkNumber};
+use super::{ClusterActor, Connected, RunningReplica, since_1970};
+use crate::replica::actor::StepDone;
+
+/// Interval of idle workers' stats reports.
+const STATS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// May this worker join? Answered before its link is started.
+#[derive(Debug, Message)]
+#[rtype(result = "Result<Welcome, Refusal>")]
+pub struct Admit(pub Hello);
+
+/// Why a worker may not join.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Now; it may dial again.
+    NotYet(String),
+    /// Ever.
+    Never(String),
+}
+
+/// A worker has been welcomed.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct Joined {
+    /// Who it says it is.
+    pub hello: Hello,
+    /// Its slot.
+    pub worker: WorkerId,
+    /// Its connection.
+    pub connection: Connection,
+}
+
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+struct FromLink {
+    worker: WorkerId,
+    number: LinkNumber,
+    event: LinkEvent,
+}
+
+impl ClusterActor {
+    fn take(&mut self, ctx: &mut Context<Self>, worker: WorkerId, frame: &Frame) {
+        let message = match codec::decode_message::<FromWorker>(&frame.body) {
+            Ok(message) => message,
+            Err(error) => {
+                tracing::error!(%worker, %error, "the worker sent what cannot be read");
+                if let Some(connected) = self.connected.get(&worker) {
+                    connected.link.close();
+                }
+                return;
+            }
+        };
+        let now = self.clock.now();
+        let mut effects = Vec::new();
+        let mut goodbye = None;
+        match message {
+            FromWorker::Step(result) => return self.step_done(worker, result),
+            FromWorker::Stats(stats) => {
+                return self.report(worker, &stats);
+            }
+            FromWorker::Progress(progress) => self.core.load_progressed(worker, progress),
+            FromWorker::Formed(formed) => self.core.worker_formed(worker, formed, &mut effects),
+            FromWorker::FormFailed(failure) => {
+                tracing::warn!(%worker, reason = %failure.message, "cannot be formed");
+                self.core.form_failed(now, worker, &failure, &mut effects);
+            }
+            FromWorker::Started(started) => {
+                self.core.worker_started(now, worker, started, &mut effects);
+            }
+            FromWorker::StepFailed(failed) => {
+                if let Some(replica) = self.replica_of(worker) {
+                    let reason = format!("{worker}, {}: {}", failed.step, failed.message);
+                    self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);
+                }
+            }
+            FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
+            FromWorker::Goodbye { reason, failed } => {
+                tracing::info!(%worker, %reason, "the worker says goodbye");
+                self.records.said_goodbye(worker, &reason);
+                if !failed {
+                    self.core.worker_leaves(now, worker, &reason, &mut effects);
+                }
+                goodbye = self.connected.get(&worker).map(|connected| connected.link.clone());
+            }
+        }
+        self.carry_out(ctx, effects);
+        if let Some(link) = goodbye {
+            // The answer: its replica does not count on it any more.
+            link.close();
+        }
+    }
+
+    fn report(&self, worker: WorkerId, stats: &WorkerStats) {
+        let Some(connected) = self.connected.get(&worker) else { return };
+        if stats.snapshot.is_empty() {
+            return;
+        }
+        match self.hub.report(Source::Worker(worker), connected.incarnation, stats) {
+            Ok(_) => {
+                let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                self.hub.observer().record().worker_reported(worker, since_1970);
+            }
+            Err(refused) => tracing::warn!(%worker, %refused, "stats report"),
+        }
+    }
+
+    fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
+        let holds = |running: &RunningReplica| {
+            running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
+        };
+        self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id)
+    }
+
+    fn step_done(&mut self, worker: WorkerId, result: StepResult) {
+        self.report(worker, &result.stats);
+        let replica = self.replica_of(worker).and_then(|id| self.replicas.get(&id));
+        match replica {
+            Some(running) => running.addr.do_send(StepDone { worker, result }),
+            None => self.hub.observer().record().fenced_frames(1),
+        }
+    }
+
+    pub(super) fn worker_gone(
+        &mut self,
+        ctx: &mut Context<Self>,
+        worker: WorkerId,
+        number: LinkNumber,
+        reason: &str,
+    ) {
+        if !self.roster.is_present(worker, number) {
+            return;
+        }
+        self.roster.left(worker);
+        let Some(connected) = self.connected.remove(&worker) else { return };
+        let incarnation = connected.incarnation;
+        let leaves = |member: &Member| member.worker == worker && member.draining;
+        if self.stopping {
+            tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
+        } else if self.core.members().any(leaves) {
+            tracing::info!(%worker, node = connected.node, "the worker has left");
+        } else {
+            tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
+        }
+        self.records.left(worker, reason, since_1970());
+        self.hub.lost(Source::Worker(worker), incarnation);
+        let drained = self.core.member(worker).is_some_and(|member| member.draining);
+        let now = self.clock.now();
+        self.actors.peer_lost(connected.peer, reason);
+        self.worker_died(worker, &connected.node, drained, reason);
+        let mut effects = Vec::new();
+        self.core.worker_left(now, worker, incarnation, reason, &mut effects);
+        self.carry_out(ctx, effects);
+        // After what the core had to say of it.
+        if drained {
+            // It is not expected back: nothing of it is up or down any more.
+            self.hub.observer().record().worker_gone(worker);
+        } else {
+            self.hub.observer().record().worker_up(worker, false);
+            self.absences.left(now, worker);
+        }
+    }
+}
+
+impl Handler<Admit> for ClusterActor {
+    type Result = Result<Welcome, Refusal>;
+
+    fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
+        if self.stopping {
+            return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
+        }
+        let node = &hello.node;
+        let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
+            Admission::Slot(worker) => worker,
+            Admission::Taken => {
+                return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
+            }
+            Admission::Retired => {
+                let reason = format!("several other processes were node {node} since");
+                return Err(Refusal::Never(format!("{reason}: start the worker again")));
+            }
+        };
+        let interval = if self.worker_stats { STATS_INTERVAL } else { Duration::ZERO };
+        Ok(Welcome { worker, stats_interval_ms: interval.as_millis() as u64 })
+    }
+}
+
+impl Handler<Joined> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, joined: Joined, ctx: &mut Self::Context) {
+        let Joined { hello, worker, connection } = joined;
+        let incarnation = hello.incarnation;
+        // Between its admission and now another process may have joined in its place.
+        let admission = self.roster.admit(&hello.node, incarnation, hello.rejoin.slot);
+        if admission != Admission::Slot(worker) {
+            return;
+        }
+        if let Some(old) = self.connected.get(&worker) {
+            let (old_number, old_link) = (old.number, old.link.clone());
+            self.worker_gone(ctx, worker, old_number, "it joined again");
+            old_link.close();
+        }
+        let Joining { link: number, restarted, retired } = self.roster.joined(worker, incarnation);
+        let addr = ctx.address();
+        let sink = move |event| {
+            let last = matches!(event, LinkEvent::Closed { .. });
+            let message = FromLink { worker, number, event };
+            if last {
+                addr.do_send(message);
+                return true;
+            }
+            addr.try_send(message).is_ok()
+        };
+        let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
+        tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
+        let node = hello.node.clone();
+        let addr = PeerAddr::new(link.clone());
+        let host = hello.host.clone();
+        let peer = self.actors.peer_up(&node, link.clone());
+        let pid = hello.pid;
+        let connected = Connected { incarnation, number, peer, node, host, pid, link, addr };
+        self.connected.insert(worker, connected);
+        self.records.joined(worker, &hello.node, hello.pid);
+        self.absences.back(worker);
+        let mut recording = self.hub.observer().record();
+        recording.worker_up(worker, true);
+        recording.worker_info(worker, &hello.node, &hello.version);
+        if restarted {
+            recording.worker_restarted(worker);
+            *self.restarts.entry(worker).or_default() += 1;
+        }
+        drop(recording);
+        if let Some(retired) = retired {
+            self.hub.retire(Source::Worker(worker), retired);
+        }
+        let member = Member {
+            worker,
+            incarnation,
+            node: hello.node,
+            host: hello.host,
+            collective_addr: hello.collective_addr,
+            draining: false,
+            offer: hello.offer,
+        };
+        if let Some((resource, needed, offered)) = self.core.placement().lacks(&member) {
+            let node = &member.node;
+            tracing::warn!(%worker, node, resource, needed, offered, "too little to be a rank");
+        }
+        self.core.holds(worker, hello.rejoin.shard);
+        let mut effects = Vec::new();
+        self.core.worker_joined(self.clock.now(), member, &mut effects);
+        self.name_actors();
+        self.carry_out(ctx, effects);
+    }
+}
+
+impl Handler<FromLink> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
+        let FromLink { worker, number, event } = message;
+        if !self.roster.is_present(worker, number) {
+            return;
+        }
+        match event {
+            LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                let Some(connected) = self.connected.get(&worker) else { return };
+                if let Err(error) = self.actors.frame(connected.peer, &frame.body) {
+                    tracing::error!(%worker, %error, "sent an actor frame that cannot be read");
+                    connected.link.close();
+                }
+            }
+            LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
+            LinkEvent::Suspect => tracing::warn!(%worker, "the worker is silent"),
+            LinkEvent::Alive => tracing::info!(%worker, "the worker is heard again"),
+            LinkEvent::Closed { reason } => {
+                if matches!(reason, CloseReason::Silent { .. })
+                    && let Some(connected) = self.connected.get(&worker)
+                {
+                    self.frozen = Some((connected.node.clone(), connected.pid));
+                }
+                self.worker_gone(ctx, worker, number, &reason.to_string());
+            }
+        }
+    }
+}
