@@ -153,7 +153,7 @@ pub(crate) struct WorkerArgs {
     pub(crate) compute: ComputeArgs,
     /// The coordinator's cluster address, where it is not found through --etcd
     /// [default: 127.0.0.1:8001]
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
@@ -182,7 +182,7 @@ pub(crate) struct FrontendArgs {
     pub(crate) common: CommonArgs,
     /// The coordinator's cluster address, where it is not found through --etcd
     /// [default: 127.0.0.1:8001]
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
