@@ -18,7 +18,7 @@ use crate::metrics::catalogue::{
 };
 use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 
-pub use self::gpu::GpuDevice;
+pub use self::gpu::{GpuDevice, nvlink_island};
 pub use self::memory::available_memory;
 
 /// Between two samples.

@@ -13,7 +13,8 @@ pub mod step;
 
 pub use control::{
     CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, HeldShard, Hello,
-    LoadProgress, NodeResources, Rejoin, Start, Started, Welcome, WorkerStats,
+    LoadProgress, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin, Start, Started, Welcome,
+    WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,

@@ -1,7 +1,7 @@
 //! What processes and hosts use, GPUs by a stand-in for NVML.
 use std::time::{Duration, Instant};
 
-use shared::host::HostSampler;
+use shared::host::{HostSampler, nvlink_island};
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::catalogue as series;
 use shared::metrics::{LocalStats, Merged, Merger, Source};
@@ -42,6 +42,18 @@ fn gpus_are_measured_by_nvml() {
     assert_eq!(gpu(series::GPU_POWER, "1"), None, "it does not tell: absent, and nothing else is");
     let info = merged.gauge(series::GPU_INFO, ["1", &host, "Fake GPU B", "GPU-bbbb"]);
     assert_eq!(info, Some(1.0));
+}
+
+#[test]
+fn gpus_that_nvlink_joins_are_one_island() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = fake_nvml(folder.path()).unwrap();
+    for uuid in ["GPU-aaaa", "GPU-bbbb"] {
+        assert_eq!(nvlink_island(Some(&library), uuid).as_deref(), Some("GPU-aaaa"));
+    }
+    assert_eq!(nvlink_island(Some(&library), "GPU-cccc"), None);
+    let missing = std::path::Path::new("/no/such/libnvidia-ml.so");
+    assert_eq!(nvlink_island(Some(missing), "GPU-aaaa"), None);
 }
 
 #[test]

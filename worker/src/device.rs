@@ -110,6 +110,8 @@ pub struct CudaDevice {
     pub memory_utilization: f64,
     /// What was free when it was chosen, in bytes.
     pub memory_free: u64,
+    /// Its own identity, as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+    pub uuid: String,
 }
 
 impl CudaDevice {

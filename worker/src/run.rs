@@ -11,12 +11,12 @@ use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::{ActorRuntime, ActorSpec};
 use shared::clock::{Clock, SystemClock};
-use shared::host::available_memory;
+use shared::host::{available_memory, nvlink_island};
 use shared::ids::Incarnation;
 use shared::log::{LogActor, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::metrics::application::Metrics;
-use shared::protocol::{DeviceKind, Hello, NodeResources, Rejoin};
+use shared::protocol::{DeviceKind, Hello, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
@@ -90,6 +90,7 @@ pub async fn run(
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
     let (lost, device_lost) = oneshot::channel();
+    let nvml = options.nvml.clone();
     let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
         .with_actors(options.actors.stats().clone())
         .with_device_watch(lost);
@@ -106,7 +107,13 @@ pub async fn run(
             (DeviceKind::Cpu, offer, threads, executor)
         }
         DeviceChoice::Cuda(device) => {
-            let offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
+            let mut offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
+            if offer.labels.len() < RESOURCES_MAX
+                && !offer.labels.contains_key(NVLINK_LABEL)
+                && let Some(island) = nvlink_island(nvml.as_deref(), &device.uuid)
+            {
+                offer.labels.insert(NVLINK_LABEL.to_owned(), island);
+            }
             let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
             (DeviceKind::Cuda, offer, 1, executor)
         }

@@ -2,8 +2,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::WorkerId;
+use shared::protocol::NVLINK_LABEL;
 
 use super::Member;
+
+/// The GPUs of a host that NVLink joins with this worker's.
+fn island(member: &Member) -> Option<(&str, &str)> {
+    let label = member.offer.labels.get(NVLINK_LABEL)?;
+    Some((&member.host, label))
+}
 
 /// What the operator wants of groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,17 +33,18 @@ impl PlacementRules {
         short.map(|(name, amount)| (name.as_str(), *amount, offered(name)))
     }
 
-    /// How far two workers are from each other: 0 on one host, then the first label they share.
+    /// How far two workers are from each other: 0 when NVLink joins them, 1 on one host, then the
+    /// first label they share.
     #[must_use]
     pub fn distance(&self, a: &Member, b: &Member) -> usize {
         if a.host == b.host {
-            return 0;
+            return usize::from(island(a).is_none() || island(a) != island(b));
         }
         let shared = |key: &String| {
             let of = |member: &Member| member.offer.labels.get(key).cloned();
             of(a).is_some() && of(a) == of(b)
         };
-        1 + self.near.iter().position(shared).unwrap_or(self.near.len())
+        2 + self.near.iter().position(shared).unwrap_or(self.near.len())
     }
 
     /// Of the free workers, the one that is nearest to those of a group; of equal ones the first.
@@ -60,8 +68,8 @@ impl PlacementRules {
 /// Groups free workers into complete tensor-parallel groups, ranks in order; the nearest groups
 /// come first.
 ///
-/// Same host first, since ranks exchange data twice a layer: as many whole groups as fit on each
-/// host. Then of what is left over, as many as fit under one value of the nearest label, of the
+/// What NVLink joins first, then one host, since ranks exchange data twice a layer: as many whole
+/// groups as fit on each. Then of what is left over, as many as fit under one value of the nearest label, of the
 /// next one, and at last of any. A worker without a label is near nobody by it. Workers that lack
 /// what ranks need are in no group, workers that fill none stay spare. A worker whose weights are
 /// those of a rank, by `held`, becomes that rank where it can. Deterministic: depends on the members
@@ -83,9 +91,13 @@ pub fn place(
     left.sort_by_cached_key(|member| {
         let labels: Vec<Option<String>> =
             rules.near.iter().rev().map(|key| label(member, key)).collect();
-        (labels, member.host.clone(), member.worker)
+        let island = label(member, &NVLINK_LABEL.to_owned());
+        (labels, member.host.clone(), island, member.worker)
     });
-    let mut groups = carve(&mut left, world_size, &held, |member| Some(member.host.clone()));
+    let mut groups = carve(&mut left, world_size, &held, |member| {
+        island(member).map(|(host, island)| format!("{host} {island}"))
+    });
+    groups.extend(carve(&mut left, world_size, &held, |member| Some(member.host.clone())));
     for key in &rules.near {
         groups.extend(carve(&mut left, world_size, &held, |member| label(member, key)));
     }
@@ -191,6 +203,32 @@ mod tests {
         let groups = ids(place(&free, 2, &rules(), |_| None));
         assert_eq!(groups, [vec![7, 8], vec![0, 2], vec![1, 3], vec![4, 5]]);
         assert_eq!(rules().lacks(&all[6]), Some(("gpus", 1, 0)));
+    }
+
+    #[test]
+    fn gpus_that_nvlink_joins_come_before_the_rest_of_their_host() {
+        let joined = |worker, host, island: Option<&str>| {
+            let mut member = member(worker, host, None, 1);
+            let label = island.map(|island| (NVLINK_LABEL.to_owned(), island.to_owned()));
+            member.offer.labels.extend(label);
+            member
+        };
+        let all = [
+            joined(0, 0, Some("x")),
+            joined(1, 0, Some("y")),
+            joined(2, 0, Some("x")),
+            joined(3, 0, Some("y")),
+            joined(4, 0, None),
+            joined(5, 1, Some("x")),
+            joined(6, 1, None),
+            joined(7, 0, Some("x")),
+        ];
+        let free: Vec<&Member> = all.iter().collect();
+        let groups = ids(place(&free, 2, &rules(), |_| None));
+        assert_eq!(groups, [vec![0, 2], vec![1, 3], vec![4, 7], vec![6, 5]]);
+        let [a, b] = [&all[0..1], &all[5..6]];
+        assert_eq!(rules().nearest(&[&all[1], &all[4], &all[7], &all[5]], a), Some(2));
+        assert_eq!(rules().nearest(&[&all[0], &all[6]], b), Some(1), "names are a host's own");
     }
 
     #[test]

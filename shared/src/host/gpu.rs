@@ -2,7 +2,7 @@
 use std::path::Path;
 
 use nvml_wrapper::Nvml;
-use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+use nvml_wrapper::enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus, TemperatureSensor};
 use nvml_wrapper::error::NvmlError;
 
 use crate::metrics::catalogue::{
@@ -38,14 +38,52 @@ struct Handles {
     power: Gauge,
 }
 
+fn load(library: Option<&Path>) -> Result<Nvml, NvmlError> {
+    match library {
+        Some(path) => Nvml::builder().lib_path(path.as_os_str()).init(),
+        // The loader's name on systems without development packages.
+        None => Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init(),
+    }
+}
+
+/// The island of the GPU with this UUID: all GPUs of the host that NVLink joins, directly or over
+/// others of them, or a switch. It is named after the first UUID in it, so that every GPU of it
+/// gives the same answer. `None` for a GPU that is joined to none, and where NVML cannot tell.
+#[must_use]
+pub fn nvlink_island(library: Option<&Path>, uuid: &str) -> Option<String> {
+    let nvml = load(library).ok()?;
+    let devices: Vec<_> = (0..nvml.device_count().ok()?)
+        .filter_map(|index| nvml.device_by_index(index).ok())
+        .filter_map(|device| Some((device.uuid().ok()?, device)))
+        .collect();
+    let own = devices.iter().position(|(found, _)| found == uuid)?;
+    let joined = |a: usize, b: usize| {
+        let status = devices[a].1.p2p_status(&devices[b].1, P2pCapabilitiesIndex::NvLink);
+        matches!(status, Ok(P2pStatus::Ok))
+    };
+    let island = island(own, devices.len(), joined);
+    if island.len() < 2 {
+        return None;
+    }
+    island.into_iter().map(|index| devices[index].0.clone()).min()
+}
+
+/// Which of `count` are joined with `own`, directly or over others, itself included.
+fn island(own: usize, count: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<usize> {
+    let mut found = vec![own];
+    let mut next = 0;
+    while let Some(&from) = found.get(next) {
+        let new = |to: &usize| !found.contains(to) && joined(from, *to);
+        let new: Vec<usize> = (0..count).filter(new).collect();
+        found.extend(new);
+        next += 1;
+    }
+    found
+}
+
 impl Gpus {
     pub(super) fn new(library: Option<&Path>, host: &str) -> Self {
-        let nvml = match library {
-            Some(path) => Nvml::builder().lib_path(path.as_os_str()).init(),
-            // The loader's name on systems without development packages.
-            None => Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init(),
-        };
-        let nvml = nvml.map_err(|error| error.to_string());
+        let nvml = load(library).map_err(|error| error.to_string());
         if let Err(problem) = &nvml {
             if library.is_some() {
                 tracing::warn!(%problem, "NVML cannot be used (--nvml-lib): GPUs are not measured");
@@ -129,5 +167,25 @@ impl Gpus {
 impl Handles {
     fn all(&self) -> [Gauge; 5] {
         [self.utilization, self.memory_used, self.memory, self.temperature, self.power]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::island;
+
+    #[test]
+    fn an_island_is_all_that_is_joined_directly_or_over_others() {
+        let links = [(0, 3), (3, 4), (1, 2)];
+        let joined = |a, b| links.contains(&(a, b)) || links.contains(&(b, a));
+        let of = |own| {
+            let mut found = island(own, 6, joined);
+            found.sort_unstable();
+            found
+        };
+        for own in [0, 3, 4] {
+            assert_eq!(of(own), [0, 3, 4]);
+        }
+        assert_eq!((of(1), of(2), of(5)), (vec![1, 2], vec![1, 2], vec![5]));
     }
 }
