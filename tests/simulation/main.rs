@@ -22,9 +22,12 @@
 
 mod checks;
 mod clients;
+mod convergence;
 mod coordinator;
+mod effects;
 mod engine;
 mod executor;
+mod faults;
 mod model;
 mod network;
 mod process;
@@ -32,6 +35,7 @@ mod random;
 mod replicas;
 mod scenario;
 mod switches;
+mod workers;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -71,6 +75,8 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.faults += report.faults;
                 all.forms += report.forms;
                 all.finished += report.finished;
+                all.replaced += report.replaced;
+                all.lost += report.lost;
                 all.unavailable += report.unavailable;
                 all.quarantined += report.quarantined;
                 all.moved += report.moved;
