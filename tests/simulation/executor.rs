@@ -75,7 +75,7 @@ pub(crate) struct Executor {
     /// The epoch whose collective an abort reaches.
     handle: Option<(u64, Epoch)>,
     /// Of the command under way.
-    entered: u64,
+    pub(crate) entered: u64,
     collective: Option<Collective>,
     /// Rank and degree of the weights held.
     loaded: Option<(u32, u32)>,
@@ -206,7 +206,7 @@ impl World {
         if executor.aborted >= (executor.entered, form.epoch) {
             return;
         }
-        let (place, world_size) = (place_of(&form.collective), form.world_size);
+        let (place, world_size) = (self.place_of(&form), form.world_size);
         let alone = form.collective == CollectiveSpec::None;
         let token = self.begin(slot, Job::Connect(form));
         if alone {
@@ -221,6 +221,14 @@ impl World {
             plan: None,
         };
         self.meet((place, 0), arrived);
+    }
+
+    /// Where the ranks of a collective meet, whoever's epoch it is of.
+    fn place_of(&self, form: &Form) -> u64 {
+        if self.switches.collectives_share_names {
+            return form.epoch.0;
+        }
+        format!("{:?}", form.collective).bytes().fold(0, |hash, byte| mix(hash, u64::from(byte)))
     }
 
     fn step(&mut self, slot: usize, message: Rc<ToWorker>) {
@@ -265,11 +273,12 @@ impl World {
     }
 
     fn connected(&mut self, slot: usize, form: Form) {
+        let place = self.place_of(&form);
         let executor = &mut self.processes[slot].executor;
         let term = (executor.entered, form.epoch);
         executor.handle = Some(term);
         executor.collective = Some(Collective {
-            place: place_of(&form.collective),
+            place,
             rank: form.rank,
             world_size: form.world_size,
             tcp: matches!(form.collective, CollectiveSpec::Tcp { .. }),
@@ -468,11 +477,6 @@ impl World {
             self.schedule(after, Event::Broken { slot, token });
         }
     }
-}
-
-/// Where the ranks of a collective meet, whoever's epoch it is of.
-fn place_of(collective: &CollectiveSpec) -> u64 {
-    format!("{collective:?}").bytes().fold(0, |hash, byte| mix(hash, u64::from(byte)))
 }
 
 /// The ranks' shares to tokens, in the order of the sequences.

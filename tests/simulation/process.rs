@@ -129,7 +129,10 @@ impl World {
         let incarnation = process.incarnation;
         self.disturb(slot, LEAVE_PATIENCE);
         if self.processes[slot].link.is_some() {
-            self.tell(slot, FromWorker::Goodbye { reason: "it leaves".to_owned(), failed: false });
+            self.tell_now(
+                slot,
+                FromWorker::Goodbye { reason: "it leaves".to_owned(), failed: false },
+            );
             self.schedule(LEAVE_PATIENCE, Event::LeaveDeadline { slot, incarnation });
             self.faulty_until(self.now + LEAVE_PATIENCE);
         } else {
@@ -316,8 +319,18 @@ impl World {
         stats
     }
 
+    /// Says something to the coordinator, of the command under way. As `Uplink::tell_over`: not to
+    /// another one than the command came from, and without a link to nobody.
     pub(crate) fn tell(&mut self, slot: usize, message: FromWorker) {
-        // Without a link it is dropped: its epoch is over.
+        let process = &self.processes[slot];
+        let passes = process.executor.entered == process.executor.link;
+        if passes || self.switches.old_words_pass {
+            self.tell_now(slot, message);
+        }
+    }
+
+    /// Says something of the process.
+    fn tell_now(&mut self, slot: usize, message: FromWorker) {
         if let Some(link) = self.processes[slot].link {
             self.send(link, Side::Coordinator, Packet::Up(Box::new(message)));
         }

@@ -235,6 +235,9 @@ impl World {
         if self.switches.reports_add_up {
             incarnation.0 ^= stats.sequence;
         }
+        if self.switches.workers_count_twice {
+            incarnation.0 += self.coordinator.life as u64;
+        }
         let now = self.time();
         let coordinator = &mut *self.coordinator;
         let hub = &coordinator.hub;
