@@ -22,9 +22,12 @@
 
 mod checks;
 mod clients;
+mod convergence;
 mod coordinator;
+mod effects;
 mod engine;
 mod executor;
+mod faults;
 mod model;
 mod network;
 mod process;
@@ -32,6 +35,7 @@ mod random;
 mod replicas;
 mod scenario;
 mod switches;
+mod workers;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -71,6 +75,8 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.faults += report.faults;
                 all.forms += report.forms;
                 all.finished += report.finished;
+                all.replaced += report.replaced;
+                all.lost += report.lost;
                 all.unavailable += report.unavailable;
                 all.quarantined += report.quarantined;
                 all.moved += report.moved;
@@ -102,7 +108,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 28] = [
+const MUTATIONS: [Mutation; 32] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -131,12 +137,20 @@ const MUTATIONS: [Mutation; 28] = [
     ("token_repeated", |it| it.token_repeated = true),
     ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
     ("no_canary", |it| it.no_canary = true),
+    ("old_words_pass", |it| it.old_words_pass = true),
+    ("collectives_share_names", |it| it.collectives_share_names = true),
+    ("totals_are_forgotten", |it| it.totals_are_forgotten = true),
+    ("workers_count_twice", |it| it.workers_count_twice = true),
 ];
 
 #[test]
 fn every_guard_that_is_taken_away_is_missed() {
     let mut unnoticed = Vec::new();
+    let only = std::env::var("TUTTI_SIM_GUARD").ok();
     for (name, take_away) in MUTATIONS {
+        if only.as_ref().is_some_and(|only| only != name) {
+            continue;
+        }
         let mut switches = Switches::default();
         take_away(&mut switches);
         let red = (0..GUARD_SEEDS).find_map(|seed| Some((seed, run(seed, switches, false).err()?)));

@@ -7,8 +7,9 @@ use std::time::Duration;
 use shared::actor::link::QUEUE_MAX;
 use shared::actor::liveness::{Liveness, LivenessAction, LivenessConfig};
 use shared::ids::WorkerId;
-use shared::protocol::{FromWorker, ToWorker};
+use shared::protocol::{FromWorker, Rejoin, ToWorker};
 
+use crate::coordinator::Life;
 use crate::scenario::{MS, Time};
 use crate::world::{Event, World};
 
@@ -32,7 +33,7 @@ impl Side {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Packet {
-    Hello,
+    Hello(Rejoin),
     Welcome(WorkerId),
     /// It may never join.
     Refused,
@@ -56,6 +57,8 @@ struct Pipe {
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) slot: usize,
+    /// Which coordinator is at the other end.
+    pub(crate) life: Life,
     /// Which process run is at the worker's end.
     pub(crate) incarnation: u64,
     /// By [`Side`]: whether that end is still open.
@@ -82,9 +85,10 @@ pub(crate) struct Path {
 }
 
 impl World {
-    pub(crate) fn new_link(&mut self, slot: usize, incarnation: u64) -> LinkId {
+    pub(crate) fn new_link(&mut self, slot: usize, incarnation: u64, life: Life) -> LinkId {
         self.links.push(Link {
             slot,
+            life,
             incarnation,
             open: [true, true],
             pipes: [Pipe::default(), Pipe::default()],
@@ -195,7 +199,7 @@ impl World {
             }
             (Packet::Pong, _) => {}
             (Packet::End, _) => self.close(link, to),
-            (Packet::Hello, _) => self.hello(link),
+            (Packet::Hello(rejoin), _) => self.hello(link, rejoin),
             (Packet::Welcome(worker), _) => self.welcomed(link, worker),
             (Packet::Refused, _) => self.refused(link),
             (Packet::Down(message), _) => self.worker_takes(link, &message),

@@ -3,7 +3,7 @@ use std::rc::Rc;
 
 use shared::ids::{Epoch, WorkerId};
 use shared::metrics::RankStats;
-use shared::protocol::{FromWorker, ToWorker, WorkerStats};
+use shared::protocol::{FromWorker, Rejoin, ToWorker, WorkerStats};
 
 use crate::executor::{Command, Executor, Job};
 use crate::network::{LinkId, Packet, Side};
@@ -27,7 +27,8 @@ pub(crate) struct Process {
     dialling: Option<LinkId>,
     generation: u64,
     redial: Time,
-    pub(crate) worker: WorkerId,
+    /// Its slot at the present or last coordinator.
+    pub(crate) worker: Option<WorkerId>,
     pub(crate) stats: Option<(WorkerId, RankStats)>,
     pub(crate) last_report: Option<Time>,
     /// Steps recorded in `stats`.
@@ -54,7 +55,7 @@ impl Process {
             dialling: None,
             generation: 0,
             redial: REDIAL_MIN,
-            worker: WorkerId(0),
+            worker: None,
             stats: None,
             last_report: None,
             steps: 0,
@@ -70,19 +71,27 @@ impl Process {
 
     /// The epoch of the step under way, and since when it is.
     pub(crate) fn step_under_way(&self) -> Option<(Epoch, Time)> {
-        let (Some(Job::Compute(_)), Some(epoch)) = (&self.executor.job, self.executor.epoch) else {
+        let executor = &self.executor;
+        let (Some(Job::Compute(_)), Some((link, epoch))) = (&executor.job, executor.epoch) else {
             return None;
         };
-        Some((epoch, self.executor.began))
+        (link == executor.link).then_some((epoch, executor.began))
     }
 
     fn report(&mut self) -> (WorkerStats, u64) {
-        let worker = self.worker;
-        let current = self.stats.take().filter(|(known, _)| *known == worker);
-        let mut stats = current.unwrap_or_else(|| (worker, RankStats::new(worker)));
-        let report = stats.1.report().unwrap_or_default();
-        self.stats = Some(stats);
+        let report = self.stats().report().unwrap_or_default();
         (report, self.steps)
+    }
+
+    /// As `LinkOutbox::stats`.
+    pub(crate) fn stats(&mut self) -> &mut RankStats {
+        let worker = self.worker.unwrap_or_default();
+        let current = self.stats.take().filter(|(known, _)| *known == worker);
+        let stats = current.unwrap_or_else(|| {
+            self.steps = 0;
+            (worker, RankStats::new(worker))
+        });
+        &mut self.stats.insert(stats).1
     }
 }
 
@@ -120,7 +129,10 @@ impl World {
         let incarnation = process.incarnation;
         self.disturb(slot, LEAVE_PATIENCE);
         if self.processes[slot].link.is_some() {
-            self.tell(slot, FromWorker::Goodbye { reason: "it leaves".to_owned(), failed: false });
+            self.tell_now(
+                slot,
+                FromWorker::Goodbye { reason: "it leaves".to_owned(), failed: false },
+            );
             self.schedule(LEAVE_PATIENCE, Event::LeaveDeadline { slot, incarnation });
             self.faulty_until(self.now + LEAVE_PATIENCE);
         } else {
@@ -183,11 +195,21 @@ impl World {
         if !process.alive || !current || process.link.is_some() || process.dialling.is_some() {
             return;
         }
-        let link = self.new_link(slot, incarnation);
+        let Some(life) = self.leader else {
+            // Nobody listens there.
+            let process = &mut self.processes[slot];
+            process.redial = (process.redial * 2).min(REDIAL_MAX);
+            let after = process.redial;
+            return self.schedule(after, Event::Dial { slot, incarnation, generation });
+        };
+        let link = self.new_link(slot, incarnation, life);
         // Without a way there and back no connection comes about before the partition ends.
         self.links[link].established = self.paths[slot].blocked == [0, 0];
         self.processes[slot].dialling = Some(link);
-        self.send(link, Side::Coordinator, Packet::Hello);
+        let process = &self.processes[slot];
+        let shard = process.executor.held();
+        let rejoin = Rejoin { slot: process.worker, shard };
+        self.send(link, Side::Coordinator, Packet::Hello(rejoin));
         self.schedule(HANDSHAKE_DEADLINE, Event::HandshakeDeadline { slot, link });
     }
 
@@ -207,7 +229,7 @@ impl World {
         process.link = Some(link);
         process.redial = REDIAL_MIN;
         process.generation += 1;
-        process.worker = worker;
+        process.worker = Some(worker);
         // As `Executor::new_link`.
         process.executor.link += 1;
         if self.switches.old_commands_run {
@@ -291,13 +313,24 @@ impl World {
         let process = &mut self.processes[slot];
         process.last_report = Some(self.now);
         let (stats, steps) = process.report();
-        let key = (process.worker, process.incarnation, stats.sequence);
+        let worker = process.worker.unwrap_or_default();
+        let key = (worker, process.incarnation, stats.sequence);
         self.checks.reported.insert(key, steps);
         stats
     }
 
+    /// Says something to the coordinator, of the command under way. As `Uplink::tell_over`: not to
+    /// another one than the command came from, and without a link to nobody.
     pub(crate) fn tell(&mut self, slot: usize, message: FromWorker) {
-        // Without a link it is dropped: its epoch is over.
+        let process = &self.processes[slot];
+        let passes = process.executor.entered == process.executor.link;
+        if passes || self.switches.old_words_pass {
+            self.tell_now(slot, message);
+        }
+    }
+
+    /// Says something of the process.
+    fn tell_now(&mut self, slot: usize, message: FromWorker) {
         if let Some(link) = self.processes[slot].link {
             self.send(link, Side::Coordinator, Packet::Up(Box::new(message)));
         }

@@ -13,6 +13,8 @@ use crate::random::Random;
 pub(crate) type Time = u64;
 
 pub(crate) const MS: Time = 1_000;
+/// The model's folder.
+pub(crate) const MODEL: &str = "m";
 pub(crate) const S: Time = 1_000_000;
 
 /// Faults begin within this.
@@ -48,6 +50,8 @@ pub(crate) enum Fault {
     Drain { slot: usize, back_after: Option<Time> },
     /// Another process takes the name of a slot's, for a while.
     Twin { twin: usize, lasts: Time },
+    /// The coordinator is killed, and another takes over after a while.
+    Replace { after: Time },
     /// The rank's next formation fails.
     FailForm { slot: usize, permanent: bool },
 }
@@ -99,6 +103,8 @@ pub(crate) struct Scenario {
     pub(crate) scheduler: SchedulerConfig,
     pub(crate) limits: DriverLimits,
     pub(crate) collective_timeout: Time,
+    /// Between two checkpoints of the totals.
+    pub(crate) checkpoint: Time,
     /// Longest time of weights to load.
     pub(crate) load: Time,
     /// Longest time of a usual step's computing.
@@ -163,6 +169,7 @@ impl Scenario {
             scheduler,
             limits,
             collective_timeout: 30 * S,
+            checkpoint: random.pick(&[S, 5 * S]),
             load: random.pick(&[50 * MS, S, 4 * S]),
             step: random.pick(&[2 * MS, 8 * MS, 30 * MS]),
             latency: random.pick(&[MS, MS, 20 * MS]),
@@ -251,6 +258,10 @@ impl Scenario {
             self.faults
                 .push((random.range(0, 5 * S), Fault::Slow { slot, factor, lasts: 130 * S }));
         }
+        if random.chance(30) {
+            let at = random.range(0, FAULTS_END);
+            self.faults.push((at, Fault::Replace { after: random.skewed(10 * MS, 8 * S) }));
+        }
         for _ in 0..random.range(5, 15) {
             let at = random.range(0, FAULTS_END);
             let slot = random.range(0, slots - 1) as usize;
@@ -278,6 +289,7 @@ impl Scenario {
                 86..=89 => Fault::Scale { max: random.pick(&[None, Some(1), Some(2), Some(3)]) },
                 90..=94 => Fault::Drain { slot, back_after: self.back_after(random) },
                 95..=96 => Fault::Diverge { slot },
+                97 => Fault::Replace { after: random.skewed(10 * MS, 8 * S) },
                 _ => Fault::FailForm { slot, permanent: random.chance(30) },
             };
             self.faults.push((at, fault));

@@ -59,4 +59,12 @@ pub(crate) struct Switches {
     pub(crate) token_lost: bool,
     /// The client sees one token twice.
     pub(crate) token_repeated: bool,
+    /// What a worker has to say of an earlier link's epochs goes over the present one.
+    pub(crate) old_words_pass: bool,
+    /// Collectives of different coordinators have one name if their epochs have one number.
+    pub(crate) collectives_share_names: bool,
+    /// The next coordinator does not know the totals of the last one.
+    pub(crate) totals_are_forgotten: bool,
+    /// The next coordinator adds to the totals of workers what they report again.
+    pub(crate) workers_count_twice: bool,
 }

@@ -7,16 +7,14 @@ use shared::ids::ReplicaId;
 
 use crate::checks::Checks;
 use crate::clients::Clients;
-use crate::coordinator::Coordinator;
+use crate::coordinator::{Coordinators, Life, Saved};
 use crate::executor::Meeting;
 use crate::network::{Link, LinkId, Packet, Path, Side};
 use crate::process::Process;
 use crate::random::{Random, mix};
-use crate::scenario::{Fault, MS, S, Scenario, Time};
+use crate::scenario::{MS, S, Scenario, Time};
 use crate::switches::Switches;
 
-/// A pending fault that found no occasion is taken back after this.
-const OCCASION: Time = 5 * S;
 /// The cluster serves with all its workers this long after the last fault.
 pub(crate) const CONVERGES_WITHIN: Time = 15 * S;
 /// Something gets on at least this often while there are requests.
@@ -44,8 +42,10 @@ pub(crate) enum Event {
     Poll { link: LinkId, side: Side },
     Closed { link: LinkId, side: Side },
     Tick,
-    ReplicaMail(ReplicaId),
-    ClusterMail,
+    ReplicaMail(Life, ReplicaId),
+    ClusterMail(Life),
+    Checkpoint(Life),
+    Lead,
     Start { slot: usize },
     Dial { slot: usize, incarnation: u64, generation: u64 },
     HandshakeDeadline { slot: usize, link: LinkId },
@@ -82,6 +82,9 @@ pub(crate) struct Report {
     pub(crate) forms: u64,
     pub(crate) finished: u64,
     pub(crate) unavailable: u64,
+    /// Coordinators that were replaced, and requests that ended with them.
+    pub(crate) replaced: u64,
+    pub(crate) lost: u64,
     /// Given up because epochs ended again and again with them alone.
     pub(crate) quarantined: u64,
     /// Requests that went on at another replica.
@@ -121,7 +124,11 @@ pub(crate) struct World {
     pub(crate) meetings: BTreeMap<(u64, u64), Meeting>,
     /// Epochs whose TCP collective some rank has left.
     pub(crate) left: BTreeSet<u64>,
-    pub(crate) coordinator: Coordinator,
+    pub(crate) coordinator: Coordinators,
+    /// Whom workers dial and clients ask.
+    pub(crate) leader: Option<Life>,
+    pub(crate) saved: Option<Saved>,
+    pub(crate) seed: u64,
     pub(crate) clients: Clients,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
@@ -154,7 +161,10 @@ impl World {
             processes: (0..slots).map(|_| Process::absent()).collect(),
             meetings: BTreeMap::new(),
             left: BTreeSet::new(),
-            coordinator: Coordinator::new(&scenario, seed),
+            coordinator: Coordinators::default(),
+            leader: None,
+            saved: None,
+            seed,
             clients: Clients::new(scenario.clients.clone()),
             checks: Checks::default(),
             last_fault: 0,
@@ -182,6 +192,7 @@ impl World {
             world.schedule_at(world.scenario.faults[index].0, Event::Fault(index));
             world.last_fault = world.last_fault.max(world.scenario.faults[index].0);
         }
+        world.lead();
         world.schedule_at(50 * MS, Event::Tick);
         world.schedule_at(SCRAPE, Event::Scrape);
         world
@@ -270,11 +281,31 @@ impl World {
         }
     }
 
+    /// Which coordinator something happens at.
+    fn life_of(&self, event: Event) -> Option<Life> {
+        match event {
+            Event::ReplicaMail(life, _) | Event::ClusterMail(life) | Event::Checkpoint(life) => {
+                Some(life)
+            }
+            Event::Arrive { link, to: side }
+            | Event::Poll { link, side }
+            | Event::Closed { link, side } => {
+                (side == Side::Coordinator).then_some(self.links[link].life)
+            }
+            _ => None,
+        }
+    }
+
     fn happen(&mut self, event: Event) {
         if let Some(slot) = self.runs_on(event)
             && self.processes[slot].frozen
         {
             self.processes[slot].deferred.push(event);
+            return;
+        }
+        if let Some(life) = self.life_of(event)
+            && !self.coordinator.act(life)
+        {
             return;
         }
         match event {
@@ -283,11 +314,16 @@ impl World {
             Event::Closed { link, side: Side::Worker } => self.worker_link_closed(link),
             Event::Closed { link, side: Side::Coordinator } => self.coordinator_link_closed(link),
             Event::Tick => {
-                self.tick();
+                for life in self.coordinator.lives() {
+                    self.coordinator.act(life);
+                    self.tick();
+                }
                 self.schedule(50 * MS, Event::Tick);
             }
-            Event::ReplicaMail(replica) => self.replica_mail(replica),
-            Event::ClusterMail => self.cluster_mail(),
+            Event::ReplicaMail(_, replica) => self.replica_mail(replica),
+            Event::ClusterMail(_) => self.cluster_mail(),
+            Event::Checkpoint(_) => self.checkpoint(),
+            Event::Lead => self.lead(),
             Event::Start { slot } => self.start_process(slot),
             Event::Dial { slot, incarnation, generation } => {
                 self.dial(slot, incarnation, generation);
@@ -300,7 +336,10 @@ impl World {
                 self.report_due(slot, incarnation, generation);
             }
             Event::LeaveDeadline { slot, incarnation } => self.leave_deadline(slot, incarnation),
-            Event::Submit(index) => self.submit(index),
+            Event::Submit(index) => match self.leader {
+                Some(life) if self.coordinator.act(life) => self.submit(index),
+                _ => self.clients.refused(index),
+            },
             Event::Leave(index) => self.leave(index),
             Event::Fault(index) => self.fault(index),
             Event::Heal(heal) => self.heal(heal),
@@ -308,130 +347,17 @@ impl World {
         }
     }
 
-    fn fault(&mut self, index: usize) {
-        let fault = self.scenario.faults[index].1.clone();
-        self.say(|| format!("FAULT {fault:?}"));
-        self.report.faults += 1;
-        match fault {
-            Fault::Leave { slot, back_after } => self.leave_cluster(slot, back_after),
-            Fault::Crash { slot, back_after } => {
-                self.kill(slot);
-                self.disturb(slot, 0);
-                if let Some(after) = back_after {
-                    self.start_again(slot, after);
-                }
-            }
-            Fault::Freeze { slot, lasts } => {
-                let process = &mut self.processes[slot];
-                if process.alive && !process.frozen {
-                    process.frozen = true;
-                    let incarnation = process.incarnation;
-                    self.disturb(slot, lasts);
-                    self.heal_after(lasts, Heal::Unfreeze { slot, incarnation });
-                }
-            }
-            Fault::Cut { slot } => {
-                if let Some(link) = self.processes[slot].link {
-                    self.close(link, Side::Worker);
-                    self.close(link, Side::Coordinator);
-                }
-            }
-            Fault::Partition { slot, up, down, lasts } => {
-                self.paths[slot].blocked[Side::Coordinator as usize] += u32::from(up);
-                self.paths[slot].blocked[Side::Worker as usize] += u32::from(down);
-                self.disturb(slot, lasts + S);
-                self.heal_after(lasts, Heal::Unblock { slot, up, down });
-            }
-            Fault::Delay { slot, extra, lasts } => {
-                self.paths[slot].extra += extra;
-                self.disturb(slot, lasts + 10 * extra);
-                self.heal_after(lasts, Heal::Faster { slot, extra });
-            }
-            Fault::Slow { slot, factor, lasts } => {
-                self.processes[slot].slowed *= factor;
-                self.checks.slowed(slot, self.now, lasts);
-                self.heal_after(lasts, Heal::Quicker { slot, factor });
-            }
-            Fault::Stall { slot, takes } => {
-                self.processes[slot].stall = takes;
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-            Fault::FailStep { slot } => {
-                self.processes[slot].fail_step = true;
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-            Fault::Diverge { slot } => {
-                self.processes[slot].diverge = true;
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-            Fault::Scale { max } => {
-                let mut effects = Vec::new();
-                let now = self.time();
-                self.coordinator.core.set_max_replicas(now, max, &mut effects);
-                self.carry_out(effects);
-            }
-            Fault::Drain { slot, back_after } => self.drain(slot, back_after),
-            Fault::Twin { twin, lasts } => {
-                self.start_process(twin);
-                self.heal_after(lasts, Heal::Single { twin });
-            }
-            Fault::FailForm { slot, permanent } => {
-                self.processes[slot].fail_form = Some(permanent);
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-        }
-    }
-
-    /// Something holds up the slot's steps for so long.
-    pub(crate) fn disturb(&mut self, slot: usize, lasts: Time) {
-        self.disturbed[slot] = self.disturbed[slot].max(self.now + lasts);
-    }
-
-    pub(crate) fn start_again(&mut self, slot: usize, after: Time) {
-        self.schedule(after, Event::Start { slot });
-        self.faulty_until(self.now + after);
-    }
-
-    fn heal_after(&mut self, after: Time, heal: Heal) {
-        self.schedule(after, Event::Heal(heal));
-        self.faulty_until(self.now + after);
-    }
-
-    /// Bounds of time are counted from the last fault's end.
-    pub(crate) fn faulty_until(&mut self, at: Time) {
-        self.last_fault = self.last_fault.max(at);
-    }
-
-    fn heal(&mut self, heal: Heal) {
-        self.say(|| format!("HEAL {heal:?}"));
-        match heal {
-            Heal::Unfreeze { slot, incarnation } => self.unfreeze(slot, incarnation),
-            Heal::Unblock { slot, up, down } => {
-                self.paths[slot].blocked[Side::Coordinator as usize] -= u32::from(up);
-                self.paths[slot].blocked[Side::Worker as usize] -= u32::from(down);
-                self.release_held(slot);
-            }
-            Heal::Faster { slot, extra } => self.paths[slot].extra -= extra,
-            Heal::Single { twin } => {
-                self.kill(twin);
-                self.ended[twin] = true;
-            }
-            Heal::Quicker { slot, factor } => self.processes[slot].slowed /= factor,
-            Heal::NoOccasion { slot } => {
-                let process = &mut self.processes[slot];
-                process.stall = 0;
-                process.fail_step = false;
-                process.diverge = false;
-                process.fail_form = None;
-            }
-        }
-    }
-
     /// Looks at the totals. Returns whether the run is over.
     fn scrape(&mut self) -> bool {
-        self.check_totals();
+        for life in self.coordinator.lives() {
+            self.coordinator.act(life);
+            self.check_totals();
+        }
         let since_fault = self.now.saturating_sub(self.last_fault);
-        let converged = self.converged();
+        let converged = match self.leader {
+            Some(life) if self.coordinator.act(life) => self.converged(),
+            _ => Err("nobody leads".to_owned()),
+        };
         if self.now > self.last_fault {
             if let Err(why) = &converged
                 && since_fault >= CONVERGES_WITHIN
@@ -441,7 +367,7 @@ impl World {
                     since_fault / S
                 ));
             }
-            let so_far = self.clients.accepted_tokens() + self.report.finished;
+            let so_far = self.clients.progress();
             if so_far != self.got_on.1 || self.now < self.last_fault + STANDS_STILL {
                 self.got_on = (self.now, so_far);
             }

@@ -41,8 +41,10 @@ pub enum ExecutorCommand {
 
 /// Where the executor's messages go.
 pub trait Outbox: Send {
-    /// Sends one message towards the coordinator. Must not block.
-    fn send(&mut self, message: FromWorker);
+    /// Sends one message towards the coordinator, about a command that came over `link`. Once that
+    /// has ended it is dropped: whoever is at the other end of the next one may have an epoch of
+    /// the same number. Must not block.
+    fn send(&mut self, link: u64, message: FromWorker);
     /// Records a finished step and returns the cumulative stats that ride on its result.
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
     /// Records a finished load.
@@ -144,9 +146,12 @@ impl Executor {
     }
 
     /// Called before the first message of a new link: its epochs are not over, whatever their
-    /// numbers, and those of earlier links are, also in commands that wait still.
-    pub fn new_link(&self) {
-        self.link.store(self.abort.new_link(), Ordering::Relaxed);
+    /// numbers, and those of earlier links are, also in commands that wait still. Returns the
+    /// link's number.
+    pub fn new_link(&self) -> u64 {
+        let link = self.abort.new_link();
+        self.link.store(link, Ordering::Relaxed);
+        link
     }
 }
 
@@ -228,7 +233,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 ExecutorCommand::Report => {
                     self.report_waits.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
-                    self.outbox.send(FromWorker::Stats(stats));
+                    self.outbox.send(self.entered, FromWorker::Stats(stats));
                     // Time spent waiting for work goes on.
                     continue;
                 }
@@ -258,12 +263,15 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             return;
         }
         let mut last = None::<Instant>;
-        let outbox = &mut self.outbox;
+        let (outbox, link) = (&mut self.outbox, self.entered);
         let mut progress = |bytes_done, bytes_total| {
             let due = last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
             if due || bytes_done == bytes_total {
                 last = Some(Instant::now());
-                outbox.send(FromWorker::Progress(LoadProgress { epoch, bytes_done, bytes_total }));
+                outbox.send(
+                    link,
+                    FromWorker::Progress(LoadProgress { epoch, bytes_done, bytes_total }),
+                );
             }
         };
         match self.rank.form(form, &self.abort, &mut progress) {
@@ -276,15 +284,18 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     load_seconds: ready.load_seconds,
                 };
                 self.outbox.loaded(form, &formed);
-                self.outbox.send(FromWorker::Formed(formed));
+                self.outbox.send(self.entered, FromWorker::Formed(formed));
             }
             Err(error) => {
                 self.release();
-                self.outbox.send(FromWorker::FormFailed(FormFailed {
-                    epoch,
-                    message: error.message,
-                    permanent: error.permanent,
-                }));
+                self.outbox.send(
+                    self.entered,
+                    FromWorker::FormFailed(FormFailed {
+                        epoch,
+                        message: error.message,
+                        permanent: error.permanent,
+                    }),
+                );
             }
         }
     }
@@ -295,11 +306,11 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         }
         let epoch = start.epoch;
         match self.rank.start(start.num_blocks) {
-            Ok(()) => self.outbox.send(FromWorker::Started(Started { epoch })),
+            Ok(()) => self.outbox.send(self.entered, FromWorker::Started(Started { epoch })),
             Err(message) => {
                 self.release();
                 let failed = FormFailed { epoch, message, permanent: false };
-                self.outbox.send(FromWorker::FormFailed(failed));
+                self.outbox.send(self.entered, FromWorker::FormFailed(failed));
             }
         }
     }
@@ -325,14 +336,17 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     stats: WorkerStats::default(),
                 };
                 result.stats = self.outbox.step_finished(&result);
-                self.outbox.send(FromWorker::Step(result));
+                self.outbox.send(self.entered, FromWorker::Step(result));
             }
             Err(message) => {
                 let (epoch, step) = (plan.epoch, plan.step);
                 // The ranks no longer agree on what was run: the epoch is over on all of them.
                 self.abort.abort_own(epoch);
                 self.release();
-                self.outbox.send(FromWorker::StepFailed(StepFailed { epoch, step, message }));
+                self.outbox.send(
+                    self.entered,
+                    FromWorker::StepFailed(StepFailed { epoch, step, message }),
+                );
             }
         }
     }

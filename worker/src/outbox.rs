@@ -76,7 +76,7 @@ impl LinkOutbox {
 }
 
 impl Outbox for LinkOutbox {
-    fn send(&mut self, message: FromWorker) {
+    fn send(&mut self, link: u64, message: FromWorker) {
         let epoch = match &message {
             FromWorker::Progress(progress) => progress.epoch,
             FromWorker::Formed(formed) => formed.epoch,
@@ -86,7 +86,7 @@ impl Outbox for LinkOutbox {
             FromWorker::StepFailed(failed) => failed.epoch,
             FromWorker::Stats(_) | FromWorker::Logs(_) | FromWorker::Goodbye { .. } => Epoch(0),
         };
-        self.uplink.tell(epoch, &message);
+        self.uplink.tell_over(link, epoch, &message);
     }
 
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats {
