@@ -64,11 +64,13 @@ pub enum WorkerEnd {
     },
 }
 
+/// The present link, and its number at the executor.
+type Present = Option<(u64, PeerAddr<FromWorker>)>;
+
 /// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
 #[derive(Clone, Debug, Default)]
 pub struct Uplink {
-    /// The link, and its number at the executor.
-    inner: Arc<Mutex<Option<(u64, PeerAddr<FromWorker>)>>>,
+    inner: Arc<Mutex<Present>>,
     worker: Arc<AtomicU32>,
     /// Whether the coordinator wants stats.
     measures: Arc<AtomicBool>,
@@ -113,7 +115,7 @@ impl Uplink {
         *self.shard.lock().unwrap_or_else(PoisonError::into_inner) = Some(shard);
     }
 
-    fn set(&self, link: Option<(u64, PeerAddr<FromWorker>)>) {
+    fn set(&self, link: Present) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
 }
