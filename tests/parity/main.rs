@@ -19,6 +19,7 @@
 mod broken;
 mod checkpoint;
 mod cuda;
+mod cuda_invariance;
 mod goldens;
 mod invariance;
 mod odd;

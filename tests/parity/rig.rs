@@ -68,14 +68,14 @@ pub(crate) enum On {
 
 /// A backend on the stand-in for NVIDIA's driver.
 pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -> CudaBackend {
+    fake_cuda_with(CudaOptions { graphs, ..CudaOptions::default() }, collective)
+}
+
+/// As above, with any options.
+pub(crate) fn fake_cuda_with(options: CudaOptions, collective: Box<dyn Collective>) -> CudaBackend {
     let fake = fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap();
-    let options = CudaOptions {
-        folders: vec![fake.libraries],
-        kernels: Some(fake.kernels),
-        graphs,
-        ..CudaOptions::default()
-    };
-    CudaBackend::new(options, collective).unwrap()
+    let (folders, kernels) = (vec![fake.libraries], Some(fake.kernels));
+    CudaBackend::new(CudaOptions { folders, kernels, ..options }, collective).unwrap()
 }
 
 /// One rank's engine on the fast backend.

@@ -115,6 +115,7 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
         Survey::options(ordinal, &args.cuda.cuda_lib_dir, args.cuda.cuda_kernels.as_deref());
     options.graphs = !args.no_cuda_graphs;
     options.overlap = !args.no_cuda_overlap;
+    options.batch_invariant = args.batch_invariant;
     let memory_utilization = args.gpu_memory_utilization;
     Ok(DeviceChoice::Cuda(CudaDevice { options, memory_utilization, memory_free, uuid }))
 }

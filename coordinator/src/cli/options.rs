@@ -452,6 +452,10 @@ pub(crate) struct ComputeArgs {
     /// Run GPU steps kernel by kernel instead of as CUDA graphs: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_graphs: bool,
+    /// Give a request the same tokens on a GPU whatever else is in the batch, and when it goes on
+    /// elsewhere after a failure; slower. CPUs always do
+    #[arg(long)]
+    pub(crate) batch_invariant: bool,
     /// Have every GPU kernel begin when those before it are complete: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_overlap: bool,
