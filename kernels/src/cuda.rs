@@ -39,5 +39,5 @@ pub mod tensors;
 
 pub use backend::CudaBackend;
 pub use choice::Exchange;
-pub use connect::{GroupSetup, Joining, NoRelay, Relay};
+pub use connect::{GroupSetup, Joining, Relay};
 pub use device::{CudaOptions, has_kernels};

@@ -46,20 +46,6 @@ pub trait Relay {
     fn receive(&mut self, timeout: Duration) -> Result<Vec<u8>, CollectiveError>;
 }
 
-/// The way for those that have none.
-#[derive(Clone, Copy, Debug)]
-pub struct NoRelay;
-
-impl Relay for NoRelay {
-    fn send(&mut self, _: &[u8]) -> Result<(), CollectiveError> {
-        Err(CollectiveError::Setup("there is no way from rank 0 to the others".to_owned()))
-    }
-
-    fn receive(&mut self, _: Duration) -> Result<Vec<u8>, CollectiveError> {
-        Err(CollectiveError::Setup("there is no way from rank 0 to the others".to_owned()))
-    }
-}
-
 /// What joining came to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Joining {
