@@ -5,7 +5,7 @@
 //! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
 //! - [`device`]: a GPU made ready
 //! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: by what they do it;
-//!   [`connect`]: how they find each other
+//!   [`connect`]: how they find each other; [`nccl`]: NCCL
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
@@ -30,6 +30,7 @@ pub mod libraries;
 mod matmul;
 pub mod memory;
 pub mod module;
+pub mod nccl;
 mod operations;
 mod sample;
 mod step;
@@ -38,5 +39,5 @@ pub mod tensors;
 
 pub use backend::CudaBackend;
 pub use choice::Exchange;
-pub use connect::{GroupSetup, Joining, NoRelay, Relay};
+pub use connect::{GroupSetup, Joining, Relay};
 pub use device::{CudaOptions, has_kernels};

@@ -4,6 +4,7 @@
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
+//! - `cuda`, [`nccl`]: on stand-ins for GPUs, one and several
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`rig`]: ranks as threads, driven by step plans
@@ -22,6 +23,7 @@ mod cuda;
 mod cuda_invariance;
 mod goldens;
 mod invariance;
+mod nccl;
 mod odd;
 mod plans;
 mod rig;

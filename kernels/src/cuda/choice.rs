@@ -19,7 +19,9 @@ impl Exchange {
     pub const NAMES: [(&'static str, Self); 3] =
         [("auto", Self::Auto), ("host", Self::Host), ("nccl", Self::Nccl)];
 
-    fn name(self) -> &'static str {
+    /// The name of one.
+    #[must_use]
+    pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, exchange)| *exchange == self).map_or("", |(name, _)| name)
     }
 }

@@ -34,6 +34,8 @@ pub struct CudaOptions {
     pub patience: Duration,
     /// What ranks exchange data by.
     pub exchange: Exchange,
+    /// NCCL's library, when it is not to be searched for.
+    pub nccl_lib: Option<PathBuf>,
 }
 
 impl Default for CudaOptions {
@@ -47,6 +49,7 @@ impl Default for CudaOptions {
             batch_invariant: false,
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
+            nccl_lib: None,
         }
     }
 }

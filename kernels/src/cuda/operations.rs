@@ -576,7 +576,7 @@ impl Backend for CudaBackend {
     }
 
     fn is_sampled(&mut self) -> Result<bool, KernelError> {
-        self.device.context.group.poll()?;
+        self.device.context.group.check(self.sampling.waited())?;
         self.sampling.is_done()
     }
 
