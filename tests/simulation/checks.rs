@@ -65,6 +65,17 @@ impl LifeChecks {
         Self { newest, retired, refused: self.refused, last: Some(totals), ..Self::default() }
     }
 
+    /// Goes on from what the last coordinator left.
+    pub(crate) fn go_on_from(&mut self, last: Self) {
+        for (run, sequence) in last.newest {
+            // One that has reported here knows better.
+            self.newest.entry(run).or_insert(sequence);
+        }
+        self.retired.extend(last.retired);
+        self.refused += last.refused;
+        self.last = last.last;
+    }
+
     pub(crate) fn serves(&mut self, epoch: Epoch, now: Time) {
         self.serving.insert(epoch, now);
     }

@@ -79,6 +79,21 @@ pub(crate) struct Tally {
     pub(crate) prompts_of_others: u64,
 }
 
+impl Tally {
+    /// Goes on from another's.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.accepted += other.accepted;
+        for (reason, count) in &other.rejected {
+            *self.rejected.entry(*reason).or_default() += count;
+        }
+        for (reason, count) in &other.ended {
+            *self.ended.entry(*reason).or_default() += count;
+        }
+        self.prompts_of_finished += other.prompts_of_finished;
+        self.prompts_of_others += other.prompts_of_others;
+    }
+}
+
 pub(crate) struct Clients {
     open: Vec<Open>,
     /// Requests not ended, by where they were routed.
