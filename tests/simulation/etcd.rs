@@ -230,12 +230,11 @@ impl Etcd {
         }
     }
 
-    /// It was started again: leases live for a whole life from now on, nobody watches.
+    /// It was stopped: leases live for a whole life from now on.
     pub(crate) fn restarted(&mut self, now: Time) {
         for lease in self.leases.values_mut() {
             lease.ends = now + lease.ttl + S / 10;
         }
-        self.watches.clear();
     }
 
     /// Who leads: which process run, since which revision.

@@ -22,7 +22,8 @@ const WATCH_SILENCE: Duration = Duration::from_secs(30);
 const RELIST: Duration = Duration::from_secs(60);
 
 /// When etcd is back and nobody leads, whoever led before has so long to lead again before others
-/// run: it still serves, and a change would end its streams for nothing.
+/// run: it still serves, and a change would end its streams for nothing. Others are also those that
+/// were started while etcd was away.
 pub const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
 
 /// A session cannot go on; the next one may.
@@ -113,8 +114,8 @@ pub struct Keeper {
     registered: bool,
     /// Since when another process run has had its key.
     taken_since: Option<Duration>,
-    /// There was a session before.
-    reached: bool,
+    /// etcd was away, or the session with it ended, since this process began.
+    missed: bool,
     /// This process was the last that led.
     led_last: bool,
     /// Not to run for leader before.
@@ -137,7 +138,7 @@ impl Keeper {
             session: None,
             registered: false,
             taken_since: None,
-            reached: false,
+            missed: false,
             led_last: false,
             run_after: None,
         }
@@ -186,14 +187,14 @@ impl Keeper {
         self.session = Some(Session { sent, opened: now, heard: now, listed: now });
         self.view.list_anew(revision, entries);
         self.confirmed();
-        if self.reached && !self.led_last {
+        if self.missed && !self.led_last {
             self.run_after = Some(now + INCUMBENT_FIRST);
         }
-        self.reached = true;
     }
 
-    /// The session is over.
+    /// The session is over, or did not come about.
     pub fn closed(&mut self) {
+        self.missed = true;
         self.session = None;
         self.view.connected = false;
     }

@@ -65,6 +65,14 @@ fn after_etcd_was_away_whoever_led_is_first_to_run() {
     }
     assert_eq!((led.due(at(100)), other.due(at(100))), (Some(Due::Lead), None));
     assert_eq!(other.due(at(100) + INCUMBENT_FIRST), Some(Due::Lead), "but not for ever");
+    // One that was started meanwhile knows as much: that etcd was away.
+    let mut started = Keeper::new(record(3), true, TTL);
+    started.closed();
+    started.leased(at(100), 7);
+    started.opened(at(100), 20, Vec::new());
+    started.registered();
+    assert_eq!(started.due(at(100)), None);
+    assert_eq!(started.due(at(100) + INCUMBENT_FIRST), Some(Due::Lead));
 }
 
 #[test]
