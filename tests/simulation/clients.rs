@@ -7,6 +7,7 @@ use coordinator::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck,
 };
 use shared::ids::{ReplicaId, RequestId};
+use shared::metrics::catalogue::REQUEST_SUCCESS;
 use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
@@ -390,7 +391,8 @@ impl World {
         let (now, switches) = (self.now, self.switches);
         let open = &mut self.clients.open[index];
         let prompts = open.prompts();
-        let tally = &mut self.coordinator.tally;
+        let coordinator = &mut *self.coordinator;
+        let tally = &mut coordinator.tally;
         let is_suspect = open.is_suspect();
         let Some(events) = &mut open.events else { return Ok(false) };
         if submitted && open.state == State::Submitted {
@@ -470,7 +472,17 @@ impl World {
         open.check(false)?;
         if over && open.state == State::Live {
             let whole = finished || (open.left == Some(Leaving::Drops) && open.whole());
+            // Whether it was given up before its client was missed, the totals alone tell.
+            let given_up = || {
+                let errors = coordinator.hub.merged();
+                let errors = errors.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error);
+                errors > tally.ended.get(&FinishedReason::Error).copied().unwrap_or_default()
+            };
             open.state = match open.left {
+                Some(Leaving::Drops) if is_suspect && given_up() => {
+                    self.report.quarantined += 1;
+                    State::Ended(FinishedReason::Error)
+                }
                 _ if whole => State::Ended(open.finished_reason()),
                 Some(_) => State::Ended(FinishedReason::Abort),
                 None => return Err("ended without a word".to_owned()),

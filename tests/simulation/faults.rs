@@ -153,6 +153,7 @@ impl World {
             }
             Heal::EtcdBack => {
                 self.etcd_away -= 1;
+                self.etcd_back = self.now;
                 if !self.etcd_counts {
                     self.etcd.restarted(self.now);
                 }

@@ -2,6 +2,7 @@
 //! started again. As `tutti coordinator --etcd`.
 use std::collections::BTreeSet;
 
+use shared::membership::keeper::INCUMBENT_FIRST;
 use shared::membership::{LEADER_LEASE_TTL, Record, Role};
 
 use crate::coordinator::Life;
@@ -52,6 +53,10 @@ impl World {
     pub(crate) fn start_seat(&mut self, seat: usize) {
         if self.seats[seat].alive {
             return;
+        }
+        if self.now < self.etcd_back + micros(INCUMBENT_FIRST) {
+            // It cannot know that etcd was away, and may lead before the one that led is back.
+            (0..self.seats.len()).for_each(|seat| self.trouble(seat, 0));
         }
         let incarnation = self.random.next();
         let troubled = self.seats[seat].troubled;

@@ -23,7 +23,7 @@ const RELIST: Duration = Duration::from_secs(60);
 
 /// When etcd is back and nobody leads, whoever led before has so long to lead again before others
 /// run: it still serves, and a change would end its streams for nothing. Others are also those that
-/// were started while etcd was away.
+/// were started while etcd was away; one that is started right after its return cannot know.
 pub const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
 
 /// A session cannot go on; the next one may.
