@@ -154,6 +154,7 @@ impl World {
             Heal::EtcdBack => {
                 self.etcd_away -= 1;
                 self.etcd_back = self.now;
+                self.trouble_again(self.etcd_went);
                 if !self.etcd_counts {
                     self.etcd.restarted(self.now);
                 }
@@ -187,6 +188,7 @@ impl World {
         }
         self.report.outages += 1;
         self.etcd_away += 1;
+        self.etcd_went = self.now;
         self.etcd_counts = counts;
         if resets {
             (0..self.members.len())

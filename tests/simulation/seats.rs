@@ -95,6 +95,15 @@ impl World {
         self.seats[seat].troubled = self.seats[seat].troubled.max(until);
     }
 
+    /// What was done since then may be noticed only now.
+    pub(crate) fn trouble_again(&mut self, since: Time) {
+        for seat in 0..self.seats.len() {
+            if self.seats[seat].troubled >= since {
+                self.trouble(seat, 0);
+            }
+        }
+    }
+
     /// What a coordinator makes of its view: as `election` and `other_leader`.
     pub(crate) fn seat_sees(&mut self, seat: usize) {
         let Some(view) = self.view(self.member_of(seat)) else { return };

@@ -146,7 +146,8 @@ pub(crate) struct World {
     pub(crate) etcd: Etcd,
     /// How many faults keep everybody from etcd.
     pub(crate) etcd_away: u32,
-    /// When it was back last.
+    /// When it went away last, and when it was back.
+    pub(crate) etcd_went: Time,
     pub(crate) etcd_back: Time,
     /// While it is away leases end.
     pub(crate) etcd_counts: bool,
@@ -190,6 +191,7 @@ impl World {
             coordinator: Coordinators::default(),
             etcd: Etcd::default(),
             etcd_away: 0,
+            etcd_went: 0,
             etcd_back: 0,
             etcd_counts: true,
             members: (0..slots + scenario.seats).map(|_| Member::default()).collect(),
