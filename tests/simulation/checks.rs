@@ -245,11 +245,15 @@ impl World {
 
     /// Nothing that shall be noticed goes on unnoticed.
     fn check_bounds(&mut self) {
+        if !self.is_awake() {
+            self.coordinator.checks.spare_since = None;
+            return;
+        }
         if let Some(worker) = self.unnoticed_silence() {
             self.fail(format!("{worker} is silent and still connected"));
         }
         self.check_slow_ranks();
-        if let Some(index) = self.clients.unnoticed(self.now) {
+        if let Some(index) = self.clients.unnoticed(self.coordinator.life, self.now) {
             self.fail(format!("req-{index} is held although its client has left"));
         }
         let timeout = self.scenario.limits.step_timeout.as_micros() as Time;

@@ -218,9 +218,12 @@ impl Clients {
     }
 
     /// A request that is still held long after its client left, if there is one.
-    pub(crate) fn unnoticed(&self, now: Time) -> Option<usize> {
+    pub(crate) fn unnoticed(&self, life: Life, now: Time) -> Option<usize> {
         let held = |open: &Open| {
-            open.left.is_some() && open.state == State::Live && now > open.left_at + 100 * MS
+            open.life == Some(life)
+                && open.left.is_some()
+                && open.state == State::Live
+                && now > open.left_at + 100 * MS
         };
         self.open.iter().position(held)
     }

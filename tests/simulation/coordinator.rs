@@ -38,7 +38,7 @@ pub(crate) struct Connected {
 pub(crate) struct Coordinator {
     pub(crate) life: Life,
     /// Which place its process has.
-    seat: usize,
+    pub(crate) seat: usize,
     /// Whether it has what the last leader left.
     restored: bool,
     pub(crate) core: Cluster,
@@ -163,7 +163,7 @@ impl DerefMut for Coordinators {
 /// What a leader leaves for the next one, and what has to come of it.
 #[derive(Clone)]
 pub(crate) struct Saved {
-    bytes: Vec<u8>,
+    pub(crate) bytes: Vec<u8>,
     tally: Tally,
     tokens: u64,
     checks: LifeChecks,

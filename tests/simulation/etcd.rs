@@ -248,10 +248,13 @@ impl Etcd {
         keys.map(|(key, of)| (key.clone(), of.record.incarnation)).collect()
     }
 
-    /// Leaves the totals, as the leader since `epoch`.
+    /// Leaves the totals, as the leader since `epoch`; the bytes alone if it is not and nobody
+    /// looks.
     pub(crate) fn save(&mut self, epoch: i64, saved: Saved, fenced: bool) {
-        if !fenced || self.leader().is_some_and(|(_, since)| since == epoch) {
+        if self.leader().is_some_and(|(_, since)| since == epoch) {
             self.ledger = Some(saved);
+        } else if let Some(ledger) = self.ledger.as_mut().filter(|_| !fenced) {
+            ledger.bytes = saved.bytes;
         }
     }
 }

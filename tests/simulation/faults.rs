@@ -24,6 +24,15 @@ impl World {
                 self.disturb_all(0);
                 self.seat_ends(seat, false, back_after);
             }
+            Fault::FreezeCoordinator { seat, lasts } => {
+                if self.freeze_seat(seat) {
+                    self.trouble(seat, lasts);
+                    self.may_be_leaderless(lasts);
+                    self.disturb_all(lasts + S);
+                    let incarnation = self.seats[seat].incarnation;
+                    self.heal_after(lasts, Heal::Thaw { seat, incarnation });
+                }
+            }
             Fault::EtcdAway { lasts, counts, resets } => self.etcd_goes(lasts, counts, resets),
             Fault::CutEtcd { who, lasts } => {
                 self.members[who].cut += 1;
@@ -151,6 +160,7 @@ impl World {
                 self.paths[slot].blocked[Side::Worker as usize] -= u32::from(down);
                 self.release_held(slot);
             }
+            Heal::Thaw { seat, incarnation } => self.thaw(seat, incarnation),
             Heal::EtcdBack => {
                 self.etcd_away -= 1;
                 self.etcd_back = self.now;

@@ -52,6 +52,8 @@ pub(crate) enum Fault {
     Twin { twin: usize, lasts: Time },
     /// A coordinator process is killed, and started again after a while.
     CrashCoordinator { seat: usize, back_after: Time },
+    /// A coordinator process is stopped, and goes on after a while.
+    FreezeCoordinator { seat: usize, lasts: Time },
     /// Nobody reaches etcd; whether leases end meanwhile, and whether this is noticed at once.
     EtcdAway { lasts: Time, counts: bool, resets: bool },
     /// One process does not reach etcd.
@@ -320,16 +322,17 @@ impl Scenario {
             let who = if random.chance(50) { self.hosts.len() + seat } else { worker };
             debug_assert!(who < members, "a member");
             let fault = match random.range(0, 99) {
-                0..=34 => {
+                0..=14 => Fault::FreezeCoordinator { seat, lasts: random.skewed(100 * MS, 20 * S) },
+                15..=38 => {
                     Fault::CrashCoordinator { seat, back_after: random.skewed(10 * MS, 8 * S) }
                 }
-                35..=54 => Fault::EtcdAway {
+                39..=54 => Fault::EtcdAway {
                     lasts: random.skewed(100 * MS, 90 * S),
                     counts: random.chance(50),
                     resets: random.chance(50),
                 },
-                55..=69 => Fault::CutEtcd { who, lasts: random.skewed(100 * MS, 30 * S) },
-                70..=79 => Fault::Revoke { who },
+                55..=70 => Fault::CutEtcd { who, lasts: random.skewed(100 * MS, 30 * S) },
+                71..=79 => Fault::Revoke { who },
                 80..=87 => Fault::CancelWatch { who },
                 88..=91 => Fault::LoseChange { who },
                 _ => Fault::Compact,

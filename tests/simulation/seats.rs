@@ -19,10 +19,14 @@ const LOAD_PATIENCE: Time = 5 * S;
 #[derive(Debug, Default)]
 pub(crate) struct Seat {
     pub(crate) alive: bool,
-    incarnation: u64,
+    pub(crate) incarnation: u64,
     /// Since when it leads and looks for what the last leader left, while it does not serve yet.
     elected: Option<Time>,
     pub(crate) life: Option<Life>,
+    /// It is stopped, and this happened meanwhile.
+    pub(crate) frozen: bool,
+    pub(crate) deferred: Vec<Event>,
+    thawed: Time,
     /// Until when it may be replaced for something that was done to it.
     troubled: Time,
 }
@@ -80,10 +84,14 @@ impl World {
             return;
         }
         self.say(|| format!("seat {seat} ends"));
-        self.seats[seat].elected = None;
+        let it = &mut self.seats[seat];
+        (it.elected, it.frozen) = (None, false);
+        let deferred = std::mem::take(&mut it.deferred);
         if let Some(life) = self.seats[seat].life.take() {
             self.end_life(life);
         }
+        // Requests that waited for it find another.
+        deferred.into_iter().for_each(|event| self.schedule(1, event));
         self.leave_etcd(self.member_of(seat), in_order);
         self.schedule(back_after, Event::SeatStart { seat });
         self.faulty_until(self.now + back_after);
@@ -93,6 +101,34 @@ impl World {
     pub(crate) fn trouble(&mut self, seat: usize, lasts: Time) {
         let until = self.now + lasts + 2 * micros(LEADER_LEASE_TTL);
         self.seats[seat].troubled = self.seats[seat].troubled.max(until);
+    }
+
+    /// The process is stopped for a while.
+    pub(crate) fn freeze_seat(&mut self, seat: usize) -> bool {
+        let it = &mut self.seats[seat];
+        let freezes = it.alive && !it.frozen;
+        it.frozen |= freezes;
+        freezes
+    }
+
+    pub(crate) fn thaw(&mut self, seat: usize, incarnation: u64) {
+        let it = &mut self.seats[seat];
+        if !it.frozen || it.incarnation != incarnation {
+            return;
+        }
+        (it.frozen, it.thawed) = (false, self.now);
+        let mut at = self.now;
+        for event in std::mem::take(&mut it.deferred) {
+            at += self.random.range(1, 100);
+            self.schedule_at(at, event);
+        }
+        (0..self.processes.len()).for_each(|slot| self.release_held(slot));
+    }
+
+    /// Whether the one that acts notices what there is to notice.
+    pub(crate) fn is_awake(&self) -> bool {
+        let seat = &self.seats[self.coordinator.seat];
+        !seat.frozen && self.now > seat.thawed + 5 * S
     }
 
     /// What was done since then may be noticed only now.

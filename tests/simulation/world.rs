@@ -37,6 +37,7 @@ pub(crate) enum Heal {
     Quicker { slot: usize, factor: u64 },
     NoOccasion { slot: usize },
     Single { twin: usize },
+    Thaw { seat: usize, incarnation: u64 },
     EtcdBack,
     JoinEtcd { who: MemberId },
     ChangesArrive { who: MemberId },
@@ -345,6 +346,24 @@ impl World {
         }
     }
 
+    /// Which coordinator's process has to run for an event to happen.
+    fn seat_of(&self, event: Event) -> Option<usize> {
+        let coordinator = match event {
+            Event::EtcdOpen { who, .. }
+            | Event::EtcdAnswered { who, .. }
+            | Event::EtcdDeadline { who, .. }
+            | Event::EtcdSaid { who, .. }
+            | Event::EtcdTick { who, .. } => return who.checked_sub(self.processes.len()),
+            Event::Load { seat, .. } => return Some(seat),
+            // Frames wait by themselves.
+            Event::Arrive { .. } => return None,
+            Event::Submit(_) => self.leading(),
+            Event::Leave(index) => self.clients.life_of(index),
+            _ => self.life_of(event),
+        };
+        self.seats.iter().position(|seat| coordinator.is_some() && seat.life == coordinator)
+    }
+
     /// Which coordinator something happens at.
     fn life_of(&self, event: Event) -> Option<Life> {
         match event {
@@ -365,6 +384,12 @@ impl World {
             && self.processes[slot].frozen
         {
             self.processes[slot].deferred.push(event);
+            return;
+        }
+        if let Some(seat) = self.seat_of(event)
+            && self.seats[seat].frozen
+        {
+            self.seats[seat].deferred.push(event);
             return;
         }
         let session = Self::session_of(event);
@@ -388,7 +413,9 @@ impl World {
                 }
                 for life in self.coordinator.lives() {
                     self.coordinator.act(life);
-                    self.tick();
+                    if !self.seats[self.coordinator.seat].frozen {
+                        self.tick();
+                    }
                 }
                 self.schedule(50 * MS, Event::Tick);
             }
