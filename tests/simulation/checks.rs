@@ -65,6 +65,17 @@ impl LifeChecks {
         Self { newest, retired, refused: self.refused, last: Some(totals), ..Self::default() }
     }
 
+    /// Goes on from what the last coordinator left.
+    pub(crate) fn go_on_from(&mut self, last: Self) {
+        for (run, sequence) in last.newest {
+            // One that has reported here knows better.
+            self.newest.entry(run).or_insert(sequence);
+        }
+        self.retired.extend(last.retired);
+        self.refused += last.refused;
+        self.last = last.last;
+    }
+
     pub(crate) fn serves(&mut self, epoch: Epoch, now: Time) {
         self.serving.insert(epoch, now);
     }
@@ -234,11 +245,15 @@ impl World {
 
     /// Nothing that shall be noticed goes on unnoticed.
     fn check_bounds(&mut self) {
+        if !self.is_awake() {
+            self.coordinator.checks.spare_since = None;
+            return;
+        }
         if let Some(worker) = self.unnoticed_silence() {
             self.fail(format!("{worker} is silent and still connected"));
         }
         self.check_slow_ranks();
-        if let Some(index) = self.clients.unnoticed(self.now) {
+        if let Some(index) = self.clients.unnoticed(self.coordinator.life, self.now) {
             self.fail(format!("req-{index} is held although its client has left"));
         }
         let timeout = self.scenario.limits.step_timeout.as_micros() as Time;

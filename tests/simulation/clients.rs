@@ -7,6 +7,7 @@ use coordinator::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck,
 };
 use shared::ids::{ReplicaId, RequestId};
+use shared::metrics::catalogue::REQUEST_SUCCESS;
 use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
@@ -77,6 +78,21 @@ pub(crate) struct Tally {
     /// Prompt tokens of all choices of requests that finished, and of those that did not.
     pub(crate) prompts_of_finished: u64,
     pub(crate) prompts_of_others: u64,
+}
+
+impl Tally {
+    /// Goes on from another's.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.accepted += other.accepted;
+        for (reason, count) in &other.rejected {
+            *self.rejected.entry(*reason).or_default() += count;
+        }
+        for (reason, count) in &other.ended {
+            *self.ended.entry(*reason).or_default() += count;
+        }
+        self.prompts_of_finished += other.prompts_of_finished;
+        self.prompts_of_others += other.prompts_of_others;
+    }
 }
 
 pub(crate) struct Clients {
@@ -202,9 +218,12 @@ impl Clients {
     }
 
     /// A request that is still held long after its client left, if there is one.
-    pub(crate) fn unnoticed(&self, now: Time) -> Option<usize> {
+    pub(crate) fn unnoticed(&self, life: Life, now: Time) -> Option<usize> {
         let held = |open: &Open| {
-            open.left.is_some() && open.state == State::Live && now > open.left_at + 100 * MS
+            open.life == Some(life)
+                && open.left.is_some()
+                && open.state == State::Live
+                && now > open.left_at + 100 * MS
         };
         self.open.iter().position(held)
     }
@@ -375,7 +394,8 @@ impl World {
         let (now, switches) = (self.now, self.switches);
         let open = &mut self.clients.open[index];
         let prompts = open.prompts();
-        let tally = &mut self.coordinator.tally;
+        let coordinator = &mut *self.coordinator;
+        let tally = &mut coordinator.tally;
         let is_suspect = open.is_suspect();
         let Some(events) = &mut open.events else { return Ok(false) };
         if submitted && open.state == State::Submitted {
@@ -455,7 +475,17 @@ impl World {
         open.check(false)?;
         if over && open.state == State::Live {
             let whole = finished || (open.left == Some(Leaving::Drops) && open.whole());
+            // Whether it was given up before its client was missed, the totals alone tell.
+            let given_up = || {
+                let errors = coordinator.hub.merged();
+                let errors = errors.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error);
+                errors > tally.ended.get(&FinishedReason::Error).copied().unwrap_or_default()
+            };
             open.state = match open.left {
+                Some(Leaving::Drops) if is_suspect && given_up() => {
+                    self.report.quarantined += 1;
+                    State::Ended(FinishedReason::Error)
+                }
                 _ if whole => State::Ended(open.finished_reason()),
                 Some(_) => State::Ended(FinishedReason::Abort),
                 None => return Err("ended without a word".to_owned()),

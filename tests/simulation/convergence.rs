@@ -37,6 +37,9 @@ impl World {
 
     /// Whether all that are there serve, as far as they can, and all workers are linked.
     pub(crate) fn converged(&self) -> Result<(), String> {
+        if self.coordinator.lives().len() > 1 {
+            return Err(format!("coordinators serve: {:?}", self.coordinator.lives()));
+        }
         let alive = self.processes.iter().filter(|process| process.alive).count();
         let connected = self.coordinator.num_connected();
         let core = &self.coordinator.core;

@@ -12,6 +12,7 @@ use coordinator::cluster::{Cluster, ClusterConfig, PlacementRules};
 use coordinator::engine::GenerateRequest;
 use coordinator::metrics::Hub;
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::membership::View;
 use shared::metrics::Limits;
 use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::protocol::{StepResult, WorkerStats};
@@ -21,7 +22,7 @@ use crate::clients::Tally;
 use crate::network::{LinkId, Side};
 use crate::random::mix;
 use crate::replicas::{ClusterMail, RunningReplica};
-use crate::scenario::{MODEL, Scenario, Time};
+use crate::scenario::{MODEL, S, Scenario, Time};
 use crate::world::{Event, World};
 
 /// Numbers coordinators that lead, or led.
@@ -36,6 +37,10 @@ pub(crate) struct Connected {
 
 pub(crate) struct Coordinator {
     pub(crate) life: Life,
+    /// Which place its process has.
+    pub(crate) seat: usize,
+    /// Whether it has what the last leader left.
+    restored: bool,
     pub(crate) core: Cluster,
     pub(crate) hub: Hub,
     pub(crate) roster: Roster,
@@ -59,7 +64,7 @@ pub(crate) struct Coordinator {
 }
 
 impl Coordinator {
-    fn new(scenario: &Scenario, seed: u64, life: Life) -> Self {
+    fn new(scenario: &Scenario, seed: u64, life: Life, seat: usize) -> Self {
         let run = mix(seed, life as u64);
         let config = ClusterConfig {
             tensor_parallel: scenario.tensor_parallel,
@@ -76,6 +81,8 @@ impl Coordinator {
         };
         Self {
             life,
+            seat,
+            restored: false,
             core: Cluster::new(config),
             hub: Hub::new(Incarnation(run), Limits::default()),
             roster: Roster::default(),
@@ -154,37 +161,43 @@ impl DerefMut for Coordinators {
 }
 
 /// What a leader leaves for the next one, and what has to come of it.
+#[derive(Clone)]
 pub(crate) struct Saved {
-    bytes: Vec<u8>,
+    pub(crate) bytes: Vec<u8>,
     tally: Tally,
     tokens: u64,
     checks: LifeChecks,
 }
 
 impl World {
-    /// A coordinator begins to lead, with what the last one left. It knows of these workers.
-    pub(crate) fn begin_life(&mut self, workers: BTreeSet<String>) -> Life {
+    /// A coordinator begins to lead, and acts. It knows of these workers.
+    pub(crate) fn begin_life(&mut self, seat: usize, workers: BTreeSet<String>) -> Life {
         let life = self.coordinator.lives.len();
-        let mut coordinator = Coordinator::new(&self.scenario, self.seed, life);
-        if let Some(saved) = self.saved.as_ref().filter(|_| !self.switches.totals_are_forgotten) {
+        let mut coordinator = Coordinator::new(&self.scenario, self.seed, life, seat);
+        coordinator.core.expect(workers);
+        self.coordinator.lives.push(Some(Box::new(coordinator)));
+        self.coordinator.acting = life;
+        self.say(|| format!("life {life} begins"));
+        self.schedule(self.scenario.checkpoint, Event::Checkpoint(life));
+        life
+    }
+
+    /// The one that acts goes on from what the last leader left.
+    pub(crate) fn restore(&mut self) {
+        self.coordinator.restored = true;
+        let Some(saved) = self.etcd.ledger.clone() else { return };
+        if !self.switches.totals_are_forgotten {
             match Checkpoint::decode(&saved.bytes) {
                 Ok(checkpoint) => {
-                    let unknown = coordinator.hub.restore(checkpoint);
+                    let unknown = self.coordinator.hub.restore(checkpoint);
                     assert_eq!(unknown, 0, "series that the same program wrote");
                 }
                 Err(error) => self.fail(format!("the last leader's totals: {error}")),
             }
         }
-        if let Some(saved) = &self.saved {
-            coordinator.tally = saved.tally.clone();
-            coordinator.tokens_before = saved.tokens;
-            coordinator.checks = saved.checks.clone();
-        }
-        coordinator.core.expect(workers);
-        self.coordinator.lives.push(Some(Box::new(coordinator)));
-        self.say(|| format!("life {life} begins"));
-        self.schedule(self.scenario.checkpoint, Event::Checkpoint(life));
-        life
+        self.coordinator.tally.add(&saved.tally);
+        self.coordinator.tokens_before += saved.tokens;
+        self.coordinator.checks.go_on_from(saved.checks);
     }
 
     /// A coordinator is gone, with all it held.
@@ -201,9 +214,18 @@ impl World {
         self.clients_lost(life);
     }
 
-    /// The one that acts leaves its totals.
+    /// The one that acts leaves its totals, if it leads as far as it knows.
     pub(crate) fn checkpoint(&mut self) {
-        let life = self.coordinator.life;
+        let (life, who) = (self.coordinator.life, self.member_of(self.coordinator.seat));
+        let again = if self.coordinator.restored { self.scenario.checkpoint } else { S / 2 };
+        self.schedule(again, Event::Checkpoint(life));
+        if !self.reaches_etcd(who) {
+            return;
+        }
+        if !self.coordinator.restored {
+            return self.restore();
+        }
+        let Some(epoch) = self.view(who).and_then(View::own).map(|it| it.epoch) else { return };
         let bytes = match self.coordinator.hub.checkpoint().encode() {
             Ok(bytes) => bytes,
             Err(error) => return self.fail(format!("the totals: {error}")),
@@ -213,7 +235,7 @@ impl World {
         self.clients.end_in_flight(life, &mut tally);
         let tokens = self.coordinator.tokens_before + self.clients.accepted_tokens(life);
         let checks = self.coordinator.checks.for_the_next(self.coordinator.hub.merged());
-        self.saved = Some(Saved { bytes, tally, tokens, checks });
-        self.schedule(self.scenario.checkpoint, Event::Checkpoint(life));
+        let saved = Saved { bytes, tally, tokens, checks };
+        self.etcd.save(epoch, saved, !self.switches.saves_unfenced);
     }
 }

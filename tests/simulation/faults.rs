@@ -1,4 +1,8 @@
 //! What goes wrong, and how it ends.
+use shared::membership::LEADER_LEASE_TTL;
+use shared::membership::keeper::{DEADLINE, INCUMBENT_FIRST, Keeper};
+
+use crate::membership::micros;
 use crate::network::Side;
 use crate::scenario::{Fault, S, Time};
 use crate::world::{Event, Heal, World};
@@ -11,12 +15,53 @@ impl World {
         let fault = self.scenario.faults[index].1.clone();
         self.say(|| format!("FAULT {fault:?}"));
         self.report.faults += 1;
-        if let Some(life) = self.leader {
-            self.coordinator.act(life);
-        }
+        let leading = self.leading().filter(|life| self.coordinator.act(*life));
         match fault {
-            Fault::Replace { after } => self.replace(after),
-            Fault::Scale { .. } | Fault::Drain { .. } if self.leader.is_none() => {}
+            Fault::CrashCoordinator { seat, back_after } => {
+                self.report.replaced += u64::from(self.seats[seat].life.is_some());
+                self.trouble(seat, 0);
+                self.may_be_leaderless(back_after);
+                self.disturb_all(0);
+                self.seat_ends(seat, false, back_after);
+            }
+            Fault::FreezeCoordinator { seat, lasts } => {
+                if self.freeze_seat(seat) {
+                    self.trouble(seat, lasts);
+                    self.may_be_leaderless(lasts);
+                    self.disturb_all(lasts + S);
+                    let incarnation = self.seats[seat].incarnation;
+                    self.heal_after(lasts, Heal::Thaw { seat, incarnation });
+                }
+            }
+            Fault::EtcdAway { lasts, counts, resets } => self.etcd_goes(lasts, counts, resets),
+            Fault::CutEtcd { who, lasts } => {
+                self.members[who].cut += 1;
+                self.trouble_member(who, lasts);
+                self.heal_after(lasts, Heal::JoinEtcd { who });
+            }
+            Fault::Revoke { who } => {
+                self.trouble_member(who, 0);
+                let lease = self.members[who].keeper.as_ref().and_then(Keeper::lease);
+                if let Some(lease) = lease.filter(|_| self.etcd_away == 0) {
+                    self.etcd.revoke(lease);
+                    self.spread_news();
+                }
+            }
+            Fault::CancelWatch { who } => {
+                self.etcd.cancel(who);
+                self.spread_news();
+            }
+            Fault::LoseChange { who } => {
+                self.members[who].loses_change = true;
+                self.heal_after(OCCASION, Heal::ChangesArrive { who });
+            }
+            Fault::Compact => {
+                let away = |who: usize| !self.reaches_etcd(who);
+                let behind: Vec<usize> = (0..self.members.len()).filter(|it| away(*it)).collect();
+                self.etcd.compact(|who| behind.contains(&who));
+                self.spread_news();
+            }
+            Fault::Scale { .. } | Fault::Drain { .. } if leading.is_none() => {}
             Fault::Leave { slot, back_after } => self.leave_cluster(slot, back_after),
             Fault::Crash { slot, back_after } => {
                 self.kill(slot);
@@ -115,6 +160,21 @@ impl World {
                 self.paths[slot].blocked[Side::Worker as usize] -= u32::from(down);
                 self.release_held(slot);
             }
+            Heal::Thaw { seat, incarnation } => self.thaw(seat, incarnation),
+            Heal::EtcdBack => {
+                self.etcd_away -= 1;
+                self.etcd_back = self.now;
+                self.trouble_again(self.etcd_went);
+                if !self.etcd_counts {
+                    self.etcd.restarted(self.now);
+                }
+                self.etcd_is_back();
+            }
+            Heal::JoinEtcd { who } => {
+                self.members[who].cut -= 1;
+                self.etcd_is_back();
+            }
+            Heal::ChangesArrive { who } => self.members[who].loses_change = false,
             Heal::Faster { slot, extra } => self.paths[slot].extra -= extra,
             Heal::Single { twin } => {
                 self.kill(twin);
@@ -131,21 +191,40 @@ impl World {
         }
     }
 
-    /// The coordinator is killed; another takes over after a while.
-    fn replace(&mut self, after: Time) {
-        let Some(life) = self.leader.take() else { return };
-        self.report.replaced += 1;
-        self.end_life(life);
-        (0..self.processes.len()).for_each(|slot| self.disturb(slot, after));
-        self.schedule(after, Event::Lead);
-        self.faulty_until(self.now + after);
+    /// Nobody reaches etcd for a while.
+    fn etcd_goes(&mut self, lasts: Time, counts: bool, resets: bool) {
+        if self.etcd_away > 0 {
+            return;
+        }
+        self.report.outages += 1;
+        self.etcd_away += 1;
+        self.etcd_went = self.now;
+        self.etcd_counts = counts;
+        if resets {
+            (0..self.members.len())
+                .for_each(|who| self.etcd_broken(who, "the connection is reset"));
+        }
+        self.may_be_leaderless(lasts);
+        self.heal_after(lasts, Heal::EtcdBack);
     }
 
-    /// Somebody takes over.
-    pub(crate) fn lead(&mut self) {
-        let alive = |slot: &usize| self.processes[*slot].alive;
-        let workers = (0..self.processes.len()).filter(alive).map(|slot| self.node_name(slot));
-        let workers = workers.collect();
-        self.leader = Some(self.begin_life(workers));
+    /// A member may lose its lease.
+    fn trouble_member(&mut self, who: usize, lasts: Time) {
+        if who >= self.processes.len() {
+            self.trouble(who - self.processes.len(), lasts);
+            self.may_be_leaderless(lasts);
+        }
+    }
+
+    /// Whoever leads may be gone, and another be found a while after this has lasted.
+    pub(crate) fn may_be_leaderless(&mut self, lasts: Time) {
+        let until = self.now + lasts + micros(LEADER_LEASE_TTL + INCUMBENT_FIRST + 2 * DEADLINE);
+        self.leaderless = self.leaderless.max(until);
+        self.faulty_until(self.now + lasts + micros(LEADER_LEASE_TTL));
+    }
+
+    /// Something holds up all slots' steps.
+    pub(crate) fn disturb_all(&mut self, lasts: Time) {
+        (0..self.processes.len()).for_each(|slot| self.disturb(slot, lasts));
     }
 }

@@ -26,14 +26,17 @@ mod convergence;
 mod coordinator;
 mod effects;
 mod engine;
+mod etcd;
 mod executor;
 mod faults;
+mod membership;
 mod model;
 mod network;
 mod process;
 mod random;
 mod replicas;
 mod scenario;
+mod seats;
 mod switches;
 mod workers;
 mod world;
@@ -77,6 +80,8 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.finished += report.finished;
                 all.replaced += report.replaced;
                 all.lost += report.lost;
+                all.superseded += report.superseded;
+                all.outages += report.outages;
                 all.unavailable += report.unavailable;
                 all.quarantined += report.quarantined;
                 all.moved += report.moved;
@@ -108,7 +113,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 32] = [
+const MUTATIONS: [Mutation; 38] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -141,6 +146,12 @@ const MUTATIONS: [Mutation; 32] = [
     ("collectives_share_names", |it| it.collectives_share_names = true),
     ("totals_are_forgotten", |it| it.totals_are_forgotten = true),
     ("workers_count_twice", |it| it.workers_count_twice = true),
+    ("superseded_goes_on", |it| it.superseded_goes_on = true),
+    ("leader_is_not_followed", |it| it.leader_is_not_followed = true),
+    ("compaction_is_ignored", |it| it.compaction_is_ignored = true),
+    ("never_lists_again", |it| it.never_lists_again = true),
+    ("anybody_runs", |it| it.anybody_runs = true),
+    ("saves_unfenced", |it| it.saves_unfenced = true),
 ];
 
 #[test]

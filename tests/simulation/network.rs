@@ -150,7 +150,10 @@ impl World {
         let frozen = to == Side::Worker
             && self.processes[slot].incarnation == self.links[link].incarnation
             && self.processes[slot].frozen;
-        frozen || self.paths[slot].blocked[to as usize] > 0
+        let life = Some(self.links[link].life);
+        let stopped = to == Side::Coordinator
+            && self.seats.iter().any(|seat| seat.frozen && seat.life == life);
+        frozen || stopped || self.paths[slot].blocked[to as usize] > 0
     }
 
     /// Lets go what was held up for a slot, if nothing else holds it.

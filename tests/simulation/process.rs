@@ -2,6 +2,7 @@
 use std::rc::Rc;
 
 use shared::ids::{Epoch, WorkerId};
+use shared::membership::{Destination, Record, Role, View};
 use shared::metrics::RankStats;
 use shared::protocol::{FromWorker, Rejoin, ToWorker, WorkerStats};
 
@@ -27,6 +28,10 @@ pub(crate) struct Process {
     dialling: Option<LinkId>,
     generation: u64,
     redial: Time,
+    /// The coordinator dialled last.
+    dialled: Option<Destination>,
+    /// It knows of no coordinator to dial.
+    waits_for_leader: bool,
     /// Its slot at the present or last coordinator.
     pub(crate) worker: Option<WorkerId>,
     pub(crate) stats: Option<(WorkerId, RankStats)>,
@@ -55,6 +60,8 @@ impl Process {
             dialling: None,
             generation: 0,
             redial: REDIAL_MIN,
+            dialled: None,
+            waits_for_leader: false,
             worker: None,
             stats: None,
             last_report: None,
@@ -115,6 +122,16 @@ impl World {
             ..Process::absent()
         };
         self.say(|| format!("slot {slot} starts"));
+        let record = Record {
+            node: self.node_name(slot),
+            role: Role::Worker,
+            incarnation,
+            address: String::new(),
+            http: String::new(),
+            pid: 1,
+            version: String::new(),
+        };
+        self.join_etcd(slot, record);
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });
     }
 
@@ -149,6 +166,7 @@ impl World {
     /// It is told to end.
     fn shut_down(&mut self, slot: usize) {
         let back_after = self.processes[slot].back_after;
+        self.leave_etcd(slot, true);
         self.kill(slot);
         self.disturb(slot, 0);
         self.faulty_until(self.now);
@@ -163,6 +181,7 @@ impl World {
             return;
         }
         self.leave_collective(slot);
+        self.leave_etcd(slot, false);
         let process = &mut self.processes[slot];
         process.alive = false;
         process.frozen = false;
@@ -195,9 +214,19 @@ impl World {
         if !process.alive || !current || process.link.is_some() || process.dialling.is_some() {
             return;
         }
-        let Some(life) = self.leader else {
-            // Nobody listens there.
-            let process = &mut self.processes[slot];
+        let known = self.view(slot).and_then(View::destination);
+        // Where nobody leads, whoever led last may still be there.
+        let Some(to) = known.or_else(|| self.processes[slot].dialled.clone()) else {
+            self.processes[slot].waits_for_leader = true;
+            return;
+        };
+        let life = self.serves_at(&to.address);
+        let process = &mut self.processes[slot];
+        if process.dialled.replace(to.clone()) != Some(to) {
+            process.redial = REDIAL_MIN;
+        }
+        let Some(life) = life else {
+            // Nobody listens there, or one that stands by hangs up.
             process.redial = (process.redial * 2).min(REDIAL_MAX);
             let after = process.redial;
             return self.schedule(after, Event::Dial { slot, incarnation, generation });
@@ -270,6 +299,30 @@ impl World {
         let process = &self.processes[slot];
         let (generation, after) = (process.generation, process.redial);
         self.schedule(after, Event::Dial { slot, incarnation, generation });
+    }
+
+    /// Leaves a coordinator when another leads; as `WorkerActor` does.
+    pub(crate) fn follow(&mut self, slot: usize) {
+        let Some(now) = self.view(slot).and_then(View::destination) else { return };
+        let process = &mut self.processes[slot];
+        let waits = std::mem::take(&mut process.waits_for_leader);
+        let stays = self.switches.leader_is_not_followed && !waits;
+        if !process.alive || process.dialled.as_ref() == Some(&now) || stays {
+            return;
+        }
+        process.generation += 1;
+        let (incarnation, generation) = (process.incarnation, process.generation);
+        let (link, dialling) = (process.link.take(), process.dialling.take());
+        if link.is_some() {
+            process.redial = REDIAL_MIN;
+        }
+        if let Some(link) = link.or(dialling) {
+            self.close(link, Side::Worker);
+        }
+        if link.is_some() && !self.switches.keeps_epoch_without_link {
+            self.abort(slot, Epoch(u64::MAX));
+        }
+        self.schedule(0, Event::Dial { slot, incarnation, generation });
     }
 
     pub(crate) fn report_due(&mut self, slot: usize, incarnation: u64, generation: u64) {

@@ -67,4 +67,16 @@ pub(crate) struct Switches {
     pub(crate) totals_are_forgotten: bool,
     /// The next coordinator adds to the totals of workers what they report again.
     pub(crate) workers_count_twice: bool,
+    /// A coordinator goes on when another leads.
+    pub(crate) superseded_goes_on: bool,
+    /// Workers stay with the coordinator that they have.
+    pub(crate) leader_is_not_followed: bool,
+    /// A watch that is cut off from history is waited for.
+    pub(crate) compaction_is_ignored: bool,
+    /// Whatever a watch says is believed for ever.
+    pub(crate) never_lists_again: bool,
+    /// After etcd was away anybody runs for leader at once.
+    pub(crate) anybody_runs: bool,
+    /// Whoever thinks it leads writes the totals.
+    pub(crate) saves_unfenced: bool,
 }

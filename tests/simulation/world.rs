@@ -7,12 +7,15 @@ use shared::ids::ReplicaId;
 
 use crate::checks::Checks;
 use crate::clients::Clients;
-use crate::coordinator::{Coordinators, Life, Saved};
+use crate::coordinator::{Coordinators, Life};
+use crate::etcd::{Etcd, MemberId};
 use crate::executor::Meeting;
+use crate::membership::Member;
 use crate::network::{Link, LinkId, Packet, Path, Side};
 use crate::process::Process;
 use crate::random::{Random, mix};
 use crate::scenario::{MS, S, Scenario, Time};
+use crate::seats::Seat;
 use crate::switches::Switches;
 
 /// The cluster serves with all its workers this long after the last fault.
@@ -34,6 +37,10 @@ pub(crate) enum Heal {
     Quicker { slot: usize, factor: u64 },
     NoOccasion { slot: usize },
     Single { twin: usize },
+    Thaw { seat: usize, incarnation: u64 },
+    EtcdBack,
+    JoinEtcd { who: MemberId },
+    ChangesArrive { who: MemberId },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,7 +52,15 @@ pub(crate) enum Event {
     ReplicaMail(Life, ReplicaId),
     ClusterMail(Life),
     Checkpoint(Life),
-    Lead,
+    SeatStart { seat: usize },
+    Load { seat: usize, incarnation: u64 },
+    EtcdOpen { who: MemberId, session: u64 },
+    EtcdAsked { who: MemberId, session: u64, number: u64 },
+    EtcdAnswered { who: MemberId, session: u64, number: u64 },
+    EtcdDeadline { who: MemberId, session: u64, number: u64 },
+    EtcdSaid { who: MemberId, session: u64 },
+    EtcdTick { who: MemberId, session: u64 },
+    EtcdKept { who: MemberId, session: u64, lease: i64 },
     Start { slot: usize },
     Dial { slot: usize, incarnation: u64, generation: u64 },
     HandshakeDeadline { slot: usize, link: LinkId },
@@ -85,6 +100,10 @@ pub(crate) struct Report {
     /// Coordinators that were replaced, and requests that ended with them.
     pub(crate) replaced: u64,
     pub(crate) lost: u64,
+    /// Coordinators that ended because another led.
+    pub(crate) superseded: u64,
+    /// Times that etcd was away for everybody.
+    pub(crate) outages: u64,
     /// Given up because epochs ended again and again with them alone.
     pub(crate) quarantined: u64,
     /// Requests that went on at another replica.
@@ -125,9 +144,18 @@ pub(crate) struct World {
     /// Epochs whose TCP collective some rank has left.
     pub(crate) left: BTreeSet<u64>,
     pub(crate) coordinator: Coordinators,
-    /// Whom workers dial and clients ask.
-    pub(crate) leader: Option<Life>,
-    pub(crate) saved: Option<Saved>,
+    pub(crate) etcd: Etcd,
+    /// How many faults keep everybody from etcd.
+    pub(crate) etcd_away: u32,
+    /// When it went away last, and when it was back.
+    pub(crate) etcd_went: Time,
+    pub(crate) etcd_back: Time,
+    /// While it is away leases end.
+    pub(crate) etcd_counts: bool,
+    pub(crate) members: Vec<Member>,
+    pub(crate) seats: Vec<Seat>,
+    /// Until when there may be nobody that serves.
+    pub(crate) leaderless: Time,
     pub(crate) seed: u64,
     pub(crate) clients: Clients,
     pub(crate) checks: Checks,
@@ -162,8 +190,14 @@ impl World {
             meetings: BTreeMap::new(),
             left: BTreeSet::new(),
             coordinator: Coordinators::default(),
-            leader: None,
-            saved: None,
+            etcd: Etcd::default(),
+            etcd_away: 0,
+            etcd_went: 0,
+            etcd_back: 0,
+            etcd_counts: true,
+            members: (0..slots + scenario.seats).map(|_| Member::default()).collect(),
+            seats: (0..scenario.seats).map(|_| Seat::default()).collect(),
+            leaderless: 0,
             seed,
             clients: Clients::new(scenario.clients.clone()),
             checks: Checks::default(),
@@ -192,7 +226,11 @@ impl World {
             world.schedule_at(world.scenario.faults[index].0, Event::Fault(index));
             world.last_fault = world.last_fault.max(world.scenario.faults[index].0);
         }
-        world.lead();
+        for seat in 0..world.seats.len() {
+            let at = world.random.range(0, 300 * MS);
+            world.schedule_at(at, Event::SeatStart { seat });
+        }
+        world.may_be_leaderless(0);
         world.schedule_at(50 * MS, Event::Tick);
         world.schedule_at(SCRAPE, Event::Scrape);
         world
@@ -233,6 +271,14 @@ impl World {
         self.queue.push(Reverse((at.max(self.now), self.order, event)));
     }
 
+    /// Nobody takes a request. This may be while a new leader is found, and not for longer.
+    fn refuse(&mut self, index: usize) {
+        if self.now > self.leaderless {
+            self.fail(format!("nobody serves, and req-{index} is refused"));
+        }
+        self.clients.refused(index);
+    }
+
     /// Ends the run: an invariant does not hold.
     pub(crate) fn fail(&mut self, what: String) {
         self.failure.get_or_insert(what);
@@ -271,6 +317,11 @@ impl World {
             | Event::Deadline { slot, .. }
             | Event::LeaveDeadline { slot, .. }
             | Event::ReportDue { slot, .. } => Some(slot),
+            Event::EtcdOpen { who, .. }
+            | Event::EtcdAnswered { who, .. }
+            | Event::EtcdDeadline { who, .. }
+            | Event::EtcdSaid { who, .. }
+            | Event::EtcdTick { who, .. } => (who < self.processes.len()).then_some(who),
             Event::Poll { link, side: Side::Worker }
             | Event::Closed { link, side: Side::Worker } => {
                 let link = &self.links[link];
@@ -279,6 +330,38 @@ impl World {
             }
             _ => None,
         }
+    }
+
+    /// Whose connection to etcd something happens at.
+    fn session_of(event: Event) -> Option<(MemberId, u64)> {
+        match event {
+            Event::EtcdOpen { who, session }
+            | Event::EtcdAsked { who, session, .. }
+            | Event::EtcdAnswered { who, session, .. }
+            | Event::EtcdDeadline { who, session, .. }
+            | Event::EtcdSaid { who, session }
+            | Event::EtcdTick { who, session }
+            | Event::EtcdKept { who, session, .. } => Some((who, session)),
+            _ => None,
+        }
+    }
+
+    /// Which coordinator's process has to run for an event to happen.
+    fn seat_of(&self, event: Event) -> Option<usize> {
+        let coordinator = match event {
+            Event::EtcdOpen { who, .. }
+            | Event::EtcdAnswered { who, .. }
+            | Event::EtcdDeadline { who, .. }
+            | Event::EtcdSaid { who, .. }
+            | Event::EtcdTick { who, .. } => return who.checked_sub(self.processes.len()),
+            Event::Load { seat, .. } => return Some(seat),
+            // Frames wait by themselves.
+            Event::Arrive { .. } => return None,
+            Event::Submit(_) => self.leading(),
+            Event::Leave(index) => self.clients.life_of(index),
+            _ => self.life_of(event),
+        };
+        self.seats.iter().position(|seat| coordinator.is_some() && seat.life == coordinator)
     }
 
     /// Which coordinator something happens at.
@@ -303,6 +386,16 @@ impl World {
             self.processes[slot].deferred.push(event);
             return;
         }
+        if let Some(seat) = self.seat_of(event)
+            && self.seats[seat].frozen
+        {
+            self.seats[seat].deferred.push(event);
+            return;
+        }
+        let session = Self::session_of(event);
+        if session.is_some_and(|(who, session)| self.members[who].session != session) {
+            return;
+        }
         if let Some(life) = self.life_of(event)
             && !self.coordinator.act(life)
         {
@@ -314,16 +407,30 @@ impl World {
             Event::Closed { link, side: Side::Worker } => self.worker_link_closed(link),
             Event::Closed { link, side: Side::Coordinator } => self.coordinator_link_closed(link),
             Event::Tick => {
+                if self.etcd_away == 0 || self.etcd_counts {
+                    self.etcd.expire(self.now);
+                    self.spread_news();
+                }
                 for life in self.coordinator.lives() {
                     self.coordinator.act(life);
-                    self.tick();
+                    if !self.seats[self.coordinator.seat].frozen {
+                        self.tick();
+                    }
                 }
                 self.schedule(50 * MS, Event::Tick);
             }
             Event::ReplicaMail(_, replica) => self.replica_mail(replica),
             Event::ClusterMail(_) => self.cluster_mail(),
             Event::Checkpoint(_) => self.checkpoint(),
-            Event::Lead => self.lead(),
+            Event::SeatStart { seat } => self.start_seat(seat),
+            Event::Load { seat, incarnation } => self.load(seat, incarnation),
+            Event::EtcdOpen { who, .. } => self.etcd_open(who),
+            Event::EtcdAsked { who, number, .. } => self.etcd_asked(who, number),
+            Event::EtcdAnswered { who, number, .. } => self.etcd_answered(who, number),
+            Event::EtcdDeadline { who, number, .. } => self.etcd_deadline(who, number),
+            Event::EtcdSaid { who, .. } => self.etcd_said(who),
+            Event::EtcdTick { who, session } => self.etcd_tick(who, session),
+            Event::EtcdKept { who, lease, .. } => self.etcd_kept(who, lease),
             Event::Start { slot } => self.start_process(slot),
             Event::Dial { slot, incarnation, generation } => {
                 self.dial(slot, incarnation, generation);
@@ -336,9 +443,9 @@ impl World {
                 self.report_due(slot, incarnation, generation);
             }
             Event::LeaveDeadline { slot, incarnation } => self.leave_deadline(slot, incarnation),
-            Event::Submit(index) => match self.leader {
+            Event::Submit(index) => match self.leading() {
                 Some(life) if self.coordinator.act(life) => self.submit(index),
-                _ => self.clients.refused(index),
+                _ => self.refuse(index),
             },
             Event::Leave(index) => self.leave(index),
             Event::Fault(index) => self.fault(index),
@@ -354,8 +461,10 @@ impl World {
             self.check_totals();
         }
         let since_fault = self.now.saturating_sub(self.last_fault);
-        let converged = match self.leader {
-            Some(life) if self.coordinator.act(life) => self.converged(),
+        let converged = match self.leading() {
+            Some(life) if self.coordinator.act(life) => {
+                self.converged().and_then(|()| self.members_agree())
+            }
             _ => Err("nobody leads".to_owned()),
         };
         if self.now > self.last_fault {
