@@ -3,6 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use coordinator::cluster::ReplicaPhase;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
+use shared::membership::View;
 use shared::metrics::catalogue::{
     ENGINE_STEPS, FENCED_FRAMES, GENERATION_TOKENS, ITERATION_TOKENS, KV_CACHE_BLOCKS,
     KV_CACHE_BLOCKS_USED, PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, PROMPT_TOKENS,
@@ -239,6 +240,19 @@ impl World {
             {
                 let seconds = (self.now - since) / S;
                 return self.fail(format!("slot {slot} is slow for {seconds} s, with a spare"));
+            }
+        }
+    }
+
+    /// Nobody stays with a coordinator that has been replaced, and knows it.
+    pub(crate) fn check_followed(&mut self) {
+        for slot in 0..self.processes.len() {
+            let process = &self.processes[slot];
+            let known = self.view(slot).and_then(View::destination);
+            let stays = process.link.is_some() && known.is_some() && process.dialled != known;
+            if stays && !process.frozen {
+                let (dialled, known) = (process.dialled.clone(), known);
+                self.fail(format!("slot {slot} stays with {dialled:?} although {known:?} leads"));
             }
         }
     }

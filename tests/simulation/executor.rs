@@ -2,7 +2,6 @@
 //! model of this simulation.
 use std::collections::VecDeque;
 use std::rc::Rc;
-use std::time::Duration;
 
 use shared::ids::Epoch;
 use shared::protocol::{
@@ -302,7 +301,7 @@ impl World {
         let process = &mut self.processes[slot];
         process.executor.loaded = Some((form.rank, form.world_size));
         process.executor.epoch = Some((process.executor.entered, form.epoch));
-        process.stats().formed(form.replica, form.rank, 1, Duration::ZERO);
+        process.stats().formed(form.replica, form.rank);
         let formed = Formed { epoch: form.epoch, kv_blocks, weight_bytes: 1, load_seconds: 0.0 };
         process.executor.form = Some(form);
         process.executor.kv_blocks = kv_blocks;
@@ -446,7 +445,6 @@ impl World {
         let forward_us = process.executor.computes;
         let timings = StepTimings { step_us: 1000, forward_us, ..StepTimings::default() };
         process.stats().step(&timings);
-        process.steps += 1;
         let due = process.last_report.is_none_or(|last| self.now - last >= REPORT_INTERVAL);
         let stats = if due { self.stats(slot) } else { WorkerStats::default() };
         let (epoch, step) = (plan.epoch, plan.step);

@@ -1,10 +1,12 @@
 //! A worker process: its life, and its end of the link. Does what `worker::actor` does.
+use std::collections::BTreeMap;
 use std::rc::Rc;
+use std::time::Duration;
 
-use shared::ids::{Epoch, WorkerId};
+use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::membership::{Destination, Record, Role, View};
 use shared::metrics::RankStats;
-use shared::protocol::{FromWorker, Rejoin, ToWorker, WorkerStats};
+use shared::protocol::{FromWorker, Rejoin, StepTimings, ToWorker, WorkerStats};
 
 use crate::executor::{Command, Executor, Job};
 use crate::network::{LinkId, Packet, Side};
@@ -29,15 +31,14 @@ pub(crate) struct Process {
     generation: u64,
     redial: Time,
     /// The coordinator dialled last.
-    dialled: Option<Destination>,
+    pub(crate) dialled: Option<Destination>,
     /// It knows of no coordinator to dial.
     waits_for_leader: bool,
     /// Its slot at the present or last coordinator.
     pub(crate) worker: Option<WorkerId>,
-    pub(crate) stats: Option<(WorkerId, RankStats)>,
+    /// By slot: other coordinators may have given it others.
+    stats: BTreeMap<WorkerId, Counted>,
     pub(crate) last_report: Option<Time>,
-    /// Steps recorded in `stats`.
-    pub(crate) steps: u64,
     pub(crate) executor: Executor,
     pub(crate) slowed: u64,
     pub(crate) stall: Time,
@@ -63,9 +64,8 @@ impl Process {
             dialled: None,
             waits_for_leader: false,
             worker: None,
-            stats: None,
+            stats: BTreeMap::new(),
             last_report: None,
-            steps: 0,
             executor: Executor::default(),
             slowed: 1,
             stall: 0,
@@ -85,20 +85,35 @@ impl Process {
         (link == executor.link).then_some((epoch, executor.began))
     }
 
-    fn report(&mut self) -> (WorkerStats, u64) {
-        let report = self.stats().report().unwrap_or_default();
-        (report, self.steps)
+    /// As `LinkOutbox::stats`.
+    pub(crate) fn stats(&mut self) -> &mut Counted {
+        let worker = self.worker.unwrap_or_default();
+        self.stats.entry(worker).or_insert_with(|| Counted {
+            stats: RankStats::new(worker),
+            steps: 0,
+            formed: false,
+        })
+    }
+}
+
+/// What a process counted under one slot.
+pub(crate) struct Counted {
+    stats: RankStats,
+    /// Steps recorded in `stats`.
+    steps: u64,
+    formed: bool,
+}
+
+impl Counted {
+    pub(crate) fn formed(&mut self, replica: ReplicaId, rank: u32) {
+        self.stats.formed(replica, rank, 1, Duration::ZERO);
+        self.formed = true;
     }
 
-    /// As `LinkOutbox::stats`.
-    pub(crate) fn stats(&mut self) -> &mut RankStats {
-        let worker = self.worker.unwrap_or_default();
-        let current = self.stats.take().filter(|(known, _)| *known == worker);
-        let stats = current.unwrap_or_else(|| {
-            self.steps = 0;
-            (worker, RankStats::new(worker))
-        });
-        &mut self.stats.insert(stats).1
+    /// A step that began under another slot is none of a rank's, yet.
+    pub(crate) fn step(&mut self, timings: &StepTimings) {
+        self.stats.step(timings);
+        self.steps += u64::from(self.formed);
     }
 }
 
@@ -367,7 +382,8 @@ impl World {
     pub(crate) fn stats(&mut self, slot: usize) -> WorkerStats {
         let process = &mut self.processes[slot];
         process.last_report = Some(self.now);
-        let (stats, steps) = process.report();
+        let counted = process.stats();
+        let (stats, steps) = (counted.stats.report().unwrap_or_default(), counted.steps);
         let worker = process.worker.unwrap_or_default();
         let key = (worker, process.incarnation, stats.sequence);
         self.checks.reported.insert(key, steps);

@@ -460,6 +460,7 @@ impl World {
             self.coordinator.act(life);
             self.check_totals();
         }
+        self.check_followed();
         let since_fault = self.now.saturating_sub(self.last_fault);
         let converged = match self.leading() {
             Some(life) if self.coordinator.act(life) => {

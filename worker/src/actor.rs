@@ -104,6 +104,11 @@ impl Uplink {
         WorkerId(self.worker.load(Ordering::Relaxed))
     }
 
+    /// A coordinator gave this worker a slot.
+    pub(crate) fn joined(&self, worker: WorkerId) {
+        self.worker.store(worker.0, Ordering::Relaxed);
+    }
+
     /// Whether the coordinator wants stats.
     #[must_use]
     pub fn measures(&self) -> bool {
@@ -449,7 +454,7 @@ impl Handler<Dialled> for WorkerActor {
                 tracing::info!(worker = %welcome.worker, coordinator = %connection.peer(), "joined");
                 self.redial = REDIAL_MIN;
                 self.generation += 1;
-                self.uplink.worker.store(welcome.worker.0, Ordering::Relaxed);
+                self.uplink.joined(welcome.worker);
                 self.slot = Some(welcome.worker);
                 let measures = welcome.stats_interval_ms > 0;
                 self.uplink.measures.store(measures, Ordering::Relaxed);
