@@ -388,7 +388,8 @@ pub trait Backend {
     fn all_reduce(&mut self, data: &mut Self::Buffer) -> Result<(), KernelError>;
 
     /// Collects `local: [rows, vocab_local]` of all ranks (equal widths) into rank 0's
-    /// `full: [rows, world_size * vocab_local]`; other ranks' `full` is untouched.
+    /// `full: [rows, world_size * vocab_local]`; other ranks' `full` is untouched, unless
+    /// [`Backend::samples_everywhere`].
     ///
     /// # Errors
     /// [`KernelError::Collective`].
@@ -397,6 +398,18 @@ pub trait Backend {
         local: &Self::Buffer,
         full: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
+
+    /// Whether [`Backend::samples_everywhere`] may become true: then every rank's buffers have room
+    /// for what rank 0's have.
+    fn may_sample_everywhere(&self) -> bool {
+        false
+    }
+
+    /// Whether `gather_logits` gathers on every rank, so that each samples for itself, and finds
+    /// what the others find.
+    fn samples_everywhere(&self) -> bool {
+        false
+    }
 
     /// Overwrites `tokens` on every rank by rank 0's.
     ///

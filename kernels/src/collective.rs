@@ -4,10 +4,12 @@
 //! given at set-up, and can be aborted from another thread. Sums are made in one order on every
 //! rank (rank 0 + rank 1 + ...), so all ranks hold bitwise equal results.
 //!
+//! - [`abort`]: several of them aborted at once
 //! - [`single`]: one rank
 //! - [`local`]: threads of one process
 //! - [`mod@shared_memory`]: processes of one host
 //! - [`mod@tcp`]: processes of several hosts
+pub mod abort;
 mod exchange;
 pub mod local;
 mod region;
@@ -18,6 +20,7 @@ pub mod tcp;
 use std::fmt::Debug;
 use std::sync::Arc;
 
+pub use abort::AbortAll;
 pub use local::local_group;
 pub use shared_memory::{SharedMemoryOptions, shared_memory, shared_memory_bytes};
 pub use single::single_rank;

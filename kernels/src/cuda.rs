@@ -4,21 +4,27 @@
 //! - [`libraries`]: finds them; `context`, `stream`, [`memory`], [`module`]: the driver, safely
 //! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
 //! - [`device`]: a GPU made ready
+//! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: by what they do it;
+//!   [`connect`]: how they find each other
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
-//!   in, and its graph; `operations`, `sample`: the operations
+//!   in, and its graph; `operations`, `exchange`, `sample`: the operations
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
 mod backend;
 pub mod batch;
 pub mod bucket;
 pub mod capacity;
+pub mod choice;
+pub mod connect;
 pub mod context;
 pub mod device;
 pub mod devices;
+mod exchange;
 mod failure;
 mod fatbin;
+mod group;
 pub mod launch;
 pub mod libraries;
 mod matmul;
@@ -31,4 +37,6 @@ pub mod stream;
 pub mod tensors;
 
 pub use backend::CudaBackend;
+pub use choice::Exchange;
+pub use connect::{GroupSetup, Joining, NoRelay, Relay};
 pub use device::{CudaOptions, has_kernels};

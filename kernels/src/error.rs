@@ -51,6 +51,22 @@ pub enum CollectiveError {
         /// The first rank that had not arrived.
         rank: u32,
     },
+    /// What the ranks' devices exchange did not end in time.
+    #[error("{algorithm}: the ranks' devices did not finish an exchange in {waited:?}")]
+    Stalled {
+        /// How they exchange data.
+        algorithm: &'static str,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// What the devices exchange data by found an error by itself.
+    #[error("{algorithm}: {message}")]
+    Failed {
+        /// How they exchange data.
+        algorithm: &'static str,
+        /// What it found, in one line.
+        message: String,
+    },
     /// The link to a rank broke.
     #[error("lost the link to rank {rank}: {message}")]
     LinkLost {

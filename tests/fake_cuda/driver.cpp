@@ -433,6 +433,16 @@ int cuStreamSynchronize(Stream* stream) {
     flush(stream);
     return SUCCESS;
 }
+// Not ready at first, as events are.
+int cuStreamQuery(Stream* stream) {
+    ENTER("cuStreamQuery");
+    NO_CAPTURE;
+    if (stream->queue.empty()) {
+        return SUCCESS;
+    }
+    flush(stream);
+    return NOT_READY;
+}
 int cuStreamBeginCapture_v2(Stream* stream, int) {
     ENTER("cuStreamBeginCapture_v2");
     if (stream->captures) {

@@ -5,7 +5,7 @@ pub use kernels::cpu::Isa;
 pub use kernels::cuda::capacity::bytes_text;
 use kernels::cuda::capacity::{Measured, Need, check_fit};
 pub use kernels::cuda::devices::{Survey, survey};
-use kernels::cuda::{CudaBackend, CudaOptions};
+use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::EngineConfig;
 
@@ -30,7 +30,23 @@ pub trait Device: Debug {
     fn backend(&self, collective: Box<dyn Collective>) -> Result<Self::Backend, KernelError>;
 
     /// Exchanges data through `collective` from now on.
-    fn set_collective(backend: &mut Self::Backend, collective: Box<dyn Collective>);
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the device does not let go of the old one.
+    fn set_collective(
+        backend: &mut Self::Backend,
+        collective: Box<dyn Collective>,
+    ) -> Result<(), KernelError>;
+
+    /// Has the devices of all ranks exchange data without their hosts, where they can: called by
+    /// every rank behind each new collective.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    fn join(backend: &mut Self::Backend, setup: GroupSetup<'_>) -> Result<(), KernelError> {
+        let _ = (backend, setup);
+        Ok(())
+    }
 
     /// Says before anything is loaded that a shard cannot fit.
     ///
@@ -92,8 +108,12 @@ impl Device for CpuDevice {
         CpuBackend::new(self.threads, collective)
     }
 
-    fn set_collective(backend: &mut CpuBackend, collective: Box<dyn Collective>) {
+    fn set_collective(
+        backend: &mut CpuBackend,
+        collective: Box<dyn Collective>,
+    ) -> Result<(), KernelError> {
         backend.set_collective(collective);
+        Ok(())
     }
 
     fn kv_bytes(&self, _: &mut Engine<CpuBackend>, asked: u64) -> Result<u64, KernelError> {
@@ -128,8 +148,18 @@ impl Device for CudaDevice {
         Ok(backend)
     }
 
-    fn set_collective(backend: &mut CudaBackend, collective: Box<dyn Collective>) {
-        backend.set_collective(collective);
+    fn set_collective(
+        backend: &mut CudaBackend,
+        collective: Box<dyn Collective>,
+    ) -> Result<(), KernelError> {
+        backend.set_collective(collective)
+    }
+
+    fn join(backend: &mut CudaBackend, setup: GroupSetup<'_>) -> Result<(), KernelError> {
+        let joined = backend.join(setup)?;
+        let (algorithm, reason, took) = (joined.algorithm, joined.reason, joined.took);
+        tracing::info!(algorithm, reason, ?took, "GPUs exchange data");
+        Ok(())
     }
 
     fn check_fit(

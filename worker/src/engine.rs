@@ -1,5 +1,5 @@
 //! Runs step plans on one rank: keeps the sequences' tokens and block tables, computes the batch,
-//! samples on rank 0, tells all ranks what was sampled.
+//! samples, on rank 0, which tells the others, or on every rank.
 //!
 //! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
@@ -317,8 +317,8 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Computes the batch and samples rank 0's logits, or leaves that queued; returns how long
-    /// sampling took on rank 0.
+    /// Computes the batch and samples the logits where they are, or leaves that queued; returns how
+    /// long sampling took.
     fn compute(
         &mut self,
         plan: &StepPlan,
@@ -326,7 +326,10 @@ impl<B: Backend> Engine<B> {
         queue: bool,
     ) -> Result<Duration, EngineError> {
         match self.try_compute(plan, outputs, queue) {
-            Err(EngineError::Kernel(KernelError::Again(reason))) => {
+            // Ranks that do different things again would wait for each other.
+            Err(EngineError::Kernel(KernelError::Again(reason)))
+                if !self.backend.samples_everywhere() =>
+            {
                 tracing::warn!(reason, "a step is run again");
                 self.try_compute(plan, outputs, queue)
             }
@@ -346,7 +349,7 @@ impl<B: Backend> Engine<B> {
             step: plan.step.0,
             message: "there is no KV cache yet".to_owned(),
         })?;
-        let samples = backend.rank() == 0;
+        let samples = backend.rank() == 0 || backend.samples_everywhere();
         let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
         if samples {
             for index in &step.sample_entries {
@@ -405,12 +408,12 @@ impl<B: Backend> Engine<B> {
         step.tokens.clear();
         step.tokens.resize(step.sample_rows.len(), 0);
         let rank = backend.rank();
-        if rank == 0 {
-            for (token, sampled) in step.tokens.iter_mut().zip(&step.sampled) {
-                *token = sampled.token;
-            }
+        for (token, sampled) in step.tokens.iter_mut().zip(&step.sampled) {
+            *token = sampled.token;
         }
-        backend.broadcast_tokens(&mut step.tokens)?;
+        if !backend.samples_everywhere() {
+            backend.broadcast_tokens(&mut step.tokens)?;
+        }
         let mut sampled = step.sampled.drain(..);
         for (index, token) in step.sample_entries.iter().zip(&step.tokens) {
             let entry = &plan.sequences[*index];

@@ -4,9 +4,13 @@
 use std::fmt;
 use std::net::TcpListener;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::collective::{SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp};
+use kernels::collective::{
+    AbortAll, SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp,
+};
+use kernels::cuda::{GroupSetup, NoRelay};
 use kernels::{Collective, KernelError};
 use shared::protocol::{CollectiveSpec, Form, SequenceOutput, StepPlan, StepTimings};
 
@@ -86,6 +90,7 @@ impl<D: Device> EngineRank<D> {
         &mut self,
         form: &Form,
         collective: Box<dyn Collective>,
+        (abort, all): (&AbortSlot, &Arc<AbortAll>),
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Engine<D::Backend>, ModelError> {
         let folder = Path::new(&form.model);
@@ -94,6 +99,7 @@ impl<D: Device> EngineRank<D> {
             .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
         let mut backend = self.device.backend(collective)?;
+        join::<D>(&mut backend, form, abort, all)?;
         let positions = form.engine.max_model_len as usize;
         if positions > config.max_positions {
             let message = format!(
@@ -113,6 +119,27 @@ impl<D: Device> EngineRank<D> {
     }
 }
 
+/// Has the devices of the epoch's ranks exchange data without their hosts, where they can.
+fn join<D: Device>(
+    backend: &mut D::Backend,
+    form: &Form,
+    abort: &AbortSlot,
+    all: &AbortAll,
+) -> Result<(), KernelError> {
+    if form.world_size == 1 {
+        return Ok(());
+    }
+    D::join(
+        backend,
+        GroupSetup {
+            timeout: Duration::from_millis(form.collective_timeout_ms),
+            is_given_up: &|| abort.is_aborted(form.epoch),
+            relay: &mut NoRelay,
+            on_abort_handle: &mut |handle| all.add(handle),
+        },
+    )
+}
+
 impl<D: Device> Rank for EngineRank<D> {
     fn form(
         &mut self,
@@ -121,7 +148,9 @@ impl<D: Device> Rank for EngineRank<D> {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<RankReady, FormError> {
         let collective = self.connect(form, abort)?;
-        abort.set(form.epoch, collective.abort_handle());
+        let all = Arc::new(AbortAll::default());
+        all.add(collective.abort_handle());
+        abort.set(form.epoch, all.clone());
         let sizes = &form.engine;
         let key = (
             form.model.clone(),
@@ -135,12 +164,20 @@ impl<D: Device> Rank for EngineRank<D> {
         let mut load_seconds = 0.0;
         match self.loaded.take().filter(|loaded| loaded.key == key) {
             Some(mut loaded) => {
-                D::set_collective(loaded.engine.backend(), collective);
                 loaded.engine.reconfigure(form.engine.clone());
+                let backend = loaded.engine.backend();
+                let joined = D::set_collective(backend, collective)
+                    .and_then(|()| join::<D>(backend, form, abort, &all));
+                // Whatever came of it, the weights stay.
                 self.loaded = Some(loaded);
+                if let Err(error) = joined {
+                    self.note(&error);
+                    return Err(FormError { message: error.to_string(), permanent: false });
+                }
             }
             None => {
-                let engine = self.load(form, collective, progress).map_err(|error| {
+                let loaded = self.load(form, collective, (abort, &all), progress);
+                let engine = loaded.map_err(|error| {
                     if let ModelError::Kernel(error) = &error {
                         self.note(error);
                     }
@@ -211,9 +248,12 @@ impl<D: Device> Rank for EngineRank<D> {
     }
 
     fn release(&mut self) {
-        if let Some(loaded) = &mut self.loaded {
-            loaded.engine.release();
-            D::set_collective(loaded.engine.backend(), single_rank());
+        let Some(loaded) = &mut self.loaded else { return };
+        // Leaving the other ranks first: what the device still waits for would hold up the rest.
+        let left = D::set_collective(loaded.engine.backend(), single_rank());
+        loaded.engine.release();
+        if let Err(error) = left {
+            self.note(&error);
         }
     }
 

@@ -29,6 +29,7 @@ pub struct CudaBackend {
     narrow: Scratch,
     partials: Scratch,
     index: Scratch,
+    gathered: Scratch,
     pub(super) uploader: Option<Uploader>,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
@@ -53,17 +54,14 @@ impl CudaBackend {
     /// used; [`KernelError::OutOfMemory`]; [`KernelError::Device`].
     pub fn new(options: CudaOptions, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
         let device = Device::new(&options)?;
-        let mut step = Step::new(options.graphs);
-        if collective.world_size() > 1 {
-            step.give_up_graphs("ranks exchange data through host memory");
-        }
-        Ok(Self {
-            step,
+        let mut made = Self {
+            step: Step::new(options.graphs),
             sampling: Sampling::new(),
             wide: Scratch::new("results within a fused operation"),
             narrow: Scratch::new("inputs of a product"),
             partials: Scratch::new("partial results of attention"),
             index: Scratch::new("row numbers"),
+            gathered: Scratch::new("logits of all ranks"),
             uploader: None,
             collective,
             collective_time: Duration::ZERO,
@@ -71,15 +69,41 @@ impl CudaBackend {
             alone: false,
             options,
             device,
-        })
+        };
+        made.rest_graphs();
+        Ok(made)
     }
 
-    /// Exchanges data through `collective` from now on; the old one is dropped.
-    pub fn set_collective(&mut self, collective: Box<dyn Collective>) {
-        if collective.world_size() > 1 {
-            self.step.give_up_graphs("ranks exchange data through host memory");
-        }
+    /// Exchanges data through `collective` from now on; the old one, and whatever group the device
+    /// was in, is left and dropped.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the GPU does not come to rest; the collective is set
+    /// nonetheless.
+    pub fn set_collective(&mut self, collective: Box<dyn Collective>) -> Result<(), KernelError> {
+        let left = self.leave();
         self.collective = collective;
+        self.rest_graphs();
+        left
+    }
+
+    /// Ranks that have not joined exchange data through host memory.
+    fn rest_graphs(&mut self) {
+        let ranks = self.collective.world_size();
+        self.step.use_graphs((ranks > 1).then_some("ranks exchange data through host memory"));
+    }
+
+    /// Leaves the group of devices: what waits for other ranks is freed, graphs go first.
+    fn leave(&mut self) -> Result<(), KernelError> {
+        self.step.abandon(&self.device.stream);
+        self.step.forget_graphs();
+        self.sampling.forget();
+        self.device.context.group.leave(&self.device.stream)
+    }
+
+    /// Whether the ranks exchange data on their devices.
+    pub(super) fn is_grouped(&self) -> bool {
+        !self.device.context.group.is_empty()
     }
 
     /// While `alone`, collective operations do nothing: for steps whose results nobody reads.
@@ -126,6 +150,7 @@ impl CudaBackend {
             Which::Narrow => &mut self.narrow,
             Which::Partials => &mut self.partials,
             Which::Index => &mut self.index,
+            Which::Gathered => &mut self.gathered,
         };
         let (ptr, moved) = scratch.get(&self.device, bytes)?;
         if moved {
@@ -284,6 +309,8 @@ pub(super) enum Which {
     Partials,
     /// Row numbers.
     Index,
+    /// Logits of all ranks, one behind the other.
+    Gathered,
 }
 
 fn small(n: usize) -> Result<u32, KernelError> {
@@ -345,7 +372,7 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        self.step.abandon(&self.device.stream);
+        let _ = self.leave();
         let _ = self.device.stream.synchronize();
     }
 }

@@ -7,6 +7,7 @@ use std::rc::Rc;
 use cudarc::driver::sys;
 
 use super::failure;
+use super::group::GroupSlot;
 use super::libraries::{self, Missing, Wanted};
 use crate::error::KernelError;
 
@@ -41,6 +42,8 @@ pub struct DeviceInfo {
     pub name: String,
     /// As `GPU-01234567-89ab-cdef-0123-456789abcdef`.
     pub uuid: String,
+    /// The same as bytes.
+    pub uuid_bytes: [u8; 16],
     /// Its PCI address, as `0000:17:00.0`.
     pub pci: String,
     /// Compute capability, as (9, 0).
@@ -126,12 +129,14 @@ impl Driver {
         // SAFETY: writes one word.
         let status = unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory_total, device) };
         check(status, "ask for the GPU's memory")?;
+        let uuid = uuid.bytes.map(|byte| byte as u8);
         use sys::CUdevice_attribute_enum as Attribute;
         let attribute = |attribute| self.attribute(device, attribute);
         Ok(DeviceInfo {
             ordinal,
             name: text(&name),
-            uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
+            uuid: uuid_text(uuid),
+            uuid_bytes: uuid,
             pci: text(&pci),
             capability: (
                 attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -179,6 +184,9 @@ pub struct Context {
     device: sys::CUdevice,
     info: DeviceInfo,
     driver: Driver,
+    /// The ranks that this one exchanges data with on its device: whoever waits for the device
+    /// looks at them, too.
+    pub(super) group: GroupSlot,
 }
 
 impl Context {
@@ -201,7 +209,7 @@ impl Context {
         // SAFETY: the driver is initialised; released when `Self` is dropped.
         let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check(status, "make a context on the GPU")?;
-        let made = Rc::new(Self { device, info, driver });
+        let made = Rc::new(Self { device, info, driver, group: GroupSlot::default() });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
         Ok(made)

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
+use super::choice::Exchange;
 use super::context::{Context, Driver};
 use super::fatbin;
 use super::launch::{Call, Entry, NAMES};
@@ -28,6 +29,8 @@ pub struct CudaOptions {
     pub overlap: bool,
     /// How long a step may take before the GPU is thought to hang.
     pub patience: Duration,
+    /// What ranks exchange data by.
+    pub exchange: Exchange,
 }
 
 impl Default for CudaOptions {
@@ -39,6 +42,7 @@ impl Default for CudaOptions {
             graphs: true,
             overlap: true,
             patience: Duration::from_secs(60),
+            exchange: Exchange::Auto,
         }
     }
 }

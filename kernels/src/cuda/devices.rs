@@ -167,6 +167,7 @@ mod tests {
             ordinal,
             name: "GPU".to_owned(),
             uuid: String::new(),
+            uuid_bytes: [0; 16],
             pci: String::new(),
             capability,
             multiprocessors: 1,

@@ -68,6 +68,7 @@ entries! {
     SAMPLE: "tutti_sample",
     LOGPROBS: "tutti_logprobs",
     ARGMAX: "tutti_argmax",
+    INTERLEAVE: "tutti_interleave_ranks",
 }
 
 impl Entry {
@@ -220,6 +221,19 @@ pub fn copy_columns(
 ) -> Call {
     let args = Args::new().ptr(from.ptr).ptr(to.ptr);
     wide(COPY_COLUMNS, width, rows, words(args, [first, width, from.stride, to.stride]).ptr(live))
+}
+
+/// `tutti_interleave_ranks`: `rows` rows of `ranks` ranks, each `width` wide.
+#[must_use]
+pub fn interleave_ranks(
+    gathered: DevicePtr,
+    full: Rows,
+    (ranks, rows, width): (usize, usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(gathered).ptr(full.ptr);
+    let args = words(args, [rows, width, full.stride]).ptr(live);
+    call(INTERLEAVE, (width.div_ceil(1024), rows, ranks), 256, args)
 }
 
 /// `tutti_to_f32`

@@ -89,6 +89,7 @@ const DRIVER_SYMBOLS: &[&str] = &[
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamEndCapture",
+    "cuStreamQuery",
     "cuStreamSynchronize",
 ];
 

@@ -2,7 +2,7 @@
 //!
 //! Every operation checks its arguments, then asks the step whether it is only to be compared with
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::backend::{CudaBackend, SKINNY_MAX, Which};
 use super::batch::{Capacity, live};
@@ -528,16 +528,7 @@ impl Backend for CudaBackend {
     }
 
     fn all_reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
-        data.of(Element::F32, "all_reduce", "data")?;
-        if self.world_size() == 1 || self.alone {
-            return Ok(());
-        }
-        let start = Instant::now();
-        let mut values = self.download(data)?;
-        self.collective.all_reduce_sum(&mut values)?;
-        self.upload(data, &values)?;
-        self.collective_time += start.elapsed();
-        Ok(())
+        self.reduce(data)
     }
 
     fn gather_logits(
@@ -545,35 +536,15 @@ impl Backend for CudaBackend {
         local: &CudaBuffer,
         full: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let (rank, world) = (self.rank(), self.world_size() as usize);
-        let (rows, width) = (local.rows(), local.width());
-        let op = "gather_logits";
-        if self.alone {
-            return if rank == 0 { full.set_rows(rows) } else { Ok(()) };
-        }
-        let values = self.download(local)?;
-        if rank != 0 {
-            return self.timed(|collective| collective.gather(&values, &mut [], 0));
-        }
-        ensure!(
-            op,
-            full.width() == world * width,
-            "full.width is {}, not {world} x {width}",
-            full.width()
-        );
-        full.set_rows(rows)?;
-        let mut gathered = std::mem::take(&mut self.host);
-        gathered.clear();
-        gathered.resize(world * rows * width, 0.0);
-        self.timed(|collective| collective.gather(&values, &mut gathered, 0))?;
-        // From one block per rank to one row per row.
-        let mut whole = vec![0.0; world * rows * width];
-        for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
-            let (rank, row) = (i / rows, i % rows);
-            whole[row * world * width + rank * width..][..width].copy_from_slice(from);
-        }
-        self.host = gathered;
-        self.upload(full, &whole)
+        self.gather(local, full)
+    }
+
+    fn may_sample_everywhere(&self) -> bool {
+        true
+    }
+
+    fn samples_everywhere(&self) -> bool {
+        self.is_grouped()
     }
 
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
@@ -592,7 +563,7 @@ impl Backend for CudaBackend {
     }
 
     fn queues_samples(&self) -> bool {
-        self.world_size() == 1
+        self.world_size() == 1 || self.is_grouped()
     }
 
     fn queue_sample(
@@ -605,6 +576,7 @@ impl Backend for CudaBackend {
     }
 
     fn is_sampled(&mut self) -> Result<bool, KernelError> {
+        self.device.context.group.poll()?;
         self.sampling.is_done()
     }
 

@@ -89,6 +89,8 @@ pub(super) struct Step {
     graphs: StagedCache<GraphKey, Recorded>,
     /// Why there are none, when they were given up.
     graphs_off: Option<String>,
+    /// Why there are none for now.
+    graphs_rest: Option<&'static str>,
     mode: Mode,
     /// What the mode will be once the step is open.
     planned: Mode,
@@ -114,6 +116,7 @@ impl Step {
         Self {
             graphs: StagedCache::new(GRAPHS_MAX),
             graphs_off: (!graphs).then(|| "they are switched off".to_owned()),
+            graphs_rest: None,
             mode: Mode::Loose,
             planned: Mode::Loose,
             signature: 0,
@@ -150,9 +153,20 @@ impl Step {
         self.graphs_off.get_or_insert_with(|| reason.to_owned());
     }
 
+    /// Whether graphs are captured, as far as this rank decides.
+    pub(super) fn can_capture(&self) -> bool {
+        self.graphs_off.is_none()
+    }
+
+    /// Forgets all graphs; none are made for the reason given, until this is called again.
+    pub(super) fn use_graphs(&mut self, not: Option<&'static str>) {
+        self.graphs.clear();
+        self.graphs_rest = not;
+    }
+
     /// For people: how many graphs there are, or why there are none.
     pub(super) fn graphs_text(&self) -> String {
-        match &self.graphs_off {
+        match self.graphs_off.as_deref().or(self.graphs_rest) {
             Some(reason) => format!("no graphs ({reason})"),
             None => format!("{} graphs", self.graphs.made()),
         }
@@ -255,6 +269,7 @@ impl Step {
     fn key(&self, inputs: &StepInputs<'_>, found: &Capacity) -> Option<GraphKey> {
         let decodes = inputs.is_plain
             && self.graphs_off.is_none()
+            && self.graphs_rest.is_none()
             && found.tiles == 0
             && found.samples == found.rows
             && found.seqs == found.rows
@@ -365,6 +380,22 @@ impl Step {
         }
         if self.is_graph() {
             let message = format!("{rows} rows in a step of {}", self.actual.rows);
+            return Err(KernelError::Shape { op, message });
+        }
+        Ok((rows, DevicePtr::default()))
+    }
+
+    /// As [`Step::launched`], of rows that are sampled.
+    pub(super) fn launched_samples(
+        &self,
+        op: &'static str,
+        rows: usize,
+    ) -> Result<(usize, DevicePtr), KernelError> {
+        if self.is_open() && rows == self.actual.samples {
+            return Ok((self.counts.samples, self.at(live::SAMPLES)));
+        }
+        if self.is_graph() {
+            let message = format!("{rows} rows in a step that samples {}", self.actual.samples);
             return Err(KernelError::Shape { op, message });
         }
         Ok((rows, DevicePtr::default()))

@@ -13,10 +13,19 @@ use crate::error::KernelError;
 const SPIN: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
 
+/// Between two looks at something that has been waited for so long.
+pub(super) fn pause(waited: Duration) {
+    if waited > SPIN {
+        std::thread::sleep(NAP);
+    } else {
+        std::hint::spin_loop();
+    }
+}
+
 /// A stream. Work on it runs in the order of the calls.
 pub struct Stream {
     raw: sys::CUstream,
-    _context: Rc<Context>,
+    context: Rc<Context>,
 }
 
 impl Stream {
@@ -29,20 +38,43 @@ impl Stream {
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
-        Ok(Self { raw, _context: context.clone() })
+        Ok(Self { raw, context: context.clone() })
     }
 
     pub(super) fn raw(&self) -> sys::CUstream {
         self.raw
     }
 
-    /// Waits for all work.
+    /// Waits for all work; with other ranks in it, not longer than they may take.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when any of it failed, [`KernelError::Collective`] when the ranks'
+    /// exchange was aborted or failed, or takes too long.
+    pub fn synchronize(&self) -> Result<(), KernelError> {
+        if self.context.group.is_empty() {
+            // SAFETY: the stream is alive.
+            return check(unsafe { sys::cuStreamSynchronize(self.raw) }, "wait for the GPU");
+        }
+        let began = Instant::now();
+        while !self.is_idle()? {
+            let waited = began.elapsed();
+            self.context.group.check(waited)?;
+            pause(waited);
+        }
+        self.context.group.poll()
+    }
+
+    /// Whether all work is done.
     ///
     /// # Errors
     /// [`KernelError::Device`] when any of it failed.
-    pub fn synchronize(&self) -> Result<(), KernelError> {
+    pub fn is_idle(&self) -> Result<bool, KernelError> {
         // SAFETY: the stream is alive.
-        check(unsafe { sys::cuStreamSynchronize(self.raw) }, "wait for the GPU")
+        let status = unsafe { sys::cuStreamQuery(self.raw) };
+        if status == sys::cudaError_enum::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        check(status, "wait for the GPU").map(|()| true)
     }
 
     /// Records what is called from now on instead of running it. Other threads may go on calling
@@ -72,7 +104,7 @@ impl Stream {
         // SAFETY: as above; the instance does not need it.
         let _ = unsafe { sys::cuGraphDestroy(graph) };
         check(status, "make a graph runnable")?;
-        Ok(Graph { raw: exec, _context: self._context.clone() })
+        Ok(Graph { raw: exec, _context: self.context.clone() })
     }
 
     /// Ends recording and throws away what was recorded, if anything was.
@@ -134,7 +166,7 @@ impl fmt::Debug for Graph {
 /// A mark in a stream.
 pub struct Event {
     raw: sys::CUevent,
-    _context: Rc<Context>,
+    context: Rc<Context>,
 }
 
 impl Event {
@@ -150,7 +182,7 @@ impl Event {
         } as u32;
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuEventCreate(&raw mut raw, flags) }, "make an event")?;
-        Ok(Self { raw, _context: context.clone() })
+        Ok(Self { raw, context: context.clone() })
     }
 
     /// Marks the work called so far.
@@ -178,7 +210,8 @@ impl Event {
     /// Waits for the marked work, at most `patience`.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when it failed or takes longer.
+    /// [`KernelError::Device`] when it failed or takes longer; [`KernelError::Collective`] as
+    /// [`Stream::synchronize`].
     pub fn wait(&self, patience: Duration) -> Result<(), KernelError> {
         let began = Instant::now();
         while !self.is_done()? {
@@ -188,13 +221,10 @@ impl Event {
                     "the GPU did not finish a step in {patience:?}: it hangs"
                 )));
             }
-            if waited > SPIN {
-                std::thread::sleep(NAP);
-            } else {
-                std::hint::spin_loop();
-            }
+            self.context.group.check(waited)?;
+            pause(waited);
         }
-        Ok(())
+        self.context.group.poll()
     }
 
     /// From `earlier` to this mark, both timed and done.

@@ -141,6 +141,7 @@ impl<B: Backend> Engine<B> {
         }
         self.backend.take_sampled(&mut self.step.sampled)?;
         let Some(queued) = self.queued.pop_front() else { return Ok(()) };
+        let reports = self.backend.rank() == 0;
         for (entry, sampled) in queued.entries.iter().zip(self.step.sampled.drain(..)) {
             // A sequence that the next step forgot is not missed.
             if let Some(seq) = self.sequences.get_mut(&entry.step.seq)
@@ -149,7 +150,9 @@ impl<B: Backend> Engine<B> {
                 *token = sampled.token;
             }
             self.digest = self.digest.with(entry.step.seq, entry.place as u32, sampled.token);
-            merge_output(outputs, &entry.step, sampled, entry.wants_logprobs);
+            if reports {
+                merge_output(outputs, &entry.step, sampled, entry.wants_logprobs);
+            }
         }
         Ok(())
     }

@@ -51,10 +51,8 @@ impl<B: Backend> Engine<B> {
         let block_tables = vec![0; tables as usize];
         let params = SampleParams { top_p: 0.9, top_k: 50, ..SampleParams::default() };
         let row = SampleRow { params: &params, prompt: &[], output: &[] };
-        let sampling = match self.backend.rank() {
-            0 => vec![row; sample_rows.len()],
-            _ => Vec::new(),
-        };
+        let samples = self.backend.rank() == 0 || self.backend.samples_everywhere();
+        let sampling = if samples { vec![row; sample_rows.len()] } else { Vec::new() };
         let batch = Batch {
             positions: &positions,
             slots: &slots,

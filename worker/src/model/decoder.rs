@@ -34,7 +34,7 @@ struct Buffers<B: Backend> {
     inner: B::Buffer,
     /// This rank's logits, `[rows, vocab_width]`.
     logits_local: B::Buffer,
-    /// All ranks' logits on rank 0, `[rows, degree * vocab_width]`.
+    /// All ranks' logits, where they are gathered, `[rows, degree * vocab_width]`.
     logits: B::Buffer,
 }
 
@@ -62,7 +62,8 @@ impl<B: Backend> Decoder<B> {
     ) -> Result<Self, KernelError> {
         let hidden = config.hidden_size;
         let heads = shard.heads.len() * config.head_dim;
-        let all_logits = if shard.rank == 0 { rows_max } else { 1 };
+        let everywhere = shard.rank == 0 || backend.may_sample_everywhere();
+        let all_logits = if everywhere { rows_max } else { 1 };
         let buffers = Buffers {
             residual: backend.new_buffer(tokens_max, hidden)?,
             normed: backend.new_input_buffer(tokens_max, hidden)?,
@@ -191,7 +192,7 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
-    /// 0 alone. Every rank calls it with the same rows.
+    /// 0, or where [`Backend::samples_everywhere`]. Every rank calls it with the same rows.
     ///
     /// # Errors
     /// [`KernelError`].

@@ -90,6 +90,7 @@ fn all() -> Vec<Call> {
         sample(&sampling, 100, 3, None),
         logprobs(rows, ptr, ptr, None, (100, 0, 3)),
         argmax(rows, ptr, 100, 3),
+        interleave_ranks(ptr, rows, (2, 3, 100), ptr),
     ];
     for head_dim in HEAD_DIMS {
         let shape = shape(head_dim, 8, 2);

@@ -1,0 +1,63 @@
+//! Several things to abort under one handle: what ranks exchange on hosts and what on devices.
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::AbortHandle;
+
+/// Aborts all that was added to it, also what is added after it was aborted.
+#[derive(Debug, Default)]
+pub struct AbortAll {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    aborted: bool,
+    handles: Vec<Arc<dyn AbortHandle>>,
+}
+
+impl AbortAll {
+    /// Aborts `handle`, too, when it is aborted; at once when it was.
+    pub fn add(&self, handle: Arc<dyn AbortHandle>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.aborted {
+            handle.abort();
+        }
+        state.handles.push(handle);
+    }
+
+    /// Whether it was aborted.
+    #[must_use]
+    pub fn is_aborted(&self) -> bool {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).aborted
+    }
+}
+
+impl AbortHandle for AbortAll {
+    fn abort(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.aborted = true;
+        for handle in &state.handles {
+            handle.abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::single_rank;
+
+    #[test]
+    fn what_is_added_before_and_after_is_aborted() {
+        let (mut early, mut late) = (single_rank(), single_rank());
+        let all = AbortAll::default();
+        all.add(early.abort_handle());
+        assert!(early.barrier().is_ok() && !all.is_aborted());
+        all.abort();
+        all.abort();
+        assert!(early.barrier().is_err() && all.is_aborted());
+        assert!(late.barrier().is_ok());
+        all.add(late.abort_handle());
+        assert!(late.barrier().is_err());
+    }
+}

@@ -1,0 +1,243 @@
+//! PURE: how the ranks of a replica exchange data on their devices. Every rank knows what all can
+//! do and decides for itself; since all decide by the same facts, they decide alike.
+use std::fmt;
+
+/// What an operator wants ranks on GPUs to exchange data by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Exchange {
+    /// Whatever is fastest and there on every rank.
+    #[default]
+    Auto,
+    /// Host memory: no GPU sees another's.
+    Host,
+    /// NCCL, or an error.
+    Nccl,
+}
+
+impl Exchange {
+    /// All, by name.
+    pub const NAMES: [(&'static str, Self); 3] =
+        [("auto", Self::Auto), ("host", Self::Host), ("nccl", Self::Nccl)];
+
+    fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, exchange)| *exchange == self).map_or("", |(name, _)| name)
+    }
+}
+
+/// The oldest NCCL that this program works with: 2.19.0, the first whose communicators are made
+/// without blocking and aborted safely while collectives are in graphs.
+pub const NCCL_MIN: u32 = 21_900;
+/// The oldest NCCL that lets several ranks share a GPU.
+pub const NCCL_SHARING_MIN: u32 = 23_000;
+
+/// What one rank can do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Capability {
+    /// What its operator wants.
+    pub wish: Exchange,
+    /// Its host, as the kernel names it (boot id); zeros when unknown.
+    pub host: [u8; 16],
+    /// Its GPU (UUID).
+    pub gpu: [u8; 16],
+    /// NCCL's version, 22809 being 2.28.9; 0 when there is none that can be used.
+    pub nccl: u32,
+    /// NCCL is told that ranks share GPUs (`NCCL_MULTI_RANK_GPU_ENABLE=1`).
+    pub nccl_shares: bool,
+    /// It captures graphs.
+    pub graphs: bool,
+}
+
+/// Bytes of a capability.
+pub const CAPABILITY_BYTES: usize = 40;
+
+impl Capability {
+    /// As bytes: all ranks are of one build, so this form is nobody else's.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; CAPABILITY_BYTES] {
+        let mut bytes = [0; CAPABILITY_BYTES];
+        bytes[..16].copy_from_slice(&self.host);
+        bytes[16..32].copy_from_slice(&self.gpu);
+        bytes[32..36].copy_from_slice(&self.nccl.to_le_bytes());
+        let wish = Exchange::NAMES.iter().position(|(_, exchange)| *exchange == self.wish);
+        bytes[36] = u8::try_from(wish.unwrap_or(0)).unwrap_or(0);
+        bytes[37] = u8::from(self.nccl_shares);
+        bytes[38] = u8::from(self.graphs);
+        bytes
+    }
+
+    /// What [`Capability::to_bytes`] made; none of other bytes.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let part = |at: usize| bytes.get(at..at + 16)?.try_into().ok();
+        Some(Self {
+            host: part(0)?,
+            gpu: part(16)?,
+            nccl: u32::from_le_bytes(bytes.get(32..36)?.try_into().ok()?),
+            wish: Exchange::NAMES.get(usize::from(*bytes.get(36)?))?.1,
+            nccl_shares: *bytes.get(37)? == 1,
+            graphs: *bytes.get(38)? == 1,
+        })
+    }
+}
+
+/// What ranks exchange data by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// Host memory.
+    Host,
+    /// NCCL.
+    Nccl,
+}
+
+/// What is used, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chosen {
+    /// What.
+    pub choice: Choice,
+    /// Steps become graphs.
+    pub graphs: bool,
+    /// For people, in one line.
+    pub reason: String,
+}
+
+/// Chooses for ranks that can do this, rank 0 first.
+///
+/// # Errors
+/// In one line: what some rank's operator wants cannot be.
+pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
+    let mut wishes = ranks.iter().map(|rank| rank.wish).filter(|wish| *wish != Exchange::Auto);
+    let wish = wishes.next().unwrap_or_default();
+    if let Some(other) = wishes.find(|other| *other != wish) {
+        return Err(format!(
+            "ranks are told different things: --cuda-exchange {} and {}",
+            wish.name(),
+            other.name()
+        ));
+    }
+    let graphs = ranks.iter().all(|rank| rank.graphs);
+    let host = |reason: String| Chosen { choice: Choice::Host, graphs: false, reason };
+    let reason = match (wish, nccl_obstacle(ranks)) {
+        (Exchange::Host, _) => "--cuda-exchange host".to_owned(),
+        (_, None) => {
+            let reason = format!("NCCL {} on every rank", Version(least(ranks)));
+            return Ok(Chosen { choice: Choice::Nccl, graphs, reason });
+        }
+        (Exchange::Nccl, Some(obstacle)) => {
+            return Err(format!("--cuda-exchange nccl: {obstacle}"));
+        }
+        (Exchange::Auto, Some(obstacle)) => obstacle,
+    };
+    Ok(host(reason))
+}
+
+fn least(ranks: &[Capability]) -> u32 {
+    ranks.iter().map(|rank| rank.nccl).min().unwrap_or(0)
+}
+
+/// Why these ranks cannot use NCCL.
+fn nccl_obstacle(ranks: &[Capability]) -> Option<String> {
+    for (rank, own) in ranks.iter().enumerate() {
+        if own.nccl == 0 {
+            return Some(format!("rank {rank} has no NCCL that can be used"));
+        }
+        if own.nccl < NCCL_MIN {
+            let (found, wanted) = (Version(own.nccl), Version(NCCL_MIN));
+            return Some(format!("rank {rank} has NCCL {found}, older than {wanted}"));
+        }
+        // Versions whose second number differs do not speak with each other.
+        if own.nccl / 100 != ranks[0].nccl / 100 {
+            let (found, first) = (Version(own.nccl), Version(ranks[0].nccl));
+            return Some(format!("rank {rank} has NCCL {found}, rank 0 has {first}"));
+        }
+        let twin = ranks[..rank].iter().position(|other| other.gpu == own.gpu);
+        if let Some(twin) = twin
+            && (least(ranks) < NCCL_SHARING_MIN || !ranks.iter().all(|rank| rank.nccl_shares))
+        {
+            return Some(format!(
+                "ranks {twin} and {rank} share a GPU: NCCL takes that from {} on, with \
+                 NCCL_MULTI_RANK_GPU_ENABLE=1",
+                Version(NCCL_SHARING_MIN)
+            ));
+        }
+    }
+    None
+}
+
+/// `2.28.9` for 22809.
+#[derive(Clone, Copy, Debug)]
+pub struct Version(pub u32);
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.0 / 10_000, self.0 / 100 % 100, self.0 % 100)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(gpu: u8) -> Capability {
+        Capability { gpu: [gpu; 16], nccl: 22_809, graphs: true, ..Capability::default() }
+    }
+
+    #[test]
+    fn bytes_and_back() {
+        let full = Capability {
+            wish: Exchange::Nccl,
+            host: std::array::from_fn(|i| i as u8),
+            gpu: std::array::from_fn(|i| i as u8 + 100),
+            nccl: 23_203,
+            nccl_shares: true,
+            graphs: false,
+        };
+        for one in [full.clone(), rank(3)] {
+            assert_eq!(Capability::from_bytes(&one.to_bytes()), Some(one));
+        }
+        assert_eq!(Capability::from_bytes(&full.to_bytes()[..38]), None);
+        let mut strange = full.to_bytes();
+        strange[36] = 77;
+        assert_eq!(Capability::from_bytes(&strange), None);
+    }
+
+    #[test]
+    fn nccl_is_used_where_every_rank_can() {
+        let chosen = choose(&[rank(0), rank(1)]).unwrap();
+        assert_eq!((chosen.choice, chosen.graphs), (Choice::Nccl, true));
+        assert!(chosen.reason.contains("2.28.9"), "{}", chosen.reason);
+        let plain = Capability { graphs: false, ..rank(1) };
+        assert!(!choose(&[rank(0), plain]).unwrap().graphs);
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_said_and_decides() {
+        let shares = |nccl: u32| Capability { nccl, nccl_shares: true, ..rank(0) };
+        let cases = [
+            (vec![rank(0), Capability { nccl: 0, ..rank(1) }], "rank 1 has no NCCL"),
+            (vec![Capability { nccl: 21_805, ..rank(0) }, rank(1)], "older than 2.19.0"),
+            (vec![rank(0), Capability { nccl: 22_701, ..rank(1) }], "rank 0 has 2.28.9"),
+            (vec![rank(0), rank(1), rank(0)], "ranks 0 and 2 share a GPU"),
+            (vec![shares(22_900), shares(22_900)], "share a GPU"),
+            (vec![shares(23_000), Capability { nccl_shares: false, ..shares(23_000) }], "share"),
+        ];
+        for (ranks, words) in cases {
+            let chosen = choose(&ranks).unwrap();
+            assert_eq!((chosen.choice, chosen.graphs), (Choice::Host, false));
+            assert!(chosen.reason.contains(words), "{}", chosen.reason);
+            // Who insists is told.
+            let mut insists = ranks;
+            insists[1].wish = Exchange::Nccl;
+            let error = choose(&insists).unwrap_err();
+            assert!(error.contains(words) && !error.contains('\n'), "{error}");
+        }
+        assert_eq!(choose(&[shares(23_000), shares(23_000)]).unwrap().choice, Choice::Nccl);
+    }
+
+    #[test]
+    fn wishes_are_kept_or_refused() {
+        let wants = |wish| Capability { wish, ..rank(1) };
+        assert_eq!(choose(&[rank(0), wants(Exchange::Host)]).unwrap().choice, Choice::Host);
+        let error = choose(&[wants(Exchange::Host), wants(Exchange::Nccl)]).unwrap_err();
+        assert!(error.contains("host") && error.contains("nccl"), "{error}");
+    }
+}

@@ -1,0 +1,141 @@
+//! How a rank joins the others' devices: says what it can do over the host's collective, learns what
+//! all can do, and sets up what that makes all of them choose.
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::backend::CudaBackend;
+use super::choice::{CAPABILITY_BYTES, Capability, Choice, choose};
+use super::group::DeviceGroup;
+use crate::collective::{AbortHandle, Collective};
+use crate::error::{CollectiveError, KernelError};
+
+/// What joining needs of those around it.
+pub struct GroupSetup<'a> {
+    /// How long setting up, and later each step, may wait for other ranks.
+    pub timeout: Duration,
+    /// Whether the epoch is over already.
+    pub is_given_up: &'a dyn Fn() -> bool,
+    /// The way from rank 0 to the others that strangers cannot read.
+    pub relay: &'a mut dyn Relay,
+    /// Is told of a handle that frees the group, before it waits for anybody.
+    pub on_abort_handle: &'a mut dyn FnMut(Arc<dyn AbortHandle>),
+}
+
+impl fmt::Debug for GroupSetup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GroupSetup").field("timeout", &self.timeout).finish_non_exhaustive()
+    }
+}
+
+/// Brings a few bytes from rank 0 to all other ranks, once for each group.
+pub trait Relay {
+    /// Rank 0 says what the others shall get.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Setup`].
+    fn send(&mut self, bytes: &[u8]) -> Result<(), CollectiveError>;
+
+    /// Another rank gets it.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Aborted`], [`CollectiveError::TimedOut`] after `timeout`.
+    fn receive(&mut self, timeout: Duration) -> Result<Vec<u8>, CollectiveError>;
+}
+
+/// The way for those that have none.
+#[derive(Clone, Copy, Debug)]
+pub struct NoRelay;
+
+impl Relay for NoRelay {
+    fn send(&mut self, _: &[u8]) -> Result<(), CollectiveError> {
+        Err(CollectiveError::Setup("there is no way from rank 0 to the others".to_owned()))
+    }
+
+    fn receive(&mut self, _: Duration) -> Result<Vec<u8>, CollectiveError> {
+        Err(CollectiveError::Setup("there is no way from rank 0 to the others".to_owned()))
+    }
+}
+
+/// What joining came to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Joining {
+    /// `nccl`, `host`: how the ranks exchange data.
+    pub algorithm: &'static str,
+    /// Why so, in one line.
+    pub reason: String,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// Every rank's `own` bytes, in rank order.
+pub(super) fn gather_bytes(
+    collective: &mut dyn Collective,
+    own: &[u8],
+) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    // Collectives carry numbers: each byte is one.
+    let local: Vec<f32> = own.iter().map(|byte| f32::from(*byte)).collect();
+    let mut all = vec![0.0; local.len() * collective.world_size() as usize];
+    collective.all_gather(&local, &mut all)?;
+    let bytes = |rank: &[f32]| rank.iter().map(|value| *value as u8).collect();
+    Ok(all.chunks_exact(local.len().max(1)).map(bytes).collect())
+}
+
+impl CudaBackend {
+    /// Joins the other ranks' devices as far as all of them can: called by every rank after its
+    /// collective was set, before it computes anything.
+    ///
+    /// # Errors
+    /// [`KernelError::Collective`]; [`KernelError::Device`].
+    pub fn join(&mut self, setup: GroupSetup<'_>) -> Result<Joining, KernelError> {
+        let began = Instant::now();
+        let own = self.capability();
+        let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
+        let read = |bytes: &Vec<u8>| Capability::from_bytes(bytes);
+        debug_assert!(all.iter().all(|bytes| bytes.len() == CAPABILITY_BYTES));
+        let all: Vec<Capability> =
+            all.iter().map(read).collect::<Option<_>>().ok_or_else(|| {
+                CollectiveError::Setup("a rank describes its GPU in an unknown form".to_owned())
+            })?;
+        let chosen = choose(&all).map_err(CollectiveError::Setup)?;
+        let timeout = setup.timeout;
+        let group: Option<Box<dyn DeviceGroup>> = match chosen.choice {
+            Choice::Host => None,
+            Choice::Nccl => None,
+        };
+        let algorithm = group.as_ref().map_or("host", |group| group.algorithm(0));
+        let graphs = chosen.graphs && group.as_ref().is_some_and(|group| group.is_capturable());
+        self.step.use_graphs(match (graphs, &group) {
+            (true, _) => None,
+            (false, None) => Some("ranks exchange data through host memory"),
+            (false, Some(_)) => Some("not every rank captures graphs"),
+        });
+        if let Some(group) = group {
+            self.device.context.group.join(group, timeout);
+        }
+        Ok(Joining { algorithm, reason: chosen.reason, took: began.elapsed() })
+    }
+
+    /// What this rank can do.
+    fn capability(&self) -> Capability {
+        Capability {
+            wish: self.options.exchange,
+            host: host_id().unwrap_or_default(),
+            gpu: self.device.context.info().uuid_bytes,
+            nccl: 0,
+            nccl_shares: false,
+            graphs: self.step.can_capture(),
+        }
+    }
+}
+
+/// The kernel's name for this run of the host.
+fn host_id() -> Option<[u8; 16]> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let digits: Vec<char> = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let mut id = [0; 16];
+    for (byte, pair) in id.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = u8::try_from(pair[0].to_digit(16)? * 16 + pair[1].to_digit(16)?).ok()?;
+    }
+    (digits.len() == 32).then_some(id)
+}

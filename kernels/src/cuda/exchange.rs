@@ -1,0 +1,108 @@
+//! What ranks exchange in a step: partial sums and logits. On their devices, in stream order, where
+//! they have joined a group; through host memory otherwise.
+use std::time::Instant;
+
+use super::backend::{CudaBackend, Which};
+use super::launch;
+use super::tensors::{CudaBuffer, Element};
+use crate::backend::{Backend as _, Buffer as _};
+use crate::cpu::check::ensure;
+use crate::error::KernelError;
+
+impl CudaBackend {
+    /// See [`crate::Backend::all_reduce`].
+    pub(super) fn reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
+        let op = "all_reduce";
+        let at = data.of(Element::F32, op, "data")?;
+        let grouped = self.is_grouped();
+        if self.alone || !(grouped || self.world_size() > 1) {
+            return Ok(());
+        }
+        let (rows, width) = (data.rows(), data.width());
+        if grouped {
+            if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
+                return Ok(());
+            }
+            let (count, _) = self.step.launched(op, rows)?;
+            ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
+            let device = &self.device;
+            let reduced = device
+                .context
+                .group
+                .call(|group| group.all_reduce_sum(device, at.ptr, count * width));
+            return reduced.unwrap_or(Ok(()));
+        }
+        let start = Instant::now();
+        let mut values = self.download(data)?;
+        self.collective.all_reduce_sum(&mut values)?;
+        self.upload(data, &values)?;
+        self.collective_time += start.elapsed();
+        Ok(())
+    }
+
+    /// See [`crate::Backend::gather_logits`].
+    pub(super) fn gather(
+        &mut self,
+        local: &CudaBuffer,
+        full: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "gather_logits";
+        let (rank, world) = (self.rank(), self.world_size() as usize);
+        let (rows, width) = (local.rows(), local.width());
+        let grouped = self.is_grouped();
+        if self.alone {
+            return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
+        }
+        if rank == 0 || grouped {
+            let wide = full.width();
+            ensure!(op, wide == world * width, "full.width is {wide}, not {world} x {width}");
+            full.set_rows(rows)?;
+        }
+        if grouped {
+            return self.gather_on_devices(local, full);
+        }
+        let values = self.download(local)?;
+        if rank != 0 {
+            return self.timed(|collective| collective.gather(&values, &mut [], 0));
+        }
+        let mut gathered = std::mem::take(&mut self.host);
+        gathered.clear();
+        gathered.resize(world * rows * width, 0.0);
+        self.timed(|collective| collective.gather(&values, &mut gathered, 0))?;
+        // From one block per rank to one row per row.
+        let mut whole = vec![0.0; world * rows * width];
+        for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
+            let (rank, row) = (i / rows, i % rows);
+            whole[row * world * width + rank * width..][..width].copy_from_slice(from);
+        }
+        self.host = gathered;
+        self.upload(full, &whole)
+    }
+
+    /// Both have the same rows, and `full` is as wide as all ranks' `local`.
+    fn gather_on_devices(
+        &mut self,
+        local: &CudaBuffer,
+        full: &CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "gather_logits";
+        let (rows, width, world) = (local.rows(), local.width(), self.world_size() as usize);
+        let from = local.of(Element::F32, op, "local")?;
+        let to = full.of(Element::F32, op, "full")?;
+        if self.step.skips(op, [from.ptr.0, to.ptr.0, width as u64]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched_samples(op, rows)?;
+        let most = local.rows_max().min(full.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let bytes = count * width * 4;
+        let all = self.scratch(Which::Gathered, world * bytes)?;
+        let device = &self.device;
+        let gathered =
+            device.context.group.call(|group| group.all_gather(device, from.ptr, all, bytes));
+        gathered.unwrap_or(Ok(()))?;
+        let call = launch::interleave_ranks(all, to, (world, count, width), live);
+        // SAFETY: the scratch holds all ranks' rows; the result's width and rows were checked.
+        unsafe { device.launch(call) }
+    }
+}

@@ -1,0 +1,131 @@
+//! Ranks that exchange data in GPU memory, in the order of a stream, without their hosts.
+//!
+//! The host's [`Collective`](crate::Collective) is always there besides: ranks find each other by
+//! it, agree by it on what they use ([`super::choice`]), and do without a group when there is none.
+//! A group is part of the context that it works in, because every wait for the GPU looks at it: a
+//! rank that does not come would otherwise be waited for for ever.
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::device::Device;
+use super::memory::DevicePtr;
+use super::stream::{Stream, pause};
+use crate::collective::AbortHandle;
+use crate::error::{CollectiveError, KernelError};
+
+/// How long a stream may take to come to its end once what it waits for was aborted.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Ranks that exchange data in GPU memory, in the order of a stream. Dropped after the graphs that
+/// its calls were recorded in.
+pub(super) trait DeviceGroup: fmt::Debug {
+    /// Replaces `count` f32 at `data` by their sums over the ranks; bitwise equal on every rank.
+    /// Queued on the stream, not waited for.
+    fn all_reduce_sum(
+        &mut self,
+        device: &Device,
+        data: DevicePtr,
+        count: usize,
+    ) -> Result<(), KernelError>;
+
+    /// `all[r * bytes ..]` = rank r's `local`, on every rank; `bytes` is a multiple of 4. Queued.
+    fn all_gather(
+        &mut self,
+        device: &Device,
+        local: DevicePtr,
+        all: DevicePtr,
+        bytes: usize,
+    ) -> Result<(), KernelError>;
+
+    /// What the group has found wrong by itself (asynchronous errors, aborts). Asked while the host
+    /// waits for the stream, and after.
+    fn poll(&mut self) -> Result<(), CollectiveError>;
+
+    /// Whether calls may be recorded into graphs.
+    fn is_capturable(&self) -> bool;
+
+    /// `nccl`, `one_shot`, ...: for logs and metrics.
+    fn algorithm(&self, bytes: usize) -> &'static str;
+
+    /// Frees this rank from whatever its stream waits for; from any thread; idempotent, never
+    /// blocks.
+    fn abort_handle(&self) -> Arc<dyn AbortHandle>;
+}
+
+/// A group and how long its exchanges may take.
+#[derive(Debug)]
+struct Joined {
+    group: Box<dyn DeviceGroup>,
+    timeout: Duration,
+}
+
+/// The group of a context, if it is in one.
+#[derive(Debug, Default)]
+pub(super) struct GroupSlot(RefCell<Option<Joined>>);
+
+impl GroupSlot {
+    /// Whether there is none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.try_borrow().is_ok_and(|joined| joined.is_none())
+    }
+
+    /// Joins a group whose exchanges, and what waits for them, may take `timeout`.
+    pub(super) fn join(&self, group: Box<dyn DeviceGroup>, timeout: Duration) {
+        *self.0.borrow_mut() = Some(Joined { group, timeout });
+    }
+
+    /// Calls the group, if there is one.
+    pub(super) fn call<T>(&self, call: impl FnOnce(&mut dyn DeviceGroup) -> T) -> Option<T> {
+        self.0.borrow_mut().as_mut().map(|joined| call(joined.group.as_mut()))
+    }
+
+    /// What the group has found wrong.
+    pub(super) fn poll(&self) -> Result<(), KernelError> {
+        self.look(None)
+    }
+
+    /// As [`GroupSlot::poll`], for one that has waited for so long; a wait that is too long aborts
+    /// the group.
+    pub(super) fn check(&self, waited: Duration) -> Result<(), KernelError> {
+        self.look(Some(waited))
+    }
+
+    fn look(&self, waited: Option<Duration>) -> Result<(), KernelError> {
+        // A group that waits within a call of its own looks after itself.
+        let Ok(mut joined) = self.0.try_borrow_mut() else { return Ok(()) };
+        let Some(Joined { group, timeout }) = joined.as_mut() else { return Ok(()) };
+        group.poll()?;
+        match waited {
+            Some(waited) if waited > *timeout => {
+                group.abort_handle().abort();
+                let (algorithm, waited) = (group.algorithm(0), *timeout);
+                Err(CollectiveError::Stalled { algorithm, waited }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Leaves the group, if there is one: frees the stream, waits until it has come to its end, and
+    /// drops the group. Its graphs are gone already.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] when the stream failed or does not come to its end.
+    pub(super) fn leave(&self, stream: &Stream) -> Result<(), KernelError> {
+        let Some(joined) = self.0.borrow_mut().take() else { return Ok(()) };
+        joined.group.abort_handle().abort();
+        let began = Instant::now();
+        while !stream.is_idle()? {
+            let waited = began.elapsed();
+            if waited > DRAIN_PATIENCE {
+                return Err(KernelError::Device(format!(
+                    "the GPU goes on {DRAIN_PATIENCE:?} after its exchange with other ranks was \
+                     aborted: it hangs"
+                )));
+            }
+            pause(waited);
+        }
+        Ok(())
+    }
+}
