@@ -387,6 +387,23 @@ pub trait Backend {
     /// [`KernelError::Collective`].
     fn all_reduce(&mut self, data: &mut Self::Buffer) -> Result<(), KernelError>;
 
+    /// [`Backend::all_reduce`] of `delta`, then [`Backend::add_rmsnorm`] with it, to the same bits;
+    /// what `delta` holds then is undefined.
+    ///
+    /// # Errors
+    /// As those two.
+    fn all_reduce_add_rmsnorm(
+        &mut self,
+        delta: &mut Self::Buffer,
+        residual: &mut Self::Buffer,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        self.all_reduce(delta)?;
+        self.add_rmsnorm(residual, Some(delta), weight, eps, out)
+    }
+
     /// Collects `local: [rows, vocab_local]` of all ranks (equal widths) into rank 0's
     /// `full: [rows, world_size * vocab_local]`; other ranks' `full` is untouched, unless
     /// [`Backend::samples_everywhere`].

@@ -8,6 +8,7 @@
 //!   [`connect`]: how they find each other
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
+//! - `peer`: ranks that see each other's GPU memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
 //!   in, and its graph; `operations`, `exchange`, `sample`: the operations
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
@@ -31,6 +32,7 @@ mod matmul;
 pub mod memory;
 pub mod module;
 mod operations;
+pub mod peer;
 mod sample;
 mod step;
 pub mod stream;

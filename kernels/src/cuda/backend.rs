@@ -8,6 +8,7 @@ use super::device::{CudaOptions, Device, Scratch};
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::peer::Retired;
 use super::sample::Sampling;
 use super::step::Step;
 use super::stream::Event;
@@ -31,6 +32,7 @@ pub struct CudaBackend {
     index: Scratch,
     gathered: Scratch,
     pub(super) uploader: Option<Uploader>,
+    pub(super) retired: Retired,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
     pub(super) host: Vec<f32>,
@@ -63,6 +65,7 @@ impl CudaBackend {
             index: Scratch::new("row numbers"),
             gathered: Scratch::new("logits of all ranks"),
             uploader: None,
+            retired: Retired::default(),
             collective,
             collective_time: Duration::ZERO,
             host: Vec::new(),

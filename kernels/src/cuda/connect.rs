@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
-use super::choice::{CAPABILITY_BYTES, Capability, Choice, choose};
+use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choose};
 use super::group::DeviceGroup;
+use super::peer::{AgreeError, PeerGroup, Site, process_id};
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
 
@@ -87,7 +88,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`KernelError::Collective`]; [`KernelError::Device`].
-    pub fn join(&mut self, setup: GroupSetup<'_>) -> Result<Joining, KernelError> {
+    pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<Joining, KernelError> {
         let began = Instant::now();
         let own = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
@@ -103,6 +104,8 @@ impl CudaBackend {
             Choice::Host => None,
             Choice::Nccl => None,
         };
+        let mut reason = chosen.reason.clone();
+        let group = self.join_peers(group, &all, &chosen, &mut setup, &mut reason)?;
         let algorithm = group.as_ref().map_or("host", |group| group.algorithm(0));
         let graphs = chosen.graphs && group.as_ref().is_some_and(|group| group.is_capturable());
         self.step.use_graphs(match (graphs, &group) {
@@ -113,7 +116,44 @@ impl CudaBackend {
         if let Some(group) = group {
             self.device.context.group.join(group, timeout);
         }
-        Ok(Joining { algorithm, reason: chosen.reason, took: began.elapsed() })
+        Ok(Joining { algorithm, reason, took: began.elapsed() })
+    }
+
+    /// Puts a group of GPUs that see each other's memory before `group`, where that can be.
+    fn join_peers(
+        &mut self,
+        group: Option<Box<dyn DeviceGroup>>,
+        capabilities: &[Capability],
+        chosen: &Chosen,
+        setup: &mut GroupSetup<'_>,
+        reason: &mut String,
+    ) -> Result<Option<Box<dyn DeviceGroup>>, KernelError> {
+        if !chosen.peers {
+            return Ok(group);
+        }
+        let mut large = group;
+        let site = Site {
+            device: &self.device,
+            collective: self.collective.as_mut(),
+            capabilities,
+            retired: &self.retired,
+            thresholds: self.options.thresholds,
+        };
+        match PeerGroup::connect(site, setup, &mut large) {
+            Ok(group) => {
+                *reason = format!("{}; {reason}", group.describe());
+                Ok(Some(Box::new(group)))
+            }
+            Err(AgreeError::Without(why)) if self.options.exchange == Exchange::Peers => {
+                Err(CollectiveError::Setup(format!("--cuda-exchange peers: {why}")).into())
+            }
+            Err(AgreeError::Without(why)) => {
+                *reason = format!("{reason}; GPUs do not see each other's memory: {why}");
+                Ok(large)
+            }
+            Err(AgreeError::Broken(error)) => Err(error.into()),
+            Err(AgreeError::Device(error)) => Err(error),
+        }
     }
 
     /// What this rank can do.
@@ -125,6 +165,7 @@ impl CudaBackend {
             nccl: 0,
             nccl_shares: false,
             graphs: self.step.can_capture(),
+            process: process_id(),
         }
     }
 }

@@ -10,6 +10,7 @@ use super::fatbin;
 use super::launch::{Call, Entry, NAMES};
 use super::matmul::{Matmul, Product};
 use super::memory::{DeviceMemory, DevicePtr};
+use super::peer::tuning::Thresholds;
 use super::module::{Kernel, Module};
 use super::stream::Stream;
 use crate::error::KernelError;
@@ -31,6 +32,8 @@ pub struct CudaOptions {
     pub patience: Duration,
     /// What ranks exchange data by.
     pub exchange: Exchange,
+    /// Up to which size which of this project's exchanges is used; measured when none are given.
+    pub thresholds: Option<Thresholds>,
 }
 
 impl Default for CudaOptions {
@@ -43,6 +46,7 @@ impl Default for CudaOptions {
             overlap: true,
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
+            thresholds: None,
         }
     }
 }

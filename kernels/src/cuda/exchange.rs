@@ -3,8 +3,10 @@
 use std::time::Instant;
 
 use super::backend::{CudaBackend, Which};
+use super::group::FusedNorm;
 use super::launch;
-use super::tensors::{CudaBuffer, Element};
+use super::memory::DevicePtr;
+use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Backend as _, Buffer as _};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
@@ -38,6 +40,60 @@ impl CudaBackend {
         self.upload(data, &values)?;
         self.collective_time += start.elapsed();
         Ok(())
+    }
+
+    /// See [`crate::Backend::all_reduce_add_rmsnorm`].
+    pub(super) fn reduce_add_rmsnorm(
+        &mut self,
+        delta: &mut CudaBuffer,
+        residual: &mut CudaBuffer,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        if self.alone || !self.is_grouped() {
+            self.reduce(delta)?;
+            return self.add_rmsnorm(residual, Some(delta), weight, eps, out);
+        }
+        let op = "all_reduce_add_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let shape = (delta.rows(), delta.width());
+        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        let io = FusedNorm {
+            data: delta.of(Element::F32, op, "delta")?.ptr,
+            residual: residual.of(Element::F32, op, "residual")?.ptr,
+            weight: weight.ptr(),
+            out: out.of(Element::Bf16, op, "out")?,
+            width,
+            eps,
+            rows,
+            live: DevicePtr::default(),
+        };
+        out.set_rows(rows)?;
+        if self.step.skips(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (rows, live) = self.step.launched(op, rows)?;
+        let most = residual.rows_max().min(out.rows_max()).min(delta.rows_max());
+        ensure!(op, rows <= most, "{rows} rows, room for {most}");
+        let io = FusedNorm { rows, live, ..io };
+        let device = &self.device;
+        let done: Option<Result<bool, KernelError>> = device.context.group.call(|group| {
+            let fused = group.all_reduce_add_rmsnorm(device, &io)?;
+            if !fused {
+                group.all_reduce_sum(device, io.data, rows * width)?;
+            }
+            Ok(fused)
+        });
+        if done.unwrap_or(Ok(false))? {
+            return Ok(());
+        }
+        let from = (io.residual, Some(io.data));
+        let call = launch::add_rmsnorm(from, io.weight, io.out, width, eps, rows, live);
+        // SAFETY: shapes were checked.
+        unsafe { device.launch(call) }
     }
 
     /// See [`crate::Backend::gather_logits`].

@@ -531,6 +531,17 @@ impl Backend for CudaBackend {
         self.reduce(data)
     }
 
+    fn all_reduce_add_rmsnorm(
+        &mut self,
+        delta: &mut CudaBuffer,
+        residual: &mut CudaBuffer,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        self.reduce_add_rmsnorm(delta, residual, weight, eps, out)
+    }
+
     fn gather_logits(
         &mut self,
         local: &CudaBuffer,
