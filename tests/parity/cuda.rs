@@ -21,7 +21,11 @@ use crate::rig::{On, Rig, engine_of, fake_cuda_backend};
 const TOLERANCE: f64 = 0.1;
 
 fn check(model: &Path, degree: u32, prompts: usize, output: usize) {
-    let mut rig = Rig::on(On::FakeCuda, model, degree);
+    check_on(On::FakeCuda, model, degree, prompts, output);
+}
+
+fn check_on(on: On, model: &Path, degree: u32, prompts: usize, output: usize) {
+    let mut rig = Rig::on(on, model, degree);
     let (mut worst, mut compared) = (0.0f64, 0);
     for golden in goldens(model).iter().take(prompts) {
         let at = format!("{} at tp {degree}", golden.name);
@@ -77,6 +81,20 @@ variants! {
     qwen2: "qwen2", 1;
     qwen3: "qwen3", 1;
     mistral_swa: "mistral-swa", 1;
+}
+
+/// Ranks that see each other's memory, all of whose steps are on the device: sums fused with norms,
+/// then apart, in two shots.
+#[test]
+fn peers_tp2() {
+    check_on(On::FakePeers(1 << 20), &variant("llama-gqa"), 2, 2, 12);
+    check_on(On::FakePeers(0), &variant("llama-gqa"), 2, 2, 12);
+}
+
+#[test]
+fn peers_tp4() {
+    check_on(On::FakePeers(1 << 20), &variant("llama-mha-bias"), 4, 1, 8);
+    check_on(On::FakePeers(2048), &variant("llama-mha-bias"), 4, 1, 8);
 }
 
 #[test]

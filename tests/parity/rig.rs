@@ -5,7 +5,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kernels::collective::{Collective, local_group};
-use kernels::cuda::{CudaBackend, CudaOptions};
+use kernels::cuda::choice::Exchange;
+use kernels::cuda::peer::tuning::Thresholds;
+use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup, NoRelay};
 use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
@@ -64,6 +66,9 @@ pub(crate) enum On {
     Reference,
     /// The CUDA backend with its kernels emulated.
     FakeCuda,
+    /// The same, whose ranks see each other's memory. Of messages, those of up to so many bytes go
+    /// one-shot, fused with the norm behind them.
+    FakePeers(usize),
 }
 
 /// A backend on the stand-in for NVIDIA's driver.
@@ -76,6 +81,34 @@ pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -
         ..CudaOptions::default()
     };
     CudaBackend::new(options, collective).unwrap()
+}
+
+/// A backend on the stand-in, in a group of ranks that see each other's memory.
+pub(crate) fn fake_peer(
+    one_shot: usize,
+    graphs: bool,
+    collective: Box<dyn Collective>,
+) -> CudaBackend {
+    let fake = fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap();
+    let options = CudaOptions {
+        folders: vec![fake.libraries],
+        kernels: Some(fake.kernels),
+        graphs,
+        exchange: Exchange::Peers,
+        thresholds: Some(Thresholds { one_shot, two_shot: one_shot }),
+        ..CudaOptions::default()
+    };
+    let mut backend = CudaBackend::new(options, collective).unwrap();
+    let joined = backend
+        .join(GroupSetup {
+            timeout: Duration::from_secs(60),
+            is_given_up: &|| false,
+            relay: &mut NoRelay,
+            on_abort_handle: &mut |_| {},
+        })
+        .unwrap();
+    assert!(joined.reason.contains("GPUs see each other's memory"), "{joined:?}");
+    backend
 }
 
 /// One rank's engine on the fast backend.
@@ -184,6 +217,11 @@ impl Rig {
                 }
                 On::FakeCuda => {
                     let backend = fake_cuda_backend(true, collective);
+                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
+                }
+                On::FakePeers(one_shot) => {
+                    let backend = fake_peer(one_shot, true, collective);
                     let engine = engine_on(&model, rank, degrees, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
