@@ -35,6 +35,8 @@ namespace {
 
 constexpr uint32_t RANKS_MAX = TUTTI_PEERS_MAX;
 constexpr uint64_t NEVER = ~uint64_t{0};
+// How long a block waits: where nothing happens to it, and once another was aborted.
+constexpr uint64_t FOR_EVER = uint64_t{1} << 40, SPIN_OF_ABORTED = 20000;
 
 class Random {
    public:
@@ -248,8 +250,10 @@ class World : public emulate::PeerMemory {
 
     uint64_t patience() const {
         // Every launch may wait its time, and look at the clock every 64 looks.
+        // Where it waits without end, the host ends it.
+        const uint64_t wait = spin == FOR_EVER ? SPIN_OF_ABORTED : spin;
         return 200000 * uint64_t{size} * threads / 32 +
-               (spin + 100000) * uint64_t{size} * blocks * RANKS_MAX * 2;
+               (wait + 100000) * uint64_t{size} * blocks * RANKS_MAX * 2;
     }
 
     void set_up(const std::string& scenario, uint64_t seed, uint32_t threads_wanted) {
@@ -264,8 +268,8 @@ class World : public emulate::PeerMemory {
         left = 0;
         favourite = nullptr;
         victim = random.below(size);
-        spin = scenario == "whole" || scenario == "abort" ? uint64_t{1} << 40
-                                                          : 2000 + random.below(200000);
+        spin = scenario == "whole" || scenario == "abort" ? FOR_EVER
+                                                          : 2000 + random.below(20000);
         event_at = scenario == "whole" ? NEVER : 1 + random.below(random.of({300u, 3000u, 30000u}));
         if (scenario == "whole") {
             // All is as slow as the schedule makes it, but it ends.
@@ -571,7 +575,7 @@ class World : public emulate::PeerMemory {
             ranks[victim].stopped = all && random.below(2) == 0;
             // Where only one is told, the others notice by their clocks.
             for (uint32_t r = 0; r < size && !all; r++) {
-                ranks[r].table.spin_ns = 20000;
+                ranks[r].table.spin_ns = SPIN_OF_ABORTED;
             }
             return;
         }
