@@ -26,8 +26,8 @@ pub use placement::{PlacementRules, place};
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, HeldShard, LoadProgress, NodeResources,
-    Start, Started, ToWorker,
+    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId, HeldShard,
+    LoadProgress, NodeResources, Start, Started, ToWorker,
 };
 
 use self::replica::Replica;
@@ -271,6 +271,17 @@ impl Cluster {
         if let Some(replica) = self.replica_in_epoch(worker, progress.epoch) {
             replica.progress(worker, progress.bytes_done, progress.bytes_total);
         }
+    }
+
+    /// Rank 0 says what the other ranks' GPUs find its own by.
+    pub fn group_id(&mut self, worker: WorkerId, id: GroupId, effects: &mut Vec<Effect>) {
+        let epoch = id.epoch;
+        if id.bytes.len() > GROUP_ID_MAX {
+            return;
+        }
+        let Some(replica) = self.replica_in_epoch(worker, epoch) else { return };
+        let send = |worker| Effect::Send { worker, epoch, message: ToWorker::GroupId(id.clone()) };
+        effects.extend(replica.relay(worker).into_iter().map(send));
     }
 
     /// A rank holds its weights and its collective is up.

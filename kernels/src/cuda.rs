@@ -5,7 +5,7 @@
 //! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
 //! - [`device`]: a GPU made ready
 //! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: by what they do it;
-//!   [`connect`]: how they find each other
+//!   [`connect`]: how they find each other; [`nccl`]: NCCL
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
 //! - `peer`: ranks that see each other's GPU memory
@@ -31,6 +31,7 @@ pub mod libraries;
 mod matmul;
 pub mod memory;
 pub mod module;
+pub mod nccl;
 mod operations;
 pub mod peer;
 mod sample;
@@ -40,5 +41,5 @@ pub mod tensors;
 
 pub use backend::CudaBackend;
 pub use choice::Exchange;
-pub use connect::{GroupSetup, Joining, NoRelay, Relay};
+pub use connect::{GroupSetup, Joining, Relay};
 pub use device::{CudaOptions, has_kernels};

@@ -4,7 +4,7 @@
 //! in the workspace is serialised between processes.
 //!
 //! Order of a worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch
-//! [`Form`] -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
+//! [`Form`] -> [`GroupId`] (ranks on GPUs) -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
 //! [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
 pub mod actors;
 pub mod control;
@@ -12,8 +12,8 @@ pub mod frontend;
 pub mod step;
 
 pub use control::{
-    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, HeldShard, Hello,
-    LoadProgress, NodeResources, Rejoin, Start, Started, Welcome, WorkerStats,
+    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
+    HeldShard, Hello, LoadProgress, NodeResources, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
@@ -31,7 +31,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 4;
+pub const PROTOCOL_VERSION: u16 = 5;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -52,6 +52,8 @@ pub enum ToWorker {
         /// Why, for the worker's log.
         reason: String,
     },
+    /// What rank 0 made for the other ranks' GPUs to find its own by.
+    GroupId(GroupId),
 }
 
 /// Everything a worker says to the coordinator after the handshake.
@@ -80,15 +82,19 @@ pub enum FromWorker {
         /// It cannot go on; else it leaves on purpose, which counts as no failure.
         failed: bool,
     },
+    /// Rank 0 of an epoch that is being formed: for the other ranks alone.
+    GroupId(GroupId),
 }
 
 impl RemoteMessage for ToWorker {
     fn kind(&self) -> FrameKind {
         match self {
             Self::Step(_) => FrameKind::Step,
-            Self::Form(_) | Self::Start(_) | Self::Abort { .. } | Self::Shutdown { .. } => {
-                FrameKind::Control
-            }
+            Self::Form(_)
+            | Self::Start(_)
+            | Self::Abort { .. }
+            | Self::Shutdown { .. }
+            | Self::GroupId(_) => FrameKind::Control,
         }
     }
 }

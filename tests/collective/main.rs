@@ -2,6 +2,7 @@
 //! group can end. (Killed and frozen processes are in `tests/cluster`.)
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
+mod devices;
 mod ends;
 mod groups;
 mod operations;

@@ -7,7 +7,7 @@
 // lock: kernels of several ranks, on threads or in processes, wait for each other.
 //
 // Environment:
-// - FAKE_CUDA_DEVICES: how many GPUs; default 1
+// - FAKE_CUDA_DEVICES: how many GPUs; default 1, or what DEFAULT_DEVICES was when it was compiled
 // - FAKE_CUDA_MEMORY: bytes of each; default 4 GiB
 // - FAKE_CUDA_VERSION: of the driver; default 13000
 // - FAKE_CUDA_CAPABILITY: default 90
@@ -24,7 +24,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -36,18 +35,33 @@
 
 #include "kernels.h"
 
+#include "hooks.h"
+
 #include "emulate/block.h"
 #include "emulate/device.h"
 
 namespace {
 
-using Work = std::function<void()>;
+#ifndef DEFAULT_DEVICES
+#define DEFAULT_DEVICES 1
+#endif
+
+// Work that is done at once when its turn comes, or (`later`) that may have to wait for others: it
+// is begun, and asked until it says that it is done.
+struct Work {
+    std::function<void()> now;
+    fake_cuda::Later later;
+};
+struct Item {
+    Work work;
+    fake_cuda::Run run;
+};
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100,
               INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT_FOUND = 500,
               NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
 
-std::mutex driver_lock;
-#define LOCKED std::lock_guard<std::mutex> guard(driver_lock)
+std::recursive_mutex driver_lock;
+#define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
 
 // While work runs, others may call the driver.
 struct Unlocked {
@@ -86,8 +100,8 @@ const std::vector<Kernel>& kernels() {
 }
 
 struct Stream {
+    std::vector<Item> queue;
     std::thread::id owner = std::this_thread::get_id();
-    std::deque<Work> queue;
     bool captures = false;
     bool invalid = false;
     std::vector<Work> captured;
@@ -102,9 +116,8 @@ struct Graph {
 };
 
 std::map<Stream*, size_t> done;  // Work finished, per stream.
-Stream* capturing = nullptr;
+thread_local Stream* capturing = nullptr;
 thread_local bool has_context = false;
-thread_local bool captures_here = false;
 bool initialised = false;
 int broken = SUCCESS;
 std::map<uint64_t, std::pair<size_t, size_t>> allocations;  // Address: bytes, bytes mapped.
@@ -170,7 +183,7 @@ int injected(const char* function) {
     }
 // Calls that may wait end a capture on their thread.
 #define NO_CAPTURE                                                                                 \
-    if (captures_here && capturing != nullptr) {                                                   \
+    if (capturing != nullptr) {                                                                    \
         capturing->invalid = true;                                                                 \
         return CAPTURE_UNSUPPORTED;                                                                \
     }
@@ -197,23 +210,43 @@ void watch_faults() {
     sigaction(SIGBUS, &action, nullptr);
 }
 
-void flush(Stream* stream, size_t up_to) {
+// Does what is queued up to a mark; false when some of it waits for others.
+bool flush(Stream* stream, size_t up_to) {
     auto& finished = done[stream];
-    while (!stream->queue.empty() && finished < up_to) {
-        const Work work = std::move(stream->queue.front());
-        stream->queue.pop_front();
-        {
+    size_t count = 0;
+    bool waits = false;
+    while (count < stream->queue.size() && finished < up_to && !waits) {
+        Item& item = stream->queue[count];
+        if (item.work.now) {
             const Unlocked others;
-            work();
+            item.work.now();
+        } else {
+            if (!item.run) {
+                item.run = item.work.later();
+            }
+            waits = !item.run();
         }
-        finished++;
+        count += waits ? 0 : 1;
+        finished += waits ? 0 : 1;
+    }
+    stream->queue.erase(stream->queue.begin(), stream->queue.begin() + static_cast<long>(count));
+    return !waits;
+}
+bool flush(Stream* stream) { return flush(stream, SIZE_MAX); }
+
+// As flush, until it is done; others may use the driver meanwhile.
+void drain(Stream* stream, size_t up_to) {
+    while (done.count(stream) != 0 && !flush(stream, up_to)) {
+        driver_lock.unlock();
+        usleep(20);
+        driver_lock.lock();
     }
 }
-void flush(Stream* stream) { flush(stream, SIZE_MAX); }
+void drain(Stream* stream) { drain(stream, SIZE_MAX); }
 
-// Everything of this thread, as freeing memory does. The real driver waits for other threads' work
-// on the GPU as well; here that could be what only this thread can end.
-void flush_all() {
+// Everything of this rank, as freeing memory does: a rank is a thread or a process. The real driver
+// waits for other ranks' work on the same GPU as well; here that could be what only this one ends.
+void drain_all() {
     std::vector<Stream*> own;
     for (auto& entry : done) {
         if (entry.first->owner == std::this_thread::get_id()) {
@@ -221,17 +254,20 @@ void flush_all() {
         }
     }
     for (Stream* stream : own) {
-        flush(stream);
+        drain(stream);
     }
 }
 
-int enqueue(Stream* stream, Work work) {
+int enqueue_work(Stream* stream, Work work) {
     if (stream->captures) {
         stream->captured.push_back(std::move(work));
         return SUCCESS;
     }
-    stream->queue.push_back(std::move(work));
+    stream->queue.push_back(Item{std::move(work), nullptr});
     return SUCCESS;
+}
+int enqueue(Stream* stream, std::function<void()> now) {
+    return enqueue_work(stream, Work{std::move(now), nullptr});
 }
 
 bool is_pinned(const void* at) {
@@ -248,6 +284,25 @@ bool is_device(uint64_t at, size_t bytes) {
 
 }  // namespace
 
+namespace fake_cuda {
+bool enqueue(void* stream, Later later) {
+    LOCKED;
+    auto* to = static_cast<Stream*>(stream);
+    const bool captures = to->captures;
+    enqueue_work(to, Work{nullptr, std::move(later)});
+    return captures;
+}
+bool captures(void* stream) {
+    LOCKED;
+    return static_cast<Stream*>(stream)->captures;
+}
+bool is_ready() { return initialised && has_context; }
+bool is_memory(const void* at, size_t bytes) {
+    LOCKED;
+    return is_device(reinterpret_cast<uint64_t>(at), bytes);
+}
+}  // namespace fake_cuda
+
 extern "C" {
 
 int cuDriverGetVersion(int* version) {
@@ -258,19 +313,19 @@ int cuDriverGetVersion(int* version) {
 int cuInit(unsigned) {
     ENTER("cuInit");
     initialised = true;
-    return setting("FAKE_CUDA_DEVICES", 1) == 0 ? NO_DEVICE : SUCCESS;
+    return setting("FAKE_CUDA_DEVICES", DEFAULT_DEVICES) == 0 ? NO_DEVICE : SUCCESS;
 }
 int cuDeviceGetCount(int* count) {
     ENTER("cuDeviceGetCount");
     if (!initialised) {
         return NOT_INITIALIZED;
     }
-    *count = static_cast<int>(setting("FAKE_CUDA_DEVICES", 1));
+    *count = static_cast<int>(setting("FAKE_CUDA_DEVICES", DEFAULT_DEVICES));
     return SUCCESS;
 }
 int cuDeviceGet(int* device, int ordinal) {
     ENTER("cuDeviceGet");
-    if (ordinal < 0 || ordinal >= static_cast<int>(setting("FAKE_CUDA_DEVICES", 1))) {
+    if (ordinal < 0 || ordinal >= static_cast<int>(setting("FAKE_CUDA_DEVICES", DEFAULT_DEVICES))) {
         return INVALID_DEVICE;
     }
     *device = ordinal;
@@ -366,7 +421,7 @@ int cuMemFree_v2(uint64_t at) {
     if (found == allocations.end()) {
         return INVALID_VALUE;
     }
-    flush_all();
+    drain_all();
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     munmap(reinterpret_cast<void*>(at / page * page), found->second.second);
     used -= found->second.first;
@@ -388,7 +443,7 @@ int cuIpcGetMemHandle(IpcHandle* handle, uint64_t at) {
     if (found == allocations.end()) {
         return INVALID_VALUE;
     }
-    flush_all();
+    drain_all();
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const uint64_t base = at / page * page;
     const size_t size = found->second.second - page;
@@ -444,7 +499,7 @@ int cuIpcCloseMemHandle(uint64_t at) {
     if (found == opened.end()) {
         return INVALID_VALUE;
     }
-    flush_all();
+    drain_all();
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     munmap(reinterpret_cast<void*>(at / page * page), found->second);
     opened.erase(found);
@@ -468,7 +523,7 @@ int cuMemAllocHost_v2(void** at, size_t bytes) {
 int cuMemFreeHost(void* at) {
     ENTER("cuMemFreeHost");
     NO_CAPTURE;
-    flush_all();
+    drain_all();
     pinned.erase(reinterpret_cast<uint64_t>(at));
     free(at);
     return SUCCESS;
@@ -483,7 +538,7 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* st
     auto copy = [=] { memcpy(reinterpret_cast<void*>(to), from, bytes); };
     const int status = enqueue(stream, copy);
     if (!is_pinned(from) && !stream->captures) {
-        flush(stream);
+        drain(stream);
     }
     return status;
 }
@@ -526,7 +581,7 @@ int cuStreamCreate(Stream** stream, unsigned) {
 }
 int cuStreamDestroy_v2(Stream* stream) {
     ENTER("cuStreamDestroy_v2");
-    flush(stream);
+    drain(stream);
     done.erase(stream);
     if (capturing == stream) {
         capturing = nullptr;
@@ -537,7 +592,7 @@ int cuStreamDestroy_v2(Stream* stream) {
 int cuStreamSynchronize(Stream* stream) {
     ENTER("cuStreamSynchronize");
     NO_CAPTURE;
-    flush(stream);
+    drain(stream);
     return SUCCESS;
 }
 // Not ready at first, as events are.
@@ -559,7 +614,6 @@ int cuStreamBeginCapture_v2(Stream* stream, int) {
     stream->invalid = false;
     stream->captured.clear();
     capturing = stream;
-    captures_here = true;
     return SUCCESS;
 }
 int cuStreamEndCapture(Stream* stream, Graph** graph) {
@@ -571,7 +625,6 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
     // Whatever comes of it, it is over.
     stream->captures = false;
     capturing = nullptr;
-    captures_here = false;
     *graph = nullptr;
     if (told != SUCCESS || stream->invalid) {
         return told != SUCCESS ? told : CAPTURE_INVALIDATED;
@@ -601,7 +654,7 @@ int cuGraphLaunch(Graph* graph, Stream* stream) {
     NEEDS_CONTEXT;
     log_line("graph %zu", graph->work.size());
     for (const Work& work : graph->work) {
-        enqueue(stream, work);
+        enqueue_work(stream, work);
     }
     return SUCCESS;
 }
@@ -632,14 +685,13 @@ int cuEventQuery(Event* event) {
     if (!std::exchange(event->asked, true)) {
         return NOT_READY;
     }
-    flush(event->stream, event->mark);
-    return SUCCESS;
+    return flush(event->stream, event->mark) ? SUCCESS : NOT_READY;
 }
 int cuEventSynchronize(Event* event) {
     ENTER("cuEventSynchronize");
     NO_CAPTURE;
     if (event->stream != nullptr && done.count(event->stream) != 0) {
-        flush(event->stream, event->mark);
+        drain(event->stream, event->mark);
     }
     return SUCCESS;
 }

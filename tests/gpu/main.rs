@@ -127,7 +127,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let found = survey(&options.folders, options.kernels.as_deref());
+    let found = survey(&options.folders, options.kernels.as_deref(), options.nccl_lib.as_deref());
     let mut ordinal = options.ordinal.or_else(|| found.roomiest()).unwrap_or(0);
     if let Some(reason) = found.refusal(ordinal) {
         println!("no GPU: {reason}");

@@ -5,15 +5,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kernels::collective::{Collective, local_group};
-use kernels::cuda::choice::Exchange;
 use kernels::cuda::peer::tuning::Thresholds;
-use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup, NoRelay};
+use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
 use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceOutput, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
-use testkit::fake_cuda::fake_cuda;
+use testkit::fake_cuda::{fake_cuda_of, fake_nccl};
+use testkit::relay::SharedRelay;
 use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
@@ -64,16 +64,21 @@ pub(crate) enum On {
     Cpu,
     /// The oracle.
     Reference,
-    /// The CUDA backend with its kernels emulated.
+    /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
     FakeCuda,
     /// The same, whose ranks see each other's memory. Of messages, those of up to so many bytes go
     /// one-shot, fused with the norm behind them.
     FakePeers(usize),
+    /// The same, with a GPU for each rank and a stand-in for NCCL between them.
+    FakeNccl,
 }
+
+/// GPUs of the stand-in for NVIDIA's driver.
+const GPUS: u32 = 4;
 
 /// A backend on the stand-in for NVIDIA's driver.
 pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -> CudaBackend {
-    let fake = fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap();
+    let fake = fake_cuda_of(Path::new(env!("CARGO_TARGET_TMPDIR")), GPUS).unwrap();
     let options = CudaOptions {
         folders: vec![fake.libraries],
         kernels: Some(fake.kernels),
@@ -89,7 +94,7 @@ pub(crate) fn fake_peer(
     graphs: bool,
     collective: Box<dyn Collective>,
 ) -> CudaBackend {
-    let fake = fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap();
+    let fake = fake_cuda_of(Path::new(env!("CARGO_TARGET_TMPDIR")), GPUS).unwrap();
     let options = CudaOptions {
         folders: vec![fake.libraries],
         kernels: Some(fake.kernels),
@@ -103,12 +108,50 @@ pub(crate) fn fake_peer(
         .join(GroupSetup {
             timeout: Duration::from_secs(60),
             is_given_up: &|| false,
-            relay: &mut NoRelay,
+            relay: &mut SharedRelay::default(),
             on_abort_handle: &mut |_| {},
         })
         .unwrap();
     assert!(joined.reason.contains("GPUs see each other's memory"), "{joined:?}");
     backend
+}
+
+/// A backend on the stand-in's GPU of the rank's number, that has joined the other ranks'.
+pub(crate) fn fake_nccl_backend(
+    rank: u32,
+    collective: Box<dyn Collective>,
+    mut relay: SharedRelay,
+) -> CudaBackend {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let fake = fake_cuda_of(folder, GPUS).unwrap();
+    let nccl = fake_nccl(folder, &fake, None).unwrap();
+    let options = CudaOptions {
+        ordinal: rank,
+        folders: vec![fake.libraries],
+        kernels: Some(fake.kernels),
+        exchange: Exchange::Nccl,
+        nccl_lib: Some(nccl),
+        ..CudaOptions::default()
+    };
+    let mut backend = CudaBackend::new(options, collective).unwrap();
+    let joined = backend.join(GroupSetup {
+        timeout: Duration::from_secs(30),
+        is_given_up: &|| false,
+        relay: &mut relay,
+        on_abort_handle: &mut |_| {},
+    });
+    assert_eq!(joined.unwrap().algorithm, "nccl");
+    backend
+}
+
+/// One rank's engine on the stand-ins, with the others' to come.
+pub(crate) fn fake_nccl_engine(
+    model: &Path,
+    (rank, degree): (u32, u32),
+    collective: Box<dyn Collective>,
+    relay: SharedRelay,
+) -> Engine<CudaBackend> {
+    engine_on(model, rank, (degree, degree), fake_nccl_backend(rank, collective, relay)).unwrap()
 }
 
 /// One rank's engine on the fast backend.
@@ -197,6 +240,12 @@ impl Rig {
     pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
+        if let On::FakeCuda | On::FakeNccl = backend {
+            // Before the ranks' threads are at it: compiled once.
+            let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+            fake_nccl(folder, &fake_cuda_of(folder, GPUS).unwrap(), None).unwrap();
+        }
+        let relay = SharedRelay::default();
         let (sender, outputs) = channel();
         let mut plans = Vec::new();
         let mut threads = Vec::new();
@@ -204,7 +253,7 @@ impl Rig {
             let (plan_sender, plan_receiver) = channel::<StepPlan>();
             plans.push(plan_sender);
             let model = model.to_owned();
-            let sender = sender.clone();
+            let (sender, relay) = (sender.clone(), relay.clone());
             threads.push(std::thread::spawn(move || match backend {
                 On::Cpu => {
                     serve(
@@ -222,6 +271,11 @@ impl Rig {
                 }
                 On::FakePeers(one_shot) => {
                     let backend = fake_peer(one_shot, true, collective);
+                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
+                }
+                On::FakeNccl => {
+                    let backend = fake_nccl_backend(rank, collective, relay);
                     let engine = engine_on(&model, rank, degrees, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }

@@ -7,9 +7,9 @@ use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::{
     CollectiveSpec, DeviceKind, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
     FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
-    HeldShard, Hello, LoadProgress, NewSequence, NodeResources, Rejoin, SequenceOutput,
-    SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult, StepTimings,
-    SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, WorkerStats,
+    GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NewSequence, NodeResources, Rejoin,
+    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult,
+    StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, WorkerStats,
 };
 use shared::sampling::SamplingParams;
 use shared::wire::codec::{self, CodecError};
@@ -107,6 +107,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         ToWorker::Step(plan()),
         ToWorker::Abort { epoch: Epoch(1) },
         ToWorker::Shutdown { reason: "r".to_owned() },
+        ToWorker::GroupId(GroupId { epoch: Epoch(1), bytes: vec![7; GROUP_ID_MAX] }),
     ];
     to.iter().for_each(round_trip);
     let epoch = Epoch(1);
@@ -120,6 +121,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::Stats(WorkerStats::default()),
         FromWorker::Logs(LogLines { first: 1 << 40, lines: vec!["l\u{e9}".to_owned()] }),
         FromWorker::Goodbye { reason: "r".to_owned(), failed: true },
+        FromWorker::GroupId(GroupId { epoch, bytes: vec![7; 128] }),
     ];
     from.iter().for_each(round_trip);
     let shard = HeldShard { model: "/models/m".to_owned(), rank: 3, world_size: 4 };
@@ -279,6 +281,11 @@ fn the_form_of_messages_is_pinned() {
     let start =
         codec::encode(&ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 70_000 })).unwrap();
     assert_eq!(hex(start), "0101fc70110100");
+    let id = GroupId { epoch: Epoch(5), bytes: vec![0xab, 0xcd] };
+    assert_eq!(hex(codec::encode(&ToWorker::GroupId(id.clone())).unwrap()), "050502abcd");
+    assert_eq!(hex(codec::encode(&FromWorker::GroupId(id.clone())).unwrap()), "090502abcd");
+    // A secret is not shown.
+    assert!(!format!("{id:?}").contains("171") && format!("{id:?}").contains("2 bytes"));
     let entry = SequenceStep {
         seq: SeqId(9),
         start: 3,

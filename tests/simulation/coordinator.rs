@@ -253,6 +253,7 @@ impl World {
             FromWorker::Step(result) => return self.step_done(worker, result),
             FromWorker::Stats(stats) => return self.report(worker, stats),
             FromWorker::Progress(progress) => core.load_progressed(worker, progress),
+            FromWorker::GroupId(id) => core.group_id(worker, id, &mut effects),
             FromWorker::Formed(formed) => core.worker_formed(worker, formed, &mut effects),
             FromWorker::FormFailed(failure) => {
                 core.form_failed(now, worker, &failure, &mut effects);

@@ -277,6 +277,8 @@ impl World {
                 }
                 true
             }
+            // Its ranks have no GPUs.
+            ToWorker::GroupId(_) => true,
             ToWorker::Shutdown { .. } => {
                 self.shut_down(slot);
                 true

@@ -1,5 +1,6 @@
-//! A stand-in for NVIDIA's driver and cuBLASLt, compiled from `tests/fake_cuda/driver.cpp` with the
-//! CUDA kernels' own sources and their emulation. See there for what it can be told.
+//! Stand-ins for NVIDIA's driver and cuBLASLt, compiled from `tests/fake_cuda/driver.cpp` with the
+//! CUDA kernels' own sources and their emulation, and for NCCL (`tests/fake_nccl/nccl.cpp`). See
+//! there for what they can be told.
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -36,10 +37,59 @@ pub struct FakeCuda {
 /// # Errors
 /// What the compiler said.
 pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, String> {
+    let without = without.map(|symbol| format!("-D{symbol}={symbol}_is_absent"));
+    fake_cuda_with(folder, without.as_slice())
+}
+
+/// The same with several GPUs, for tests that cannot say so in the environment.
+///
+/// # Errors
+/// As there.
+pub fn fake_cuda_of(folder: &Path, devices: u32) -> Result<FakeCuda, String> {
+    fake_cuda_with(folder, &[format!("-DDEFAULT_DEVICES={devices}")])
+}
+
+/// A stand-in for NCCL over a stand-in for the driver; `without` names a symbol that it shall lack.
+///
+/// # Errors
+/// What the compiler said.
+pub fn fake_nccl(folder: &Path, cuda: &FakeCuda, without: Option<&str>) -> Result<PathBuf, String> {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let source = tests.join("fake_nccl/nccl.cpp");
+    let mut hasher = DefaultHasher::new();
+    (&cuda.libraries, without).hash(&mut hasher);
+    std::fs::read(&source).map_err(|error| error.to_string())?.hash(&mut hasher);
+    let target = folder.join(format!("fake-nccl-{:016x}", hasher.finish())).join("libnccl.so.2");
+    if target.is_file() {
+        return Ok(target);
+    }
+    let made = target.parent().unwrap_or(folder);
+    std::fs::create_dir_all(made).map_err(|error| error.to_string())?;
+    let scratch = tempfile::tempdir_in(folder).map_err(|error| error.to_string())?;
+    let library = scratch.path().join("libnccl.so.2");
+    let compiled = Command::new("c++")
+        .args(FLAGS)
+        .args(without.map(|symbol| format!("-D{symbol}={symbol}_is_absent")))
+        .args(["-shared", "-Wl,-soname,libnccl.so.2", "-I"])
+        .arg(tests.join("fake_cuda"))
+        .arg(&source)
+        .arg("-o")
+        .arg(&library)
+        .arg(cuda.libraries.join("libcuda.so"))
+        .output()
+        .map_err(|error| format!("c++ (package g++ on Debian): {error}"))?;
+    if !compiled.status.success() {
+        return Err(String::from_utf8_lossy(&compiled.stderr).into_owned());
+    }
+    std::fs::rename(library, &target).map_err(|error| error.to_string())?;
+    Ok(target)
+}
+
+fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let cuda = root.join("kernels/cuda");
     let driver = root.join("tests/fake_cuda/driver.cpp");
-    let mut sources = vec![driver.clone()];
+    let mut sources = vec![driver.clone(), root.join("tests/fake_cuda/hooks.h")];
     for folder in [&cuda, &cuda.join("emulate")] {
         let entries = std::fs::read_dir(folder).map_err(|error| error.to_string())?;
         sources.extend(
@@ -48,7 +98,7 @@ pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, Strin
     }
     sources.sort();
     let mut hasher = DefaultHasher::new();
-    (FLAGS, without).hash(&mut hasher);
+    (FLAGS, defines).hash(&mut hasher);
     for path in &sources {
         (path, std::fs::read(path).map_err(|error| error.to_string())?).hash(&mut hasher);
     }
@@ -66,7 +116,7 @@ pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, Strin
         (name.ends_with(".cu") || name.ends_with(".cpp")) && !program
     };
     let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();
-    compile(scratch.path(), &cuda, &units, without)?;
+    compile(scratch.path(), &cuda, &units, defines)?;
     let kernels = scratch.path().join("kernels");
     std::fs::create_dir(&kernels).map_err(|error| error.to_string())?;
     std::fs::write(kernels.join("all.fatbin"), "fake fatbin").map_err(|error| error.to_string())?;
@@ -90,7 +140,7 @@ fn compile(
     scratch: &Path,
     cuda: &Path,
     units: &[&PathBuf],
-    without: Option<&str>,
+    defines: &[String],
 ) -> Result<(), String> {
     let mut running = Vec::new();
     let mut objects = Vec::new();
@@ -98,7 +148,7 @@ fn compile(
         let object = scratch.join(format!("{index}.o"));
         let child = Command::new("c++")
             .args(FLAGS)
-            .args(without.map(|symbol| format!("-D{symbol}={symbol}_is_absent")))
+            .args(defines)
             .args(["-I".as_ref(), scratch.as_os_str(), "-I".as_ref(), cuda.as_os_str()])
             .args(["-x", "c++", "-c"])
             .arg(unit)

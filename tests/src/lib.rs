@@ -10,6 +10,7 @@
 //! - [`load`]: a steady load that notices every failure, changed text and pause
 //! - [`client`]: a small HTTP client that is not ours underneath, SSE included
 //! - [`scrape`]: reads a `/metrics` page into numbers
+//! - [`relay`]: the way from rank 0 to the others, for ranks that are threads
 //! - [`models`]: where the model folders and their golden values are
 #![forbid(unsafe_code)]
 
@@ -23,4 +24,5 @@ pub mod hosts;
 pub mod load;
 pub mod local_cluster;
 pub mod models;
+pub mod relay;
 pub mod scrape;

@@ -324,6 +324,10 @@ impl WorkerActor {
                 self.executor.abort(epoch);
                 Ok(())
             }
+            ToWorker::GroupId(id) => {
+                self.executor.tell_group_id(id);
+                Ok(())
+            }
             ToWorker::Shutdown { reason } => {
                 return self.leave(ctx, WorkerEnd::Shutdown { reason });
             }

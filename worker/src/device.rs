@@ -2,9 +2,11 @@
 use std::fmt::Debug;
 
 pub use kernels::cpu::Isa;
+pub use kernels::cuda::Exchange;
 pub use kernels::cuda::capacity::bytes_text;
 use kernels::cuda::capacity::{Measured, Need, check_fit};
 pub use kernels::cuda::devices::{Survey, survey};
+pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::EngineConfig;
@@ -159,6 +161,9 @@ impl Device for CudaDevice {
         let joined = backend.join(setup)?;
         let (algorithm, reason, took) = (joined.algorithm, joined.reason, joined.took);
         tracing::info!(algorithm, reason, ?took, "GPUs exchange data");
+        if let Some(missing) = joined.missing {
+            tracing::info!(missing, "GPUs might exchange data faster");
+        }
         Ok(())
     }
 

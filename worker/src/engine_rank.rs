@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use kernels::collective::{
     AbortAll, SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp,
 };
-use kernels::cuda::{GroupSetup, NoRelay};
-use kernels::{Collective, KernelError};
+use kernels::cuda::{GroupSetup, Relay};
+use kernels::{Collective, CollectiveError, KernelError};
+use shared::ids::Epoch;
 use shared::protocol::{CollectiveSpec, Form, SequenceOutput, StepPlan, StepTimings};
 
 use crate::device::Device;
@@ -22,7 +23,10 @@ use crate::model::decoder::Decoder;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights;
-use crate::rank::{AbortSlot, FormError, NoSteps, Rank, RankReady, StepSource};
+use crate::rank::{AbortSlot, FormError, FormNews, NoSteps, Rank, RankReady, StepSource};
+
+/// Between two looks for what rank 0 says.
+const RELAY_NAP: Duration = Duration::from_millis(1);
 
 /// See the module's documentation.
 pub struct EngineRank<D: Device> {
@@ -90,8 +94,9 @@ impl<D: Device> EngineRank<D> {
         &mut self,
         form: &Form,
         collective: Box<dyn Collective>,
-        (abort, all): (&AbortSlot, &Arc<AbortAll>),
-        progress: &mut dyn FnMut(u64, u64),
+        all: &AbortAll,
+        abort: &AbortSlot,
+        news: &mut dyn FormNews,
     ) -> Result<Engine<D::Backend>, ModelError> {
         let folder = Path::new(&form.model);
         let config = ModelConfig::load(folder)?;
@@ -99,7 +104,7 @@ impl<D: Device> EngineRank<D> {
             .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
         let mut backend = self.device.backend(collective)?;
-        join::<D>(&mut backend, form, abort, all)?;
+        join::<D>(&mut backend, form, all, abort, news)?;
         let positions = form.engine.max_model_len as usize;
         if positions > config.max_positions {
             let message = format!(
@@ -109,7 +114,10 @@ impl<D: Device> EngineRank<D> {
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
         self.device.check_fit(&backend, &config, &shard, &form.engine)?;
-        let weights = weights::load(&mut backend, &files, &config, &shard, positions, progress)?;
+        let weights =
+            weights::load(&mut backend, &files, &config, &shard, positions, &mut |done, total| {
+                news.progress(done, total)
+            })?;
         let tokens_max = form.engine.max_num_batched_tokens as usize;
         let rows_max = form.engine.max_num_seqs as usize;
         let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
@@ -123,21 +131,54 @@ impl<D: Device> EngineRank<D> {
 fn join<D: Device>(
     backend: &mut D::Backend,
     form: &Form,
-    abort: &AbortSlot,
     all: &AbortAll,
+    abort: &AbortSlot,
+    news: &mut dyn FormNews,
 ) -> Result<(), KernelError> {
     if form.world_size == 1 {
         return Ok(());
     }
+    let epoch = form.epoch;
     D::join(
         backend,
         GroupSetup {
             timeout: Duration::from_millis(form.collective_timeout_ms),
-            is_given_up: &|| abort.is_aborted(form.epoch),
-            relay: &mut NoRelay,
+            is_given_up: &|| abort.is_aborted(epoch),
+            relay: &mut LinkRelay { epoch, abort, news },
             on_abort_handle: &mut |handle| all.add(handle),
         },
     )
+}
+
+/// From rank 0 to the others over their links to the coordinator.
+struct LinkRelay<'a> {
+    epoch: Epoch,
+    abort: &'a AbortSlot,
+    news: &'a mut dyn FormNews,
+}
+
+impl Relay for LinkRelay<'_> {
+    fn send(&mut self, bytes: &[u8]) -> Result<(), CollectiveError> {
+        self.news.group_id(bytes.to_vec());
+        Ok(())
+    }
+
+    fn receive(&mut self, timeout: Duration) -> Result<Vec<u8>, CollectiveError> {
+        let began = Instant::now();
+        loop {
+            if let Some(bytes) = self.abort.take_group_id(self.epoch) {
+                return Ok(bytes);
+            }
+            if self.abort.is_aborted(self.epoch) {
+                return Err(CollectiveError::Aborted);
+            }
+            if began.elapsed() > timeout {
+                let op = "connect GPUs";
+                return Err(CollectiveError::TimedOut { op, waited: timeout, rank: 0 });
+            }
+            std::thread::sleep(RELAY_NAP);
+        }
+    }
 }
 
 impl<D: Device> Rank for EngineRank<D> {
@@ -145,7 +186,7 @@ impl<D: Device> Rank for EngineRank<D> {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        progress: &mut dyn FnMut(u64, u64),
+        news: &mut dyn FormNews,
     ) -> Result<RankReady, FormError> {
         let collective = self.connect(form, abort)?;
         let all = Arc::new(AbortAll::default());
@@ -167,7 +208,7 @@ impl<D: Device> Rank for EngineRank<D> {
                 loaded.engine.reconfigure(form.engine.clone());
                 let backend = loaded.engine.backend();
                 let joined = D::set_collective(backend, collective)
-                    .and_then(|()| join::<D>(backend, form, abort, &all));
+                    .and_then(|()| join::<D>(backend, form, &all, abort, news));
                 // Whatever came of it, the weights stay.
                 self.loaded = Some(loaded);
                 if let Err(error) = joined {
@@ -176,7 +217,7 @@ impl<D: Device> Rank for EngineRank<D> {
                 }
             }
             None => {
-                let loaded = self.load(form, collective, (abort, &all), progress);
+                let loaded = self.load(form, collective, &all, abort, news);
                 let engine = loaded.map_err(|error| {
                     if let ModelError::Kernel(error) = &error {
                         self.note(error);

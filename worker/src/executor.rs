@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use shared::ids::Epoch;
 use shared::protocol::{
-    Form, FormFailed, Formed, FromWorker, LoadProgress, Start, Started, StepFailed, StepPlan,
-    StepResult, WorkerStats,
+    Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress, Start, Started, StepFailed,
+    StepPlan, StepResult, WorkerStats,
 };
 
-use crate::rank::{AbortSlot, Rank, StepSource};
+use crate::rank::{AbortSlot, FormNews, Rank, StepSource};
 
 /// Commands waiting for the executor. The coordinator keeps two steps in flight, so a queue this
 /// long is full only if something is badly wrong.
@@ -143,6 +143,12 @@ impl Executor {
         self.abort(Epoch(u64::MAX));
     }
 
+    /// Brings the rank that is being formed what its GPU finds rank 0's by. Waits in no queue: the
+    /// executor is in the middle of its command.
+    pub fn tell_group_id(&self, id: GroupId) {
+        self.abort.tell_group_id(id.epoch, id.bytes);
+    }
+
     /// Called before the first message of a new link: its epochs are not over, whatever their
     /// numbers, and those of earlier links are, also in commands that wait still.
     pub fn new_link(&self) {
@@ -202,6 +208,29 @@ impl StepSource for EpochSteps<'_, '_> {
     }
 }
 
+/// What a rank says while it is formed.
+struct News<'a, O> {
+    epoch: Epoch,
+    /// When its progress was last told.
+    last: Option<Instant>,
+    outbox: &'a mut O,
+}
+
+impl<O: Outbox> FormNews for News<'_, O> {
+    fn progress(&mut self, bytes_done: u64, bytes_total: u64) {
+        let due = self.last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
+        if due || bytes_done == bytes_total {
+            self.last = Some(Instant::now());
+            let progress = LoadProgress { epoch: self.epoch, bytes_done, bytes_total };
+            self.outbox.send(FromWorker::Progress(progress));
+        }
+    }
+
+    fn group_id(&mut self, bytes: Vec<u8>) {
+        self.outbox.send(FromWorker::GroupId(GroupId { epoch: self.epoch, bytes }));
+    }
+}
+
 struct Loop<R, O> {
     rank: R,
     outbox: O,
@@ -257,16 +286,8 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         if self.abort.is_aborted(epoch) {
             return;
         }
-        let mut last = None::<Instant>;
-        let outbox = &mut self.outbox;
-        let mut progress = |bytes_done, bytes_total| {
-            let due = last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
-            if due || bytes_done == bytes_total {
-                last = Some(Instant::now());
-                outbox.send(FromWorker::Progress(LoadProgress { epoch, bytes_done, bytes_total }));
-            }
-        };
-        match self.rank.form(form, &self.abort, &mut progress) {
+        let mut news = News { epoch, last: None, outbox: &mut self.outbox };
+        match self.rank.form(form, &self.abort, &mut news) {
             Ok(ready) => {
                 self.epoch = Some((self.entered, epoch));
                 let formed = Formed {

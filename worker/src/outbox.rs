@@ -79,6 +79,7 @@ impl Outbox for LinkOutbox {
     fn send(&mut self, message: FromWorker) {
         let epoch = match &message {
             FromWorker::Progress(progress) => progress.epoch,
+            FromWorker::GroupId(id) => id.epoch,
             FromWorker::Formed(formed) => formed.epoch,
             FromWorker::FormFailed(failed) => failed.epoch,
             FromWorker::Started(started) => started.epoch,

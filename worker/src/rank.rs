@@ -13,7 +13,7 @@ use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
 /// One rank.
 pub trait Rank {
     /// Connects the collective and loads the shard, or keeps what it has when the same shard is
-    /// asked for. `progress` is called with (bytes done, bytes total).
+    /// asked for.
     ///
     /// # Errors
     /// See [`FormError`]; the rank is then as if it had never been formed.
@@ -21,7 +21,7 @@ pub trait Rank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        progress: &mut dyn FnMut(u64, u64),
+        news: &mut dyn FormNews,
     ) -> Result<RankReady, FormError>;
 
     /// Allocates the KV cache.
@@ -68,6 +68,14 @@ pub trait Rank {
     }
 }
 
+/// What a rank says while it is formed.
+pub trait FormNews {
+    /// So many bytes of weights are loaded, of so many.
+    fn progress(&mut self, done: u64, total: u64);
+    /// What the other ranks' GPUs find this one's by.
+    fn group_id(&mut self, bytes: Vec<u8>);
+}
+
 /// Steps that wait behind the one that is being run.
 pub trait StepSource {
     /// The next step of the epoch, if it is there; it stays there.
@@ -105,7 +113,8 @@ pub struct FormError {
     pub permanent: bool,
 }
 
-/// Lets other threads free the executor from a collective operation.
+/// Lets other threads free the executor from a collective operation, and bring it what it waits for
+/// there.
 ///
 /// Epochs are counted by a coordinator, and another one counts anew: so what is over is known by
 /// the link, too, over which the epoch came. The executor may be behind: still in a command of an
@@ -127,6 +136,8 @@ struct SlotState {
     /// Epochs up to this one are over.
     aborted: Term,
     current: Option<(Term, Arc<dyn AbortHandle>)>,
+    /// What rank 0 of an epoch has told this one.
+    group_id: Option<(Term, Vec<u8>)>,
 }
 
 impl fmt::Debug for SlotState {
@@ -171,6 +182,23 @@ impl AbortSlot {
     pub fn is_aborted(&self, epoch: Epoch) -> bool {
         let state = self.state();
         state.aborted >= (state.entered, epoch)
+    }
+
+    /// Rank 0 of `epoch` of the present link has told this rank what its GPU is found by.
+    pub fn tell_group_id(&self, epoch: Epoch, bytes: Vec<u8>) {
+        let mut state = self.state();
+        let term = (state.link, epoch);
+        if state.aborted < term {
+            state.group_id = Some((term, bytes));
+        }
+    }
+
+    /// What rank 0 of `epoch` of the command under way has told; once.
+    #[must_use]
+    pub fn take_group_id(&self, epoch: Epoch) -> Option<Vec<u8>> {
+        let mut state = self.state();
+        let term = (state.entered, epoch);
+        state.group_id.take_if(|(of, _)| *of == term).map(|(_, bytes)| bytes)
     }
 
     /// Forgets the handle, when its collective is dropped.

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &DevicesArgs) {
 }
 
 fn look(args: &CudaArgs) -> Survey {
-    survey(&args.cuda_lib_dir, args.cuda_kernels.as_deref())
+    survey(&args.cuda_lib_dir, args.cuda_kernels.as_deref(), args.nccl_lib.as_deref())
 }
 
 fn as_json(found: &Survey) -> Value {
@@ -114,6 +114,8 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
         Survey::options(ordinal, &args.cuda.cuda_lib_dir, args.cuda.cuda_kernels.as_deref());
     options.graphs = !args.no_cuda_graphs;
     options.overlap = !args.no_cuda_overlap;
+    options.exchange = args.cuda_exchange;
+    options.nccl_lib = args.cuda.nccl_lib.clone();
     let memory_utilization = args.gpu_memory_utilization;
     Ok(DeviceChoice::Cuda(CudaDevice { options, memory_utilization, memory_free }))
 }

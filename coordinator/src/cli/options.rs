@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
+use worker::device::Exchange;
 
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
@@ -85,6 +86,13 @@ fn parse_device(text: &str) -> Result<Device, String> {
     number
         .map(|number| Device::Cuda(Some(number)))
         .ok_or_else(|| "expected auto, cpu, cuda or cuda:N, where N numbers GPUs from 0".to_owned())
+}
+
+/// Parses `auto`, `nccl`, `host`.
+fn parse_exchange(text: &str) -> Result<Exchange, String> {
+    let found = Exchange::NAMES.iter().find(|(name, _)| *name == text);
+    let names: Vec<&str> = Exchange::NAMES.iter().map(|(name, _)| *name).collect();
+    found.map(|(_, exchange)| *exchange).ok_or_else(|| format!("expected {}", names.join(", ")))
 }
 
 /// Parses a share, such as 0.9.
@@ -421,6 +429,10 @@ pub(crate) struct CudaArgs {
     /// before the places that the system's loader knows
     #[arg(long, value_name = "DIRS", value_delimiter = ',')]
     pub(crate) cuda_lib_dir: Vec<PathBuf>,
+    /// NCCL's library [default: libnccl.so.2 from --cuda-lib-dir, where the system's loader looks,
+    /// CUDA's folders or Python's packages]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) nccl_lib: Option<PathBuf>,
     /// Folder with .fatbin files to use instead of the embedded kernels
     #[arg(long, value_name = "DIR", hide = true)]
     pub(crate) cuda_kernels: Option<PathBuf>,
@@ -455,6 +467,13 @@ pub(crate) struct ComputeArgs {
     /// Have every GPU kernel begin when those before it are complete: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_overlap: bool,
+    /// What ranks on GPUs exchange data by: auto, nccl, or host: through host memory
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_exchange)]
+    pub(crate) cuda_exchange: Exchange,
+    /// The network interface of NCCL's connections, such as eth0: they are neither encrypted nor
+    /// authenticated [default: lo when the coordinator is on this host's loopback; else NCCL chooses]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) nccl_interface: Option<String>,
     /// Compute threads per worker [default: the cores, shared among this host's workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,

@@ -73,6 +73,7 @@ fn worker_command(
         ("--nvml-lib", &args.common.nvml_lib),
         ("--cluster-secret-file", &args.common.cluster_secret_file),
         ("--cuda-kernels", &args.compute.cuda.cuda_kernels),
+        ("--nccl-lib", &args.compute.cuda.nccl_lib),
     ];
     let files = files.into_iter().filter_map(|(option, file)| {
         Some([option.to_owned(), file.as_ref()?.to_string_lossy().into_owned()])
@@ -86,6 +87,8 @@ fn worker_command(
         ("--no-cuda-overlap", args.compute.no_cuda_overlap),
     ];
     let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
+    let interface = args.compute.nccl_interface.iter();
+    let interface = interface.flat_map(|name| ["--nccl-interface".to_owned(), name.clone()]);
     let args = [
         "worker".to_owned(),
         "--coordinator".to_owned(),
@@ -96,9 +99,12 @@ fn worker_command(
         args.common.log_level.clone(),
         "--gpu-memory-utilization".to_owned(),
         args.compute.gpu_memory_utilization.to_string(),
+        "--cuda-exchange".to_owned(),
+        args.compute.cuda_exchange.name().to_owned(),
         "--exit-with-stdin".to_owned(),
     ];
-    let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags).collect();
+    let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags);
+    let args = args.chain(interface).collect();
     Ok(WorkerCommand { program, args, devices })
 }
 

@@ -1,6 +1,7 @@
 //! `tutti worker`: one rank, until it is told to stop.
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::Read as _;
+use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 
@@ -10,14 +11,32 @@ use shared::membership::Role;
 use shared::metrics::application::Metrics;
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
+use worker::device::prepare_nccl;
 use worker::run::WorkerOptions;
 
 use super::output::error_line;
 use super::signals::Signals;
 use super::{CliError, WorkerArgs, devices, etcd, logging, secret};
 
+/// The interface that NCCL's connections use, as far as that is known.
+fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
+    let local = |address: &&str| {
+        let host = address.rsplit_once(':').map_or(*address, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    };
+    let here = args.coordinator.as_deref().filter(local).map(|_| "lo");
+    args.compute.nccl_interface.as_deref().or(here)
+}
+
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
+    // While this is the only thread.
+    let interface = nccl_interface(args);
+    let prepared = prepare_nccl(interface);
     let log = logging::init(&args.common.log_level);
+    if !prepared {
+        tracing::warn!(interface, "NCCL's environment is left as it is: there are threads already");
+    }
     let device = devices::choose(&args.compute, args.compute.threads.unwrap_or_else(cores))?;
     let secret = secret::read(&args.common)?;
     let (node, incarnation) = (args.node.clone().unwrap_or_else(default_node), random());

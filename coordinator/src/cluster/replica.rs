@@ -78,6 +78,8 @@ pub(super) struct Replica {
     /// The rank that is missing said that it would: it is not waited for.
     left_on_purpose: bool,
     last_failure: Option<String>,
+    /// Rank 0 has told the others what its GPU is found by, in this epoch.
+    relayed: bool,
 }
 
 impl Replica {
@@ -94,7 +96,19 @@ impl Replica {
             incomplete_since: None,
             left_on_purpose: false,
             last_failure: None,
+            relayed: false,
         }
+    }
+
+    /// Whom rank 0's word about its GPU goes to: the other ranks of an epoch that is being formed,
+    /// once; nobody when it is not rank 0 that speaks.
+    pub(super) fn relay(&mut self, worker: WorkerId) -> Vec<WorkerId> {
+        let is_first = self.slots.first().is_some_and(|slot| slot.worker == Some(worker));
+        if self.phase != ReplicaPhase::Forming || !is_first || self.relayed {
+            return Vec::new();
+        }
+        self.relayed = true;
+        self.slots.iter().skip(1).filter_map(|slot| slot.worker).collect()
     }
 
     pub(super) fn status(&self, id: ReplicaId) -> ReplicaStatus {
@@ -232,6 +246,7 @@ impl Replica {
         self.epoch = epoch;
         self.phase = ReplicaPhase::Forming;
         self.left_on_purpose = false;
+        self.relayed = false;
         for slot in &mut self.slots {
             slot.kv_blocks = None;
             slot.started = false;

@@ -86,6 +86,43 @@ fn a_group_forms_when_complete_and_serves_with_the_smallest_cache() {
 }
 
 #[test]
+fn rank_0s_group_id_reaches_the_other_ranks_of_its_epoch_once() {
+    let mut cluster = Cluster::new(config(3));
+    let mut effects = Vec::new();
+    for worker in 0..4 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    let tell = |cluster: &mut Cluster, worker: u32, epoch: u64, bytes: usize| {
+        let mut effects = Vec::new();
+        let id = GroupId { epoch: Epoch(epoch), bytes: vec![epoch as u8; bytes] };
+        cluster.group_id(WorkerId(worker), id.clone(), &mut effects);
+        let told = effects.iter().map(|effect| match effect {
+            Effect::Send { worker, epoch, message: ToWorker::GroupId(sent) } => {
+                assert!(*epoch == id.epoch && *sent == id, "{effect:?}");
+                worker.0
+            }
+            effect => panic!("{effect:?}"),
+        });
+        told.collect::<Vec<u32>>()
+    };
+    // Another rank's, a spare's, another epoch's, one that is too long: nobody's.
+    for (worker, epoch, bytes) in [(1, 1, 128), (3, 1, 128), (0, 2, 128), (0, 0, 128), (0, 1, 257)]
+    {
+        assert!(tell(&mut cluster, worker, epoch, bytes).is_empty(), "{worker} {epoch} {bytes}");
+    }
+    assert_eq!(tell(&mut cluster, 0, 1, 128), [1, 2]);
+    assert!(tell(&mut cluster, 0, 1, 128).is_empty(), "a second one");
+    bring_up(&mut cluster, secs(1), 1, &[0, 1, 2]);
+    assert!(tell(&mut cluster, 0, 1, 128).is_empty(), "when it serves");
+    let mut effects = Vec::new();
+    cluster.worker_left(secs(2), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    assert!(tell(&mut cluster, 0, 1, 128).is_empty(), "when its epoch is over");
+    cluster.tick(secs(3), &mut effects);
+    assert!(tell(&mut cluster, 0, 1, 128).is_empty(), "of the old epoch");
+    assert_eq!(tell(&mut cluster, 0, 2, 128), [3, 2], "new in every epoch");
+}
+
+#[test]
 fn ranks_on_two_hosts_meet_over_tcp() {
     let mut cluster = Cluster::new(config(2));
     let mut effects = Vec::new();

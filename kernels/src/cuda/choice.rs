@@ -25,7 +25,9 @@ impl Exchange {
         ("peers", Self::Peers),
     ];
 
-    fn name(self) -> &'static str {
+    /// The name of one.
+    #[must_use]
+    pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, exchange)| *exchange == self).map_or("", |(name, _)| name)
     }
 }

@@ -6,8 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
 use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choose};
+use super::device::CudaOptions;
 use super::group::DeviceGroup;
+use super::nccl::{self, NcclGroup};
 use super::peer::{AgreeError, PeerGroup, Site, process_id};
+use crate::backend::Backend as _;
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
 
@@ -44,20 +47,6 @@ pub trait Relay {
     fn receive(&mut self, timeout: Duration) -> Result<Vec<u8>, CollectiveError>;
 }
 
-/// The way for those that have none.
-#[derive(Clone, Copy, Debug)]
-pub struct NoRelay;
-
-impl Relay for NoRelay {
-    fn send(&mut self, _: &[u8]) -> Result<(), CollectiveError> {
-        Err(CollectiveError::Setup("there is no way from rank 0 to the others".to_owned()))
-    }
-
-    fn receive(&mut self, _: Duration) -> Result<Vec<u8>, CollectiveError> {
-        Err(CollectiveError::Setup("there is no way from rank 0 to the others".to_owned()))
-    }
-}
-
 /// What joining came to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Joining {
@@ -65,6 +54,8 @@ pub struct Joining {
     pub algorithm: &'static str,
     /// Why so, in one line.
     pub reason: String,
+    /// What this rank lacks for something faster, in one line.
+    pub missing: Option<String>,
     /// How long it took.
     pub took: Duration,
 }
@@ -90,7 +81,7 @@ impl CudaBackend {
     /// [`KernelError::Collective`]; [`KernelError::Device`].
     pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<Joining, KernelError> {
         let began = Instant::now();
-        let own = self.capability();
+        let (own, missing) = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
         let read = |bytes: &Vec<u8>| Capability::from_bytes(bytes);
         debug_assert!(all.iter().all(|bytes| bytes.len() == CAPABILITY_BYTES));
@@ -102,7 +93,11 @@ impl CudaBackend {
         let timeout = setup.timeout;
         let group: Option<Box<dyn DeviceGroup>> = match chosen.choice {
             Choice::Host => None,
-            Choice::Nccl => None,
+            Choice::Nccl => {
+                let (options, place) = (&self.options, (self.rank(), self.world_size()));
+                let (folders, file) = (&options.folders, options.nccl_lib.as_deref());
+                Some(Box::new(NcclGroup::connect(folders, file, place, &mut setup)?))
+            }
         };
         let mut reason = chosen.reason.clone();
         let group = self.join_peers(group, &all, &chosen, &mut setup, &mut reason)?;
@@ -116,7 +111,7 @@ impl CudaBackend {
         if let Some(group) = group {
             self.device.context.group.join(group, timeout);
         }
-        Ok(Joining { algorithm, reason, took: began.elapsed() })
+        Ok(Joining { algorithm, reason, missing, took: began.elapsed() })
     }
 
     /// Puts a group of GPUs that see each other's memory before `group`, where that can be.
@@ -156,17 +151,24 @@ impl CudaBackend {
         }
     }
 
-    /// What this rank can do.
-    fn capability(&self) -> Capability {
-        Capability {
-            wish: self.options.exchange,
+    /// What this rank can do, and why not more.
+    fn capability(&self) -> (Capability, Option<String>) {
+        let CudaOptions { folders, nccl_lib, exchange, .. } = &self.options;
+        let nccl = match exchange {
+            Exchange::Host | Exchange::Peers => Ok(0),
+            Exchange::Auto | Exchange::Nccl => nccl::library::version(folders, nccl_lib.as_deref()),
+        };
+        let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
+        let capability = Capability {
+            wish: *exchange,
             host: host_id().unwrap_or_default(),
             gpu: self.device.context.info().uuid_bytes,
-            nccl: 0,
-            nccl_shares: false,
+            nccl: *nccl.as_ref().unwrap_or(&0),
+            nccl_shares: shares,
             graphs: self.step.can_capture(),
             process: process_id(),
-        }
+        };
+        (capability, nccl.err().map(|missing| missing.to_string()))
     }
 }
 

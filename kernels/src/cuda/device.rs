@@ -34,6 +34,8 @@ pub struct CudaOptions {
     pub exchange: Exchange,
     /// Up to which size which of this project's exchanges is used; measured when none are given.
     pub thresholds: Option<Thresholds>,
+    /// NCCL's library, when it is not to be searched for.
+    pub nccl_lib: Option<PathBuf>,
 }
 
 impl Default for CudaOptions {
@@ -47,6 +49,7 @@ impl Default for CudaOptions {
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
             thresholds: None,
+            nccl_lib: None,
         }
     }
 }

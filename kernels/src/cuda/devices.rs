@@ -1,9 +1,11 @@
 //! What of CUDA there is on this host, and why it cannot be used if it cannot: for people.
 use std::path::{Path, PathBuf};
 
+use super::choice::Version;
 use super::context::{CAPABILITY_MIN, Context, DeviceInfo, Driver, version_text};
 use super::device::{CudaOptions, has_kernels};
 use super::libraries::{self, Missing, Wanted};
+use super::nccl;
 use crate::error::KernelError;
 
 /// One GPU as it was found.
@@ -48,7 +50,7 @@ pub struct Survey {
 
 /// Looks at everything; makes, and leaves, a context on each GPU. Never panics.
 #[must_use]
-pub fn survey(folders: &[PathBuf], kernels: Option<&Path>) -> Survey {
+pub fn survey(folders: &[PathBuf], kernels: Option<&Path>, nccl: Option<&Path>) -> Survey {
     let words = |error: KernelError| error.to_string();
     let missing = |missing: Missing| missing.to_string();
     let driver = Driver::load(folders).map_err(words);
@@ -60,7 +62,6 @@ pub fn survey(folders: &[PathBuf], kernels: Option<&Path>) -> Survey {
             Err(error) => failed = Some(error.to_string()),
         }
     }
-    let nccl = libraries::find(Wanted::Nccl, folders).map_err(missing);
     Survey {
         driver: match failed {
             Some(reason) => Err(reason),
@@ -68,7 +69,7 @@ pub fn survey(folders: &[PathBuf], kernels: Option<&Path>) -> Survey {
         },
         devices,
         cublas_lt: libraries::find(Wanted::CublasLt, folders).map_err(missing),
-        nccl: nccl.map(|()| libraries::nccl_version().unwrap_or(0)),
+        nccl: nccl::library::version(folders, nccl).map_err(missing),
         has_kernels: kernels.is_some() || has_kernels(),
     }
 }
@@ -141,9 +142,7 @@ impl Survey {
     #[must_use]
     pub fn nccl_text(&self) -> String {
         match &self.nccl {
-            Ok(version) => {
-                format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
-            }
+            Ok(version) => Version(*version).to_string(),
             Err(reason) => reason.clone(),
         }
     }

@@ -14,8 +14,6 @@ pub enum Wanted {
     Driver,
     /// Matrix products for prefill.
     CublasLt,
-    /// Exchange between GPUs.
-    Nccl,
 }
 
 impl Wanted {
@@ -25,7 +23,6 @@ impl Wanted {
         match self {
             Self::Driver => "NVIDIA driver",
             Self::CublasLt => "cuBLASLt",
-            Self::Nccl => "NCCL",
         }
     }
 
@@ -34,7 +31,6 @@ impl Wanted {
         match self {
             Self::Driver => &["libcuda.so", "libcuda.so.1"],
             Self::CublasLt => &["libcublasLt.so", "libcublasLt.so.12", "libcublasLt.so.13"],
-            Self::Nccl => &["libnccl.so", "libnccl.so.2"],
         }
     }
 
@@ -43,7 +39,6 @@ impl Wanted {
         match self {
             Self::Driver => DRIVER_SYMBOLS,
             Self::CublasLt => CUBLASLT_SYMBOLS,
-            Self::Nccl => &["ncclGetVersion"],
         }
     }
 }
@@ -116,22 +111,22 @@ const CUBLASLT_SYMBOLS: &[&str] = &[
 /// A library cannot be used. One line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
-    /// Which.
-    pub library: Wanted,
+    /// What it is called for people.
+    pub library: &'static str,
     /// Why.
     pub reason: String,
 }
 
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "no {}: {}", self.library.name(), self.reason)
+        write!(f, "no {}: {}", self.library, self.reason)
     }
 }
 
 impl std::error::Error for Missing {}
 
 /// Folders where CUDA's libraries lie on hosts whose loader does not know of them.
-fn usual_folders() -> Vec<PathBuf> {
+pub(super) fn usual_folders() -> Vec<PathBuf> {
     let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os);
     homes
         .map(PathBuf::from)
@@ -149,7 +144,7 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
     // One at a time: loading twice at once is well defined, but the order of search would not be.
     static SEARCH: Mutex<()> = Mutex::new(());
     let _one = SEARCH.lock().unwrap_or_else(PoisonError::into_inner);
-    let missing = |reason: String| Missing { library, reason };
+    let missing = |reason: String| Missing { library: library.name(), reason };
     for folder in folders {
         preload(library, folder).map_err(missing)?;
     }
@@ -197,7 +192,6 @@ fn is_present(library: Wanted) -> bool {
         Wanted::Driver => unsafe { driver::sys::is_culib_present() },
         // SAFETY: as above.
         Wanted::CublasLt => unsafe { cublaslt::sys::is_culib_present() },
-        Wanted::Nccl => open_by_name(library).is_ok(),
     }
 }
 
@@ -215,10 +209,6 @@ fn has(library: Wanted, symbol: &str) -> bool {
             // SAFETY: the address is looked at, never called.
             unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
         }
-        Wanted::Nccl => open_by_name(library).is_ok_and(|found| {
-            // SAFETY: the address is looked at, never called.
-            unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
-        }),
     }
 }
 
@@ -236,23 +226,10 @@ fn not_found(library: Wanted) -> String {
 }
 
 /// The loader's own words, in one line.
-fn reason(error: &libloading::Error) -> String {
+pub(super) fn reason(error: &libloading::Error) -> String {
     let source = std::error::Error::source(error);
     let words = source.map_or_else(|| error.to_string(), ToString::to_string);
     words.lines().collect::<Vec<_>>().join(" ")
-}
-
-/// NCCL's version: 22809 is 2.28.9.
-#[must_use]
-pub fn nccl_version() -> Option<u32> {
-    let library = open_by_name(Wanted::Nccl).ok()?;
-    type GetVersion = unsafe extern "C" fn(*mut std::ffi::c_int) -> std::ffi::c_int;
-    // SAFETY: the function has had this signature in every NCCL 2.
-    let get = unsafe { library.get::<GetVersion>(b"ncclGetVersion") }.ok()?;
-    let mut version = 0;
-    // SAFETY: writes one int.
-    let status = unsafe { get(&mut version) };
-    (status == 0).then(|| u32::try_from(version).unwrap_or(0))
 }
 
 #[cfg(test)]
@@ -269,22 +246,12 @@ mod tests {
     /// Holds on hosts with and without a GPU: no panic, and one line that says which library.
     #[test]
     fn a_missing_library_is_an_error_and_no_panic() {
-        for library in [Wanted::Driver, Wanted::CublasLt, Wanted::Nccl] {
+        for library in [Wanted::Driver, Wanted::CublasLt] {
             if let Err(missing) = find(library, &[]) {
                 let line = missing.to_string();
                 assert!(line.starts_with(&format!("no {}", library.name())), "{line}");
                 assert!(!line.contains('\n'), "{line}");
             }
         }
-    }
-
-    #[test]
-    fn a_file_that_is_no_library_is_named() {
-        let folder = std::env::temp_dir().join(format!("tutti-no-library-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        std::fs::write(folder.join("libnccl.so.2"), "not a library").unwrap();
-        let line = find(Wanted::Nccl, std::slice::from_ref(&folder)).unwrap_err().to_string();
-        std::fs::remove_dir_all(&folder).unwrap();
-        assert!(line.contains("libnccl.so.2"), "{line}");
     }
 }

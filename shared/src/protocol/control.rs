@@ -1,5 +1,6 @@
 //! Messages of the control plane: who a worker is, and how a replica is formed.
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
@@ -186,6 +187,25 @@ pub struct Form {
     pub model: String,
     /// The sizes.
     pub engine: EngineConfig,
+}
+
+/// Most bytes of a [`GroupId`]; NCCL's have 128.
+pub const GROUP_ID_MAX: usize = 256;
+
+/// What the ranks' GPUs find each other by, made by rank 0 for one epoch. Whoever knows it may take
+/// part: it goes over the links alone, and into no log.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupId {
+    /// The epoch being formed.
+    pub epoch: Epoch,
+    /// At most [`GROUP_ID_MAX`]; what is in them only the ranks know.
+    pub bytes: Vec<u8>,
+}
+
+impl fmt::Debug for GroupId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GroupId({:?}, {} bytes)", self.epoch, self.bytes.len())
+    }
 }
 
 /// How far the weights are loaded.

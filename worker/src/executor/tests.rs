@@ -30,7 +30,7 @@ impl Rank for ScriptedRank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        progress: &mut dyn FnMut(u64, u64),
+        news: &mut dyn FormNews,
     ) -> Result<RankReady, FormError> {
         if form.model == "corrupt" {
             return Err(FormError {
@@ -40,7 +40,7 @@ impl Rank for ScriptedRank {
         }
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
-        progress(10, 10);
+        news.progress(10, 10);
         Ok(RankReady { kv_blocks: 5, weight_bytes: 10, load_seconds: 0.1 })
     }
 
@@ -261,4 +261,24 @@ fn a_step_sees_the_next_of_its_epoch_and_no_other_command() {
         }
     }
     assert_eq!(seen, [(21, 22), (22, 0), (21, 0), (21, 0)]);
+}
+
+#[test]
+fn a_group_id_is_for_its_epoch_and_link() {
+    let slot = AbortSlot::default();
+    let link = slot.new_link();
+    slot.enter(link);
+    slot.tell_group_id(Epoch(3), vec![3]);
+    assert_eq!(slot.take_group_id(Epoch(2)), None);
+    assert_eq!(slot.take_group_id(Epoch(3)), Some(vec![3]));
+    assert_eq!(slot.take_group_id(Epoch(3)), None, "taken");
+    slot.abort(Epoch(4));
+    slot.tell_group_id(Epoch(4), vec![4]);
+    assert_eq!(slot.take_group_id(Epoch(4)), None, "its epoch is over");
+    // Another coordinator counts anew; the executor may be behind.
+    let next = slot.new_link();
+    slot.tell_group_id(Epoch(1), vec![1]);
+    assert_eq!(slot.take_group_id(Epoch(1)), None, "the command is of the old link");
+    slot.enter(next);
+    assert_eq!(slot.take_group_id(Epoch(1)), Some(vec![1]));
 }

@@ -74,6 +74,7 @@ impl ClusterActor {
                 return self.report(worker, &stats);
             }
             FromWorker::Progress(progress) => self.core.load_progressed(worker, progress),
+            FromWorker::GroupId(id) => self.core.group_id(worker, id, &mut effects),
             FromWorker::Formed(formed) => self.core.worker_formed(worker, formed, &mut effects),
             FromWorker::FormFailed(failure) => {
                 tracing::warn!(%worker, reason = %failure.message, "cannot be formed");

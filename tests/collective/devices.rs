@@ -1,0 +1,248 @@
+//! Ranks that exchange data on their devices, on stand-ins for NVIDIA's driver and NCCL: what a rank
+//! that does not come, an abort and a deadline do, and that a rank goes on afterwards.
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kernels::backend::Buffer as _;
+use kernels::collective::{AbortAll, AbortHandle, Collective, local_group};
+use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
+use kernels::{Backend, CollectiveError, KernelError};
+use testkit::fake_cuda::{FakeCuda, fake_cuda_of, fake_nccl};
+use testkit::relay::SharedRelay;
+
+const LONG: Duration = Duration::from_secs(30);
+/// What an abort may take: generous, since many tests share the machine.
+const SOON: Duration = Duration::from_secs(5);
+
+fn options(rank: u32) -> CudaOptions {
+    static FAKES: OnceLock<(FakeCuda, std::path::PathBuf)> = OnceLock::new();
+    let (cuda, nccl) = FAKES.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let cuda = fake_cuda_of(folder, 4).unwrap();
+        let nccl = fake_nccl(folder, &cuda, None).unwrap();
+        (cuda, nccl)
+    });
+    CudaOptions {
+        ordinal: rank,
+        folders: vec![cuda.libraries.clone()],
+        kernels: Some(cuda.kernels.clone()),
+        exchange: Exchange::Nccl,
+        nccl_lib: Some(nccl.clone()),
+        ..CudaOptions::default()
+    }
+}
+
+type Work = Box<dyn FnOnce(&mut CudaBackend) + Send>;
+
+/// Ranks on threads of their own, each with its backend, that do what they are told.
+struct Ranks {
+    work: Vec<Sender<Work>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Ranks {
+    fn new(count: u32) -> Self {
+        let group = local_group(count as usize, LONG).unwrap();
+        let (mut work, mut threads) = (Vec::new(), Vec::new());
+        for (rank, collective) in (0..count).zip(group) {
+            let (sender, receiver): (Sender<Work>, Receiver<Work>) = channel();
+            work.push(sender);
+            threads.push(std::thread::spawn(move || {
+                let mut backend = CudaBackend::new(options(rank), collective).unwrap();
+                for work in receiver {
+                    work(&mut backend);
+                }
+            }));
+        }
+        Self { work, threads }
+    }
+
+    /// Has a rank do something; its answer comes when it is done.
+    fn tell<T: Send + 'static>(
+        &self,
+        rank: usize,
+        work: impl FnOnce(&mut CudaBackend) -> T + Send + 'static,
+    ) -> Receiver<T> {
+        let (sender, answer) = channel();
+        let work: Work = Box::new(move |backend| drop(sender.send(work(backend))));
+        self.work[rank].send(work).unwrap();
+        answer
+    }
+
+    /// Has all ranks join a new group.
+    fn join(&self, timeout: Duration) -> Vec<Arc<AbortAll>> {
+        let collectives = local_group(self.work.len(), LONG).unwrap();
+        let relay = SharedRelay::default();
+        let joined: Vec<_> = collectives
+            .into_iter()
+            .enumerate()
+            .map(|(rank, collective)| {
+                let relay = relay.clone();
+                self.tell(rank, move |backend| join(backend, collective, relay, timeout))
+            })
+            .collect();
+        joined.into_iter().map(|joined| joined.recv_timeout(LONG).unwrap().unwrap()).collect()
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        self.work.clear();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn join(
+    backend: &mut CudaBackend,
+    collective: Box<dyn Collective>,
+    mut relay: SharedRelay,
+    timeout: Duration,
+) -> Result<Arc<AbortAll>, KernelError> {
+    let all = Arc::new(AbortAll::default());
+    all.add(collective.abort_handle());
+    backend.set_collective(collective)?;
+    let joined = backend.join(GroupSetup {
+        timeout,
+        is_given_up: &|| false,
+        relay: &mut relay,
+        on_abort_handle: &mut |handle| all.add(handle),
+    })?;
+    assert_eq!(joined.algorithm, "nccl");
+    Ok(all)
+}
+
+/// Sums `value` over the ranks.
+fn sum(backend: &mut CudaBackend, value: f32) -> Result<Vec<f32>, KernelError> {
+    let mut buffer = backend.new_buffer(2, 8)?;
+    backend.write_buffer(&mut buffer, &[value; 16])?;
+    backend.all_reduce(&mut buffer)?;
+    assert_eq!(buffer.rows(), 2);
+    backend.read_buffer(&buffer)
+}
+
+fn aborted(error: &KernelError) -> bool {
+    matches!(error, KernelError::Collective(CollectiveError::Aborted))
+}
+
+fn all_sum(ranks: &Ranks) {
+    let answers: Vec<_> = (0..ranks.work.len())
+        .map(|rank| ranks.tell(rank, move |backend| sum(backend, 1.5 + rank as f32)))
+        .collect();
+    let total: f32 = (0..ranks.work.len()).map(|rank| 1.5 + rank as f32).sum();
+    for answer in answers {
+        assert_eq!(answer.recv_timeout(LONG).unwrap().unwrap(), vec![total; 16]);
+    }
+}
+
+#[test]
+fn ranks_sum_and_gather_on_their_devices() {
+    for count in [1, 2, 4] {
+        let ranks = Ranks::new(count);
+        ranks.join(LONG);
+        all_sum(&ranks);
+        let gathered: Vec<_> = (0..count as usize)
+            .map(|rank| {
+                ranks.tell(rank, move |backend| {
+                    let mut local = backend.new_buffer(3, 5).unwrap();
+                    let mut full = backend.new_buffer(3, 5 * count as usize).unwrap();
+                    let own: Vec<f32> = (0..15).map(|i| (100 * rank + i) as f32).collect();
+                    backend.write_buffer(&mut local, &own).unwrap();
+                    backend.gather_logits(&local, &mut full).unwrap();
+                    backend.read_buffer(&full).unwrap()
+                })
+            })
+            .collect();
+        let row = |row: usize| {
+            let of = move |rank: usize| (0..5).map(move |i| (100 * rank + row * 5 + i) as f32);
+            (0..count as usize).flat_map(of)
+        };
+        let expected: Vec<f32> = (0..3).flat_map(row).collect();
+        for full in gathered {
+            assert_eq!(full.recv_timeout(LONG).unwrap(), expected, "{count} ranks");
+        }
+    }
+}
+
+/// The stream of a rank waits for one that never comes; the coordinator's word frees it.
+#[test]
+fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
+    let ranks = Ranks::new(2);
+    let handles = ranks.join(LONG);
+    all_sum(&ranks);
+    let waits = ranks.tell(0, |backend| sum(backend, 1.0));
+    assert!(waits.recv_timeout(Duration::from_millis(300)).is_err(), "it has to wait");
+    let began = Instant::now();
+    handles[0].abort();
+    let error = waits.recv_timeout(SOON).unwrap().unwrap_err();
+    assert!(aborted(&error), "{error}");
+    assert!(began.elapsed() < SOON);
+    handles[1].abort();
+    // Memory and context are as good as before.
+    for _ in 0..3 {
+        ranks.join(LONG);
+        all_sum(&ranks);
+    }
+}
+
+/// Who does not come in time is not waited for, whatever the coordinator says.
+#[test]
+fn a_deadline_ends_the_wait_and_the_next_group_works() {
+    let ranks = Ranks::new(2);
+    ranks.join(Duration::from_millis(200));
+    let error = ranks.tell(0, |backend| sum(backend, 1.0)).recv_timeout(SOON).unwrap().unwrap_err();
+    let stalled = matches!(
+        error,
+        KernelError::Collective(CollectiveError::Stalled { algorithm: "nccl", .. })
+    );
+    assert!(stalled, "{error}");
+    let error = ranks.tell(0, |backend| sum(backend, 1.0)).recv_timeout(SOON).unwrap().unwrap_err();
+    assert!(aborted(&error), "{error}");
+    ranks.join(LONG);
+    all_sum(&ranks);
+}
+
+/// Rank 1 has the others' word of what it can do and then does not connect.
+#[test]
+fn ranks_that_do_not_connect_are_given_up() {
+    let ranks = Ranks::new(2);
+    let mut group = local_group(2, LONG).unwrap().into_iter();
+    let (first, mut second) = (group.next().unwrap(), group.next().unwrap());
+    let short = Duration::from_millis(300);
+    let relay = SharedRelay::default();
+    let joins = ranks.tell(0, move |backend| join(backend, first, relay, short).map(|_| ()));
+    // What a GPU like rank 0's says, but for the last byte of its UUID.
+    let mut said = vec![0.0; 80];
+    let like_first = |second: &mut Box<dyn Collective>, said: &mut [f32]| {
+        let mut own = vec![0.0f32; 40];
+        own[16..32].fill(f32::from(0xabu8));
+        own[31] = 1.0;
+        for (place, byte) in own[32..36].iter_mut().zip(22_809u32.to_le_bytes()) {
+            *place = f32::from(byte);
+        }
+        own[38] = 1.0;
+        second.all_gather(&own, said)
+    };
+    like_first(&mut second, &mut said).unwrap();
+    let error = joins.recv_timeout(SOON).unwrap().unwrap_err();
+    let stalled = matches!(error, KernelError::Collective(CollectiveError::Stalled { .. }));
+    assert!(stalled, "{error}");
+    ranks.join(LONG);
+    all_sum(&ranks);
+}
+
+#[test]
+fn a_group_that_is_left_without_an_abort_ends() {
+    let ranks = Ranks::new(2);
+    for _ in 0..3 {
+        ranks.join(LONG);
+        all_sum(&ranks);
+    }
+    let began = Instant::now();
+    drop(ranks);
+    assert!(began.elapsed() < SOON);
+}

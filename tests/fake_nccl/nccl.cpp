@@ -1,0 +1,385 @@
+// A stand-in for NCCL over the stand-in for the driver (tests/fake_cuda): ranks are threads or
+// processes of one host and exchange data through a file in shared memory, in the order of their
+// streams, also from graphs. Sums are made as a binary tree over the ranks in order. Only what Tutti
+// calls.
+//
+// It is as unkind as the real one may be: what another rank does not do is waited for until the
+// communicator is aborted; connecting and the first collective go on in the background; an abort
+// waits until all graphs that recorded a collective are gone.
+//
+// Environment; `rank:n` is the n-th of all such calls, from 1, of a process that is this rank:
+// - FAKE_NCCL_VERSION: default 22809
+// - FAKE_NCCL_INIT_HANG=rank:n: this rank never connects
+// - FAKE_NCCL_INIT_FAIL=rank:n: connecting ends in ncclSystemError
+// - FAKE_NCCL_HANG=rank:n: this collective, when its turn comes, is never done
+// - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
+// - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective is never done, and ncclRemoteError is found
+// - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError
+// - FAKE_NCCL_LOG: a file to which calls are appended
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdarg>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "hooks.h"
+
+namespace {
+
+constexpr int SUCCESS = 0, UNHANDLED_CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3,
+              INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7;
+constexpr int RANKS_MAX = 16;
+constexpr size_t ROOM = 64u << 20;  // Of one rank's part of one collective; pages are made as used.
+
+struct UniqueId {
+    char bytes[128];
+};
+
+struct Config {
+    size_t size;
+    unsigned magic, version;
+    int blocking, cga_cluster_size, min_ctas, max_ctas;
+    const char* net_name;
+    int split_share, unused;
+};
+
+// One rank's part of what all see.
+struct Seat {
+    std::atomic<uint32_t> joined;
+    std::atomic<uint64_t> shown;    // Collectives whose data this rank has shown.
+    std::atomic<uint64_t> finished; // Collectives that this rank has all data of.
+    uint64_t what[2];               // Kind and size of the last two shown.
+};
+struct Table {
+    Seat seats[RANKS_MAX];
+};
+
+struct Comm {
+    int rank = 0, ranks = 0;
+    unsigned char* mapped = nullptr;
+    size_t bytes = 0;
+    std::string path;
+    std::atomic<bool> aborted{false};
+    std::atomic<int> error{SUCCESS};
+    bool fails = false;      // Connecting ends badly.
+    int looks = 0;           // Answers that it is under way, still to be given.
+    bool called = false;
+    uint64_t begun = 0;      // Collectives whose turn has come.
+    std::shared_ptr<int> recorded = std::make_shared<int>(0);  // Held by every recorded collective.
+
+    Seat& seat(int of) const { return reinterpret_cast<Table*>(mapped)->seats[of]; }
+    unsigned char* part(int of, uint64_t number) const {
+        const size_t index = static_cast<size_t>(of) * 2 + number % 2;
+        return mapped + 4096 * 4 + index * ROOM;
+    }
+    bool connected() const {
+        for (int of = 0; of < ranks; of++) {
+            if (seat(of).joined.load() == 0) {
+                return false;
+            }
+        }
+        return true;
+    }
+    ~Comm() {
+        if (mapped != nullptr) {
+            munmap(mapped, bytes);
+        }
+    }
+};
+
+std::map<void*, std::shared_ptr<Comm>> comms;
+std::mutex comms_lock;
+thread_local std::string last_error;
+
+void log_line(const char* format, ...) {
+    static FILE* file = [] {
+        const char* path = getenv("FAKE_NCCL_LOG");
+        return path == nullptr ? nullptr : fopen(path, "a");
+    }();
+    if (file == nullptr) {
+        return;
+    }
+    va_list args;
+    va_start(args, format);
+    char line[256];
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    fprintf(file, "%d %s\n", getpid(), line);
+    fflush(file);
+}
+
+// Whether this is the call of this rank that the environment names.
+bool told(const char* name, int rank, int number) {
+    const char* text = getenv(name);
+    const char* colon = text == nullptr ? nullptr : strchr(text, ':');
+    return colon != nullptr && atoi(text) == rank && atoi(colon + 1) == number;
+}
+
+int next(const char* what, int rank) {
+    static std::mutex lock;
+    static std::map<std::pair<std::string, int>, int> counts;
+    std::lock_guard<std::mutex> guard(lock);
+    return ++counts[{what, rank}];
+}
+
+std::shared_ptr<Comm> find(void* comm) {
+    std::lock_guard<std::mutex> guard(comms_lock);
+    auto found = comms.find(comm);
+    return found == comms.end() ? nullptr : found->second;
+}
+
+int fail(int status, const char* words) {
+    last_error = words;
+    return status;
+}
+
+// Adds up all ranks' values as a binary tree over the ranks in order.
+float tree(const float* values, int count) {
+    if (count == 1) {
+        return values[0];
+    }
+    int left = 1;
+    while (left * 2 < count) {
+        left *= 2;
+    }
+    return tree(values, left) + tree(values + left, count - left);
+}
+
+struct Collective {
+    bool sums;
+    const void* from;
+    void* to;
+    size_t bytes;  // Of one rank.
+};
+
+void finish(const Comm& comm, const Collective& what, uint64_t number) {
+    if (!what.sums) {
+        for (int of = 0; of < comm.ranks; of++) {
+            memcpy(static_cast<unsigned char*>(what.to) + static_cast<size_t>(of) * what.bytes,
+                   comm.part(of, number), what.bytes);
+        }
+        return;
+    }
+    auto* to = static_cast<float*>(what.to);
+    float values[RANKS_MAX];
+    for (size_t i = 0; i < what.bytes / 4; i++) {
+        for (int of = 0; of < comm.ranks; of++) {
+            values[of] = reinterpret_cast<const float*>(comm.part(of, number))[i];
+        }
+        to[i] = tree(values, comm.ranks);
+    }
+}
+
+// One collective whose turn has come.
+fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) {
+    const uint64_t number = comm->begun++;
+    const int turn = next("turn", comm->rank);
+    const auto began = std::chrono::steady_clock::now();
+    auto shown = std::make_shared<bool>(false);
+    return [=] {
+        if (comm->aborted.load()) {
+            return true;
+        }
+        if (told("FAKE_NCCL_HANG", comm->rank, turn)) {
+            return false;
+        }
+        if (told("FAKE_NCCL_ASYNC_ERROR", comm->rank, turn)) {
+            comm->error.store(REMOTE_ERROR);
+            return false;
+        }
+        if (told("FAKE_NCCL_LATE", comm->rank, turn) &&
+            std::chrono::steady_clock::now() - began < std::chrono::milliseconds(300)) {
+            return false;
+        }
+        if (!*shown) {
+            for (int of = 0; of < comm->ranks; of++) {
+                // The place was another collective's, which all must have read.
+                if (comm->seat(of).finished.load() + 1 < number) {
+                    return false;
+                }
+            }
+            Seat& own = comm->seat(comm->rank);
+            memcpy(comm->part(comm->rank, number), what.from, what.bytes);
+            own.what[number % 2] = what.bytes * 2 + (what.sums ? 1 : 0);
+            own.shown.store(number + 1);
+            *shown = true;
+        }
+        for (int of = 0; of < comm->ranks; of++) {
+            if (comm->seat(of).shown.load() < number + 1) {
+                return false;
+            }
+            if (comm->seat(of).what[number % 2] != what.bytes * 2 + (what.sums ? 1 : 0)) {
+                // Ranks that call different things hang, or worse.
+                return false;
+            }
+        }
+        finish(*comm, what, number);
+        comm->seat(comm->rank).finished.store(number + 1);
+        return true;
+    };
+}
+
+int collective(void* handle, void* stream, const Collective& what) {
+    auto comm = find(handle);
+    if (comm == nullptr || comm->aborted.load()) {
+        return fail(INVALID_ARGUMENT, "no such communicator");
+    }
+    if (!comm->connected()) {
+        return fail(INVALID_USAGE, "not connected yet");
+    }
+    const size_t gathered = what.sums ? what.bytes : what.bytes * static_cast<size_t>(comm->ranks);
+    if (what.bytes > ROOM || !fake_cuda::is_memory(what.from, what.bytes) ||
+        !fake_cuda::is_memory(what.to, gathered)) {
+        return fail(INVALID_ARGUMENT, "memory that is not the device's, or too much of it");
+    }
+    const int number = next("call", comm->rank);
+    if (told("FAKE_NCCL_CALL_FAIL", comm->rank, number)) {
+        return fail(UNHANDLED_CUDA_ERROR, "as it was told");
+    }
+    std::shared_ptr<int> recorded = fake_cuda::captures(stream) ? comm->recorded : nullptr;
+    fake_cuda::enqueue(stream, [comm = std::weak_ptr<Comm>(comm), what, recorded]() -> fake_cuda::Run {
+        auto alive = comm.lock();
+        if (alive == nullptr) {
+            return [] { return true; };
+        }
+        return begin(alive, what);
+    });
+    log_line("%s %zu %s rank %d", what.sums ? "all_reduce" : "all_gather", what.bytes,
+             recorded ? "recorded" : "called", comm->rank);
+    if (!std::exchange(comm->called, true)) {
+        comm->looks = 2;
+        return IN_PROGRESS;
+    }
+    return SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+int ncclGetVersion(int* version) {
+    const char* text = getenv("FAKE_NCCL_VERSION");
+    *version = text == nullptr ? 22809 : atoi(text);
+    return SUCCESS;
+}
+
+int ncclGetUniqueId(UniqueId* id) {
+    memset(id, 0, sizeof *id);
+    static std::atomic<unsigned> count{0};
+    timeval now{};
+    gettimeofday(&now, nullptr);
+    snprintf(id->bytes, sizeof id->bytes, "/dev/shm/fake-nccl-%d-%u-%ld", getpid(), count++,
+             static_cast<long>(now.tv_usec));
+    const int file = open(id->bytes, O_RDWR | O_CREAT | O_EXCL, 0600);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(4096 * 4 + RANKS_MAX * 2 * ROOM)) != 0) {
+        return fail(SYSTEM_ERROR, "no shared memory");
+    }
+    close(file);
+    log_line("id");
+    return SUCCESS;
+}
+
+int ncclCommInitRankConfig(void** handle, int ranks, UniqueId id, int rank, const Config* config) {
+    if (config == nullptr || config->size != sizeof(Config) || config->magic != 0xcafebeef ||
+        config->version < 21400 || config->blocking != 0 || rank < 0 || rank >= ranks ||
+        ranks > RANKS_MAX || strncmp(id.bytes, "/dev/shm/fake-nccl-", 19) != 0) {
+        return fail(INVALID_ARGUMENT, "a configuration or id that is none");
+    }
+    if (!fake_cuda::is_ready()) {
+        return fail(UNHANDLED_CUDA_ERROR, "no context");
+    }
+    auto comm = std::make_shared<Comm>();
+    const int file = open(id.bytes, O_RDWR);
+    if (file < 0) {
+        return fail(SYSTEM_ERROR, "nobody knows this id");
+    }
+    comm->bytes = 4096 * 4 + RANKS_MAX * 2 * ROOM;
+    void* mapped = mmap(nullptr, comm->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+    close(file);
+    if (mapped == MAP_FAILED) {
+        return fail(SYSTEM_ERROR, "shared memory cannot be mapped");
+    }
+    comm->mapped = static_cast<unsigned char*>(mapped);
+    comm->rank = rank;
+    comm->ranks = ranks;
+    comm->path = id.bytes;
+    comm->looks = 2;
+    const int number = next("init", rank);
+    comm->fails = told("FAKE_NCCL_INIT_FAIL", rank, number);
+    if (!comm->fails && !told("FAKE_NCCL_INIT_HANG", rank, number)) {
+        comm->seat(rank).joined.store(1);
+    }
+    log_line("init rank %d of %d", rank, ranks);
+    *handle = comm.get();
+    std::lock_guard<std::mutex> guard(comms_lock);
+    comms[comm.get()] = comm;
+    return IN_PROGRESS;
+}
+
+int ncclCommGetAsyncError(void* handle, int* error) {
+    auto comm = find(handle);
+    if (comm == nullptr) {
+        return fail(INVALID_ARGUMENT, "no such communicator");
+    }
+    if (comm->fails) {
+        *error = fail(SYSTEM_ERROR, "as it was told");
+    } else if (comm->error.load() != SUCCESS) {
+        *error = comm->error.load();
+    } else if (!comm->connected() || comm->looks > 0) {
+        comm->looks -= comm->looks > 0 ? 1 : 0;
+        *error = IN_PROGRESS;
+    } else {
+        unlink(comm->path.c_str());
+        *error = SUCCESS;
+    }
+    return SUCCESS;
+}
+
+int ncclCommAbort(void* handle) {
+    auto comm = find(handle);
+    if (comm == nullptr) {
+        return fail(INVALID_ARGUMENT, "no such communicator");
+    }
+    comm->aborted.store(true);
+    unlink(comm->path.c_str());
+    // As NCCL does: not before the graphs are gone.
+    while (comm->recorded.use_count() > 1) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    log_line("abort rank %d", comm->rank);
+    std::lock_guard<std::mutex> guard(comms_lock);
+    comms.erase(handle);
+    return SUCCESS;
+}
+
+const char* ncclGetLastError(void*) { return last_error.c_str(); }
+
+int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, void* comm, void* stream) {
+    if (type != 7 || op != 0) {
+        return fail(INVALID_ARGUMENT, "only sums of floats");
+    }
+    return collective(comm, stream, Collective{true, from, to, count * 4});
+}
+
+int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
+    if (type != 0) {
+        return fail(INVALID_ARGUMENT, "only bytes");
+    }
+    return collective(comm, stream, Collective{false, from, to, count});
+}
+
+}  // extern "C"

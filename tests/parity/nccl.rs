@@ -1,0 +1,133 @@
+//! Ranks on GPUs that exchange data by NCCL, all three of them stand-ins: the bits are those of ranks
+//! that exchange data through host memory, with graphs, and with one step begun behind the other.
+use std::path::Path;
+
+use kernels::collective::local_group;
+use shared::sampling::SamplingParams;
+use testkit::models::{demo, goldens, variant};
+use testkit::relay::SharedRelay;
+
+use crate::cuda::{check, plans, run_plans};
+use crate::rig::{On, Rig, fake_nccl_engine};
+
+/// Sequences with each kind of sampling: tokens, and bits of all log-probabilities.
+pub(crate) type Transcript = Vec<(Vec<u32>, Vec<u32>, Vec<(u32, u32)>)>;
+
+pub(crate) fn transcript(on: On, model: &Path, degree: u32, steps: usize) -> Transcript {
+    let mut rig = Rig::on(on, model, degree);
+    let samplings = [
+        SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() },
+        SamplingParams { prompt_logprobs: Some(0), logprobs: Some(3), ..SamplingParams::greedy() },
+        SamplingParams {
+            temperature: 0.9,
+            seed: 5,
+            logprobs: Some(0),
+            ..SamplingParams::default()
+        },
+        SamplingParams {
+            temperature: 1.1,
+            top_p: 0.9,
+            repetition_penalty: 1.2,
+            logit_bias: vec![(11, 2.0)],
+            logprobs: Some(0),
+            ..SamplingParams::default()
+        },
+    ];
+    let prompts = goldens(model);
+    let mut seqs: Vec<_> = samplings
+        .iter()
+        .zip(&prompts)
+        .map(|(sampling, golden)| {
+            rig.sequence(&golden.prompt_ids, golden.prompt_ids.len(), sampling.clone())
+        })
+        .collect();
+    for step in 0..steps {
+        // All together, then the simple ones, whose steps are graphs.
+        let count = if step < 2 { seqs.len() } else { 1 + 2 * (step % 2) };
+        let mut batch: Vec<_> = seqs.iter_mut().take(count).collect();
+        rig.step(&mut batch, u32::MAX);
+    }
+    let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect();
+    seqs.iter()
+        .map(|seq| {
+            let prompt = seq.prompt_logprobs.iter().map(|(token, p)| (*token, p.to_bits()));
+            (seq.output().to_vec(), bits(&seq.logprobs), prompt.collect())
+        })
+        .collect()
+}
+
+fn same_bits(model: &Path, degree: u32) {
+    let devices = transcript(On::FakeNccl, model, degree, 12);
+    let host = transcript(On::FakeCuda, model, degree, 12);
+    assert_eq!(devices, host);
+    assert!(host.iter().all(|(tokens, logprobs, _)| tokens.len() >= 2 && !logprobs.is_empty()));
+}
+
+macro_rules! variants {
+    ($($test:ident: $folder:literal, $degree:literal;)*) => {
+        $(#[test]
+        fn $test() {
+            same_bits(&variant($folder), $degree);
+        })*
+    };
+}
+
+variants! {
+    llama_gqa: "llama-gqa", 2;
+    llama_gqa_tp4: "llama-gqa", 4;
+    llama_gqa_sharded: "llama-gqa-sharded", 2;
+    llama_tied: "llama-tied", 2;
+    llama3_rope: "llama3-rope", 2;
+    llama_mha_bias: "llama-mha-bias", 2;
+    qwen2: "qwen2", 2;
+    qwen3: "qwen3", 2;
+    mistral_swa: "mistral-swa", 2;
+}
+
+#[test]
+fn goldens_hold() {
+    check(On::FakeNccl, &variant("llama-gqa"), 2, 2, 12);
+    check(On::FakeNccl, &variant("qwen3"), 2, 1, 12);
+}
+
+#[test]
+fn the_demo_model_at_two_ranks() {
+    check(On::FakeNccl, &demo(), 2, 1, 4);
+}
+
+/// Tokens of two ranks, the second of which looks for the next step or does not.
+fn run_ranks(ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
+    let group = local_group(2, std::time::Duration::from_secs(30)).unwrap();
+    let relay = SharedRelay::default();
+    let run = |rank: u32, collective, relay| {
+        let model = variant("llama-gqa");
+        let mut engine = fake_nccl_engine(&model, (rank, 2), collective, relay);
+        let seen = run_plans(&mut engine, plans(), ahead[rank as usize]);
+        assert_eq!(engine.begun_ahead() > 0, ahead[rank as usize]);
+        assert!(engine.backend().num_graphs() >= 2, "{}", engine.backend().num_graphs());
+        (seen, engine.digest())
+    };
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0u32..)
+            .zip(group)
+            .map(|(rank, collective)| {
+                let relay = relay.clone();
+                scope.spawn(move || run(rank, collective, relay))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(results[0].1, results[1].1, "ranks have other tokens");
+    assert!(results[1].0.is_empty(), "only rank 0 tells tokens");
+    results[0].0.clone()
+}
+
+/// The next step is there for one rank sooner than for another, or for none.
+#[test]
+fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
+    let known = run_ranks([false, false]);
+    assert!(known.len() > 50);
+    for ahead in [[true, true], [true, false], [false, true]] {
+        assert_eq!(run_ranks(ahead), known, "{ahead:?}");
+    }
+}
