@@ -178,6 +178,17 @@ void resume(Fiber& fiber) {
 #endif
 }
 
+// What `guarded(bytes, false)` gave, or null.
+void release_guarded(void* memory, size_t bytes) {
+    if (memory == nullptr) {
+        return;
+    }
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t size = (bytes + page - 1) / page * page;
+    const size_t rounded = (bytes + 15) / 16 * 16;
+    munmap(static_cast<unsigned char*>(memory) + rounded - size - page, size + 2 * page);
+}
+
 void* poisoned(SharedBlock& array) {
     if (array.block != running->number) {
         memset(array.memory, POISON, array.bytes);
@@ -190,12 +201,22 @@ void* poisoned(SharedBlock& array) {
 
 Block::Block() : state(new State) {}
 
-// Its stacks and shared memory stay with the process: blocks live as long.
-Block::~Block() = default;
+Block::~Block() {
+    for (const Fiber& fiber : state->fibers) {
+        free(fiber.stack);
+    }
+    for (const auto& array : state->shared_arrays) {
+        release_guarded(array.second.memory, array.second.bytes);
+    }
+    release_guarded(state->dynamic.memory, state->dynamic.bytes);
+}
 
 void Block::begin(const Settings& settings, dim3 index, const std::function<void()>& kernel) {
     State& s = *state;
     if (s.fibers.size() != settings.threads) {
+        for (size_t i = settings.threads; i < s.fibers.size(); i++) {
+            free(s.fibers[i].stack);
+        }
         s.fibers.resize(settings.threads);
         s.warps.resize(settings.threads / 32);
         for (uint32_t i = 0; i < settings.threads; i++) {
@@ -203,6 +224,7 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
         }
     }
     if (s.dynamic.memory == nullptr || s.dynamic.bytes != settings.shared_bytes) {
+        release_guarded(s.dynamic.memory, s.dynamic.bytes);
         s.dynamic = {guarded(settings.shared_bytes, false), settings.shared_bytes, 0};
     }
     for (Fiber& fiber : s.fibers) {
