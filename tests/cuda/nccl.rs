@@ -61,6 +61,23 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     assert!(log.contains("algorithm=\"nccl\"") && log.contains("NCCL 2.28.9"), "{log}");
     let nccl = pair.nccl_log();
     assert_eq!(nccl.matches(" id").count(), 1, "{nccl}");
+    let scrape = pair
+        .cluster
+        .client()
+        .unwrap()
+        .scrape_until(Duration::from_secs(10), |scrape| {
+            scrape.sum("tutti_rank_collective_bytes_total", &[("rank", "1")]) > 0.0
+        })
+        .await
+        .unwrap();
+    let sum =
+        |algorithm| scrape.sum("tutti_rank_collective_bytes_total", &[("algorithm", algorithm)]);
+    assert!(
+        sum("nccl") > 40.0 * 5.0 * 64.0 && sum("host") == 0.0,
+        "{} {}",
+        sum("nccl"),
+        sum("host")
+    );
     assert!(nccl.contains("init rank 0 of 2") && nccl.contains("init rank 1 of 2"), "{nccl}");
     assert!(nccl.contains("recorded rank 1"), "{nccl}");
     // Steps that are replayed call nothing: 40 steps of 5 collectives each would be 200 calls.
@@ -96,6 +113,8 @@ async fn a_killed_rank_is_replaced_and_the_other_keeps_its_weights() {
         let nccl = pair.nccl_log();
         assert!(nccl.contains(&format!("{survivor} abort")), "{nccl}");
     }
+    let scrape = pair.cluster.client().unwrap().scrape().await.unwrap();
+    assert!(scrape.sum("tutti_rank_collective_aborts_total", &[]) >= 1.0, "of a survivor");
     // One id for each epoch.
     assert_eq!(pair.nccl_log().matches(" id").count(), 3, "{}", pair.nccl_log());
 }

@@ -13,7 +13,7 @@ use super::step::Step;
 use super::stream::Event;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element, Uploader};
 use crate::backend::{AttentionShape, Backend, Batch, Buffer};
-use crate::collective::Collective;
+use crate::collective::{Collective, Tally};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
@@ -33,6 +33,7 @@ pub struct CudaBackend {
     pub(super) uploader: Option<Uploader>,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
+    pub(super) exchanged: Tally,
     pub(super) host: Vec<f32>,
     /// Collective operations do nothing: other ranks may still be loading.
     pub(super) alone: bool,
@@ -65,6 +66,7 @@ impl CudaBackend {
             uploader: None,
             collective,
             collective_time: Duration::ZERO,
+            exchanged: Tally::default(),
             host: Vec::new(),
             alone: false,
             options,
