@@ -22,6 +22,7 @@
 //! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
 //! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
 //! order of the steps. Two steps are under way at most.
+use crate::collective::Tally;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -506,6 +507,12 @@ pub trait Backend {
     /// [`KernelError::OutOfMemory`].
     fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError>;
 
-    /// Time spent in collectives since the last call, and resets it.
+    /// Time spent in collectives since the last call, and resets it; zero where
+    /// [`Backend::samples_everywhere`], since devices that exchange data by themselves do not tell.
     fn take_collective_time(&mut self) -> std::time::Duration;
+
+    /// Bytes given to collectives since the last call, and resets them.
+    fn take_exchanged(&mut self) -> Tally {
+        Tally::default()
+    }
 }

@@ -3,6 +3,7 @@
 //!
 //! - [`devices`]: `tutti devices` and `--device`
 //! - [`faults`]: what the driver may answer, and what is said then
+//! - [`nccl`]: ranks on two GPUs that exchange data by a stand-in for NCCL, and all that can go wrong
 //! - [`serving`]: `tutti up` on one and on two GPUs, and one that fails
 #![allow(
     clippy::unwrap_used,
@@ -13,13 +14,14 @@
 
 mod devices;
 mod faults;
+mod nccl;
 mod serving;
 
 use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-use testkit::fake_cuda::{FakeCuda, fake_cuda};
+use testkit::fake_cuda::{FakeCuda, fake_cuda, fake_nccl};
 use testkit::local_cluster::tutti_binary;
 use testkit::models::repository;
 
@@ -39,6 +41,13 @@ fn options(fake: &FakeCuda) -> Vec<String> {
         text(&fake.kernels),
     ]
     .into()
+}
+
+/// The stand-in for NCCL over it; `without` names a symbol that it lacks.
+fn nccl(without: Option<&str>) -> String {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let library = fake_nccl(folder, fake(), without).unwrap();
+    library.to_str().unwrap().to_owned()
 }
 
 /// Runs the program to its end.

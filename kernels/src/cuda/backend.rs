@@ -14,7 +14,7 @@ use super::step::Step;
 use super::stream::Event;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element, Uploader};
 use crate::backend::{AttentionShape, Backend, Batch, Buffer};
-use crate::collective::Collective;
+use crate::collective::{Collective, Tally};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
@@ -35,6 +35,7 @@ pub struct CudaBackend {
     pub(super) retired: Retired,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
+    pub(super) exchanged: Tally,
     pub(super) host: Vec<f32>,
     /// Collective operations do nothing: other ranks may still be loading.
     pub(super) alone: bool,
@@ -68,6 +69,7 @@ impl CudaBackend {
             retired: Retired::default(),
             collective,
             collective_time: Duration::ZERO,
+            exchanged: Tally::default(),
             host: Vec::new(),
             alone: false,
             options,
@@ -98,7 +100,8 @@ impl CudaBackend {
 
     /// Leaves the group of devices: what waits for other ranks is freed, graphs go first.
     fn leave(&mut self) -> Result<(), KernelError> {
-        self.step.abandon(&self.device.stream);
+        // A step that another rank's end broke off is no reason against graphs.
+        let _ = self.step.abandon(&self.device.stream);
         self.step.forget_graphs();
         self.sampling.forget();
         self.device.context.group.leave(&self.device.stream)

@@ -21,6 +21,7 @@ impl CudaBackend {
             return Ok(());
         }
         let (rows, width) = (data.rows(), data.width());
+        self.count(rows * width * 4);
         if grouped {
             if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
                 return Ok(());
@@ -114,6 +115,7 @@ impl CudaBackend {
             ensure!(op, wide == world * width, "full.width is {wide}, not {world} x {width}");
             full.set_rows(rows)?;
         }
+        self.count(rows * width * 4);
         if grouped {
             return self.gather_on_devices(local, full);
         }
@@ -133,6 +135,13 @@ impl CudaBackend {
         }
         self.host = gathered;
         self.upload(full, &whole)
+    }
+
+    /// Bytes that this rank gives, by the way they take: also those of a graph, which are rows that
+    /// are there.
+    fn count(&mut self, bytes: usize) {
+        let group = &self.device.context.group;
+        self.exchanged.add(group.call(|group| group.algorithm(bytes)).unwrap_or("host"), bytes);
     }
 
     /// Both have the same rows, and `full` is as wide as all ranks' `local`.

@@ -16,6 +16,7 @@ use super::tensors::{
 use crate::backend::{
     AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable, StepInputs,
 };
+use crate::collective::Tally;
 use crate::cpu::check;
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
@@ -587,7 +588,7 @@ impl Backend for CudaBackend {
     }
 
     fn is_sampled(&mut self) -> Result<bool, KernelError> {
-        self.device.context.group.poll()?;
+        self.device.context.group.check(self.sampling.waited())?;
         self.sampling.is_done()
     }
 
@@ -613,5 +614,9 @@ impl Backend for CudaBackend {
 
     fn take_collective_time(&mut self) -> Duration {
         std::mem::take(&mut self.collective_time)
+    }
+
+    fn take_exchanged(&mut self) -> Tally {
+        std::mem::take(&mut self.exchanged)
     }
 }

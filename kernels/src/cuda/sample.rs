@@ -1,6 +1,6 @@
 //! Sampling and log-probabilities on the GPU; results come back through pinned memory.
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
 use super::batch::{PARAMS, TOP_MAX, live};
@@ -22,13 +22,16 @@ const EDITED_ROWS: usize = 32;
 /// Steps whose tokens may be on their way.
 const QUEUED_MAX: usize = 2;
 
+/// Where tokens go, of each row whether its log-probability is wanted, and since when they are on
+/// their way.
+type Queued = (usize, Vec<Option<u32>>, Instant);
+
 /// What sampling needs besides logits.
 #[derive(Debug)]
 pub(super) struct Sampling {
     results: Option<Results>,
-    /// Of each queued step, the oldest first: where its tokens go, and of each row whether its
-    /// log-probability is wanted.
-    queued: VecDeque<(usize, Vec<Option<u32>>)>,
+    /// Steps, the oldest first.
+    queued: VecDeque<Queued>,
     next: usize,
     lists: Scratch,
     edits: Scratch,
@@ -80,15 +83,20 @@ impl Sampling {
 
     /// Where the tokens are that the step before sampled, whose rows `feed` names.
     pub(super) fn fed(&mut self, feed: &[u32]) -> Result<DevicePtr, KernelError> {
-        let rows = self.queued.back().map_or(0, |(_, rows)| rows.len());
+        let rows = self.queued.back().map_or(0, |(_, rows, _)| rows.len());
         let most = feed.iter().max().map_or(0, |&row| row as usize + 1);
         ensure!("begin_step", most <= rows, "row {} of {rows} queued ones is fed", most - 1);
         Ok(self.results()?.device.ptr())
     }
 
+    /// For how long the oldest queued tokens have been on their way.
+    pub(super) fn waited(&self) -> Duration {
+        self.queued.front().map_or(Duration::ZERO, |(.., since)| since.elapsed())
+    }
+
     /// Whether the oldest queued tokens are there.
     pub(super) fn is_done(&mut self) -> Result<bool, KernelError> {
-        let Some(&(slot, _)) = self.queued.front() else { return Ok(true) };
+        let Some(&(slot, ..)) = self.queued.front() else { return Ok(true) };
         self.results()?.host[slot].1.is_done()
     }
 
@@ -99,7 +107,7 @@ impl Sampling {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         out.clear();
-        let Some((slot, wanted)) = self.queued.pop_front() else {
+        let Some((slot, wanted, _)) = self.queued.pop_front() else {
             return Err(KernelError::Shape {
                 op: "take_sampled",
                 message: "nothing is queued".to_owned(),
@@ -256,7 +264,7 @@ impl CudaBackend {
         let slot = sampling.next;
         sampling.next = (slot + 1) % QUEUED_MAX;
         // Of queued tokens too: the slot that is taken is the older one's, which has been taken.
-        let is_free = sampling.queued.iter().all(|(queued, _)| *queued != slot);
+        let is_free = sampling.queued.iter().all(|(queued, ..)| *queued != slot);
         ensure!("sample", is_free, "{QUEUED_MAX} steps are queued already");
         sampling.results()?.download(device, slot, rows.len(), top)?;
         Ok(slot)
@@ -279,7 +287,7 @@ impl CudaBackend {
         );
         let slot = self.launch_sampling(at, vocab, 0, rows)?;
         let wanted = rows.iter().map(|row| row.params.logprobs).collect();
-        self.sampling.queued.push_back((slot, wanted));
+        self.sampling.queued.push_back((slot, wanted, Instant::now()));
         Ok(())
     }
 

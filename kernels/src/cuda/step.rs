@@ -217,7 +217,9 @@ impl Step {
         stream: &Stream,
         inputs: &StepInputs<'_>,
     ) -> Result<(), KernelError> {
-        self.abandon(stream);
+        if self.abandon(stream) {
+            self.give_up_graphs("a step failed while its graph was captured");
+        }
         let shape = inputs.attention;
         let group = shape.num_heads / shape.num_kv_heads.max(1);
         if !inputs.feed.is_empty() && inputs.feed.len() != inputs.ids.len() {
@@ -478,15 +480,16 @@ impl Step {
         closed
     }
 
-    /// Drops a step that was not ended.
-    pub(super) fn abandon(&mut self, stream: &Stream) {
-        if let Mode::Record(_) = self.mode {
+    /// Drops a step that was not ended; says whether it was being recorded.
+    pub(super) fn abandon(&mut self, stream: &Stream) -> bool {
+        let recorded = matches!(self.mode, Mode::Record(_));
+        if recorded {
             stream.abandon_capture();
-            self.give_up_graphs("a step failed while its graph was captured");
         }
         self.mode = Mode::Loose;
         self.checked.clear();
         self.signature = 0;
         self.identity = Identity::default();
+        recorded
     }
 }

@@ -1,0 +1,216 @@
+//! Ranks on two GPUs that exchange data by NCCL, all stand-ins: a whole cluster of processes.
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::NamedTempFile;
+use testkit::local_cluster::LocalCluster;
+
+use crate::{fake, nccl, options, with_fake};
+
+/// A cluster of two ranks, and the stand-in's own log.
+struct Pair {
+    cluster: LocalCluster,
+    log: NamedTempFile,
+}
+
+impl Pair {
+    async fn up(args: &[&str], environment: &[(&str, &str)]) -> Self {
+        let (fake, nccl) = (options(fake()), nccl(None));
+        let log = NamedTempFile::new().unwrap();
+        let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
+        all.extend(["--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]);
+        all.extend(["--workers", "2", "--tensor-parallel", "2", "--nccl-lib", &nccl]);
+        all.extend(args);
+        all.extend(fake.iter().map(String::as_str));
+        let mut variables =
+            vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_LOG", log.path().to_str().unwrap())];
+        variables.extend(environment);
+        let mut cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
+        cluster.wait_ready().await.unwrap();
+        Self { cluster, log }
+    }
+
+    fn nccl_log(&self) -> String {
+        std::fs::read_to_string(self.log.path()).unwrap()
+    }
+
+    async fn complete(&self, tokens: u32) -> Value {
+        let client = self.cluster.client().unwrap();
+        let reply = client.post("/v1/completions", &request(tokens)).await.unwrap();
+        assert_eq!(reply.status, 200, "{}\n{}", reply.body, self.cluster.log());
+        assert_eq!(reply.body["usage"]["completion_tokens"], tokens);
+        reply.body["choices"][0]["text"].clone()
+    }
+}
+
+fn request(tokens: u32) -> Value {
+    json!({"prompt": [1, 5, 9, 33, 7], "max_tokens": tokens, "temperature": 0.8, "seed": 3,
+           "ignore_eos": true})
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_gpus_exchange_by_nccl_within_their_graphs() {
+    let host = Pair::up(&["--cuda-exchange", "host"], &[]).await;
+    let expected = host.complete(40).await;
+    assert!(host.cluster.log().contains("algorithm=\"host\""), "{}", host.cluster.log());
+    assert_eq!(host.nccl_log(), "");
+    drop(host);
+    let pair = Pair::up(&[], &[]).await;
+    assert_eq!(pair.complete(40).await, expected);
+    let log = pair.cluster.log();
+    assert!(log.contains("algorithm=\"nccl\"") && log.contains("NCCL 2.28.9"), "{log}");
+    let nccl = pair.nccl_log();
+    assert_eq!(nccl.matches(" id").count(), 1, "{nccl}");
+    let scrape = pair
+        .cluster
+        .client()
+        .unwrap()
+        .scrape_until(Duration::from_secs(10), |scrape| {
+            scrape.sum("tutti_rank_collective_bytes_total", &[("rank", "1")]) > 0.0
+        })
+        .await
+        .unwrap();
+    let sum =
+        |algorithm| scrape.sum("tutti_rank_collective_bytes_total", &[("algorithm", algorithm)]);
+    assert!(
+        sum("nccl") > 40.0 * 5.0 * 64.0 && sum("host") == 0.0,
+        "{} {}",
+        sum("nccl"),
+        sum("host")
+    );
+    assert!(nccl.contains("init rank 0 of 2") && nccl.contains("init rank 1 of 2"), "{nccl}");
+    assert!(nccl.contains("recorded rank 1"), "{nccl}");
+    // Steps that are replayed call nothing: 40 steps of 5 collectives each would be 200 calls.
+    assert!(nccl.matches("rank 0").count() < 100, "{nccl}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_rank_is_replaced_and_the_other_keeps_its_weights() {
+    let pair = Pair::up(&[], &[]).await;
+    let expected = pair.complete(120).await;
+    for victim in 0..2 {
+        let client = pair.cluster.client().unwrap();
+        let before = pair.cluster.worker_pids();
+        let generated = client.scrape().await.unwrap().sum("tutti_generation_tokens_total", &[]);
+        let running = {
+            let client = client.clone();
+            tokio::spawn(
+                async move { client.post("/v1/completions", &request(120)).await.unwrap() },
+            )
+        };
+        client
+            .scrape_until(Duration::from_secs(30), |scrape| {
+                scrape.sum("tutti_generation_tokens_total", &[]) > generated + 5.0
+            })
+            .await
+            .unwrap();
+        LocalCluster::signal(before[victim], "KILL").unwrap();
+        let reply = running.await.unwrap();
+        assert_eq!(reply.status, 200, "{}\n{}", reply.body, pair.cluster.log());
+        assert_eq!(reply.body["choices"][0]["text"], expected, "victim {victim}");
+        let survivor = before[1 - victim];
+        assert!(pair.cluster.worker_pids().contains(&survivor), "the survivor goes on");
+        let nccl = pair.nccl_log();
+        assert!(nccl.contains(&format!("{survivor} abort")), "{nccl}");
+    }
+    let scrape = pair.cluster.client().unwrap().scrape().await.unwrap();
+    assert!(scrape.sum("tutti_rank_collective_aborts_total", &[]) >= 1.0, "of a survivor");
+    // One id for each epoch.
+    assert_eq!(pair.nccl_log().matches(" id").count(), 3, "{}", pair.nccl_log());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_rank_is_replaced() {
+    let pair = Pair::up(&[], &[]).await;
+    let expected = pair.complete(16).await;
+    let (survivor, frozen) = (pair.cluster.worker_pids()[0], pair.cluster.worker_pids()[1]);
+    LocalCluster::signal(frozen, "STOP").unwrap();
+    let began = Instant::now();
+    assert_eq!(pair.complete(16).await, expected);
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    let pids = pair.cluster.worker_pids();
+    assert!(pids.contains(&survivor) && !pids.contains(&frozen), "{pids:?}");
+}
+
+/// Each is met by the next epoch; the weights stay, no process ends, the text is the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
+    let expected = Pair::up(&[], &[]).await.complete(16).await;
+    // The prompt's collectives are called, and two steps'; the others' turns come in graphs.
+    let cases = [
+        ("FAKE_NCCL_INIT_FAIL", "1:1", "ncclSystemError (2)"),
+        ("FAKE_NCCL_CALL_FAIL", "0:8", "ncclUnhandledCudaError (1)"),
+        // While its graph is captured.
+        ("FAKE_NCCL_CALL_FAIL", "1:15", "ncclUnhandledCudaError (1)"),
+        ("FAKE_NCCL_ASYNC_ERROR", "1:60", "ncclRemoteError (6)"),
+        ("FAKE_NCCL_LATE", "1:60", "NCCL 2.28.9"),
+    ];
+    for (variable, value, words) in cases {
+        let pair = Pair::up(&[], &[(variable, value)]).await;
+        let pids = pair.cluster.worker_pids();
+        assert_eq!(pair.complete(16).await, expected, "{variable}");
+        let log = pair.cluster.log();
+        assert!(log.contains(words), "{variable}: {words} is not in\n{log}");
+        if variable != "FAKE_NCCL_INIT_FAIL" {
+            assert_eq!(pair.cluster.worker_pids(), pids, "{variable}\n{log}");
+        }
+        // Graphs are made in the epoch that ends it, too.
+        assert!(pair.nccl_log().contains("recorded"), "{variable}\n{}", pair.nccl_log());
+        let epochs = if variable == "FAKE_NCCL_LATE" { 1 } else { 2 };
+        assert_eq!(pair.nccl_log().matches(" id").count(), epochs, "{variable}\n{log}");
+    }
+}
+
+/// A rank that has waited long enough says so, and the coordinator's word frees the other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_collective_that_hangs_is_ended() {
+    let expected = Pair::up(&[], &[]).await.complete(16).await;
+    let pair = Pair::up(&[], &[("FAKE_NCCL_HANG", "1:60")]).await;
+    let pids = pair.cluster.worker_pids();
+    let began = Instant::now();
+    assert_eq!(pair.complete(16).await, expected);
+    // Half a minute, by default, is what ranks wait for each other.
+    assert!(began.elapsed() < Duration::from_secs(50), "{:?}", began.elapsed());
+    assert_eq!(pair.cluster.worker_pids(), pids, "{}", pair.cluster.log());
+}
+
+#[test]
+fn an_nccl_that_cannot_be_used_is_said_in_a_line() {
+    let line = |nccl: &str, environment: &[(&str, &str)]| {
+        let (code, stdout, stderr) = with_fake(&["devices", "--nccl-lib", nccl], environment);
+        assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+        stdout.lines().find(|line| line.contains("NCCL")).unwrap_or_default().to_owned()
+    };
+    assert!(line(&nccl(None), &[]).ends_with("2.28.9"));
+    let old = line(&nccl(None), &[("FAKE_NCCL_VERSION", "21805")]);
+    assert!(old.contains("version 2.18.5, this program needs 2.19.0 or later"), "{old}");
+    let lacking = line(&nccl(Some("ncclCommAbort")), &[]);
+    assert!(lacking.contains("it lacks ncclCommAbort"), "{lacking}");
+    let absent = line("/nowhere/libnccl.so.2", &[]);
+    assert!(absent.contains("/nowhere/libnccl.so.2"), "{absent}");
+}
+
+/// Without NCCL ranks go through host memory, and say why; who insists is told, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_nccl_ranks_go_through_host_memory() {
+    let pair = Pair::up(&[], &[("FAKE_NCCL_VERSION", "21805")]).await;
+    let text = pair.complete(8).await;
+    let log = pair.cluster.log();
+    assert!(log.contains("algorithm=\"host\"") && log.contains("version 2.18.5"), "{log}");
+    assert_eq!(pair.nccl_log(), "");
+    drop(pair);
+    assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
+    let (fake, nccl) = (options(fake()), nccl(None));
+    let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
+    all.extend(["--device", "cuda", "--workers", "2", "--tensor-parallel", "2"]);
+    all.extend(["--nccl-lib", &nccl, "--cuda-exchange", "nccl"]);
+    all.extend(fake.iter().map(String::as_str));
+    let variables = [("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_VERSION", "21805")];
+    let cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
+    let began = Instant::now();
+    let words = "--cuda-exchange nccl: rank 0 has no NCCL that can be used";
+    while !cluster.log().contains(words) {
+        assert!(began.elapsed() < Duration::from_secs(60), "{}", cluster.log());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
