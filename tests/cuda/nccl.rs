@@ -24,6 +24,8 @@ impl Pair {
         all.extend(fake.iter().map(String::as_str));
         let mut variables =
             vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_LOG", log.path().to_str().unwrap())];
+        // All of it by NCCL, also small messages.
+        variables.push(("FAKE_CUDA_PEER_ACCESS", "0"));
         variables.extend(environment);
         let mut cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
         cluster.wait_ready().await.unwrap();

@@ -73,6 +73,7 @@ impl CudaBackend {
             live: DevicePtr::default(),
         };
         out.set_rows(rows)?;
+        self.count(rows * width * 4);
         if self.step.skips(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
             return Ok(());
         }
