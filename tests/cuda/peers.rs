@@ -71,8 +71,12 @@ async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {
     let nccl = nccl(None);
     let cases = [
         ("FAKE_CUDA_PEER_ACCESS", "0", "cannot reach the memory of rank"),
-        ("FAKE_CUDA_FAIL", "cuIpcGetMemHandle:1=801", "CUDA_ERROR_NOT_SUPPORTED"),
-        ("FAKE_CUDA_FAIL", "cuIpcOpenMemHandle_v2:1=217", "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"),
+        ("FAKE_CUDA_FAIL", "cuIpcGetMemHandle:1=801", "give GPU memory to another process"),
+        (
+            "FAKE_CUDA_FAIL",
+            "cuIpcOpenMemHandle_v2:1=217",
+            "open another rank's GPU memory: CUDA error 217",
+        ),
     ];
     for (index, (variable, value, words)) in cases.into_iter().enumerate() {
         let other = index == 2;

@@ -88,31 +88,34 @@ pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -
     CudaBackend::new(options, collective).unwrap()
 }
 
-/// A backend on the stand-in, in a group of ranks that see each other's memory.
-pub(crate) fn fake_peer(
-    one_shot: usize,
-    graphs: bool,
-    collective: Box<dyn Collective>,
-) -> CudaBackend {
+/// A backend on the stand-in that is to see other ranks' memory, and has not joined them.
+pub(crate) fn fake_peers_alone(collective: Box<dyn Collective>) -> CudaBackend {
+    fake_peers_backend(256 << 10, collective)
+}
+
+fn fake_peers_backend(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
     let fake = fake_cuda_of(Path::new(env!("CARGO_TARGET_TMPDIR")), GPUS).unwrap();
     let options = CudaOptions {
         folders: vec![fake.libraries],
         kernels: Some(fake.kernels),
-        graphs,
         exchange: Exchange::Peers,
         thresholds: Some(Thresholds { one_shot, two_shot: one_shot }),
         ..CudaOptions::default()
     };
-    let mut backend = CudaBackend::new(options, collective).unwrap();
-    let joined = backend
-        .join(GroupSetup {
-            timeout: Duration::from_secs(60),
-            is_given_up: &|| false,
-            relay: &mut SharedRelay::default(),
-            on_abort_handle: &mut |_| {},
-        })
-        .unwrap();
-    assert!(joined.reason.contains("GPUs see each other's memory"), "{joined:?}");
+    CudaBackend::new(options, collective).unwrap()
+}
+
+/// A backend on the stand-in, in a group of ranks that see each other's memory.
+fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
+    let mut backend = fake_peers_backend(one_shot, collective);
+    let joined = backend.join(GroupSetup {
+        timeout: Duration::from_secs(60),
+        is_given_up: &|| false,
+        relay: &mut SharedRelay::default(),
+        on_abort_handle: &mut |_| {},
+    });
+    let reason = joined.unwrap().reason;
+    assert!(reason.contains("GPUs see each other's memory"), "{reason}");
     backend
 }
 
@@ -270,7 +273,7 @@ impl Rig {
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakePeers(one_shot) => {
-                    let backend = fake_peer(one_shot, true, collective);
+                    let backend = fake_peer(one_shot, collective);
                     let engine = engine_on(&model, rank, degrees, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }

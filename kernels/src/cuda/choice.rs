@@ -18,12 +18,8 @@ pub enum Exchange {
 
 impl Exchange {
     /// All, by name.
-    pub const NAMES: [(&'static str, Self); 4] = [
-        ("auto", Self::Auto),
-        ("host", Self::Host),
-        ("nccl", Self::Nccl),
-        ("peers", Self::Peers),
-    ];
+    pub const NAMES: [(&'static str, Self); 4] =
+        [("auto", Self::Auto), ("host", Self::Host), ("nccl", Self::Nccl), ("peers", Self::Peers)];
 
     /// The name of one.
     #[must_use]

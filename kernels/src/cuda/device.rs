@@ -10,8 +10,8 @@ use super::fatbin;
 use super::launch::{Call, Entry, NAMES};
 use super::matmul::{Matmul, Product};
 use super::memory::{DeviceMemory, DevicePtr};
-use super::peer::tuning::Thresholds;
 use super::module::{Kernel, Module};
+use super::peer::tuning::Thresholds;
 use super::stream::Stream;
 use crate::error::KernelError;
 

@@ -57,6 +57,14 @@ pub(in crate::cuda) struct Site<'a> {
     pub(in crate::cuda) thresholds: Option<Thresholds>,
 }
 
+/// A device that cannot do this has not failed.
+fn words(error: &KernelError) -> String {
+    match error {
+        KernelError::Device(message) => message.clone(),
+        other => other.to_string(),
+    }
+}
+
 /// What one rank says of its part.
 fn agree(collective: &mut dyn Collective, own: Result<(), &str>) -> Result<(), AgreeError> {
     let mut flags = vec![0.0; collective.world_size() as usize];
@@ -107,14 +115,14 @@ impl PeerGroup {
         }
         let offers = gather_bytes(collective, &offer)?;
         if let Some(other) = offers.iter().position(|offer| offer.last() != Some(&1)) {
-            return Err(AgreeError::Without(match made {
-                Err(error) => error.to_string(),
+            return Err(AgreeError::Without(match &made {
+                Err(error) => words(error),
                 Ok(_) => format!("rank {other} cannot"),
             }));
         }
         let made = made?;
         let opened = open(device, capabilities, rank, &offers);
-        let said = opened.as_ref().map(|_| ()).map_err(ToString::to_string);
+        let said = opened.as_ref().map(|_| ()).map_err(words);
         let agreed = agree(collective, said.as_ref().map(|()| ()).map_err(String::as_str));
         if let Err(error) = agreed {
             // What was opened is closed before what was given is freed.
