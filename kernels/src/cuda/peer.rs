@@ -11,6 +11,7 @@ mod memory;
 pub mod tuning;
 
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -150,7 +151,7 @@ impl Drop for PeerGroup {
         if self.shares_process {
             // Nothing tells when the other ranks of this process are done with it; only tests have
             // several, so it stays.
-            std::mem::forget(own);
+            let _kept = ManuallyDrop::new(own);
         } else {
             self.retired.borrow_mut().push(own);
         }

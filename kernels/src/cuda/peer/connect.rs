@@ -123,7 +123,7 @@ impl PeerGroup {
         let made = made?;
         let opened = open(device, capabilities, rank, &offers);
         let said = opened.as_ref().map(|_| ()).map_err(words);
-        let agreed = agree(collective, said.as_ref().map(|()| ()).map_err(String::as_str));
+        let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
         if let Err(error) = agreed {
             // What was opened is closed before what was given is freed.
             drop(opened);
@@ -155,12 +155,12 @@ impl PeerGroup {
             retired: retired.clone(),
             timeout,
         };
-        if thresholds.is_none() {
-            if let Err(error) = group.tune(device, collective) {
-                group.abort.abort();
-                let _ = device.stream.synchronize();
-                return Err(error.into());
-            }
+        if thresholds.is_none()
+            && let Err(error) = group.tune(device, collective)
+        {
+            group.abort.abort();
+            let _ = device.stream.synchronize();
+            return Err(error.into());
         }
         Ok(group)
     }
