@@ -89,7 +89,8 @@ fn all() -> Vec<Call> {
         attention_any(&io, &shape(80, 8, 2), ptr, 3, ptr),
         sample(&sampling, 100, 3, None),
         logprobs(rows, ptr, ptr, None, (100, 0, 3)),
-        argmax(rows, ptr, 100, 3),
+        argmax(rows, ptr, (100, 5), 3, Some(ptr)),
+        argmax_merge(ptr, ptr, (2, 3), ptr),
         interleave_ranks(ptr, rows, (2, 3, 100), ptr),
     ];
     for head_dim in HEAD_DIMS {
