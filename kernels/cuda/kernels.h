@@ -364,6 +364,12 @@ __global__ void tutti_logprobs(const float* logits, const uint32_t* targets, Tut
 __global__ void tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t stride, uint32_t vocab,
                              uint32_t first_id, const uint32_t* live);
 
+/* The best of what tutti_argmax found of each rank's part of the vocabulary, ties by lower id:
+ * found TuttiIdValue [ranks, rows], parts in the order of their ids. Corrupted when any part is;
+ * logprob and rank are 0. grid (ceil(rows / 256)), block 256; `live` counts rows. */
+__global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out, uint32_t ranks,
+                                   uint32_t rows, const uint32_t* live);
+
 /* ---- blocks.cu ------------------------------------------------------------------------------
  * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks
  * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. */

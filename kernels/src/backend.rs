@@ -429,6 +429,14 @@ pub trait Backend {
         false
     }
 
+    /// Leaves the open step's logits where they are, where that does: `sample` and `queue_sample` are
+    /// then given this rank's own, whose first `count` columns are the tokens from `first_id` on, a
+    /// part of the vocabulary that is not empty on any rank. False when they have to be gathered.
+    fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
+        let _ = (first_id, count);
+        false
+    }
+
     /// Overwrites `tokens` on every rank by rank 0's.
     ///
     /// # Errors

@@ -82,6 +82,14 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     );
     assert!(nccl.contains("init rank 0 of 2") && nccl.contains("init rank 1 of 2"), "{nccl}");
     assert!(nccl.contains("recorded rank 1"), "{nccl}");
+    // Of greedy requests ranks tell each other one pair, not their logits.
+    assert!(nccl.contains("all_gather 768 recorded") && !nccl.contains("all_gather 8 "), "{nccl}");
+    let client = pair.cluster.client().unwrap();
+    let mut greedy = request(8);
+    greedy["temperature"] = json!(0);
+    let reply = client.post("/v1/completions", &greedy).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    assert!(pair.nccl_log().contains("all_gather 8 recorded"), "{}", pair.nccl_log());
     // Steps that are replayed call nothing: 40 steps of 5 collectives each would be 200 calls.
     assert!(nccl.matches("rank 0").count() < 100, "{nccl}");
 }

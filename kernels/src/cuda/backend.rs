@@ -31,6 +31,9 @@ pub struct CudaBackend {
     partials: Scratch,
     index: Scratch,
     gathered: Scratch,
+    best: Scratch,
+    /// The open step's logits stay on their ranks.
+    pub(super) apart: Option<Part>,
     pub(super) uploader: Option<Uploader>,
     pub(super) retired: Retired,
     pub(super) collective: Box<dyn Collective>,
@@ -65,6 +68,8 @@ impl CudaBackend {
             partials: Scratch::new("partial results of attention"),
             index: Scratch::new("row numbers"),
             gathered: Scratch::new("logits of all ranks"),
+            best: Scratch::new("the best logits of all ranks"),
+            apart: None,
             uploader: None,
             retired: Retired::default(),
             collective,
@@ -104,6 +109,7 @@ impl CudaBackend {
         let _ = self.step.abandon(&self.device.stream);
         self.step.forget_graphs();
         self.sampling.forget();
+        self.step.allow_parts(false);
         self.device.context.group.leave(&self.device.stream)
     }
 
@@ -157,6 +163,7 @@ impl CudaBackend {
             Which::Partials => &mut self.partials,
             Which::Index => &mut self.index,
             Which::Gathered => &mut self.gathered,
+            Which::Best => &mut self.best,
         };
         let (ptr, moved) = scratch.get(&self.device, bytes)?;
         if moved {
@@ -304,6 +311,15 @@ impl CudaBackend {
     }
 }
 
+/// A rank's own logits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    /// The token of the first column.
+    pub(super) first_id: u32,
+    /// Columns that are tokens.
+    pub(super) count: usize,
+}
+
 /// The pieces of scratch.
 #[derive(Clone, Copy)]
 pub(super) enum Which {
@@ -317,6 +333,8 @@ pub(super) enum Which {
     Index,
     /// Logits of all ranks, one behind the other.
     Gathered,
+    /// The best of each rank's own logits, and of all ranks'.
+    Best,
 }
 
 fn small(n: usize) -> Result<u32, KernelError> {
@@ -362,7 +380,13 @@ impl CudaBackend {
                     let logits = Rows { ptr: from.ptr(), stride: width };
                     // SAFETY: there are as many rows, and a result for each.
                     unsafe {
-                        self.device.launch(launch::argmax(logits, found.ptr(), width, rows))
+                        self.device.launch(launch::argmax(
+                            logits,
+                            found.ptr(),
+                            (width, 0),
+                            rows,
+                            None,
+                        ))
                     }?;
                 }
             }

@@ -108,6 +108,7 @@ impl CudaBackend {
             (false, None) => Some("ranks exchange data through host memory"),
             (false, Some(_)) => Some("not every rank captures graphs"),
         });
+        self.step.allow_parts(group.is_some());
         if let Some(group) = group {
             self.device.context.group.join(group, timeout);
         }

@@ -109,6 +109,10 @@ impl CudaBackend {
         let (rows, width) = (local.rows(), local.width());
         let grouped = self.is_grouped();
         if self.alone {
+            if grouped {
+                // So that what is measured now is all that will be needed.
+                self.scratch(Which::Gathered, world * rows * width * 4)?;
+            }
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
         }
         if rank == 0 || grouped {
@@ -140,7 +144,7 @@ impl CudaBackend {
 
     /// Bytes that this rank gives, by the way they take: also those of a graph, which are rows that
     /// are there.
-    fn count(&mut self, bytes: usize) {
+    pub(super) fn count(&mut self, bytes: usize) {
         let group = &self.device.context.group;
         self.exchanged.add(group.call(|group| group.algorithm(bytes)).unwrap_or("host"), bytes);
     }

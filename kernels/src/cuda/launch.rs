@@ -79,6 +79,7 @@ entries! {
     PEER_SUM_TWO_SHOT: "tutti_peer_sum_two_shot",
     PEER_SUM_ADD_RMSNORM: "tutti_peer_sum_add_rmsnorm",
     PEER_GATHER: "tutti_peer_gather",
+    ARGMAX_MERGE: "tutti_argmax_merge",
 }
 
 impl Entry {
@@ -578,12 +579,30 @@ pub fn logprobs(
     call(LOGPROBS, (rows, 1, 1), 1024, args)
 }
 
-/// `tutti_argmax`
+/// `tutti_argmax`; ids begin with `first_id`.
 #[must_use]
-pub fn argmax(logits: Rows, out: DevicePtr, vocab: usize, rows: usize) -> Call {
+pub fn argmax(
+    logits: Rows,
+    out: DevicePtr,
+    (vocab, first_id): (usize, u32),
+    rows: usize,
+    live: Option<DevicePtr>,
+) -> Call {
     let args = Args::new().ptr(logits.ptr).ptr(out);
-    let args = words(args, [logits.stride, vocab]).u32(0).maybe(None);
+    let args = words(args, [logits.stride, vocab]).u32(first_id).maybe(live);
     call(ARGMAX, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_argmax_merge`
+#[must_use]
+pub fn argmax_merge(
+    found: DevicePtr,
+    out: DevicePtr,
+    (ranks, rows): (usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = words(Args::new().ptr(found).ptr(out), [ranks, rows]).ptr(live);
+    call(ARGMAX_MERGE, (rows.div_ceil(256), 1, 1), 256, args)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
 use std::time::Duration;
 
-use super::backend::{CudaBackend, SKINNY_MAX, Which};
+use super::backend::{CudaBackend, Part, SKINNY_MAX, Which};
 use super::batch::{Capacity, live};
 use super::context::version_text;
 use super::device::Device;
@@ -137,6 +137,7 @@ impl Backend for CudaBackend {
     }
 
     fn begin_step(&mut self, inputs: &StepInputs<'_>) -> Result<(), KernelError> {
+        self.apart = None;
         let rows = inputs.sample_rows.len();
         let Self { device, step, sampling, .. } = self;
         // Before anything is recorded: graphs keep these places.
@@ -557,6 +558,12 @@ impl Backend for CudaBackend {
 
     fn samples_everywhere(&self) -> bool {
         self.is_grouped()
+    }
+
+    fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
+        let apart = !self.alone && self.step.is_open() && self.step.may_be_in_parts();
+        self.apart = apart.then_some(Part { first_id, count });
+        apart
     }
 
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {

@@ -186,6 +186,11 @@ impl<B: Backend> Decoder<B> {
         if shard.degree == 1 {
             return Ok(&buffers.logits_local);
         }
+        let (vocab, others) = (self.config.vocab_size, shard.vocab_width * (shard.degree - 1));
+        let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
+        if others < vocab && backend.keeps_logits_apart(first_id, shard.vocab.len()) {
+            return Ok(&buffers.logits_local);
+        }
         backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
         Ok(&buffers.logits)
     }

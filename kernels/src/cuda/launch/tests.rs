@@ -104,6 +104,8 @@ fn all() -> Vec<Call> {
         peer_sum(ptr, ptr, 5000, true),
         peer_gather(ptr, ptr, ptr, 5000),
         peer_sum_add_rmsnorm(ptr, &fused),
+        argmax(rows, ptr, (100, 5), 3, Some(ptr)),
+        argmax_merge(ptr, ptr, (2, 3), ptr),
         interleave_ranks(ptr, rows, (2, 3, 100), ptr),
     ];
     for head_dim in HEAD_DIMS {
