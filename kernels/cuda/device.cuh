@@ -118,6 +118,49 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// What ranks tell each other, and the host: at system scope. A flag that is seen makes everything
+// visible that its writer, or threads that it met at a barrier before, had written or read.
+__device__ __forceinline__ void store_release(uint64_t* at, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* at) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+// A word on its own: nothing else is ordered by it.
+__device__ __forceinline__ void store_word(uint32_t* at, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_word(const uint32_t* at) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+// 16 bytes to a peer's memory, ordered by the next flag.
+__device__ __forceinline__ void push(float4* at, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
+}
+// 16 bytes that a peer has pushed here; past L1, where nothing of it is used twice.
+__device__ __forceinline__ float4 take(const float4* at) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+// The same for all threads of the block: whether all say so.
+__device__ __forceinline__ bool all_of_block(bool mine) { return __syncthreads_and(mine) != 0; }
+// A clock that runs on, in nanoseconds; its steps may be a microsecond long.
+__device__ __forceinline__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
 // 2^x with a relative error of about 2^-22; 0 for -infinity.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;

@@ -6,79 +6,10 @@
 // Shapes and launch rules: kernels.h. All are bound by memory; loads and stores are 16 bytes wide
 // where rows allow it (width a multiple of 4), else one element at a time with the same sums in the
 // same order. Limits: none on widths.
-#include "device.cuh"
+#include "rows.cuh"
 
 namespace tutti {
 namespace {
-
-constexpr uint32_t NORM_WARPS = 16;
-// float4 per thread that stay in registers between the two passes of a norm: rows of up to
-// 512 * 4 * 4 = 8192 are read once, the rest of longer ones twice.
-constexpr uint32_t NORM_KEPT = 4;
-
-__device__ __forceinline__ float4 load4(const float* at) {
-    return *reinterpret_cast<const float4*>(at);
-}
-
-__device__ __forceinline__ void store4(float* at, float4 v) { *reinterpret_cast<float4*>(at) = v; }
-
-__device__ __forceinline__ float4 add4(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-
-__device__ __forceinline__ float squares(float4 v) {
-    return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
-}
-
-// Up to 4 elements of a row from `at`: 16 bytes where all 4 are there and aligned.
-struct Four {
-    float v[4];
-};
-
-__device__ __forceinline__ Four load_up_to_4(const float* row, uint32_t first, uint32_t width) {
-    Four r = {};
-    if (width % 4 == 0) {
-        const float4 v = load4(row + first);
-        r = {{v.x, v.y, v.z, v.w}};
-    } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            r.v[i] = first + i < width ? row[first + i] : 0.0f;
-        }
-    }
-    return r;
-}
-
-__device__ __forceinline__ void store_up_to_4(float* row, uint32_t first, uint32_t width, Four r) {
-    if (width % 4 == 0) {
-        store4(row + first, make_float4(r.v[0], r.v[1], r.v[2], r.v[3]));
-    } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            if (first + i < width) {
-                row[first + i] = r.v[i];
-            }
-        }
-    }
-}
-
-// `whole`: 4 elements are there, and the address is a multiple of 8 bytes.
-__device__ __forceinline__ void store_bf16(tutti_bf16* row, uint32_t first, uint32_t width,
-                                           bool whole, Four r) {
-    if (whole) {
-        uint2 packed;
-        packed.x = pack_bf16(r.v[0], r.v[1]);
-        packed.y = pack_bf16(r.v[2], r.v[3]);
-        *reinterpret_cast<uint2*>(row + first) = packed;
-    } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            if (first + i < width) {
-                row[first + i] = to_bf16(r.v[i]);
-            }
-        }
-    }
-}
 
 // The first of the 4 elements of this thread in the tile of 1024 that blockIdx.x is.
 __device__ __forceinline__ uint32_t first_of_tile() { return (blockIdx.x * 256 + threadIdx.x) * 4; }
@@ -180,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     tutti_add_rmsnorm(float* residual, const float* delta, const float* weight, tutti_bf16* out,
                       uint32_t width, uint32_t out_stride, float eps, const uint32_t* live) {
     SHARED_ARRAY(float, scratch, NORM_WARPS);
@@ -193,67 +124,30 @@ extern "C" __global__ void __launch_bounds__(512)
     float* r = residual + static_cast<size_t>(row) * width;
     const float* d = delta == nullptr ? nullptr : delta + static_cast<size_t>(row) * width;
     tutti_bf16* y = out + static_cast<size_t>(row) * out_stride;
-    const uint32_t step = 512 * 4;
-
-    float4 kept[NORM_KEPT];
-    float sum = 0.0f;
     if (width % 4 == 0) {
-#pragma unroll
-        for (uint32_t i = 0; i < NORM_KEPT; i++) {
-            const uint32_t at = threadIdx.x * 4 + i * step;
-            if (at < width) {
-                kept[i] = load4(r + at);
-                if (d != nullptr) {
-                    kept[i] = add4(kept[i], load4(d + at));
-                    store4(r + at, kept[i]);
-                }
-                sum += squares(kept[i]);
-            }
-        }
-        for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
-            float4 v = load4(r + at);
-            if (d != nullptr) {
-                v = add4(v, load4(d + at));
-                store4(r + at, v);
-            }
-            sum += squares(v);
-        }
-    } else {
-        for (uint32_t at = threadIdx.x; at < width; at += 512) {
-            float v = r[at];
-            if (d != nullptr) {
-                v += d[at];
-                r[at] = v;
-            }
-            sum += v * v;
-        }
+        add_rmsnorm_row(r, weight, y, width, out_stride % 4 == 0, eps, scratch,
+                        [&](uint32_t at, float4 v) {
+                            if (d != nullptr) {
+                                v = add4(v, load4(d + at));
+                                store4(r + at, v);
+                            }
+                            return v;
+                        });
+        return;
     }
-    sum = block_sum<NORM_WARPS>(sum, scratch);
-    const float scale = 1.0f / sqrtf(sum / static_cast<float>(width) + eps);
-
-    // What a thread reads again below it wrote itself.
-    if (width % 4 == 0) {
-        const bool whole = out_stride % 4 == 0;
-        const auto finish = [&](uint32_t at, float4 v) {
-            const float4 w = load4(weight + at);
-            store_bf16(y, at, width, whole,
-                       {{v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z,
-                         v.w * scale * w.w}});
-        };
-#pragma unroll
-        for (uint32_t i = 0; i < NORM_KEPT; i++) {
-            const uint32_t at = threadIdx.x * 4 + i * step;
-            if (at < width) {
-                finish(at, kept[i]);
-            }
+    float sum = 0.0f;
+    for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {
+        float v = r[at];
+        if (d != nullptr) {
+            v += d[at];
+            r[at] = v;
         }
-        for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
-            finish(at, load4(r + at));
-        }
-    } else {
-        for (uint32_t at = threadIdx.x; at < width; at += 512) {
-            y[at] = to_bf16(r[at] * scale * weight[at]);
-        }
+        sum += v * v;
+    }
+    const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
+    // What a thread reads again here it wrote itself.
+    for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {
+        y[at] = to_bf16(r[at] * scale * weight[at]);
     }
 }
 

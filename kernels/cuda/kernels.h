@@ -84,6 +84,28 @@ typedef struct {
     uint32_t rank;      /* 1-based; 0 unless asked for */
 } TuttiSampled;
 
+/* Ranks of a group that see each other's memory; the table is in each rank's own, made before the
+ * first launch and never written by kernels. 192 bytes, aligned to 8. Addresses are those of this
+ * rank's address space. `blocks` is the largest grid. */
+#define TUTTI_PEERS_MAX 8u
+typedef struct {
+    uint64_t slots[8];  /* rank r's slots: f32 [2, blocks, ranks, slot] */
+    uint64_t flags[8];  /* rank r's flags: u64 [blocks, ranks], 0 at first, never set back */
+    uint64_t rounds;    /* u64 [blocks], 0 at first: how many exchanges each block has made */
+    uint64_t failed;    /* u32, 0 at first; once it is not, launches do nothing */
+    uint64_t abort;     /* u32 in host memory, 0 at first: the host ends all waiting by another */
+    uint64_t outcome;   /* u32 in host memory, 0 at first: TUTTI_PEERS_* of what went wrong */
+    uint64_t spin_ns;   /* how long a block waits for one exchange */
+    uint32_t rank;
+    uint32_t ranks;     /* 2, 4 or 8 */
+    uint32_t slot;      /* f32 elements of a slot: a multiple of 4 */
+    uint32_t blocks;
+    uint64_t reserved;
+} TuttiPeers;
+/* Outcomes: which of them, and the rank that was waited for in the lower 8 bits. */
+#define TUTTI_PEERS_ABORTED 0x100u
+#define TUTTI_PEERS_TIMEOUT 0x200u
+
 #define TUTTI_NO_LOGPROBS 0xffffffffu
 #define TUTTI_BIAS_MAX 1024u
 /* Most likely tokens per row. */
@@ -163,6 +185,37 @@ __global__ void tutti_interleave_ranks(const float* gathered, float* full, uint3
 /* Conversions of `n` elements; to bf16 rounds to nearest even. grid (ceil(n / 1024)), block 256. */
 __global__ void tutti_to_bf16(const float* in, tutti_bf16* out, uint64_t n);
 __global__ void tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n);
+
+/* ---- all_reduce.cu --------------------------------------------------------------------------
+ * Exchange between GPUs that see each other's memory. Every rank launches the same entries with the
+ * same sizes and grids in the same order, each on one stream; grids up to `peers->blocks`, all of
+ * whose blocks must be able to run at once, beside those of other ranks on the same GPU. Sums are
+ * f32, as a binary tree over the ranks: (0 + 1) + (2 + 3), the same bits on every rank, and those
+ * of tutti_tree_sum. No launch waits longer than `peers->spin_ns` for another rank: then, or when
+ * the host sets *abort, it sets *outcome, leaves, and all later ones do nothing. Results are
+ * undefined once *outcome is not 0. A launch changes nothing that the host would have to renew, so
+ * graphs can replay it. */
+
+/* data = the sum of all ranks' data. data f32 [count]. One exchange: every rank sends all to all.
+ * grid (any), block: a multiple of 32 from 32 to 512. */
+__global__ void tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count);
+
+/* The same in two exchanges: every rank adds up its part, and sends it to all. */
+__global__ void tutti_peer_sum_two_shot(const TuttiPeers* peers, float* data, uint64_t count);
+
+/* data = the sum of all ranks' data, then residual += data; out = residual / rms(residual) * weight:
+ * the bits of tutti_peer_sum and tutti_add_rmsnorm, except that data is left as it is.
+ * data f32 [rows, width] contiguous, width a multiple of 4 and at most `peers->slot`; the others
+ * as for tutti_add_rmsnorm. grid (any), block 512. */
+__global__ void tutti_peer_sum_add_rmsnorm(const TuttiPeers* peers, const float* data,
+                                           float* residual, const float* weight, tutti_bf16* out,
+                                           uint32_t width, uint32_t out_stride, float eps,
+                                           uint32_t rows, const uint32_t* live);
+
+/* all[r * count ..] = rank r's local. local f32 [count]; all f32 [ranks, count].
+ * grid (any), block: a multiple of 32 from 32 to 512. */
+__global__ void tutti_peer_gather(const TuttiPeers* peers, const float* local, float* all,
+                                  uint64_t count);
 
 /* ---- qkv.cu ---------------------------------------------------------------------------------
  * The cache of one layer is two arrays, K and V, bf16 [num_blocks, num_kv_heads, block_size,
@@ -310,6 +363,12 @@ __global__ void tutti_logprobs(const float* logits, const uint32_t* targets, Tut
  * 0xffffffff when the row is corrupted. grid (rows), block 1024. */
 __global__ void tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t stride, uint32_t vocab,
                              uint32_t first_id, const uint32_t* live);
+
+/* The best of what tutti_argmax found of each rank's part of the vocabulary, ties by lower id:
+ * found TuttiIdValue [ranks, rows], parts in the order of their ids. Corrupted when any part is;
+ * logprob and rank are 0. grid (ceil(rows / 256)), block 256; `live` counts rows. */
+__global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out, uint32_t ranks,
+                                   uint32_t rows, const uint32_t* live);
 
 /* ---- blocks.cu ------------------------------------------------------------------------------
  * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks

@@ -432,3 +432,27 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
         out[row] = summary.sound ? found : none;
     }
 }
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out, uint32_t ranks, uint32_t rows,
+                       const uint32_t* live) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t row = blockIdx.x * 256 + threadIdx.x;
+    if (row >= rows || !is_live(live, row)) {
+        return;
+    }
+    TuttiIdValue best = found[row];
+    bool sound = best.id != 0xffffffffu;
+    for (uint32_t rank = 1; rank < ranks; rank++) {
+        const TuttiIdValue other = found[static_cast<size_t>(rank) * rows + row];
+        sound = sound && other.id != 0xffffffffu;
+        // Of equal ones the first: ids grow with ranks.
+        if (other.value > best.value) {
+            best = other;
+        }
+    }
+    const TuttiSampled picked = {best.id, 0, 0.0f, 0};
+    const TuttiSampled corrupted = {0, 1, 0.0f, 0};
+    out[row] = sound ? picked : corrupted;
+}

@@ -22,6 +22,7 @@
 //! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
 //! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
 //! order of the steps. Two steps are under way at most.
+use crate::collective::Tally;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -387,6 +388,23 @@ pub trait Backend {
     /// [`KernelError::Collective`].
     fn all_reduce(&mut self, data: &mut Self::Buffer) -> Result<(), KernelError>;
 
+    /// [`Backend::all_reduce`] of `delta`, then [`Backend::add_rmsnorm`] with it, to the same bits;
+    /// what `delta` holds then is undefined.
+    ///
+    /// # Errors
+    /// As those two.
+    fn all_reduce_add_rmsnorm(
+        &mut self,
+        delta: &mut Self::Buffer,
+        residual: &mut Self::Buffer,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        self.all_reduce(delta)?;
+        self.add_rmsnorm(residual, Some(delta), weight, eps, out)
+    }
+
     /// Collects `local: [rows, vocab_local]` of all ranks (equal widths) into rank 0's
     /// `full: [rows, world_size * vocab_local]`; other ranks' `full` is untouched, unless
     /// [`Backend::samples_everywhere`].
@@ -408,6 +426,14 @@ pub trait Backend {
     /// Whether `gather_logits` gathers on every rank, so that each samples for itself, and finds
     /// what the others find.
     fn samples_everywhere(&self) -> bool {
+        false
+    }
+
+    /// Leaves the open step's logits where they are, where that does: `sample` and `queue_sample` are
+    /// then given this rank's own, whose first `count` columns are the tokens from `first_id` on, a
+    /// part of the vocabulary that is not empty on any rank. False when they have to be gathered.
+    fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
+        let _ = (first_id, count);
         false
     }
 
@@ -489,6 +515,12 @@ pub trait Backend {
     /// [`KernelError::OutOfMemory`].
     fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError>;
 
-    /// Time spent in collectives since the last call, and resets it.
+    /// Time spent in collectives since the last call, and resets it; zero where
+    /// [`Backend::samples_everywhere`], since devices that exchange data by themselves do not tell.
     fn take_collective_time(&mut self) -> std::time::Duration;
+
+    /// Bytes given to collectives since the last call, and resets them.
+    fn take_exchanged(&mut self) -> Tally {
+        Tally::default()
+    }
 }

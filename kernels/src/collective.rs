@@ -8,6 +8,7 @@
 //! - [`single`]: one rank
 //! - [`local`]: threads of one process
 //! - [`mod@shared_memory`]: processes of one host
+//! - [`tally`]: how many bytes went by which way
 //! - [`mod@tcp`]: processes of several hosts
 pub mod abort;
 mod exchange;
@@ -15,6 +16,7 @@ pub mod local;
 mod region;
 pub mod shared_memory;
 pub mod single;
+pub mod tally;
 pub mod tcp;
 
 use std::fmt::Debug;
@@ -24,6 +26,7 @@ pub use abort::AbortAll;
 pub use local::local_group;
 pub use shared_memory::{SharedMemoryOptions, shared_memory, shared_memory_bytes};
 pub use single::single_rank;
+pub use tally::Tally;
 pub use tcp::{TcpOptions, tcp};
 
 use crate::error::CollectiveError;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{
     AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable,
 };
-use crate::collective::Collective;
+use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -48,6 +48,8 @@ use pool::Pool;
 use sample::Sampler;
 
 /// Elements of an elementwise operation that are worth a task of their own.
+/// How CPUs exchange data, as devices with other ways call it.
+const WAY: &str = "host";
 const GRAIN: usize = 16 * 1024;
 
 /// A CPU rank. Made on, or moved to, the thread that calls it; its pool belongs to it alone.
@@ -56,6 +58,7 @@ pub struct CpuBackend {
     pool: Pool,
     collective: Box<dyn Collective>,
     collective_time: Duration,
+    exchanged: Tally,
     /// Activations laid out for a product.
     acts: Scratch<u32>,
     /// Results between two parts of a fused operation.
@@ -107,6 +110,7 @@ impl CpuBackend {
             pool: Pool::new(threads)?,
             collective,
             collective_time: Duration::ZERO,
+            exchanged: Tally::default(),
             acts: Scratch::new("activations of a product")?,
             wide: Scratch::new("results within a fused operation")?,
             tiles: Vec::new(),
@@ -409,6 +413,7 @@ impl Backend for CpuBackend {
     }
 
     fn all_reduce(&mut self, data: &mut CpuBuffer) -> Result<(), KernelError> {
+        self.exchanged.add(WAY, size_of_val(data.values()));
         self.timed(|collective| collective.all_reduce_sum(data.values_mut()))
     }
 
@@ -419,6 +424,9 @@ impl Backend for CpuBackend {
     ) -> Result<(), KernelError> {
         let (rank, world) = (self.rank(), self.world_size() as usize);
         let (rows, width) = (local.rows(), local.width());
+        if world > 1 {
+            self.exchanged.add(WAY, size_of_val(local.values()));
+        }
         if rank != 0 {
             return self.timed(|collective| collective.gather(local.values(), &mut [], 0));
         }
@@ -488,6 +496,10 @@ impl Backend for CpuBackend {
 
     fn take_collective_time(&mut self) -> Duration {
         std::mem::take(&mut self.collective_time)
+    }
+
+    fn take_exchanged(&mut self) -> Tally {
+        std::mem::take(&mut self.exchanged)
     }
 }
 

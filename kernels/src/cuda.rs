@@ -8,6 +8,7 @@
 //!   [`connect`]: how they find each other; [`nccl`]: NCCL
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
+//! - `peer`: ranks that see each other's GPU memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
 //!   in, and its graph; `operations`, `exchange`, `sample`: the operations
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
@@ -32,6 +33,7 @@ pub mod memory;
 pub mod module;
 pub mod nccl;
 mod operations;
+pub mod peer;
 mod sample;
 mod step;
 pub mod stream;

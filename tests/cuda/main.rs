@@ -4,6 +4,7 @@
 //! - [`devices`]: `tutti devices` and `--device`
 //! - [`faults`]: what the driver may answer, and what is said then
 //! - [`nccl`]: ranks on two GPUs that exchange data by a stand-in for NCCL, and all that can go wrong
+//! - [`peers`]: two processes that see each other's GPU memory
 //! - [`serving`]: `tutti up` on one and on two GPUs, and one that fails
 #![allow(
     clippy::unwrap_used,
@@ -15,6 +16,7 @@
 mod devices;
 mod faults;
 mod nccl;
+mod peers;
 mod serving;
 
 use std::path::Path;

@@ -24,6 +24,8 @@ impl Pair {
         all.extend(fake.iter().map(String::as_str));
         let mut variables =
             vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_LOG", log.path().to_str().unwrap())];
+        // All of it by NCCL, also small messages.
+        variables.push(("FAKE_CUDA_PEER_ACCESS", "0"));
         variables.extend(environment);
         let mut cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
         cluster.wait_ready().await.unwrap();
@@ -61,8 +63,33 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     assert!(log.contains("algorithm=\"nccl\"") && log.contains("NCCL 2.28.9"), "{log}");
     let nccl = pair.nccl_log();
     assert_eq!(nccl.matches(" id").count(), 1, "{nccl}");
+    let scrape = pair
+        .cluster
+        .client()
+        .unwrap()
+        .scrape_until(Duration::from_secs(10), |scrape| {
+            scrape.sum("tutti_rank_collective_bytes_total", &[("rank", "1")]) > 0.0
+        })
+        .await
+        .unwrap();
+    let sum =
+        |algorithm| scrape.sum("tutti_rank_collective_bytes_total", &[("algorithm", algorithm)]);
+    assert!(
+        sum("nccl") > 40.0 * 5.0 * 64.0 && sum("host") == 0.0,
+        "{} {}",
+        sum("nccl"),
+        sum("host")
+    );
     assert!(nccl.contains("init rank 0 of 2") && nccl.contains("init rank 1 of 2"), "{nccl}");
     assert!(nccl.contains("recorded rank 1"), "{nccl}");
+    // Of greedy requests ranks tell each other one pair, not their logits.
+    assert!(nccl.contains("all_gather 768 recorded") && !nccl.contains("all_gather 8 "), "{nccl}");
+    let client = pair.cluster.client().unwrap();
+    let mut greedy = request(8);
+    greedy["temperature"] = json!(0);
+    let reply = client.post("/v1/completions", &greedy).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    assert!(pair.nccl_log().contains("all_gather 8 recorded"), "{}", pair.nccl_log());
     // Steps that are replayed call nothing: 40 steps of 5 collectives each would be 200 calls.
     assert!(nccl.matches("rank 0").count() < 100, "{nccl}");
 }
@@ -96,6 +123,8 @@ async fn a_killed_rank_is_replaced_and_the_other_keeps_its_weights() {
         let nccl = pair.nccl_log();
         assert!(nccl.contains(&format!("{survivor} abort")), "{nccl}");
     }
+    let scrape = pair.cluster.client().unwrap().scrape().await.unwrap();
+    assert!(scrape.sum("tutti_rank_collective_aborts_total", &[]) >= 1.0, "of a survivor");
     // One id for each epoch.
     assert_eq!(pair.nccl_log().matches(" id").count(), 3, "{}", pair.nccl_log());
 }

@@ -3,16 +3,19 @@
 //
 // It is as unkind as the real ones may be: work on a stream is done as late as possible, new memory
 // is NaN, every allocation ends where a page faults, and while a stream is captured nothing may be
-// called that could wait.
+// called that could wait. The work of a stream runs on the thread that waits for it, without any
+// lock: kernels of several ranks, on threads or in processes, wait for each other.
 //
 // Environment:
 // - FAKE_CUDA_DEVICES: how many GPUs; default 1, or what DEFAULT_DEVICES was when it was compiled
 // - FAKE_CUDA_MEMORY: bytes of each; default 4 GiB
 // - FAKE_CUDA_VERSION: of the driver; default 13000
 // - FAKE_CUDA_CAPABILITY: default 90
+// - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
 //   700 on break the context: every later call gives it too.
 // - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -59,6 +62,12 @@ constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED
 
 std::recursive_mutex driver_lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
+
+// While work runs, others may call the driver.
+struct Unlocked {
+    Unlocked() { driver_lock.unlock(); }
+    ~Unlocked() { driver_lock.lock(); }
+};
 
 struct Kernel {
     const char* name;
@@ -114,7 +123,9 @@ int broken = SUCCESS;
 std::map<uint64_t, std::pair<size_t, size_t>> allocations;  // Address: bytes, bytes mapped.
 std::map<uint64_t, size_t> pinned;
 size_t used = 0;
-const char* running = "";
+thread_local const char* running = "";
+// Memory of other processes: address, bytes.
+std::map<uint64_t, size_t> opened;
 
 uint64_t setting(const char* name, uint64_t otherwise) {
     const char* text = getenv(name);
@@ -207,6 +218,7 @@ bool flush(Stream* stream, size_t up_to) {
     while (count < stream->queue.size() && finished < up_to && !waits) {
         Item& item = stream->queue[count];
         if (item.work.now) {
+            const Unlocked others;
             item.work.now();
         } else {
             if (!item.run) {
@@ -232,7 +244,8 @@ void drain(Stream* stream, size_t up_to) {
 }
 void drain(Stream* stream) { drain(stream, SIZE_MAX); }
 
-// Everything of this rank, as freeing memory does: a rank is a thread or a process.
+// Everything of this rank, as freeing memory does: a rank is a thread or a process. The real driver
+// waits for other ranks' work on the same GPU as well; here that could be what only this one ends.
 void drain_all() {
     std::vector<Stream*> own;
     for (auto& entry : done) {
@@ -413,6 +426,89 @@ int cuMemFree_v2(uint64_t at) {
     munmap(reinterpret_cast<void*>(at / page * page), found->second.second);
     used -= found->second.first;
     allocations.erase(found);
+    return SUCCESS;
+}
+struct IpcHandle {
+    int process, file;
+    uint64_t bytes, mapped, inner;
+    char rest[32];
+};
+static_assert(sizeof(IpcHandle) == 64, "as large as the driver's");
+// Puts the allocation into a file, in place, that other processes find by this one's descriptors.
+int cuIpcGetMemHandle(IpcHandle* handle, uint64_t at) {
+    ENTER("cuIpcGetMemHandle");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
+    auto found = allocations.find(at);
+    if (found == allocations.end()) {
+        return INVALID_VALUE;
+    }
+    drain_all();
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const uint64_t base = at / page * page;
+    const size_t size = found->second.second - page;
+    const int file = memfd_create("fake-cuda", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(size)) != 0) {
+        return OUT_OF_MEMORY;
+    }
+    for (size_t done = 0; done < size;) {
+        const ssize_t wrote = pwrite(file, reinterpret_cast<void*>(base + done), size - done,
+                                     static_cast<off_t>(done));
+        if (wrote <= 0) {
+            return OUT_OF_MEMORY;
+        }
+        done += static_cast<size_t>(wrote);
+    }
+    if (mmap(reinterpret_cast<void*>(base), size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+             file, 0) == MAP_FAILED) {
+        return OUT_OF_MEMORY;
+    }
+    memset(handle, 0, sizeof *handle);
+    *handle = IpcHandle{getpid(), file, found->second.first, size, at - base, {}};
+    log_line("ipc give %zu", found->second.first);
+    return SUCCESS;
+}
+int cuIpcOpenMemHandle_v2(uint64_t* at, IpcHandle handle, unsigned flags) {
+    ENTER("cuIpcOpenMemHandle_v2");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
+    // The real one takes no handle of its own process, either.
+    if (handle.process == getpid() || flags != 1) {
+        return INVALID_CONTEXT;
+    }
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.process, handle.file);
+    const int file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0) {
+        return INVALID_VALUE;
+    }
+    void* base = mmap(nullptr, handle.mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (base == MAP_FAILED) {
+        return OUT_OF_MEMORY;
+    }
+    *at = reinterpret_cast<uint64_t>(base) + handle.inner;
+    opened[*at] = handle.mapped;
+    log_line("ipc open %zu", static_cast<size_t>(handle.bytes));
+    return SUCCESS;
+}
+int cuIpcCloseMemHandle(uint64_t at) {
+    ENTER("cuIpcCloseMemHandle");
+    NO_CAPTURE;
+    auto found = opened.find(at);
+    if (found == opened.end()) {
+        return INVALID_VALUE;
+    }
+    drain_all();
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    munmap(reinterpret_cast<void*>(at / page * page), found->second);
+    opened.erase(found);
+    log_line("ipc close");
+    return SUCCESS;
+}
+int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+    ENTER("cuDeviceCanAccessPeer");
+    *can = device != peer && setting("FAKE_CUDA_PEER_ACCESS", 1) != 0;
     return SUCCESS;
 }
 int cuMemAllocHost_v2(void** at, size_t bytes) {

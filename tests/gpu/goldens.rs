@@ -1,6 +1,7 @@
 //! Every model folder's golden log-probabilities and greedy tokens, with graphs and without.
 use std::path::Path;
 
+use kernels::Backend as _;
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
@@ -20,7 +21,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-const VARIANTS: [&str; 8] = [
+pub(crate) const VARIANTS: [&str; 8] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -37,9 +38,18 @@ fn engine(
     graphs: bool,
     model: &Path,
 ) -> Result<Engine<CudaBackend>, ModelError> {
-    let mut backend = options.backend(ordinal, graphs)?;
+    engine_over(options.backend(ordinal, graphs)?, model, (0, 1), true)
+}
+
+/// One of `degree` ranks' engine; `profiled` has run its largest steps.
+pub(crate) fn engine_over(
+    mut backend: CudaBackend,
+    model: &Path,
+    (rank, degree): (u32, u32),
+    profiled: bool,
+) -> Result<Engine<CudaBackend>, ModelError> {
     let config = ModelConfig::load(model)?;
-    let shard = Shard::new(&config, 0, 1)?;
+    let shard = Shard::new(&config, rank, degree)?;
     let files = WeightFiles::open(model)?;
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
@@ -52,13 +62,19 @@ fn engine(
     let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
     let decoder = Decoder::new(&mut backend, config, shard, weights, 1024, 8)?;
     let mut engine = Engine::new(backend, decoder, sizes);
-    engine.profile()?;
+    if profiled {
+        engine.backend().set_alone(true);
+        let profile = engine.profile();
+        engine.backend().set_alone(false);
+        profile?;
+    }
     engine.start(256)?;
     Ok(engine)
 }
 
-/// One prompt and its greedy tokens; returns the worst error and how many tokens were compared.
-fn follow(
+/// One prompt and its greedy tokens; returns the worst error and how many tokens were compared: none
+/// on another rank than the first.
+pub(crate) fn follow(
     engine: &mut Engine<CudaBackend>,
     golden: &Golden,
     number: &mut u64,
@@ -70,6 +86,7 @@ fn follow(
     let prompt = u32::try_from(golden.prompt_ids.len()).unwrap_or(u32::MAX);
     let (mut worst, mut compared) = (0.0f64, 0);
     let (mut start, mut count, mut blocks) = (0, prompt, 0);
+    let mut parted = false;
     for i in 0..output.min(golden.greedy_ids.len()) {
         *number += 1;
         let mut plan = StepPlan { epoch: Epoch(1), step: StepId(*number), ..StepPlan::default() };
@@ -86,6 +103,11 @@ fn follow(
         plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample: true });
         let mut outputs = Vec::new();
         engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+        (start, count) = (start + count, 1);
+        // The other ranks go on, whatever the first finds.
+        if parted || engine.backend().rank() > 0 {
+            continue;
+        }
         let got = outputs.first().ok_or("no output")?;
         if i == 0 {
             for (at, entry) in got.prompt_logprobs.iter().enumerate() {
@@ -98,13 +120,13 @@ fn follow(
             if gap > TOLERANCE {
                 return Err(format!("{}: token {i} differs, with a gap of {gap}", golden.name));
             }
-            break;
+            parted = true;
+            continue;
         }
         let logprob = got.logprobs.as_ref().map_or(f64::NAN, |all| f64::from(all.logprob));
         let error = (logprob - golden.greedy_logprobs[i]).abs();
         worst = if error > worst || error.is_nan() { error } else { worst };
         compared += 1;
-        (start, count) = (start + count, 1);
     }
     *number += 1;
     let plan = StepPlan {

@@ -3,6 +3,7 @@
 //!
 //! - `operations`: every operation against the float32 reference, outputs poisoned before
 //! - `goldens`: every model folder's golden values
+//! - `ranks`: NCCL with one rank, and with two on two GPUs or, where NCCL can, on one
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
 //!
 //! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
@@ -13,6 +14,7 @@
 
 mod goldens;
 mod operations;
+mod ranks;
 mod speed;
 
 use std::path::PathBuf;
@@ -29,6 +31,9 @@ struct Options {
     root: PathBuf,
     folders: Vec<PathBuf>,
     kernels: Option<PathBuf>,
+    nccl_lib: Option<PathBuf>,
+    /// To be one of two processes: rank, name of the shared memory, file for rank 0's word.
+    child: Option<(u32, String, PathBuf)>,
     ordinal: Option<u32>,
     quick: bool,
     /// Kernels begin before those before them are complete.
@@ -44,6 +49,8 @@ impl Options {
             root: testkit::models::repository(),
             folders: Vec::new(),
             kernels: None,
+            nccl_lib: None,
+            child: None,
             ordinal: None,
             quick: false,
             overlap: true,
@@ -58,6 +65,11 @@ impl Options {
                     options.folders.extend(value()?.split(',').map(PathBuf::from));
                 }
                 "--cuda-kernels" => options.kernels = Some(PathBuf::from(value()?)),
+                "--nccl-lib" => options.nccl_lib = Some(PathBuf::from(value()?)),
+                "--child" => {
+                    let rank = value()?.parse().map_err(|_| "--child wants a rank")?;
+                    options.child = Some((rank, value()?, PathBuf::from(value()?)));
+                }
                 "--gpu" => options.ordinal = value()?.parse().ok(),
                 "--only" => options.only = Some(value()?),
                 "--no-overlap" => options.overlap = false,
@@ -127,7 +139,14 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let found = survey(&options.folders, options.kernels.as_deref(), None);
+    if let Some((rank, name, relay)) = &options.child {
+        let said = ranks::child(&options, *rank, name, relay);
+        println!("{}", said.as_ref().unwrap_or_else(|error| error));
+        return if said.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    let mut found =
+        survey(&options.folders, options.kernels.as_deref(), options.nccl_lib.as_deref());
+    let mut stand_in = false;
     let mut ordinal = options.ordinal.or_else(|| found.roomiest()).unwrap_or(0);
     if let Some(reason) = found.refusal(ordinal) {
         println!("no GPU: {reason}");
@@ -139,14 +158,25 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
-        match testkit::fake_cuda::fake_cuda(folder, None) {
-            Ok(fake) => {
+        let fakes = testkit::fake_cuda::fake_cuda_of(folder, 4).and_then(|fake| {
+            let nccl = testkit::fake_cuda::fake_nccl(folder, &fake, None)?;
+            Ok((fake, nccl))
+        });
+        match fakes {
+            Ok((fake, nccl)) => {
                 println!("checking the check itself, on a stand-in for the driver");
                 options.folders = vec![fake.libraries];
                 options.kernels = Some(fake.kernels);
+                options.nccl_lib = Some(nccl);
                 options.quick = true;
+                stand_in = options.only.is_none();
                 options.only.get_or_insert_with(|| "operations".to_owned());
                 ordinal = 0;
+                found = survey(
+                    &options.folders,
+                    options.kernels.as_deref(),
+                    options.nccl_lib.as_deref(),
+                );
             }
             Err(error) => {
                 println!("the stand-in for the driver does not compile: {error}");
@@ -167,6 +197,9 @@ fn main() -> ExitCode {
     }
     if options.wants("goldens") {
         goldens::check(&options, ordinal, &mut table);
+    }
+    if stand_in || options.wants("ranks") {
+        ranks::check(&options, ordinal, &found, &mut table);
     }
     if options.wants("speed") {
         speed::measure(&options, ordinal, &mut table);

@@ -183,7 +183,7 @@ pub(crate) fn declared() -> Vec<String> {
         .collect()
 }
 
-fn folder() -> PathBuf {
+pub(crate) fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("kernels/cuda")
 }
 
@@ -191,19 +191,37 @@ fn folder() -> PathBuf {
 pub(crate) fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
-        let sources = sources();
-        let mut hasher = DefaultHasher::new();
-        FLAGS.hash(&mut hasher);
-        for path in &sources {
-            (path, std::fs::read(path).unwrap()).hash(&mut hasher);
-        }
-        let name = format!("cuda-emulation-{:016x}", hasher.finish());
-        let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        if !program.exists() {
-            build(&sources, &program);
-        }
-        program
+        program_named("cuda-emulation", |program| {
+            let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let mut entries = String::new();
+            for name in declared() {
+                writeln!(entries, "ENTRY({name}),").unwrap();
+            }
+            std::fs::write(scratch.path().join("entries.inc"), entries).unwrap();
+            let sources = sources();
+            let units = sources.iter().filter(|path| {
+                // `ranks.cpp` is a program of its own.
+                path.extension().is_some_and(|extension| extension == "cu" || extension == "cpp")
+                    && !path.ends_with("ranks.cpp")
+            });
+            link(&compile(units, scratch.path()), scratch.path(), program);
+        })
     })
+}
+
+/// A program of these sources: `build` makes it, once per state of them.
+pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
+    let mut hasher = DefaultHasher::new();
+    FLAGS.hash(&mut hasher);
+    for path in sources() {
+        (&path, std::fs::read(&path).unwrap()).hash(&mut hasher);
+    }
+    let name = format!("{name}-{:016x}", hasher.finish());
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    if !program.exists() {
+        build(&program);
+    }
+    program
 }
 
 /// Optimised, so that the tests are quick; without fused multiply-add, so that sums are the ones
@@ -238,25 +256,18 @@ fn sources() -> Vec<PathBuf> {
     paths
 }
 
-fn build(sources: &[PathBuf], program: &Path) {
-    let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let mut entries = String::new();
-    for name in declared() {
-        writeln!(entries, "ENTRY({name}),").unwrap();
-    }
-    std::fs::write(scratch.path().join("entries.inc"), entries).unwrap();
-
-    let units = sources.iter().filter(|path| {
-        path.extension().is_some_and(|extension| extension == "cu" || extension == "cpp")
-    });
+/// Compiles each to an object below `scratch`, where includes are looked for as well.
+pub(crate) fn compile<'a>(
+    units: impl Iterator<Item = &'a PathBuf>,
+    scratch: &Path,
+) -> Vec<PathBuf> {
     let mut objects = Vec::new();
     let compilers: Vec<(&PathBuf, Child)> = units
         .map(|unit| {
-            let object = scratch.path().join(unit.file_name().unwrap()).with_extension("o");
+            let object = scratch.join(unit.file_name().unwrap()).with_extension("o");
             let child = Command::new("c++")
                 .args(FLAGS)
-                .arg("-I")
-                .arg(scratch.path())
+                .args(["-I".as_ref(), scratch.as_os_str(), "-I".as_ref(), folder().as_os_str()])
                 .args(["-x", "c++", "-c"])
                 .arg(unit)
                 .arg("-o")
@@ -273,9 +284,14 @@ fn build(sources: &[PathBuf], program: &Path) {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{}: {said}", unit.display());
     }
-    let linked = scratch.path().join("program");
+    objects
+}
+
+/// Whole or not at all: others may be at it.
+pub(crate) fn link(objects: &[PathBuf], scratch: &Path, program: &Path) {
+    let linked = scratch.join("program");
     let output =
-        Command::new("c++").args(FLAGS).args(&objects).arg("-o").arg(&linked).output().unwrap();
+        Command::new("c++").args(FLAGS).args(objects).arg("-o").arg(&linked).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::rename(linked, program).unwrap();
 }

@@ -317,6 +317,50 @@ fn corrupted_rows_say_so() {
 }
 
 #[test]
+fn the_best_of_all_parts_is_the_best_of_the_whole() {
+    let (ranks, rows, width) = (3, 300, 7);
+    let mut random = Random(46);
+    // Few values: ties within parts and across them.
+    let values = [-1.0, 0.0, 0.5, 0.5, f32::NEG_INFINITY, 2.0];
+    let whole: Vec<Vec<f32>> = (0..rows)
+        .map(|row| {
+            let mut value = || values[(random.next() % (5 + u64::from(row % 3 == 0))) as usize];
+            (0..ranks * width).map(|_| value()).collect()
+        })
+        .collect();
+    let mut found = Vec::new();
+    let best = |row: &[f32]| {
+        (0..row.len()).reduce(|a, b| if row[b] > row[a] { b } else { a }).unwrap_or_default()
+    };
+    for rank in 0..ranks {
+        for (index, row) in whole.iter().enumerate() {
+            let part = &row[rank * width..][..width];
+            let at = best(part);
+            match index == 17 && rank == 1 || part[at] == f32::NEG_INFINITY {
+                true => found.extend([u32::MAX, 0]),
+                false => found.extend([(rank * width + at) as u32, part[at].to_bits()]),
+            }
+        }
+    }
+    let args = [
+        u32s(&found),
+        poison_f32(rows * 4),
+        Arg::U32(ranks as u32),
+        Arg::U32(rows as u32),
+        Arg::Null,
+    ];
+    let out = read_u32(&launch("tutti_argmax_merge", [2, 1, 1], 256).run(&args)[1]);
+    for (index, row) in whole.iter().enumerate() {
+        let parts = (0..ranks).map(|rank| found[(rank * rows + index) * 2]);
+        let expected = match parts.clone().any(|id| id == u32::MAX) {
+            true => [0, 1, 0, 0],
+            false => [best(row) as u32, 0, 0, 0],
+        };
+        assert_eq!(out[index * 4..][..4], expected, "row {index}");
+    }
+}
+
+#[test]
 fn an_ids_biases_add_up_in_order() {
     let vocab = 50;
     // 1e8 - 1e8 + 1 is 1 in this order alone.

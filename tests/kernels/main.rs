@@ -9,6 +9,7 @@ mod attention;
 mod collectives;
 mod cuda_attention;
 mod cuda_emulation;
+mod cuda_peers;
 mod cuda_products;
 mod cuda_rows;
 mod cuda_sampling;

@@ -34,7 +34,7 @@ fn suffixes_tell_kind_and_unit() {
     each(|d| d.name.ends_with("_total") == (d.kind == Kind::Counter), "_total means counter");
     let unit_in_name = |d: &Definition| match d.unit {
         Unit::Seconds => d.name.trim_end_matches("_total").ends_with("_seconds"),
-        Unit::Bytes => d.name.ends_with("_bytes"),
+        Unit::Bytes => d.name.trim_end_matches("_total").ends_with("_bytes"),
         Unit::Ratio => d.name.ends_with("_ratio"),
         Unit::Info => d.name.ends_with("_info"),
         Unit::Celsius => d.name.ends_with("_celsius"),

@@ -249,6 +249,26 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
         assert_eq!(live.get(&of("tutti_rank_collective_seconds_sum", rank)), 0.0008);
         assert_eq!(live.get(&of("tutti_rank_weights_bytes", rank)), 1_000.0);
     }
+    // By the way they took; where nobody knows how long that was, nothing is observed.
+    ranks[0].exchanged("host", 100);
+    ranks[0].exchanged("nccl", 7);
+    ranks[0].exchanged("host", 23);
+    ranks[0].broken_off(2);
+    ranks[0].times_exchanges(false);
+    ranks[0].step(&StepTimings { step_us: 1_000, ..StepTimings::default() });
+    let report = ranks[0].report().unwrap();
+    hub.report(Source::Worker(WorkerId(0)), Incarnation(7), &report).unwrap();
+    let page = scrape(&hub);
+    let bytes = |way: &str| {
+        page.get(&format!(
+            "tutti_rank_collective_bytes_total{{algorithm=\"{way}\",rank=\"0\",replica=\"3\",worker=\"0\"}}"
+        ))
+    };
+    assert_eq!((bytes("host"), bytes("nccl")), (123.0, 7.0));
+    assert_eq!(page.get(&of("tutti_rank_collective_aborts_total", 0)), 2.0);
+    assert_eq!(page.get(&of("tutti_rank_collective_aborts_total", 1)), 0.0);
+    assert_eq!(page.get(&of("tutti_rank_step_seconds_count", 0)), 5.0);
+    assert_eq!(page.get(&of("tutti_rank_collective_seconds_count", 0)), 4.0);
     assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 0)), 4.0);
     assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 1)), 0.0);
 

@@ -4,7 +4,7 @@
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
-//! - `cuda`, [`nccl`]: on stand-ins for GPUs, one and several
+//! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, one and several
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`rig`]: ranks as threads, driven by step plans
@@ -25,6 +25,7 @@ mod goldens;
 mod invariance;
 mod nccl;
 mod odd;
+mod peers;
 mod plans;
 mod rig;
 mod samplers;

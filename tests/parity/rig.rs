@@ -5,6 +5,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kernels::collective::{Collective, local_group};
+use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
 use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
@@ -65,6 +66,9 @@ pub(crate) enum On {
     Reference,
     /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
     FakeCuda,
+    /// The same, whose ranks see each other's memory. Of messages, those of up to so many bytes go
+    /// one-shot, fused with the norm behind them.
+    FakePeers(usize),
     /// The same, with a GPU for each rank and a stand-in for NCCL between them.
     FakeNccl,
 }
@@ -82,6 +86,37 @@ pub(crate) fn fake_cuda_with(options: CudaOptions, collective: Box<dyn Collectiv
     let fake = fake_cuda_of(Path::new(env!("CARGO_TARGET_TMPDIR")), GPUS).unwrap();
     let (folders, kernels) = (vec![fake.libraries], Some(fake.kernels));
     CudaBackend::new(CudaOptions { folders, kernels, ..options }, collective).unwrap()
+}
+
+/// A backend on the stand-in that is to see other ranks' memory, and has not joined them.
+pub(crate) fn fake_peers_alone(collective: Box<dyn Collective>) -> CudaBackend {
+    fake_peers_backend(256 << 10, collective)
+}
+
+fn fake_peers_backend(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
+    let fake = fake_cuda_of(Path::new(env!("CARGO_TARGET_TMPDIR")), GPUS).unwrap();
+    let options = CudaOptions {
+        folders: vec![fake.libraries],
+        kernels: Some(fake.kernels),
+        exchange: Exchange::Peers,
+        thresholds: Some(Thresholds { one_shot, two_shot: one_shot }),
+        ..CudaOptions::default()
+    };
+    CudaBackend::new(options, collective).unwrap()
+}
+
+/// A backend on the stand-in, in a group of ranks that see each other's memory.
+fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
+    let mut backend = fake_peers_backend(one_shot, collective);
+    let joined = backend.join(GroupSetup {
+        timeout: Duration::from_secs(60),
+        is_given_up: &|| false,
+        relay: &mut SharedRelay::default(),
+        on_abort_handle: &mut |_| {},
+    });
+    let reason = joined.unwrap().reason;
+    assert!(reason.contains("GPUs see each other's memory"), "{reason}");
+    backend
 }
 
 /// A backend on the stand-in's GPU of the rank's number, that has joined the other ranks'.
@@ -234,6 +269,11 @@ impl Rig {
                 }
                 On::FakeCuda => {
                     let backend = fake_cuda_backend(true, collective);
+                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
+                }
+                On::FakePeers(one_shot) => {
+                    let backend = fake_peer(one_shot, collective);
                     let engine = engine_on(&model, rank, degrees, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }

@@ -112,7 +112,8 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
         .map_err(|error| error.to_string())?;
     let is_unit = |path: &&PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        (name.ends_with(".cu") || name.ends_with(".cpp")) && name != "main.cpp"
+        let program = ["main.cpp", "ranks.cpp"].contains(&name);
+        (name.ends_with(".cu") || name.ends_with(".cpp")) && !program
     };
     let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();
     compile(scratch.path(), &cuda, &units, defines)?;

@@ -11,7 +11,7 @@ use kernels::collective::{
     AbortAll, SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp,
 };
 use kernels::cuda::{GroupSetup, Relay};
-use kernels::{Collective, CollectiveError, KernelError};
+use kernels::{Backend as _, Collective, CollectiveError, KernelError};
 use shared::ids::Epoch;
 use shared::protocol::{CollectiveSpec, Form, SequenceOutput, StepPlan, StepTimings};
 
@@ -23,7 +23,9 @@ use crate::model::decoder::Decoder;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights;
-use crate::rank::{AbortSlot, FormError, FormNews, NoSteps, Rank, RankReady, StepSource};
+use crate::rank::{
+    AbortSlot, Exchanged, FormError, FormNews, NoSteps, Rank, RankReady, StepSource,
+};
 
 /// Between two looks for what rank 0 says.
 const RELAY_NAP: Duration = Duration::from_millis(1);
@@ -35,6 +37,8 @@ pub struct EngineRank<D: Device> {
     loaded: Option<Loaded<D>>,
     /// Why the device computes no more.
     lost: Option<String>,
+    /// Exchanges with other ranks that were broken off, not told yet.
+    unfinished: u64,
 }
 
 /// What was loaded: model folder, rank, degree and that of its sums, and the sizes the buffers were
@@ -57,11 +61,14 @@ impl<D: Device> EngineRank<D> {
     /// A rank on `device` that takes TCP collectives on `listener`.
     #[must_use]
     pub fn new(device: D, listener: TcpListener) -> Self {
-        Self { device, listener, loaded: None, lost: None }
+        Self { device, listener, loaded: None, lost: None, unfinished: 0 }
     }
 
-    /// Remembers that the device is lost, if this error says so.
+    /// Remembers what this error says: that the device is lost, that other ranks were.
     fn note(&mut self, error: &KernelError) {
+        if matches!(error, KernelError::Collective(_)) {
+            self.unfinished += 1;
+        }
         if self.device.is_lost_by(error) {
             self.lost = Some(error.to_string());
         }
@@ -296,6 +303,16 @@ impl<D: Device> Rank for EngineRank<D> {
         if let Err(error) = left {
             self.note(&error);
         }
+    }
+
+    fn take_exchanged(&mut self) -> Exchanged {
+        let unfinished = std::mem::take(&mut self.unfinished);
+        let Some(loaded) = &mut self.loaded else {
+            return Exchanged { unfinished, is_timed: true, ..Exchanged::default() };
+        };
+        let backend = loaded.engine.backend();
+        let is_timed = !backend.samples_everywhere();
+        Exchanged { bytes: backend.take_exchanged(), unfinished, is_timed }
     }
 
     fn lost_device(&self) -> Option<&str> {

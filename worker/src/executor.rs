@@ -14,7 +14,7 @@ use shared::protocol::{
     StepPlan, StepResult, WorkerStats,
 };
 
-use crate::rank::{AbortSlot, FormNews, Rank, StepSource};
+use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
 
 /// Commands waiting for the executor. The coordinator keeps two steps in flight, so a queue this
 /// long is full only if something is badly wrong.
@@ -47,6 +47,10 @@ pub trait Outbox: Send {
     fn send(&mut self, link: u64, message: FromWorker);
     /// Records a finished step and returns the cumulative stats that ride on its result.
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
+    /// Records what a step, finished or not, exchanged with other ranks; before `step_finished`.
+    fn exchanged(&mut self, exchanged: Exchanged) {
+        let _ = exchanged;
+    }
     /// Records a finished load.
     fn loaded(&mut self, form: &Form, formed: &Formed);
     /// The cumulative stats now.
@@ -308,6 +312,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 self.outbox.send(self.entered, FromWorker::Formed(formed));
             }
             Err(error) => {
+                self.outbox.exchanged(self.rank.take_exchanged());
                 self.release();
                 self.outbox.send(
                     self.entered,
@@ -344,7 +349,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         let mut outputs = Vec::with_capacity(plan.sequences.len());
         let term = (self.entered, plan.epoch);
         let mut source = EpochSteps { inbox, term, abort: &self.abort };
-        match self.rank.step_with(plan, &mut source, &mut outputs) {
+        let stepped = self.rank.step_with(plan, &mut source, &mut outputs);
+        self.outbox.exchanged(self.rank.take_exchanged());
+        match stepped {
             Ok(mut timings) => {
                 timings.idle_us = micros(idle);
                 timings.step_us = micros(began.elapsed());

@@ -12,6 +12,7 @@ use tokio::sync::oneshot;
 
 use crate::actor::Uplink;
 use crate::executor::Outbox;
+use crate::rank::Exchanged;
 
 /// Stats ride on a step result at most this often. Nothing is lost between: they are totals.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
@@ -121,6 +122,18 @@ impl Outbox for LinkOutbox {
             return WorkerStats::default();
         }
         self.report()
+    }
+
+    fn exchanged(&mut self, exchanged: Exchanged) {
+        if !self.uplink.measures() {
+            return;
+        }
+        let stats = self.stats();
+        for (way, bytes) in exchanged.bytes.iter() {
+            stats.exchanged(way, bytes);
+        }
+        stats.broken_off(exchanged.unfinished);
+        stats.times_exchanges(exchanged.is_timed);
     }
 
     fn loaded(&mut self, form: &Form, formed: &Formed) {

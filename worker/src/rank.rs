@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kernels::collective::AbortHandle;
+use kernels::collective::{AbortHandle, Tally};
 use shared::ids::Epoch;
 use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
 
@@ -61,6 +61,11 @@ pub trait Rank {
     /// Leaves the epoch: drops the collective and the KV cache, keeps the weights.
     fn release(&mut self);
 
+    /// What it exchanged with the others since the last call.
+    fn take_exchanged(&mut self) -> Exchanged {
+        Exchanged { is_timed: true, ..Exchanged::default() }
+    }
+
     /// Why this rank's device computes no more, if it does not: then nothing but another process
     /// helps.
     fn lost_device(&self) -> Option<&str> {
@@ -74,6 +79,17 @@ pub trait FormNews {
     fn progress(&mut self, done: u64, total: u64);
     /// What the other ranks' GPUs find this one's by.
     fn group_id(&mut self, bytes: Vec<u8>);
+}
+
+/// What a rank exchanged with the others of its replica.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Exchanged {
+    /// Bytes it gave, by the way they took.
+    pub bytes: Tally,
+    /// Exchanges that were broken off: aborted, failed, not finished in time.
+    pub unfinished: u64,
+    /// How long they took is known: devices that exchange data by themselves do not tell.
+    pub is_timed: bool,
 }
 
 /// Steps that wait behind the one that is being run.

@@ -471,7 +471,8 @@ pub(crate) struct ComputeArgs {
     /// Have every GPU kernel begin when those before it are complete: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_overlap: bool,
-    /// What ranks on GPUs exchange data by: auto, nccl, or host: through host memory
+    /// What ranks on GPUs exchange data by: peers: this program's own kernels, on GPUs that see each
+    /// other's memory; nccl; host: through host memory; auto: the best of what there is, by size
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_exchange)]
     pub(crate) cuda_exchange: Exchange,
     /// The network interface of NCCL's connections, such as eth0: they are neither encrypted nor

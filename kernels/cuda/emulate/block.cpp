@@ -5,11 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "../kernels.h"
@@ -21,7 +23,8 @@
 
 namespace emulate {
 
-dim3 thread_index, block_index, block_size, grid_size;
+thread_local dim3 thread_index, block_index, block_size, grid_size;
+PeerMemory* peer_memory = nullptr;
 
 namespace {
 
@@ -58,25 +61,47 @@ struct Warp {
     void* operands[32] = {};
 };
 
-std::vector<Fiber> fibers;
-std::vector<Warp> warps;
-Fiber* current = nullptr;
-uint32_t waiting_at_barrier = 0;
-uint32_t finished = 0;
-bool copies_arrive_early = false;
-std::function<void()> entry;
-
 struct SharedBlock {
     void* memory;
     size_t bytes;
     uint64_t block;
 };
-std::map<const void*, SharedBlock> shared_arrays;
-SharedBlock dynamic{nullptr, 0, 0};
-uint64_t block_number = 0;
+
+void perform(const Copy& copy) {
+    if (copy.valid) {
+        memcpy(copy.to, copy.from, 16);
+    } else {
+        memset(copy.to, 0, 16);
+    }
+}
+
+}  // namespace
+
+// A block in flight. Its memory is kept for the next one.
+struct Block::State {
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    Fiber* current = nullptr;
+    uint32_t waiting_at_barrier = 0;
+    uint32_t finished = 0;
+    // Of a barrier that counts votes: so far, and of the last one that was complete.
+    bool votes = true;
+    bool verdict = true;
+    bool copies_arrive_early = false;
+    const std::function<void()>* entry = nullptr;
+    dim3 grid, index;
+    std::map<const void*, SharedBlock> shared_arrays;
+    SharedBlock dynamic{nullptr, 0, 0};
+    uint64_t number = 0;
+};
+
+namespace {
+
+// The block that runs on this thread of the host.
+thread_local Block::State* running = nullptr;
 
 #if defined(__x86_64__)
-void* scheduler_sp = nullptr;
+thread_local void* scheduler_sp = nullptr;
 extern "C" void tutti_emulate_switch(void** save, void* to);
 asm(R"(
 .text
@@ -99,21 +124,21 @@ tutti_emulate_switch:
     ret
 )");
 #else
-ucontext_t scheduler_context;
+thread_local ucontext_t scheduler_context;
 #endif
 
 void to_scheduler() {
 #if defined(__x86_64__)
-    tutti_emulate_switch(&current->sp, scheduler_sp);
+    tutti_emulate_switch(&running->current->sp, scheduler_sp);
 #else
-    swapcontext(&current->context, &scheduler_context);
+    swapcontext(&running->current->context, &scheduler_context);
 #endif
 }
 
 void fiber_main() {
-    entry();
-    current->state = State::done;
-    finished++;
+    (*running->entry)();
+    running->current->state = State::done;
+    running->finished++;
     to_scheduler();
     abort();
 }
@@ -144,7 +169,7 @@ void start(Fiber& fiber) {
 }
 
 void resume(Fiber& fiber) {
-    current = &fiber;
+    running->current = &fiber;
     thread_index = {fiber.index, 0, 0};
 #if defined(__x86_64__)
     tutti_emulate_switch(&scheduler_sp, fiber.sp);
@@ -153,34 +178,107 @@ void resume(Fiber& fiber) {
 #endif
 }
 
-void perform(const Copy& copy) {
-    if (copy.valid) {
-        memcpy(copy.to, copy.from, 16);
-    } else {
-        memset(copy.to, 0, 16);
+// What `guarded(bytes, false)` gave, or null.
+void release_guarded(void* memory, size_t bytes) {
+    if (memory == nullptr) {
+        return;
     }
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t size = (bytes + page - 1) / page * page;
+    const size_t rounded = (bytes + 15) / 16 * 16;
+    munmap(static_cast<unsigned char*>(memory) + rounded - size - page, size + 2 * page);
 }
 
-// Runs a block. `order` is of threads, whole warps one behind the other. `in_turn`: all warps go on
-// at the same pace; otherwise each runs as far ahead of the others as barriers let it, which shows
-// what a missing barrier does.
-void run_block(const std::vector<uint32_t>& order, bool in_turn) {
-    for (Fiber& fiber : fibers) {
+void* poisoned(SharedBlock& array) {
+    if (array.block != running->number) {
+        memset(array.memory, POISON, array.bytes);
+        array.block = running->number;
+    }
+    return array.memory;
+}
+
+}  // namespace
+
+Block::Block() : state(new State) {}
+
+Block::~Block() {
+    for (const Fiber& fiber : state->fibers) {
+        free(fiber.stack);
+    }
+    for (const auto& array : state->shared_arrays) {
+        release_guarded(array.second.memory, array.second.bytes);
+    }
+    release_guarded(state->dynamic.memory, state->dynamic.bytes);
+}
+
+void Block::begin(const Settings& settings, dim3 index, const std::function<void()>& kernel) {
+    State& s = *state;
+    if (s.fibers.size() != settings.threads) {
+        for (size_t i = settings.threads; i < s.fibers.size(); i++) {
+            free(s.fibers[i].stack);
+        }
+        s.fibers.resize(settings.threads);
+        s.warps.resize(settings.threads / 32);
+        for (uint32_t i = 0; i < settings.threads; i++) {
+            s.fibers[i].index = i;
+        }
+    }
+    if (s.dynamic.memory == nullptr || s.dynamic.bytes != settings.shared_bytes) {
+        release_guarded(s.dynamic.memory, s.dynamic.bytes);
+        s.dynamic = {guarded(settings.shared_bytes, false), settings.shared_bytes, 0};
+    }
+    for (Fiber& fiber : s.fibers) {
         start(fiber);
     }
-    for (Warp& warp : warps) {
+    for (Warp& warp : s.warps) {
         warp = Warp{};
     }
-    waiting_at_barrier = finished = 0;
+    s.waiting_at_barrier = s.finished = 0;
+    s.votes = s.verdict = true;
+    s.copies_arrive_early = settings.seed % 2 == 1;
+    s.entry = &kernel;
+    s.grid = {settings.grid[0], settings.grid[1], settings.grid[2]};
+    s.index = index;
+    s.number++;
+}
+
+bool Block::is_done() const { return state->finished == state->fibers.size(); }
+
+void Block::enter() {
+    running = state.get();
+    grid_size = state->grid;
+    block_index = state->index;
+    block_size = {static_cast<uint32_t>(state->fibers.size()), 1, 1};
+}
+
+bool Block::run_one(uint32_t first) {
+    enter();
+    const size_t count = state->fibers.size();
+    for (size_t i = 0; i < count; i++) {
+        Fiber& fiber = state->fibers[(first + i) % count];
+        if (fiber.state == emulate::State::runnable) {
+            resume(fiber);
+            return true;
+        }
+    }
+    return false;
+}
+
+// `order` is of threads, whole warps one behind the other. `in_turn`: all warps go on at the same
+// pace; otherwise each runs as far ahead of the others as barriers let it, which shows what a
+// missing barrier does.
+void Block::run(const std::vector<uint32_t>& order, bool in_turn) {
+    enter();
+    std::vector<Fiber>& fibers = state->fibers;
     const size_t step = in_turn ? order.size() : 32;
-    while (finished < fibers.size()) {
+    while (!is_done()) {
         bool progress = false;
         for (size_t first = 0; first < order.size(); first += step) {
             bool again = true;
             while (again) {
                 again = false;
                 for (size_t i = first; i < first + step; i++) {
-                    if (fibers[order[i]].state == State::runnable) {
+                    if (fibers[order[i]].state == emulate::State::runnable) {
                         resume(fibers[order[i]]);
                         again = progress = true;
                     }
@@ -192,8 +290,6 @@ void run_block(const std::vector<uint32_t>& order, bool in_turn) {
         }
     }
 }
-
-}  // namespace
 
 void fail(const char* what) {
     fprintf(stderr, "block (%u, %u, %u), thread %u: %s\n", block_index.x, block_index.y,
@@ -216,47 +312,47 @@ void* guarded(size_t bytes, bool at_start) {
 }
 
 void* shared_array(const void* key, size_t bytes) {
-    auto found = shared_arrays.find(key);
-    if (found == shared_arrays.end()) {
-        found = shared_arrays.emplace(key, SharedBlock{guarded(bytes, false), bytes, 0}).first;
+    auto& arrays = running->shared_arrays;
+    auto found = arrays.find(key);
+    if (found == arrays.end()) {
+        found = arrays.emplace(key, SharedBlock{guarded(bytes, false), bytes, 0}).first;
     }
-    SharedBlock& array = found->second;
-    if (array.block != block_number) {
-        memset(array.memory, POISON, array.bytes);
-        array.block = block_number;
-    }
-    return array.memory;
+    return poisoned(found->second);
 }
 
-void* dynamic_shared() {
-    if (dynamic.block != block_number) {
-        memset(dynamic.memory, POISON, dynamic.bytes);
-        dynamic.block = block_number;
-    }
-    return dynamic.memory;
-}
+void* dynamic_shared() { return poisoned(running->dynamic); }
 
-void barrier() {
-    if (finished > 0) {
+bool barrier_and(bool vote) {
+    Block::State& block = *running;
+    if (block.finished > 0) {
         fail("a barrier after some threads of the block have ended");
     }
-    if (++waiting_at_barrier == fibers.size()) {
-        waiting_at_barrier = 0;
-        for (Fiber& fiber : fibers) {
+    block.votes = block.votes && vote;
+    if (++block.waiting_at_barrier == block.fibers.size()) {
+        block.waiting_at_barrier = 0;
+        // Nobody overwrites it before all have read it: that takes all of them again.
+        block.verdict = std::exchange(block.votes, true);
+        for (Fiber& fiber : block.fibers) {
             fiber.state = State::runnable;
         }
+        if (peer_memory != nullptr) {
+            peer_memory->met();
+        }
         // Not on: who was last must not be first.
-        to_scheduler();
-        return;
+    } else {
+        block.current->state = State::at_barrier;
     }
-    current->state = State::at_barrier;
     to_scheduler();
+    return block.verdict;
 }
 
+void barrier() { barrier_and(true); }
+
 void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes)) {
-    const uint32_t lane = current->index % 32;
-    const uint32_t first = current->index - lane;
-    Warp& warp = warps[current->index / 32];
+    const uint32_t index = running->current->index;
+    const uint32_t lane = index % 32;
+    const uint32_t first = index - lane;
+    Warp& warp = running->warps[index / 32];
     if ((mask >> lane & 1) == 0) {
         fail("an instruction of a warp whose mask lacks this lane");
     }
@@ -268,7 +364,7 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     warp.arrived |= 1u << lane;
     warp.operands[lane] = operands;
     if (warp.arrived != mask) {
-        current->state = State::at_meeting;
+        running->current->state = State::at_meeting;
         to_scheduler();
         return;
     }
@@ -280,7 +376,7 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     compute(lanes);
     for (uint32_t i = 0; i < 32; i++) {
         if (lanes[i] != nullptr) {
-            fibers[first + i].state = State::runnable;
+            running->fibers[first + i].state = State::runnable;
         }
     }
     to_scheduler();
@@ -290,19 +386,19 @@ void copy_async(void* to, const void* from, bool valid) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
         fail("a background copy that is not 16-byte aligned");
     }
-    const Copy copy{to, from, valid, current->group};
-    if (copies_arrive_early) {
+    const Copy copy{to, from, valid, running->current->group};
+    if (running->copies_arrive_early) {
         perform(copy);
     } else {
-        current->copies.push_back(copy);
+        running->current->copies.push_back(copy);
     }
 }
 
-void commit_copies() { current->group++; }
+void commit_copies() { running->current->group++; }
 
 void wait_copies(int pending) {
-    auto& copies = current->copies;
-    const int complete = current->group - pending;
+    auto& copies = running->current->copies;
+    const int complete = running->current->group - pending;
     for (const Copy& copy : copies) {
         if (copy.group < complete) {
             perform(copy);
@@ -311,6 +407,76 @@ void wait_copies(int pending) {
     copies.erase(std::remove_if(copies.begin(), copies.end(),
                                 [complete](const Copy& copy) { return copy.group < complete; }),
                  copies.end());
+}
+
+// ---- What ranks share: by `peer_memory`, else by the host's own memory and clock. ----
+
+void push(void* to, const void* from) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0) {
+        fail("a push that is not 16-byte aligned");
+    }
+    if (peer_memory != nullptr) {
+        to_scheduler();
+        peer_memory->push(to, from);
+        return;
+    }
+    memcpy(to, from, 16);
+}
+
+void take(void* to, const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+        fail("a take that is not 16-byte aligned");
+    }
+    if (peer_memory != nullptr) {
+        to_scheduler();
+        peer_memory->take(to, from);
+        return;
+    }
+    memcpy(to, from, 16);
+}
+
+void store_release(uint64_t* at, uint64_t value) {
+    if (peer_memory != nullptr) {
+        to_scheduler();
+        peer_memory->store_release(at, value);
+        return;
+    }
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
+
+uint64_t load_acquire(const uint64_t* at) {
+    // Whoever waits lets the block's other threads go on, and the other ranks.
+    to_scheduler();
+    if (peer_memory != nullptr) {
+        return peer_memory->load_acquire(at);
+    }
+    thread_local uint32_t polls = 0;
+    if (++polls % 32 == 0) {
+        usleep(20);
+    }
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+
+void store_word(uint32_t* at, uint32_t value) {
+    if (peer_memory != nullptr) {
+        to_scheduler();
+    }
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+}
+
+uint32_t load_word(const uint32_t* at) {
+    if (peer_memory != nullptr) {
+        to_scheduler();
+    }
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+
+uint64_t nanoseconds() {
+    if (peer_memory != nullptr) {
+        return peer_memory->nanoseconds();
+    }
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
 }
 
 float round_to_bf16_as_float(float x) {
@@ -326,23 +492,16 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
     if (settings.threads == 0 || settings.threads > 1024 || settings.threads % 32 != 0) {
         fail("threads per block must be a multiple of 32 from 32 to 1024");
     }
-    entry = kernel;
-    grid_size = {settings.grid[0], settings.grid[1], settings.grid[2]};
-    block_size = {settings.threads, 1, 1};
-    fibers.resize(settings.threads);
-    warps.resize(settings.threads / 32);
-    for (uint32_t i = 0; i < settings.threads; i++) {
-        fibers[i].index = i;
-    }
-    dynamic = {guarded(settings.shared_bytes, false), settings.shared_bytes, 0};
-    copies_arrive_early = settings.seed % 2 == 1;
+    // Kept from launch to launch, one for each thread of the host.
+    static thread_local Block block;
+    const uint32_t* grid = settings.grid;
 
     std::mt19937 random(settings.seed);
     std::vector<uint32_t> order(settings.threads);
     std::iota(order.begin(), order.end(), 0u);
     std::vector<uint32_t> warp_order(settings.threads / 32);
     std::iota(warp_order.begin(), warp_order.end(), 0u);
-    const uint64_t blocks = uint64_t{1} * grid_size.x * grid_size.y * grid_size.z;
+    const uint64_t blocks = uint64_t{1} * grid[0] * grid[1] * grid[2];
     std::vector<uint64_t> block_order(blocks);
     std::iota(block_order.begin(), block_order.end(), uint64_t{0});
     // Seed 0 is the order of indices, 1 the reverse; others shuffle blocks, the warps of each and
@@ -353,7 +512,7 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
     } else if (settings.seed > 1) {
         std::shuffle(block_order.begin(), block_order.end(), random);
     }
-    for (uint64_t block : block_order) {
+    for (uint64_t number : block_order) {
         if (settings.seed > 1) {
             std::shuffle(warp_order.begin(), warp_order.end(), random);
             for (size_t warp = 0; warp < warp_order.size(); warp++) {
@@ -362,11 +521,11 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
                 std::shuffle(lanes, lanes + 32, random);
             }
         }
-        block_index = {static_cast<uint32_t>(block % grid_size.x),
-                       static_cast<uint32_t>(block / grid_size.x % grid_size.y),
-                       static_cast<uint32_t>(block / grid_size.x / grid_size.y)};
-        block_number++;
-        run_block(order, settings.seed == 0);
+        const dim3 index = {static_cast<uint32_t>(number % grid[0]),
+                            static_cast<uint32_t>(number / grid[0] % grid[1]),
+                            static_cast<uint32_t>(number / grid[0] / grid[1])};
+        block.begin(settings, index, kernel);
+        block.run(order, settings.seed == 0);
     }
 }
 

@@ -3,6 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <vector>
+
+#include "../kernels.h"
+#include "device.h"
 
 namespace emulate {
 
@@ -18,7 +23,45 @@ struct Settings {
 // Memory that ends (or, with `at_start`, begins) at a page that faults; a multiple of 16 bytes.
 void* guarded(size_t bytes, bool at_start);
 
-// Runs `kernel` for every thread of every block.
+// A block whose threads are fibers of the host's thread that calls it.
+class Block {
+   public:
+    struct State;
+    Block();
+    ~Block();
+
+    // All its threads are to run `kernel`, which must live until they have. Needs what
+    // `Settings::threads` may be; the grid's number of blocks is of no interest.
+    void begin(const Settings& settings, dim3 index, const std::function<void()>& kernel);
+    bool is_done() const;
+    // Runs all threads to their end.
+    void run(const std::vector<uint32_t>& order, bool in_turn);
+    // Runs the first thread from `first` on that can run, until it meets others or touches what
+    // ranks share. False when none can.
+    bool run_one(uint32_t first);
+
+   private:
+    void enter();
+    std::unique_ptr<State> state;
+};
+
+// Memory that ranks share, where a test decides who sees what when. While there is one, a thread
+// lets others run before each access. Calls come from the thread that `thread_index` names.
+class PeerMemory {
+   public:
+    virtual ~PeerMemory() = default;
+    virtual void push(void* to, const void* from) = 0;
+    virtual void take(void* to, const void* from) = 0;
+    virtual void store_release(uint64_t* at, uint64_t value) = 0;
+    virtual uint64_t load_acquire(const uint64_t* at) = 0;
+    virtual uint64_t nanoseconds() = 0;
+    // All threads of a block are at a barrier.
+    virtual void met() = 0;
+};
+// The one of this process, or null: memory is the host's.
+extern PeerMemory* peer_memory;
+
+// Runs `kernel` for every thread of every block, one block after the other.
 void run_grid(const Settings& settings, const std::function<void()>& kernel);
 
 }  // namespace emulate

@@ -36,12 +36,14 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 namespace emulate {
 
-extern dim3 thread_index, block_index, block_size, grid_size;
+extern thread_local dim3 thread_index, block_index, block_size, grid_size;
 
 // The address of a shared array of this block: poisoned at first use in the block.
 void* shared_array(const void* key, size_t bytes);
 void* dynamic_shared();
 void barrier();
+// The same, and whether all threads of the block say yes.
+bool barrier_and(bool vote);
 
 // A meeting of the lanes in `mask`. `operands` stays valid while the lane waits; `compute` gets
 // those of all 32 lanes (null where not in the mask).
@@ -51,6 +53,15 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
 void copy_async(void* to, const void* from, bool valid);
 void commit_copies();
 void wait_copies(int pending);
+
+// What ranks share: see `PeerMemory`. 16 bytes each.
+void push(void* to, const void* from);
+void take(void* to, const void* from);
+void store_release(uint64_t* at, uint64_t value);
+uint64_t load_acquire(const uint64_t* at);
+void store_word(uint32_t* at, uint32_t value);
+uint32_t load_word(const uint32_t* at);
+uint64_t nanoseconds();
 
 float round_to_bf16_as_float(float x);
 
@@ -207,5 +218,18 @@ inline void wait_copies() {
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
+
+using emulate::load_acquire;
+using emulate::load_word;
+using emulate::nanoseconds;
+using emulate::store_release;
+using emulate::store_word;
+inline void push(float4* at, float4 v) { emulate::push(at, &v); }
+inline float4 take(const float4* at) {
+    float4 v;
+    emulate::take(&v, at);
+    return v;
+}
+inline bool all_of_block(bool mine) { return emulate::barrier_and(mine); }
 
 }  // namespace tutti

@@ -8,12 +8,13 @@ use super::device::{CudaOptions, Device, Scratch};
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::peer::Retired;
 use super::sample::Sampling;
 use super::step::Step;
 use super::stream::Event;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element, Uploader};
 use crate::backend::{AttentionShape, Backend, Batch, Buffer};
-use crate::collective::Collective;
+use crate::collective::{Collective, Tally};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
@@ -30,9 +31,14 @@ pub struct CudaBackend {
     partials: Scratch,
     index: Scratch,
     gathered: Scratch,
+    best: Scratch,
+    /// The open step's logits stay on their ranks.
+    pub(super) apart: Option<Part>,
     pub(super) uploader: Option<Uploader>,
+    pub(super) retired: Retired,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
+    pub(super) exchanged: Tally,
     pub(super) host: Vec<f32>,
     /// Collective operations do nothing: other ranks may still be loading.
     pub(super) alone: bool,
@@ -62,9 +68,13 @@ impl CudaBackend {
             partials: Scratch::new("partial results of attention"),
             index: Scratch::new("row numbers"),
             gathered: Scratch::new("logits of all ranks"),
+            best: Scratch::new("the best logits of all ranks"),
+            apart: None,
             uploader: None,
+            retired: Retired::default(),
             collective,
             collective_time: Duration::ZERO,
+            exchanged: Tally::default(),
             host: Vec::new(),
             alone: false,
             options,
@@ -99,6 +109,7 @@ impl CudaBackend {
         let _ = self.step.abandon(&self.device.stream);
         self.step.forget_graphs();
         self.sampling.forget();
+        self.step.allow_parts(false);
         self.device.context.group.leave(&self.device.stream)
     }
 
@@ -152,6 +163,7 @@ impl CudaBackend {
             Which::Partials => &mut self.partials,
             Which::Index => &mut self.index,
             Which::Gathered => &mut self.gathered,
+            Which::Best => &mut self.best,
         };
         let (ptr, moved) = scratch.get(&self.device, bytes)?;
         if moved {
@@ -305,6 +317,15 @@ impl CudaBackend {
     }
 }
 
+/// A rank's own logits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    /// The token of the first column.
+    pub(super) first_id: u32,
+    /// Columns that are tokens.
+    pub(super) count: usize,
+}
+
 /// The pieces of scratch.
 #[derive(Clone, Copy)]
 pub(super) enum Which {
@@ -318,6 +339,8 @@ pub(super) enum Which {
     Index,
     /// Logits of all ranks, one behind the other.
     Gathered,
+    /// The best of each rank's own logits, and of all ranks'.
+    Best,
 }
 
 fn small(n: usize) -> Result<u32, KernelError> {
@@ -363,7 +386,13 @@ impl CudaBackend {
                     let logits = Rows { ptr: from.ptr(), stride: width };
                     // SAFETY: there are as many rows, and a result for each.
                     unsafe {
-                        self.device.launch(launch::argmax(logits, found.ptr(), width, rows))
+                        self.device.launch(launch::argmax(
+                            logits,
+                            found.ptr(),
+                            (width, 0),
+                            rows,
+                            None,
+                        ))
                     }?;
                 }
             }

@@ -243,6 +243,8 @@ pub struct SampleLists {
     pub top: u32,
     /// Whether any row's logits are changed before they are looked at.
     pub edits: bool,
+    /// Whether of every row only the largest logit counts.
+    pub greedy: bool,
 }
 
 impl SampleLists {
@@ -259,6 +261,9 @@ impl SampleLists {
         for row in rows {
             self.row(row)?;
         }
+        let greedy =
+            |row: &SampleRow<'_>| row.params.temperature <= 0.0 && row.params.logprobs.is_none();
+        self.greedy = !self.edits && !rows.is_empty() && rows.iter().all(greedy);
         Ok(())
     }
 

@@ -10,14 +10,16 @@ pub enum Exchange {
     Auto,
     /// Host memory: no GPU sees another's.
     Host,
-    /// NCCL, or an error.
+    /// NCCL, or an error; nothing else besides.
     Nccl,
+    /// This project's own kernels on GPUs that see each other's memory, or an error.
+    Peers,
 }
 
 impl Exchange {
     /// All, by name.
-    pub const NAMES: [(&'static str, Self); 3] =
-        [("auto", Self::Auto), ("host", Self::Host), ("nccl", Self::Nccl)];
+    pub const NAMES: [(&'static str, Self); 4] =
+        [("auto", Self::Auto), ("host", Self::Host), ("nccl", Self::Nccl), ("peers", Self::Peers)];
 
     /// The name of one.
     #[must_use]
@@ -47,10 +49,12 @@ pub struct Capability {
     pub nccl_shares: bool,
     /// It captures graphs.
     pub graphs: bool,
+    /// Its process: a number that no other has.
+    pub process: u64,
 }
 
 /// Bytes of a capability.
-pub const CAPABILITY_BYTES: usize = 40;
+pub const CAPABILITY_BYTES: usize = 48;
 
 impl Capability {
     /// As bytes: all ranks are of one build, so this form is nobody else's.
@@ -64,6 +68,7 @@ impl Capability {
         bytes[36] = u8::try_from(wish.unwrap_or(0)).unwrap_or(0);
         bytes[37] = u8::from(self.nccl_shares);
         bytes[38] = u8::from(self.graphs);
+        bytes[40..].copy_from_slice(&self.process.to_le_bytes());
         bytes
     }
 
@@ -78,6 +83,7 @@ impl Capability {
             wish: Exchange::NAMES.get(usize::from(*bytes.get(36)?))?.1,
             nccl_shares: *bytes.get(37)? == 1,
             graphs: *bytes.get(38)? == 1,
+            process: u64::from_le_bytes(bytes.get(40..48)?.try_into().ok()?),
         })
     }
 }
@@ -96,7 +102,10 @@ pub enum Choice {
 pub struct Chosen {
     /// What.
     pub choice: Choice,
-    /// Steps become graphs.
+    /// Small messages, or all of them, go through memory of GPUs that see each other's; all ranks
+    /// try.
+    pub peers: bool,
+    /// Steps become graphs, if they exchange data on their devices.
     pub graphs: bool,
     /// For people, in one line.
     pub reason: String,
@@ -117,12 +126,20 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
         ));
     }
     let graphs = ranks.iter().all(|rank| rank.graphs);
-    let host = |reason: String| Chosen { choice: Choice::Host, graphs: false, reason };
+    let peers = match (wish, peers_obstacle(ranks)) {
+        (Exchange::Host | Exchange::Nccl, _) => false,
+        (Exchange::Peers, Some(obstacle)) => {
+            return Err(format!("--cuda-exchange peers: {obstacle}"));
+        }
+        (_, obstacle) => obstacle.is_none(),
+    };
+    let host = |reason: String| Chosen { choice: Choice::Host, peers, graphs, reason };
     let reason = match (wish, nccl_obstacle(ranks)) {
+        (Exchange::Peers, _) => "--cuda-exchange peers".to_owned(),
         (Exchange::Host, _) => "--cuda-exchange host".to_owned(),
         (_, None) => {
             let reason = format!("NCCL {} on every rank", Version(least(ranks)));
-            return Ok(Chosen { choice: Choice::Nccl, graphs, reason });
+            return Ok(Chosen { choice: Choice::Nccl, peers, graphs, reason });
         }
         (Exchange::Nccl, Some(obstacle)) => {
             return Err(format!("--cuda-exchange nccl: {obstacle}"));
@@ -130,6 +147,24 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
         (Exchange::Auto, Some(obstacle)) => obstacle,
     };
     Ok(host(reason))
+}
+
+/// Why these ranks cannot see each other's memory, as far as it is known before they try.
+fn peers_obstacle(ranks: &[Capability]) -> Option<String> {
+    if ![2, 4, 8].contains(&ranks.len()) {
+        return Some(format!("there are {} ranks, not 2, 4 or 8", ranks.len()));
+    }
+    for (rank, own) in ranks.iter().enumerate() {
+        if own.host != ranks[0].host {
+            return Some(format!("rank {rank} is on another host than rank 0"));
+        }
+        let sibling =
+            ranks[..rank].iter().position(|o| o.process == own.process && o.gpu != own.gpu);
+        if let Some(sibling) = sibling {
+            return Some(format!("ranks {sibling} and {rank} are one process on different GPUs"));
+        }
+    }
+    None
 }
 
 fn least(ranks: &[Capability]) -> u32 {
@@ -180,7 +215,8 @@ mod tests {
     use super::*;
 
     fn rank(gpu: u8) -> Capability {
-        Capability { gpu: [gpu; 16], nccl: 22_809, graphs: true, ..Capability::default() }
+        let process = u64::from(gpu);
+        Capability { gpu: [gpu; 16], process, nccl: 22_809, graphs: true, ..Capability::default() }
     }
 
     #[test]
@@ -192,6 +228,7 @@ mod tests {
             nccl: 23_203,
             nccl_shares: true,
             graphs: false,
+            process: 0x1234_5678_9abc_def0,
         };
         for one in [full.clone(), rank(3)] {
             assert_eq!(Capability::from_bytes(&one.to_bytes()), Some(one));
@@ -224,7 +261,7 @@ mod tests {
         ];
         for (ranks, words) in cases {
             let chosen = choose(&ranks).unwrap();
-            assert_eq!((chosen.choice, chosen.graphs), (Choice::Host, false));
+            assert_eq!(chosen.choice, Choice::Host);
             assert!(chosen.reason.contains(words), "{}", chosen.reason);
             // Who insists is told.
             let mut insists = ranks;
@@ -233,6 +270,34 @@ mod tests {
             assert!(error.contains(words) && !error.contains('\n'), "{error}");
         }
         assert_eq!(choose(&[shares(23_000), shares(23_000)]).unwrap().choice, Choice::Nccl);
+    }
+
+    #[test]
+    fn ranks_of_one_host_try_to_see_each_others_memory() {
+        let wants = |wish, gpu| Capability { wish, ..rank(gpu) };
+        let chosen = choose(&[rank(0), rank(1)]).unwrap();
+        assert_eq!((chosen.choice, chosen.peers), (Choice::Nccl, true));
+        // Two processes on one GPU, and two threads of one process.
+        let twin = Capability { process: 9, ..rank(0) };
+        assert!(choose(&[rank(0), twin]).unwrap().peers);
+        assert!(choose(&[rank(0), rank(0)]).unwrap().peers);
+        let chosen = choose(&[rank(0), wants(Exchange::Peers, 1)]).unwrap();
+        assert_eq!((chosen.choice, chosen.peers, chosen.graphs), (Choice::Host, true, true));
+        for wish in [Exchange::Host, Exchange::Nccl] {
+            assert!(!choose(&[wants(wish, 0), rank(1)]).unwrap().peers);
+        }
+        let cases = [
+            (vec![rank(0), rank(1), rank(2)], "3 ranks"),
+            (vec![rank(0), Capability { host: [1; 16], ..rank(1) }], "another host"),
+            (vec![rank(0), Capability { process: 0, ..rank(1) }], "one process"),
+        ];
+        for (ranks, words) in cases {
+            assert!(!choose(&ranks).unwrap().peers);
+            let mut insists = ranks;
+            insists[0].wish = Exchange::Peers;
+            let error = choose(&insists).unwrap_err();
+            assert!(error.contains(words) && !error.contains('\n'), "{error}");
+        }
     }
 
     #[test]

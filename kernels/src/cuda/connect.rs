@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
-use super::choice::{CAPABILITY_BYTES, Capability, Choice, Exchange, choose};
+use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choose};
 use super::device::CudaOptions;
 use super::group::DeviceGroup;
 use super::nccl::{self, NcclGroup};
+use super::peer::{AgreeError, PeerGroup, Site, process_id};
 use crate::backend::Backend as _;
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
@@ -98,6 +99,8 @@ impl CudaBackend {
                 Some(Box::new(NcclGroup::connect(folders, file, place, &mut setup)?))
             }
         };
+        let mut reason = chosen.reason.clone();
+        let group = self.join_peers(group, &all, &chosen, &mut setup, &mut reason)?;
         let algorithm = group.as_ref().map_or("host", |group| group.algorithm(0));
         let graphs = chosen.graphs && group.as_ref().is_some_and(|group| group.is_capturable());
         self.step.use_graphs(match (graphs, &group) {
@@ -105,17 +108,55 @@ impl CudaBackend {
             (false, None) => Some("ranks exchange data through host memory"),
             (false, Some(_)) => Some("not every rank captures graphs"),
         });
+        self.step.allow_parts(group.is_some());
         if let Some(group) = group {
             self.device.context.group.join(group, timeout);
         }
-        Ok(Joining { algorithm, reason: chosen.reason, missing, took: began.elapsed() })
+        Ok(Joining { algorithm, reason, missing, took: began.elapsed() })
+    }
+
+    /// Puts a group of GPUs that see each other's memory before `group`, where that can be.
+    fn join_peers(
+        &mut self,
+        group: Option<Box<dyn DeviceGroup>>,
+        capabilities: &[Capability],
+        chosen: &Chosen,
+        setup: &mut GroupSetup<'_>,
+        reason: &mut String,
+    ) -> Result<Option<Box<dyn DeviceGroup>>, KernelError> {
+        if !chosen.peers {
+            return Ok(group);
+        }
+        let mut large = group;
+        let site = Site {
+            device: &self.device,
+            collective: self.collective.as_mut(),
+            capabilities,
+            retired: &self.retired,
+            thresholds: self.options.thresholds,
+        };
+        match PeerGroup::connect(site, setup, &mut large) {
+            Ok(group) => {
+                *reason = format!("{}; {reason}", group.describe());
+                Ok(Some(Box::new(group)))
+            }
+            Err(AgreeError::Without(why)) if self.options.exchange == Exchange::Peers => {
+                Err(CollectiveError::Setup(format!("--cuda-exchange peers: {why}")).into())
+            }
+            Err(AgreeError::Without(why)) => {
+                *reason = format!("{reason}; GPUs do not see each other's memory: {why}");
+                Ok(large)
+            }
+            Err(AgreeError::Broken(error)) => Err(error.into()),
+            Err(AgreeError::Device(error)) => Err(error),
+        }
     }
 
     /// What this rank can do, and why not more.
     fn capability(&self) -> (Capability, Option<String>) {
         let CudaOptions { folders, nccl_lib, exchange, .. } = &self.options;
         let nccl = match exchange {
-            Exchange::Host => Ok(0),
+            Exchange::Host | Exchange::Peers => Ok(0),
             Exchange::Auto | Exchange::Nccl => nccl::library::version(folders, nccl_lib.as_deref()),
         };
         let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
@@ -126,6 +167,7 @@ impl CudaBackend {
             nccl: *nccl.as_ref().unwrap_or(&0),
             nccl_shares: shares,
             graphs: self.step.can_capture(),
+            process: process_id(),
         };
         (capability, nccl.err().map(|missing| missing.to_string()))
     }

@@ -150,6 +150,19 @@ impl Driver {
         })
     }
 
+    /// Whether one GPU can reach the memory of another.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn can_access(self, from: u32, to: u32) -> Result<bool, KernelError> {
+        let (from, to) = (self.handle(from)?, self.handle(to)?);
+        let mut can: c_int = 0;
+        // SAFETY: both are devices; writes one int.
+        let status = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, from, to) };
+        check(status, "ask whether GPUs reach each other")?;
+        Ok(can != 0)
+    }
+
     fn handle(self, ordinal: u32) -> Result<sys::CUdevice, KernelError> {
         let count = self.count()?;
         if ordinal >= count {

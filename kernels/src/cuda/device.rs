@@ -11,6 +11,7 @@ use super::launch::{Call, Entry, NAMES};
 use super::matmul::{Matmul, Product};
 use super::memory::{DeviceMemory, DevicePtr};
 use super::module::{Kernel, Module};
+use super::peer::tuning::Thresholds;
 use super::stream::Stream;
 use crate::error::KernelError;
 
@@ -34,6 +35,8 @@ pub struct CudaOptions {
     pub patience: Duration,
     /// What ranks exchange data by.
     pub exchange: Exchange,
+    /// Up to which size which of this project's exchanges is used; measured when none are given.
+    pub thresholds: Option<Thresholds>,
     /// NCCL's library, when it is not to be searched for.
     pub nccl_lib: Option<PathBuf>,
 }
@@ -49,6 +52,7 @@ impl Default for CudaOptions {
             batch_invariant: false,
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
+            thresholds: None,
             nccl_lib: None,
         }
     }

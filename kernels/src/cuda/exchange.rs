@@ -3,8 +3,10 @@
 use std::time::Instant;
 
 use super::backend::{CudaBackend, Which};
+use super::group::FusedNorm;
 use super::launch;
-use super::tensors::{CudaBuffer, Element};
+use super::memory::DevicePtr;
+use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Backend as _, Buffer as _};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
@@ -19,6 +21,7 @@ impl CudaBackend {
             return Ok(());
         }
         let (rows, width) = (data.rows(), data.width());
+        self.count(rows * width * 4);
         if grouped {
             if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
                 return Ok(());
@@ -40,6 +43,61 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// See [`crate::Backend::all_reduce_add_rmsnorm`].
+    pub(super) fn reduce_add_rmsnorm(
+        &mut self,
+        delta: &mut CudaBuffer,
+        residual: &mut CudaBuffer,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        if self.alone || !self.is_grouped() {
+            self.reduce(delta)?;
+            return self.add_rmsnorm(residual, Some(delta), weight, eps, out);
+        }
+        let op = "all_reduce_add_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let shape = (delta.rows(), delta.width());
+        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        let io = FusedNorm {
+            data: delta.of(Element::F32, op, "delta")?.ptr,
+            residual: residual.of(Element::F32, op, "residual")?.ptr,
+            weight: weight.ptr(),
+            out: out.of(Element::Bf16, op, "out")?,
+            width,
+            eps,
+            rows,
+            live: DevicePtr::default(),
+        };
+        out.set_rows(rows)?;
+        self.count(rows * width * 4);
+        if self.step.skips(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (rows, live) = self.step.launched(op, rows)?;
+        let most = residual.rows_max().min(out.rows_max()).min(delta.rows_max());
+        ensure!(op, rows <= most, "{rows} rows, room for {most}");
+        let io = FusedNorm { rows, live, ..io };
+        let device = &self.device;
+        let done: Option<Result<bool, KernelError>> = device.context.group.call(|group| {
+            let fused = group.all_reduce_add_rmsnorm(device, &io)?;
+            if !fused {
+                group.all_reduce_sum(device, io.data, rows * width)?;
+            }
+            Ok(fused)
+        });
+        if done.unwrap_or(Ok(false))? {
+            return Ok(());
+        }
+        let from = (io.residual, Some(io.data));
+        let call = launch::add_rmsnorm(from, io.weight, io.out, width, eps, rows, live);
+        // SAFETY: shapes were checked.
+        unsafe { device.launch(call) }
+    }
+
     /// See [`crate::Backend::gather_logits`].
     pub(super) fn gather(
         &mut self,
@@ -51,6 +109,10 @@ impl CudaBackend {
         let (rows, width) = (local.rows(), local.width());
         let grouped = self.is_grouped();
         if self.alone {
+            if grouped {
+                // So that what is measured now is all that will be needed.
+                self.scratch(Which::Gathered, world * rows * width * 4)?;
+            }
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
         }
         if rank == 0 || grouped {
@@ -58,6 +120,7 @@ impl CudaBackend {
             ensure!(op, wide == world * width, "full.width is {wide}, not {world} x {width}");
             full.set_rows(rows)?;
         }
+        self.count(rows * width * 4);
         if grouped {
             return self.gather_on_devices(local, full);
         }
@@ -77,6 +140,13 @@ impl CudaBackend {
         }
         self.host = gathered;
         self.upload(full, &whole)
+    }
+
+    /// Bytes that this rank gives, by the way they take: also those of a graph, which are rows that
+    /// are there.
+    pub(super) fn count(&mut self, bytes: usize) {
+        let group = &self.device.context.group;
+        self.exchanged.add(group.call(|group| group.algorithm(bytes)).unwrap_or("host"), bytes);
     }
 
     /// Both have the same rows, and `full` is as wide as all ranks' `local`.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::device::Device;
+use super::launch::Rows;
 use super::memory::DevicePtr;
 use super::stream::{Stream, pause};
 use crate::collective::AbortHandle;
@@ -39,6 +40,18 @@ pub(super) trait DeviceGroup: fmt::Debug {
         bytes: usize,
     ) -> Result<(), KernelError>;
 
+    /// [`DeviceGroup::all_reduce_sum`] of `io.data`, and [`crate::Backend::add_rmsnorm`] with the
+    /// result, in one; `io.data` is undefined then. False, with nothing queued, where this group
+    /// cannot, or would be slower. Queued.
+    fn all_reduce_add_rmsnorm(
+        &mut self,
+        device: &Device,
+        io: &FusedNorm,
+    ) -> Result<bool, KernelError> {
+        let _ = (device, io);
+        Ok(false)
+    }
+
     /// What the group has found wrong by itself (asynchronous errors, aborts). Asked while the host
     /// waits for the stream, and after.
     fn poll(&mut self) -> Result<(), CollectiveError>;
@@ -52,6 +65,24 @@ pub(super) trait DeviceGroup: fmt::Debug {
     /// Frees this rank from whatever its stream waits for; from any thread; idempotent, never
     /// blocks.
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
+}
+
+/// What a fused all-reduce, residual add and norm reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FusedNorm {
+    /// f32 [rows, width]: this rank's part.
+    pub(super) data: DevicePtr,
+    /// f32 [rows, width]
+    pub(super) residual: DevicePtr,
+    /// `f32 [width]`
+    pub(super) weight: DevicePtr,
+    /// bf16 [rows, width]
+    pub(super) out: Rows,
+    pub(super) width: usize,
+    pub(super) eps: f32,
+    /// Launched for so many, of which `*live` are computed.
+    pub(super) rows: usize,
+    pub(super) live: DevicePtr,
 }
 
 /// A group and how long its exchanges may take.

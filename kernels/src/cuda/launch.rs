@@ -1,6 +1,7 @@
 //! PURE: every kernel's name, grid and arguments, as `kernels/cuda/kernels.h` lists them.
 //!
 //! Sizes reach the kernels as 32-bit words; the callers have checked that they fit.
+use super::group::FusedNorm;
 use super::memory::DevicePtr;
 use super::module::{Args, Launch};
 use crate::backend::AttentionShape;
@@ -14,6 +15,11 @@ const SKINNY: [usize; 4] = [8, 16, 32, 64];
 /// Into how many parts a sequence's tokens are split at most: a constant, so that the sum of a row
 /// is made alike in every batch.
 pub const SPLITS_MAX: u32 = 64;
+/// The largest grid of an exchange between GPUs: all of its blocks run at once, beside those of
+/// another rank on the same GPU, and leave room for the kernels before them.
+pub const PEER_BLOCKS: usize = 32;
+/// f32 elements that a block sends to a rank at a time.
+pub const PEER_SLOT: usize = 16_384;
 /// Grids of decode attention are rounded up to one of these, so that few graphs are captured.
 const SPLITS: [u32; 10] = [1, 2, 3, 5, 9, 17, 25, 33, 49, 64];
 
@@ -69,6 +75,11 @@ entries! {
     LOGPROBS: "tutti_logprobs",
     ARGMAX: "tutti_argmax",
     INTERLEAVE: "tutti_interleave_ranks",
+    PEER_SUM: "tutti_peer_sum",
+    PEER_SUM_TWO_SHOT: "tutti_peer_sum_two_shot",
+    PEER_SUM_ADD_RMSNORM: "tutti_peer_sum_add_rmsnorm",
+    PEER_GATHER: "tutti_peer_gather",
+    ARGMAX_MERGE: "tutti_argmax_merge",
 }
 
 impl Entry {
@@ -234,6 +245,33 @@ pub fn interleave_ranks(
     let args = Args::new().ptr(gathered).ptr(full.ptr);
     let args = words(args, [rows, width, full.stride]).ptr(live);
     call(INTERLEAVE, (width.div_ceil(1024), rows, ranks), 256, args)
+}
+
+/// Elements to blocks that exchange them with other ranks: 4 per thread, or more.
+fn peers(entry: Entry, count: usize, args: Args) -> Call {
+    call(entry, (count.div_ceil(2048).clamp(1, PEER_BLOCKS), 1, 1), 512, args)
+}
+
+/// `tutti_peer_sum` and `tutti_peer_sum_two_shot`
+#[must_use]
+pub fn peer_sum(table: DevicePtr, data: DevicePtr, count: usize, two_shot: bool) -> Call {
+    let entry = if two_shot { PEER_SUM_TWO_SHOT } else { PEER_SUM };
+    peers(entry, count, Args::new().ptr(table).ptr(data).u64(count as u64))
+}
+
+/// `tutti_peer_gather`
+#[must_use]
+pub fn peer_gather(table: DevicePtr, local: DevicePtr, all: DevicePtr, count: usize) -> Call {
+    peers(PEER_GATHER, count, Args::new().ptr(table).ptr(local).ptr(all).u64(count as u64))
+}
+
+/// `tutti_peer_sum_add_rmsnorm`
+#[must_use]
+pub(super) fn peer_sum_add_rmsnorm(table: DevicePtr, io: &FusedNorm) -> Call {
+    let args = Args::new().ptr(table).ptr(io.data).ptr(io.residual).ptr(io.weight).ptr(io.out.ptr);
+    let args = words(args, [io.width, io.out.stride]).f32(io.eps);
+    let args = word(args, io.rows).ptr(io.live);
+    call(PEER_SUM_ADD_RMSNORM, (io.rows.min(PEER_BLOCKS), 1, 1), 512, args)
 }
 
 /// `tutti_to_f32`
@@ -541,12 +579,30 @@ pub fn logprobs(
     call(LOGPROBS, (rows, 1, 1), 1024, args)
 }
 
-/// `tutti_argmax`
+/// `tutti_argmax`; ids begin with `first_id`.
 #[must_use]
-pub fn argmax(logits: Rows, out: DevicePtr, vocab: usize, rows: usize) -> Call {
+pub fn argmax(
+    logits: Rows,
+    out: DevicePtr,
+    (vocab, first_id): (usize, u32),
+    rows: usize,
+    live: Option<DevicePtr>,
+) -> Call {
     let args = Args::new().ptr(logits.ptr).ptr(out);
-    let args = words(args, [logits.stride, vocab]).u32(0).maybe(None);
+    let args = words(args, [logits.stride, vocab]).u32(first_id).maybe(live);
     call(ARGMAX, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_argmax_merge`
+#[must_use]
+pub fn argmax_merge(
+    found: DevicePtr,
+    out: DevicePtr,
+    (ranks, rows): (usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = words(Args::new().ptr(found).ptr(out), [ranks, rows]).ptr(live);
+    call(ARGMAX_MERGE, (rows.div_ceil(256), 1, 1), 256, args)
 }
 
 #[cfg(test)]

@@ -45,6 +45,7 @@ impl Wanted {
 
 const DRIVER_SYMBOLS: &[&str] = &[
     "cuCtxSetCurrent",
+    "cuDeviceCanAccessPeer",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
@@ -67,6 +68,9 @@ const DRIVER_SYMBOLS: &[&str] = &[
     "cuGraphInstantiateWithFlags",
     "cuGraphLaunch",
     "cuInit",
+    "cuIpcCloseMemHandle",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
     "cuLaunchKernelEx",
     "cuMemAllocHost_v2",
     "cuMemAlloc_v2",

@@ -6,6 +6,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::atomic::AtomicU32;
 
 use cudarc::driver::sys;
 
@@ -265,10 +266,26 @@ impl<T: Plain> Pinned<T> {
         unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
     }
 
+    /// Where kernels see an element: host and device have one address space.
+    #[must_use]
+    pub fn device_ptr(&self, index: usize) -> DevicePtr {
+        DevicePtr(self.data.as_ptr() as u64).offset(index * size_of::<T>())
+    }
+
     /// To be filled; not while an upload from it is in flight.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl Pinned<u32> {
+    /// A word that kernels, or other threads, may use at the same time.
+    #[must_use]
+    pub fn word(&self, index: usize) -> &AtomicU32 {
+        let at = &self.as_slice()[index];
+        // SAFETY: aligned and alive as long as `self`, and of memory that may be written.
+        unsafe { AtomicU32::from_ptr(std::ptr::from_ref(at).cast_mut()) }
     }
 }
 

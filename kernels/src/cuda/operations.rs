@@ -4,7 +4,7 @@
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
 use std::time::Duration;
 
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, Part, Which};
 use super::batch::{Capacity, Cut, live};
 use super::context::version_text;
 use super::device::Device;
@@ -16,6 +16,7 @@ use super::tensors::{
 use crate::backend::{
     AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable, StepInputs,
 };
+use crate::collective::Tally;
 use crate::cpu::check;
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
@@ -136,6 +137,7 @@ impl Backend for CudaBackend {
     }
 
     fn begin_step(&mut self, inputs: &StepInputs<'_>) -> Result<(), KernelError> {
+        self.apart = None;
         let rows = inputs.sample_rows.len();
         let Self { device, step, sampling, .. } = self;
         // Before anything is recorded: graphs keep these places.
@@ -531,6 +533,17 @@ impl Backend for CudaBackend {
         self.reduce(data)
     }
 
+    fn all_reduce_add_rmsnorm(
+        &mut self,
+        delta: &mut CudaBuffer,
+        residual: &mut CudaBuffer,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        self.reduce_add_rmsnorm(delta, residual, weight, eps, out)
+    }
+
     fn gather_logits(
         &mut self,
         local: &CudaBuffer,
@@ -545,6 +558,12 @@ impl Backend for CudaBackend {
 
     fn samples_everywhere(&self) -> bool {
         self.is_grouped()
+    }
+
+    fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
+        let apart = !self.alone && self.step.is_open() && self.step.may_be_in_parts();
+        self.apart = apart.then_some(Part { first_id, count });
+        apart
     }
 
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
@@ -602,5 +621,9 @@ impl Backend for CudaBackend {
 
     fn take_collective_time(&mut self) -> Duration {
         std::mem::take(&mut self.collective_time)
+    }
+
+    fn take_exchanged(&mut self) -> Tally {
+        std::mem::take(&mut self.exchanged)
     }
 }

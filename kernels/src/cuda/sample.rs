@@ -2,14 +2,14 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::backend::CudaBackend;
+use super::backend::{CudaBackend, Part, Which};
 use super::batch::{PARAMS, TOP_MAX, live};
 use super::device::{Device, Scratch};
 use super::launch::{self, Rows, SampleIo};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::Event;
 use super::tensors::{CudaBuffer, Element};
-use crate::backend::Buffer;
+use crate::backend::{Backend as _, Buffer};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
@@ -228,6 +228,7 @@ impl CudaBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         out.clear();
+        let vocab = self.apart.map_or(vocab, |part| part.count);
         let at = check("sample", logits, vocab, first_row, rows.len())?;
         if rows.is_empty() {
             return Ok(());
@@ -253,7 +254,10 @@ impl CudaBackend {
         rows: &[SampleRow<'_>],
     ) -> Result<usize, KernelError> {
         let staged = first_row == 0 && self.step.has_sampling(rows);
-        if staged && self.step.samples_within() {
+        if let Some(part) = self.apart {
+            ensure!("sample", staged, "rows that are not the step's, of logits on several ranks");
+            self.pick(logits, part, rows.len())?;
+        } else if staged && self.step.samples_within() {
             self.sample_in_graph(logits, vocab)?;
         } else {
             self.step.close(&self.device.stream)?;
@@ -278,6 +282,7 @@ impl CudaBackend {
         rows: &[SampleRow<'_>],
     ) -> Result<(), KernelError> {
         let op = "queue_sample";
+        let vocab = self.apart.map_or(vocab, |part| part.count);
         let at = check(op, logits, vocab, 0, rows.len())?;
         let lists = &self.step.lists;
         ensure!(
@@ -289,6 +294,31 @@ impl CudaBackend {
         let wanted = rows.iter().map(|row| row.params.logprobs).collect();
         self.sampling.queued.push_back((slot, wanted, Instant::now()));
         Ok(())
+    }
+
+    /// The largest logit of each row over all ranks: each looks at its own part of the vocabulary and
+    /// tells the others what it found. Then the graph runs, if it is one.
+    fn pick(&mut self, logits: Rows, part: Part, rows: usize) -> Result<(), KernelError> {
+        let op = "sample";
+        let Part { first_id, count } = part;
+        if !self.step.skips(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
+            let (rows, live) = self.step.launched_samples(op, rows)?;
+            let (bytes, ranks) = (rows * 8, self.world_size() as usize);
+            let own = self.scratch(Which::Best, (1 + ranks) * bytes)?;
+            let all = own.offset(bytes);
+            let Self { device, sampling, .. } = self;
+            let argmax = launch::argmax(logits, own, (count, first_id), rows, Some(live));
+            // SAFETY: the logits have as many rows and columns; the scratch was made for it.
+            unsafe { device.launch(argmax) }?;
+            let group = &device.context.group;
+            group.call(|group| group.all_gather(device, own, all, bytes)).unwrap_or(Ok(()))?;
+            let out = sampling.results()?.device.ptr();
+            let merge = launch::argmax_merge(all, out, (ranks, rows), live);
+            // SAFETY: results have room for the largest graph's rows, and for this step's.
+            unsafe { device.launch(merge) }?;
+        }
+        self.count(rows * 8);
+        self.step.close(&self.device.stream)
     }
 
     /// As the last part of a graph, which then runs.

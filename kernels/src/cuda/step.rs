@@ -29,6 +29,8 @@ pub(super) struct GraphKey {
     splits: u32,
     /// Sampling is part of it.
     samples: bool,
+    /// Each rank looks at its own logits.
+    parts: bool,
 }
 
 /// A graph and the calls it was made of.
@@ -93,6 +95,10 @@ pub(super) struct Step {
     graphs_off: Option<String>,
     /// Why there are none for now.
     graphs_rest: Option<&'static str>,
+    /// Ranks can tell each other the best of their own logits.
+    parts: bool,
+    /// Nobody wants to know more of the step's rows than a token each.
+    is_plain: bool,
     mode: Mode,
     /// What the mode will be once the step is open.
     planned: Mode,
@@ -120,6 +126,8 @@ impl Step {
             graphs: StagedCache::new(GRAPHS_MAX),
             graphs_off: (!graphs).then(|| "they are switched off".to_owned()),
             graphs_rest: None,
+            parts: false,
+            is_plain: false,
             mode: Mode::Loose,
             planned: Mode::Loose,
             signature: 0,
@@ -165,6 +173,16 @@ impl Step {
     pub(super) fn use_graphs(&mut self, not: Option<&'static str>) {
         self.graphs.clear();
         self.graphs_rest = not;
+    }
+
+    /// Whether ranks can tell each other the best of their own logits.
+    pub(super) fn allow_parts(&mut self, parts: bool) {
+        self.parts = parts;
+    }
+
+    /// Whether the step's tokens can be chosen without anybody's seeing all logits.
+    pub(super) fn may_be_in_parts(&self) -> bool {
+        self.parts && self.is_plain && self.lists.greedy
     }
 
     /// For people: how many graphs there are, or why there are none.
@@ -236,6 +254,7 @@ impl Step {
             return Err(KernelError::Shape { op: "begin_step", message });
         }
         self.lists.pack(inputs.sampling)?;
+        self.is_plain = inputs.is_plain;
         let found = sizes(inputs.ids.len(), &inputs.batch, cut, inputs.sample_rows.len());
         let key = self.key(inputs, &found);
         let stage = key.map(|key| self.graphs.stage(key));
@@ -296,6 +315,7 @@ impl Step {
         Some(GraphKey {
             rows: decode_bucket(rows, rows_max)?,
             splits: splits(context),
+            parts: self.may_be_in_parts(),
             samples: !self.lists.edits && self.lists.top == 0 && !inputs.sampling.is_empty(),
         })
     }

@@ -8,10 +8,11 @@ use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
 use super::labels::{
-    ADAPTER, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, HOST, Label, LabelValue,
-    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME,
-    NODE, NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA, ROUTE,
-    RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, HOST, Label,
+    LabelValue, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal,
+    Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA,
+    ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER,
+    WaitingReason,
 };
 
 mod buckets;
@@ -271,7 +272,14 @@ catalogue! {
         model [RANK, REPLICA, WORKER], EveryRank, "Forward pass without collectives, per step.";
     histogram(STEP_SECONDS) RANK_COLLECTIVE: "tutti_rank_collective_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
-        "Waiting for and exchanging with other ranks, per step.";
+        "Waiting for and exchanging with other ranks, per step; not where GPUs exchange data by themselves, within graphs: it is part of the forward pass there, and nobody knows how much.";
+    counter RANK_COLLECTIVE_BYTES: "tutti_rank_collective_bytes_total", Bytes,
+        model [ALGORITHM, RANK, REPLICA, WORKER], EveryRank,
+        "Bytes of partial sums and logits that a rank gave to exchanges with other ranks, by how it did: host (through host memory or TCP), nccl.",
+        when "replicas have several ranks";
+    counter RANK_COLLECTIVE_ABORTS: "tutti_rank_collective_aborts_total", Events,
+        model [RANK, REPLICA, WORKER], EveryRank,
+        "Exchanges with other ranks that were broken off: aborted, failed, or not finished in time.";
     histogram(STEP_SECONDS) RANK_SAMPLE: "tutti_rank_sample_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank, "Choosing tokens, per step.";
     histogram(STEP_SECONDS) RANK_IDLE: "tutti_rank_idle_seconds", Seconds,

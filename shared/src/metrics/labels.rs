@@ -33,6 +33,8 @@ pub const MAX_LABEL_VALUE_BYTES: usize = 128;
 pub const REPLICA: Label = Label::open("replica");
 /// Rank within the replica, 0-based.
 pub const RANK: Label = Label::open(RANK_NAME);
+/// How ranks exchange data: a name of the program's own.
+pub const ALGORITHM: Label = Label::open("algorithm");
 /// The worker's slot, stable over its restarts.
 pub const WORKER: Label = Label::open(WORKER_NAME);
 /// The pattern of an HTTP route, not the requested path.

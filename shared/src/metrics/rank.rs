@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use super::application::Metrics;
 use super::catalogue::{
-    RANK_COLLECTIVE, RANK_FORWARD, RANK_IDLE, RANK_LOAD, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
+    RANK_COLLECTIVE, RANK_COLLECTIVE_ABORTS, RANK_COLLECTIVE_BYTES, RANK_FORWARD, RANK_IDLE,
+    RANK_LOAD, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
 };
-use super::local::{Gauge, Histogram, LocalStats, SharedStats};
+use super::local::{Counter, Gauge, Histogram, LocalStats, SharedStats};
 use super::snapshot::{SnapshotError, encode_snapshot};
 use crate::ids::{ReplicaId, WorkerId};
 use crate::protocol::{StepTimings, WorkerStats};
@@ -30,9 +31,16 @@ pub struct RankStats {
 #[derive(Debug)]
 struct Handles {
     rank: u32,
+    /// Rank, replica, worker.
+    labels: [String; 3],
     step: Histogram,
     forward: Histogram,
     collective: Histogram,
+    /// It is known how long exchanges take.
+    is_timed: bool,
+    broken_off: Counter,
+    /// By algorithm, as they come up.
+    exchanged: Vec<(&'static str, Counter)>,
     sample: Histogram,
     idle: Histogram,
     weights: Gauge,
@@ -74,14 +82,19 @@ impl RankStats {
         let stats = &mut self.stats;
         let handles = Handles {
             rank,
+            labels: [const { String::new() }; 3],
             step: stats.histogram(RANK_STEP, labels),
             forward: stats.histogram(RANK_FORWARD, labels),
             collective: stats.histogram(RANK_COLLECTIVE, labels),
+            is_timed: true,
+            broken_off: stats.counter(RANK_COLLECTIVE_ABORTS, labels),
+            exchanged: Vec::new(),
             sample: stats.histogram(RANK_SAMPLE, labels),
             idle: stats.histogram(RANK_IDLE, labels),
             weights: stats.gauge(RANK_WEIGHTS, labels),
             load: stats.gauge(RANK_LOAD, labels),
         };
+        let handles = Handles { labels: values, ..handles };
         stats.set(handles.weights, weight_bytes as f64);
         stats.set(handles.load, load.as_secs_f64());
         self.rank = Some(handles);
@@ -101,10 +114,43 @@ impl RankStats {
         let micros = Duration::from_micros;
         self.stats.observe_duration(rank.step, micros(timings.step_us));
         self.stats.observe_duration(rank.forward, micros(timings.forward_us));
-        self.stats.observe_duration(rank.collective, micros(timings.collective_us));
+        if rank.is_timed {
+            self.stats.observe_duration(rank.collective, micros(timings.collective_us));
+        }
         self.stats.observe_duration(rank.idle, micros(timings.idle_us));
         if rank.rank == 0 || timings.sample_us > 0 {
             self.stats.observe_duration(rank.sample, micros(timings.sample_us));
+        }
+    }
+
+    /// The rank gave `bytes` to exchanges with other ranks, by `algorithm`.
+    pub fn exchanged(&mut self, algorithm: &'static str, bytes: u64) {
+        let Some(rank) = &mut self.rank else { return };
+        let known = rank.exchanged.iter().find(|(known, _)| *known == algorithm);
+        let counter = match known {
+            Some((_, counter)) => *counter,
+            None => {
+                let [number, replica, worker] = &rank.labels;
+                let labels = [algorithm, number.as_str(), replica.as_str(), worker.as_str()];
+                let counter = self.stats.counter(RANK_COLLECTIVE_BYTES, labels);
+                rank.exchanged.push((algorithm, counter));
+                counter
+            }
+        };
+        self.stats.add(counter, bytes);
+    }
+
+    /// So many exchanges with other ranks were broken off.
+    pub fn broken_off(&mut self, count: u64) {
+        if let Some(rank) = &self.rank {
+            self.stats.add(rank.broken_off, count);
+        }
+    }
+
+    /// Whether the steps' timings tell how long exchanges took.
+    pub fn times_exchanges(&mut self, does: bool) {
+        if let Some(rank) = &mut self.rank {
+            rank.is_timed = does;
         }
     }
 

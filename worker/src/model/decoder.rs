@@ -136,17 +136,12 @@ impl<B: Backend> Decoder<B> {
         if sharded {
             backend.all_reduce(&mut buffers.residual)?;
         }
-        let mut delta = None;
+        // What the next norm has to add is in `deltas[0]`, and there is something.
+        let mut pending = false;
         for (index, layer) in weights.layers.iter().enumerate() {
             let sliding_window = config.sliding_windows[index];
             let attention = &AttentionShape { sliding_window, ..*attention };
-            backend.add_rmsnorm(
-                &mut buffers.residual,
-                delta,
-                &layer.input_norm,
-                eps,
-                &mut buffers.normed,
-            )?;
+            add_norm(backend, buffers, pending, &layer.input_norm, eps, sharded)?;
             backend.qkv_rope_write(
                 &buffers.normed,
                 &layer.qkv,
@@ -167,28 +162,16 @@ impl<B: Backend> Decoder<B> {
             )?;
             let bias = layer.output_bias.as_ref();
             let deltas = &mut buffers.deltas;
-            row_parallel(backend, &buffers.attended, &layer.output, bias, deltas, sharded)?;
-            backend.add_rmsnorm(
-                &mut buffers.residual,
-                buffers.deltas.first(),
-                &layer.post_norm,
-                eps,
-                &mut buffers.normed,
-            )?;
+            row_parallel(backend, &buffers.attended, &layer.output, bias, deltas)?;
+            add_norm(backend, buffers, true, &layer.post_norm, eps, sharded)?;
             let bias = layer.gate_up_bias.as_ref();
             backend.gate_up_silu(&buffers.normed, &layer.gate_up, bias, &mut buffers.inner)?;
             let bias = layer.down_bias.as_ref();
             let deltas = &mut buffers.deltas;
-            row_parallel(backend, &buffers.inner, &layer.down, bias, deltas, sharded)?;
-            delta = buffers.deltas.first();
+            row_parallel(backend, &buffers.inner, &layer.down, bias, deltas)?;
+            pending = true;
         }
-        backend.add_rmsnorm(
-            &mut buffers.residual,
-            delta,
-            &weights.final_norm,
-            eps,
-            &mut buffers.normed,
-        )
+        add_norm(backend, buffers, pending, &weights.final_norm, eps, sharded)
     }
 
     /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
@@ -203,13 +186,36 @@ impl<B: Backend> Decoder<B> {
         if shard.degree == 1 {
             return Ok(&buffers.logits_local);
         }
+        let (vocab, others) = (self.config.vocab_size, shard.vocab_width * (shard.degree - 1));
+        let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
+        if others < vocab && backend.keeps_logits_apart(first_id, shard.vocab.len()) {
+            return Ok(&buffers.logits_local);
+        }
         backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
         Ok(&buffers.logits)
     }
 }
 
-/// `deltas[0] = sum over all ranks of x W^T + bias`, where the columns of `W` are this rank's part
-/// of the whole. Its own parts are added up as a binary tree, as ranks are: with the parts of
+/// `residual += deltas[0]` of all ranks, if there is something `pending`; `normed` = its norm.
+fn add_norm<B: Backend>(
+    backend: &mut B,
+    buffers: &mut Buffers<B>,
+    pending: bool,
+    weight: &B::Vector,
+    eps: f32,
+    sharded: bool,
+) -> Result<(), KernelError> {
+    let Buffers { residual, normed, deltas, .. } = buffers;
+    match deltas.first_mut().filter(|_| pending) {
+        Some(delta) if sharded => {
+            backend.all_reduce_add_rmsnorm(delta, residual, weight, eps, normed)
+        }
+        delta => backend.add_rmsnorm(residual, delta.map(|delta| &*delta), weight, eps, normed),
+    }
+}
+
+/// `deltas[0] = x W^T + bias`, where the columns of `W` are this rank's part of the whole, so that
+/// all ranks' are still to be added up. Its own parts are added up as a binary tree, as ranks are: with the parts of
 /// several ranks in one, the sum has the same bits as theirs.
 fn row_parallel<B: Backend>(
     backend: &mut B,
@@ -217,7 +223,6 @@ fn row_parallel<B: Backend>(
     parts: &[B::Matrix],
     bias: Option<&B::Vector>,
     deltas: &mut [B::Buffer],
-    sharded: bool,
 ) -> Result<(), KernelError> {
     if let ([whole], [delta, ..]) = (parts, &mut *deltas) {
         backend.linear(x, whole, bias, delta)?;
@@ -239,8 +244,5 @@ fn row_parallel<B: Backend>(
             }
         }
     }
-    match deltas.first_mut() {
-        Some(delta) if sharded => backend.all_reduce(delta),
-        _ => Ok(()),
-    }
+    Ok(())
 }

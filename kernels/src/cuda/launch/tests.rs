@@ -76,6 +76,16 @@ fn all() -> Vec<Call> {
         top: None,
         top_stride: 0,
     };
+    let fused = FusedNorm {
+        data: ptr,
+        residual: ptr,
+        weight: ptr,
+        out: rows,
+        width: 64,
+        eps: 1e-5,
+        rows: 3,
+        live: ptr,
+    };
     let mut calls = vec![
         embed(ptr, (ptr, 9), rows, 64, 0, 3, ptr),
         add_rmsnorm((ptr, None), ptr, rows, 64, 1e-5, 3, ptr),
@@ -89,7 +99,12 @@ fn all() -> Vec<Call> {
         attention_any(&io, &shape(80, 8, 2), ptr, 3, ptr),
         sample(&sampling, 100, 3, None),
         logprobs(rows, ptr, ptr, None, (100, 0, 3)),
-        argmax(rows, ptr, 100, 3),
+        peer_sum(ptr, ptr, 5000, false),
+        peer_sum(ptr, ptr, 5000, true),
+        peer_gather(ptr, ptr, ptr, 5000),
+        peer_sum_add_rmsnorm(ptr, &fused),
+        argmax(rows, ptr, (100, 5), 3, Some(ptr)),
+        argmax_merge(ptr, ptr, (2, 3), ptr),
         interleave_ranks(ptr, rows, (2, 3, 100), ptr),
     ];
     for head_dim in HEAD_DIMS {

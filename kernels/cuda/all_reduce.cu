@@ -1,0 +1,414 @@
+// Sums and gathers over GPUs that see each other's memory, by kernels of this project: quicker for
+// small messages than a library that has to be right for all, and able to leave when a rank is gone.
+//
+// Everything is made of one step, the exchange. In it every rank pushes data into a slot of its own
+// at each of the others, raises a flag there, and waits for their flags; then all that was pushed
+// to it lies in its own memory. Blocks do not know of each other: block b of a rank exchanges with
+// block b of the other ranks, by slots, flags and a count of exchanges (rounds) of its own.
+//
+// - A flag is the number of the round, which only grows, so none is ever set back, a flag that is
+//   ahead is as good as the one waited for, and replays of a graph go on where the last one ended.
+// - Slots alternate between two halves by the round's parity, and nobody waits until a slot has
+//   been read. Two halves suffice: rank A writes round n + 2 into the half of round n after its
+//   wait of round n + 1, so after it has seen B's flag of round n + 1. B raised that flag (release)
+//   after its threads had met at a barrier, behind all their reads of round n. So B's reads are
+//   over before A's writes begin. (With one half they need not be: A may write round n + 1 when B
+//   has just raised its flag of round n, and not read yet.)
+// - A wait ends when the flag is there, when the host says so, or when its time is over. The block
+//   then says what happened, sets a word that keeps later launches from beginning, and leaves:
+//   nothing is left spinning. Threads decide that together, so none is left at a barrier.
+//
+// Launches may wait long, so they release the next kernel only after their last exchange: blocks
+// of it that sit and wait could keep the other rank's kernels from a GPU that both share.
+#include "rows.cuh"
+
+namespace tutti {
+namespace {
+
+// Loops that are not to be unrolled say so: a thread of such blocks has 128 registers.
+constexpr uint32_t PEER_THREADS = 512;
+// Looks at a flag between two looks at the clock and at the host's word, which is across the bus.
+constexpr uint32_t POLLS = 64;
+
+// What a block knows of its exchanges.
+struct Lane {
+    const TuttiPeers* peers;
+    uint32_t rank, ranks, slot, blocks;
+    uint64_t round;
+};
+
+// This block's exchanges go on. False, for all threads of the block, when they are over for good.
+__device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
+    lane->peers = peers;
+    lane->rank = peers->rank;
+    lane->ranks = peers->ranks;
+    lane->slot = peers->slot;
+    lane->blocks = peers->blocks;
+    lane->round = reinterpret_cast<const uint64_t*>(peers->rounds)[blockIdx.x] + 1;
+    return all_of_block(load_word(reinterpret_cast<const uint32_t*>(peers->failed)) == 0);
+}
+
+// Behind the last exchange: `round` is the one that would be next.
+__device__ __forceinline__ void end(const Lane& lane) {
+    if (threadIdx.x == 0) {
+        reinterpret_cast<uint64_t*>(lane.peers->rounds)[blockIdx.x] = lane.round - 1;
+    }
+}
+
+// Rank `at`'s slot for what rank `from` pushes in this round.
+__device__ __forceinline__ float* slot_of(const Lane& lane, uint32_t at, uint32_t from) {
+    // All slots of a rank are less than 2^32 elements.
+    const uint32_t half = static_cast<uint32_t>(lane.round % 2);
+    const uint32_t index = (half * lane.blocks + blockIdx.x) * lane.ranks + from;
+    return reinterpret_cast<float*>(lane.peers->slots[at]) + index * lane.slot;
+}
+
+__device__ __forceinline__ uint64_t* flag_of(const Lane& lane, uint32_t at, uint32_t from) {
+    return reinterpret_cast<uint64_t*>(lane.peers->flags[at]) +
+           static_cast<uint64_t>(blockIdx.x) * lane.ranks + from;
+}
+
+__device__ __forceinline__ void say(const TuttiPeers* peers, uint32_t outcome) {
+    store_word(reinterpret_cast<uint32_t*>(peers->failed), 1);
+    store_word(reinterpret_cast<uint32_t*>(peers->outcome), outcome);
+}
+
+// Waits for rank `from`'s flag of this round.
+__device__ __forceinline__ bool wait_for(const Lane& lane, uint32_t from) {
+    const TuttiPeers* peers = lane.peers;
+    const uint64_t* flag = flag_of(lane, lane.rank, from);
+    const uint64_t began = nanoseconds();
+    while (true) {
+#pragma unroll 1
+        for (uint32_t poll = 0; poll < POLLS; poll++) {
+            if (load_acquire(flag) >= lane.round) {
+                return true;
+            }
+        }
+        if (load_word(reinterpret_cast<const uint32_t*>(peers->abort)) != 0) {
+            say(peers, TUTTI_PEERS_ABORTED | from);
+            return false;
+        }
+        if (nanoseconds() - began > peers->spin_ns) {
+            say(peers, TUTTI_PEERS_TIMEOUT | from);
+            return false;
+        }
+    }
+}
+
+// Behind the pushes of a round: true once all that was pushed here can be taken.
+__device__ __forceinline__ bool exchange(const Lane& lane) {
+    // All threads' pushes, and what they took in the round before, come before the flags.
+    __syncthreads();
+    const uint32_t peer = threadIdx.x;
+    bool there = true;
+    if (peer < lane.ranks && peer != lane.rank) {
+        store_release(flag_of(lane, peer, lane.rank), lane.round);
+        there = wait_for(lane, peer);
+    }
+    return all_of_block(there);
+}
+
+// The sum over the ranks of the 4 elements `at` of their slots, `own` being this rank's.
+template <uint32_t RANKS>
+__device__ __forceinline__ float4 tree(const Lane& lane, uint32_t at, float4 own) {
+    const float* slots = slot_of(lane, lane.rank, 0) + at;
+    float4 v[RANKS];
+#pragma unroll
+    for (uint32_t rank = 0; rank < RANKS; rank++) {
+        v[rank] = rank == lane.rank
+                      ? own
+                      : take(reinterpret_cast<const float4*>(slots + rank * lane.slot));
+    }
+#pragma unroll
+    for (uint32_t apart = 1; apart < RANKS; apart *= 2) {
+#pragma unroll
+        for (uint32_t rank = 0; rank < RANKS; rank += 2 * apart) {
+            v[rank] = add4(v[rank], v[rank + apart]);
+        }
+    }
+    return v[0];
+}
+
+// 4 elements to all other ranks' slots.
+__device__ __forceinline__ void push_to_all(const Lane& lane, uint32_t at, float4 v) {
+#pragma unroll 1
+    for (uint32_t i = 1; i < lane.ranks; i++) {
+        // Not all ranks to the same one at the same time.
+        const uint32_t peer = (lane.rank + i) % lane.ranks;
+        push(reinterpret_cast<float4*>(slot_of(lane, peer, lane.rank) + at), v);
+    }
+}
+
+// 4 elements of an array of `count`, zeros behind its end.
+__device__ __forceinline__ float4 load_within(const float* data, uint64_t at, uint64_t count) {
+    if (at + 4 <= count) {
+        return load4(data + at);
+    }
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (at < count) {
+        v.x = data[at];
+        v.y = at + 1 < count ? data[at + 1] : 0.0f;
+        v.z = at + 2 < count ? data[at + 2] : 0.0f;
+    }
+    return v;
+}
+
+// `whole`: `data` is aligned to 16 bytes.
+__device__ __forceinline__ void store_within(float* data, uint64_t at, uint64_t count, bool whole,
+                                             float4 v) {
+    if (whole && at + 4 <= count) {
+        store4(data + at, v);
+        return;
+    }
+    const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        if (at + i < count) {
+            data[at + i] = values[i];
+        }
+    }
+}
+
+// How many of `count` elements a block takes per exchange: alike for all, a multiple of `unit`.
+__device__ __forceinline__ uint64_t share(uint64_t count, uint32_t unit, uint64_t most) {
+    const uint64_t units = (count + unit - 1) / unit;
+    const uint64_t even = (units + gridDim.x - 1) / gridDim.x * unit;
+    return even < most ? even : most;
+}
+
+__device__ __forceinline__ uint32_t at_most(uint64_t count, uint64_t most) {
+    return static_cast<uint32_t>(count < most ? count : most);
+}
+
+template <uint32_t RANKS>
+__device__ __forceinline__ bool sum_one_shot(Lane& lane, float* data, uint64_t count) {
+    const uint64_t piece = share(count, 4, lane.slot);
+    for (uint64_t first = blockIdx.x * piece; first < count; first += gridDim.x * piece) {
+        const uint32_t here = at_most(count - first, piece);
+        for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
+            push_to_all(lane, at, load_within(data, first + at, count));
+        }
+        if (!exchange(lane)) {
+            return false;
+        }
+        for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
+            const float4 own = load_within(data, first + at, count);
+            store_within(data, first + at, count, true, tree<RANKS>(lane, at, own));
+        }
+        lane.round++;
+    }
+    return true;
+}
+
+template <uint32_t RANKS>
+__device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t count) {
+    // A piece is cut into one part per rank, which that rank adds up.
+    const uint64_t piece = share(count, 4 * RANKS, static_cast<uint64_t>(lane.slot) * RANKS);
+    const uint32_t part = static_cast<uint32_t>(piece / RANKS);
+    for (uint64_t first = blockIdx.x * piece; first < count; first += gridDim.x * piece) {
+#pragma unroll 1
+        for (uint32_t i = 1; i < RANKS; i++) {
+            const uint32_t peer = (lane.rank + i) % RANKS;
+            float* slot = slot_of(lane, peer, lane.rank);
+            const uint64_t theirs = first + static_cast<uint64_t>(peer) * part;
+#pragma unroll 1
+            for (uint32_t at = threadIdx.x * 4; at < part && theirs + at < count;
+                 at += blockDim.x * 4) {
+                push(reinterpret_cast<float4*>(slot + at), load_within(data, theirs + at, count));
+            }
+        }
+        if (!exchange(lane)) {
+            return false;
+        }
+        const uint64_t mine = first + static_cast<uint64_t>(lane.rank) * part;
+        Lane next = lane;
+        next.round++;
+#pragma unroll 1
+        for (uint32_t at = threadIdx.x * 4; at < part && mine + at < count; at += blockDim.x * 4) {
+            const float4 sum = tree<RANKS>(lane, at, load_within(data, mine + at, count));
+            store_within(data, mine + at, count, true, sum);
+            push_to_all(next, at, sum);
+        }
+        lane.round++;
+        if (!exchange(lane)) {
+            return false;
+        }
+#pragma unroll 1
+        for (uint32_t i = 1; i < RANKS; i++) {
+            const uint32_t peer = (lane.rank + i) % RANKS;
+            const float* slot = slot_of(lane, lane.rank, peer);
+            const uint64_t theirs = first + static_cast<uint64_t>(peer) * part;
+#pragma unroll 1
+            for (uint32_t at = threadIdx.x * 4; at < part && theirs + at < count;
+                 at += blockDim.x * 4) {
+                store_within(data, theirs + at, count, true,
+                             take(reinterpret_cast<const float4*>(slot + at)));
+            }
+        }
+        lane.round++;
+    }
+    return true;
+}
+
+template <uint32_t RANKS>
+__device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, float* residual,
+                                                const float* weight, tutti_bf16* out,
+                                                uint32_t width, uint32_t out_stride, float eps,
+                                                uint32_t rows, float* scratch) {
+    // A block has the rows blockIdx.x, + gridDim.x, ..; as many per exchange as fit into a slot.
+    const uint32_t at_once = lane.slot / width;
+    for (uint32_t first = blockIdx.x; first < rows;) {
+        const uint32_t left = divide_up(rows - first, gridDim.x);
+        const uint32_t here = left < at_once ? left : at_once;
+        for (uint32_t i = 0; i < here; i++) {
+            const float* row = data + static_cast<size_t>(first + i * gridDim.x) * width;
+            for (uint32_t at = threadIdx.x * 4; at < width; at += NORM_THREADS * 4) {
+                push_to_all(lane, i * width + at, load4(row + at));
+            }
+        }
+        if (!exchange(lane)) {
+            return false;
+        }
+        for (uint32_t i = 0; i < here; i++) {
+            const size_t index = first + i * gridDim.x;
+            const float* row = data + index * width;
+            float* r = residual + index * width;
+            const auto fetch = [&](uint32_t at, float4 v) {
+                v = add4(v, tree<RANKS>(lane, i * width + at, load4(row + at)));
+                store4(r + at, v);
+                return v;
+            };
+            add_rmsnorm_row(r, weight, out + index * out_stride, width, out_stride % 4 == 0, eps,
+                            scratch, fetch);
+            // `scratch` is used again.
+            __syncthreads();
+        }
+        lane.round++;
+        first += here * gridDim.x;
+    }
+    return true;
+}
+
+__device__ __forceinline__ bool gather(Lane& lane, const float* local, float* all,
+                                       uint64_t count) {
+    const bool whole = count % 4 == 0;
+    float* own = all + lane.rank * count;
+    const uint64_t piece = share(count, 4, lane.slot);
+    for (uint64_t first = blockIdx.x * piece; first < count; first += gridDim.x * piece) {
+        const uint32_t here = at_most(count - first, piece);
+#pragma unroll 1
+        for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
+            const float4 v = load_within(local, first + at, count);
+            push_to_all(lane, at, v);
+            store_within(own, first + at, count, whole, v);
+        }
+        if (!exchange(lane)) {
+            return false;
+        }
+#pragma unroll 1
+        for (uint32_t i = 1; i < lane.ranks; i++) {
+            const uint32_t peer = (lane.rank + i) % lane.ranks;
+            const float* slot = slot_of(lane, lane.rank, peer);
+#pragma unroll 1
+            for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
+                store_within(all + peer * count, first + at, count, whole,
+                             take(reinterpret_cast<const float4*>(slot + at)));
+            }
+        }
+        lane.round++;
+    }
+    return true;
+}
+
+}  // namespace
+}  // namespace tutti
+
+using namespace tutti;
+
+extern "C" __global__ void __launch_bounds__(PEER_THREADS)
+    tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count) {
+    wait_for_predecessors();
+    Lane lane;
+    if (!begin(peers, &lane)) {
+        return;
+    }
+    bool done;
+    switch (lane.ranks) {
+        case 2: done = sum_one_shot<2>(lane, data, count); break;
+        case 4: done = sum_one_shot<4>(lane, data, count); break;
+        default: done = sum_one_shot<8>(lane, data, count); break;
+    }
+    release_successors();
+    if (done) {
+        end(lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(PEER_THREADS)
+    tutti_peer_sum_two_shot(const TuttiPeers* peers, float* data, uint64_t count) {
+    wait_for_predecessors();
+    Lane lane;
+    if (!begin(peers, &lane)) {
+        return;
+    }
+    bool done;
+    switch (lane.ranks) {
+        case 2: done = sum_two_shot<2>(lane, data, count); break;
+        case 4: done = sum_two_shot<4>(lane, data, count); break;
+        default: done = sum_two_shot<8>(lane, data, count); break;
+    }
+    release_successors();
+    if (done) {
+        end(lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    tutti_peer_sum_add_rmsnorm(const TuttiPeers* peers, const float* data, float* residual,
+                               const float* weight, tutti_bf16* out, uint32_t width,
+                               uint32_t out_stride, float eps, uint32_t rows,
+                               const uint32_t* live) {
+    SHARED_ARRAY(float, scratch, NORM_WARPS);
+    wait_for_predecessors();
+    Lane lane;
+    if (!begin(peers, &lane)) {
+        return;
+    }
+    if (live != nullptr && *live < rows) {
+        rows = *live;
+    }
+    bool done;
+    switch (lane.ranks) {
+        case 2:
+            done = sum_add_rmsnorm<2>(lane, data, residual, weight, out, width, out_stride, eps,
+                                      rows, scratch);
+            break;
+        case 4:
+            done = sum_add_rmsnorm<4>(lane, data, residual, weight, out, width, out_stride, eps,
+                                      rows, scratch);
+            break;
+        default:
+            done = sum_add_rmsnorm<8>(lane, data, residual, weight, out, width, out_stride, eps,
+                                      rows, scratch);
+            break;
+    }
+    release_successors();
+    if (done) {
+        end(lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(PEER_THREADS)
+    tutti_peer_gather(const TuttiPeers* peers, const float* local, float* all, uint64_t count) {
+    wait_for_predecessors();
+    Lane lane;
+    if (!begin(peers, &lane)) {
+        return;
+    }
+    const bool done = gather(lane, local, all, count);
+    release_successors();
+    if (done) {
+        end(lane);
+    }
+}

@@ -1,0 +1,639 @@
+// Ranks that exchange data, under schedules that a seed decides: the sources of `all_reduce.cu`,
+// every thread of every block of every rank a fiber, one step at a time.
+//
+// A step runs one thread to its next access of memory that ranks share, its next barrier, or its
+// next meeting with its warp. Which thread is next, how long one block runs ahead of all others,
+// when pushed bytes become visible (in any order, at the latest when a flag is released that comes
+// after them), and whether a take still sees what was there at its thread's last acquire: all by
+// the seed. Each rank makes several launches in a row, of several kinds and sizes, on slots so
+// small that a launch needs many exchanges.
+//
+// Usage: ranks SCENARIO FROM COUNT [THREADS]: runs these seeds; the first that fails is named, with
+// what went wrong, and ends the program with status 1. Scenarios:
+// - whole: all results of all ranks are right, to the bit
+// - abort: the host's word is set at some step, for one rank or for all, of which one may be gone
+// - die: a rank stops for good; of its pushes some are lost
+// - freeze: a rank stops, and goes on when all others have ended
+// In the last three all end soon after, and whatever a rank holds to be a result is right.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../kernels.h"
+#include "block.h"
+#include "device.h"
+
+namespace {
+
+constexpr uint32_t RANKS_MAX = TUTTI_PEERS_MAX;
+constexpr uint64_t NEVER = ~uint64_t{0};
+// How long a block waits: where nothing happens to it, and once another was aborted.
+constexpr uint64_t FOR_EVER = uint64_t{1} << 40, SPIN_OF_ABORTED = 20000;
+
+class Random {
+   public:
+    explicit Random(uint64_t seed) : state(seed * 0x9e3779b97f4a7c15ull + 0x1234567) {}
+    uint64_t next() {
+        // SplitMix64.
+        uint64_t z = (state += 0x9e3779b97f4a7c15ull);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        return z ^ (z >> 31);
+    }
+    uint32_t below(uint64_t n) { return static_cast<uint32_t>(next() % n); }
+    template <class T>
+    T of(std::initializer_list<T> all) {
+        return all.begin()[below(all.size())];
+    }
+
+   private:
+    uint64_t state;
+};
+
+enum class Kind { sum, two_shot, norm, gather };
+
+// What every rank launches, alike.
+struct Launch {
+    Kind kind;
+    uint32_t grid, count, rows, live;
+};
+
+struct Pending {
+    float4* to;
+    float4 value;
+};
+
+// A block of a rank, and what of its pushes nobody sees yet.
+struct Running {
+    emulate::Block block;
+    uint32_t rank = 0;
+    bool busy = false;
+    // Of each thread: behind its last barrier. Of the block: before.
+    std::vector<std::vector<Pending>> own;
+    std::vector<Pending> ordered;
+    // What a take may see is no older than this.
+    std::vector<uint64_t> view;
+};
+
+struct Rank {
+    TuttiPeers table;
+    std::vector<uint64_t> rounds;
+    uint32_t failed = 0, abort = 0, outcome = 0;
+    float *data = nullptr, *more = nullptr, *weight = nullptr;
+    tutti_bf16* rows = nullptr;
+    uint32_t live = 0;
+    size_t launch = 0;
+    bool had_failed = false;
+    bool in_launch = false;
+    bool stopped = false;
+    uint32_t right = 0;
+    std::function<void()> kernel;
+    std::vector<std::unique_ptr<Running>> blocks;
+};
+
+std::string context;
+
+[[noreturn]] void wrong(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    printf("%s: ", context.c_str());
+    vprintf(format, args);
+    printf("\n");
+    va_end(args);
+    fflush(stdout);
+    _exit(1);
+}
+
+// Every value is a small whole number over a power of two times a sign, so that sums are not all
+// exact: a different order of additions gives other bits.
+float value_of(uint32_t rank, uint32_t launch, uint32_t index) {
+    Random random((uint64_t{rank} << 48) ^ (uint64_t{launch} << 32) ^ index);
+    const uint64_t bits = random.next();
+    return static_cast<float>(static_cast<int32_t>(bits % 2000001) - 1000000) *
+           exp2f(static_cast<float>(bits >> 40 & 15) - 20.0f);
+}
+
+// As kernels.h says it: (0 + 1) + (2 + 3).
+float tree_of(uint32_t first, uint32_t ranks, uint32_t launch, uint32_t index) {
+    if (ranks == 1) {
+        return value_of(first, launch, index);
+    }
+    const float left = tree_of(first, ranks / 2, launch, index);
+    return left + tree_of(first + ranks / 2, ranks / 2, launch, index);
+}
+
+bool same(float a, float b) { return memcmp(&a, &b, sizeof a) == 0; }
+
+constexpr uint32_t DATA_MAX = 8192;
+constexpr uint32_t BLOCKS_MAX = 3;
+constexpr uint32_t SLOT_MAX = 4096;
+
+class World : public emulate::PeerMemory {
+   public:
+    World() {
+        slots.resize(size_t{2} * RANKS_MAX * RANKS_MAX * BLOCKS_MAX * SLOT_MAX / 4);
+        old.resize(slots.size());
+        overwritten.resize(slots.size());
+        for (Rank& rank : ranks) {
+            rank.data = static_cast<float*>(emulate::guarded(DATA_MAX * 4, false));
+            rank.more = static_cast<float*>(emulate::guarded(RANKS_MAX * DATA_MAX * 4, false));
+            rank.weight = static_cast<float*>(emulate::guarded(DATA_MAX * 4, false));
+            rank.rows = static_cast<tutti_bf16*>(emulate::guarded(DATA_MAX * 2, false));
+            for (uint32_t i = 0; i < BLOCKS_MAX; i++) {
+                rank.blocks.push_back(std::make_unique<Running>());
+            }
+        }
+    }
+
+    void run(const std::string& scenario, uint64_t seed, uint32_t threads_wanted) {
+        set_up(scenario, seed, threads_wanted);
+        uint64_t frozen_until_ended = 0;
+        while (true) {
+            now++;
+            if (now == event_at) {
+                happen(scenario);
+            }
+            Running* block = next();
+            if (block == nullptr) {
+                if (scenario == "freeze" && ranks[victim].stopped && ++frozen_until_ended == 1) {
+                    // Late, it finds that it is over.
+                    ranks[victim].stopped = false;
+                    limit = now + patience();
+                    continue;
+                }
+                break;
+            }
+            if (now > limit) {
+                wrong("it does not end: after %llu steps rank %u is in launch %zu",
+                      static_cast<unsigned long long>(now), block->rank,
+                      ranks[block->rank].launch);
+            }
+            running = block;
+            if (!block->block.run_one(random.below(threads))) {
+                wrong("rank %u: no thread of a block can go on", block->rank);
+            }
+            leak();
+            if (block->block.is_done()) {
+                finish(*block);
+            }
+        }
+        check_the_end(scenario);
+    }
+
+    void push(void* to, const void* from) override {
+        touched("pushes");
+        Pending pending{static_cast<float4*>(to), {}};
+        memcpy(&pending.value, from, 16);
+        index_of(to);
+        running->own[thread()].push_back(pending);
+    }
+
+    void take(void* to, const void* from) override {
+        const size_t index = index_of(from);
+        const bool stale = overwritten[index] > running->view[thread()] && random.below(2) == 0;
+        memcpy(to, stale ? &old[index] : &slots[index], 16);
+    }
+
+    void store_release(uint64_t* at, uint64_t value) override {
+        touched("raises a flag");
+        check_flag(at);
+        become_visible(running->own[thread()]);
+        become_visible(running->ordered);
+        *at = value;
+    }
+
+    uint64_t load_acquire(const uint64_t* at) override {
+        check_flag(at);
+        running->view[thread()] = now;
+        return *at;
+    }
+
+    uint64_t nanoseconds() override { return now; }
+
+    void met() override {
+        uint64_t latest = 0;
+        for (std::vector<Pending>& own : running->own) {
+            running->ordered.insert(running->ordered.end(), own.begin(), own.end());
+            own.clear();
+        }
+        for (uint64_t view : running->view) {
+            latest = std::max(latest, view);
+        }
+        std::fill(running->view.begin(), running->view.end(), latest);
+    }
+
+    uint64_t steps() const { return now; }
+    uint64_t exchanges = 0;
+    uint64_t failures = 0;
+
+   private:
+    std::vector<float4> slots, old;
+    std::vector<uint64_t> overwritten, flags;
+    Rank ranks[RANKS_MAX];
+    uint32_t size = 0, threads = 0, slot = 0, blocks = 0, victim = 0;
+    std::vector<Launch> launches;
+    Random random{0};
+    uint64_t now = 0, event_at = NEVER, limit = 0, spin = 0;
+    uint32_t ahead = 1, left = 0, leaks = 0;
+    Running* running = nullptr;
+    Running* favourite = nullptr;
+
+    uint32_t thread() const { return emulate::thread_index.x; }
+
+    uint64_t patience() const {
+        // Every launch may wait its time, and look at the clock every 64 looks.
+        // Where it waits without end, the host ends it.
+        const uint64_t wait = spin == FOR_EVER ? SPIN_OF_ABORTED : spin;
+        return 200000 * uint64_t{size} * threads / 32 +
+               (wait + 100000) * uint64_t{size} * blocks * RANKS_MAX * 2;
+    }
+
+    void set_up(const std::string& scenario, uint64_t seed, uint32_t threads_wanted) {
+        random = Random(seed);
+        now = 0;
+        size = random.of({2u, 2u, 2u, 4u, 4u, 8u});
+        threads = threads_wanted;
+        blocks = 1 + random.below(BLOCKS_MAX);
+        slot = random.of({16u, 32u, 64u, 128u});
+        ahead = random.of({1u, 4u, 30u, 300u, 3000u});
+        leaks = random.of({0u, 1u, 8u, 64u});
+        left = 0;
+        favourite = nullptr;
+        victim = random.below(size);
+        spin = scenario == "whole" || scenario == "abort" ? FOR_EVER
+                                                          : 2000 + random.below(20000);
+        event_at = scenario == "whole" ? NEVER : 1 + random.below(random.of({300u, 3000u, 30000u}));
+        if (scenario == "whole") {
+            // All is as slow as the schedule makes it, but it ends.
+            limit = 50000000;
+        } else {
+            limit = event_at + patience() + 4000000;
+        }
+        launches.clear();
+        const uint32_t number = 2 + random.below(5);
+        for (uint32_t i = 0; i < number; i++) {
+            Launch launch{random.of({Kind::sum, Kind::two_shot, Kind::gather}), 0, 0, 0, 0};
+            if (threads == 512) {
+                launch.kind = random.of({Kind::norm, Kind::norm, Kind::sum});
+            }
+            launch.grid = 1 + random.below(blocks);
+            // A few exchanges per block, at most.
+            launch.count = 1 + random.below(std::min(slot * launch.grid * 3, DATA_MAX));
+            if (launch.kind == Kind::norm) {
+                slot = SLOT_MAX;
+                launch.rows = 1 + random.below(5);
+                launch.count = 4 * (1 + random.below(DATA_MAX / 4 / launch.rows));
+                launch.count = std::min(launch.count, slot);
+                launch.live = random.below(3) == 0 ? random.below(launch.rows + 1) : launch.rows;
+            }
+            launches.push_back(launch);
+        }
+        flags.assign(size_t{size} * blocks * size, 0);
+        const size_t per_rank = size_t{2} * blocks * size * slot / 4;
+        memset(slots.data(), 0xff, size * per_rank * 16);
+        memset(old.data(), 0xff, size * per_rank * 16);
+        std::fill_n(overwritten.begin(), size * per_rank, 0);
+        for (uint32_t r = 0; r < size; r++) {
+            Rank& rank = ranks[r];
+            rank.rounds.assign(blocks, 0);
+            rank.failed = rank.abort = rank.outcome = 0;
+            rank.launch = 0;
+            rank.in_launch = rank.stopped = false;
+            rank.right = 0;
+            TuttiPeers& table = rank.table;
+            memset(&table, 0xff, sizeof table);
+            for (uint32_t peer = 0; peer < size; peer++) {
+                table.slots[peer] = address(slots.data() + peer * per_rank);
+                table.flags[peer] = address(flags.data() + size_t{peer} * blocks * size);
+            }
+            table.rounds = address(rank.rounds.data());
+            table.failed = address(&rank.failed);
+            table.abort = address(&rank.abort);
+            table.outcome = address(&rank.outcome);
+            table.spin_ns = spin;
+            table.rank = r;
+            table.ranks = size;
+            table.slot = slot;
+            table.blocks = blocks;
+            for (std::unique_ptr<Running>& block : rank.blocks) {
+                block->rank = r;
+                block->busy = false;
+                block->own.assign(threads, {});
+                block->ordered.clear();
+                block->view.assign(threads, 0);
+            }
+        }
+    }
+
+    static uint64_t address(const void* at) { return reinterpret_cast<uintptr_t>(at); }
+
+    size_t index_of(const void* at) const {
+        const auto* cell = static_cast<const float4*>(at);
+        const size_t used = size_t{2} * size * blocks * size * slot / 4;
+        if (cell < slots.data() || cell >= slots.data() + used) {
+            wrong("rank %u reaches outside of the slots", running->rank);
+        }
+        return static_cast<size_t>(cell - slots.data());
+    }
+
+    void check_flag(const uint64_t* at) const {
+        if (at < flags.data() || at >= flags.data() + flags.size()) {
+            wrong("rank %u reaches outside of the flags", running->rank);
+        }
+    }
+
+    // Whoever has failed leaves the others alone.
+    void touched(const char* what) const {
+        if (ranks[running->rank].had_failed) {
+            wrong("rank %u %s in a launch after it has failed", running->rank, what);
+        }
+    }
+
+    void become_visible(const Pending& pending) {
+        const auto index = static_cast<size_t>(pending.to - slots.data());
+        old[index] = slots[index];
+        overwritten[index] = now;
+        slots[index] = pending.value;
+    }
+
+    void become_visible(std::vector<Pending>& all) {
+        for (const Pending& pending : all) {
+            become_visible(pending);
+        }
+        all.clear();
+    }
+
+    // Some push may be seen before any flag.
+    void leak() {
+        if (leaks == 0 || random.below(leaks) != 0) {
+            return;
+        }
+        Running& block = *ranks[random.below(size)].blocks[random.below(blocks)];
+        std::vector<Pending>& all =
+            random.below(2) == 0 ? block.ordered : block.own[random.below(threads)];
+        if (!all.empty()) {
+            std::swap(all[random.below(all.size())], all.back());
+            become_visible(all.back());
+            all.pop_back();
+        }
+    }
+
+    // The block to go on: mostly the one before.
+    Running* next() {
+        for (uint32_t r = 0; r < size; r++) {
+            if (!ranks[r].stopped && !ranks[r].in_launch && ranks[r].launch < launches.size()) {
+                launch(r);
+            }
+        }
+        if (left > 0 && favourite->busy && !ranks[favourite->rank].stopped) {
+            left--;
+            return favourite;
+        }
+        Running* candidates[RANKS_MAX * BLOCKS_MAX];
+        uint32_t count = 0;
+        for (uint32_t r = 0; r < size; r++) {
+            for (uint32_t b = 0; b < blocks; b++) {
+                if (ranks[r].blocks[b]->busy && !ranks[r].stopped) {
+                    candidates[count++] = ranks[r].blocks[b].get();
+                }
+            }
+        }
+        if (count == 0) {
+            return nullptr;
+        }
+        favourite = candidates[random.below(count)];
+        left = random.below(2 * ahead);
+        return favourite;
+    }
+
+    void launch(uint32_t r) {
+        Rank& rank = ranks[r];
+        const Launch& what = launches[rank.launch];
+        const auto number = static_cast<uint32_t>(rank.launch);
+        rank.in_launch = true;
+        rank.had_failed = rank.failed != 0;
+        const uint32_t count = what.kind == Kind::norm ? what.count * what.rows : what.count;
+        memset(rank.data, 0xff, DATA_MAX * 4);
+        memset(rank.more, 0xff, size_t{RANKS_MAX} * DATA_MAX * 4);
+        for (uint32_t i = 0; i < count; i++) {
+            rank.data[i] = value_of(r, number, i);
+        }
+        const auto* peers = &rank.table;
+        switch (what.kind) {
+            case Kind::sum:
+                rank.kernel = [&rank, peers, count] { tutti_peer_sum(peers, rank.data, count); };
+                break;
+            case Kind::two_shot:
+                rank.kernel = [&rank, peers, count] {
+                    tutti_peer_sum_two_shot(peers, rank.data, count);
+                };
+                break;
+            case Kind::gather:
+                rank.kernel = [&rank, peers, count] {
+                    tutti_peer_gather(peers, rank.data, rank.more, count);
+                };
+                break;
+            case Kind::norm:
+                for (uint32_t i = 0; i < count; i++) {
+                    rank.more[i] = value_of(100, number, i);
+                }
+                for (uint32_t i = 0; i < what.count; i++) {
+                    rank.weight[i] = value_of(101, number, i);
+                }
+                memset(rank.rows, 0xff, DATA_MAX * 2);
+                rank.live = what.live;
+                rank.kernel = [&rank, peers, what] {
+                    tutti_peer_sum_add_rmsnorm(peers, rank.data, rank.more, rank.weight, rank.rows,
+                                               what.count, what.count, 1e-5f, what.rows,
+                                               what.live == what.rows ? nullptr : &rank.live);
+                };
+                break;
+        }
+        const emulate::Settings settings{{what.grid, 1, 1}, threads, 0, 0};
+        for (uint32_t b = 0; b < what.grid; b++) {
+            Running& block = *rank.blocks[b];
+            block.busy = true;
+            std::fill(block.view.begin(), block.view.end(), now);
+            block.block.begin(settings, {b, 0, 0}, rank.kernel);
+        }
+    }
+
+    // A block has ended; with the last one the launch has, and all it did is visible.
+    void finish(Running& ended) {
+        Rank& rank = ranks[ended.rank];
+        ended.busy = false;
+        for (const std::unique_ptr<Running>& block : rank.blocks) {
+            if (block->busy) {
+                return;
+            }
+        }
+        for (const std::unique_ptr<Running>& block : rank.blocks) {
+            become_visible(block->ordered);
+            for (std::vector<Pending>& own : block->own) {
+                become_visible(own);
+            }
+        }
+        if (rank.outcome == 0) {
+            check(ended.rank);
+            rank.right++;
+            exchanges++;
+        } else if (rank.failed == 0) {
+            wrong("rank %u has an outcome, but its next launches do not know", ended.rank);
+        }
+        rank.in_launch = false;
+        rank.launch++;
+    }
+
+    void check(uint32_t r) {
+        const Rank& rank = ranks[r];
+        const Launch& what = launches[rank.launch];
+        const auto number = static_cast<uint32_t>(rank.launch);
+        const auto expect = [&](const char* name, uint32_t i, float found, float wanted) {
+            if (!same(found, wanted)) {
+                wrong("rank %u of %u, launch %u (kind %d, %u elements, grid %u): %s[%u] is %g, not "
+                      "%g",
+                      r, size, number, static_cast<int>(what.kind), what.count, what.grid, name, i,
+                      static_cast<double>(found), static_cast<double>(wanted));
+            }
+        };
+        switch (what.kind) {
+            case Kind::sum:
+            case Kind::two_shot:
+                for (uint32_t i = 0; i < what.count; i++) {
+                    expect("data", i, rank.data[i], tree_of(0, size, number, i));
+                }
+                for (uint32_t i = what.count; i < DATA_MAX; i++) {
+                    expect("padding", i, rank.data[i], __uint_as_float(0xffffffffu));
+                }
+                break;
+            case Kind::gather:
+                for (uint32_t from = 0; from < size; from++) {
+                    for (uint32_t i = 0; i < what.count; i++) {
+                        const uint32_t at = from * what.count + i;
+                        expect("all", at, rank.more[at], value_of(from, number, i));
+                    }
+                }
+                break;
+            case Kind::norm: check_norm(rank, what, number, expect); break;
+        }
+    }
+
+    // Against the kernels that do the same one after the other.
+    template <class Expect>
+    void check_norm(const Rank& rank, const Launch& what, uint32_t number, const Expect& expect) {
+        static std::vector<float> residual(DATA_MAX), sums(DATA_MAX);
+        static std::vector<tutti_bf16> out(DATA_MAX + 8);
+        const uint32_t live = what.live * what.count;
+        for (uint32_t i = 0; i < what.rows * what.count; i++) {
+            sums[i] = tree_of(0, size, number, i);
+            residual[i] = value_of(100, number, i);
+        }
+        std::fill(out.begin(), out.end(), 0xffff);
+        auto* memory = std::exchange(emulate::peer_memory, nullptr);
+        tutti_bf16* to = out.data();
+        while (address(to) % 16 != 0) {
+            to++;
+        }
+        if (what.live > 0) {
+            // Aligned as vectors of float are not.
+            static auto* r = static_cast<float*>(emulate::guarded(DATA_MAX * 4, false));
+            static auto* d = static_cast<float*>(emulate::guarded(DATA_MAX * 4, false));
+            memcpy(r, residual.data(), DATA_MAX * 4);
+            memcpy(d, sums.data(), DATA_MAX * 4);
+            emulate::run_grid({{what.live, 1, 1}, 512, 0, 0}, [&] {
+                tutti_add_rmsnorm(r, d, rank.weight, to, what.count, what.count, 1e-5f, nullptr);
+            });
+            memcpy(residual.data(), r, DATA_MAX * 4);
+        }
+        emulate::peer_memory = memory;
+        for (uint32_t i = 0; i < what.rows * what.count; i++) {
+            expect("residual", i, rank.more[i], residual[i]);
+            const auto wide = [](tutti_bf16 x) {
+                return __uint_as_float(static_cast<uint32_t>(x) << 16);
+            };
+            expect("out", i, wide(rank.rows[i]), wide(i < live ? to[i] : 0xffff));
+        }
+    }
+
+    void happen(const std::string& scenario) {
+        if (scenario == "abort") {
+            const bool all = random.below(2) == 0;
+            for (uint32_t r = 0; r < size; r++) {
+                if (all || r == victim) {
+                    ranks[r].abort = 1;
+                }
+            }
+            // Where all are told, one may be gone, and only the host's word ends the others.
+            ranks[victim].stopped = all && random.below(2) == 0;
+            // Where only one is told, the others notice by their clocks.
+            for (uint32_t r = 0; r < size && !all; r++) {
+                ranks[r].table.spin_ns = SPIN_OF_ABORTED;
+            }
+            return;
+        }
+        Rank& rank = ranks[victim];
+        rank.stopped = true;
+        if (scenario == "die") {
+            for (const std::unique_ptr<Running>& block : rank.blocks) {
+                for (std::vector<Pending>& own : block->own) {
+                    own.clear();
+                }
+                block->ordered.clear();
+            }
+        }
+    }
+
+    void check_the_end(const std::string& scenario) {
+        for (uint32_t r = 0; r < size; r++) {
+            const Rank& rank = ranks[r];
+            failures += rank.outcome != 0;
+            if (!rank.stopped && rank.launch != launches.size()) {
+                wrong("rank %u has made %zu launches of %zu", r, rank.launch, launches.size());
+            }
+            if (scenario == "whole" && rank.outcome != 0) {
+                wrong("rank %u says %#x, though nothing happened", r, rank.outcome);
+            }
+            const uint32_t peer = rank.outcome & 0xff;
+            if (rank.outcome != 0 && (peer >= size || peer == r)) {
+                wrong("rank %u has waited for rank %u of %u", r, peer, size);
+            }
+            if (rank.outcome >> 8 == 1 && rank.abort == 0) {
+                wrong("rank %u says it was aborted, which it was not", r);
+            }
+        }
+    }
+};
+
+}  // namespace
+
+int main(int count, char** options) {
+    if (count < 4) {
+        fprintf(stderr, "usage: ranks whole|abort|die|freeze FROM COUNT [THREADS]\n");
+        return 2;
+    }
+    const std::string scenario = options[1];
+    const uint64_t from = strtoull(options[2], nullptr, 10);
+    const uint64_t number = strtoull(options[3], nullptr, 10);
+    const auto threads = static_cast<uint32_t>(count > 4 ? strtoul(options[4], nullptr, 10) : 32);
+    auto world = std::make_unique<World>();
+    emulate::peer_memory = world.get();
+    uint64_t steps = 0;
+    for (uint64_t seed = from; seed < from + number; seed++) {
+        context = scenario + ", seed " + std::to_string(seed);
+        world->run(scenario, seed, threads);
+        steps += world->steps();
+    }
+    printf("%s: %llu seeds, %llu steps, %llu launches right, %llu ranks failed\n", scenario.c_str(),
+           static_cast<unsigned long long>(number), static_cast<unsigned long long>(steps),
+           static_cast<unsigned long long>(world->exchanges),
+           static_cast<unsigned long long>(world->failures));
+    return 0;
+}

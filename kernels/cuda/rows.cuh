@@ -1,0 +1,125 @@
+// Rows of activations: 16-byte accesses, and the norm of a row, which is also the end of a fused
+// all-reduce: the same sums in the same order, so that both give the same bits.
+#pragma once
+#include "device.cuh"
+
+namespace tutti {
+namespace {
+
+constexpr uint32_t NORM_WARPS = 16;
+constexpr uint32_t NORM_THREADS = 32 * NORM_WARPS;
+// float4 per thread that stay in registers between the two passes of a norm: rows of up to
+// 512 * 4 * 4 = 8192 are read once, the rest of longer ones twice.
+constexpr uint32_t NORM_KEPT = 4;
+
+__device__ __forceinline__ float4 load4(const float* at) {
+    return *reinterpret_cast<const float4*>(at);
+}
+
+__device__ __forceinline__ void store4(float* at, float4 v) { *reinterpret_cast<float4*>(at) = v; }
+
+__device__ __forceinline__ float4 add4(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__device__ __forceinline__ float squares(float4 v) {
+    return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+}
+
+// Up to 4 elements of a row from `at`: 16 bytes where all 4 are there and aligned.
+struct Four {
+    float v[4];
+};
+
+__device__ __forceinline__ Four load_up_to_4(const float* row, uint32_t first, uint32_t width) {
+    Four r = {};
+    if (width % 4 == 0) {
+        const float4 v = load4(row + first);
+        r = {{v.x, v.y, v.z, v.w}};
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            r.v[i] = first + i < width ? row[first + i] : 0.0f;
+        }
+    }
+    return r;
+}
+
+__device__ __forceinline__ void store_up_to_4(float* row, uint32_t first, uint32_t width, Four r) {
+    if (width % 4 == 0) {
+        store4(row + first, make_float4(r.v[0], r.v[1], r.v[2], r.v[3]));
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            if (first + i < width) {
+                row[first + i] = r.v[i];
+            }
+        }
+    }
+}
+
+// `whole`: 4 elements are there, and the address is a multiple of 8 bytes.
+__device__ __forceinline__ void store_bf16(tutti_bf16* row, uint32_t first, uint32_t width,
+                                           bool whole, Four r) {
+    if (whole) {
+        uint2 packed;
+        packed.x = pack_bf16(r.v[0], r.v[1]);
+        packed.y = pack_bf16(r.v[2], r.v[3]);
+        *reinterpret_cast<uint2*>(row + first) = packed;
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            if (first + i < width) {
+                row[first + i] = to_bf16(r.v[i]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ float norm_scale(float square_sum, uint32_t width, float eps) {
+    return 1.0f / sqrtf(square_sum / static_cast<float>(width) + eps);
+}
+
+// y = x / rms(x) * weight for one row of x, by a block of NORM_THREADS. `fetch(at, v)` makes x's 4
+// elements from `at` of the 4 that are at r + at, and leaves them there. width: a multiple of 4.
+// `whole`: y's stride is one too.
+template <class Fetch>
+__device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* weight, tutti_bf16* y,
+                                                uint32_t width, bool whole, float eps,
+                                                float* scratch, Fetch fetch) {
+    const uint32_t step = NORM_THREADS * 4;
+    float4 kept[NORM_KEPT];
+    float sum = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < NORM_KEPT; i++) {
+        const uint32_t at = threadIdx.x * 4 + i * step;
+        if (at < width) {
+            kept[i] = fetch(at, load4(r + at));
+            sum += squares(kept[i]);
+        }
+    }
+    for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
+        sum += squares(fetch(at, load4(r + at)));
+    }
+    const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
+
+    const auto finish = [&](uint32_t at, float4 v) {
+        const float4 w = load4(weight + at);
+        store_bf16(y, at, width, whole,
+                   {{v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w}});
+    };
+#pragma unroll
+    for (uint32_t i = 0; i < NORM_KEPT; i++) {
+        const uint32_t at = threadIdx.x * 4 + i * step;
+        if (at < width) {
+            finish(at, kept[i]);
+        }
+    }
+    // What a thread reads again here it wrote itself.
+    for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
+        finish(at, load4(r + at));
+    }
+}
+
+}  // namespace
+}  // namespace tutti

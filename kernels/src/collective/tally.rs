@@ -1,0 +1,42 @@
+//! How many bytes a rank has given to exchanges with others, by the way they took.
+
+/// Ways told apart at most; a process has one or two.
+const WAYS: usize = 4;
+
+/// See the module's documentation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    ways: [(&'static str, u64); WAYS],
+}
+
+impl Tally {
+    /// Counts `bytes` that went by `way`.
+    pub fn add(&mut self, way: &'static str, bytes: usize) {
+        let slot = self.ways.iter_mut().find(|(known, _)| *known == way || known.is_empty());
+        if let Some((known, sum)) = slot {
+            *known = way;
+            *sum += bytes as u64;
+        }
+    }
+
+    /// Every way that was taken, and its bytes.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.ways.into_iter().filter(|(way, _)| !way.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_summed_by_way() {
+        let mut tally = Tally::default();
+        assert_eq!(tally.iter().count(), 0);
+        for (way, bytes) in [("a", 3), ("b", 1), ("a", 4), ("c", 1), ("d", 1), ("e", 1)] {
+            tally.add(way, bytes);
+        }
+        // One way too many is left out.
+        assert_eq!(tally.iter().collect::<Vec<_>>(), [("a", 7), ("b", 1), ("c", 1), ("d", 1)]);
+    }
+}

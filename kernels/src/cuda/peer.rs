@@ -1,0 +1,159 @@
+//! Ranks of one host that see each other's GPU memory, and exchange data by this project's own
+//! kernels (`kernels/cuda/all_reduce.cu`): quicker than NCCL for the small messages of decode
+//! steps, and able to leave when a rank is gone. Large messages go through another group where
+//! there is one.
+//!
+//! - `memory`: memory given to other processes (CUDA IPC), and the words shared with kernels
+//! - `connect`: how ranks find out whether they can, and set it up
+//! - [`tuning`]: PURE: which kernel for which size, from measured times; and the measuring
+mod connect;
+mod memory;
+pub mod tuning;
+
+use std::cell::RefCell;
+use std::mem::ManuallyDrop;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::device::Device;
+use super::group::{DeviceGroup, FusedNorm};
+use super::launch::{self, PEER_SLOT};
+use super::memory::{DeviceMemory, DevicePtr};
+use crate::collective::{AbortAll, AbortHandle};
+use crate::error::{CollectiveError, KernelError};
+pub(super) use connect::{AgreeError, Site, process_id};
+use memory::{Mapped, Words};
+use tuning::{How, Thresholds};
+
+/// Memory that was given to other processes, and that may be freed once those have let go of it.
+pub(super) type Retired = Rc<RefCell<Vec<DeviceMemory>>>;
+
+/// See the module's documentation. Dropped after the stream has come to its end.
+#[derive(Debug)]
+pub(super) struct PeerGroup {
+    /// `TuttiPeers`
+    table: DeviceMemory,
+    /// Slots, flags, rounds and the word that says that it is over.
+    own: Option<DeviceMemory>,
+    /// Other ranks' memory here; let go of before `own` is retired.
+    mapped: Vec<Mapped>,
+    words: Arc<Words>,
+    abort: Arc<AbortAll>,
+    thresholds: Thresholds,
+    large: Option<Box<dyn DeviceGroup>>,
+    /// Ranks of this process use `own` without having opened it.
+    shares_process: bool,
+    retired: Retired,
+    timeout: std::time::Duration,
+}
+
+impl PeerGroup {
+    fn how(&self, bytes: usize) -> How {
+        self.thresholds.how(bytes, self.large.is_some())
+    }
+
+    /// For people.
+    pub(super) fn describe(&self) -> String {
+        let Thresholds { one_shot, two_shot } = self.thresholds;
+        let (one_shot, two_shot) = (one_shot >> 10, two_shot >> 10);
+        let rest = match &self.large {
+            Some(large) => format!("two-shot up to {two_shot} KiB, {} above", large.algorithm(0)),
+            None => "two-shot above".to_owned(),
+        };
+        format!("GPUs see each other's memory: one-shot up to {one_shot} KiB, {rest}")
+    }
+
+    /// One way or another, whatever the size.
+    fn sum(
+        &self,
+        device: &Device,
+        two_shot: bool,
+        data: DevicePtr,
+        count: usize,
+    ) -> Result<(), KernelError> {
+        let call = launch::peer_sum(self.table.ptr(), data, count, two_shot);
+        // SAFETY: the table and what it names live until the group is dropped, which the stream's
+        // end comes before; the callers vouch for `data`.
+        unsafe { device.launch(call) }
+    }
+}
+
+impl DeviceGroup for PeerGroup {
+    fn all_reduce_sum(
+        &mut self,
+        device: &Device,
+        data: DevicePtr,
+        count: usize,
+    ) -> Result<(), KernelError> {
+        match (self.how(count * 4), &mut self.large) {
+            (How::Large, Some(large)) => large.all_reduce_sum(device, data, count),
+            (how, _) => self.sum(device, how != How::OneShot, data, count),
+        }
+    }
+
+    fn all_gather(
+        &mut self,
+        device: &Device,
+        local: DevicePtr,
+        all: DevicePtr,
+        bytes: usize,
+    ) -> Result<(), KernelError> {
+        if let (How::Large, Some(large)) = (self.how(bytes), &mut self.large) {
+            return large.all_gather(device, local, all, bytes);
+        }
+        let call = launch::peer_gather(self.table.ptr(), local, all, bytes / 4);
+        // SAFETY: as in `sum`.
+        unsafe { device.launch(call) }
+    }
+
+    fn all_reduce_add_rmsnorm(
+        &mut self,
+        device: &Device,
+        io: &FusedNorm,
+    ) -> Result<bool, KernelError> {
+        let fits = io.width.is_multiple_of(4) && io.width <= PEER_SLOT;
+        if !fits || self.how(io.rows * io.width * 4) != How::OneShot {
+            return Ok(false);
+        }
+        let call = launch::peer_sum_add_rmsnorm(self.table.ptr(), io);
+        // SAFETY: as in `sum`; the callers have checked the shapes.
+        unsafe { device.launch(call) }?;
+        Ok(true)
+    }
+
+    fn poll(&mut self) -> Result<(), CollectiveError> {
+        self.words.outcome(self.timeout)?;
+        self.large.as_mut().map_or(Ok(()), |large| large.poll())
+    }
+
+    fn is_capturable(&self) -> bool {
+        self.large.as_ref().is_none_or(|large| large.is_capturable())
+    }
+
+    fn algorithm(&self, bytes: usize) -> &'static str {
+        match (self.how(bytes), &self.large) {
+            (How::Large, Some(large)) => large.algorithm(bytes),
+            (How::OneShot, _) => "one_shot",
+            _ => "two_shot",
+        }
+    }
+
+    fn abort_handle(&self) -> Arc<dyn AbortHandle> {
+        self.abort.clone()
+    }
+}
+
+impl Drop for PeerGroup {
+    fn drop(&mut self) {
+        self.mapped.clear();
+        self.words.close();
+        let Some(own) = self.own.take() else { return };
+        if self.shares_process {
+            // Nothing tells when the other ranks of this process are done with it; only tests have
+            // several, so it stays.
+            let _kept = ManuallyDrop::new(own);
+        } else {
+            self.retired.borrow_mut().push(own);
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! How ranks come to see each other's memory: each makes its own, says how it is opened, opens the
+//! others'. Whatever fails on one rank, all hear of it and all do without.
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher as _, Hasher as _};
+use std::sync::{Arc, OnceLock};
+
+use super::memory::{HANDLE_BYTES, Mapped, Words, check_access, handle_of};
+use super::tuning::Thresholds;
+use super::{PeerGroup, Retired};
+use crate::collective::{AbortAll, AbortHandle as _, Collective};
+use crate::cuda::choice::Capability;
+use crate::cuda::connect::{GroupSetup, gather_bytes};
+use crate::cuda::device::Device;
+use crate::cuda::group::DeviceGroup;
+use crate::cuda::launch::{PEER_BLOCKS, PEER_SLOT};
+use crate::cuda::memory::{DeviceMemory, DevicePtr};
+use crate::error::{CollectiveError, KernelError};
+
+/// `TUTTI_PEERS_MAX`
+pub(super) const PEERS_MAX: usize = 8;
+/// What the driver gives out memory in: so nothing else of this process is in what others open.
+const GRANULE: usize = 2 << 20;
+/// Handle, address, and whether there are any.
+const OFFER_BYTES: usize = HANDLE_BYTES + 8 + 1;
+
+/// A number of this process that no other has.
+pub(in crate::cuda) fn process_id() -> u64 {
+    static ID: OnceLock<u64> = OnceLock::new();
+    *ID.get_or_init(|| RandomState::new().build_hasher().finish())
+}
+
+/// Where in a rank's memory things lie, in bytes.
+struct Layout {
+    flags: usize,
+    rounds: usize,
+    failed: usize,
+    bytes: usize,
+}
+
+impl Layout {
+    fn of(ranks: usize) -> Self {
+        let flags = 2 * PEER_BLOCKS * ranks * PEER_SLOT * 4;
+        let rounds = flags + PEER_BLOCKS * ranks * 8;
+        let failed = rounds + PEER_BLOCKS * 8;
+        Self { flags, rounds, failed, bytes: (failed + 16).next_multiple_of(GRANULE) }
+    }
+}
+
+/// What a group is made of and with.
+pub(in crate::cuda) struct Site<'a> {
+    pub(in crate::cuda) device: &'a Device,
+    pub(in crate::cuda) collective: &'a mut dyn Collective,
+    /// Of all ranks.
+    pub(in crate::cuda) capabilities: &'a [Capability],
+    pub(in crate::cuda) retired: &'a Retired,
+    /// Sizes that are to be taken as they are instead of being measured.
+    pub(in crate::cuda) thresholds: Option<Thresholds>,
+}
+
+/// A device that cannot do this has not failed.
+fn words(error: &KernelError) -> String {
+    match error {
+        KernelError::Device(message) => message.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// What one rank says of its part.
+fn agree(collective: &mut dyn Collective, own: Result<(), &str>) -> Result<(), AgreeError> {
+    let mut flags = vec![0.0; collective.world_size() as usize];
+    collective.all_gather(&[f32::from(u8::from(own.is_err()))], &mut flags)?;
+    match (own, flags.iter().position(|flag| *flag != 0.0)) {
+        (Err(reason), _) => Err(AgreeError::Without(reason.to_owned())),
+        (Ok(()), Some(rank)) => Err(AgreeError::Without(format!("rank {rank} cannot"))),
+        (Ok(()), None) => Ok(()),
+    }
+}
+
+/// Why there is no group.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::cuda) enum AgreeError {
+    /// All ranks do without, for this reason.
+    #[error("{0}")]
+    Without(String),
+    /// The ranks are of different minds, or gone.
+    #[error(transparent)]
+    Broken(#[from] CollectiveError),
+    /// This rank's device is.
+    #[error(transparent)]
+    Device(#[from] KernelError),
+}
+
+impl PeerGroup {
+    /// Sets the group up, with all ranks; `large` takes the messages that are too large for it, and
+    /// is given back when there is no group.
+    pub(in crate::cuda) fn connect(
+        site: Site<'_>,
+        setup: &mut GroupSetup<'_>,
+        large: &mut Option<Box<dyn DeviceGroup>>,
+    ) -> Result<Self, AgreeError> {
+        let Site { device, collective, capabilities, retired, thresholds } = site;
+        // All ranks have left their old groups, or they would not be here: nobody uses what was
+        // given to them then.
+        retired.borrow_mut().clear();
+        let ranks = capabilities.len();
+        let rank = collective.rank() as usize;
+        let layout = Layout::of(ranks);
+
+        let made = Made::new(device, capabilities, rank, &layout);
+        let mut offer = vec![0; OFFER_BYTES];
+        if let Ok(made) = &made {
+            offer[..HANDLE_BYTES].copy_from_slice(&made.handle);
+            offer[HANDLE_BYTES..HANDLE_BYTES + 8].copy_from_slice(&made.own.ptr().0.to_le_bytes());
+            offer[OFFER_BYTES - 1] = 1;
+        }
+        let offers = gather_bytes(collective, &offer)?;
+        if let Some(other) = offers.iter().position(|offer| offer.last() != Some(&1)) {
+            return Err(AgreeError::Without(match &made {
+                Err(error) => words(error),
+                Ok(_) => format!("rank {other} cannot"),
+            }));
+        }
+        let made = made?;
+        let opened = open(device, capabilities, rank, &offers);
+        let said = opened.as_ref().map(|_| ()).map_err(words);
+        let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
+        if let Err(error) = agreed {
+            // What was opened is closed before what was given is freed.
+            drop(opened);
+            collective.barrier()?;
+            return Err(error);
+        }
+        let (places, mapped) = opened?;
+        let timeout = setup.timeout;
+        let table = Table { places, layout: &layout, made: &made, rank };
+        made.table.upload(&device.stream, 0, &table.words(timeout))?;
+        let abort = Arc::new(AbortAll::default());
+        abort.add(made.words.clone());
+        if let Some(large) = large {
+            abort.add(large.abort_handle());
+        }
+        (setup.on_abort_handle)(abort.clone());
+        let shares = |one: (usize, &Capability)| {
+            one.0 != rank && one.1.process == capabilities[rank].process
+        };
+        let mut group = Self {
+            table: made.table,
+            own: Some(made.own),
+            mapped,
+            words: made.words,
+            abort,
+            thresholds: thresholds.unwrap_or_default(),
+            large: large.take(),
+            shares_process: capabilities.iter().enumerate().any(shares),
+            retired: retired.clone(),
+            timeout,
+        };
+        if thresholds.is_none()
+            && let Err(error) = group.tune(device, collective)
+        {
+            group.abort.abort();
+            let _ = device.stream.synchronize();
+            return Err(error.into());
+        }
+        Ok(group)
+    }
+}
+
+/// What a rank makes before it knows of the others'.
+struct Made {
+    own: DeviceMemory,
+    handle: [u8; HANDLE_BYTES],
+    table: DeviceMemory,
+    words: Arc<Words>,
+}
+
+impl Made {
+    fn new(
+        device: &Device,
+        capabilities: &[Capability],
+        rank: usize,
+        layout: &Layout,
+    ) -> Result<Self, KernelError> {
+        for (other, capability) in capabilities.iter().enumerate() {
+            if other != rank {
+                check_access(&device.context, other, &capability.gpu)?;
+            }
+        }
+        let Device { context, stream, .. } = device;
+        let what = "the memory that ranks exchange data by";
+        let own = DeviceMemory::zeroed(context, stream, layout.bytes, what)?;
+        let table = DeviceMemory::new(context, Table::BYTES, what)?;
+        let words = Arc::new(Words::new(context)?);
+        let handle = handle_of(&own)?;
+        // Others may write as soon as they know of it.
+        stream.synchronize()?;
+        Ok(Self { own, handle, table, words })
+    }
+}
+
+/// Every rank's memory, as this one sees it.
+type Places = (Vec<DevicePtr>, Vec<Mapped>);
+
+fn open(
+    device: &Device,
+    capabilities: &[Capability],
+    rank: usize,
+    offers: &[Vec<u8>],
+) -> Result<Places, KernelError> {
+    let mut mapped = Vec::new();
+    let mut places = Vec::new();
+    for (other, offer) in offers.iter().enumerate() {
+        let (handle, address) = offer.split_at(HANDLE_BYTES);
+        if capabilities[other].process == capabilities[rank].process {
+            let address = address.first_chunk::<8>().copied().unwrap_or_default();
+            places.push(DevicePtr(u64::from_le_bytes(address)));
+            continue;
+        }
+        let handle = handle.first_chunk().copied().unwrap_or([0; HANDLE_BYTES]);
+        let memory = Mapped::open(&device.context, &handle)?;
+        places.push(memory.ptr());
+        mapped.push(memory);
+    }
+    Ok((places, mapped))
+}
+
+/// `TuttiPeers`
+struct Table<'a> {
+    places: Vec<DevicePtr>,
+    layout: &'a Layout,
+    made: &'a Made,
+    rank: usize,
+}
+
+impl Table<'_> {
+    const BYTES: usize = 192;
+
+    fn words(&self, timeout: std::time::Duration) -> Vec<u64> {
+        let Self { places, layout, made, rank } = self;
+        let at = |offset: usize| {
+            let mut all: Vec<u64> = places.iter().map(|place| place.offset(offset).0).collect();
+            all.resize(PEERS_MAX, 0);
+            all
+        };
+        let own = made.own.ptr();
+        let (abort, outcome) = made.words.places();
+        let pair = |low: usize, high: usize| (low as u64) | (high as u64) << 32;
+        let mut words = at(0);
+        words.extend(at(layout.flags));
+        words.extend([
+            own.offset(layout.rounds).0,
+            own.offset(layout.failed).0,
+            abort.0,
+            outcome.0,
+            u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX),
+            pair(*rank, places.len()),
+            pair(PEER_SLOT, PEER_BLOCKS),
+            0,
+        ]);
+        words
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_overlaps() {
+        for ranks in [2, 4, 8] {
+            let layout = Layout::of(ranks);
+            let slots = 2 * PEER_BLOCKS * ranks * PEER_SLOT;
+            assert_eq!(layout.flags, slots * 4);
+            assert!(slots < u32::MAX as usize, "the kernels count elements in 32 bits");
+            assert_eq!(layout.rounds - layout.flags, PEER_BLOCKS * ranks * 8);
+            assert_eq!(layout.failed - layout.rounds, PEER_BLOCKS * 8);
+            assert!(layout.bytes >= layout.failed + 4 && layout.bytes.is_multiple_of(GRANULE));
+        }
+    }
+}

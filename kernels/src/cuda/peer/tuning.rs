@@ -1,0 +1,206 @@
+//! PURE, but for the measuring at its end: which exchange for which size.
+//!
+//! One-shot sends all to all, so it moves the most bytes and waits once; two-shot moves a fraction
+//! and waits twice; a large message is left to another group where there is one. Where one becomes
+//! quicker than the other depends on the GPUs and what links them, so it is measured once, by all
+//! ranks together, and every rank takes the slowest rank's times: all choose alike.
+use std::time::{Duration, Instant};
+
+use super::PeerGroup;
+use crate::collective::Collective;
+use crate::cuda::device::Device;
+use crate::cuda::group::DeviceGroup as _;
+use crate::cuda::memory::DeviceMemory;
+use crate::cuda::stream::Event;
+use crate::error::{CollectiveError, KernelError};
+
+/// How a message of some size is exchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// All to all, at once.
+    OneShot,
+    /// Each rank adds up a part.
+    TwoShot,
+    /// By another group.
+    Large,
+}
+
+/// The largest messages, in bytes, that go one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thresholds {
+    /// By one-shot.
+    pub one_shot: usize,
+    /// By two-shot, or one-shot.
+    pub two_shot: usize,
+}
+
+impl Default for Thresholds {
+    /// What is taken where nothing is measured.
+    fn default() -> Self {
+        Self { one_shot: 256 << 10, two_shot: 4 << 20 }
+    }
+}
+
+/// How long each way took for messages of one size.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample {
+    /// Of the message.
+    pub bytes: usize,
+    /// One-shot.
+    pub one_shot: Duration,
+    /// Two-shot.
+    pub two_shot: Duration,
+    /// The other group, where there is one.
+    pub large: Option<Duration>,
+}
+
+impl Thresholds {
+    /// How a message goes.
+    #[must_use]
+    pub fn how(&self, bytes: usize, has_large: bool) -> How {
+        match () {
+            () if bytes <= self.one_shot => How::OneShot,
+            () if bytes <= self.two_shot || !has_large => How::TwoShot,
+            () => How::Large,
+        }
+    }
+
+    /// The sizes up to which each way is the quickest, by samples in order of size: up to the first
+    /// that is quicker another way, so that one odd time at a large size changes nothing.
+    #[must_use]
+    pub fn of(samples: &[Sample]) -> Self {
+        let up_to = |wins: &dyn Fn(&Sample) -> bool| {
+            samples.iter().take_while(|sample| wins(sample)).last().map_or(0, |last| last.bytes)
+        };
+        let least = |sample: &Sample| sample.one_shot.min(sample.two_shot);
+        let beaten = |sample: &Sample| sample.large.is_some_and(|large| large < least(sample));
+        let one_shot = up_to(&|sample| sample.one_shot <= sample.two_shot && !beaten(sample));
+        let two_shot = up_to(&|sample| !beaten(sample));
+        Self { one_shot, two_shot: two_shot.max(one_shot) }
+    }
+}
+
+/// The sizes that are measured.
+const SIZES: [usize; 7] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
+const TIMES: u32 = 10;
+/// A GPU whose exchange takes longer than this is not worth measuring on: larger sizes are left out.
+const TOO_SLOW: Duration = Duration::from_millis(20);
+
+impl PeerGroup {
+    /// Measures all ways, with all ranks, and keeps to what is found.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub(super) fn tune(
+        &mut self,
+        device: &Device,
+        collective: &mut dyn Collective,
+    ) -> Result<(), KernelError> {
+        let mut samples = Vec::new();
+        for bytes in SIZES {
+            let data =
+                DeviceMemory::zeroed(&device.context, &device.stream, bytes, "a measurement")?;
+            let mut own = [0.0; 3];
+            for (way, time) in own.iter_mut().enumerate() {
+                *time = self.measure(device, collective, &data, way)?.as_secs_f32() * 1e6;
+            }
+            let mut all = vec![0.0; own.len() * collective.world_size() as usize];
+            collective.all_gather(&own, &mut all)?;
+            let slowest = |way: usize| {
+                let times = all.iter().skip(way).step_by(own.len());
+                Duration::from_secs_f32(times.copied().fold(0.0, f32::max) / 1e6)
+            };
+            let sample = Sample {
+                bytes,
+                one_shot: slowest(0),
+                two_shot: slowest(1),
+                large: self.large.is_some().then(|| slowest(2)),
+            };
+            samples.push(sample);
+            if sample.one_shot.min(sample.two_shot) > TOO_SLOW {
+                break;
+            }
+        }
+        self.thresholds = Thresholds::of(&samples);
+        Ok(())
+    }
+
+    /// How long one exchange of all of `data` takes one way.
+    fn measure(
+        &mut self,
+        device: &Device,
+        collective: &mut dyn Collective,
+        data: &DeviceMemory,
+        way: usize,
+    ) -> Result<Duration, KernelError> {
+        let count = data.bytes() / 4;
+        let mut taken = Duration::ZERO;
+        // The first are not counted; if those are slow, they have to do.
+        for times in [1, TIMES] {
+            collective.barrier()?;
+            let began = Instant::now();
+            for _ in 0..times {
+                match (way, &mut self.large) {
+                    (2, Some(large)) => large.all_reduce_sum(device, data.ptr(), count)?,
+                    (2, None) => return Ok(Duration::ZERO),
+                    _ => self.sum(device, way == 1, data.ptr(), count)?,
+                }
+            }
+            let event = Event::new(&device.context, false)?;
+            event.record(&device.stream)?;
+            event.wait(self.timeout.saturating_mul(2))?;
+            self.poll()?;
+            taken = began.elapsed() / times;
+            if self.all_too_slow(collective, taken)? {
+                break;
+            }
+        }
+        Ok(taken)
+    }
+
+    fn all_too_slow(
+        &self,
+        collective: &mut dyn Collective,
+        taken: Duration,
+    ) -> Result<bool, CollectiveError> {
+        let mut slow = [if taken > TOO_SLOW { 1.0 } else { 0.0 }];
+        collective.all_reduce_sum(&mut slow)?;
+        Ok(slow[0] > 0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(bytes: usize, one: u64, two: u64, large: Option<u64>) -> Sample {
+        let micros = Duration::from_micros;
+        Sample { bytes, one_shot: micros(one), two_shot: micros(two), large: large.map(micros) }
+    }
+
+    #[test]
+    fn each_way_is_taken_where_it_is_quickest() {
+        let samples = [
+            sample(4096, 5, 9, Some(20)),
+            sample(65_536, 9, 10, Some(20)),
+            sample(1 << 20, 30, 15, Some(22)),
+            sample(4 << 20, 90, 45, Some(30)),
+            sample(16 << 20, 1, 1, Some(90)),
+        ];
+        let found = Thresholds::of(&samples);
+        assert_eq!(found, Thresholds { one_shot: 65_536, two_shot: 1 << 20 });
+        assert_eq!(found.how(4096, true), How::OneShot);
+        assert_eq!(found.how(65_537, true), How::TwoShot);
+        assert_eq!(found.how((1 << 20) + 1, true), How::Large);
+        assert_eq!(found.how(1 << 30, false), How::TwoShot);
+    }
+
+    #[test]
+    fn without_another_group_two_shot_takes_the_rest() {
+        let samples = [sample(4096, 5, 9, None), sample(65_536, 9, 5, None)];
+        let found = Thresholds::of(&samples);
+        assert_eq!(found, Thresholds { one_shot: 4096, two_shot: 65_536 });
+        assert_eq!(Thresholds::of(&[]), Thresholds { one_shot: 0, two_shot: 0 });
+        assert_eq!(Thresholds::of(&[]).how(1, true), How::Large);
+    }
+}

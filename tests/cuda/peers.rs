@@ -1,0 +1,124 @@
+//! Ranks on two GPUs that see each other's memory, by CUDA IPC, all on the stand-in: a whole cluster
+//! of processes whose kernels wait for each other.
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::NamedTempFile;
+use testkit::local_cluster::LocalCluster;
+
+use crate::{fake, nccl, options};
+
+struct Pair {
+    cluster: LocalCluster,
+    log: NamedTempFile,
+}
+
+impl Pair {
+    async fn up(args: &[&str], environment: &[(&str, &str)]) -> Self {
+        let fake = options(fake());
+        let log = NamedTempFile::new().unwrap();
+        let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
+        all.extend(["--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]);
+        all.extend(["--workers", "2", "--tensor-parallel", "2"]);
+        all.extend(args);
+        all.extend(fake.iter().map(String::as_str));
+        let path = log.path().to_str().unwrap();
+        let mut variables = vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)];
+        variables.extend(environment);
+        let mut cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
+        cluster.wait_ready().await.unwrap();
+        Self { cluster, log }
+    }
+
+    fn calls(&self, what: &str) -> usize {
+        std::fs::read_to_string(self.log.path()).unwrap().matches(what).count()
+    }
+
+    async fn complete(&self, tokens: u32) -> Value {
+        let client = self.cluster.client().unwrap();
+        let reply = client.post("/v1/completions", &request(tokens)).await.unwrap();
+        assert_eq!(reply.status, 200, "{}\n{}", reply.body, self.cluster.log());
+        assert_eq!(reply.body["usage"]["completion_tokens"], tokens);
+        reply.body["choices"][0]["text"].clone()
+    }
+}
+
+fn request(tokens: u32) -> Value {
+    json!({"prompt": [1, 5, 9, 33, 7], "max_tokens": tokens, "temperature": 0.8, "seed": 3,
+           "ignore_eos": true})
+}
+
+const SEEN: &str = "GPUs see each other's memory: one-shot up to";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_processes_see_each_others_memory() {
+    let host = Pair::up(&["--cuda-exchange", "host"], &[]).await;
+    let expected = host.complete(24).await;
+    assert_eq!(host.calls("ipc"), 0);
+    drop(host);
+    let pair = Pair::up(&[], &[]).await;
+    assert_eq!(pair.complete(24).await, expected);
+    let log = pair.cluster.log();
+    assert!(log.contains(SEEN), "{log}");
+    assert_eq!((pair.calls("ipc give"), pair.calls("ipc open")), (2, 2));
+    // Steps are graphs, their exchanges within.
+    assert!(pair.calls("graph ") > 24, "{}", pair.calls("graph "));
+}
+
+/// Before the ranks have agreed, what fails on one has all of them do without.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {
+    let nccl = nccl(None);
+    let cases = [
+        ("FAKE_CUDA_PEER_ACCESS", "0", "cannot reach the memory of rank"),
+        ("FAKE_CUDA_FAIL", "cuIpcGetMemHandle:1=801", "give GPU memory to another process"),
+        (
+            "FAKE_CUDA_FAIL",
+            "cuIpcOpenMemHandle_v2:1=217",
+            "open another rank's GPU memory: CUDA error 217",
+        ),
+    ];
+    for (index, (variable, value, words)) in cases.into_iter().enumerate() {
+        let other = index == 2;
+        let args: &[&str] = if other { &["--nccl-lib", &nccl] } else { &[] };
+        let pair = Pair::up(args, &[(variable, value)]).await;
+        pair.complete(4).await;
+        let log = pair.cluster.log();
+        assert!(log.contains("do not see each other's memory"), "{log}");
+        assert!(log.contains(words), "{words} is not in\n{log}");
+        let way = if other { "algorithm=\"nccl\"" } else { "algorithm=\"host\"" };
+        assert!(log.contains(way), "{way} is not in\n{log}");
+    }
+}
+
+/// A killed or frozen rank is replaced; the other's kernels end, its process and weights stay.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_is_gone_is_replaced_and_the_other_stays() {
+    let pair = Pair::up(&[], &[]).await;
+    let expected = pair.complete(80).await;
+    for (victim, signal) in [(0, "KILL"), (1, "KILL"), (1, "STOP")] {
+        let client = pair.cluster.client().unwrap();
+        let before = pair.cluster.worker_pids();
+        let generated = client.scrape().await.unwrap().sum("tutti_generation_tokens_total", &[]);
+        let running = {
+            let client = client.clone();
+            tokio::spawn(async move { client.post("/v1/completions", &request(80)).await.unwrap() })
+        };
+        client
+            .scrape_until(Duration::from_secs(60), |scrape| {
+                scrape.sum("tutti_generation_tokens_total", &[]) > generated + 5.0
+            })
+            .await
+            .unwrap();
+        let began = Instant::now();
+        LocalCluster::signal(before[victim], signal).unwrap();
+        let reply = running.await.unwrap();
+        assert_eq!(reply.status, 200, "{}\n{}", reply.body, pair.cluster.log());
+        assert_eq!(reply.body["choices"][0]["text"], expected, "victim {victim}");
+        assert!(began.elapsed() < Duration::from_secs(90), "{:?}", began.elapsed());
+        let pids = pair.cluster.worker_pids();
+        assert!(pids.contains(&before[1 - victim]), "the survivor goes on: {pids:?} {before:?}");
+        assert!(!pids.contains(&before[victim]), "{pids:?} {before:?}");
+    }
+    assert_eq!(pair.cluster.log().matches(SEEN).count(), 8, "{}", pair.cluster.log());
+}

@@ -1,0 +1,201 @@
+//! The exchange between GPUs (`all_reduce.cu`) under schedules that a seed decides, and with parts
+//! of its protocol taken away: every such change must be noticed.
+//!
+//! A failing seed is named. To see it again:
+//! `TUTTI_PEER_SEED=17 cargo test -p tests --test kernels cuda_peers`. More of them:
+//! `TUTTI_PEER_SEEDS=100000 ..`.
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use crate::cuda_emulation::{compile, folder, link, program_named};
+
+/// All but the exchange itself.
+fn other_units() -> [PathBuf; 3] {
+    ["emulate/block.cpp", "emulate/ranks.cpp", "elementwise.cu"].map(|name| folder().join(name))
+}
+
+/// The emulated ranks.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        program_named("cuda-ranks", |program| {
+            let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let units = other_units().into_iter().chain([folder().join("all_reduce.cu")]);
+            let units: Vec<PathBuf> = units.collect();
+            link(&compile(units.iter(), scratch.path()), scratch.path(), program);
+        })
+    })
+}
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap())
+}
+
+fn run(program: &Path, scenario: &str, (from, seeds): (u64, u64), threads: u32) -> Output {
+    Command::new(program)
+        .args([scenario, &from.to_string(), &seeds.to_string(), &threads.to_string()])
+        .output()
+        .unwrap()
+}
+
+/// Runs `seeds` of a scenario, or those that the environment asks for.
+fn holds(scenario: &str, seeds: u64, threads: u32) {
+    let seeds = number("TUTTI_PEER_SEEDS").unwrap_or(seeds);
+    let range = number("TUTTI_PEER_SEED").map_or((0, seeds), |seed| (seed, 1));
+    let output = run(program(), scenario, range, threads);
+    let said = String::from_utf8_lossy(&output.stdout);
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{threads} threads: {said}{complaint}");
+    println!("{threads} threads: {said}");
+}
+
+#[test]
+fn sums_of_all_ranks_are_right_under_any_schedule() {
+    holds("whole", 1500, 32);
+    holds("whole", 100, 64);
+}
+
+#[test]
+fn fused_sums_and_norms_are_those_of_the_kernels_apart() {
+    holds("whole", 60, 512);
+}
+
+#[test]
+fn ranks_end_when_the_host_aborts_them_at_any_point() {
+    holds("abort", 1500, 32);
+    holds("abort", 30, 512);
+}
+
+#[test]
+fn ranks_end_when_one_dies_or_freezes() {
+    holds("die", 500, 32);
+    holds("freeze", 500, 32);
+    holds("freeze", 10, 512);
+}
+
+/// What is taken away, and in which scenario it must show.
+struct Change {
+    what: &'static str,
+    scenario: &'static str,
+    from: &'static str,
+    to: &'static str,
+}
+
+const CHANGES: &[Change] = &[
+    Change {
+        what: "flags are raised before what they stand for is there",
+        scenario: "whole",
+        from: "store_release(flag_of(lane, peer, lane.rank), lane.round);",
+        to: "*flag_of(lane, peer, lane.rank) = lane.round;",
+    },
+    Change {
+        what: "threads do not meet before the flags",
+        scenario: "whole",
+        from: "    __syncthreads();\n    const uint32_t peer = threadIdx.x;",
+        to: "    const uint32_t peer = threadIdx.x;",
+    },
+    Change {
+        what: "flags are looked at without order",
+        scenario: "whole",
+        from: "load_acquire(flag) >=",
+        to: "*flag >=",
+    },
+    Change {
+        what: "nobody waits",
+        scenario: "whole",
+        from: "there = wait_for(lane, peer);",
+        to: "there = true;",
+    },
+    Change {
+        what: "only the threads that looked wait",
+        scenario: "whole",
+        from: "return all_of_block(there);",
+        to: "return there;",
+    },
+    Change {
+        what: "slots have one half",
+        scenario: "whole",
+        from: "lane.round % 2",
+        to: "lane.round * 0",
+    },
+    Change { what: "any flag will do", scenario: "whole", from: ">= lane.round)", to: "!= 0)" },
+    Change {
+        what: "a flag that is ahead will not",
+        scenario: "whole",
+        from: ">= lane.round)",
+        to: "== lane.round)",
+    },
+    Change {
+        what: "launches begin where the last one began",
+        scenario: "whole",
+        from: "[blockIdx.x] = lane.round - 1;",
+        to: "[blockIdx.x] = 0;",
+    },
+    Change {
+        what: "blocks count together",
+        scenario: "whole",
+        from: "(half * lane.blocks + blockIdx.x)",
+        to: "(half * lane.blocks)",
+    },
+    Change {
+        what: "sums are made in another order",
+        scenario: "whole",
+        from: "for (uint32_t apart = 1; apart < RANKS; apart *= 2) {\n#pragma unroll\n        for \
+               (uint32_t rank = 0; rank < RANKS; rank += 2 * apart)",
+        to: "for (uint32_t apart = RANKS / 2; apart > 0; apart /= 2) {\n        for (uint32_t rank = \
+             0; rank < apart; rank++)",
+    },
+    Change {
+        what: "nobody hears the host",
+        scenario: "abort",
+        from: "if (load_word(reinterpret_cast<const uint32_t*>(peers->abort)) != 0)",
+        to: "if (false)",
+    },
+    Change {
+        what: "waiting has no end",
+        scenario: "die",
+        from: "began > peers->spin_ns",
+        to: "began == peers->spin_ns + 1",
+    },
+    Change {
+        what: "later launches are not told",
+        scenario: "freeze",
+        from: "    store_word(reinterpret_cast<uint32_t*>(peers->failed), 1);\n",
+        to: "",
+    },
+    Change {
+        what: "later launches do not listen",
+        scenario: "die",
+        from: "return all_of_block(load_word(reinterpret_cast<const uint32_t*>(peers->failed)) == 0);",
+        to: "return true;",
+    },
+    Change {
+        what: "the host is not told",
+        scenario: "die",
+        from: "    store_word(reinterpret_cast<uint32_t*>(peers->outcome), outcome);\n",
+        to: "",
+    },
+];
+
+#[test]
+fn every_part_of_the_protocol_that_is_taken_away_is_missed() {
+    let source = std::fs::read_to_string(folder().join("all_reduce.cu")).unwrap();
+    let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let others = compile(other_units().iter(), scratch.path());
+    for (index, change) in CHANGES.iter().enumerate() {
+        assert_eq!(source.matches(change.from).count(), 1, "{}: {}", change.what, change.from);
+        let place = scratch.path().join(index.to_string());
+        std::fs::create_dir(&place).unwrap();
+        let changed = place.join("changed.cu");
+        std::fs::write(&changed, source.replace(change.from, change.to)).unwrap();
+        let mut objects = others.clone();
+        objects.extend(compile([&changed].into_iter(), &place));
+        let program = place.join("ranks");
+        link(&objects, &place, &program);
+        let output = run(&program, change.scenario, (0, 1000), 32);
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(!output.status.success(), "{}: nothing is noticed: {said}", change.what);
+        println!("{}: {}", change.what, said.trim());
+    }
+}
