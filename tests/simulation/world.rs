@@ -226,6 +226,7 @@ impl World {
             world.schedule_at(world.scenario.faults[index].0, Event::Fault(index));
             world.last_fault = world.last_fault.max(world.scenario.faults[index].0);
         }
+        world.etcd.any_leads = switches.leader_key_is_overwritten;
         for seat in 0..world.seats.len() {
             let at = world.random.range(0, 300 * MS);
             world.schedule_at(at, Event::SeatStart { seat });
