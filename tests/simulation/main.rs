@@ -2,14 +2,14 @@
 //! workers and clients, and faults. Everything follows from a seed, so a failure can be replayed.
 //!
 //! - [`scenario`]: what a seed stands for
-//! - [`world`]: the event queue; [`faults`]: what goes wrong
+//! - [`world`], [`events`]: the event queue; [`faults`]: what goes wrong
 //! - [`network`]: links, latency, partitions, liveness
 //! - [`process`], [`executor`], [`engine`], [`model`]: a worker, from its link to its cache
 //! - [`seats`]: coordinator processes, one of which leads; [`etcd`], [`membership`]: by what they
 //!   and the workers find each other
 //! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: one that leads: the cores, and what
 //!   the actors do between them
-//! - [`clients`]: requests and what they were promised
+//! - [`clients`], [`tally`]: requests and what they were promised
 //! - [`checks`], [`convergence`]: what must hold at every moment, after the faults and at the end
 //! - [`switches`]: guards that can be taken away, to show that this is noticed
 //!
@@ -31,6 +31,7 @@ mod coordinator;
 mod effects;
 mod engine;
 mod etcd;
+mod events;
 mod executor;
 mod faults;
 mod membership;
@@ -42,13 +43,15 @@ mod replicas;
 mod scenario;
 mod seats;
 mod switches;
+mod tally;
 mod workers;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use crate::events::Report;
 use crate::switches::Switches;
-use crate::world::{Report, World};
+use crate::world::World;
 
 /// Runs of the usual test.
 const SEEDS: u64 = 1000;
