@@ -8,7 +8,7 @@ use coordinator::engine::{
 };
 use shared::ids::{ReplicaId, RequestId};
 use shared::metrics::catalogue::REQUEST_SUCCESS;
-use shared::metrics::labels::{FinishedReason, RejectReason};
+use shared::metrics::labels::FinishedReason;
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
 
@@ -17,6 +17,7 @@ use coordinator::scheduler::SUSPICION_MAX;
 
 use crate::coordinator::Life;
 use crate::scenario::{Client, Leaving, MS, Time};
+use crate::tally::Tally;
 use crate::world::World;
 
 /// Every token that was accepted for a request, by choice.
@@ -67,32 +68,6 @@ struct Open {
     waits_since: Option<Time>,
     /// How many tokens of each choice were accepted when epochs ended under it.
     lost_at: Vec<Vec<usize>>,
-}
-
-/// What the totals have to be.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Tally {
-    pub(crate) accepted: u64,
-    pub(crate) rejected: BTreeMap<RejectReason, u64>,
-    pub(crate) ended: BTreeMap<FinishedReason, u64>,
-    /// Prompt tokens of all choices of requests that finished, and of those that did not.
-    pub(crate) prompts_of_finished: u64,
-    pub(crate) prompts_of_others: u64,
-}
-
-impl Tally {
-    /// Goes on from another's.
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.accepted += other.accepted;
-        for (reason, count) in &other.rejected {
-            *self.rejected.entry(*reason).or_default() += count;
-        }
-        for (reason, count) in &other.ended {
-            *self.ended.entry(*reason).or_default() += count;
-        }
-        self.prompts_of_finished += other.prompts_of_finished;
-        self.prompts_of_others += other.prompts_of_others;
-    }
 }
 
 pub(crate) struct Clients {

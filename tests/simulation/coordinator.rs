@@ -18,12 +18,13 @@ use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::protocol::{StepResult, WorkerStats};
 
 use crate::checks::LifeChecks;
-use crate::clients::Tally;
+use crate::events::Event;
 use crate::network::{LinkId, Side};
 use crate::random::mix;
 use crate::replicas::{ClusterMail, RunningReplica};
 use crate::scenario::{MODEL, S, Scenario, Time};
-use crate::world::{Event, World};
+use crate::tally::Tally;
+use crate::world::World;
 
 /// Numbers coordinators that lead, or led.
 pub(crate) type Life = usize;

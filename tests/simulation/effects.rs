@@ -14,9 +14,10 @@ use coordinator::scheduler::Scheduler;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::ToWorker;
 
+use crate::events::Event;
 use crate::network::{LinkId, Packet, Side};
 use crate::replicas::{ReplicaMail, RunningReplica};
-use crate::world::{Event, World};
+use crate::world::World;
 
 impl World {
     pub(crate) fn carry_out(&mut self, effects: Vec<Effect>) {

@@ -81,6 +81,8 @@ pub(crate) struct Etcd {
     watches: BTreeMap<MemberId, ()>,
     /// What is to be said to those who watch.
     pub(crate) news: Vec<(MemberId, Change)>,
+    /// The condition on the leader's key is not looked at.
+    pub(crate) any_leads: bool,
     /// What the last leader left.
     pub(crate) ledger: Option<Saved>,
 }
@@ -117,7 +119,10 @@ impl Etcd {
                 Answer::Written(unchanged)
             }
             Request::Lead { record, lease } => {
-                let vacant = !self.keys.contains_key(LEADER_KEY);
+                let vacant = self.any_leads || !self.keys.contains_key(LEADER_KEY);
+                if self.any_leads {
+                    self.keys.remove(LEADER_KEY);
+                }
                 if vacant {
                     self.put(LEADER_KEY.to_owned(), record, lease);
                 }

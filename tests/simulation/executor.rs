@@ -10,10 +10,11 @@ use shared::protocol::{
 };
 
 use crate::engine::RankEngine;
+use crate::events::Event;
 use crate::model::{VOCABULARY, all_reduce, choose};
 use crate::random::mix;
 use crate::scenario::{MODEL, MS, S, Time};
-use crate::world::{Event, World};
+use crate::world::World;
 
 /// As `worker::executor`.
 const COMMANDS_MAX: usize = 32;

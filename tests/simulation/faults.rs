@@ -2,10 +2,11 @@
 use shared::membership::LEADER_LEASE_TTL;
 use shared::membership::keeper::{DEADLINE, INCUMBENT_FIRST, Keeper};
 
+use crate::events::{Event, Heal};
 use crate::membership::micros;
 use crate::network::Side;
 use crate::scenario::{Fault, S, Time};
-use crate::world::{Event, Heal, World};
+use crate::world::World;
 
 /// A pending fault that found no occasion is taken back after this.
 const OCCASION: Time = 5 * S;

@@ -2,15 +2,19 @@
 //! workers and clients, and faults. Everything follows from a seed, so a failure can be replayed.
 //!
 //! - [`scenario`]: what a seed stands for
-//! - [`world`]: the event queue and the faults
+//! - [`world`], [`events`]: the event queue; [`faults`]: what goes wrong
 //! - [`network`]: links, latency, partitions, liveness
 //! - [`process`], [`executor`], [`engine`], [`model`]: a worker, from its link to its cache
-//! - [`coordinator`], [`replicas`]: the cores, and what the actors do between them
-//! - [`clients`]: requests and what they were promised
-//! - [`checks`]: what must hold at every moment and at the end
+//! - [`seats`]: coordinator processes, one of which leads; [`etcd`], [`membership`]: by what they
+//!   and the workers find each other
+//! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: one that leads: the cores, and what
+//!   the actors do between them
+//! - [`clients`], [`tally`]: requests and what they were promised
+//! - [`checks`], [`convergence`]: what must hold at every moment, after the faults and at the end
 //! - [`switches`]: guards that can be taken away, to show that this is noticed
 //!
-//! `TUTTI_SIM_SEED=7` replays one seed and says what happens; `TUTTI_SIM_SEEDS=100000` runs more.
+//! `TUTTI_SIM_SEED=7` replays one seed and says what happens; `TUTTI_SIM_SEEDS=100000` runs more;
+//! `TUTTI_SIM_GUARD=no_liveness` takes away this guard alone.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::unwrap_used,
@@ -27,6 +31,7 @@ mod coordinator;
 mod effects;
 mod engine;
 mod etcd;
+mod events;
 mod executor;
 mod faults;
 mod membership;
@@ -38,13 +43,15 @@ mod replicas;
 mod scenario;
 mod seats;
 mod switches;
+mod tally;
 mod workers;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use crate::events::Report;
 use crate::switches::Switches;
-use crate::world::{Report, World};
+use crate::world::World;
 
 /// Runs of the usual test.
 const SEEDS: u64 = 1000;
@@ -113,7 +120,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 38] = [
+const MUTATIONS: [Mutation; 39] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -152,6 +159,7 @@ const MUTATIONS: [Mutation; 38] = [
     ("never_lists_again", |it| it.never_lists_again = true),
     ("anybody_runs", |it| it.anybody_runs = true),
     ("saves_unfenced", |it| it.saves_unfenced = true),
+    ("leader_key_is_overwritten", |it| it.leader_key_is_overwritten = true),
 ];
 
 #[test]

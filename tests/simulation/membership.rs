@@ -9,8 +9,9 @@ use shared::membership::keeper::{
 use shared::membership::{LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
 
 use crate::etcd::{Answer, MemberId, Request, Said};
+use crate::events::Event;
 use crate::scenario::{MS, S, Time};
-use crate::world::{Event, World};
+use crate::world::World;
 
 /// Whatever a watch has lost is known by then.
 const RELISTED: Time = 66 * S;

@@ -10,8 +10,9 @@ use shared::ids::WorkerId;
 use shared::protocol::{FromWorker, Rejoin, ToWorker};
 
 use crate::coordinator::Life;
+use crate::events::Event;
 use crate::scenario::{MS, Time};
-use crate::world::{Event, World};
+use crate::world::World;
 
 pub(crate) type LinkId = usize;
 

@@ -8,10 +8,11 @@ use shared::membership::{Destination, Record, Role, View};
 use shared::metrics::RankStats;
 use shared::protocol::{FromWorker, Rejoin, StepTimings, ToWorker, WorkerStats};
 
+use crate::events::Event;
 use crate::executor::{Command, Executor, Job};
 use crate::network::{LinkId, Packet, Side};
 use crate::scenario::{MS, S, Time};
-use crate::world::{Event, World};
+use crate::world::World;
 
 /// As `worker::actor`.
 const HANDSHAKE_DEADLINE: Time = 3 * S;

@@ -15,9 +15,10 @@ use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
 
 use crate::coordinator::Coordinator;
+use crate::events::Event;
 use crate::network::{LinkId, Packet, Side};
 use crate::scenario::Time;
-use crate::world::{Event, World};
+use crate::world::World;
 
 /// A message to a replica.
 pub(crate) enum ReplicaMail {

@@ -7,9 +7,10 @@ use shared::membership::{LEADER_LEASE_TTL, Record, Role};
 
 use crate::coordinator::Life;
 use crate::etcd::MemberId;
+use crate::events::Event;
 use crate::membership::micros;
 use crate::scenario::{MS, S, Time};
-use crate::world::{Event, World};
+use crate::world::World;
 
 /// As `coordinator::checkpoint`.
 const LOAD_RETRY: Time = 500 * MS;

@@ -73,10 +73,12 @@ pub(crate) struct Switches {
     pub(crate) leader_is_not_followed: bool,
     /// A watch that is cut off from history is waited for.
     pub(crate) compaction_is_ignored: bool,
-    /// Whatever a watch says is believed for ever.
+    /// What a watch does not say is never found otherwise.
     pub(crate) never_lists_again: bool,
     /// After etcd was away anybody runs for leader at once.
     pub(crate) anybody_runs: bool,
     /// Whoever thinks it leads writes the totals.
     pub(crate) saves_unfenced: bool,
+    /// Whoever runs for leader becomes it, also where there is one.
+    pub(crate) leader_key_is_overwritten: bool,
 }

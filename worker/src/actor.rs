@@ -64,13 +64,13 @@ pub enum WorkerEnd {
     },
 }
 
-/// The present link, and its number at the executor.
-type Present = Option<(u64, PeerAddr<FromWorker>)>;
+/// A link, by the number that the executor knows it by.
+type NumberedLink = (u64, PeerAddr<FromWorker>);
 
 /// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
 #[derive(Clone, Debug, Default)]
 pub struct Uplink {
-    inner: Arc<Mutex<Present>>,
+    inner: Arc<Mutex<Option<NumberedLink>>>,
     worker: Arc<AtomicU32>,
     /// Whether the coordinator wants stats.
     measures: Arc<AtomicBool>,
@@ -120,7 +120,7 @@ impl Uplink {
         *self.shard.lock().unwrap_or_else(PoisonError::into_inner) = Some(shard);
     }
 
-    fn set(&self, link: Present) {
+    fn set(&self, link: Option<NumberedLink>) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
 }

@@ -24,14 +24,15 @@ const EARLIER_MAX: usize = 16;
 #[derive(Debug)]
 pub struct LinkOutbox {
     uplink: Uplink,
-    process: SharedStats,
     actors: SharedStats,
     application: Metrics,
     nvml: Option<PathBuf>,
     host: Option<HostThread>,
     stats: Option<(WorkerId, RankStats)>,
-    /// Those under slots that other coordinators gave.
-    earlier: BTreeMap<WorkerId, RankStats>,
+    /// What the process uses, under the present slot's name.
+    process: SharedStats,
+    /// Both under slots that other coordinators gave.
+    earlier: BTreeMap<WorkerId, (RankStats, SharedStats)>,
     last_report: Option<Instant>,
     lost: Option<oneshot::Sender<String>>,
 }
@@ -43,12 +44,12 @@ impl LinkOutbox {
     pub fn new(uplink: Uplink, application: Metrics, nvml: Option<PathBuf>) -> Self {
         Self {
             uplink,
-            process: SharedStats::default(),
             actors: SharedStats::default(),
             application,
             nvml,
             host: None,
             stats: None,
+            process: SharedStats::default(),
             earlier: BTreeMap::new(),
             last_report: None,
             lost: None,
@@ -72,26 +73,27 @@ impl LinkOutbox {
         let worker = self.uplink.worker();
         // Another slot is another coordinator. One that knows what was counted under a slot before
         // has to hear of it as it goes on: totals do not begin anew.
-        let current = self.stats.take();
-        let current = match current {
+        let current = match self.stats.take() {
             Some((known, mut stats)) if known != worker => {
                 stats.left();
+                let process = std::mem::take(&mut self.process);
                 if self.earlier.len() < EARLIER_MAX {
-                    self.earlier.insert(known, stats);
+                    self.earlier.insert(known, (stats, process));
                 }
                 None
             }
             current => current,
         };
         let stats = current.unwrap_or_else(|| {
-            let (name, nvml) = (worker.to_string(), self.nvml.clone());
-            self.host = Some(HostThread::start(&name, nvml, self.process.clone()));
             let earlier = self.earlier.remove(&worker);
-            let stats = earlier.unwrap_or_else(|| {
-                let (process, application) = (self.process.clone(), self.application.clone());
-                let stats = RankStats::new(worker).with_process(process, application);
-                stats.with_actors(self.actors.clone())
+            let (stats, process) = earlier.unwrap_or_else(|| {
+                let (process, application) = (SharedStats::default(), self.application.clone());
+                let stats = RankStats::new(worker).with_process(process.clone(), application);
+                (stats.with_actors(self.actors.clone()), process)
             });
+            let (name, nvml) = (worker.to_string(), self.nvml.clone());
+            self.host = Some(HostThread::start(&name, nvml, process.clone()));
+            self.process = process;
             (worker, stats)
         });
         &mut self.stats.insert(stats).1
@@ -185,6 +187,8 @@ mod tests {
                 let snapshot = decode_snapshot(&report.snapshot).unwrap();
                 let source = Source::Worker(WorkerId(slot));
                 merger.apply(source, run, report.sequence, snapshot).unwrap();
+                // Meanwhile the process is sampled, under its name.
+                std::thread::sleep(Duration::from_millis(30));
             }
         }
         assert_eq!(merger.merged().histogram_sum(RANK_STEP).count(), 6);
