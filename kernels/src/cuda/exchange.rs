@@ -2,7 +2,7 @@
 //! they have joined a group; through host memory otherwise.
 use std::time::Instant;
 
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, SKINNY_MAX, Which};
 use super::launch;
 use super::tensors::{CudaBuffer, Element};
 use crate::backend::{Backend as _, Buffer as _};
@@ -13,25 +13,20 @@ impl CudaBackend {
     /// See [`crate::Backend::all_reduce`].
     pub(super) fn reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
         let op = "all_reduce";
-        let at = data.of(Element::F32, op, "data")?;
+        data.of(Element::F32, op, "data")?;
         let grouped = self.is_grouped();
+        let (rows, width) = (data.rows(), data.width());
         if self.alone || !(grouped || self.world_size() > 1) {
+            if grouped && rows <= SKINNY_MAX {
+                // So that what is measured now is all that will be needed.
+                let _ =
+                    self.scratch(Which::Gathered, self.world_size() as usize * rows * width * 4)?;
+            }
             return Ok(());
         }
-        let (rows, width) = (data.rows(), data.width());
         self.count(rows * width * 4);
         if grouped {
-            if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
-                return Ok(());
-            }
-            let (count, _) = self.step.launched(op, rows)?;
-            ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
-            let device = &self.device;
-            let reduced = device
-                .context
-                .group
-                .call(|group| group.all_reduce_sum(device, at.ptr, count * width));
-            return reduced.unwrap_or(Ok(()));
+            return self.reduce_on_devices(data);
         }
         let start = Instant::now();
         let mut values = self.download(data)?;
@@ -39,6 +34,38 @@ impl CudaBackend {
         self.upload(data, &values)?;
         self.collective_time += start.elapsed();
         Ok(())
+    }
+
+    /// Rows that this project's own kernels multiply are added up in one order, too, whoever's they
+    /// are: each rank gets all ranks' and adds. Of more rows the sums are the group's own.
+    fn reduce_on_devices(&mut self, data: &CudaBuffer) -> Result<(), KernelError> {
+        let op = "all_reduce";
+        let at = data.of(Element::F32, op, "data")?;
+        let (rows, width, ranks) = (data.rows(), data.width(), self.world_size() as usize);
+        if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
+        let bytes = count * width * 4;
+        let group = &self.device.context.group;
+        // Two numbers have one sum.
+        let is_ordered = ranks <= 2
+            || count > SKINNY_MAX
+            || group.call(|group| group.sums_in_order(bytes)).unwrap_or(true);
+        if is_ordered {
+            let device = &self.device;
+            let reduced = group.call(|group| group.all_reduce_sum(device, at.ptr, count * width));
+            return reduced.unwrap_or(Ok(()));
+        }
+        let all = self.scratch(Which::Gathered, ranks * bytes)?;
+        let device = &self.device;
+        let gathered =
+            device.context.group.call(|group| group.all_gather(device, at.ptr, all, bytes));
+        gathered.unwrap_or(Ok(()))?;
+        let call = launch::tree_sum(all, at.ptr, (ranks, count, width), live);
+        // SAFETY: the scratch holds all ranks' rows, and the result has as many.
+        unsafe { device.launch(call) }
     }
 
     /// See [`crate::Backend::gather_logits`].

@@ -70,6 +70,7 @@ entries! {
     ARGMAX: "tutti_argmax",
     INTERLEAVE: "tutti_interleave_ranks",
     ARGMAX_MERGE: "tutti_argmax_merge",
+    TREE_SUM: "tutti_tree_sum",
 }
 
 impl Entry {
@@ -235,6 +236,18 @@ pub fn interleave_ranks(
     let args = Args::new().ptr(gathered).ptr(full.ptr);
     let args = words(args, [rows, width, full.stride]).ptr(live);
     call(INTERLEAVE, (width.div_ceil(1024), rows, ranks), 256, args)
+}
+
+/// `tutti_tree_sum`: of `ranks` arrays of `rows` rows, one behind the other.
+#[must_use]
+pub fn tree_sum(
+    parts: DevicePtr,
+    out: DevicePtr,
+    (ranks, rows, width): (usize, usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = word(Args::new().ptr(parts).ptr(out), ranks).u64((rows * width) as u64);
+    wide(TREE_SUM, width, rows, word(args, width).ptr(live))
 }
 
 /// `tutti_to_f32`

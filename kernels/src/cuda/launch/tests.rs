@@ -90,6 +90,7 @@ fn all() -> Vec<Call> {
         sample(&sampling, 100, 3, None),
         logprobs(rows, ptr, ptr, None, (100, 0, 3)),
         argmax(rows, ptr, (100, 5), 3, Some(ptr)),
+        tree_sum(ptr, ptr, (2, 3, 100), ptr),
         argmax_merge(ptr, ptr, (2, 3), ptr),
         interleave_ranks(ptr, rows, (2, 3, 100), ptr),
     ];
