@@ -78,6 +78,13 @@ impl HostSampler {
         self.gpus.devices()
     }
 
+    /// The part of the host that NVLink links this GPU's memory with, named by the least index of a
+    /// GPU in it; none where there is no other, or nothing is known of it.
+    #[must_use]
+    pub fn nvlink_domain(&self, uuid: &str) -> Option<u32> {
+        self.gpus.nvlink_domain(uuid)
+    }
+
     /// Why there is no NVML, if there is none.
     #[must_use]
     pub fn nvml_problem(&self) -> Option<&str> {

@@ -1,5 +1,6 @@
 /* A stand-in for NVIDIA's management library: two GPUs with known figures, of which the second
  * does not tell its power. Only what Tutti asks for. */
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct { unsigned int gpu, memory; } utilization_t;
@@ -50,6 +51,14 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, memory_v2_t *memory) {
 int nvmlDeviceGetTemperature(void *device, int sensor, unsigned int *celsius) {
   (void)sensor;
   *celsius = index_of(device) ? 31 : 64;
+  return SUCCESS;
+}
+
+/* What reads, writes, links: the two are linked unless FAKE_NVML_NVLINK is 0. */
+int nvmlDeviceGetP2PStatus(void *one, void *other, unsigned int capability, int *status) {
+  const char *linked = getenv("FAKE_NVML_NVLINK");
+  if (index_of(one) == index_of(other)) return INVALID_ARGUMENT;
+  *status = capability == 2 && linked != 0 && *linked == '0' ? 5 : 0;
   return SUCCESS;
 }
 

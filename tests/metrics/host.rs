@@ -45,6 +45,16 @@ fn gpus_are_measured_by_nvml() {
 }
 
 #[test]
+fn gpus_that_nvlink_links_are_one_domain() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = fake_nvml(folder.path()).unwrap();
+    let sampler = HostSampler::new("worker-0", Some(&library));
+    assert_eq!(sampler.nvlink_domain("GPU-aaaa"), Some(0));
+    assert_eq!(sampler.nvlink_domain("GPU-bbbb"), Some(0));
+    assert_eq!(sampler.nvlink_domain("GPU-cccc"), None);
+}
+
+#[test]
 fn without_nvml_there_are_no_gpus_and_a_reason() {
     let missing = std::path::Path::new("/no/such/libnvidia-ml.so");
     let mut sampler = HostSampler::new("worker-0", Some(missing));

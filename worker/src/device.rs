@@ -128,6 +128,8 @@ impl Device for CpuDevice {
 pub struct CudaDevice {
     /// Which, and with what.
     pub options: CudaOptions,
+    /// Its identity, as NVML knows it, too.
+    pub uuid: String,
     /// The share of its memory that may be in use altogether.
     pub memory_utilization: f64,
     /// What was free when it was chosen, in bytes.

@@ -11,12 +11,13 @@ use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::{ActorRuntime, ActorSpec};
 use shared::clock::{Clock, SystemClock};
-use shared::host::available_memory;
+use shared::host::{HostSampler, available_memory};
 use shared::ids::Incarnation;
 use shared::log::{LogActor, SharedLog};
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
-use shared::protocol::{DeviceKind, Hello, NodeResources, Rejoin};
+use shared::protocol::control::RESOURCES_MAX;
+use shared::protocol::{DeviceKind, Hello, NVLINK_LABEL, NodeResources, Rejoin};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
@@ -59,6 +60,11 @@ pub struct WorkerOptions {
     pub actors: ActorRuntime,
 }
 
+/// Which GPUs of this host NVLink links this one with, as far as NVML knows.
+fn nvlink_domain(nvml: Option<&Path>, uuid: &str) -> Option<String> {
+    HostSampler::new("worker", nvml).nvlink_domain(uuid).map(|domain| domain.to_string())
+}
+
 /// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
 /// that it resolves to.
 ///
@@ -84,6 +90,10 @@ pub async fn run(
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
     let (lost, device_lost) = oneshot::channel();
+    let domain = match &options.device {
+        DeviceChoice::Cuda(device) => nvlink_domain(options.nvml.as_deref(), &device.uuid),
+        DeviceChoice::Cpu(_) => None,
+    };
     let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
         .with_actors(options.actors.stats().clone())
         .with_device_watch(lost);
@@ -100,7 +110,13 @@ pub async fn run(
             (DeviceKind::Cpu, offer, threads, executor)
         }
         DeviceChoice::Cuda(device) => {
-            let offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
+            let mut offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
+            // What the operator says of it goes before, and there is a bound on labels.
+            if let Some(domain) = domain
+                && offer.labels.len() < RESOURCES_MAX
+            {
+                offer.labels.entry(NVLINK_LABEL.to_owned()).or_insert(domain);
+            }
             let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
             (DeviceKind::Cuda, offer, 1, executor)
         }

@@ -117,7 +117,8 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
     options.exchange = args.cuda_exchange;
     options.nccl_lib = args.cuda.nccl_lib.clone();
     let memory_utilization = args.gpu_memory_utilization;
-    Ok(DeviceChoice::Cuda(CudaDevice { options, memory_utilization, memory_free }))
+    let uuid = device.map_or_else(String::new, |device| device.info.uuid.clone());
+    Ok(DeviceChoice::Cuda(CudaDevice { options, uuid, memory_utilization, memory_free }))
 }
 
 /// What each of `count` workers of this host computes on, as values of `--device`; and a line for

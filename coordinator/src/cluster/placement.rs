@@ -2,6 +2,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::WorkerId;
+use shared::protocol::NVLINK_LABEL;
 
 use super::Member;
 
@@ -26,17 +27,18 @@ impl PlacementRules {
         short.map(|(name, amount)| (name.as_str(), *amount, offered(name)))
     }
 
-    /// How far two workers are from each other: 0 on one host, then the first label they share.
+    /// How far two workers are from each other: 0 on one host with linked GPUs or without GPUs that
+    /// are linked, 1 on one host, then the first label they share.
     #[must_use]
     pub fn distance(&self, a: &Member, b: &Member) -> usize {
         if a.host == b.host {
-            return 0;
+            return usize::from(nvlink(a) != nvlink(b));
         }
         let shared = |key: &String| {
             let of = |member: &Member| member.offer.labels.get(key).cloned();
             of(a).is_some() && of(a) == of(b)
         };
-        1 + self.near.iter().position(shared).unwrap_or(self.near.len())
+        2 + self.near.iter().position(shared).unwrap_or(self.near.len())
     }
 
     /// Of the free workers, the one that is nearest to those of a group; of equal ones the first.
@@ -57,11 +59,16 @@ impl PlacementRules {
     }
 }
 
+/// Which GPUs of its host a worker's own is linked with.
+fn nvlink(member: &Member) -> Option<&String> {
+    member.offer.labels.get(NVLINK_LABEL)
+}
+
 /// Groups free workers into complete tensor-parallel groups, ranks in order; the nearest groups
 /// come first.
 ///
-/// Same host first, since ranks exchange data twice a layer: as many whole groups as fit on each
-/// host. Then of what is left over, as many as fit under one value of the nearest label, of the
+/// Linked GPUs of a host first, then the same host, since ranks exchange data twice a layer: as many
+/// whole groups as fit on each. Then of what is left over, as many as fit under one value of the nearest label, of the
 /// next one, and at last of any. A worker without a label is near nobody by it. Workers that lack
 /// what ranks need are in no group, workers that fill none stay spare. A worker whose weights are
 /// those of a rank, by `held`, becomes that rank where it can. Deterministic: depends on the members
@@ -85,7 +92,9 @@ pub fn place(
             rules.near.iter().rev().map(|key| label(member, key)).collect();
         (labels, member.host.clone(), member.worker)
     });
-    let mut groups = carve(&mut left, world_size, &held, |member| Some(member.host.clone()));
+    let linked = |member: &Member| Some(format!("{} {}", nvlink(member)?, member.host));
+    let mut groups = carve(&mut left, world_size, &held, linked);
+    groups.extend(carve(&mut left, world_size, &held, |member| Some(member.host.clone())));
     for key in &rules.near {
         groups.extend(carve(&mut left, world_size, &held, |member| label(member, key)));
     }
@@ -191,6 +200,31 @@ mod tests {
         let groups = ids(place(&free, 2, &rules(), |_| None));
         assert_eq!(groups, [vec![7, 8], vec![0, 2], vec![1, 3], vec![4, 5]]);
         assert_eq!(rules().lacks(&all[6]), Some(("gpus", 1, 0)));
+    }
+
+    #[test]
+    fn linked_gpus_of_a_host_go_together() {
+        let linked = |worker, host, domain: Option<&str>| {
+            let mut member = member(worker, host, None, 1);
+            let label = domain.map(|domain| (NVLINK_LABEL.to_owned(), domain.to_owned()));
+            member.offer.labels.extend(label);
+            member
+        };
+        // Of host 0 the pairs are 0-2 and 1-3; host 1 has a domain of the same name.
+        let all = [
+            linked(0, 0, Some("0")),
+            linked(1, 0, Some("1")),
+            linked(2, 0, Some("0")),
+            linked(3, 0, Some("1")),
+            linked(4, 1, Some("0")),
+            linked(5, 1, None),
+        ];
+        let free: Vec<&Member> = all.iter().collect();
+        let groups = ids(place(&free, 2, &rules(), |_| None));
+        assert_eq!(groups, [vec![0, 2], vec![1, 3], vec![4, 5]]);
+        let group = [linked(6, 0, Some("1"))];
+        assert_eq!(rules().nearest(&[&all[0], &all[4], &all[3]], &group), Some(2));
+        assert_eq!(rules().nearest(&[&all[4], &all[0]], &group), Some(1));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 use std::path::Path;
 
 use nvml_wrapper::Nvml;
-use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+use nvml_wrapper::enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus, TemperatureSensor};
 use nvml_wrapper::error::NvmlError;
 
 use crate::metrics::catalogue::{
@@ -21,6 +21,24 @@ pub struct GpuDevice {
     pub uuid: String,
     /// Its memory.
     pub memory_bytes: u64,
+}
+
+/// The least of those that `own` is linked with, by way of others, too; none when it is alone.
+fn domain_of(own: usize, count: usize, is_linked: impl Fn(usize, usize) -> bool) -> Option<u32> {
+    let mut reached = vec![false; count];
+    *reached.get_mut(own)? = true;
+    let mut frontier = vec![own];
+    while let Some(from) = frontier.pop() {
+        for (to, reached) in reached.iter_mut().enumerate() {
+            if !*reached && (is_linked(from, to) || is_linked(to, from)) {
+                *reached = true;
+                frontier.push(to);
+            }
+        }
+    }
+    let linked = reached.iter().filter(|reached| **reached).count() > 1;
+    let least = reached.iter().position(|reached| *reached)?;
+    if linked { u32::try_from(least).ok() } else { None }
 }
 
 /// The host's GPUs.
@@ -72,6 +90,24 @@ impl Gpus {
             })
         };
         (0..nvml.device_count().unwrap_or(0)).filter_map(|index| describe(index).ok()).collect()
+    }
+
+    /// The part of the host that NVLink links a GPU's memory with, named by the least index of a GPU
+    /// in it; none where there is no other.
+    pub(super) fn nvlink_domain(&self, uuid: &str) -> Option<u32> {
+        let nvml = self.nvml.as_ref().ok()?;
+        let count = nvml.device_count().ok()?;
+        let devices: Vec<_> = (0..count).map(|index| nvml.device_by_index(index).ok()).collect();
+        let own = devices.iter().position(|device| {
+            device.as_ref().is_some_and(|device| device.uuid().is_ok_and(|found| found == uuid))
+        })?;
+        let is_linked = |a: usize, b: usize| match (&devices[a], &devices[b]) {
+            (Some(a), Some(b)) => {
+                matches!(a.p2p_status(b, P2pCapabilitiesIndex::NvLink), Ok(P2pStatus::Ok))
+            }
+            _ => false,
+        };
+        domain_of(own, devices.len(), is_linked)
     }
 
     pub(super) fn sample(&mut self, stats: &mut LocalStats) {
@@ -129,5 +165,22 @@ impl Gpus {
 impl Handles {
     fn all(&self) -> [Gauge; 5] {
         [self.utilization, self.memory_used, self.memory, self.temperature, self.power]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn linked_gpus_are_a_domain_named_by_its_least() {
+        // Pairs 0-2 and 1-3, a chain 4-5-6, and 7 alone.
+        let links = [(0, 2), (1, 3), (4, 5), (5, 6)];
+        let is_linked = |a: usize, b: usize| links.contains(&(a, b));
+        let domains: Vec<_> = (0..8).map(|own| domain_of(own, 8, is_linked)).collect();
+        let named = [0, 1, 0, 1, 4, 4, 4].map(Some);
+        assert_eq!(domains[..7], named);
+        assert_eq!(domains[7], None);
+        assert_eq!(domain_of(9, 8, is_linked), None);
     }
 }

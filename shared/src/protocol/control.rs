@@ -69,6 +69,9 @@ pub const RESOURCES_MAX: usize = 8;
 /// a hello.
 pub const RESOURCE_NAME_MAX: usize = 63;
 
+/// The label by which a worker says which GPUs of its host NVLink links its own with.
+pub const NVLINK_LABEL: &str = "nvlink";
+
 /// What a node offers to actors and ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeResources {
