@@ -5,10 +5,10 @@
 //! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
 //! - [`device`]: a GPU made ready
 //! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: by what they do it;
-//!   [`connect`]: how they find each other; [`nccl`]: NCCL
+//!   [`connect`]: how they find each other; [`nccl`]: NCCL; [`peer`]: GPUs that see each other's
+//!   memory
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
-//! - `peer`: ranks that see each other's GPU memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
 //!   in, and its graph; `operations`, `exchange`, `sample`: the operations
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]

@@ -3,7 +3,8 @@
 //!
 //! - `operations`: every operation against the float32 reference, outputs poisoned before
 //! - `goldens`: every model folder's golden values
-//! - `ranks`: NCCL with one rank, and with two on two GPUs or, where NCCL can, on one
+//! - `ranks`: two ranks that see each other's memory, on one GPU or two, and one that is killed or
+//!   frozen; NCCL with one rank, and with two on two GPUs or, where NCCL can, on one
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
 //!
 //! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
@@ -22,7 +23,8 @@ use std::process::ExitCode;
 
 use kernels::collective::single_rank;
 use kernels::cuda::devices::{Survey, survey};
-use kernels::cuda::{CudaBackend, CudaOptions};
+use kernels::cuda::peer::tuning::Thresholds;
+use kernels::cuda::{CudaBackend, CudaOptions, Exchange};
 use kernels::{Backend as _, KernelError};
 
 /// What to do, and where things are.
@@ -34,6 +36,11 @@ struct Options {
     nccl_lib: Option<PathBuf>,
     /// To be one of two processes: rank, name of the shared memory, file for rank 0's word.
     child: Option<(u32, String, PathBuf)>,
+    /// How such a process exchanges data, and whether it does so until the other is gone.
+    exchange: Exchange,
+    endless: bool,
+    /// Up to which sizes which of this project's exchanges is used; measured when none are given.
+    thresholds: Option<Thresholds>,
     ordinal: Option<u32>,
     quick: bool,
     /// Kernels begin before those before them are complete.
@@ -51,6 +58,9 @@ impl Options {
             kernels: None,
             nccl_lib: None,
             child: None,
+            exchange: Exchange::Nccl,
+            endless: false,
+            thresholds: None,
             ordinal: None,
             quick: false,
             overlap: true,
@@ -66,6 +76,12 @@ impl Options {
                 }
                 "--cuda-kernels" => options.kernels = Some(PathBuf::from(value()?)),
                 "--nccl-lib" => options.nccl_lib = Some(PathBuf::from(value()?)),
+                "--exchange" => {
+                    let wanted = value()?;
+                    let known = Exchange::NAMES.into_iter().find(|(name, _)| *name == wanted);
+                    options.exchange = known.ok_or("--exchange wants a name")?.1;
+                }
+                "--endless" => options.endless = true,
                 "--child" => {
                     let rank = value()?.parse().map_err(|_| "--child wants a rank")?;
                     options.child = Some((rank, value()?, PathBuf::from(value()?)));

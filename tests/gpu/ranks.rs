@@ -1,8 +1,11 @@
-//! Several ranks: sums and gathered logits over NCCL within graphs, golden values at two ranks, how
-//! long a sum takes. Each rank has a GPU of its own where there are enough, else they share one,
-//! which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
+//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, how long a sum
+//! takes; by NCCL, and by this project's own kernels on GPUs that see each other's memory, one rank of
+//! which is then killed or frozen. Each rank has a GPU of its own where there are enough, else they
+//! share one, which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command};
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use kernels::backend::{AttentionShape, Batch, Buffer as _, SeqRows, StepInputs};
@@ -21,6 +24,8 @@ use crate::goldens::{engine_over, follow};
 use crate::{Options, Table};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// How long ranks wait for one that is gone.
+const SHORT: Duration = Duration::from_secs(3);
 
 /// Rank 0's word to the others, in a file.
 struct FileRelay(PathBuf);
@@ -47,19 +52,21 @@ impl Relay for FileRelay {
 
 fn joined(
     options: &Options,
+    (exchange, timeout): (Exchange, Duration),
     ordinal: u32,
     collective: Box<dyn Collective>,
     relay: &mut dyn Relay,
 ) -> Result<CudaBackend, KernelError> {
     let cuda = CudaOptions {
         overlap: options.overlap,
-        exchange: Exchange::Nccl,
+        exchange,
+        thresholds: options.thresholds,
         nccl_lib: options.nccl_lib.clone(),
         ..Survey::options(ordinal, &options.folders, options.kernels.as_deref())
     };
     let mut backend = CudaBackend::new(cuda, collective)?;
     backend.join(GroupSetup {
-        timeout: TIMEOUT,
+        timeout,
         is_given_up: &|| false,
         relay,
         on_abort_handle: &mut |_| {},
@@ -152,23 +159,36 @@ fn latencies(
     Ok(found)
 }
 
+/// Where two ranks meet when it is dropped: before what they compute with, since that frees memory,
+/// which may wait for the other's kernels on the same GPU.
+struct Meeting<'a>(&'a Barrier);
+
+impl Drop for Meeting<'_> {
+    fn drop(&mut self) {
+        self.0.wait();
+    }
+}
+
 /// Runs `work` on a thread for each of two ranks; what rank 0 says, or what went wrong.
 fn two<T: Send>(
     options: &Options,
+    exchange: Exchange,
     gpus: [u32; 2],
-    work: impl Fn(u32, CudaBackend) -> Result<T, String> + Sync,
+    work: impl Fn(u32, CudaBackend, Meeting<'_>) -> Result<T, String> + Sync,
 ) -> Result<T, String> {
     let group = local_group(2, TIMEOUT).map_err(|error| error.to_string())?;
     let relay = SharedRelay::default();
-    let work = &work;
+    let (work, meeting) = (&work, &Barrier::new(2));
     let results: Vec<Result<T, String>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0u32..)
             .zip(group)
             .map(|(rank, collective)| {
                 let mut relay = relay.clone();
                 scope.spawn(move || {
-                    let backend = joined(options, gpus[rank as usize], collective, &mut relay);
-                    work(rank, backend.map_err(|error| error.to_string())?)
+                    let (how, gpu) = ((exchange, TIMEOUT), gpus[rank as usize]);
+                    let meeting = Meeting(meeting);
+                    let backend = joined(options, how, gpu, collective, &mut relay);
+                    work(rank, backend.map_err(|error| error.to_string())?, meeting)
                 })
             })
             .collect();
@@ -183,11 +203,17 @@ fn two<T: Send>(
     first.ok_or_else(|| "no ranks".to_owned())
 }
 
-fn golden_pair(options: &Options, gpus: [u32; 2], model: &Path) -> Result<String, String> {
+fn golden_pair(
+    options: &Options,
+    exchange: Exchange,
+    gpus: [u32; 2],
+    model: &Path,
+) -> Result<String, String> {
     let (prompts, output) = if options.quick { (1, 5) } else { (usize::MAX, usize::MAX) };
-    two(options, gpus, |rank, backend| {
+    two(options, exchange, gpus, |rank, backend, meeting| {
         let engine = engine_over(backend, model, (rank, 2), !options.quick);
         let mut engine = engine.map_err(|error| error.to_string())?;
+        let _meeting = meeting;
         let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
         for golden in goldens(model).iter().take(prompts) {
             let (error, tokens) = follow(&mut engine, golden, &mut number, output)?;
@@ -212,19 +238,51 @@ pub(crate) fn child(
     let collective = shared_memory(&shared, &|| false).map_err(|error| error.to_string())?;
     let ordinal = options.ordinal.unwrap_or(0);
     let mut relay = FileRelay(relay.to_owned());
-    let mut backend = joined(options, ordinal, collective, &mut relay).map_err(words)?;
+    let timeout = if options.endless { SHORT } else { TIMEOUT };
+    let how = (options.exchange, timeout);
+    let mut backend = joined(options, how, ordinal, collective, &mut relay).map_err(words)?;
+    if options.endless {
+        return Ok(until_the_other_is_gone(&mut backend));
+    }
     exchange(&mut backend).map_err(words)
 }
 
-fn processes(options: &Options, gpus: [u32; 2]) -> Result<String, String> {
-    let words = |error: std::io::Error| error.to_string();
-    let folder = tempfile::tempdir().map_err(words)?;
-    let (name, relay) = (format!("tutti-gpu-{}", std::process::id()), folder.path().join("id"));
-    let program = std::env::current_exe().map_err(words)?;
-    let children: Vec<_> = (0..2)
+/// Sums without end; what ends them.
+fn until_the_other_is_gone(backend: &mut CudaBackend) -> String {
+    let mut sum = || -> Result<(), KernelError> {
+        let mut data = backend.new_buffer(1, 4096)?;
+        data.set_rows(1)?;
+        println!("running");
+        loop {
+            for _ in 0..20 {
+                backend.all_reduce(&mut data)?;
+            }
+            backend.settle()?;
+        }
+    };
+    match sum() {
+        Ok(()) => String::new(),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// This program as each of two ranks.
+fn start(
+    options: &Options,
+    exchange: Exchange,
+    gpus: [u32; 2],
+    (relay, endless): (&Path, bool),
+) -> std::io::Result<Vec<Child>> {
+    let name = format!("tutti-gpu-{}", std::process::id());
+    let program = std::env::current_exe()?;
+    (0..2)
         .map(|rank| {
             let mut command = Command::new(&program);
-            command.args(["--child", &rank.to_string(), &name]).arg(&relay);
+            command.args(["--child", &rank.to_string(), &name]).arg(relay);
+            command.args(["--exchange", exchange.name()]);
+            if endless {
+                command.arg("--endless");
+            }
             command.args(["--gpu", &gpus[rank].to_string()]);
             for folder in &options.folders {
                 command.arg("--cuda-lib-dir").arg(folder);
@@ -238,8 +296,46 @@ fn processes(options: &Options, gpus: [u32; 2]) -> Result<String, String> {
             }
             command.stdout(std::process::Stdio::piped()).spawn()
         })
-        .collect::<Result<_, _>>()
-        .map_err(words)?;
+        .collect()
+}
+
+/// Two processes, one of which gets a signal amid its sums; how long the other took to end, and its
+/// words.
+fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, String> {
+    let words = |error: std::io::Error| error.to_string();
+    let folder = tempfile::tempdir().map_err(words)?;
+    let relay = folder.path().join("id");
+    let mut children =
+        start(options, Exchange::Peers, gpus, (&relay, true)).map_err(words)?.into_iter();
+    let (Some(mut survivor), Some(mut victim)) = (children.next(), children.next()) else {
+        return Err("no processes".to_owned());
+    };
+    for child in [&mut survivor, &mut victim] {
+        // Both say that they run.
+        let mut line = [0; 8];
+        let out = child.stdout.as_mut().ok_or("no output")?;
+        out.read_exact(&mut line).map_err(|error| format!("a rank does not run: {error}"))?;
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    let began = Instant::now();
+    let pid = victim.id().to_string();
+    Command::new("kill").args([signal, &pid]).status().map_err(words)?;
+    let output = survivor.wait_with_output();
+    let took = began.elapsed();
+    let _ = victim.kill();
+    let _ = victim.wait();
+    let said = String::from_utf8_lossy(&output.map_err(words)?.stdout).trim().to_owned();
+    if said.is_empty() || took > 3 * SHORT {
+        return Err(format!("after {took:?}: {said}"));
+    }
+    Ok(format!("the other ended after {:.1} s: {said}", took.as_secs_f64()))
+}
+
+fn processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Result<String, String> {
+    let words = |error: std::io::Error| error.to_string();
+    let folder = tempfile::tempdir().map_err(words)?;
+    let relay = folder.path().join("id");
+    let children = start(options, exchange, gpus, (&relay, false)).map_err(words)?;
     let mut first = None;
     for child in children {
         let output = child.wait_with_output().map_err(words)?;
@@ -253,6 +349,17 @@ fn processes(options: &Options, gpus: [u32; 2]) -> Result<String, String> {
 }
 
 pub(crate) fn check(options: &Options, ordinal: u32, found: &Survey, table: &mut Table) {
+    let other = found.usable().map(|device| device.info.ordinal).find(|other| *other != ordinal);
+    // Threads have one GPU, or they do not see each other's memory.
+    pairs(options, Exchange::Peers, [ordinal, ordinal], table);
+    let gpus = [ordinal, other.unwrap_or(ordinal)];
+    for signal in ["-KILL", "-STOP"] {
+        table.add(format!("peers: a rank gets {signal}"), lost(options, gpus, signal));
+    }
+    if other.is_some() {
+        let own = processes(options, Exchange::Peers, gpus);
+        table.add("peers: two processes on two GPUs", own);
+    }
     let version = match &found.nccl {
         Ok(version) => *version,
         Err(reason) => return table.add("ranks", Ok(format!("not checked: {reason}"))),
@@ -268,39 +375,48 @@ pub(crate) fn check(options: &Options, ordinal: u32, found: &Survey, table: &mut
             }
         }
         let words = |error: KernelError| error.to_string();
-        let mut backend = joined(options, ordinal, single_rank(), &mut Nobody).map_err(words)?;
+        let how = (Exchange::Nccl, TIMEOUT);
+        let mut backend =
+            joined(options, how, ordinal, single_rank(), &mut Nobody).map_err(words)?;
         exchange(&mut backend).map_err(words)
     };
     table.add(format!("NCCL {}, one rank", found.nccl_text()), alone());
-    let other = found.usable().map(|device| device.info.ordinal).find(|other| *other != ordinal);
     let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
     if other.is_none() && (version < NCCL_SHARING_MIN || !shares) {
         let why = "not checked: one GPU, which ranks share from NCCL 2.30 on, with \
                    NCCL_MULTI_RANK_GPU_ENABLE=1";
         return table.add("two ranks", Ok(why.to_owned()));
     }
-    let gpus = [ordinal, other.unwrap_or(ordinal)];
-    let how = if other.is_some() { "two GPUs" } else { "one GPU" };
-    let threads = two(options, gpus, |_, mut backend| {
-        exchange(&mut backend).map_err(|error| error.to_string())
+    pairs(options, Exchange::Nccl, gpus, table);
+}
+
+/// All that two ranks do by one way of exchanging data.
+fn pairs(options: &Options, exchange: Exchange, gpus: [u32; 2], table: &mut Table) {
+    let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
+    let by = exchange.name();
+    let threads = two(options, exchange, gpus, |_, mut backend, meeting| {
+        let _meeting = meeting;
+        self::exchange(&mut backend).map_err(|error| error.to_string())
     });
-    table.add(format!("two threads on {how}"), threads);
-    table.add(format!("two processes on {how}"), processes(options, gpus));
-    let sums = two(options, gpus, |_, mut backend| {
+    table.add(format!("{by}: two threads on {how}"), threads);
+    table.add(format!("{by}: two processes on {how}"), processes(options, exchange, gpus));
+    let sums = two(options, exchange, gpus, |_, mut backend, meeting| {
+        let _meeting = meeting;
         latencies(&mut backend, options.quick).map_err(|error| error.to_string())
     });
     match sums {
-        Err(error) => table.add("sums", Err(error)),
+        Err(error) => table.add(format!("{by}: sums"), Err(error)),
         Ok(sums) => {
             for (kib, took) in sums {
                 let figure = format!("{:.1} us", took.as_secs_f64() * 1e6);
-                table.add(format!("sum of {kib} KiB, two ranks on {how}"), Ok(figure));
+                table.add(format!("{by}: sum of {kib} KiB, two ranks on {how}"), Ok(figure));
             }
         }
     }
     let models = if options.quick { 1 } else { crate::goldens::VARIANTS.len() };
     for name in &crate::goldens::VARIANTS[..models] {
         let model = options.root.join("tests/models").join(name);
-        table.add(format!("goldens {name}, two ranks"), golden_pair(options, gpus, &model));
+        let golden = golden_pair(options, exchange, gpus, &model);
+        table.add(format!("{by}: goldens {name}, two ranks"), golden);
     }
 }

@@ -292,7 +292,8 @@ void Block::run(const std::vector<uint32_t>& order, bool in_turn) {
 }
 
 void fail(const char* what) {
-    fprintf(stderr, "block (%u, %u, %u), thread %u: %s\n", block_index.x, block_index.y,
+    fprintf(stderr, "%sblock (%u, %u, %u), thread %u: %s\n",
+            peer_memory != nullptr ? peer_memory->where() : "", block_index.x, block_index.y,
             block_index.z, thread_index.x, what);
     _exit(3);
 }

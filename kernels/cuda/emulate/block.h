@@ -55,6 +55,8 @@ class PeerMemory {
     virtual void store_release(uint64_t* at, uint64_t value) = 0;
     virtual uint64_t load_acquire(const uint64_t* at) = 0;
     virtual uint64_t nanoseconds() = 0;
+    // What is going on, for messages.
+    virtual const char* where() = 0;
     // All threads of a block are at a barrier.
     virtual void met() = 0;
 };

@@ -218,6 +218,12 @@ class World : public emulate::PeerMemory {
 
     uint64_t nanoseconds() override { return now; }
 
+    const char* where() override {
+        static std::string text;
+        text = context + ": rank " + std::to_string(running->rank) + ": ";
+        return text.c_str();
+    }
+
     void met() override {
         uint64_t latest = 0;
         for (std::vector<Pending>& own : running->own) {
