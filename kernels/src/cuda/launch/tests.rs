@@ -99,7 +99,6 @@ fn all() -> Vec<Call> {
         attention_any(&io, &shape(80, 8, 2), ptr, 3, ptr),
         sample(&sampling, 100, 3, None),
         logprobs(rows, ptr, ptr, None, (100, 0, 3)),
-        argmax(rows, ptr, 100, 3),
         peer_sum(ptr, ptr, 5000, false),
         peer_sum(ptr, ptr, 5000, true),
         peer_gather(ptr, ptr, ptr, 5000),
