@@ -142,10 +142,7 @@ impl Writer {
     }
 
     fn save(&mut self) -> Result<(), SaveError> {
-        let epoch = {
-            let view = self.view.borrow();
-            view.leader.as_ref().filter(|_| view.leading).map(|leader| leader.epoch)
-        };
+        let epoch = self.view.borrow().own().map(|leader| leader.epoch);
         // Without the leadership, for now: the lease ended, or another leads.
         let Some(epoch) = epoch else { return Err(LedgerError::Fenced.into()) };
         let bytes = self.hub.checkpoint().encode()?;

@@ -146,6 +146,9 @@ pub struct Cluster {
     /// Since when there have been workers, and too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
+    /// Processes that were told to end, and why: a link that broke before they heard it changes
+    /// nothing.
+    let_go: BTreeMap<WorkerId, (Incarnation, String)>,
     /// Workers that computed much slower than the others of their replica when last seen to.
     slow: BTreeSet<WorkerId>,
     /// The weights that workers brought from another coordinator.
@@ -163,6 +166,7 @@ impl Cluster {
         Self {
             config,
             held: BTreeMap::new(),
+            let_go: BTreeMap::new(),
             slow: BTreeSet::new(),
             expected: BTreeSet::new(),
             settling_since: None,
@@ -221,8 +225,18 @@ impl Cluster {
             let (worker, incarnation) = (old.worker, old.incarnation);
             self.worker_left(now, worker, incarnation, "it restarted", effects);
         }
-        self.members.insert(member.worker, member);
-        self.reconcile(now, effects);
+        let (worker, incarnation) = (member.worker, member.incarnation);
+        self.members.insert(worker, member);
+        match self.let_go.get(&worker).filter(|(told, _)| *told == incarnation) {
+            Some((_, reason)) => {
+                let reason = reason.clone();
+                self.let_go(now, worker, &reason, effects);
+            }
+            None => {
+                self.let_go.remove(&worker);
+                self.reconcile(now, effects);
+            }
+        }
     }
 
     /// A worker's link ended or it said goodbye. Ignored unless it is the present incarnation.

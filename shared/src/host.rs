@@ -18,7 +18,7 @@ use crate::metrics::catalogue::{
 };
 use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 
-pub use self::gpu::GpuDevice;
+pub use self::gpu::{GpuDevice, nvlink_island};
 pub use self::memory::available_memory;
 
 /// Between two samples.
@@ -76,13 +76,6 @@ impl HostSampler {
     #[must_use]
     pub fn devices(&self) -> Vec<GpuDevice> {
         self.gpus.devices()
-    }
-
-    /// The part of the host that NVLink links this GPU's memory with, named by the least index of a
-    /// GPU in it; none where there is no other, or nothing is known of it.
-    #[must_use]
-    pub fn nvlink_domain(&self, uuid: &str) -> Option<u32> {
-        self.gpus.nvlink_domain(uuid)
     }
 
     /// Why there is no NVML, if there is none.

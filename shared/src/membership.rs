@@ -4,12 +4,14 @@
 //! - [`ledger`]: bytes that the leader leaves for the next one
 //! - [`view`]: PURE: what is known of the cluster, from lists and events
 //! - [`connect`]: how etcd is reached
+//! - [`keeper`]: PURE: a process's lease, registration and candidacy
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
 //!
 //! etcd is asked for nothing on the way of a request. While it cannot be reached, everybody goes on
 //! with the last view; only joining and a change of the leader wait.
 pub mod connect;
 pub mod etcd;
+pub mod keeper;
 pub mod ledger;
 pub mod view;
 
@@ -19,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 pub use self::connect::{EtcdOptions, Tls};
-pub use self::etcd::{EtcdMembership, FatalError};
+pub use self::etcd::EtcdMembership;
 pub use self::view::View;
 
 /// What a process is.
@@ -32,6 +34,20 @@ pub enum Role {
     Worker,
     /// Serves HTTP for a coordinator.
     Frontend,
+}
+
+/// Membership cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FatalError {
+    /// Two processes have one name.
+    #[error("another process is registered as `{key}` and alive: names must be unique")]
+    NameTaken {
+        /// The key both want.
+        key: String,
+    },
+    /// Nobody keeps the lease any more.
+    #[error("the membership thread has ended")]
+    Ended,
 }
 
 /// What a process says of itself, as JSON under its key.
@@ -80,10 +96,7 @@ impl CoordinatorAddress {
             Self::Fixed(address) => {
                 Some(Destination { address: address.clone(), incarnation: None })
             }
-            Self::Followed(view) => view.borrow().leader.as_ref().map(|leader| Destination {
-                address: leader.record.address.clone(),
-                incarnation: Some(leader.record.incarnation),
-            }),
+            Self::Followed(view) => view.borrow().destination(),
         }
     }
 

@@ -13,8 +13,8 @@ pub mod step;
 
 pub use control::{
     CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
-    HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, Rejoin, Start, Started, Welcome,
-    WorkerStats,
+    HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin, Start,
+    Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,

@@ -168,6 +168,24 @@ fn ranks_sum_and_gather_on_their_devices() {
     }
 }
 
+/// Of few rows, which steps of other sizes sum, too, the order of the sum is the ranks'.
+#[test]
+fn four_ranks_are_added_as_a_tree() {
+    let ranks = Ranks::new(4);
+    ranks.join(LONG);
+    let values = [1e8f32, 1.0, -1e8, 3.0];
+    let tree = (values[0] + values[1]) + (values[2] + values[3]);
+    assert_ne!(tree, ((values[0] + values[1]) + values[2]) + values[3]);
+    let sums: Vec<_> = values
+        .into_iter()
+        .enumerate()
+        .map(|(rank, value)| ranks.tell(rank, move |backend| sum(backend, value)))
+        .collect();
+    for answer in sums {
+        assert_eq!(answer.recv_timeout(LONG).unwrap().unwrap(), vec![tree; 16]);
+    }
+}
+
 /// The stream of a rank waits for one that never comes; the coordinator's word frees it.
 #[test]
 fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
@@ -180,7 +198,8 @@ fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
     handles[0].abort();
     let error = waits.recv_timeout(SOON).unwrap().unwrap_err();
     assert!(aborted(&error), "{error}");
-    assert!(began.elapsed() < SOON);
+    // Usually some ten milliseconds.
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     handles[1].abort();
     // Memory and context are as good as before.
     for _ in 0..3 {

@@ -1,11 +1,12 @@
 // A stand-in for NCCL over the stand-in for the driver (tests/fake_cuda): ranks are threads or
 // processes of one host and exchange data through a file in shared memory, in the order of their
-// streams, also from graphs. Sums are made as a binary tree over the ranks in order. Only what Tutti
-// calls.
+// streams, also from graphs. Sums of more than two ranks are made in an order of its own. Only what
+// Tutti calls.
 //
 // It is as unkind as the real one may be: what another rank does not do is waited for until the
-// communicator is aborted; connecting and the first collective go on in the background; an abort
-// waits until all graphs that recorded a collective are gone.
+// communicator is aborted; connecting goes on in the background, and so does every call: a collective
+// is on its stream, or in its graph, only when NCCL says that nothing is in progress; an abort waits
+// until all graphs that recorded a collective are gone.
 //
 // Environment; `rank:n` is the n-th of all such calls, from 1, of a process that is this rank:
 // - FAKE_NCCL_VERSION: default 22809
@@ -28,6 +29,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -77,7 +79,7 @@ struct Comm {
     std::atomic<int> error{SUCCESS};
     bool fails = false;      // Connecting ends badly.
     int looks = 0;           // Answers that it is under way, still to be given.
-    bool called = false;
+    std::function<void()> pending;  // What a call has still to do.
     uint64_t begun = 0;      // Collectives whose turn has come.
     std::shared_ptr<int> recorded = std::make_shared<int>(0);  // Held by every recorded collective.
 
@@ -147,16 +149,15 @@ int fail(int status, const char* words) {
     return status;
 }
 
-// Adds up all ranks' values as a binary tree over the ranks in order.
-float tree(const float* values, int count) {
-    if (count == 1) {
-        return values[0];
+// Adds up all ranks' values one after the other, beginning with one that depends on the place, as
+// rings do.
+float sum(const float* values, int count, size_t place) {
+    float all = 0.0f;
+    for (int i = 0; i < count; i++) {
+        const float value = values[(place / 64 + static_cast<size_t>(i)) % static_cast<size_t>(count)];
+        all = i == 0 ? value : all + value;
     }
-    int left = 1;
-    while (left * 2 < count) {
-        left *= 2;
-    }
-    return tree(values, left) + tree(values + left, count - left);
+    return all;
 }
 
 struct Collective {
@@ -180,7 +181,7 @@ void finish(const Comm& comm, const Collective& what, uint64_t number) {
         for (int of = 0; of < comm.ranks; of++) {
             values[of] = reinterpret_cast<const float*>(comm.part(of, number))[i];
         }
-        to[i] = tree(values, comm.ranks);
+        to[i] = sum(values, comm.ranks, i);
     }
 }
 
@@ -250,21 +251,23 @@ int collective(void* handle, void* stream, const Collective& what) {
     if (told("FAKE_NCCL_CALL_FAIL", comm->rank, number)) {
         return fail(UNHANDLED_CUDA_ERROR, "as it was told");
     }
+    if (comm->pending) {
+        return fail(INVALID_USAGE, "a call is in progress");
+    }
     std::shared_ptr<int> recorded = fake_cuda::captures(stream) ? comm->recorded : nullptr;
-    fake_cuda::enqueue(stream, [comm = std::weak_ptr<Comm>(comm), what, recorded]() -> fake_cuda::Run {
-        auto alive = comm.lock();
-        if (alive == nullptr) {
-            return [] { return true; };
-        }
-        return begin(alive, what);
-    });
+    comm->pending = [comm = std::weak_ptr<Comm>(comm), stream, what, recorded] {
+        fake_cuda::enqueue(stream, [comm, what, recorded]() -> fake_cuda::Run {
+            auto alive = comm.lock();
+            if (alive == nullptr) {
+                return [] { return true; };
+            }
+            return begin(alive, what);
+        });
+    };
+    comm->looks = 1;
     log_line("%s %zu %s rank %d", what.sums ? "all_reduce" : "all_gather", what.bytes,
              recorded ? "recorded" : "called", comm->rank);
-    if (!std::exchange(comm->called, true)) {
-        comm->looks = 2;
-        return IN_PROGRESS;
-    }
-    return SUCCESS;
+    return IN_PROGRESS;
 }
 
 }  // namespace
@@ -342,6 +345,9 @@ int ncclCommGetAsyncError(void* handle, int* error) {
     } else if (!comm->connected() || comm->looks > 0) {
         comm->looks -= comm->looks > 0 ? 1 : 0;
         *error = IN_PROGRESS;
+    } else if (comm->pending) {
+        std::exchange(comm->pending, nullptr)();
+        *error = IN_PROGRESS;
     } else {
         unlink(comm->path.c_str());
         *error = SUCCESS;
@@ -355,6 +361,7 @@ int ncclCommAbort(void* handle) {
         return fail(INVALID_ARGUMENT, "no such communicator");
     }
     comm->aborted.store(true);
+    comm->pending = nullptr;
     unlink(comm->path.c_str());
     // As NCCL does: not before the graphs are gone.
     while (comm->recorded.use_count() > 1) {

@@ -3,7 +3,11 @@
 //!
 //! `support` has the oracle's inputs and a collective of one; each other module has the naive
 //! version of the operations it tests. Outputs are poisoned with NaN before every call.
-#![allow(clippy::unwrap_used, reason = "helpers of tests, outside of test functions")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "helpers of tests, outside of test functions; what was run, for --nocapture"
+)]
 
 mod attention;
 mod collectives;

@@ -2,14 +2,15 @@
 //! events loses or doubles anything is in [`crate::merge_laws`].
 use std::time::Duration;
 
-use shared::ids::Incarnation;
+use shared::ids::{Incarnation, WorkerId};
+use shared::metrics::application::Metrics;
 use shared::metrics::catalogue::{
-    HTTP_REQUESTS, PROCESS_CPU, REQUEST_SUCCESS, REQUESTS_ACCEPTED, REQUESTS_IN_FLIGHT,
-    TIME_TO_FIRST_TOKEN,
+    ACTOR_MESSAGES, HTTP_REQUESTS, PROCESS_CPU, RANK_STEP, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
+    REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN,
 };
 use shared::metrics::labels::FinishedReason;
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
-use shared::metrics::{LocalStats, Merger, Source};
+use shared::metrics::{LocalStats, Merger, Source, Value};
 use shared::protocol::FrontendId;
 
 const OWN: (Source, Incarnation) = (Source::Coordinator, Incarnation(1));
@@ -71,6 +72,44 @@ fn a_front_end_that_gets_another_slot_is_counted_once() {
     assert_eq!((cpu("frontend-1"), cpu("frontend-2")), (Some(9), Some(4)));
     next.retire(source, incarnation);
     assert_eq!(answers(&next), Some(120));
+}
+
+#[test]
+fn a_worker_that_gets_another_slot_and_its_own_again_is_counted_once() {
+    let worker = |slot: u32, sequence: u64, steps: u64, messages: u64| {
+        let mut stats = LocalStats::new();
+        let step = stats.histogram(RANK_STEP, ["0", "0", &slot.to_string()]);
+        (0..steps).for_each(|_| stats.observe_duration(step, Duration::from_millis(1)));
+        let of_actors = stats.counter(ACTOR_MESSAGES, []);
+        stats.add(of_actors, messages);
+        let mut snapshot = stats.snapshot();
+        let metrics = Metrics::new();
+        metrics.counter("app_total", "Help.", &[]).unwrap().add(messages, &[]).unwrap();
+        snapshot.application = metrics.snapshot();
+        (Source::Worker(WorkerId(slot)), Incarnation(77), sequence, snapshot)
+    };
+    let check = |merger: &Merger, steps: u64, messages: u64| {
+        let merged = merger.merged();
+        assert_eq!(merged.histogram_sum(RANK_STEP).count(), steps);
+        assert_eq!(merged.counter(ACTOR_MESSAGES, []), Some(messages));
+        let [family] = merged.application() else { panic!("one family") };
+        let series: Vec<&Value> = family.series.values().collect();
+        assert_eq!(series, [&Value::Counter(messages)]);
+    };
+    let mut merger = Merger::default();
+    // Of each slot its own steps, of the process whatever it has counted by then.
+    let reports = [(0, 9, 5, 10, 5), (1, 3, 2, 15, 7), (0, 10, 6, 20, 8)];
+    for (slot, sequence, of_slot, messages, steps) in reports {
+        let (source, incarnation, sequence, snapshot) = worker(slot, sequence, of_slot, messages);
+        let before = merger.merged().histogram_sum(RANK_STEP).count();
+        merger = next(&merger);
+        assert_eq!(merger.merged().histogram_sum(RANK_STEP).count(), before);
+        merger.apply(source, incarnation, sequence, snapshot).unwrap();
+        check(&merger, steps, messages);
+    }
+    let (source, incarnation, ..) = worker(0, 0, 0, 0);
+    merger.retire(source, incarnation);
+    check(&merger, 8, 20);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What processes and hosts use, GPUs by a stand-in for NVML.
 use std::time::{Duration, Instant};
 
-use shared::host::HostSampler;
+use shared::host::{HostSampler, nvlink_island};
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::catalogue as series;
 use shared::metrics::{LocalStats, Merged, Merger, Source};
@@ -45,13 +45,15 @@ fn gpus_are_measured_by_nvml() {
 }
 
 #[test]
-fn gpus_that_nvlink_links_are_one_domain() {
+fn gpus_that_nvlink_joins_are_one_island() {
     let folder = tempfile::tempdir().unwrap();
     let library = fake_nvml(folder.path()).unwrap();
-    let sampler = HostSampler::new("worker-0", Some(&library));
-    assert_eq!(sampler.nvlink_domain("GPU-aaaa"), Some(0));
-    assert_eq!(sampler.nvlink_domain("GPU-bbbb"), Some(0));
-    assert_eq!(sampler.nvlink_domain("GPU-cccc"), None);
+    for uuid in ["GPU-aaaa", "GPU-bbbb"] {
+        assert_eq!(nvlink_island(Some(&library), uuid).as_deref(), Some("GPU-aaaa"));
+    }
+    assert_eq!(nvlink_island(Some(&library), "GPU-cccc"), None);
+    let missing = std::path::Path::new("/no/such/libnvidia-ml.so");
+    assert_eq!(nvlink_island(Some(missing), "GPU-aaaa"), None);
 }
 
 #[test]

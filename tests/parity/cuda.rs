@@ -85,10 +85,14 @@ fn demo_model() {
     check(On::FakeCuda, &demo(), 1, 1, 4);
 }
 
-const BLOCK_SIZE: u32 = 16;
-const BLOCKS: u32 = 64;
+pub(crate) const BLOCK_SIZE: u32 = 16;
+pub(crate) const BLOCKS: u32 = 64;
 
 fn engine(graphs: bool) -> Engine<CudaBackend> {
+    engine_with(fake_cuda_backend(graphs, single_rank()))
+}
+
+pub(crate) fn engine_with(backend: CudaBackend) -> Engine<CudaBackend> {
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
         max_model_len: 256,
@@ -96,7 +100,6 @@ fn engine(graphs: bool) -> Engine<CudaBackend> {
         max_num_batched_tokens: 768,
         kv_cache_bytes: 1 << 30,
     };
-    let backend = fake_cuda_backend(graphs, single_rank());
     let mut engine = engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap();
     engine.profile().unwrap();
     engine.start(BLOCKS * 80).unwrap();

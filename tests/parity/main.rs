@@ -20,6 +20,7 @@
 mod broken;
 mod checkpoint;
 mod cuda;
+mod cuda_invariance;
 mod goldens;
 mod invariance;
 mod nccl;

@@ -78,14 +78,14 @@ const GPUS: u32 = 4;
 
 /// A backend on the stand-in for NVIDIA's driver.
 pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -> CudaBackend {
+    fake_cuda_with(CudaOptions { graphs, ..CudaOptions::default() }, collective)
+}
+
+/// As above, with any options.
+pub(crate) fn fake_cuda_with(options: CudaOptions, collective: Box<dyn Collective>) -> CudaBackend {
     let fake = fake_cuda_of(Path::new(env!("CARGO_TARGET_TMPDIR")), GPUS).unwrap();
-    let options = CudaOptions {
-        folders: vec![fake.libraries],
-        kernels: Some(fake.kernels),
-        graphs,
-        ..CudaOptions::default()
-    };
-    CudaBackend::new(options, collective).unwrap()
+    let (folders, kernels) = (vec![fake.libraries], Some(fake.kernels));
+    CudaBackend::new(CudaOptions { folders, kernels, ..options }, collective).unwrap()
 }
 
 /// A backend on the stand-in that is to see other ranks' memory, and has not joined them.

@@ -3,6 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use coordinator::cluster::ReplicaPhase;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
+use shared::membership::View;
 use shared::metrics::catalogue::{
     ENGINE_STEPS, FENCED_FRAMES, GENERATION_TOKENS, ITERATION_TOKENS, KV_CACHE_BLOCKS,
     KV_CACHE_BLOCKS_USED, PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, PROMPT_TOKENS,
@@ -17,11 +18,18 @@ use crate::network::LinkId;
 use crate::scenario::{S, Time};
 use crate::world::World;
 
-/// What the checks remember.
+/// What the checks remember of the workers.
 #[derive(Default)]
 pub(crate) struct Checks {
     /// Steps that each report of a process run counts, by its sequence.
     pub(crate) reported: BTreeMap<(WorkerId, u64, u64), u64>,
+    /// By slot, since when and until when it is slow.
+    slow: BTreeMap<usize, (Time, Time)>,
+}
+
+/// What they remember of a coordinator.
+#[derive(Clone, Default)]
+pub(crate) struct LifeChecks {
     /// The newest report of each process run that was delivered.
     newest: BTreeMap<(WorkerId, u64), u64>,
     pub(crate) retired: BTreeSet<(WorkerId, u64)>,
@@ -32,8 +40,6 @@ pub(crate) struct Checks {
     /// To which replica an epoch belongs.
     epochs: BTreeMap<Epoch, ReplicaId>,
     last: Option<Merged>,
-    /// By slot, since when and until when it is slow.
-    slow: BTreeMap<usize, (Time, Time)>,
     /// Since when an epoch serves.
     serving: BTreeMap<Epoch, Time>,
     /// Since when there is a spare that never was slow.
@@ -51,6 +57,25 @@ impl Checks {
         }
         *until = (now + lasts).max(*until);
     }
+}
+
+impl LifeChecks {
+    /// What the next coordinator goes on from, whose totals are these.
+    pub(crate) fn for_the_next(&self, totals: Merged) -> Self {
+        let (newest, retired) = (self.newest.clone(), self.retired.clone());
+        Self { newest, retired, refused: self.refused, last: Some(totals), ..Self::default() }
+    }
+
+    /// Goes on from what the last coordinator left.
+    pub(crate) fn go_on_from(&mut self, last: Self) {
+        for (run, sequence) in last.newest {
+            // One that has reported here knows better.
+            self.newest.entry(run).or_insert(sequence);
+        }
+        self.retired.extend(last.retired);
+        self.refused += last.refused;
+        self.last = last.last;
+    }
 
     pub(crate) fn serves(&mut self, epoch: Epoch, now: Time) {
         self.serving.insert(epoch, now);
@@ -62,9 +87,9 @@ impl Checks {
     }
 
     /// Steps of all ranks, as far as they were reported.
-    fn rank_steps(&self) -> u64 {
+    fn rank_steps(&self, of: &Checks) -> u64 {
         let steps = |((worker, incarnation), sequence): (&(WorkerId, u64), &u64)| {
-            self.reported.get(&(*worker, *incarnation, *sequence)).copied().unwrap_or_default()
+            of.reported.get(&(*worker, *incarnation, *sequence)).copied().unwrap_or_default()
         };
         self.newest.iter().map(steps).sum()
     }
@@ -74,7 +99,7 @@ impl World {
     /// A replica sends plans of its newest epoch only, step by step.
     pub(crate) fn check_plan(&mut self, replica: ReplicaId, message: &ToWorker) {
         let ToWorker::Step(plan) = message else { return };
-        let last = self.checks.plans.get(&replica).copied();
+        let last = self.coordinator.checks.plans.get(&replica).copied();
         let fits = match last {
             Some((epoch, step)) if epoch == plan.epoch => {
                 plan.step.0 == step || plan.step.0 == step + 1
@@ -82,11 +107,11 @@ impl World {
             Some((epoch, _)) => epoch < plan.epoch && plan.step.0 == 1,
             None => plan.step.0 == 1,
         };
-        let owner = *self.checks.epochs.entry(plan.epoch).or_insert(replica);
+        let owner = *self.coordinator.checks.epochs.entry(plan.epoch).or_insert(replica);
         if !fits || owner != replica {
             self.fail(format!("{replica} sends {} of {} after {last:?}", plan.step, plan.epoch));
         }
-        self.checks.plans.insert(replica, (plan.epoch, plan.step.0));
+        self.coordinator.checks.plans.insert(replica, (plan.epoch, plan.step.0));
     }
 
     /// No step ends its epoch that was in time: at least one rank was disturbed meanwhile.
@@ -109,7 +134,7 @@ impl World {
                 wrong.push(format!("{what}: {got}, not {expected}"));
             }
         };
-        let tally = &self.clients.tally;
+        let (life, tally) = (self.coordinator.life, self.coordinator.tally.clone());
         same("accepted", merged.counter_sum(REQUESTS_ACCEPTED), tally.accepted);
         for reason in FinishedReason::ALL {
             let expected = tally.ended.get(reason).copied().unwrap_or_default();
@@ -122,13 +147,17 @@ impl World {
             same(reason.as_str(), got, expected);
         }
         let in_flight = merged.gauge_sum(REQUESTS_IN_FLIGHT) as u64;
-        same("in flight", in_flight, self.clients.in_flight());
+        same("in flight", in_flight, self.clients.in_flight(life));
         let placed = merged.gauge_sum(REQUESTS_RUNNING)
             + merged.gauge_sum(REQUESTS_WAITING)
             + merged.gauge_sum(REQUESTS_SWAPPED);
         same("running + waiting", placed as u64, in_flight);
         let generated = merged.counter_sum(GENERATION_TOKENS);
-        same("generated", generated, self.clients.accepted_tokens());
+        same(
+            "generated",
+            generated,
+            self.coordinator.tokens_before + self.clients.accepted_tokens(life),
+        );
         let prompt = merged.counter_sum(PROMPT_TOKENS);
         let iterations = merged.histogram_sum(ITERATION_TOKENS);
         let cached = merged.counter_sum_of(PROMPT_TOKENS_BY_SOURCE, PromptSource::LocalCacheHit);
@@ -139,15 +168,19 @@ impl World {
             (merged.counter_sum(PREFIX_CACHE_QUERIES), merged.counter_sum(PREFIX_CACHE_HITS));
         self.report.cached = cached;
         same("iterations", iterations.count(), merged.counter_sum(ENGINE_STEPS));
-        same("refused reports", merged.counter_sum(REPORTS_REFUSED), self.checks.refused);
+        same(
+            "refused reports",
+            merged.counter_sum(REPORTS_REFUSED),
+            self.coordinator.checks.refused,
+        );
         let rank_steps = merged.histogram_sum(RANK_STEP).count();
-        same("steps of ranks", rank_steps, self.checks.rank_steps());
+        same("steps of ranks", rank_steps, self.coordinator.checks.rank_steps(&self.checks));
         // Those that were admitted before are not looked up again, but may find something.
         if found > looked_up || found > cached {
             wrong.push(format!("{found} of {looked_up} tokens found in the cache, {cached} used"));
         }
         let all_prompts = tally.prompts_of_finished + tally.prompts_of_others;
-        if self.clients.in_flight() == 0
+        if self.clients.in_flight(life) == 0
             && !(tally.prompts_of_finished..=all_prompts).contains(&prompt)
         {
             let least = tally.prompts_of_finished;
@@ -157,15 +190,15 @@ impl World {
         if used > merged.gauge_sum(KV_CACHE_BLOCKS) {
             wrong.push(format!("{used} blocks are used, more than there are"));
         }
-        if self.clients.in_flight() == 0 && used > 0.0 {
+        if self.clients.in_flight(life) == 0 && used > 0.0 {
             wrong.push(format!("{used} blocks are used by nobody"));
         }
-        if let Some(last) = &self.checks.last {
+        if let Some(last) = &self.coordinator.checks.last {
             wrong.extend(fallen(last, &merged));
         }
         self.report.preemptions = merged.counter_sum(PREEMPTIONS);
         self.report.fenced = merged.counter_sum(FENCED_FRAMES);
-        self.checks.last = Some(merged);
+        self.coordinator.checks.last = Some(merged);
         self.check_bounds();
         if !wrong.is_empty() {
             self.fail(format!("totals: {}", wrong.join("; ")));
@@ -191,15 +224,15 @@ impl World {
                 && self.coordinator.core.replicas().all(|it| it.phase == ReplicaPhase::Serving)
         };
         let spare = places.iter().any(is_spare);
-        let since = self.checks.spare_since.filter(|_| spare);
+        let since = self.coordinator.checks.spare_since.filter(|_| spare);
         let since = spare.then(|| since.unwrap_or(self.now));
-        self.checks.spare_since = since;
+        self.coordinator.checks.spare_since = since;
         let Some(spare_since) = since else { return };
         for (slot, epoch) in places {
             let (Some(epoch), Some((from, until))) = (epoch, self.checks.slow.get(&slot)) else {
                 continue;
             };
-            let serving = self.checks.serving.get(&epoch).copied().unwrap_or(self.now);
+            let serving = self.coordinator.checks.serving.get(&epoch).copied().unwrap_or(self.now);
             let since = spare_since.max(*from).max(serving);
             if self.processes[slot].slowed >= 8
                 && self.now < *until
@@ -211,18 +244,37 @@ impl World {
         }
     }
 
+    /// Nobody stays with a coordinator that has been replaced, and knows it.
+    pub(crate) fn check_followed(&mut self) {
+        for slot in 0..self.processes.len() {
+            let process = &self.processes[slot];
+            let known = self.view(slot).and_then(View::destination);
+            let stays = process.link.is_some() && known.is_some() && process.dialled != known;
+            if stays && !process.frozen {
+                let (dialled, known) = (process.dialled.clone(), known);
+                self.fail(format!("slot {slot} stays with {dialled:?} although {known:?} leads"));
+            }
+        }
+    }
+
     /// Nothing that shall be noticed goes on unnoticed.
     fn check_bounds(&mut self) {
+        if !self.is_awake() {
+            self.coordinator.checks.spare_since = None;
+            return;
+        }
         if let Some(worker) = self.unnoticed_silence() {
             self.fail(format!("{worker} is silent and still connected"));
         }
         self.check_slow_ranks();
-        if let Some(index) = self.clients.unnoticed(self.now) {
+        if let Some(index) = self.clients.unnoticed(self.coordinator.life, self.now) {
             self.fail(format!("req-{index} is held although its client has left"));
         }
         let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
         for slot in 0..self.processes.len() {
-            let Some((epoch, began)) = self.processes[slot].step_under_way() else { continue };
+            let process = &self.processes[slot];
+            let here = process.link.is_some_and(|it| self.links[it].life == self.coordinator.life);
+            let Some((epoch, began)) = process.step_under_way().filter(|_| here) else { continue };
             let serving = self
                 .coordinator
                 .core

@@ -1,5 +1,5 @@
 //! The clients, what they were promised and what they got.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -7,14 +7,17 @@ use coordinator::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck,
 };
 use shared::ids::{ReplicaId, RequestId};
-use shared::metrics::labels::{FinishedReason, RejectReason};
+use shared::metrics::catalogue::REQUEST_SUCCESS;
+use shared::metrics::labels::FinishedReason;
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
 
 use coordinator::replica::driver::reject_reason;
 use coordinator::scheduler::SUSPICION_MAX;
 
+use crate::coordinator::Life;
 use crate::scenario::{Client, Leaving, MS, Time};
+use crate::tally::Tally;
 use crate::world::World;
 
 /// Every token that was accepted for a request, by choice.
@@ -44,6 +47,8 @@ pub(crate) enum State {
     /// Accepted and not ended.
     Live,
     Rejected,
+    /// The coordinator that had it is gone, and said so by that; or there was none.
+    Lost,
     Ended(FinishedReason),
 }
 
@@ -56,6 +61,8 @@ struct Open {
     state: State,
     left: Option<Leaving>,
     left_at: Time,
+    /// Which coordinator has or had it.
+    life: Option<Life>,
     replica: Option<ReplicaId>,
     /// Since when it has waited for any replica to serve, while it has.
     waits_since: Option<Time>,
@@ -63,22 +70,10 @@ struct Open {
     lost_at: Vec<Vec<usize>>,
 }
 
-/// What the totals have to be.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Tally {
-    pub(crate) accepted: u64,
-    pub(crate) rejected: BTreeMap<RejectReason, u64>,
-    pub(crate) ended: BTreeMap<FinishedReason, u64>,
-    /// Prompt tokens of all choices of requests that finished, and of those that did not.
-    pub(crate) prompts_of_finished: u64,
-    pub(crate) prompts_of_others: u64,
-}
-
 pub(crate) struct Clients {
     open: Vec<Open>,
     /// Requests not ended, by where they were routed.
-    at: BTreeMap<ReplicaId, Vec<usize>>,
-    pub(crate) tally: Tally,
+    at: BTreeMap<(Life, ReplicaId), Vec<usize>>,
 }
 
 impl Clients {
@@ -93,6 +88,7 @@ impl Clients {
                 state: State::Coming,
                 left: None,
                 left_at: 0,
+                life: None,
                 replica: None,
                 waits_since: None,
                 lost_at: Vec::new(),
@@ -100,11 +96,17 @@ impl Clients {
             }
         };
         let open = clients.into_iter().map(open).collect();
-        Self { open, at: BTreeMap::new(), tally: Tally::default() }
+        Self { open, at: BTreeMap::new() }
     }
 
-    pub(crate) fn open(&mut self, index: usize, now: Time) -> (GenerateRequest, EventSender) {
+    pub(crate) fn open(
+        &mut self,
+        index: usize,
+        life: Life,
+        now: Time,
+    ) -> (GenerateRequest, EventSender) {
         let open = &mut self.open[index];
+        open.life = Some(life);
         let client = &open.client;
         let sampling = |choice| SamplingParams {
             choice,
@@ -137,19 +139,20 @@ impl Clients {
     pub(crate) fn routed(&mut self, index: usize, replica: ReplicaId, down_since: Option<Time>) {
         self.open[index].replica = Some(replica);
         self.open[index].waits_since = down_since;
-        self.at.entry(replica).or_default().push(index);
+        let Some(life) = self.open[index].life else { return };
+        self.at.entry((life, replica)).or_default().push(index);
     }
 
     /// A replica's requests go on.
-    pub(crate) fn served(&mut self, replica: ReplicaId) {
-        for index in self.at.get(&replica).into_iter().flatten() {
+    pub(crate) fn served(&mut self, life: Life, replica: ReplicaId) {
+        for index in self.at.get(&(life, replica)).into_iter().flatten() {
             self.open[*index].waits_since = None;
         }
     }
 
     /// A replica's requests wait again.
-    pub(crate) fn interrupted(&mut self, replica: ReplicaId, now: Time) {
-        for index in self.at.get(&replica).into_iter().flatten() {
+    pub(crate) fn interrupted(&mut self, life: Life, replica: ReplicaId, now: Time) {
+        for index in self.at.get(&(life, replica)).into_iter().flatten() {
             self.open[*index].waits_since = Some(now);
             let accepted = self.open[*index].accepted();
             self.open[*index].lost_at.push(accepted);
@@ -157,19 +160,26 @@ impl Clients {
     }
 
     /// Requests go on, or wait, at another replica.
-    pub(crate) fn moved(&mut self, from: ReplicaId, to: ReplicaId, indices: Vec<usize>) {
-        if let Some(at) = self.at.get_mut(&from) {
+    pub(crate) fn moved(
+        &mut self,
+        life: Life,
+        from: ReplicaId,
+        to: ReplicaId,
+        indices: Vec<usize>,
+    ) {
+        if let Some(at) = self.at.get_mut(&(life, from)) {
             at.retain(|index| !indices.contains(index));
         }
         for index in &indices {
             self.open[*index].replica = Some(to);
         }
-        self.at.entry(to).or_default().extend(indices);
+        self.at.entry((life, to)).or_default().extend(indices);
     }
 
     /// A request that has not ended, if there is one.
     pub(crate) fn hung(&self) -> Option<String> {
-        let ended = |open: &Open| matches!(open.state, State::Rejected | State::Ended(_));
+        let ended =
+            |open: &Open| matches!(open.state, State::Rejected | State::Lost | State::Ended(_));
         let index = self.open.iter().position(|open| !ended(open))?;
         let open = &self.open[index];
         Some(format!("req-{index} at {:?} ({:?})", open.replica, open.state))
@@ -183,24 +193,57 @@ impl Clients {
     }
 
     /// A request that is still held long after its client left, if there is one.
-    pub(crate) fn unnoticed(&self, now: Time) -> Option<usize> {
+    pub(crate) fn unnoticed(&self, life: Life, now: Time) -> Option<usize> {
         let held = |open: &Open| {
-            open.left.is_some() && open.state == State::Live && now > open.left_at + 100 * MS
+            open.life == Some(life)
+                && open.left.is_some()
+                && open.state == State::Live
+                && now > open.left_at + 100 * MS
         };
         self.open.iter().position(held)
     }
 
-    /// Tokens accepted so far, over all requests.
-    pub(crate) fn accepted_tokens(&self) -> u64 {
+    /// Tokens that a coordinator accepted so far, over all its requests.
+    pub(crate) fn accepted_tokens(&self, life: Life) -> u64 {
         let of = |open: &Open| -> usize {
             let log = open.log.lock().unwrap_or_else(PoisonError::into_inner);
             log.iter().map(Vec::len).sum()
         };
-        self.open.iter().map(of).sum::<usize>() as u64
+        self.of(life).map(of).sum::<usize>() as u64
     }
 
-    pub(crate) fn in_flight(&self) -> u64 {
-        self.open.iter().filter(|open| open.state == State::Live).count() as u64
+    fn of(&self, life: Life) -> impl Iterator<Item = &Open> {
+        self.open.iter().filter(move |open| open.life == Some(life))
+    }
+
+    /// How many tokens were accepted and requests answered, by whomever: grows while all is well.
+    pub(crate) fn progress(&self) -> u64 {
+        let lives: BTreeSet<Life> = self.open.iter().filter_map(|open| open.life).collect();
+        let tokens: u64 = lives.into_iter().map(|life| self.accepted_tokens(life)).sum();
+        tokens
+            + self.open.iter().filter(|open| matches!(open.state, State::Ended(_))).count() as u64
+    }
+
+    pub(crate) fn in_flight(&self, life: Life) -> u64 {
+        self.of(life).filter(|open| open.state == State::Live).count() as u64
+    }
+
+    /// Counts what is in flight as ended with its coordinator.
+    pub(crate) fn end_in_flight(&self, life: Life, tally: &mut Tally) {
+        for open in self.of(life).filter(|open| open.state == State::Live) {
+            *tally.ended.entry(FinishedReason::Error).or_default() += 1;
+            tally.prompts_of_others += open.prompts();
+        }
+    }
+
+    /// Which coordinator has a request that has not ended.
+    pub(crate) fn life_of(&self, index: usize) -> Option<Life> {
+        self.open[index].life
+    }
+
+    /// Nobody takes the request.
+    pub(crate) fn refused(&mut self, index: usize) {
+        self.open[index].state = State::Lost;
     }
 }
 
@@ -220,19 +263,25 @@ impl Open {
         self.accepted().into_iter().enumerate().any(stuck)
     }
 
+    /// Prompt tokens of all choices.
+    fn prompts(&self) -> u64 {
+        u64::from(self.client.n) * self.client.prompt.len() as u64
+    }
+
     fn whole(&self) -> bool {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         self.client.expected.iter().zip(&*log).all(|((text, _), got)| text.len() == got.len())
     }
 
     /// The accepted tokens are the undisturbed text, as far as they go.
-    fn check(&self) -> Result<(), String> {
+    fn check(&self, lost: bool) -> Result<(), String> {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         for (choice, (text, _)) in self.client.expected.iter().enumerate() {
             if !text.starts_with(&log[choice]) {
                 return Err(format!("choice {choice} is {:?}, not {text:?}", log[choice]));
             }
-            if self.left != Some(Leaving::Drops) && self.got[choice] != log[choice] {
+            // What was on its way when the coordinator was lost did not arrive.
+            if !lost && self.left != Some(Leaving::Drops) && self.got[choice] != log[choice] {
                 let (got, log) = (&self.got[choice], &log[choice]);
                 return Err(format!("choice {choice}: the client got {got:?} of {log:?}"));
             }
@@ -263,8 +312,30 @@ impl World {
                     events.close();
                 }
             }
-            Leaving::Cancels => self.cancel(RequestId(index as u64)),
+            Leaving::Cancels => {
+                if self.clients.life_of(index).is_some_and(|life| self.coordinator.act(life)) {
+                    self.cancel(RequestId(index as u64));
+                }
+            }
         }
+    }
+
+    /// The coordinator of these requests is gone: their connections end.
+    pub(crate) fn clients_lost(&mut self, life: Life) {
+        for index in 0..self.clients.open.len() {
+            let open = &mut self.clients.open[index];
+            let waits = matches!(open.state, State::Submitted | State::Live);
+            if open.life != Some(life) || !waits {
+                continue;
+            }
+            open.state = State::Lost;
+            open.events = None;
+            self.report.lost += 1;
+            if let Err(why) = open.check(true) {
+                self.fail(format!("req-{index}, lost: {why}"));
+            }
+        }
+        self.clients.at.retain(|(of, _), _| *of != life);
     }
 
     /// A request that no replica was found for.
@@ -276,7 +347,8 @@ impl World {
 
     /// Takes what a replica has sent to its clients. `submitted` has just reached it.
     pub(crate) fn hear_clients(&mut self, replica: ReplicaId, submitted: Option<usize>) {
-        let Some(mut at) = self.clients.at.remove(&replica) else { return };
+        let life = self.coordinator.life;
+        let Some(mut at) = self.clients.at.remove(&(life, replica)) else { return };
         at.retain(|index| {
             if self.clients.open[*index].state == State::Submitted && submitted != Some(*index) {
                 return true;
@@ -289,15 +361,16 @@ impl World {
                 }
             }
         });
-        self.clients.at.entry(replica).or_default().extend(at);
+        self.clients.at.entry((life, replica)).or_default().extend(at);
     }
 
     /// Takes what came for one request; returns whether more is to come.
     fn hear(&mut self, index: usize, submitted: bool) -> Result<bool, String> {
         let (now, switches) = (self.now, self.switches);
         let open = &mut self.clients.open[index];
-        let prompts = u64::from(open.client.n) * open.client.prompt.len() as u64;
-        let tally = &mut self.clients.tally;
+        let prompts = open.prompts();
+        let coordinator = &mut *self.coordinator;
+        let tally = &mut coordinator.tally;
         let is_suspect = open.is_suspect();
         let Some(events) = &mut open.events else { return Ok(false) };
         if submitted && open.state == State::Submitted {
@@ -374,10 +447,20 @@ impl World {
         }
         let over = events.sender_strong_count() == 0;
         let finished = open.reasons.iter().all(Option::is_some);
-        open.check()?;
+        open.check(false)?;
         if over && open.state == State::Live {
             let whole = finished || (open.left == Some(Leaving::Drops) && open.whole());
+            // Whether it was given up before its client was missed, the totals alone tell.
+            let given_up = || {
+                let errors = coordinator.hub.merged();
+                let errors = errors.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error);
+                errors > tally.ended.get(&FinishedReason::Error).copied().unwrap_or_default()
+            };
             open.state = match open.left {
+                Some(Leaving::Drops) if is_suspect && given_up() => {
+                    self.report.quarantined += 1;
+                    State::Ended(FinishedReason::Error)
+                }
                 _ if whole => State::Ended(open.finished_reason()),
                 Some(_) => State::Ended(FinishedReason::Abort),
                 None => return Err("ended without a word".to_owned()),

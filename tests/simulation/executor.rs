@@ -2,19 +2,19 @@
 //! model of this simulation.
 use std::collections::VecDeque;
 use std::rc::Rc;
-use std::time::Duration;
 
 use shared::ids::Epoch;
-use shared::metrics::RankStats;
 use shared::protocol::{
-    CollectiveSpec, Form, FormFailed, Formed, FromWorker, LoadProgress, SequenceOutput, Start,
-    Started, StepFailed, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats,
+    CollectiveSpec, Form, FormFailed, Formed, FromWorker, HeldShard, LoadProgress, SequenceOutput,
+    Start, Started, StepFailed, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats,
 };
 
 use crate::engine::RankEngine;
+use crate::events::Event;
 use crate::model::{VOCABULARY, all_reduce, choose};
-use crate::scenario::{MS, S, Time};
-use crate::world::{Event, World};
+use crate::random::mix;
+use crate::scenario::{MODEL, MS, S, Time};
+use crate::world::World;
 
 /// As `worker::executor`.
 const COMMANDS_MAX: usize = 32;
@@ -48,7 +48,8 @@ pub(crate) enum Job {
 /// The executor's collective.
 #[derive(Debug)]
 pub(crate) struct Collective {
-    epoch: Epoch,
+    /// Where its ranks meet.
+    place: u64,
     rank: u32,
     world_size: u32,
     tcp: bool,
@@ -67,17 +68,20 @@ pub(crate) struct Executor {
     pub(crate) began: Time,
     /// How long the step under way takes to compute.
     computes: Time,
-    pub(crate) epoch: Option<Epoch>,
+    /// Formed, and the link that it came by.
+    pub(crate) epoch: Option<(u64, Epoch)>,
     /// Epochs up to this one, of this link or one before, are over.
     pub(crate) aborted: (u64, Epoch),
     /// The epoch whose collective an abort reaches.
     handle: Option<(u64, Epoch)>,
     /// Of the command under way.
-    entered: u64,
+    pub(crate) entered: u64,
     collective: Option<Collective>,
     /// Rank and degree of the weights held.
     loaded: Option<(u32, u32)>,
     form: Option<Form>,
+    /// How many it has room for, as it said when it was formed.
+    kv_blocks: u32,
     engine: RankEngine,
 }
 
@@ -96,6 +100,14 @@ pub(crate) struct Arrived {
     shares: Vec<u64>,
     choosers: Vec<(u64, u32)>,
     plan: Option<Rc<ToWorker>>,
+}
+
+impl Executor {
+    /// The weights that it has.
+    pub(crate) fn held(&self) -> Option<HeldShard> {
+        let (rank, world_size) = self.loaded?;
+        Some(HeldShard { model: MODEL.to_owned(), rank, world_size })
+    }
 }
 
 impl World {
@@ -153,11 +165,12 @@ impl World {
         while self.processes[slot].executor.job.is_none() {
             let executor = &mut self.processes[slot].executor;
             let Some((link, command)) = executor.queue.pop_front() else { return };
-            executor.entered = if self.switches.old_commands_run { executor.link } else { link };
+            let link = if self.switches.old_commands_run { executor.link } else { link };
+            executor.entered = link;
             match command {
                 Command::Form(form) => self.form(slot, form),
                 Command::Start(start) => {
-                    if self.processes[slot].executor.epoch == Some(start.epoch) {
+                    if self.processes[slot].executor.epoch == Some((link, start.epoch)) {
                         let takes = self.random.range(MS, 20 * MS);
                         self.begin_for(slot, Job::Start(start), takes);
                     }
@@ -165,7 +178,7 @@ impl World {
                 Command::Step(message) => self.step(slot, message),
                 Command::Release(epoch) => {
                     let current = self.processes[slot].executor.epoch;
-                    if current.is_some_and(|current| current <= epoch) {
+                    if current.is_some_and(|current| current <= (link, epoch)) {
                         self.release(slot);
                     }
                 }
@@ -193,7 +206,7 @@ impl World {
         if executor.aborted >= (executor.entered, form.epoch) {
             return;
         }
-        let (epoch, world_size) = (form.epoch, form.world_size);
+        let (place, world_size) = (self.place_of(&form), form.world_size);
         let alone = form.collective == CollectiveSpec::None;
         let token = self.begin(slot, Job::Connect(form));
         if alone {
@@ -207,13 +220,22 @@ impl World {
             choosers: Vec::new(),
             plan: None,
         };
-        self.meet((epoch.0, 0), arrived);
+        self.meet((place, 0), arrived);
+    }
+
+    /// Where the ranks of a collective meet, whoever's epoch it is of.
+    fn place_of(&self, form: &Form) -> u64 {
+        if self.switches.collectives_share_names {
+            return form.epoch.0;
+        }
+        format!("{:?}", form.collective).bytes().fold(0, |hash, byte| mix(hash, u64::from(byte)))
     }
 
     fn step(&mut self, slot: usize, message: Rc<ToWorker>) {
         let ToWorker::Step(plan) = &*message else { return };
         let process = &mut self.processes[slot];
-        if process.executor.epoch != Some(plan.epoch) && !self.switches.runs_any_epoch {
+        let term = (process.executor.entered, plan.epoch);
+        if process.executor.epoch != Some(term) && !self.switches.runs_any_epoch {
             return;
         }
         let rows: u64 = plan.sequences.iter().map(|entry| u64::from(entry.count)).sum();
@@ -251,11 +273,12 @@ impl World {
     }
 
     fn connected(&mut self, slot: usize, form: Form) {
+        let place = self.place_of(&form);
         let executor = &mut self.processes[slot].executor;
         let term = (executor.entered, form.epoch);
         executor.handle = Some(term);
         executor.collective = Some(Collective {
-            epoch: form.epoch,
+            place,
             rank: form.rank,
             world_size: form.world_size,
             tcp: matches!(form.collective, CollectiveSpec::Tcp { .. }),
@@ -278,14 +301,11 @@ impl World {
         let kv_blocks = self.random.range(low, high) as u32;
         let process = &mut self.processes[slot];
         process.executor.loaded = Some((form.rank, form.world_size));
-        process.executor.epoch = Some(form.epoch);
-        let worker = process.worker;
-        let current = process.stats.take().filter(|(known, _)| *known == worker);
-        let mut stats = current.unwrap_or_else(|| (worker, RankStats::new(worker)));
-        stats.1.formed(form.replica, form.rank, 1, Duration::ZERO);
-        process.stats = Some(stats);
+        process.executor.epoch = Some((process.executor.entered, form.epoch));
+        process.stats().formed(form.replica, form.rank);
         let formed = Formed { epoch: form.epoch, kv_blocks, weight_bytes: 1, load_seconds: 0.0 };
         process.executor.form = Some(form);
+        process.executor.kv_blocks = kv_blocks;
         self.tell(slot, FromWorker::Formed(formed));
     }
 
@@ -299,6 +319,11 @@ impl World {
         let executor = &mut self.processes[slot].executor;
         let Some(form) = &executor.form else { return };
         let config = form.engine.clone();
+        let room = executor.kv_blocks;
+        if start.num_blocks > room {
+            let (blocks, epoch) = (start.num_blocks, start.epoch);
+            return self.fail(format!("slot {slot} is given {blocks} blocks of {room} in {epoch}"));
+        }
         if !self.switches.keeps_cache || !executor.engine.fits(start.num_blocks) {
             executor.engine.start(config, start.num_blocks);
         }
@@ -332,11 +357,11 @@ impl World {
             return self.step_finished(slot, &message, &tokens);
         }
         let world_size = collective.world_size;
-        let left = collective.tcp && self.left.contains(&collective.epoch.0);
+        let left = collective.tcp && self.left.contains(&collective.place);
         if collective.aborted || left {
             return self.step_failed(slot, plan, "the collective was aborted");
         }
-        let point = (plan.epoch.0, plan.step.0);
+        let point = (collective.place, plan.step.0);
         let token = self.begin(slot, Job::Meet(message.clone()));
         let plan = Some(message);
         self.meet(point, Arrived { slot, token, world_size, shares, choosers, plan });
@@ -420,10 +445,7 @@ impl World {
         }
         let forward_us = process.executor.computes;
         let timings = StepTimings { step_us: 1000, forward_us, ..StepTimings::default() };
-        if let Some((_, stats)) = &mut process.stats {
-            stats.step(&timings);
-            process.steps += 1;
-        }
+        process.stats().step(&timings);
         let due = process.last_report.is_none_or(|last| self.now - last >= REPORT_INTERVAL);
         let stats = if due { self.stats(slot) } else { WorkerStats::default() };
         let (epoch, step) = (plan.epoch, plan.step);
@@ -441,12 +463,12 @@ impl World {
         if !collective.tcp {
             return;
         }
-        let epoch = collective.epoch.0;
-        self.left.insert(epoch);
+        let place = collective.place;
+        self.left.insert(place);
         let others: Vec<(usize, u64)> = self
             .meetings
             .iter()
-            .filter(|((of, step), _)| *of == epoch && *step > 0)
+            .filter(|((of, step), _)| *of == place && *step > 0)
             .flat_map(|(_, meeting)| meeting.ranks.iter().map(|rank| (rank.slot, rank.token)))
             .collect();
         for (slot, token) in others {

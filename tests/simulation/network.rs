@@ -7,10 +7,12 @@ use std::time::Duration;
 use shared::actor::link::QUEUE_MAX;
 use shared::actor::liveness::{Liveness, LivenessAction, LivenessConfig};
 use shared::ids::WorkerId;
-use shared::protocol::{FromWorker, ToWorker};
+use shared::protocol::{FromWorker, Rejoin, ToWorker};
 
+use crate::coordinator::Life;
+use crate::events::Event;
 use crate::scenario::{MS, Time};
-use crate::world::{Event, World};
+use crate::world::World;
 
 pub(crate) type LinkId = usize;
 
@@ -32,7 +34,7 @@ impl Side {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Packet {
-    Hello,
+    Hello(Rejoin),
     Welcome(WorkerId),
     /// It may never join.
     Refused,
@@ -56,6 +58,8 @@ struct Pipe {
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) slot: usize,
+    /// Which coordinator is at the other end.
+    pub(crate) life: Life,
     /// Which process run is at the worker's end.
     pub(crate) incarnation: u64,
     /// By [`Side`]: whether that end is still open.
@@ -82,9 +86,10 @@ pub(crate) struct Path {
 }
 
 impl World {
-    pub(crate) fn new_link(&mut self, slot: usize, incarnation: u64) -> LinkId {
+    pub(crate) fn new_link(&mut self, slot: usize, incarnation: u64, life: Life) -> LinkId {
         self.links.push(Link {
             slot,
+            life,
             incarnation,
             open: [true, true],
             pipes: [Pipe::default(), Pipe::default()],
@@ -146,7 +151,10 @@ impl World {
         let frozen = to == Side::Worker
             && self.processes[slot].incarnation == self.links[link].incarnation
             && self.processes[slot].frozen;
-        frozen || self.paths[slot].blocked[to as usize] > 0
+        let life = Some(self.links[link].life);
+        let stopped = to == Side::Coordinator
+            && self.seats.iter().any(|seat| seat.frozen && seat.life == life);
+        frozen || stopped || self.paths[slot].blocked[to as usize] > 0
     }
 
     /// Lets go what was held up for a slot, if nothing else holds it.
@@ -195,7 +203,7 @@ impl World {
             }
             (Packet::Pong, _) => {}
             (Packet::End, _) => self.close(link, to),
-            (Packet::Hello, _) => self.hello(link),
+            (Packet::Hello(rejoin), _) => self.hello(link, rejoin),
             (Packet::Welcome(worker), _) => self.welcomed(link, worker),
             (Packet::Refused, _) => self.refused(link),
             (Packet::Down(message), _) => self.worker_takes(link, &message),

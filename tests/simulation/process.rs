@@ -1,14 +1,18 @@
 //! A worker process: its life, and its end of the link. Does what `worker::actor` does.
+use std::collections::BTreeMap;
 use std::rc::Rc;
+use std::time::Duration;
 
-use shared::ids::{Epoch, WorkerId};
+use shared::ids::{Epoch, ReplicaId, WorkerId};
+use shared::membership::{Destination, Record, Role, View};
 use shared::metrics::RankStats;
-use shared::protocol::{FromWorker, ToWorker, WorkerStats};
+use shared::protocol::{FromWorker, Rejoin, StepTimings, ToWorker, WorkerStats};
 
+use crate::events::Event;
 use crate::executor::{Command, Executor, Job};
 use crate::network::{LinkId, Packet, Side};
 use crate::scenario::{MS, S, Time};
-use crate::world::{Event, World};
+use crate::world::World;
 
 /// As `worker::actor`.
 const HANDSHAKE_DEADLINE: Time = 3 * S;
@@ -27,11 +31,15 @@ pub(crate) struct Process {
     dialling: Option<LinkId>,
     generation: u64,
     redial: Time,
-    pub(crate) worker: WorkerId,
-    pub(crate) stats: Option<(WorkerId, RankStats)>,
+    /// The coordinator dialled last.
+    pub(crate) dialled: Option<Destination>,
+    /// It knows of no coordinator to dial.
+    waits_for_leader: bool,
+    /// Its slot at the present or last coordinator.
+    pub(crate) worker: Option<WorkerId>,
+    /// By slot: other coordinators may have given it others.
+    stats: BTreeMap<WorkerId, Counted>,
     pub(crate) last_report: Option<Time>,
-    /// Steps recorded in `stats`.
-    pub(crate) steps: u64,
     pub(crate) executor: Executor,
     pub(crate) slowed: u64,
     pub(crate) stall: Time,
@@ -54,10 +62,11 @@ impl Process {
             dialling: None,
             generation: 0,
             redial: REDIAL_MIN,
-            worker: WorkerId(0),
-            stats: None,
+            dialled: None,
+            waits_for_leader: false,
+            worker: None,
+            stats: BTreeMap::new(),
             last_report: None,
-            steps: 0,
             executor: Executor::default(),
             slowed: 1,
             stall: 0,
@@ -70,19 +79,42 @@ impl Process {
 
     /// The epoch of the step under way, and since when it is.
     pub(crate) fn step_under_way(&self) -> Option<(Epoch, Time)> {
-        let (Some(Job::Compute(_)), Some(epoch)) = (&self.executor.job, self.executor.epoch) else {
+        let executor = &self.executor;
+        let (Some(Job::Compute(_)), Some((link, epoch))) = (&executor.job, executor.epoch) else {
             return None;
         };
-        Some((epoch, self.executor.began))
+        (link == executor.link).then_some((epoch, executor.began))
     }
 
-    fn report(&mut self) -> (WorkerStats, u64) {
-        let worker = self.worker;
-        let current = self.stats.take().filter(|(known, _)| *known == worker);
-        let mut stats = current.unwrap_or_else(|| (worker, RankStats::new(worker)));
-        let report = stats.1.report().unwrap_or_default();
-        self.stats = Some(stats);
-        (report, self.steps)
+    /// As `LinkOutbox::stats`.
+    pub(crate) fn stats(&mut self) -> &mut Counted {
+        let worker = self.worker.unwrap_or_default();
+        self.stats.entry(worker).or_insert_with(|| Counted {
+            stats: RankStats::new(worker),
+            steps: 0,
+            formed: false,
+        })
+    }
+}
+
+/// What a process counted under one slot.
+pub(crate) struct Counted {
+    stats: RankStats,
+    /// Steps recorded in `stats`.
+    steps: u64,
+    formed: bool,
+}
+
+impl Counted {
+    pub(crate) fn formed(&mut self, replica: ReplicaId, rank: u32) {
+        self.stats.formed(replica, rank, 1, Duration::ZERO);
+        self.formed = true;
+    }
+
+    /// A step that began under another slot is none of a rank's, yet.
+    pub(crate) fn step(&mut self, timings: &StepTimings) {
+        self.stats.step(timings);
+        self.steps += u64::from(self.formed);
     }
 }
 
@@ -106,6 +138,16 @@ impl World {
             ..Process::absent()
         };
         self.say(|| format!("slot {slot} starts"));
+        let record = Record {
+            node: self.node_name(slot),
+            role: Role::Worker,
+            incarnation,
+            address: String::new(),
+            http: String::new(),
+            pid: 1,
+            version: String::new(),
+        };
+        self.join_etcd(slot, record);
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });
     }
 
@@ -120,7 +162,10 @@ impl World {
         let incarnation = process.incarnation;
         self.disturb(slot, LEAVE_PATIENCE);
         if self.processes[slot].link.is_some() {
-            self.tell(slot, FromWorker::Goodbye { reason: "it leaves".to_owned(), failed: false });
+            self.tell_now(
+                slot,
+                FromWorker::Goodbye { reason: "it leaves".to_owned(), failed: false },
+            );
             self.schedule(LEAVE_PATIENCE, Event::LeaveDeadline { slot, incarnation });
             self.faulty_until(self.now + LEAVE_PATIENCE);
         } else {
@@ -137,6 +182,7 @@ impl World {
     /// It is told to end.
     fn shut_down(&mut self, slot: usize) {
         let back_after = self.processes[slot].back_after;
+        self.leave_etcd(slot, true);
         self.kill(slot);
         self.disturb(slot, 0);
         self.faulty_until(self.now);
@@ -151,6 +197,7 @@ impl World {
             return;
         }
         self.leave_collective(slot);
+        self.leave_etcd(slot, false);
         let process = &mut self.processes[slot];
         process.alive = false;
         process.frozen = false;
@@ -183,11 +230,31 @@ impl World {
         if !process.alive || !current || process.link.is_some() || process.dialling.is_some() {
             return;
         }
-        let link = self.new_link(slot, incarnation);
+        let known = self.view(slot).and_then(View::destination);
+        // Where nobody leads, whoever led last may still be there.
+        let Some(to) = known.or_else(|| self.processes[slot].dialled.clone()) else {
+            self.processes[slot].waits_for_leader = true;
+            return;
+        };
+        let life = self.serves_at(&to.address);
+        let process = &mut self.processes[slot];
+        if process.dialled.replace(to.clone()) != Some(to) {
+            process.redial = REDIAL_MIN;
+        }
+        let Some(life) = life else {
+            // Nobody listens there, or one that stands by hangs up.
+            process.redial = (process.redial * 2).min(REDIAL_MAX);
+            let after = process.redial;
+            return self.schedule(after, Event::Dial { slot, incarnation, generation });
+        };
+        let link = self.new_link(slot, incarnation, life);
         // Without a way there and back no connection comes about before the partition ends.
         self.links[link].established = self.paths[slot].blocked == [0, 0];
         self.processes[slot].dialling = Some(link);
-        self.send(link, Side::Coordinator, Packet::Hello);
+        let process = &self.processes[slot];
+        let shard = process.executor.held();
+        let rejoin = Rejoin { slot: process.worker, shard };
+        self.send(link, Side::Coordinator, Packet::Hello(rejoin));
         self.schedule(HANDSHAKE_DEADLINE, Event::HandshakeDeadline { slot, link });
     }
 
@@ -207,7 +274,7 @@ impl World {
         process.link = Some(link);
         process.redial = REDIAL_MIN;
         process.generation += 1;
-        process.worker = worker;
+        process.worker = Some(worker);
         // As `Executor::new_link`.
         process.executor.link += 1;
         if self.switches.old_commands_run {
@@ -248,6 +315,30 @@ impl World {
         let process = &self.processes[slot];
         let (generation, after) = (process.generation, process.redial);
         self.schedule(after, Event::Dial { slot, incarnation, generation });
+    }
+
+    /// Leaves a coordinator when another leads; as `WorkerActor` does.
+    pub(crate) fn follow(&mut self, slot: usize) {
+        let Some(now) = self.view(slot).and_then(View::destination) else { return };
+        let process = &mut self.processes[slot];
+        let waits = std::mem::take(&mut process.waits_for_leader);
+        let stays = self.switches.leader_is_not_followed && !waits;
+        if !process.alive || process.dialled.as_ref() == Some(&now) || stays {
+            return;
+        }
+        process.generation += 1;
+        let (incarnation, generation) = (process.incarnation, process.generation);
+        let (link, dialling) = (process.link.take(), process.dialling.take());
+        if link.is_some() {
+            process.redial = REDIAL_MIN;
+        }
+        if let Some(link) = link.or(dialling) {
+            self.close(link, Side::Worker);
+        }
+        if link.is_some() && !self.switches.keeps_epoch_without_link {
+            self.abort(slot, Epoch(u64::MAX));
+        }
+        self.schedule(0, Event::Dial { slot, incarnation, generation });
     }
 
     pub(crate) fn report_due(&mut self, slot: usize, incarnation: u64, generation: u64) {
@@ -292,14 +383,26 @@ impl World {
     pub(crate) fn stats(&mut self, slot: usize) -> WorkerStats {
         let process = &mut self.processes[slot];
         process.last_report = Some(self.now);
-        let (stats, steps) = process.report();
-        let key = (process.worker, process.incarnation, stats.sequence);
+        let counted = process.stats();
+        let (stats, steps) = (counted.stats.report().unwrap_or_default(), counted.steps);
+        let worker = process.worker.unwrap_or_default();
+        let key = (worker, process.incarnation, stats.sequence);
         self.checks.reported.insert(key, steps);
         stats
     }
 
+    /// Says something to the coordinator, of the command under way. As `Uplink::tell_over`: not to
+    /// another one than the command came from, and without a link to nobody.
     pub(crate) fn tell(&mut self, slot: usize, message: FromWorker) {
-        // Without a link it is dropped: its epoch is over.
+        let process = &self.processes[slot];
+        let passes = process.executor.entered == process.executor.link;
+        if passes || self.switches.old_words_pass {
+            self.tell_now(slot, message);
+        }
+    }
+
+    /// Says something of the process.
+    fn tell_now(&mut self, slot: usize, message: FromWorker) {
         if let Some(link) = self.processes[slot].link {
             self.send(link, Side::Coordinator, Packet::Up(Box::new(message)));
         }

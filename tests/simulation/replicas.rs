@@ -15,9 +15,10 @@ use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
 
 use crate::coordinator::Coordinator;
+use crate::events::Event;
 use crate::network::{LinkId, Packet, Side};
 use crate::scenario::Time;
-use crate::world::{Event, World};
+use crate::world::World;
 
 /// A message to a replica.
 pub(crate) enum ReplicaMail {
@@ -90,15 +91,17 @@ impl World {
     /// Sends to a replica's mailbox, which it reads in order a little later.
     pub(crate) fn mail_replica(&mut self, id: ReplicaId, mail: ReplicaMail) {
         let after = self.now + self.random.skewed(1, 200);
+        let life = self.coordinator.life;
         if let Some(running) = self.coordinator.running(id) {
             running.mail.push_back(mail);
             running.mail_due = after.max(running.mail_due + 1);
             let due = running.mail_due;
-            self.schedule_at(due, Event::ReplicaMail(id));
+            self.schedule_at(due, Event::ReplicaMail(life, id));
         }
     }
 
     pub(crate) fn replica_mail(&mut self, id: ReplicaId) {
+        let life = self.coordinator.life;
         let Some(running) = self.coordinator.running(id) else { return };
         let Some(mail) = running.mail.pop_front() else { return };
         let at = self.now;
@@ -115,7 +118,7 @@ impl World {
             }
             ReplicaMail::Ready { epoch, num_blocks, ranks } => {
                 running.down_since = None;
-                self.clients.served(id);
+                self.clients.served(life, id);
                 let Some(running) = self.coordinator.running(id) else { return };
                 let old = std::mem::replace(&mut running.links, ranks.clone());
                 let workers = ranks.iter().map(|(worker, _)| *worker).collect();
@@ -128,7 +131,7 @@ impl World {
                 if running.operation.lost(Duration::from_micros(at), epoch, end) {
                     running.down_since = Some(at);
                     let old = std::mem::take(&mut running.links);
-                    self.clients.interrupted(id, at);
+                    self.clients.interrupted(life, id, at);
                     old.into_iter().for_each(|(_, link)| self.drop_handle(link));
                 }
                 self.give_up(id);
@@ -136,7 +139,7 @@ impl World {
             ReplicaMail::GiveUp => self.give_up(id),
             ReplicaMail::Retire => {
                 if running.operation.epoch().is_some() {
-                    self.clients.interrupted(id, at);
+                    self.clients.interrupted(life, id, at);
                 }
                 running.operation.end(Duration::from_micros(at));
                 let old = std::mem::take(&mut running.links);
@@ -210,11 +213,12 @@ impl World {
     }
 
     fn mail_cluster(&mut self, mail: ClusterMail) {
+        let life = self.coordinator.life;
         self.coordinator.mail.push_back(mail);
         let after = self.now + self.random.skewed(1, 200);
         self.coordinator.mail_due = after.max(self.coordinator.mail_due + 1);
         let due = self.coordinator.mail_due;
-        self.schedule_at(due, Event::ClusterMail);
+        self.schedule_at(due, Event::ClusterMail(life));
     }
 
     pub(crate) fn cluster_mail(&mut self) {
@@ -240,7 +244,8 @@ impl World {
 
     /// As `ClusterActor::place_orphans`.
     fn place_orphans(&mut self, from: ReplicaId, requests: Vec<Moved>) {
-        let coordinator = &mut self.coordinator;
+        let coordinator = &mut *self.coordinator;
+        let life = coordinator.life;
         let homes = coordinator.core.replicas().map(|replica| {
             let running = coordinator.replicas.get(&replica.id);
             let load = |it: &RunningReplica| it.load.in_flight.load(Ordering::Relaxed);
@@ -260,7 +265,7 @@ impl World {
         }
         for (id, requests) in placed.homes {
             let indices = requests.iter().map(|request| request.id().0 as usize);
-            self.clients.moved(from, id, indices.collect());
+            self.clients.moved(life, from, id, indices.collect());
             self.report.moved += requests.len() as u64 * u64::from(from != id);
             self.start_replica(id);
             self.mail_replica(id, ReplicaMail::Adopt(requests));
@@ -294,11 +299,12 @@ impl World {
         worker: WorkerId,
         result: &StepResult,
     ) {
-        let late = &mut self.coordinator.late_results;
+        let coordinator = &mut *self.coordinator;
+        let late = &mut coordinator.late_results;
         if self.random.chance(20) {
             late.push((replica, worker, result.clone()));
         }
-        let present = self.coordinator.replicas[&replica].operation.epoch();
+        let present = coordinator.replicas[&replica].operation.epoch();
         let is_old = |it: &(ReplicaId, WorkerId, StepResult)| {
             it.0 == replica && Some(it.2.epoch) < present && it.2.step == result.step
         };

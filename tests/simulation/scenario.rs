@@ -13,6 +13,8 @@ use crate::random::Random;
 pub(crate) type Time = u64;
 
 pub(crate) const MS: Time = 1_000;
+/// The model's folder.
+pub(crate) const MODEL: &str = "m";
 pub(crate) const S: Time = 1_000_000;
 
 /// Faults begin within this.
@@ -48,6 +50,22 @@ pub(crate) enum Fault {
     Drain { slot: usize, back_after: Option<Time> },
     /// Another process takes the name of a slot's, for a while.
     Twin { twin: usize, lasts: Time },
+    /// A coordinator process is killed, and started again after a while.
+    CrashCoordinator { seat: usize, back_after: Time },
+    /// A coordinator process is stopped, and goes on after a while.
+    FreezeCoordinator { seat: usize, lasts: Time },
+    /// Nobody reaches etcd; whether leases end meanwhile, and whether this is noticed at once.
+    EtcdAway { lasts: Time, counts: bool, resets: bool },
+    /// One process does not reach etcd.
+    CutEtcd { who: usize, lasts: Time },
+    /// A process's lease is taken away.
+    Revoke { who: usize },
+    /// etcd ends a process's watch.
+    CancelWatch { who: usize },
+    /// A process's watch does not say what changes next.
+    LoseChange { who: usize },
+    /// etcd forgets its history.
+    Compact,
     /// The rank's next formation fails.
     FailForm { slot: usize, permanent: bool },
 }
@@ -99,6 +117,10 @@ pub(crate) struct Scenario {
     pub(crate) scheduler: SchedulerConfig,
     pub(crate) limits: DriverLimits,
     pub(crate) collective_timeout: Time,
+    /// Between two checkpoints of the totals.
+    pub(crate) checkpoint: Time,
+    /// Places for coordinator processes, one of which leads.
+    pub(crate) seats: usize,
     /// Longest time of weights to load.
     pub(crate) load: Time,
     /// Longest time of a usual step's computing.
@@ -163,6 +185,8 @@ impl Scenario {
             scheduler,
             limits,
             collective_timeout: 30 * S,
+            checkpoint: random.pick(&[S, 5 * S]),
+            seats: random.pick(&[1, 2, 2, 3]),
             load: random.pick(&[50 * MS, S, 4 * S]),
             step: random.pick(&[2 * MS, 8 * MS, 30 * MS]),
             latency: random.pick(&[MS, MS, 20 * MS]),
@@ -251,6 +275,9 @@ impl Scenario {
             self.faults
                 .push((random.range(0, 5 * S), Fault::Slow { slot, factor, lasts: 130 * S }));
         }
+        if random.chance(50) {
+            self.add_control_faults(random);
+        }
         for _ in 0..random.range(5, 15) {
             let at = random.range(0, FAULTS_END);
             let slot = random.range(0, slots - 1) as usize;
@@ -279,6 +306,36 @@ impl Scenario {
                 90..=94 => Fault::Drain { slot, back_after: self.back_after(random) },
                 95..=96 => Fault::Diverge { slot },
                 _ => Fault::FailForm { slot, permanent: random.chance(30) },
+            };
+            self.faults.push((at, fault));
+        }
+    }
+
+    /// Faults of coordinators and of etcd.
+    fn add_control_faults(&mut self, random: &mut Random) {
+        let members = self.hosts.len() + self.seats;
+        for _ in 0..random.range(1, 4) {
+            let at = random.range(0, FAULTS_END);
+            let seat = random.range(0, self.seats as u64 - 1) as usize;
+            // Coordinators as often as all workers.
+            let worker = random.range(0, self.hosts.len() as u64 - 1) as usize;
+            let who = if random.chance(50) { self.hosts.len() + seat } else { worker };
+            debug_assert!(who < members, "a member");
+            let fault = match random.range(0, 99) {
+                0..=14 => Fault::FreezeCoordinator { seat, lasts: random.skewed(100 * MS, 20 * S) },
+                15..=38 => {
+                    Fault::CrashCoordinator { seat, back_after: random.skewed(10 * MS, 8 * S) }
+                }
+                39..=54 => Fault::EtcdAway {
+                    lasts: random.skewed(100 * MS, 90 * S),
+                    counts: random.chance(50),
+                    resets: random.chance(50),
+                },
+                55..=70 => Fault::CutEtcd { who, lasts: random.skewed(100 * MS, 30 * S) },
+                71..=79 => Fault::Revoke { who },
+                80..=87 => Fault::CancelWatch { who },
+                88..=91 => Fault::LoseChange { who },
+                _ => Fault::Compact,
             };
             self.faults.push((at, fault));
         }

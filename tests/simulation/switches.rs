@@ -59,4 +59,26 @@ pub(crate) struct Switches {
     pub(crate) token_lost: bool,
     /// The client sees one token twice.
     pub(crate) token_repeated: bool,
+    /// What a worker has to say of an earlier link's epochs goes over the present one.
+    pub(crate) old_words_pass: bool,
+    /// Collectives of different coordinators have one name if their epochs have one number.
+    pub(crate) collectives_share_names: bool,
+    /// The next coordinator does not know the totals of the last one.
+    pub(crate) totals_are_forgotten: bool,
+    /// The next coordinator adds to the totals of workers what they report again.
+    pub(crate) workers_count_twice: bool,
+    /// A coordinator goes on when another leads.
+    pub(crate) superseded_goes_on: bool,
+    /// Workers stay with the coordinator that they have.
+    pub(crate) leader_is_not_followed: bool,
+    /// A watch that is cut off from history is waited for.
+    pub(crate) compaction_is_ignored: bool,
+    /// What a watch does not say is never found otherwise.
+    pub(crate) never_lists_again: bool,
+    /// After etcd was away anybody runs for leader at once.
+    pub(crate) anybody_runs: bool,
+    /// Whoever thinks it leads writes the totals.
+    pub(crate) saves_unfenced: bool,
+    /// Whoever runs for leader becomes it, also where there is one.
+    pub(crate) leader_key_is_overwritten: bool,
 }

@@ -3,20 +3,20 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
-use shared::ids::ReplicaId;
-
 use crate::checks::Checks;
 use crate::clients::Clients;
-use crate::coordinator::Coordinator;
+use crate::coordinator::{Coordinators, Life};
+use crate::etcd::{Etcd, MemberId};
+use crate::events::{Event, Report};
 use crate::executor::Meeting;
+use crate::membership::Member;
 use crate::network::{Link, LinkId, Packet, Path, Side};
 use crate::process::Process;
 use crate::random::{Random, mix};
-use crate::scenario::{Fault, MS, S, Scenario, Time};
+use crate::scenario::{MS, S, Scenario, Time};
+use crate::seats::Seat;
 use crate::switches::Switches;
 
-/// A pending fault that found no occasion is taken back after this.
-const OCCASION: Time = 5 * S;
 /// The cluster serves with all its workers this long after the last fault.
 pub(crate) const CONVERGES_WITHIN: Time = 15 * S;
 /// Something gets on at least this often while there are requests.
@@ -27,85 +27,6 @@ const ENDS_WITHIN: Time = 900 * S;
 const STAYS_WELL: Time = 2500 * MS;
 /// How often the totals are looked at.
 const SCRAPE: Time = 700 * MS;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Heal {
-    Unfreeze { slot: usize, incarnation: u64 },
-    Unblock { slot: usize, up: bool, down: bool },
-    Faster { slot: usize, extra: Time },
-    Quicker { slot: usize, factor: u64 },
-    NoOccasion { slot: usize },
-    Single { twin: usize },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Event {
-    Arrive { link: LinkId, to: Side },
-    Poll { link: LinkId, side: Side },
-    Closed { link: LinkId, side: Side },
-    Tick,
-    ReplicaMail(ReplicaId),
-    ClusterMail,
-    Start { slot: usize },
-    Dial { slot: usize, incarnation: u64, generation: u64 },
-    HandshakeDeadline { slot: usize, link: LinkId },
-    Executed { slot: usize, token: u64 },
-    Broken { slot: usize, token: u64 },
-    Deadline { slot: usize, token: u64 },
-    ReportDue { slot: usize, incarnation: u64, generation: u64 },
-    LeaveDeadline { slot: usize, incarnation: u64 },
-    Submit(usize),
-    Leave(usize),
-    Fault(usize),
-    Heal(Heal),
-    Scrape,
-}
-
-impl PartialOrd for Side {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Side {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (*self as u8).cmp(&(*other as u8))
-    }
-}
-
-/// What a run was.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Report {
-    pub(crate) events: u64,
-    pub(crate) faults: u64,
-    /// Times a rank was told to form.
-    pub(crate) forms: u64,
-    pub(crate) finished: u64,
-    pub(crate) unavailable: u64,
-    /// Given up because epochs ended again and again with them alone.
-    pub(crate) quarantined: u64,
-    /// Requests that went on at another replica.
-    pub(crate) moved: u64,
-    /// Formations with fewer ranks than wanted.
-    pub(crate) resharded: u64,
-    pub(crate) drained: u64,
-    /// Epochs that ended because ranks had different tokens.
-    pub(crate) disagreed: u64,
-    /// Slow ranks replaced by spares.
-    pub(crate) relieved: u64,
-    /// Processes ended by what they computed.
-    pub(crate) poisoned: u64,
-    pub(crate) preemptions: u64,
-    /// Prompt tokens that the KV cache had.
-    pub(crate) cached: u64,
-    pub(crate) fenced: u64,
-    pub(crate) lasted: Time,
-    /// From the last fault until all workers served again, and until all requests had ended.
-    pub(crate) converged_after: Time,
-    pub(crate) ended_after: Time,
-    /// Of everything that happened, in order.
-    pub(crate) trace: u64,
-}
 
 pub(crate) struct World {
     pub(crate) scenario: Scenario,
@@ -121,7 +42,20 @@ pub(crate) struct World {
     pub(crate) meetings: BTreeMap<(u64, u64), Meeting>,
     /// Epochs whose TCP collective some rank has left.
     pub(crate) left: BTreeSet<u64>,
-    pub(crate) coordinator: Coordinator,
+    pub(crate) coordinator: Coordinators,
+    pub(crate) etcd: Etcd,
+    /// How many faults keep everybody from etcd.
+    pub(crate) etcd_away: u32,
+    /// When it went away last, and when it was back.
+    pub(crate) etcd_went: Time,
+    pub(crate) etcd_back: Time,
+    /// While it is away leases end.
+    pub(crate) etcd_counts: bool,
+    pub(crate) members: Vec<Member>,
+    pub(crate) seats: Vec<Seat>,
+    /// Until when there may be nobody that serves.
+    pub(crate) leaderless: Time,
+    pub(crate) seed: u64,
     pub(crate) clients: Clients,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
@@ -154,7 +88,16 @@ impl World {
             processes: (0..slots).map(|_| Process::absent()).collect(),
             meetings: BTreeMap::new(),
             left: BTreeSet::new(),
-            coordinator: Coordinator::new(&scenario, seed),
+            coordinator: Coordinators::default(),
+            etcd: Etcd::default(),
+            etcd_away: 0,
+            etcd_went: 0,
+            etcd_back: 0,
+            etcd_counts: true,
+            members: (0..slots + scenario.seats).map(|_| Member::default()).collect(),
+            seats: (0..scenario.seats).map(|_| Seat::default()).collect(),
+            leaderless: 0,
+            seed,
             clients: Clients::new(scenario.clients.clone()),
             checks: Checks::default(),
             last_fault: 0,
@@ -182,6 +125,12 @@ impl World {
             world.schedule_at(world.scenario.faults[index].0, Event::Fault(index));
             world.last_fault = world.last_fault.max(world.scenario.faults[index].0);
         }
+        world.etcd.any_leads = switches.leader_key_is_overwritten;
+        for seat in 0..world.seats.len() {
+            let at = world.random.range(0, 300 * MS);
+            world.schedule_at(at, Event::SeatStart { seat });
+        }
+        world.may_be_leaderless(0);
         world.schedule_at(50 * MS, Event::Tick);
         world.schedule_at(SCRAPE, Event::Scrape);
         world
@@ -222,6 +171,14 @@ impl World {
         self.queue.push(Reverse((at.max(self.now), self.order, event)));
     }
 
+    /// Nobody takes a request. This may be while a new leader is found, and not for longer.
+    fn refuse(&mut self, index: usize) {
+        if self.now > self.leaderless {
+            self.fail(format!("nobody serves, and req-{index} is refused"));
+        }
+        self.clients.refused(index);
+    }
+
     /// Ends the run: an invariant does not hold.
     pub(crate) fn fail(&mut self, what: String) {
         self.failure.get_or_insert(what);
@@ -260,11 +217,63 @@ impl World {
             | Event::Deadline { slot, .. }
             | Event::LeaveDeadline { slot, .. }
             | Event::ReportDue { slot, .. } => Some(slot),
+            Event::EtcdOpen { who, .. }
+            | Event::EtcdAnswered { who, .. }
+            | Event::EtcdDeadline { who, .. }
+            | Event::EtcdSaid { who, .. }
+            | Event::EtcdTick { who, .. } => (who < self.processes.len()).then_some(who),
             Event::Poll { link, side: Side::Worker }
             | Event::Closed { link, side: Side::Worker } => {
                 let link = &self.links[link];
                 let same = self.processes[link.slot].incarnation == link.incarnation;
                 same.then_some(link.slot)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whose connection to etcd something happens at.
+    fn session_of(event: Event) -> Option<(MemberId, u64)> {
+        match event {
+            Event::EtcdOpen { who, session }
+            | Event::EtcdAsked { who, session, .. }
+            | Event::EtcdAnswered { who, session, .. }
+            | Event::EtcdDeadline { who, session, .. }
+            | Event::EtcdSaid { who, session }
+            | Event::EtcdTick { who, session }
+            | Event::EtcdKept { who, session, .. } => Some((who, session)),
+            _ => None,
+        }
+    }
+
+    /// Which coordinator's process has to run for an event to happen.
+    fn seat_of(&self, event: Event) -> Option<usize> {
+        let coordinator = match event {
+            Event::EtcdOpen { who, .. }
+            | Event::EtcdAnswered { who, .. }
+            | Event::EtcdDeadline { who, .. }
+            | Event::EtcdSaid { who, .. }
+            | Event::EtcdTick { who, .. } => return who.checked_sub(self.processes.len()),
+            Event::Load { seat, .. } => return Some(seat),
+            // Frames wait by themselves.
+            Event::Arrive { .. } => return None,
+            Event::Submit(_) => self.leading(),
+            Event::Leave(index) => self.clients.life_of(index),
+            _ => self.life_of(event),
+        };
+        self.seats.iter().position(|seat| coordinator.is_some() && seat.life == coordinator)
+    }
+
+    /// Which coordinator something happens at.
+    fn life_of(&self, event: Event) -> Option<Life> {
+        match event {
+            Event::ReplicaMail(life, _) | Event::ClusterMail(life) | Event::Checkpoint(life) => {
+                Some(life)
+            }
+            Event::Arrive { link, to: side }
+            | Event::Poll { link, side }
+            | Event::Closed { link, side } => {
+                (side == Side::Coordinator).then_some(self.links[link].life)
             }
             _ => None,
         }
@@ -277,17 +286,51 @@ impl World {
             self.processes[slot].deferred.push(event);
             return;
         }
+        if let Some(seat) = self.seat_of(event)
+            && self.seats[seat].frozen
+        {
+            self.seats[seat].deferred.push(event);
+            return;
+        }
+        let session = Self::session_of(event);
+        if session.is_some_and(|(who, session)| self.members[who].session != session) {
+            return;
+        }
+        if let Some(life) = self.life_of(event)
+            && !self.coordinator.act(life)
+        {
+            return;
+        }
         match event {
             Event::Arrive { link, to } => self.arrive(link, to),
             Event::Poll { link, side } => self.poll(link, side),
             Event::Closed { link, side: Side::Worker } => self.worker_link_closed(link),
             Event::Closed { link, side: Side::Coordinator } => self.coordinator_link_closed(link),
             Event::Tick => {
-                self.tick();
+                if self.etcd_away == 0 || self.etcd_counts {
+                    self.etcd.expire(self.now);
+                    self.spread_news();
+                }
+                for life in self.coordinator.lives() {
+                    self.coordinator.act(life);
+                    if !self.seats[self.coordinator.seat].frozen {
+                        self.tick();
+                    }
+                }
                 self.schedule(50 * MS, Event::Tick);
             }
-            Event::ReplicaMail(replica) => self.replica_mail(replica),
-            Event::ClusterMail => self.cluster_mail(),
+            Event::ReplicaMail(_, replica) => self.replica_mail(replica),
+            Event::ClusterMail(_) => self.cluster_mail(),
+            Event::Checkpoint(_) => self.checkpoint(),
+            Event::SeatStart { seat } => self.start_seat(seat),
+            Event::Load { seat, incarnation } => self.load(seat, incarnation),
+            Event::EtcdOpen { who, .. } => self.etcd_open(who),
+            Event::EtcdAsked { who, number, .. } => self.etcd_asked(who, number),
+            Event::EtcdAnswered { who, number, .. } => self.etcd_answered(who, number),
+            Event::EtcdDeadline { who, number, .. } => self.etcd_deadline(who, number),
+            Event::EtcdSaid { who, .. } => self.etcd_said(who),
+            Event::EtcdTick { who, session } => self.etcd_tick(who, session),
+            Event::EtcdKept { who, lease, .. } => self.etcd_kept(who, lease),
             Event::Start { slot } => self.start_process(slot),
             Event::Dial { slot, incarnation, generation } => {
                 self.dial(slot, incarnation, generation);
@@ -300,7 +343,10 @@ impl World {
                 self.report_due(slot, incarnation, generation);
             }
             Event::LeaveDeadline { slot, incarnation } => self.leave_deadline(slot, incarnation),
-            Event::Submit(index) => self.submit(index),
+            Event::Submit(index) => match self.leading() {
+                Some(life) if self.coordinator.act(life) => self.submit(index),
+                _ => self.refuse(index),
+            },
             Event::Leave(index) => self.leave(index),
             Event::Fault(index) => self.fault(index),
             Event::Heal(heal) => self.heal(heal),
@@ -308,130 +354,20 @@ impl World {
         }
     }
 
-    fn fault(&mut self, index: usize) {
-        let fault = self.scenario.faults[index].1.clone();
-        self.say(|| format!("FAULT {fault:?}"));
-        self.report.faults += 1;
-        match fault {
-            Fault::Leave { slot, back_after } => self.leave_cluster(slot, back_after),
-            Fault::Crash { slot, back_after } => {
-                self.kill(slot);
-                self.disturb(slot, 0);
-                if let Some(after) = back_after {
-                    self.start_again(slot, after);
-                }
-            }
-            Fault::Freeze { slot, lasts } => {
-                let process = &mut self.processes[slot];
-                if process.alive && !process.frozen {
-                    process.frozen = true;
-                    let incarnation = process.incarnation;
-                    self.disturb(slot, lasts);
-                    self.heal_after(lasts, Heal::Unfreeze { slot, incarnation });
-                }
-            }
-            Fault::Cut { slot } => {
-                if let Some(link) = self.processes[slot].link {
-                    self.close(link, Side::Worker);
-                    self.close(link, Side::Coordinator);
-                }
-            }
-            Fault::Partition { slot, up, down, lasts } => {
-                self.paths[slot].blocked[Side::Coordinator as usize] += u32::from(up);
-                self.paths[slot].blocked[Side::Worker as usize] += u32::from(down);
-                self.disturb(slot, lasts + S);
-                self.heal_after(lasts, Heal::Unblock { slot, up, down });
-            }
-            Fault::Delay { slot, extra, lasts } => {
-                self.paths[slot].extra += extra;
-                self.disturb(slot, lasts + 10 * extra);
-                self.heal_after(lasts, Heal::Faster { slot, extra });
-            }
-            Fault::Slow { slot, factor, lasts } => {
-                self.processes[slot].slowed *= factor;
-                self.checks.slowed(slot, self.now, lasts);
-                self.heal_after(lasts, Heal::Quicker { slot, factor });
-            }
-            Fault::Stall { slot, takes } => {
-                self.processes[slot].stall = takes;
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-            Fault::FailStep { slot } => {
-                self.processes[slot].fail_step = true;
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-            Fault::Diverge { slot } => {
-                self.processes[slot].diverge = true;
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-            Fault::Scale { max } => {
-                let mut effects = Vec::new();
-                let now = self.time();
-                self.coordinator.core.set_max_replicas(now, max, &mut effects);
-                self.carry_out(effects);
-            }
-            Fault::Drain { slot, back_after } => self.drain(slot, back_after),
-            Fault::Twin { twin, lasts } => {
-                self.start_process(twin);
-                self.heal_after(lasts, Heal::Single { twin });
-            }
-            Fault::FailForm { slot, permanent } => {
-                self.processes[slot].fail_form = Some(permanent);
-                self.heal_after(OCCASION, Heal::NoOccasion { slot });
-            }
-        }
-    }
-
-    /// Something holds up the slot's steps for so long.
-    pub(crate) fn disturb(&mut self, slot: usize, lasts: Time) {
-        self.disturbed[slot] = self.disturbed[slot].max(self.now + lasts);
-    }
-
-    pub(crate) fn start_again(&mut self, slot: usize, after: Time) {
-        self.schedule(after, Event::Start { slot });
-        self.faulty_until(self.now + after);
-    }
-
-    fn heal_after(&mut self, after: Time, heal: Heal) {
-        self.schedule(after, Event::Heal(heal));
-        self.faulty_until(self.now + after);
-    }
-
-    /// Bounds of time are counted from the last fault's end.
-    pub(crate) fn faulty_until(&mut self, at: Time) {
-        self.last_fault = self.last_fault.max(at);
-    }
-
-    fn heal(&mut self, heal: Heal) {
-        self.say(|| format!("HEAL {heal:?}"));
-        match heal {
-            Heal::Unfreeze { slot, incarnation } => self.unfreeze(slot, incarnation),
-            Heal::Unblock { slot, up, down } => {
-                self.paths[slot].blocked[Side::Coordinator as usize] -= u32::from(up);
-                self.paths[slot].blocked[Side::Worker as usize] -= u32::from(down);
-                self.release_held(slot);
-            }
-            Heal::Faster { slot, extra } => self.paths[slot].extra -= extra,
-            Heal::Single { twin } => {
-                self.kill(twin);
-                self.ended[twin] = true;
-            }
-            Heal::Quicker { slot, factor } => self.processes[slot].slowed /= factor,
-            Heal::NoOccasion { slot } => {
-                let process = &mut self.processes[slot];
-                process.stall = 0;
-                process.fail_step = false;
-                process.diverge = false;
-                process.fail_form = None;
-            }
-        }
-    }
-
     /// Looks at the totals. Returns whether the run is over.
     fn scrape(&mut self) -> bool {
-        self.check_totals();
+        for life in self.coordinator.lives() {
+            self.coordinator.act(life);
+            self.check_totals();
+        }
+        self.check_followed();
         let since_fault = self.now.saturating_sub(self.last_fault);
-        let converged = self.converged();
+        let converged = match self.leading() {
+            Some(life) if self.coordinator.act(life) => {
+                self.converged().and_then(|()| self.members_agree())
+            }
+            _ => Err("nobody leads".to_owned()),
+        };
         if self.now > self.last_fault {
             if let Err(why) = &converged
                 && since_fault >= CONVERGES_WITHIN
@@ -441,7 +377,7 @@ impl World {
                     since_fault / S
                 ));
             }
-            let so_far = self.clients.accepted_tokens() + self.report.finished;
+            let so_far = self.clients.progress();
             if so_far != self.got_on.1 || self.now < self.last_fault + STANDS_STILL {
                 self.got_on = (self.now, so_far);
             }

@@ -64,10 +64,13 @@ pub enum WorkerEnd {
     },
 }
 
+/// A link, by the number that the executor knows it by.
+type NumberedLink = (u64, PeerAddr<FromWorker>);
+
 /// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
 #[derive(Clone, Debug, Default)]
 pub struct Uplink {
-    inner: Arc<Mutex<Option<PeerAddr<FromWorker>>>>,
+    inner: Arc<Mutex<Option<NumberedLink>>>,
     worker: Arc<AtomicU32>,
     /// Whether the coordinator wants stats.
     measures: Arc<AtomicBool>,
@@ -78,8 +81,18 @@ pub struct Uplink {
 impl Uplink {
     /// Sends a message of `epoch`; without a link it is dropped, since its epoch is over.
     pub fn tell(&self, epoch: Epoch, message: &FromWorker) {
+        self.tell_if(|_| true, epoch, message);
+    }
+
+    /// Sends a message of `epoch`, which began over `link`: over no other, since another
+    /// coordinator counts its epochs anew.
+    pub fn tell_over(&self, link: u64, epoch: Epoch, message: &FromWorker) {
+        self.tell_if(|present| present == link, epoch, message);
+    }
+
+    fn tell_if(&self, wanted: impl Fn(u64) -> bool, epoch: Epoch, message: &FromWorker) {
         let uplink = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(uplink) = uplink else { return };
+        let Some((_, uplink)) = uplink.filter(|(link, _)| wanted(*link)) else { return };
         if let Err(error) = uplink.tell(epoch, message) {
             tracing::warn!(%error, "message to the coordinator lost");
         }
@@ -89,6 +102,11 @@ impl Uplink {
     #[must_use]
     pub fn worker(&self) -> WorkerId {
         WorkerId(self.worker.load(Ordering::Relaxed))
+    }
+
+    /// A coordinator gave this worker a slot.
+    pub(crate) fn joined(&self, worker: WorkerId) {
+        self.worker.store(worker.0, Ordering::Relaxed);
     }
 
     /// Whether the coordinator wants stats.
@@ -102,7 +120,7 @@ impl Uplink {
         *self.shard.lock().unwrap_or_else(PoisonError::into_inner) = Some(shard);
     }
 
-    fn set(&self, link: Option<PeerAddr<FromWorker>>) {
+    fn set(&self, link: Option<NumberedLink>) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
 }
@@ -436,7 +454,7 @@ impl Handler<Dialled> for WorkerActor {
                 tracing::info!(worker = %welcome.worker, coordinator = %connection.peer(), "joined");
                 self.redial = REDIAL_MIN;
                 self.generation += 1;
-                self.uplink.worker.store(welcome.worker.0, Ordering::Relaxed);
+                self.uplink.joined(welcome.worker);
                 self.slot = Some(welcome.worker);
                 let measures = welcome.stats_interval_ms > 0;
                 self.uplink.measures.store(measures, Ordering::Relaxed);
@@ -444,7 +462,7 @@ impl Handler<Dialled> for WorkerActor {
                     let interval = Duration::from_millis(welcome.stats_interval_ms.max(100));
                     self.report_every(ctx, interval);
                 }
-                self.executor.new_link();
+                let number = self.executor.new_link();
                 self.logged = 0;
                 let (addr, generation) = (ctx.address(), self.generation);
                 let sink = move |event| {
@@ -457,7 +475,7 @@ impl Handler<Dialled> for WorkerActor {
                     addr.try_send(message).is_ok()
                 };
                 let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
-                self.uplink.set(Some(PeerAddr::new(link.clone())));
+                self.uplink.set(Some((number, PeerAddr::new(link.clone()))));
                 self.peer = Some(self.config.actors.peer_up("the coordinator", link.clone()));
                 self.link = Some(link);
                 // What led to this is known from the first moment on.

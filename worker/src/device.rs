@@ -128,12 +128,12 @@ impl Device for CpuDevice {
 pub struct CudaDevice {
     /// Which, and with what.
     pub options: CudaOptions,
-    /// Its identity, as NVML knows it, too.
-    pub uuid: String,
     /// The share of its memory that may be in use altogether.
     pub memory_utilization: f64,
     /// What was free when it was chosen, in bytes.
     pub memory_free: u64,
+    /// Its own identity, as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+    pub uuid: String,
 }
 
 impl CudaDevice {

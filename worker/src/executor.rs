@@ -41,8 +41,10 @@ pub enum ExecutorCommand {
 
 /// Where the executor's messages go.
 pub trait Outbox: Send {
-    /// Sends one message towards the coordinator. Must not block.
-    fn send(&mut self, message: FromWorker);
+    /// Sends one message towards the coordinator, about a command that came over `link`. Once that
+    /// has ended it is dropped: whoever is at the other end of the next one may have an epoch of
+    /// the same number. Must not block.
+    fn send(&mut self, link: u64, message: FromWorker);
     /// Records a finished step and returns the cumulative stats that ride on its result.
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
     /// Records what a step, finished or not, exchanged with other ranks; before `step_finished`.
@@ -154,9 +156,12 @@ impl Executor {
     }
 
     /// Called before the first message of a new link: its epochs are not over, whatever their
-    /// numbers, and those of earlier links are, also in commands that wait still.
-    pub fn new_link(&self) {
-        self.link.store(self.abort.new_link(), Ordering::Relaxed);
+    /// numbers, and those of earlier links are, also in commands that wait still. Returns the
+    /// link's number.
+    pub fn new_link(&self) -> u64 {
+        let link = self.abort.new_link();
+        self.link.store(link, Ordering::Relaxed);
+        link
     }
 }
 
@@ -214,6 +219,7 @@ impl StepSource for EpochSteps<'_, '_> {
 
 /// What a rank says while it is formed.
 struct News<'a, O> {
+    link: u64,
     epoch: Epoch,
     /// When its progress was last told.
     last: Option<Instant>,
@@ -226,12 +232,13 @@ impl<O: Outbox> FormNews for News<'_, O> {
         if due || bytes_done == bytes_total {
             self.last = Some(Instant::now());
             let progress = LoadProgress { epoch: self.epoch, bytes_done, bytes_total };
-            self.outbox.send(FromWorker::Progress(progress));
+            self.outbox.send(self.link, FromWorker::Progress(progress));
         }
     }
 
     fn group_id(&mut self, bytes: Vec<u8>) {
-        self.outbox.send(FromWorker::GroupId(GroupId { epoch: self.epoch, bytes }));
+        let id = GroupId { epoch: self.epoch, bytes };
+        self.outbox.send(self.link, FromWorker::GroupId(id));
     }
 }
 
@@ -261,7 +268,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 ExecutorCommand::Report => {
                     self.report_waits.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
-                    self.outbox.send(FromWorker::Stats(stats));
+                    self.outbox.send(self.entered, FromWorker::Stats(stats));
                     // Time spent waiting for work goes on.
                     continue;
                 }
@@ -290,7 +297,8 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         if self.abort.is_aborted(epoch) {
             return;
         }
-        let mut news = News { epoch, last: None, outbox: &mut self.outbox };
+        let link = self.entered;
+        let mut news = News { link, epoch, last: None, outbox: &mut self.outbox };
         match self.rank.form(form, &self.abort, &mut news) {
             Ok(ready) => {
                 self.epoch = Some((self.entered, epoch));
@@ -301,16 +309,19 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     load_seconds: ready.load_seconds,
                 };
                 self.outbox.loaded(form, &formed);
-                self.outbox.send(FromWorker::Formed(formed));
+                self.outbox.send(self.entered, FromWorker::Formed(formed));
             }
             Err(error) => {
                 self.outbox.exchanged(self.rank.take_exchanged());
                 self.release();
-                self.outbox.send(FromWorker::FormFailed(FormFailed {
-                    epoch,
-                    message: error.message,
-                    permanent: error.permanent,
-                }));
+                self.outbox.send(
+                    self.entered,
+                    FromWorker::FormFailed(FormFailed {
+                        epoch,
+                        message: error.message,
+                        permanent: error.permanent,
+                    }),
+                );
             }
         }
     }
@@ -321,11 +332,11 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         }
         let epoch = start.epoch;
         match self.rank.start(start.num_blocks) {
-            Ok(()) => self.outbox.send(FromWorker::Started(Started { epoch })),
+            Ok(()) => self.outbox.send(self.entered, FromWorker::Started(Started { epoch })),
             Err(message) => {
                 self.release();
                 let failed = FormFailed { epoch, message, permanent: false };
-                self.outbox.send(FromWorker::FormFailed(failed));
+                self.outbox.send(self.entered, FromWorker::FormFailed(failed));
             }
         }
     }
@@ -353,14 +364,17 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     stats: WorkerStats::default(),
                 };
                 result.stats = self.outbox.step_finished(&result);
-                self.outbox.send(FromWorker::Step(result));
+                self.outbox.send(self.entered, FromWorker::Step(result));
             }
             Err(message) => {
                 let (epoch, step) = (plan.epoch, plan.step);
                 // The ranks no longer agree on what was run: the epoch is over on all of them.
                 self.abort.abort_own(epoch);
                 self.release();
-                self.outbox.send(FromWorker::StepFailed(StepFailed { epoch, step, message }));
+                self.outbox.send(
+                    self.entered,
+                    FromWorker::StepFailed(StepFailed { epoch, step, message }),
+                );
             }
         }
     }

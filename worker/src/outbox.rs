@@ -1,4 +1,5 @@
 //! The executor's way out: messages to the uplink, measurements into the worker's stats.
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -16,16 +17,22 @@ use crate::rank::Exchanged;
 /// Stats ride on a step result at most this often. Nothing is lost between: they are totals.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Slots of other coordinators whose stats are kept.
+const EARLIER_MAX: usize = 16;
+
 /// See the module's documentation.
 #[derive(Debug)]
 pub struct LinkOutbox {
     uplink: Uplink,
-    process: SharedStats,
     actors: SharedStats,
     application: Metrics,
     nvml: Option<PathBuf>,
     host: Option<HostThread>,
     stats: Option<(WorkerId, RankStats)>,
+    /// What the process uses, under the present slot's name.
+    process: SharedStats,
+    /// Both under slots that other coordinators gave.
+    earlier: BTreeMap<WorkerId, (RankStats, SharedStats)>,
     last_report: Option<Instant>,
     lost: Option<oneshot::Sender<String>>,
 }
@@ -37,12 +44,13 @@ impl LinkOutbox {
     pub fn new(uplink: Uplink, application: Metrics, nvml: Option<PathBuf>) -> Self {
         Self {
             uplink,
-            process: SharedStats::default(),
             actors: SharedStats::default(),
             application,
             nvml,
             host: None,
             stats: None,
+            process: SharedStats::default(),
+            earlier: BTreeMap::new(),
             last_report: None,
             lost: None,
         }
@@ -63,21 +71,37 @@ impl LinkOutbox {
     /// The stats under the slot that the coordinator gave.
     fn stats(&mut self) -> &mut RankStats {
         let worker = self.uplink.worker();
-        // Another slot is another coordinator, which counts from zero.
-        let current = self.stats.take().filter(|(known, _)| *known == worker);
+        // Another slot is another coordinator. One that knows what was counted under a slot before
+        // has to hear of it as it goes on: totals do not begin anew.
+        let current = match self.stats.take() {
+            Some((known, mut stats)) if known != worker => {
+                stats.left();
+                let process = std::mem::take(&mut self.process);
+                if self.earlier.len() < EARLIER_MAX {
+                    self.earlier.insert(known, (stats, process));
+                }
+                None
+            }
+            current => current,
+        };
         let stats = current.unwrap_or_else(|| {
+            let earlier = self.earlier.remove(&worker);
+            let (stats, process) = earlier.unwrap_or_else(|| {
+                let (process, application) = (SharedStats::default(), self.application.clone());
+                let stats = RankStats::new(worker).with_process(process.clone(), application);
+                (stats.with_actors(self.actors.clone()), process)
+            });
             let (name, nvml) = (worker.to_string(), self.nvml.clone());
-            self.host = Some(HostThread::start(&name, nvml, self.process.clone()));
-            let (process, application) = (self.process.clone(), self.application.clone());
-            let stats = RankStats::new(worker).with_process(process, application);
-            (worker, stats.with_actors(self.actors.clone()))
+            self.host = Some(HostThread::start(&name, nvml, process.clone()));
+            self.process = process;
+            (worker, stats)
         });
         &mut self.stats.insert(stats).1
     }
 }
 
 impl Outbox for LinkOutbox {
-    fn send(&mut self, message: FromWorker) {
+    fn send(&mut self, link: u64, message: FromWorker) {
         let epoch = match &message {
             FromWorker::Progress(progress) => progress.epoch,
             FromWorker::GroupId(id) => id.epoch,
@@ -88,7 +112,7 @@ impl Outbox for LinkOutbox {
             FromWorker::StepFailed(failed) => failed.epoch,
             FromWorker::Stats(_) | FromWorker::Logs(_) | FromWorker::Goodbye { .. } => Epoch(0),
         };
-        self.uplink.tell(epoch, &message);
+        self.uplink.tell_over(link, epoch, &message);
     }
 
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats {
@@ -136,5 +160,37 @@ impl Outbox for LinkOutbox {
             tracing::error!(%error, "stats cannot be reported");
             WorkerStats::default()
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::ids::ReplicaId;
+    use shared::metrics::catalogue::RANK_STEP;
+    use shared::metrics::{Limits, Merger, Source, decode_snapshot};
+    use shared::protocol::StepTimings;
+
+    use super::*;
+
+    #[test]
+    fn totals_go_on_under_a_slot_that_is_given_again() {
+        let uplink = Uplink::default();
+        let mut outbox = LinkOutbox::new(uplink.clone(), Metrics::new(), None);
+        let mut merger = Merger::new(Limits::default());
+        let run = shared::ids::Incarnation(1);
+        for (slot, steps) in [(0, 3), (1, 2), (0, 1)] {
+            uplink.joined(WorkerId(slot));
+            outbox.stats().formed(ReplicaId(0), 0, 1, Duration::ZERO);
+            for _ in 0..steps {
+                outbox.stats().step(&StepTimings::default());
+                let report = outbox.report();
+                let snapshot = decode_snapshot(&report.snapshot).unwrap();
+                let source = Source::Worker(WorkerId(slot));
+                merger.apply(source, run, report.sequence, snapshot).unwrap();
+                // Meanwhile the process is sampled, under its name.
+                std::thread::sleep(Duration::from_millis(30));
+            }
+        }
+        assert_eq!(merger.merged().histogram_sum(RANK_STEP).count(), 6);
     }
 }

@@ -11,13 +11,12 @@ use actix::Actor as _;
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::{ActorRuntime, ActorSpec};
 use shared::clock::{Clock, SystemClock};
-use shared::host::{HostSampler, available_memory};
+use shared::host::{available_memory, nvlink_island};
 use shared::ids::Incarnation;
 use shared::log::{LogActor, SharedLog};
-use shared::membership::CoordinatorAddress;
+use shared::membership::{CoordinatorAddress, Destination};
 use shared::metrics::application::Metrics;
-use shared::protocol::control::RESOURCES_MAX;
-use shared::protocol::{DeviceKind, Hello, NVLINK_LABEL, NodeResources, Rejoin};
+use shared::protocol::{DeviceKind, Hello, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin};
 use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 
@@ -29,6 +28,11 @@ use crate::outbox::LinkOutbox;
 
 /// How long a worker that was told to stop may take.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
+/// Between attempts to find the way to the coordinator.
+const PAUSE_MIN: Duration = Duration::from_millis(250);
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// How long a name server may take.
+const RESOLVE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What `tutti worker` was asked for.
 #[derive(Clone, Debug)]
@@ -60,16 +64,12 @@ pub struct WorkerOptions {
     pub actors: ActorRuntime,
 }
 
-/// Which GPUs of this host NVLink links this one with, as far as NVML knows.
-fn nvlink_domain(nvml: Option<&Path>, uuid: &str) -> Option<String> {
-    HostSampler::new("worker", nvml).nvlink_domain(uuid).map(|domain| domain.to_string())
-}
-
 /// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
 /// that it resolves to.
 ///
 /// # Errors
-/// When the collective's address cannot be bound or the executor has no thread.
+/// When the collective's address cannot be bound or the executor has no thread. A coordinator whose
+/// name is not known yet is waited for.
 pub async fn run(
     mut options: WorkerOptions,
     stop: impl Future<Output = String>,
@@ -78,11 +78,11 @@ pub async fn run(
     let listen = match options.collective_listen {
         Some(address) => address,
         None => {
-            let coordinator = tokio::select! {
-                coordinator = options.coordinator.other(None) => coordinator,
+            let address = tokio::select! {
+                address = own_address(&mut options.coordinator) => address,
                 reason = &mut stop => return Ok(WorkerEnd::Shutdown { reason }),
             };
-            SocketAddr::new(address_towards(&coordinator.address)?, 0)
+            SocketAddr::new(address, 0)
         }
     };
     let listener = TcpListener::bind(listen)?;
@@ -90,10 +90,7 @@ pub async fn run(
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
     let (lost, device_lost) = oneshot::channel();
-    let domain = match &options.device {
-        DeviceChoice::Cuda(device) => nvlink_domain(options.nvml.as_deref(), &device.uuid),
-        DeviceChoice::Cpu(_) => None,
-    };
+    let nvml = options.nvml.clone();
     let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
         .with_actors(options.actors.stats().clone())
         .with_device_watch(lost);
@@ -111,11 +108,11 @@ pub async fn run(
         }
         DeviceChoice::Cuda(device) => {
             let mut offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
-            // What the operator says of it goes before, and there is a bound on labels.
-            if let Some(domain) = domain
-                && offer.labels.len() < RESOURCES_MAX
+            if offer.labels.len() < RESOURCES_MAX
+                && !offer.labels.contains_key(NVLINK_LABEL)
+                && let Some(island) = nvlink_island(nvml.as_deref(), &device.uuid)
             {
-                offer.labels.entry(NVLINK_LABEL.to_owned()).or_insert(domain);
+                offer.labels.insert(NVLINK_LABEL.to_owned(), island);
             }
             let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
             (DeviceKind::Cuda, offer, 1, executor)
@@ -165,6 +162,29 @@ pub async fn run(
     }
 }
 
+/// The address of this host on the way to the coordinator, as soon as there is one: a name may be
+/// known later than the worker starts (a pod's, a container's), as the coordinator may.
+async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
+    let mut pause = PAUSE_MIN;
+    loop {
+        let Destination { address, .. } = coordinator.other(None).await;
+        // The system's resolver blocks.
+        let found = tokio::time::timeout(
+            RESOLVE_PATIENCE,
+            tokio::task::spawn_blocking(move || address_towards(&address)),
+        );
+        let error = match found.await {
+            Ok(Ok(Ok(address))) => return address,
+            Ok(Ok(Err(error))) => error.to_string(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "the name server does not answer".to_owned(),
+        };
+        tracing::warn!(error, "no way to the coordinator yet; trying again in {pause:?}");
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
 /// The address of this host on the way to `peer`.
 ///
 /// # Errors
@@ -181,4 +201,38 @@ pub fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let socket = UdpSocket::bind((any, 0))?;
     socket.connect(peer)?;
     Ok(socket.local_addr()?.ip())
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::membership::view::{Leader, View};
+    use shared::membership::{Record, Role};
+    use tokio::sync::watch;
+
+    use super::*;
+
+    fn led_from(address: &str) -> View {
+        let record = Record {
+            node: "c".to_owned(),
+            role: Role::Coordinator,
+            incarnation: 1,
+            address: address.to_owned(),
+            http: String::new(),
+            pid: 1,
+            version: String::new(),
+        };
+        View { leader: Some(Leader { record, epoch: 1 }), ..View::default() }
+    }
+
+    #[tokio::test]
+    async fn a_coordinator_whose_name_is_not_known_yet_is_waited_for() {
+        let (publish, view) = watch::channel(led_from("no port"));
+        let search =
+            tokio::spawn(async move { own_address(&mut CoordinatorAddress::Followed(view)).await });
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(!search.is_finished(), "it goes on looking");
+        publish.send_replace(led_from("127.0.0.1:9"));
+        let found = tokio::time::timeout(Duration::from_secs(30), search).await;
+        assert_eq!(found.unwrap().unwrap(), IpAddr::V4(Ipv4Addr::LOCALHOST));
+    }
 }

@@ -108,17 +108,18 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
     };
     let device = found.devices.iter().find(|device| device.info.ordinal == ordinal);
     let name = device.map_or("", |device| device.info.name.as_str());
+    let uuid = device.map_or("", |device| device.info.uuid.as_str()).to_owned();
     let memory_free = device.and_then(|device| device.memory_free.clone().ok()).unwrap_or(0);
     tracing::info!(gpu = ordinal, name, free = bytes_text(memory_free), "computing on a GPU");
     let mut options =
         Survey::options(ordinal, &args.cuda.cuda_lib_dir, args.cuda.cuda_kernels.as_deref());
     options.graphs = !args.no_cuda_graphs;
     options.overlap = !args.no_cuda_overlap;
+    options.batch_invariant = args.batch_invariant;
     options.exchange = args.cuda_exchange;
     options.nccl_lib = args.cuda.nccl_lib.clone();
     let memory_utilization = args.gpu_memory_utilization;
-    let uuid = device.map_or_else(String::new, |device| device.info.uuid.clone());
-    Ok(DeviceChoice::Cuda(CudaDevice { options, uuid, memory_utilization, memory_free }))
+    Ok(DeviceChoice::Cuda(CudaDevice { options, memory_utilization, memory_free, uuid }))
 }
 
 /// What each of `count` workers of this host computes on, as values of `--device`; and a line for

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::json;
 
+use super::etcd::parse_address;
 use super::options::parse_bytes;
 use super::output::print_line;
 use super::work::cores;
@@ -28,7 +29,7 @@ pub(crate) struct DoctorArgs {
     pub(crate) json: bool,
     /// Check for a worker or front end of this coordinator (cluster address); without it, for a
     /// coordinator or `tutti up` on this host
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     /// The coordinator's HTTP address, to compare clocks and versions with [default: port 8000 of
     /// --coordinator's host]

@@ -126,7 +126,7 @@ async fn election(mut view: watch::Receiver<View>) -> Leader {
     loop {
         {
             let now = view.borrow_and_update();
-            if let Some(leader) = now.leader.as_ref().filter(|_| now.leading) {
+            if let Some(leader) = now.own() {
                 return leader.clone();
             }
             let reason = standby::reason(&now);
@@ -147,9 +147,8 @@ async fn election(mut view: watch::Receiver<View>) -> Leader {
 /// be asked, is no reason to stop.
 async fn other_leader(mut view: watch::Receiver<View>, incarnation: u64) -> Leader {
     loop {
-        let leader = view.borrow_and_update().leader.clone();
-        if let Some(leader) = leader.filter(|leader| leader.record.incarnation != incarnation) {
-            return leader;
+        if let Some(leader) = view.borrow_and_update().other_than(incarnation) {
+            return leader.clone();
         }
         if view.changed().await.is_err() {
             std::future::pending::<()>().await;

@@ -161,7 +161,7 @@ pub(crate) struct WorkerArgs {
     pub(crate) compute: ComputeArgs,
     /// The coordinator's cluster address, where it is not found through --etcd
     /// [default: 127.0.0.1:8001]
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
@@ -190,7 +190,7 @@ pub(crate) struct FrontendArgs {
     pub(crate) common: CommonArgs,
     /// The coordinator's cluster address, where it is not found through --etcd
     /// [default: 127.0.0.1:8001]
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
@@ -464,6 +464,10 @@ pub(crate) struct ComputeArgs {
     /// Run GPU steps kernel by kernel instead of as CUDA graphs: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_graphs: bool,
+    /// Give a request the same tokens on a GPU whatever else is in the batch, and when it goes on
+    /// elsewhere after a failure; slower. CPUs always do
+    #[arg(long)]
+    pub(crate) batch_invariant: bool,
     /// Have every GPU kernel begin when those before it are complete: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_overlap: bool,

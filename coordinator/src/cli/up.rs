@@ -85,6 +85,7 @@ fn worker_command(
     let flags = [
         ("--no-cuda-graphs", args.compute.no_cuda_graphs),
         ("--no-cuda-overlap", args.compute.no_cuda_overlap),
+        ("--batch-invariant", args.compute.batch_invariant),
     ];
     let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag.to_owned());
     let interface = args.compute.nccl_interface.iter();

@@ -6,6 +6,12 @@ use shared::protocol::NVLINK_LABEL;
 
 use super::Member;
 
+/// The GPUs of a host that NVLink joins with this worker's.
+fn island(member: &Member) -> Option<(&str, &str)> {
+    let label = member.offer.labels.get(NVLINK_LABEL)?;
+    Some((&member.host, label))
+}
+
 /// What the operator wants of groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlacementRules {
@@ -27,12 +33,12 @@ impl PlacementRules {
         short.map(|(name, amount)| (name.as_str(), *amount, offered(name)))
     }
 
-    /// How far two workers are from each other: 0 on one host with linked GPUs or without GPUs that
-    /// are linked, 1 on one host, then the first label they share.
+    /// How far two workers are from each other: 0 when NVLink joins them, 1 on one host, then the
+    /// first label they share.
     #[must_use]
     pub fn distance(&self, a: &Member, b: &Member) -> usize {
         if a.host == b.host {
-            return usize::from(nvlink(a) != nvlink(b));
+            return usize::from(island(a).is_none() || island(a) != island(b));
         }
         let shared = |key: &String| {
             let of = |member: &Member| member.offer.labels.get(key).cloned();
@@ -59,16 +65,11 @@ impl PlacementRules {
     }
 }
 
-/// Which GPUs of its host a worker's own is linked with.
-fn nvlink(member: &Member) -> Option<&String> {
-    member.offer.labels.get(NVLINK_LABEL)
-}
-
 /// Groups free workers into complete tensor-parallel groups, ranks in order; the nearest groups
 /// come first.
 ///
-/// Linked GPUs of a host first, then the same host, since ranks exchange data twice a layer: as many
-/// whole groups as fit on each. Then of what is left over, as many as fit under one value of the nearest label, of the
+/// What NVLink joins first, then one host, since ranks exchange data twice a layer: as many whole
+/// groups as fit on each. Then of what is left over, as many as fit under one value of the nearest label, of the
 /// next one, and at last of any. A worker without a label is near nobody by it. Workers that lack
 /// what ranks need are in no group, workers that fill none stay spare. A worker whose weights are
 /// those of a rank, by `held`, becomes that rank where it can. Deterministic: depends on the members
@@ -90,10 +91,12 @@ pub fn place(
     left.sort_by_cached_key(|member| {
         let labels: Vec<Option<String>> =
             rules.near.iter().rev().map(|key| label(member, key)).collect();
-        (labels, member.host.clone(), member.worker)
+        let island = label(member, &NVLINK_LABEL.to_owned());
+        (labels, member.host.clone(), island, member.worker)
     });
-    let linked = |member: &Member| Some(format!("{} {}", nvlink(member)?, member.host));
-    let mut groups = carve(&mut left, world_size, &held, linked);
+    let mut groups = carve(&mut left, world_size, &held, |member| {
+        island(member).map(|(host, island)| format!("{host} {island}"))
+    });
     groups.extend(carve(&mut left, world_size, &held, |member| Some(member.host.clone())));
     for key in &rules.near {
         groups.extend(carve(&mut left, world_size, &held, |member| label(member, key)));
@@ -203,28 +206,29 @@ mod tests {
     }
 
     #[test]
-    fn linked_gpus_of_a_host_go_together() {
-        let linked = |worker, host, domain: Option<&str>| {
+    fn gpus_that_nvlink_joins_come_before_the_rest_of_their_host() {
+        let joined = |worker, host, island: Option<&str>| {
             let mut member = member(worker, host, None, 1);
-            let label = domain.map(|domain| (NVLINK_LABEL.to_owned(), domain.to_owned()));
+            let label = island.map(|island| (NVLINK_LABEL.to_owned(), island.to_owned()));
             member.offer.labels.extend(label);
             member
         };
-        // Of host 0 the pairs are 0-2 and 1-3; host 1 has a domain of the same name.
         let all = [
-            linked(0, 0, Some("0")),
-            linked(1, 0, Some("1")),
-            linked(2, 0, Some("0")),
-            linked(3, 0, Some("1")),
-            linked(4, 1, Some("0")),
-            linked(5, 1, None),
+            joined(0, 0, Some("x")),
+            joined(1, 0, Some("y")),
+            joined(2, 0, Some("x")),
+            joined(3, 0, Some("y")),
+            joined(4, 0, None),
+            joined(5, 1, Some("x")),
+            joined(6, 1, None),
+            joined(7, 0, Some("x")),
         ];
         let free: Vec<&Member> = all.iter().collect();
         let groups = ids(place(&free, 2, &rules(), |_| None));
-        assert_eq!(groups, [vec![0, 2], vec![1, 3], vec![4, 5]]);
-        let group = [linked(6, 0, Some("1"))];
-        assert_eq!(rules().nearest(&[&all[0], &all[4], &all[3]], &group), Some(2));
-        assert_eq!(rules().nearest(&[&all[4], &all[0]], &group), Some(1));
+        assert_eq!(groups, [vec![0, 2], vec![1, 3], vec![4, 7], vec![6, 5]]);
+        let [a, b] = [&all[0..1], &all[5..6]];
+        assert_eq!(rules().nearest(&[&all[1], &all[4], &all[7], &all[5]], a), Some(2));
+        assert_eq!(rules().nearest(&[&all[0], &all[6]], b), Some(1), "names are a host's own");
     }
 
     #[test]

@@ -70,6 +70,7 @@ impl Cluster {
     ) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
+            self.let_go.insert(worker, (member.incarnation, reason.to_owned()));
         }
         if let Some(id) = self.replica_of(worker) {
             self.break_replica(now, id, EpochEnd::Planned, reason, effects);

@@ -450,6 +450,32 @@ fn a_drained_worker_is_replaced_and_told_to_end() {
 }
 
 #[test]
+fn a_drain_outlives_a_link_that_broke_before_the_worker_heard_of_it() {
+    let mut cluster = Cluster::new(config(1));
+    let mut effects = Vec::new();
+    for worker in 0..2 {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    cluster.drain(secs(1), WorkerId(0), &mut effects).unwrap();
+    cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "the link broke", &mut effects);
+    effects.clear();
+    cluster.worker_joined(secs(3), member(0, 1, "a"), &mut effects);
+    let told = |effects: &[Effect]| {
+        effects.iter().any(|effect| {
+            matches!(effect, Effect::Send { worker: WorkerId(0),
+                message: ToWorker::Shutdown { reason }, .. } if reason.contains("drained"))
+        })
+    };
+    assert!(told(&effects) && world_sizes(&effects).is_empty(), "{effects:?}");
+    assert!(cluster.member(WorkerId(0)).is_some_and(|member| member.draining));
+    // Another process of that name is another matter.
+    effects.clear();
+    cluster.worker_joined(secs(4), member(0, 2, "a"), &mut effects);
+    assert!(!told(&effects));
+    assert!(cluster.member(WorkerId(0)).is_some_and(|member| !member.draining));
+}
+
+#[test]
 fn a_worker_that_leaves_is_not_waited_for_and_no_failure() {
     let mut config = config(2);
     config.degrees = vec![2, 1];

@@ -61,7 +61,7 @@ impl CudaBackend {
     pub fn new(options: CudaOptions, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
         let device = Device::new(&options)?;
         let mut made = Self {
-            step: Step::new(options.graphs),
+            step: Step::new(options.graphs, options.batch_invariant),
             sampling: Sampling::new(),
             wide: Scratch::new("results within a fused operation"),
             narrow: Scratch::new("inputs of a product"),
@@ -172,6 +172,12 @@ impl CudaBackend {
         Ok(ptr)
     }
 
+    /// Whether this project's own kernels compute a product of so many rows: each row's result is
+    /// the same bits then, whatever the other rows are.
+    pub(super) fn is_skinny(&self, rows: usize) -> bool {
+        rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
+    }
+
     /// `out = x W^T + bias`, or of the rows of x that `index` names.
     #[allow(clippy::too_many_arguments, reason = "a product's operands")]
     pub(super) fn product(
@@ -186,7 +192,7 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let (n, k) = (weight.rows(), weight.cols());
         let bias = bias.map(CudaVector::ptr);
-        if rows <= SKINNY_MAX || self.device.matmul.is_err() {
+        if self.is_skinny(rows) {
             let call = launch::skinny((x, index), weight.at(), bias, out, (rows, n, k), live);
             // SAFETY: operands and result have the rows and columns that were checked.
             return unsafe { self.device.launch(call) };
@@ -233,10 +239,10 @@ impl CudaBackend {
             return Ok(());
         }
         ensure!("attention", !self.step.is_open(), "the batch is not the one the step began with");
-        let group = shape.num_heads / shape.num_kv_heads;
-        let capacity = sizes(0, batch, group, 0);
+        let cut = self.step.cut(shape);
+        let capacity = sizes(0, batch, cut, 0);
         let Device { context, stream, .. } = &self.device;
-        self.step.stage(context, stream, capacity, &[], &[], batch, group, &[])
+        self.step.stage(context, stream, capacity, &[], &[], batch, cut, &[])
     }
 
     pub(super) fn timed<T, E: Into<KernelError>>(

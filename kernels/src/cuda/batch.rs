@@ -34,6 +34,47 @@ pub struct Capacity {
     pub samples: usize,
 }
 
+/// How attention's queries are cut into tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Query heads that share a KV head.
+    pub group: usize,
+    /// Sequences of one row are tiles as well, none is an item: a row's result is the same bits
+    /// then, whether it is a prompt's or a sampled token's.
+    pub all_tiles: bool,
+}
+
+impl Cut {
+    /// For a step without attention.
+    pub const NONE: Self = Self { group: 1, all_tiles: false };
+
+    /// Whether a sequence is an item: decoded by attention that is split over its tokens.
+    fn is_item(self, seq: &SeqRows) -> bool {
+        seq.num_rows == 1 && !self.all_tiles
+    }
+
+    /// Tiles of a sequence that is no item.
+    fn tiles_of(self, seq: &SeqRows) -> usize {
+        self.tiles_of_rows(seq.num_rows as usize)
+    }
+
+    fn tiles_of_rows(self, rows: usize) -> usize {
+        (rows * self.group).div_ceil(TILE_QUERIES)
+    }
+
+    /// Items and tiles of `rows` sequences of one row each.
+    #[must_use]
+    pub fn of_single_rows(self, rows: usize) -> (usize, usize) {
+        if self.all_tiles { (0, rows * self.tiles_of_rows(1)) } else { (rows, 0) }
+    }
+
+    /// Items of a batch.
+    #[must_use]
+    pub fn items(self, batch: &Batch<'_>) -> usize {
+        batch.seqs.iter().filter(|seq| self.is_item(seq)).count()
+    }
+}
+
 /// Word offsets of a block's arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -126,10 +167,10 @@ impl Layout {
         block: &mut [u32],
         ids: &[u32],
         batch: &Batch<'_>,
-        group: usize,
+        cut: Cut,
         samples: &[u32],
     ) -> Result<(), KernelError> {
-        let sizes = sizes(ids.len(), batch, group, samples.len());
+        let sizes = sizes(ids.len(), batch, cut, samples.len());
         if !self.holds(&sizes) || block.len() < self.words(batch.block_tables.len()) {
             let message = format!("{sizes:?} in a block for {:?}", self.capacity);
             return Err(KernelError::Shape { op: "begin_step", message });
@@ -140,13 +181,13 @@ impl Layout {
         let (mut tiles, mut items) = (0, 0);
         for (index, seq) in batch.seqs.iter().enumerate() {
             block[self.seqs + index * SEQ..][..SEQ].copy_from_slice(&seq_words(seq));
-            if seq.num_rows == 1 {
+            if cut.is_item(seq) {
                 block[self.items + items] = index as u32;
                 items += 1;
                 continue;
             }
             // The last tiles see the most tokens: they begin first.
-            for tile in (0..tiles_of(seq, group)).rev() {
+            for tile in (0..cut.tiles_of(seq)).rev() {
                 let words = [index as u32, (tile * TILE_QUERIES) as u32];
                 block[self.tiles + tiles * TILE..][..TILE].copy_from_slice(&words);
                 tiles += 1;
@@ -167,27 +208,25 @@ fn seq_words(seq: &SeqRows) -> [u32; SEQ] {
     [seq.row_start, seq.num_rows, seq.context_len, seq.table_start, seq.table_len]
 }
 
-fn tiles_of(seq: &SeqRows, group: usize) -> usize {
-    (seq.num_rows as usize * group).div_ceil(TILE_QUERIES)
-}
-
-/// How many items of each kind a step has; `group` query heads share a KV head.
+/// How many items of each kind a step has.
 #[must_use]
-pub fn sizes(rows: usize, batch: &Batch<'_>, group: usize, samples: usize) -> Capacity {
-    let several = batch.seqs.iter().filter(|seq| seq.num_rows > 1);
+pub fn sizes(rows: usize, batch: &Batch<'_>, cut: Cut, samples: usize) -> Capacity {
+    let tiled = batch.seqs.iter().filter(|seq| !cut.is_item(seq));
     Capacity {
         rows: rows.max(batch.positions.len()),
         seqs: batch.seqs.len(),
-        tiles: several.map(|seq| tiles_of(seq, group)).sum(),
+        tiles: tiled.map(|seq| cut.tiles_of(seq)).sum(),
         samples,
     }
 }
 
 /// The largest block that steps of at most `rows` rows, `samples` of them sampled, can need.
 #[must_use]
-pub fn largest(rows: usize, samples: usize, group: usize) -> Capacity {
-    // A sequence of two rows or more has at most one tile that is not full.
-    let tiles = (rows * group).div_ceil(TILE_QUERIES) + rows / 2;
+pub fn largest(rows: usize, samples: usize, cut: Cut) -> Capacity {
+    // A sequence has at most one tile that is not full; those of one row have none but with
+    // `all_tiles`.
+    let seqs = if cut.all_tiles { rows } else { rows / 2 };
+    let tiles = cut.tiles_of_rows(rows) + seqs;
     Capacity { rows, seqs: rows, tiles, samples }
 }
 
@@ -328,11 +367,12 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 2, 5)];
         let rows: Vec<u32> = (0..73).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let sizes = sizes(73, &batch, 3, 2);
+        let cut = Cut { group: 3, all_tiles: false };
+        let sizes = sizes(73, &batch, cut, 2);
         assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, samples: 2 });
         let layout = Layout::new(sizes);
         let mut block = vec![u32::MAX; layout.words(3)];
-        layout.fill(&mut block, &rows, &batch, 3, &[0, 72]).unwrap();
+        layout.fill(&mut block, &rows, &batch, cut, &[0, 72]).unwrap();
         assert_eq!(block[..5], [73, 5, 1, 2, 3]);
         assert_eq!(block[layout.items], 0);
         assert_eq!(block[layout.tiles..][..10], [1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
@@ -340,20 +380,40 @@ mod tests {
         assert_eq!(block[layout.tables..], [7, 8, 9]);
         assert_eq!(block[layout.sample_rows..][..2], [0, 72]);
         let small = Layout::new(Capacity { tiles: 4, ..sizes });
-        assert!(small.fill(&mut block, &rows, &batch, 3, &[0, 72]).is_err());
+        assert!(small.fill(&mut block, &rows, &batch, cut, &[0, 72]).is_err());
+    }
+
+    #[test]
+    fn sequences_of_one_row_can_be_tiles_too() {
+        let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 1, 5)];
+        let rows: Vec<u32> = (0..72).collect();
+        let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
+        let cut = Cut { group: 3, all_tiles: true };
+        let sizes = sizes(72, &batch, cut, 2);
+        assert_eq!((sizes.tiles, cut.items(&batch), cut.of_single_rows(5)), (6, 0, (0, 5)));
+        let layout = Layout::new(sizes);
+        let mut block = vec![u32::MAX; layout.words(3)];
+        layout.fill(&mut block, &rows, &batch, cut, &[0, 71]).unwrap();
+        assert_eq!(block[..5], [72, 6, 0, 2, 3]);
+        assert_eq!(block[layout.tiles..][..12], [0, 0, 1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
+        // Many query heads share one KV head: more than a tile has room for.
+        assert_eq!(Cut { group: 65, all_tiles: true }.of_single_rows(3), (0, 6));
     }
 
     #[test]
     fn no_step_needs_more_than_the_largest_block() {
-        for (rows, group) in [(64, 1), (64, 4), (100, 7)] {
-            let most = Layout::new(largest(rows, 4, group));
+        let cuts = [(64, 1), (64, 4), (100, 7), (100, 70)].into_iter().flat_map(|(rows, group)| {
+            [false, true].map(|all_tiles| (rows, Cut { group, all_tiles }))
+        });
+        for (rows, cut) in cuts {
+            let most = Layout::new(largest(rows, 4, cut));
             for each in 1..=rows {
                 // As many sequences of `each` rows as there is room for.
                 let seqs: Vec<SeqRows> =
                     (0..rows / each).map(|i| seq((i * each) as u32, each as u32, 99)).collect();
                 let all: Vec<u32> = vec![0; rows / each * each];
                 let batch = Batch { positions: &all, slots: &all, seqs: &seqs, block_tables: &[] };
-                assert!(most.holds(&sizes(all.len(), &batch, group, 4)), "{rows} {each} {group}");
+                assert!(most.holds(&sizes(all.len(), &batch, cut, 4)), "{rows} {each} {cut:?}");
             }
         }
     }

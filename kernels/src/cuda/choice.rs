@@ -49,6 +49,8 @@ pub struct Capability {
     pub nccl_shares: bool,
     /// It captures graphs.
     pub graphs: bool,
+    /// A row's bits are not to depend on its batch.
+    pub batch_invariant: bool,
     /// Its process: a number that no other has.
     pub process: u64,
 }
@@ -68,6 +70,7 @@ impl Capability {
         bytes[36] = u8::try_from(wish.unwrap_or(0)).unwrap_or(0);
         bytes[37] = u8::from(self.nccl_shares);
         bytes[38] = u8::from(self.graphs);
+        bytes[39] = u8::from(self.batch_invariant);
         bytes[40..].copy_from_slice(&self.process.to_le_bytes());
         bytes
     }
@@ -83,6 +86,7 @@ impl Capability {
             wish: Exchange::NAMES.get(usize::from(*bytes.get(36)?))?.1,
             nccl_shares: *bytes.get(37)? == 1,
             graphs: *bytes.get(38)? == 1,
+            batch_invariant: *bytes.get(39)? == 1,
             process: u64::from_le_bytes(bytes.get(40..48)?.try_into().ok()?),
         })
     }
@@ -124,6 +128,10 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
             wish.name(),
             other.name()
         ));
+    }
+    // It decides which kernels add up.
+    if ranks.iter().any(|rank| rank.batch_invariant != ranks[0].batch_invariant) {
+        return Err("some ranks are told --batch-invariant, others are not".to_owned());
     }
     let graphs = ranks.iter().all(|rank| rank.graphs);
     let peers = match (wish, peers_obstacle(ranks)) {
@@ -228,6 +236,7 @@ mod tests {
             nccl: 23_203,
             nccl_shares: true,
             graphs: false,
+            batch_invariant: true,
             process: 0x1234_5678_9abc_def0,
         };
         for one in [full.clone(), rank(3)] {
@@ -306,5 +315,9 @@ mod tests {
         assert_eq!(choose(&[rank(0), wants(Exchange::Host)]).unwrap().choice, Choice::Host);
         let error = choose(&[wants(Exchange::Host), wants(Exchange::Nccl)]).unwrap_err();
         assert!(error.contains("host") && error.contains("nccl"), "{error}");
+        let invariant = Capability { batch_invariant: true, ..rank(1) };
+        assert!(choose(&[invariant.clone(), invariant.clone()]).is_ok());
+        let error = choose(&[rank(0), invariant]).unwrap_err();
+        assert!(error.contains("--batch-invariant"), "{error}");
     }
 }

@@ -167,6 +167,7 @@ impl CudaBackend {
             nccl: *nccl.as_ref().unwrap_or(&0),
             nccl_shares: shares,
             graphs: self.step.can_capture(),
+            batch_invariant: self.options.batch_invariant,
             process: process_id(),
         };
         (capability, nccl.err().map(|missing| missing.to_string()))

@@ -28,6 +28,9 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Let kernels begin before those before them are complete, where the GPU can do that.
     pub overlap: bool,
+    /// Compute every row so that its bits depend on nothing else in the batch, nor on whether it is
+    /// a prompt's or was sampled.
+    pub batch_invariant: bool,
     /// How long a step may take before the GPU is thought to hang.
     pub patience: Duration,
     /// What ranks exchange data by.
@@ -46,6 +49,7 @@ impl Default for CudaOptions {
             kernels: None,
             graphs: true,
             overlap: true,
+            batch_invariant: false,
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
             thresholds: None,

@@ -15,25 +15,20 @@ impl CudaBackend {
     /// See [`crate::Backend::all_reduce`].
     pub(super) fn reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
         let op = "all_reduce";
-        let at = data.of(Element::F32, op, "data")?;
+        data.of(Element::F32, op, "data")?;
         let grouped = self.is_grouped();
+        let (rows, width) = (data.rows(), data.width());
         if self.alone || !(grouped || self.world_size() > 1) {
+            if grouped && self.is_skinny(rows) {
+                // So that what is measured now is all that will be needed.
+                let _ =
+                    self.scratch(Which::Gathered, self.world_size() as usize * rows * width * 4)?;
+            }
             return Ok(());
         }
-        let (rows, width) = (data.rows(), data.width());
         self.count(rows * width * 4);
         if grouped {
-            if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
-                return Ok(());
-            }
-            let (count, _) = self.step.launched(op, rows)?;
-            ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
-            let device = &self.device;
-            let reduced = device
-                .context
-                .group
-                .call(|group| group.all_reduce_sum(device, at.ptr, count * width));
-            return reduced.unwrap_or(Ok(()));
+            return self.reduce_on_devices(data);
         }
         let start = Instant::now();
         let mut values = self.download(data)?;
@@ -82,19 +77,55 @@ impl CudaBackend {
         ensure!(op, rows <= most, "{rows} rows, room for {most}");
         let io = FusedNorm { rows, live, ..io };
         let device = &self.device;
-        let done: Option<Result<bool, KernelError>> = device.context.group.call(|group| {
-            let fused = group.all_reduce_add_rmsnorm(device, &io)?;
-            if !fused {
-                group.all_reduce_sum(device, io.data, rows * width)?;
-            }
-            Ok(fused)
-        });
-        if done.unwrap_or(Ok(false))? {
+        let fused = device.context.group.call(|group| group.all_reduce_add_rmsnorm(device, &io));
+        if fused.unwrap_or(Ok(false))? {
             return Ok(());
         }
+        self.sum_rows(io.data, (rows, width), live)?;
         let from = (io.residual, Some(io.data));
         let call = launch::add_rmsnorm(from, io.weight, io.out, width, eps, rows, live);
         // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    fn reduce_on_devices(&mut self, data: &CudaBuffer) -> Result<(), KernelError> {
+        let op = "all_reduce";
+        let at = data.of(Element::F32, op, "data")?;
+        let (rows, width) = (data.rows(), data.width());
+        if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
+        self.sum_rows(at.ptr, (count, width), live)
+    }
+
+    /// Rows that this project's own kernels multiply are added up in one order, too, whoever's they
+    /// are: where the group does not, each rank gets all ranks' and adds. Of more rows the sums are
+    /// the group's own.
+    fn sum_rows(
+        &mut self,
+        at: DevicePtr,
+        (rows, width): (usize, usize),
+        live: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let (ranks, bytes) = (self.world_size() as usize, rows * width * 4);
+        let group = &self.device.context.group;
+        // Two numbers have one sum.
+        let is_ordered = ranks <= 2
+            || !self.is_skinny(rows)
+            || group.call(|group| group.sums_in_order(bytes)).unwrap_or(true);
+        if is_ordered {
+            let device = &self.device;
+            let reduced = group.call(|group| group.all_reduce_sum(device, at, rows * width));
+            return reduced.unwrap_or(Ok(()));
+        }
+        let all = self.scratch(Which::Gathered, ranks * bytes)?;
+        let device = &self.device;
+        let gathered = device.context.group.call(|group| group.all_gather(device, at, all, bytes));
+        gathered.unwrap_or(Ok(()))?;
+        let call = launch::tree_sum(all, at, (ranks, rows, width), live);
+        // SAFETY: the scratch holds all ranks' rows, and the result has as many.
         unsafe { device.launch(call) }
     }
 

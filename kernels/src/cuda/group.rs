@@ -59,6 +59,13 @@ pub(super) trait DeviceGroup: fmt::Debug {
     /// Whether calls may be recorded into graphs.
     fn is_capturable(&self) -> bool;
 
+    /// Whether sums of this many bytes are made as a binary tree over the ranks in order, wherever in
+    /// `data` they lie: `(0 + 1) + (2 + 3)`.
+    fn sums_in_order(&self, bytes: usize) -> bool {
+        let _ = bytes;
+        false
+    }
+
     /// `nccl`, `one_shot`, ...: for logs and metrics.
     fn algorithm(&self, bytes: usize) -> &'static str;
 

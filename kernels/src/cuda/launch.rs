@@ -80,6 +80,7 @@ entries! {
     PEER_SUM_ADD_RMSNORM: "tutti_peer_sum_add_rmsnorm",
     PEER_GATHER: "tutti_peer_gather",
     ARGMAX_MERGE: "tutti_argmax_merge",
+    TREE_SUM: "tutti_tree_sum",
 }
 
 impl Entry {
@@ -272,6 +273,18 @@ pub(super) fn peer_sum_add_rmsnorm(table: DevicePtr, io: &FusedNorm) -> Call {
     let args = words(args, [io.width, io.out.stride]).f32(io.eps);
     let args = word(args, io.rows).ptr(io.live);
     call(PEER_SUM_ADD_RMSNORM, (io.rows.min(PEER_BLOCKS), 1, 1), 512, args)
+}
+
+/// `tutti_tree_sum`: of `ranks` arrays of `rows` rows, one behind the other.
+#[must_use]
+pub fn tree_sum(
+    parts: DevicePtr,
+    out: DevicePtr,
+    (ranks, rows, width): (usize, usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = word(Args::new().ptr(parts).ptr(out), ranks).u64((rows * width) as u64);
+    wide(TREE_SUM, width, rows, word(args, width).ptr(live))
 }
 
 /// `tutti_to_f32`

@@ -4,8 +4,8 @@
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
 use std::time::Duration;
 
-use super::backend::{CudaBackend, Part, SKINNY_MAX, Which};
-use super::batch::{Capacity, live};
+use super::backend::{CudaBackend, Part, Which};
+use super::batch::{Capacity, Cut, live};
 use super::context::version_text;
 use super::device::Device;
 use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
@@ -184,7 +184,7 @@ impl Backend for CudaBackend {
             let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
             let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
             let Device { context, stream, .. } = &self.device;
-            self.step.stage(context, stream, capacity, ids, &[], &empty, 1, &[])?;
+            self.step.stage(context, stream, capacity, ids, &[], &empty, Cut::NONE, &[])?;
         }
         if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
             || ids.is_empty()
@@ -412,7 +412,7 @@ impl Backend for CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
-        let step = if count <= SKINNY_MAX { 8 } else { 128 };
+        let step = if self.is_skinny(count) { 8 } else { 128 };
         if first.is_multiple_of(step) {
             from.ptr = from.ptr.offset(first * 2);
         } else {
@@ -469,7 +469,7 @@ impl Backend for CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let bias = bias.map(CudaVector::ptr);
-        if count <= SKINNY_MAX || self.device.matmul.is_err() {
+        if self.is_skinny(count) {
             let sizes = (count, inner, weight.cols());
             let call = launch::skinny_gate_up(from, weight.at(), bias, to, sizes, live);
             // SAFETY: shapes were checked.

@@ -130,6 +130,13 @@ impl DeviceGroup for PeerGroup {
         self.large.as_ref().is_none_or(|large| large.is_capturable())
     }
 
+    fn sums_in_order(&self, bytes: usize) -> bool {
+        match (self.how(bytes), &self.large) {
+            (How::Large, Some(large)) => large.sums_in_order(bytes),
+            _ => true,
+        }
+    }
+
     fn algorithm(&self, bytes: usize) -> &'static str {
         match (self.how(bytes), &self.large) {
             (How::Large, Some(large)) => large.algorithm(bytes),

@@ -6,13 +6,13 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::batch::{Capacity, Layout, SampleLists, largest, live, sizes};
+use super::batch::{Capacity, Cut, Layout, SampleLists, largest, live, sizes};
 use super::bucket::{Stage, StagedCache, decode_bucket};
 use super::context::Context;
 use super::launch::splits;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::{Event, Graph, Stream};
-use crate::backend::{Batch, StepInputs};
+use crate::backend::{AttentionShape, Batch, StepInputs};
 use crate::error::KernelError;
 
 /// Graphs kept. Each holds a few hundred nodes: about a megabyte.
@@ -89,6 +89,8 @@ pub(super) struct Counts {
 pub(super) struct Step {
     // Graphs first: they name the memory below.
     graphs: StagedCache<GraphKey, Recorded>,
+    /// Attention treats sequences of one row as it does those of many.
+    all_tiles: bool,
     /// Why there are none, when they were given up.
     graphs_off: Option<String>,
     /// Why there are none for now.
@@ -118,8 +120,9 @@ pub(super) struct Step {
 }
 
 impl Step {
-    pub(super) fn new(graphs: bool) -> Self {
+    pub(super) fn new(graphs: bool, all_tiles: bool) -> Self {
         Self {
+            all_tiles,
             graphs: StagedCache::new(GRAPHS_MAX),
             graphs_off: (!graphs).then(|| "they are switched off".to_owned()),
             graphs_rest: None,
@@ -200,6 +203,12 @@ impl Step {
         self.counts
     }
 
+    /// How attention's queries are cut into tiles.
+    pub(super) fn cut(&self, shape: &AttentionShape) -> Cut {
+        let group = shape.num_heads / shape.num_kv_heads.max(1);
+        Cut { group, all_tiles: self.all_tiles }
+    }
+
     /// Whether a step is under way.
     pub(super) fn is_open(&self) -> bool {
         self.mode != Mode::Loose
@@ -239,26 +248,28 @@ impl Step {
             self.give_up_graphs("a step failed while its graph was captured");
         }
         let shape = inputs.attention;
-        let group = shape.num_heads / shape.num_kv_heads.max(1);
+        let cut = self.cut(shape);
         if !inputs.feed.is_empty() && inputs.feed.len() != inputs.ids.len() {
             let message = format!("{} rows are fed of {}", inputs.feed.len(), inputs.ids.len());
             return Err(KernelError::Shape { op: "begin_step", message });
         }
         self.lists.pack(inputs.sampling)?;
         self.is_plain = inputs.is_plain;
-        let found = sizes(inputs.ids.len(), &inputs.batch, group, inputs.sample_rows.len());
+        let found = sizes(inputs.ids.len(), &inputs.batch, cut, inputs.sample_rows.len());
         let key = self.key(inputs, &found);
         let stage = key.map(|key| self.graphs.stage(key));
         let capacity = key.map_or(found, |key| {
             let rows = key.rows as usize;
-            Capacity { rows, seqs: rows, tiles: 0, samples: rows }
+            let (_, tiles) = cut.of_single_rows(rows);
+            Capacity { rows, seqs: rows, tiles, samples: rows }
         });
         let (ids, feed, samples) = (inputs.ids, inputs.feed, inputs.sample_rows);
-        self.stage(context, stream, capacity, ids, feed, &inputs.batch, group, samples)?;
+        self.stage(context, stream, capacity, ids, feed, &inputs.batch, cut, samples)?;
         if let Some(key) = key {
             let rows = key.rows as usize;
             let splits = key.splits;
-            self.counts = Counts { rows, tiles: 0, items: rows, samples: rows, splits };
+            let (items, tiles) = cut.of_single_rows(rows);
+            self.counts = Counts { rows, tiles, items, samples: rows, splits };
         }
         self.identity = Identity {
             ids: place(inputs.ids),
@@ -291,7 +302,7 @@ impl Step {
         let decodes = inputs.is_plain
             && self.graphs_off.is_none()
             && self.graphs_rest.is_none()
-            && found.tiles == 0
+            && inputs.batch.seqs.iter().all(|seq| seq.num_rows == 1)
             && found.samples == found.rows
             && found.seqs == found.rows
             && inputs.sampling.len() == found.samples;
@@ -319,13 +330,13 @@ impl Step {
         ids: &[u32],
         feed: &[u32],
         batch: &Batch<'_>,
-        group: usize,
+        cut: Cut,
         samples: &[u32],
     ) -> Result<(), KernelError> {
         let layout = Layout::new(capacity);
         let words = layout.words(batch.block_tables.len());
         // Room for every step at once, but for block tables: moving costs all graphs.
-        let most = Layout::new(largest(self.rows_most, self.rows_max.min(self.rows_most), group));
+        let most = Layout::new(largest(self.rows_most, self.rows_max.min(self.rows_most), cut));
         self.reserve(context, stream, words, most.words(batch.block_tables.len()))?;
         let (Some(block), Some((pinned, travelled))) =
             (&self.block, self.staging.get_mut(self.next))
@@ -335,7 +346,7 @@ impl Step {
         // The one before the last has long travelled.
         travelled.wait(UPLOAD_PATIENCE)?;
         let staged = &mut pinned.as_mut_slice()[..words];
-        layout.fill(staged, ids, batch, group, samples)?;
+        layout.fill(staged, ids, batch, cut, samples)?;
         let params = &self.lists.params;
         if params.len() <= layout.feed - layout.params {
             staged[layout.params..][..params.len()].copy_from_slice(params);
@@ -347,10 +358,10 @@ impl Step {
         travelled.record(stream)?;
         self.next = 1 - self.next;
         self.layout = layout;
-        self.actual = sizes(ids.len(), batch, group, samples.len());
+        self.actual = sizes(ids.len(), batch, cut, samples.len());
         let Capacity { rows, seqs: _, tiles, samples } = self.actual;
         let context_len = batch.seqs.iter().map(|seq| seq.context_len).max().unwrap_or(1);
-        let items = batch.seqs.iter().filter(|seq| seq.num_rows == 1).count();
+        let items = cut.items(batch);
         self.counts = Counts { rows, tiles, items, samples, splits: splits(context_len) };
         Ok(())
     }

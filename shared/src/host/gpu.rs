@@ -23,24 +23,6 @@ pub struct GpuDevice {
     pub memory_bytes: u64,
 }
 
-/// The least of those that `own` is linked with, by way of others, too; none when it is alone.
-fn domain_of(own: usize, count: usize, is_linked: impl Fn(usize, usize) -> bool) -> Option<u32> {
-    let mut reached = vec![false; count];
-    *reached.get_mut(own)? = true;
-    let mut frontier = vec![own];
-    while let Some(from) = frontier.pop() {
-        for (to, reached) in reached.iter_mut().enumerate() {
-            if !*reached && (is_linked(from, to) || is_linked(to, from)) {
-                *reached = true;
-                frontier.push(to);
-            }
-        }
-    }
-    let linked = reached.iter().filter(|reached| **reached).count() > 1;
-    let least = reached.iter().position(|reached| *reached)?;
-    if linked { u32::try_from(least).ok() } else { None }
-}
-
 /// The host's GPUs.
 pub(super) struct Gpus {
     nvml: Result<Nvml, String>,
@@ -56,14 +38,52 @@ struct Handles {
     power: Gauge,
 }
 
+fn load(library: Option<&Path>) -> Result<Nvml, NvmlError> {
+    match library {
+        Some(path) => Nvml::builder().lib_path(path.as_os_str()).init(),
+        // The loader's name on systems without development packages.
+        None => Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init(),
+    }
+}
+
+/// The island of the GPU with this UUID: all GPUs of the host that NVLink joins, directly or over
+/// others of them, or a switch. It is named after the first UUID in it, so that every GPU of it
+/// gives the same answer. `None` for a GPU that is joined to none, and where NVML cannot tell.
+#[must_use]
+pub fn nvlink_island(library: Option<&Path>, uuid: &str) -> Option<String> {
+    let nvml = load(library).ok()?;
+    let devices: Vec<_> = (0..nvml.device_count().ok()?)
+        .filter_map(|index| nvml.device_by_index(index).ok())
+        .filter_map(|device| Some((device.uuid().ok()?, device)))
+        .collect();
+    let own = devices.iter().position(|(found, _)| found == uuid)?;
+    let joined = |a: usize, b: usize| {
+        let status = devices[a].1.p2p_status(&devices[b].1, P2pCapabilitiesIndex::NvLink);
+        matches!(status, Ok(P2pStatus::Ok))
+    };
+    let island = island(own, devices.len(), joined);
+    if island.len() < 2 {
+        return None;
+    }
+    island.into_iter().map(|index| devices[index].0.clone()).min()
+}
+
+/// Which of `count` are joined with `own`, directly or over others, itself included.
+fn island(own: usize, count: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<usize> {
+    let mut found = vec![own];
+    let mut next = 0;
+    while let Some(&from) = found.get(next) {
+        let new = |to: &usize| !found.contains(to) && joined(from, *to);
+        let new: Vec<usize> = (0..count).filter(new).collect();
+        found.extend(new);
+        next += 1;
+    }
+    found
+}
+
 impl Gpus {
     pub(super) fn new(library: Option<&Path>, host: &str) -> Self {
-        let nvml = match library {
-            Some(path) => Nvml::builder().lib_path(path.as_os_str()).init(),
-            // The loader's name on systems without development packages.
-            None => Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init(),
-        };
-        let nvml = nvml.map_err(|error| error.to_string());
+        let nvml = load(library).map_err(|error| error.to_string());
         if let Err(problem) = &nvml {
             if library.is_some() {
                 tracing::warn!(%problem, "NVML cannot be used (--nvml-lib): GPUs are not measured");
@@ -90,24 +110,6 @@ impl Gpus {
             })
         };
         (0..nvml.device_count().unwrap_or(0)).filter_map(|index| describe(index).ok()).collect()
-    }
-
-    /// The part of the host that NVLink links a GPU's memory with, named by the least index of a GPU
-    /// in it; none where there is no other.
-    pub(super) fn nvlink_domain(&self, uuid: &str) -> Option<u32> {
-        let nvml = self.nvml.as_ref().ok()?;
-        let count = nvml.device_count().ok()?;
-        let devices: Vec<_> = (0..count).map(|index| nvml.device_by_index(index).ok()).collect();
-        let own = devices.iter().position(|device| {
-            device.as_ref().is_some_and(|device| device.uuid().is_ok_and(|found| found == uuid))
-        })?;
-        let is_linked = |a: usize, b: usize| match (&devices[a], &devices[b]) {
-            (Some(a), Some(b)) => {
-                matches!(a.p2p_status(b, P2pCapabilitiesIndex::NvLink), Ok(P2pStatus::Ok))
-            }
-            _ => false,
-        };
-        domain_of(own, devices.len(), is_linked)
     }
 
     pub(super) fn sample(&mut self, stats: &mut LocalStats) {
@@ -170,17 +172,20 @@ impl Handles {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::island;
 
     #[test]
-    fn linked_gpus_are_a_domain_named_by_its_least() {
-        // Pairs 0-2 and 1-3, a chain 4-5-6, and 7 alone.
-        let links = [(0, 2), (1, 3), (4, 5), (5, 6)];
-        let is_linked = |a: usize, b: usize| links.contains(&(a, b));
-        let domains: Vec<_> = (0..8).map(|own| domain_of(own, 8, is_linked)).collect();
-        let named = [0, 1, 0, 1, 4, 4, 4].map(Some);
-        assert_eq!(domains[..7], named);
-        assert_eq!(domains[7], None);
-        assert_eq!(domain_of(9, 8, is_linked), None);
+    fn an_island_is_all_that_is_joined_directly_or_over_others() {
+        let links = [(0, 3), (3, 4), (1, 2)];
+        let joined = |a, b| links.contains(&(a, b)) || links.contains(&(b, a));
+        let of = |own| {
+            let mut found = island(own, 6, joined);
+            found.sort_unstable();
+            found
+        };
+        for own in [0, 3, 4] {
+            assert_eq!(of(own), [0, 3, 4]);
+        }
+        assert_eq!((of(1), of(2), of(5)), (vec![1, 2], vec![1, 2], vec![5]));
     }
 }

@@ -13,36 +13,11 @@ use etcd_client::{
 };
 use tokio::sync::{oneshot, watch};
 
+use super::keeper::{
+    Broken, Change, DEADLINE, Due, Event, EventKind, Held, Keeper, RETRY_MAX, RETRY_MIN,
+};
 use super::view::{Entry, LEADER_KEY};
-use super::{EtcdOptions, Record, View};
-
-/// Longest wait for an answer.
-const DEADLINE: Duration = Duration::from_secs(3);
-/// Waits between two attempts to reach etcd.
-const RETRY_MIN: Duration = Duration::from_millis(100);
-const RETRY_MAX: Duration = Duration::from_secs(1);
-/// A watch that has not said anything for so long, asked for its progress, is begun anew.
-const WATCH_SILENCE: Duration = Duration::from_secs(30);
-/// Everything is listed again this often, whatever the watch says.
-const RELIST: Duration = Duration::from_secs(60);
-
-/// When etcd is back and nobody leads, whoever led before has so long to lead again before others
-/// run: it still serves, and a change would end its streams for nothing.
-const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
-
-/// Membership cannot go on.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum FatalError {
-    /// Two processes have one name.
-    #[error("another process is registered as `{key}` and alive: names must be unique")]
-    NameTaken {
-        /// The key both want.
-        key: String,
-    },
-    /// Nobody keeps the lease any more.
-    #[error("the membership thread has ended")]
-    Ended,
-}
+use super::{EtcdOptions, FatalError, Record, View};
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
 /// notice when the lease ends.
@@ -65,8 +40,8 @@ impl EtcdMembership {
         let (die, fatal) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("membership".into()).spawn(move || {
-            let keeper = Keeper::new(options, record, campaign, publish);
-            runtime.block_on(keeper.run(left, die));
+            let member = Member::new(options, record, campaign, publish);
+            runtime.block_on(member.run(left, die));
         })?;
         Ok(Self { view, leave: Some(leave), fatal: Some(fatal) })
     }
@@ -114,62 +89,43 @@ impl From<Error> for Ended {
     }
 }
 
+impl From<Broken> for Ended {
+    fn from(Broken(reason): Broken) -> Self {
+        Self::Broken(reason)
+    }
+}
+
 /// What one session has open.
 struct Session {
     client: Client,
     keeper: LeaseKeeper,
     kept: LeaseKeepAliveStream,
     watch: WatchStream,
-    /// When keepalives without an answer yet were sent.
-    sent: std::collections::VecDeque<Instant>,
-    opened: Instant,
-    heard: Instant,
-    listed: Instant,
 }
 
-struct Keeper {
+struct Member {
     options: EtcdOptions,
-    record: Record,
-    key: String,
-    campaign: bool,
-    view: View,
+    keeper: Keeper,
+    /// When the keeper's time begins.
+    start: Instant,
+    /// When etcd last confirmed the view, in seconds since 1970.
+    confirmed: u64,
     publish: watch::Sender<View>,
-    /// The lease, and until when it lives for certain: from when its last answered keepalive was
-    /// sent.
-    lease: Option<(i64, Instant)>,
-    /// Its key is written under the lease.
-    registered: bool,
-    /// Since when another process run has had its key.
-    taken_since: Option<Instant>,
-    /// This process was the last that led.
-    led_last: bool,
-    /// Not to run for leader before.
-    run_after: Option<Instant>,
 }
 
-impl Keeper {
+impl Member {
     fn new(
         options: EtcdOptions,
         record: Record,
         campaign: bool,
         publish: watch::Sender<View>,
     ) -> Self {
-        let role = format!("{:?}s", record.role).to_lowercase();
-        let key = format!("{role}/{}", record.node);
-        let view = View::default();
-        Self {
-            options,
-            record,
-            key,
-            campaign,
-            view,
-            publish,
-            lease: None,
-            registered: false,
-            taken_since: None,
-            led_last: false,
-            run_after: None,
-        }
+        let keeper = Keeper::new(record, campaign, options.lease_ttl);
+        Self { options, keeper, start: Instant::now(), confirmed: 0, publish }
+    }
+
+    fn now(&self) -> Duration {
+        self.start.elapsed()
     }
 
     async fn run(
@@ -178,21 +134,18 @@ impl Keeper {
         die: oneshot::Sender<FatalError>,
     ) {
         let mut wait = RETRY_MIN;
-        let (mut said, mut reached) = (false, false);
+        let mut said = false;
         loop {
             let began = Instant::now();
             let ended = match self.open().await {
                 Ok(mut session) => {
                     tracing::info!(cluster = self.options.cluster, "etcd answers");
-                    if reached && !self.led_last {
-                        self.run_after = Some(Instant::now() + INCUMBENT_FIRST);
-                    }
-                    (said, reached) = (false, true);
+                    said = false;
                     self.serve(&mut session, &mut left).await
                 }
                 Err(ended) => ended,
             };
-            self.view.connected = false;
+            self.keeper.closed();
             self.publish();
             match ended {
                 Ended::Left(done) => {
@@ -231,28 +184,30 @@ impl Keeper {
     }
 
     fn publish(&self) {
-        self.publish.send_replace(self.view.clone());
+        self.publish.send_replace(View { confirmed: self.confirmed, ..self.keeper.view().clone() });
+    }
+
+    /// etcd has just said that this is how things are.
+    fn confirm(&mut self) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.confirmed = now.as_secs();
+        self.publish();
     }
 
     /// Connects, gets a lease, lists, watches.
     async fn open(&mut self) -> Result<Session, Ended> {
         let mut client = self.options.connect(DEADLINE).await?;
         let (keeper, kept) = self.keep_lease(&mut client).await?;
-        self.registered = false;
-        // While etcd was away no lease ended: what has the key may be this one's own last run.
-        self.taken_since = None;
         let (revision, entries) = self.get_all(&mut client).await?;
-        self.view.list_anew(revision, entries);
-        self.confirmed();
+        self.keeper.opened(self.now(), revision, entries);
+        self.confirm();
         let watch = WatchOptions::new()
             .with_prefix()
             .with_start_revision(revision + 1)
             .with_progress_notify();
         // The timeout of the connection is for answers, not for streams.
         let watch = client.watch(self.prefix(), Some(watch)).await?;
-        let now = Instant::now();
-        let sent = std::collections::VecDeque::new();
-        Ok(Session { client, keeper, kept, watch, sent, opened: now, heard: now, listed: now })
+        Ok(Session { client, keeper, kept, watch })
     }
 
     /// The old lease if it still lives, else a new one.
@@ -260,54 +215,46 @@ impl Keeper {
         &mut self,
         client: &mut Client,
     ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
-        let ttl = self.options.lease_ttl;
-        if let Some((id, _)) = self.lease {
-            let sent = Instant::now();
+        if let Some(id) = self.keeper.lease() {
+            let sent = self.now();
             if let Ok(kept) = client.lease_keep_alive(id).await {
-                self.lease = Some((id, sent + ttl));
+                self.keeper.leased(sent, id);
                 return Ok(kept);
             }
-            self.lease = None;
+            self.keeper.lease_over();
         }
-        let sent = Instant::now();
-        let granted = client.lease_grant(ttl.as_secs().max(2) as i64, None).await?;
-        self.lease = Some((granted.id(), sent + ttl));
+        let sent = self.now();
+        let ttl = self.options.lease_ttl.as_secs().max(2) as i64;
+        let granted = client.lease_grant(ttl, None).await?;
+        self.keeper.leased(sent, granted.id());
         Ok(client.lease_keep_alive(granted.id()).await?)
     }
 
-    /// Writes this process's key, if nobody else has it. A key of another process run under the
-    /// same name is waited for: it is most likely this program's last run, whose lease has not
-    /// ended yet.
+    /// Writes this process's key, if nobody else has it.
     async fn register(&mut self, session: &mut Session) -> Result<(), Ended> {
-        let Some((lease, _)) = self.lease else { return Ok(()) };
-        let key = format!("{}{}", self.prefix(), self.key);
+        let Some(lease) = self.keeper.lease() else { return Ok(()) };
+        let key = format!("{}{}", self.prefix(), self.keeper.key());
         let got = session.client.get(key.as_str(), None).await?;
         let held = got.kvs().first();
-        if held.is_some_and(|held| decode(held).is_none_or(|record| !self.is_mine(&record))) {
-            let since = *self.taken_since.get_or_insert_with(Instant::now);
-            if since.elapsed() > self.options.lease_ttl * 2 + DEADLINE {
-                return Err(Ended::Fatal(FatalError::NameTaken { key: self.key.clone() }));
-            }
+        let held = held.map(|kv| Held { revision: kv.mod_revision(), record: decode(kv) });
+        let Some(seen) = self.keeper.found(self.now(), held).map_err(Ended::Fatal)? else {
             return Ok(());
-        }
-        self.taken_since = None;
-        let value =
-            serde_json::to_vec(&self.record).map_err(|error| Ended::Broken(error.to_string()))?;
-        let seen = held.map_or(0, KeyValue::mod_revision);
+        };
+        let value = self.value()?;
         let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, seen);
         let put = PutOptions::new().with_lease(lease);
         let put = TxnOp::put(key.as_str(), value, Some(put));
         let written = session.client.txn(Txn::new().when([unchanged]).and_then([put])).await?;
         if written.succeeded() {
-            self.registered = true;
-            tracing::info!(key = self.key, "registered with etcd");
+            self.keeper.registered();
+            tracing::info!(key = self.keeper.key(), "registered with etcd");
             self.list(&mut session.client).await?;
         }
         Ok(())
     }
 
-    fn is_mine(&self, record: &Record) -> bool {
-        record.incarnation == self.record.incarnation
+    fn value(&self) -> Result<Vec<u8>, Ended> {
+        serde_json::to_vec(self.keeper.record()).map_err(|error| Ended::Broken(error.to_string()))
     }
 
     /// Gets everything; also returns as of which revision.
@@ -320,22 +267,9 @@ impl Keeper {
     /// Lists everything again.
     async fn list(&mut self, client: &mut Client) -> Result<(), Ended> {
         let (revision, entries) = self.get_all(client).await?;
-        self.view.list(revision, entries);
-        self.confirmed();
+        self.keeper.listed(self.now(), revision, entries);
+        self.confirm();
         Ok(())
-    }
-
-    /// etcd has just said that this is how things are.
-    fn confirmed(&mut self) {
-        self.view.connected = true;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        self.view.confirmed = now.as_secs();
-        self.view.leading =
-            self.view.leader.as_ref().is_some_and(|leader| self.is_mine(&leader.record));
-        if self.view.leader.is_some() {
-            self.led_last = self.view.leading;
-        }
-        self.publish();
     }
 
     fn entry(&self, kv: &KeyValue) -> Option<Entry> {
@@ -353,32 +287,22 @@ impl Keeper {
             let outcome = tokio::select! {
                 _ = timer.tick() => self.tick(session).await,
                 kept = session.kept.message() => match kept {
-                    Ok(Some(kept)) if kept.ttl() > 0 => {
-                        let sent = session.sent.pop_front().unwrap_or_else(Instant::now);
-                        if let Some((_, until)) = &mut self.lease {
-                            *until = sent + Duration::from_secs(kept.ttl().unsigned_abs());
-                        }
-                        self.confirmed();
-                        Ok(())
-                    }
-                    Ok(Some(_)) => {
-                        self.lease = None;
-                        Err(Ended::Broken("the lease has ended".to_owned()))
+                    Ok(Some(kept)) => {
+                        let ttl = Duration::from_secs(u64::try_from(kept.ttl()).unwrap_or(0));
+                        let kept = self.keeper.kept(self.now(), ttl);
+                        kept.map(|()| self.confirm()).map_err(Ended::from)
                     }
                     Ok(None) => Err(Ended::Broken("etcd ended the keepalive stream".to_owned())),
                     Err(error) => Err(error.into()),
                 },
                 change = session.watch.message() => match change {
-                    Ok(Some(change)) => {
-                        session.heard = Instant::now();
-                        self.change(&change)
-                    }
+                    Ok(Some(change)) => self.change(&change),
                     Ok(None) => Err(Ended::Broken("etcd ended the watch".to_owned())),
                     Err(error) => Err(error.into()),
                 },
                 done = &mut *left => {
                     let Ok(done) = done else { return Ended::Dropped };
-                    if let Some((lease, _)) = self.lease.take() {
+                    if let Some(lease) = self.keeper.lease() {
                         // One that is gone already is as good.
                         let _ = tokio::time::timeout(DEADLINE, session.client.lease_revoke(lease)).await;
                     }
@@ -396,82 +320,55 @@ impl Keeper {
 
     /// Registers, and runs for leader, where that is due.
     async fn take_place(&mut self, session: &mut Session) -> Result<(), Ended> {
-        if !self.registered {
+        if self.keeper.due(self.now()) == Some(Due::Register) {
             self.register(session).await?;
         }
-        let may_run = self.run_after.is_none_or(|at| at <= Instant::now());
-        if self.campaign && self.registered && self.view.leader.is_none() && may_run {
+        if self.keeper.due(self.now()) == Some(Due::Lead) {
             self.run_for_leader(session).await?;
         }
         Ok(())
     }
 
     async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
-        let now = Instant::now();
-        let young = now < session.opened + self.options.lease_ttl;
-        if self.lease.is_none_or(|(_, until)| until <= now && !young) {
-            // Nothing has answered for a whole life of the lease.
-            return Err(Ended::Broken("no keepalive was answered in time".to_owned()));
-        }
-        session.sent.push_back(now);
+        let lists = self.keeper.tick(self.now())?;
         session.keeper.keep_alive().await?;
-        if session.heard.elapsed() > WATCH_SILENCE {
-            return Err(Ended::Broken("the watch is silent".to_owned()));
-        }
         session.watch.request_progress().await?;
-        if session.listed.elapsed() > RELIST {
+        if lists {
             self.list(&mut session.client).await?;
-            session.listed = Instant::now();
         }
         Ok(())
     }
 
-    fn change(&mut self, change: &WatchResponse) -> Result<(), Ended> {
-        if change.canceled() || change.compact_revision() != 0 {
-            // What was missed is found by the next session's list.
-            return Err(Ended::Broken(format!(
-                "the watch was cancelled: {}",
-                change.cancel_reason()
-            )));
-        }
-        for event in change.events() {
-            let Some(kv) = event.kv() else { continue };
-            match event.event_type() {
-                EventType::Put => {
-                    if let Some(entry) = self.entry(kv) {
-                        self.view.put(kv.mod_revision(), entry);
-                    }
-                }
+    fn change(&mut self, response: &WatchResponse) -> Result<(), Ended> {
+        let cancelled = response.canceled().then(|| response.cancel_reason().to_owned());
+        let events = response.events().iter().filter_map(|event| {
+            let kv = event.kv()?;
+            let kind = match event.event_type() {
+                EventType::Put => self.entry(kv).map(EventKind::Put),
                 EventType::Delete => {
                     let key = std::str::from_utf8(kv.key()).ok();
-                    if let Some(key) = key.and_then(|key| key.strip_prefix(&self.prefix())) {
-                        self.view.delete(kv.mod_revision(), key);
-                    }
+                    let key = key.and_then(|key| key.strip_prefix(&self.prefix()));
+                    key.map(|key| EventKind::Delete(key.to_owned()))
                 }
-            }
+            };
+            Some(Event { revision: kv.mod_revision(), kind: kind.unwrap_or(EventKind::Other) })
+        });
+        let events = events.collect();
+        let change = Change { cancelled, compacted: response.compact_revision(), events };
+        let is_last = change.is_last();
+        let changed = self.keeper.changed(self.now(), change);
+        if !is_last {
+            // Also by what shows that this process is not registered any more.
+            self.confirm();
         }
-        // Not the header's revision: the answer to a new watch, or to a progress request, may name
-        // one whose events are still on their way.
-        let newest = change.events().iter().filter_map(|event| event.kv());
-        if let Some(revision) = newest.map(KeyValue::mod_revision).max() {
-            self.view.reached(revision);
-        }
-        self.confirmed();
-        let present = self.view.records.get(&self.key).is_some_and(|record| self.is_mine(record));
-        if self.registered && !present {
-            // Its own key is gone: someone took the lease away.
-            self.lease = None;
-            return Err(Ended::Broken("this process is not registered any more".to_owned()));
-        }
-        Ok(())
+        Ok(changed?)
     }
 
     /// Takes the leader's key if nobody has it.
     async fn run_for_leader(&mut self, session: &mut Session) -> Result<(), Ended> {
-        let Some((lease, _)) = self.lease else { return Ok(()) };
+        let Some(lease) = self.keeper.lease() else { return Ok(()) };
         let key = format!("{}{LEADER_KEY}", self.prefix());
-        let value =
-            serde_json::to_vec(&self.record).map_err(|error| Ended::Broken(error.to_string()))?;
+        let value = self.value()?;
         let vacant = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
         let put = TxnOp::put(key.as_str(), value, Some(PutOptions::new().with_lease(lease)));
         session.client.txn(Txn::new().when([vacant]).and_then([put])).await?;

@@ -2,7 +2,7 @@
 //! times; what is newer by its revision wins.
 use std::collections::BTreeMap;
 
-use super::Record;
+use super::{Destination, Record};
 
 /// The cluster, as far as this process knows.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -88,6 +88,28 @@ impl View {
     /// All events up to `revision` were taken.
     pub fn reached(&mut self, revision: i64) {
         self.revision = self.revision.max(revision);
+    }
+
+    /// Which coordinator to dial; `None` while nobody leads.
+    #[must_use]
+    pub fn destination(&self) -> Option<Destination> {
+        self.leader.as_ref().map(|leader| Destination {
+            address: leader.record.address.clone(),
+            incarnation: Some(leader.record.incarnation),
+        })
+    }
+
+    /// This process's leadership, if it leads.
+    #[must_use]
+    pub fn own(&self) -> Option<&Leader> {
+        self.leader.as_ref().filter(|_| self.leading)
+    }
+
+    /// The leader, if it is another process run than this one: then this one has to stop. That
+    /// nobody leads, or that etcd cannot be asked, is no reason.
+    #[must_use]
+    pub fn other_than(&self, incarnation: u64) -> Option<&Leader> {
+        self.leader.as_ref().filter(|leader| leader.record.incarnation != incarnation)
     }
 
     fn insert(&mut self, entry: Entry) {

@@ -69,7 +69,8 @@ pub const RESOURCES_MAX: usize = 8;
 /// a hello.
 pub const RESOURCE_NAME_MAX: usize = 63;
 
-/// The label by which a worker says which GPUs of its host NVLink links its own with.
+/// The label that says which GPUs of a host NVLink joins: workers find its value out themselves,
+/// unless their operator gives it.
 pub const NVLINK_LABEL: &str = "nvlink";
 
 /// What a node offers to actors and ranks.

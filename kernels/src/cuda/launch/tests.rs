@@ -104,6 +104,7 @@ fn all() -> Vec<Call> {
         peer_gather(ptr, ptr, ptr, 5000),
         peer_sum_add_rmsnorm(ptr, &fused),
         argmax(rows, ptr, (100, 5), 3, Some(ptr)),
+        tree_sum(ptr, ptr, (2, 3, 100), ptr),
         argmax_merge(ptr, ptr, (2, 3), ptr),
         interleave_ranks(ptr, rows, (2, 3, 100), ptr),
     ];

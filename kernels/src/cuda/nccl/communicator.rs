@@ -12,7 +12,10 @@ use crate::error::CollectiveError;
 
 /// Errors that NCCL finds by itself are looked for this often.
 const WATCH_INTERVAL: Duration = Duration::from_millis(20);
-/// Between two looks at a call that goes on in the background.
+/// A call that goes on in the background is looked at without a pause for so long: every call does
+/// for some microseconds, on a thread of NCCL's.
+const SPIN: Duration = Duration::from_micros(200);
+/// Between two looks after that.
 const NAP: Duration = Duration::from_micros(50);
 /// How long the watcher waits for a call under way before it aborts the communicator under it.
 const CALL_PATIENCE: Duration = Duration::from_secs(1);
@@ -172,11 +175,16 @@ impl Communicator {
                 Some(Status::IN_PROGRESS) => {}
                 Some(status) => self.shared.fail(self.shared.nccl.line(status, what)),
             }
-            if began.elapsed() > timeout {
+            let waited = began.elapsed();
+            if waited > timeout {
                 self.shared.abort();
                 return Err(CollectiveError::Stalled { algorithm: ALGORITHM, waited: timeout });
             }
-            std::thread::sleep(NAP);
+            if waited > SPIN {
+                std::thread::sleep(NAP);
+            } else {
+                std::hint::spin_loop();
+            }
         }
     }
 

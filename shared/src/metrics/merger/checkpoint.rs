@@ -13,7 +13,9 @@ use crate::ids::Incarnation;
 use crate::metrics::application::Family;
 use crate::metrics::catalogue::{CATALOGUE, REPORTS_REFUSED, REQUEST_SUCCESS, REQUESTS_ACCEPTED};
 use crate::metrics::definition::{Kind, Owner, SeriesId};
-use crate::metrics::labels::{FinishedReason, LabelValue as _, ReportRefusal};
+use crate::metrics::labels::{
+    FinishedReason, LabelValue as _, PROCESS_NAME, ReportRefusal, WORKER_NAME,
+};
 use crate::metrics::merged::merge;
 use crate::metrics::snapshot::{LabelValues, SeriesSnapshot, Value};
 use crate::protocol::FrontendId;
@@ -234,7 +236,11 @@ impl Merger {
     /// A process run that was restored under another slot and reports under this one goes on with
     /// its totals; what carries the old slot's name stays behind.
     pub(super) fn follow(&mut self, source: Source, incarnation: Incarnation) {
-        let Source::Frontend(_) = source else { return };
+        match source {
+            Source::Coordinator => return,
+            Source::Worker(_) => return self.follow_worker(source, incarnation),
+            Source::Frontend(_) => {}
+        }
         let same = |key: &(Source, Incarnation)| {
             key.1 == incarnation && matches!(key.0, Source::Frontend(_)) && !is_own(key.0)
         };
@@ -255,6 +261,38 @@ impl Merger {
         self.live.insert((source, incarnation), live);
         self.lost.push_back((source, incarnation));
     }
+
+    /// A worker counts its steps by slot, and reports under a slot that it had before the totals
+    /// that it had there. The rest is the process's: it goes on from where it was under another
+    /// slot, or would count twice.
+    fn follow_worker(&mut self, source: Source, incarnation: Incarnation) {
+        if self.live.get(&(source, incarnation)).is_some_and(|live| !live.lost) {
+            return;
+        }
+        let other = self.live.iter_mut().find(|((of, run), live)| {
+            let is_other = *run == incarnation && *of != source && matches!(of, Source::Worker(_));
+            let rest = || live.series.iter().any(|series| !is_of_slot(series));
+            is_other && live.lost && (!live.application.is_empty() || rest())
+        });
+        let Some((_, other)) = other else { return };
+        let application = std::mem::take(&mut other.application);
+        let (stays, rest) = std::mem::take(&mut other.series).into_iter().partition(is_of_slot);
+        other.series = stays;
+        let live = self.live.entry((source, incarnation)).or_insert_with(|| {
+            self.lost.push_back((source, incarnation));
+            Live { sequence: 0, lost: true, series: Vec::new(), application: Vec::new() }
+        });
+        live.series.retain(is_of_slot);
+        live.series.extend::<Vec<SeriesSnapshot>>(rest);
+        live.series.sort_by(|a, b| (a.id, &a.labels).cmp(&(b.id, &b.labels)));
+        live.application = application;
+    }
+}
+
+/// Whether a series is of a slot: another slot's series are others.
+fn is_of_slot(series: &SeriesSnapshot) -> bool {
+    let labels = SeriesId::from_index(series.id).map_or(&[][..], |id| id.definition().labels);
+    labels.iter().any(|label| label.name == PROCESS_NAME || label.name == WORKER_NAME)
 }
 
 /// Adds a counter or histogram to totals; gauges have none.

@@ -1,0 +1,141 @@
+use super::super::Role;
+use super::super::view::LEADER_KEY;
+use super::*;
+
+const TTL: Duration = Duration::from_secs(10);
+
+fn at(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn record(incarnation: u64) -> Record {
+    Record {
+        node: "n".to_owned(),
+        role: Role::Coordinator,
+        incarnation,
+        address: "h:1".to_owned(),
+        http: String::new(),
+        pid: 1,
+        version: String::new(),
+    }
+}
+
+fn entry(key: &str, incarnation: u64, created: i64) -> Entry {
+    Entry { key: key.to_owned(), record: record(incarnation), created }
+}
+
+/// One that was registered at revision 5 and is in its first session since 0 s.
+fn registered() -> Keeper {
+    let mut keeper = Keeper::new(record(1), true, TTL);
+    keeper.leased(at(0), 7);
+    keeper.opened(at(0), 4, Vec::new());
+    assert_eq!(keeper.due(at(0)), Some(Due::Register));
+    assert_eq!(keeper.found(at(0), None), Ok(Some(0)));
+    keeper.registered();
+    keeper.listed(at(0), 5, vec![entry("coordinators/n", 1, 5)]);
+    keeper
+}
+
+#[test]
+fn one_that_is_registered_leads_where_nobody_does() {
+    let mut keeper = registered();
+    assert_eq!(keeper.due(at(0)), Some(Due::Lead));
+    keeper.listed(at(0), 6, vec![entry("coordinators/n", 1, 5), entry(LEADER_KEY, 1, 6)]);
+    assert_eq!(keeper.due(at(1)), None);
+    assert_eq!(keeper.view().own().map(|leader| leader.epoch), Some(6));
+    assert!(keeper.view().other_than(1).is_none());
+    // While etcd is away it goes on as before.
+    keeper.closed();
+    assert!(!keeper.view().connected && keeper.view().own().is_some());
+    keeper.opened(at(60), 9, vec![entry("coordinators/n", 1, 5), entry(LEADER_KEY, 2, 8)]);
+    assert_eq!(keeper.view().other_than(1).map(|leader| leader.epoch), Some(8));
+    assert!(keeper.view().own().is_none());
+}
+
+#[test]
+fn after_etcd_was_away_whoever_led_is_first_to_run() {
+    let mut led = registered();
+    led.listed(at(0), 6, vec![entry("coordinators/n", 1, 5), entry(LEADER_KEY, 1, 6)]);
+    let mut other = registered();
+    other.listed(at(0), 6, vec![entry("coordinators/n", 1, 5), entry(LEADER_KEY, 2, 6)]);
+    for keeper in [&mut led, &mut other] {
+        keeper.closed();
+        keeper.opened(at(100), 20, vec![entry("coordinators/n", 1, 5)]);
+        keeper.registered();
+    }
+    assert_eq!((led.due(at(100)), other.due(at(100))), (Some(Due::Lead), None));
+    assert_eq!(other.due(at(100) + INCUMBENT_FIRST), Some(Due::Lead), "but not for ever");
+    // One that was started meanwhile knows as much: that etcd was away.
+    let mut started = Keeper::new(record(3), true, TTL);
+    started.closed();
+    started.leased(at(100), 7);
+    started.opened(at(100), 20, Vec::new());
+    started.registered();
+    assert_eq!(started.due(at(100)), None);
+    assert_eq!(started.due(at(100) + INCUMBENT_FIRST), Some(Due::Lead));
+}
+
+#[test]
+fn a_watch_that_is_cut_off_from_history_is_over() {
+    let mut keeper = registered();
+    let compacted = Change { compacted: 9, ..Change::default() };
+    assert!(compacted.is_last());
+    assert!(keeper.changed(at(1), compacted).is_err());
+    let cancelled = Change { cancelled: Some("why".to_owned()), ..Change::default() };
+    let Err(Broken(reason)) = keeper.changed(at(1), cancelled) else { panic!("it is not over") };
+    assert!(reason.contains("why"), "{reason}");
+}
+
+#[test]
+fn one_whose_key_is_gone_takes_another_lease() {
+    let mut keeper = registered();
+    let kind = EventKind::Delete("coordinators/n".to_owned());
+    let gone = Change { events: vec![Event { revision: 6, kind }], ..Change::default() };
+    assert!(keeper.changed(at(1), gone).is_err());
+    assert_eq!(keeper.lease(), None);
+    let mut keeper = registered();
+    assert!(keeper.kept(at(1), Duration::ZERO).is_err());
+    assert_eq!(keeper.lease(), None);
+}
+
+#[test]
+fn a_lease_lives_from_the_sending_of_its_keepalive() {
+    let mut keeper = registered();
+    // Sent at 3 s, answered at 9 s.
+    assert_eq!(keeper.tick(at(3)), Ok(false));
+    assert_eq!(keeper.kept(at(9), TTL), Ok(()));
+    assert_eq!(keeper.tick(at(12)), Ok(false));
+    assert!(keeper.tick(at(13)).is_err(), "not 10 s after its answer");
+}
+
+#[test]
+fn a_silent_watch_is_over_and_what_it_says_is_not_trusted_for_ever() {
+    let mut keeper = registered();
+    for now in 0..31 {
+        assert_eq!(keeper.tick(at(now)), Ok(false), "{now}");
+        assert_eq!(keeper.kept(at(now), TTL), Ok(()));
+    }
+    assert!(keeper.tick(at(31)).is_err());
+    let mut keeper = registered();
+    for now in 0..61 {
+        assert_eq!(keeper.tick(at(now)), Ok(false), "{now}");
+        assert_eq!(keeper.kept(at(now), TTL), Ok(()));
+        assert_eq!(keeper.changed(at(now), Change::default()), Ok(()));
+    }
+    assert_eq!(keeper.tick(at(61)), Ok(true));
+}
+
+#[test]
+fn a_name_of_the_last_run_is_waited_for_and_that_of_another_process_is_not() {
+    let mut keeper = Keeper::new(record(1), false, TTL);
+    keeper.leased(at(0), 7);
+    keeper.opened(at(0), 4, vec![entry("coordinators/n", 9, 2)]);
+    let held = |incarnation| Some(Held { revision: 3, record: Some(record(incarnation)) });
+    assert_eq!(keeper.found(at(0), held(9)), Ok(None));
+    assert_eq!(keeper.found(at(23), held(9)), Ok(None));
+    assert!(matches!(keeper.found(at(24), held(9)), Err(FatalError::NameTaken { .. })));
+    // Its own, under an earlier lease; then nobody's.
+    assert_eq!(keeper.found(at(25), held(1)), Ok(Some(3)));
+    assert_eq!(keeper.found(at(30), held(9)), Ok(None), "counted anew");
+    assert_eq!(keeper.found(at(60), None), Ok(Some(0)));
+}

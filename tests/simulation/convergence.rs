@@ -1,0 +1,85 @@
+//! Whether the cluster is whole again.
+use coordinator::cluster::{ReplicaPhase, ReplicaStatus};
+use shared::actor::liveness::LivenessConfig;
+use shared::ids::{Epoch, WorkerId};
+
+use crate::coordinator::Connected;
+use crate::scenario::{S, Time};
+use crate::world::World;
+
+impl World {
+    /// Slots of members, and the epoch in which each is a rank of a replica that serves.
+    pub(crate) fn places(&self) -> Vec<(usize, Option<Epoch>)> {
+        let epoch_of = |worker: WorkerId| {
+            let serves = |it: &ReplicaStatus| it.phase == ReplicaPhase::Serving;
+            let holds = |it: &ReplicaStatus| it.ranks.contains(&Some(worker));
+            self.coordinator.core.replicas().find(|it| serves(it) && holds(it)).map(|it| it.epoch)
+        };
+        let connected = self.coordinator.connected.iter();
+        connected.map(|(worker, it)| (self.links[it.link].slot, epoch_of(*worker))).collect()
+    }
+
+    /// The slot of a connected worker.
+    pub(crate) fn slot_of(&self, worker: WorkerId) -> Option<usize> {
+        self.coordinator.connected.get(&worker).map(|it| self.links[it.link].slot)
+    }
+
+    /// A connection whose other end has been silent for too long, if there is one.
+    pub(crate) fn unnoticed_silence(&self) -> Option<WorkerId> {
+        let silent = |(_, it): &(&WorkerId, &Connected)| {
+            self.now
+                > self.links[it.link].heard
+                    + LivenessConfig::default().dead_after.as_micros() as Time
+                    + S / 5
+        };
+        self.coordinator.connected.iter().find(silent).map(|(worker, _)| *worker)
+    }
+
+    /// Whether all that are there serve, as far as they can, and all workers are linked.
+    pub(crate) fn converged(&self) -> Result<(), String> {
+        if self.coordinator.lives().len() > 1 {
+            return Err(format!("coordinators serve: {:?}", self.coordinator.lives()));
+        }
+        let alive = self.processes.iter().filter(|process| process.alive).count();
+        let connected = self.coordinator.num_connected();
+        let core = &self.coordinator.core;
+        let all = || core.replicas().collect::<Vec<_>>();
+        if connected != alive {
+            return Err(format!("{connected} of {alive} workers are connected: {:?}", all()));
+        }
+        let degrees: Vec<usize> = self.scenario.degrees.iter().map(|it| *it as usize).collect();
+        let (largest, least) = (degrees[0], degrees[degrees.len() - 1]);
+        let present = |replica: &ReplicaStatus| replica.ranks.iter().flatten().count();
+        let free = alive - core.replicas().map(|replica| present(&replica)).sum::<usize>();
+        let max = core.max_replicas().map_or(usize::MAX, |max| max as usize);
+        let there = core.replicas().count();
+        let waiting: usize = core
+            .replicas()
+            .filter(|it| it.phase != ReplicaPhase::Serving)
+            .map(|it| present(&it))
+            .sum();
+        if there > max {
+            return Err(format!("{there} replicas, not {max}: {:?}", all()));
+        }
+        if there < max && free >= if there == 0 { least } else { largest } {
+            return Err(format!("{free} workers are spare: {:?}", all()));
+        }
+        for replica in core.replicas() {
+            let degree = replica.ranks.len();
+            if replica.phase != ReplicaPhase::Serving {
+                if waiting + free >= least {
+                    return Err(format!("{} could serve: {:?}", replica.id, all()));
+                }
+                continue;
+            }
+            if degrees.iter().any(|it| *it > degree && *it <= degree + free) {
+                return Err(format!("{} could have more ranks: {:?}", replica.id, all()));
+            }
+            let running = self.coordinator.replicas.get(&replica.id);
+            if running.and_then(|running| running.operation.epoch()) != Some(replica.epoch) {
+                return Err(format!("{} is not told of {}", replica.id, replica.epoch));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,164 @@
+//! What the cluster's core wants done, and requests on their way to a replica, as in
+//! `cluster::actor`.
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use coordinator::cluster::Effect;
+use coordinator::engine::{EngineError, EngineEvent};
+use coordinator::metrics::observe::ReplicaConfig;
+use coordinator::replica::driver::{ReplicaDriver, reject_reason};
+use coordinator::replica::operation::{Operation, ReplicaLoad};
+use coordinator::scheduler::Scheduler;
+use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
+use shared::protocol::ToWorker;
+
+use crate::events::Event;
+use crate::network::{LinkId, Packet, Side};
+use crate::replicas::{ReplicaMail, RunningReplica};
+use crate::world::World;
+
+impl World {
+    pub(crate) fn carry_out(&mut self, effects: Vec<Effect>) {
+        for effect in effects {
+            match effect {
+                Effect::Send { worker, message, .. } => {
+                    if let ToWorker::Form(form) = &message {
+                        self.report.forms += 1;
+                        let fewer = form.world_size < self.scenario.tensor_parallel;
+                        self.report.resharded += u64::from(fewer);
+                    }
+                    if let Some(connected) = self.coordinator.connected.get(&worker) {
+                        let link = connected.link;
+                        self.send(link, Side::Worker, Packet::Down(Rc::new(message)));
+                    }
+                }
+                Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
+                    self.replica_ready(replica, epoch, ranks, num_blocks);
+                }
+                Effect::Pace { worker, slow } => {
+                    self.coordinator.hub.observer().record().rank_slow(worker, slow);
+                }
+                Effect::ReplicaBroken { replica, epoch, end, reason } => {
+                    self.report.relieved += u64::from(reason.contains("is slow"));
+                    self.say(|| format!("{replica} broke, {epoch}: {reason}"));
+                    let coordinator = &mut *self.coordinator;
+                    if let Some(running) = coordinator.replicas.get_mut(&replica) {
+                        running.serving = None;
+                        coordinator.affinity.forget(replica);
+                        running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
+                        if !self.switches.lost_is_not_told {
+                            self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
+                            self.coordinator.orphanage.expect();
+                        }
+                    }
+                }
+                Effect::ReplicaRemoved { replica } => {
+                    self.say(|| format!("{replica} is given up"));
+                    self.coordinator.hub.observer().record().replica_removed(replica);
+                    if let Some(running) = self.coordinator.replicas.remove(&replica) {
+                        self.coordinator.retiring.insert(replica, running);
+                        self.mail_replica(replica, ReplicaMail::Retire);
+                        self.coordinator.orphanage.expect();
+                    }
+                }
+                Effect::Unservable { replica, reason } => {
+                    self.say(|| format!("{replica} cannot be formed: {reason}"));
+                }
+            }
+        }
+    }
+
+    fn replica_ready(
+        &mut self,
+        id: ReplicaId,
+        epoch: Epoch,
+        workers: Vec<WorkerId>,
+        num_blocks: u32,
+    ) {
+        let ranks: Vec<(WorkerId, LinkId)> = workers
+            .iter()
+            .filter_map(|worker| Some((*worker, self.coordinator.connected.get(worker)?.link)))
+            .collect();
+        if ranks.len() != workers.len() {
+            return;
+        }
+        self.say(|| format!("{id} serves in {epoch}"));
+        self.coordinator.checks.serves(epoch, self.now);
+        let config = ReplicaConfig {
+            engine: self.scenario.engine.clone(),
+            num_blocks,
+            tensor_parallel: workers.len() as u32,
+        };
+        self.coordinator.hub.observer().record().replica_ready(id, &config);
+        self.start_replica(id);
+        self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, ranks });
+        if let Some(running) = self.coordinator.replicas.get_mut(&id) {
+            running.serving = Some((epoch, workers));
+        }
+        let waits = |(_, running): &(&ReplicaId, &RunningReplica)| running.serving.is_none();
+        let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
+        for id in waiting.collect::<Vec<_>>() {
+            self.mail_replica(id, ReplicaMail::GiveUp);
+            self.coordinator.orphanage.expect();
+        }
+    }
+
+    /// As `ClusterActor::start_replica`.
+    pub(crate) fn start_replica(&mut self, id: ReplicaId) {
+        let (now, due) = (self.time(), self.now);
+        let coordinator = &mut *self.coordinator;
+        if !coordinator.replicas.contains_key(&id) {
+            let mut limits = self.scenario.limits;
+            if self.switches.no_step_timeout {
+                limits.step_timeout = Duration::MAX;
+            }
+            let observer = coordinator.hub.observer().clone();
+            let Ok(scheduler) = Scheduler::new(self.scenario.scheduler) else {
+                return self.fail("the scheduler refuses its configuration".to_owned());
+            };
+            let driver = ReplicaDriver::new(now, id, scheduler, observer, limits);
+            let load = Arc::new(ReplicaLoad::default());
+            let running = RunningReplica {
+                operation: Operation::new(driver, load.clone()),
+                load,
+                serving: None,
+                links: Vec::new(),
+                mail: VecDeque::new(),
+                mail_due: due,
+                down_since: Some(due),
+            };
+            coordinator.replicas.insert(id, running);
+        }
+    }
+
+    /// A request comes in from the front end, as `ClusterActor::submit`.
+    pub(crate) fn submit(&mut self, index: usize) {
+        let (request, events) = self.clients.open(index, self.coordinator.life, self.now);
+        if let Some((after, _)) = self.scenario.clients[index].leaves {
+            self.schedule(after, Event::Leave(index));
+        }
+        let Some(replica) = self.coordinator.route(&request) else {
+            let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
+            self.coordinator.hub.observer().record().rejected(reject_reason(&error));
+            let _ = events.send(EngineEvent::Failed(error));
+            drop(events);
+            return self.hear_refused(index);
+        };
+        let down_since = self.coordinator.replicas.get(&replica).and_then(|it| it.down_since);
+        self.clients.routed(index, replica, down_since);
+        let request = Box::new(request);
+        self.mail_replica(replica, ReplicaMail::Submit { index, request, events });
+    }
+
+    pub(crate) fn cancel(&mut self, id: RequestId) {
+        if !self.switches.cancelled_is_forgotten {
+            self.coordinator.orphanage.cancelled(id);
+        }
+        let replicas: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
+        for replica in replicas {
+            self.mail_replica(replica, ReplicaMail::Cancel(id));
+        }
+    }
+}

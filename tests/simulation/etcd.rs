@@ -1,0 +1,265 @@
+//! etcd: keys with revisions, leases, a history that can be compacted, and watches. What can be
+//! lost of it is in [`crate::membership`]; this is the part that keeps its promises.
+use std::collections::BTreeMap;
+
+use shared::membership::Record;
+use shared::membership::keeper::{Change, Event, EventKind, Held};
+use shared::membership::view::{Entry, LEADER_KEY};
+
+use crate::coordinator::Saved;
+use crate::scenario::{S, Time};
+
+/// Numbers the processes that speak with etcd: workers by slot, then coordinators by seat.
+pub(crate) type MemberId = usize;
+
+/// What a process asks for and waits for.
+#[derive(Clone, Debug)]
+pub(crate) enum Request {
+    Keep(i64),
+    Grant(Time),
+    List,
+    Watch(i64),
+    Get(String),
+    /// Write a record on condition of the key's last revision.
+    Register {
+        key: String,
+        record: Record,
+        seen: i64,
+        lease: i64,
+    },
+    /// Write the leader's key on condition that it is not there.
+    Lead {
+        record: Record,
+        lease: i64,
+    },
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Answer {
+    /// With how long the lease lives; 0: it does not.
+    Kept(Time),
+    Granted(i64),
+    List(i64, Vec<Entry>),
+    Watching,
+    Held(Option<Held>),
+    Written(bool),
+    /// No such lease.
+    Refused,
+}
+
+/// What etcd says by itself.
+#[derive(Clone, Debug)]
+pub(crate) enum Said {
+    Kept(Time),
+    Change(Change),
+}
+
+#[derive(Clone, Debug)]
+struct Key {
+    record: Record,
+    created: i64,
+    modified: i64,
+    lease: i64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Lease {
+    ttl: Time,
+    ends: Time,
+}
+
+#[derive(Default)]
+pub(crate) struct Etcd {
+    revision: i64,
+    /// The history up to here is gone.
+    compacted: i64,
+    keys: BTreeMap<String, Key>,
+    leases: BTreeMap<i64, Lease>,
+    last_lease: i64,
+    history: Vec<Event>,
+    /// Whom to tell of changes.
+    watches: BTreeMap<MemberId, ()>,
+    /// What is to be said to those who watch.
+    pub(crate) news: Vec<(MemberId, Change)>,
+    /// The condition on the leader's key is not looked at.
+    pub(crate) any_leads: bool,
+    /// What the last leader left.
+    pub(crate) ledger: Option<Saved>,
+}
+
+impl Etcd {
+    pub(crate) fn serve(&mut self, who: MemberId, now: Time, request: Request) -> Answer {
+        match request {
+            Request::Keep(lease) => Answer::Kept(self.keep(lease, now)),
+            Request::Grant(ttl) => {
+                self.last_lease += 1;
+                self.leases.insert(self.last_lease, Lease { ttl, ends: now + ttl });
+                Answer::Granted(self.last_lease)
+            }
+            Request::List => Answer::List(self.revision, self.entries()),
+            Request::Watch(from) => {
+                self.watch(who, from);
+                Answer::Watching
+            }
+            Request::Get(key) => Answer::Held(
+                self.keys
+                    .get(&key)
+                    .map(|key| Held { revision: key.modified, record: Some(key.record.clone()) }),
+            ),
+            Request::Register { lease, .. } | Request::Lead { lease, .. }
+                if !self.leases.contains_key(&lease) =>
+            {
+                Answer::Refused
+            }
+            Request::Register { key, record, seen, lease } => {
+                let unchanged = self.keys.get(&key).map_or(0, |key| key.modified) == seen;
+                if unchanged {
+                    self.put(key, record, lease);
+                }
+                Answer::Written(unchanged)
+            }
+            Request::Lead { record, lease } => {
+                let vacant = self.any_leads || !self.keys.contains_key(LEADER_KEY);
+                if self.any_leads {
+                    self.keys.remove(LEADER_KEY);
+                }
+                if vacant {
+                    self.put(LEADER_KEY.to_owned(), record, lease);
+                }
+                Answer::Written(vacant)
+            }
+        }
+    }
+
+    /// How long a lease lives from now on; 0: it is not there.
+    pub(crate) fn keep(&mut self, lease: i64, now: Time) -> Time {
+        let Some(lease) = self.leases.get_mut(&lease) else { return 0 };
+        lease.ends = now + lease.ttl;
+        lease.ttl
+    }
+
+    fn entries(&self) -> Vec<Entry> {
+        let entry = |(key, of): (&String, &Key)| Entry {
+            key: key.clone(),
+            record: of.record.clone(),
+            created: of.created,
+        };
+        self.keys.iter().map(entry).collect()
+    }
+
+    fn watch(&mut self, who: MemberId, from: i64) {
+        if from <= self.compacted {
+            let change = Change { compacted: self.compacted, ..self.cancelled("compacted") };
+            return self.news.push((who, change));
+        }
+        self.watches.insert(who, ());
+        let events = self.history.iter().filter(|event| event.revision >= from).cloned();
+        let events: Vec<Event> = events.collect();
+        if !events.is_empty() {
+            self.news.push((who, Change { events, ..Change::default() }));
+        }
+    }
+
+    fn cancelled(&self, why: &str) -> Change {
+        Change { cancelled: Some(why.to_owned()), ..Change::default() }
+    }
+
+    pub(crate) fn watches(&self, who: MemberId) -> bool {
+        self.watches.contains_key(&who)
+    }
+
+    pub(crate) fn unwatch(&mut self, who: MemberId) {
+        self.watches.remove(&who);
+    }
+
+    /// Forgets the history. Watches that are behind end.
+    pub(crate) fn compact(&mut self, behind: impl Fn(MemberId) -> bool) {
+        self.compacted = self.revision;
+        self.history.clear();
+        let ended: Vec<MemberId> =
+            self.watches.keys().copied().filter(|who| behind(*who)).collect();
+        for who in ended {
+            self.watches.remove(&who);
+            let change = Change { compacted: self.compacted, ..self.cancelled("compacted") };
+            self.news.push((who, change));
+        }
+    }
+
+    /// Ends a watch.
+    pub(crate) fn cancel(&mut self, who: MemberId) {
+        if self.watches.remove(&who).is_some() {
+            let change = self.cancelled("etcd changes its leader");
+            self.news.push((who, change));
+        }
+    }
+
+    fn put(&mut self, key: String, record: Record, lease: i64) {
+        self.revision += 1;
+        let created = self.keys.get(&key).map_or(self.revision, |held| held.created);
+        let modified = self.revision;
+        self.keys.insert(key.clone(), Key { record: record.clone(), created, modified, lease });
+        let kind = EventKind::Put(Entry { key, record, created });
+        self.tell(vec![Event { revision: self.revision, kind }]);
+    }
+
+    fn tell(&mut self, events: Vec<Event>) {
+        self.history.extend(events.iter().cloned());
+        let change = Change { events, ..Change::default() };
+        self.news.extend(self.watches.keys().map(|who| (*who, change.clone())));
+    }
+
+    /// A lease is over, with all its keys.
+    pub(crate) fn revoke(&mut self, lease: i64) {
+        if self.leases.remove(&lease).is_none() {
+            return;
+        }
+        let gone = self.keys.iter().filter(|(_, key)| key.lease == lease);
+        let gone: Vec<String> = gone.map(|(key, _)| key.clone()).collect();
+        if gone.is_empty() {
+            return;
+        }
+        self.revision += 1;
+        let delete = |key: String| {
+            self.keys.remove(&key);
+            Event { revision: self.revision, kind: EventKind::Delete(key) }
+        };
+        let events = gone.into_iter().map(delete).collect();
+        self.tell(events);
+    }
+
+    /// Ends leases that were not kept.
+    pub(crate) fn expire(&mut self, now: Time) {
+        let over = self.leases.iter().filter(|(_, lease)| lease.ends <= now);
+        for lease in over.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.revoke(lease);
+        }
+    }
+
+    /// It was stopped: leases live for a whole life from now on.
+    pub(crate) fn restarted(&mut self, now: Time) {
+        for lease in self.leases.values_mut() {
+            lease.ends = now + lease.ttl + S / 10;
+        }
+    }
+
+    /// Who leads: which process run, since which revision.
+    pub(crate) fn leader(&self) -> Option<(u64, i64)> {
+        self.keys.get(LEADER_KEY).map(|key| (key.record.incarnation, key.created))
+    }
+
+    /// All keys but the leader's, and whose they are.
+    pub(crate) fn registered(&self) -> BTreeMap<String, u64> {
+        let keys = self.keys.iter().filter(|(key, _)| *key != LEADER_KEY);
+        keys.map(|(key, of)| (key.clone(), of.record.incarnation)).collect()
+    }
+
+    /// Leaves the totals, as the leader since `epoch`; the bytes alone if it is not and nobody
+    /// looks.
+    pub(crate) fn save(&mut self, epoch: i64, saved: Saved, fenced: bool) {
+        if self.leader().is_some_and(|(_, since)| since == epoch) {
+            self.ledger = Some(saved);
+        } else if let Some(ledger) = self.ledger.as_mut().filter(|_| !fenced) {
+            ledger.bytes = saved.bytes;
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! What can happen, and what a run was.
+use shared::ids::ReplicaId;
+
+use crate::coordinator::Life;
+use crate::etcd::MemberId;
+use crate::network::{LinkId, Side};
+use crate::scenario::Time;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Heal {
+    Unfreeze { slot: usize, incarnation: u64 },
+    Unblock { slot: usize, up: bool, down: bool },
+    Faster { slot: usize, extra: Time },
+    Quicker { slot: usize, factor: u64 },
+    NoOccasion { slot: usize },
+    Single { twin: usize },
+    Thaw { seat: usize, incarnation: u64 },
+    EtcdBack,
+    JoinEtcd { who: MemberId },
+    ChangesArrive { who: MemberId },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Event {
+    Arrive { link: LinkId, to: Side },
+    Poll { link: LinkId, side: Side },
+    Closed { link: LinkId, side: Side },
+    Tick,
+    ReplicaMail(Life, ReplicaId),
+    ClusterMail(Life),
+    Checkpoint(Life),
+    SeatStart { seat: usize },
+    Load { seat: usize, incarnation: u64 },
+    EtcdOpen { who: MemberId, session: u64 },
+    EtcdAsked { who: MemberId, session: u64, number: u64 },
+    EtcdAnswered { who: MemberId, session: u64, number: u64 },
+    EtcdDeadline { who: MemberId, session: u64, number: u64 },
+    EtcdSaid { who: MemberId, session: u64 },
+    EtcdTick { who: MemberId, session: u64 },
+    EtcdKept { who: MemberId, session: u64, lease: i64 },
+    Start { slot: usize },
+    Dial { slot: usize, incarnation: u64, generation: u64 },
+    HandshakeDeadline { slot: usize, link: LinkId },
+    Executed { slot: usize, token: u64 },
+    Broken { slot: usize, token: u64 },
+    Deadline { slot: usize, token: u64 },
+    ReportDue { slot: usize, incarnation: u64, generation: u64 },
+    LeaveDeadline { slot: usize, incarnation: u64 },
+    Submit(usize),
+    Leave(usize),
+    Fault(usize),
+    Heal(Heal),
+    Scrape,
+}
+
+impl PartialOrd for Side {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Side {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (*self as u8).cmp(&(*other as u8))
+    }
+}
+
+/// What a run was.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Report {
+    pub(crate) events: u64,
+    pub(crate) faults: u64,
+    /// Times a rank was told to form.
+    pub(crate) forms: u64,
+    pub(crate) finished: u64,
+    pub(crate) unavailable: u64,
+    /// Coordinators that were replaced, and requests that ended with them.
+    pub(crate) replaced: u64,
+    pub(crate) lost: u64,
+    /// Coordinators that ended because another led.
+    pub(crate) superseded: u64,
+    /// Times that etcd was away for everybody.
+    pub(crate) outages: u64,
+    /// Given up because epochs ended again and again with them alone.
+    pub(crate) quarantined: u64,
+    /// Requests that went on at another replica.
+    pub(crate) moved: u64,
+    /// Formations with fewer ranks than wanted.
+    pub(crate) resharded: u64,
+    pub(crate) drained: u64,
+    /// Epochs that ended because ranks had different tokens.
+    pub(crate) disagreed: u64,
+    /// Slow ranks replaced by spares.
+    pub(crate) relieved: u64,
+    /// Processes ended by what they computed.
+    pub(crate) poisoned: u64,
+    pub(crate) preemptions: u64,
+    /// Prompt tokens that the KV cache had.
+    pub(crate) cached: u64,
+    pub(crate) fenced: u64,
+    pub(crate) lasted: Time,
+    /// From the last fault until all workers served again, and until all requests had ended.
+    pub(crate) converged_after: Time,
+    pub(crate) ended_after: Time,
+    /// Of everything that happened, in order.
+    pub(crate) trace: u64,
+}

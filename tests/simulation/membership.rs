@@ -1,0 +1,399 @@
+//! How processes and etcd come together: what `shared::membership::etcd` does around the real
+//! keeper, over connections that can be cut, and what each process makes of its view.
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use shared::membership::keeper::{
+    Change, DEADLINE, Due, INCUMBENT_FIRST, Keeper, RETRY_MAX, RETRY_MIN,
+};
+use shared::membership::{LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
+
+use crate::etcd::{Answer, MemberId, Request, Said};
+use crate::events::Event;
+use crate::scenario::{MS, S, Time};
+use crate::world::World;
+
+/// Whatever a watch has lost is known by then.
+const RELISTED: Time = 66 * S;
+
+pub(crate) fn micros(duration: Duration) -> Time {
+    duration.as_micros() as Time
+}
+
+/// What is to be handled once nothing is waited for.
+#[derive(Debug)]
+enum Todo {
+    Tick,
+    Said(Said),
+}
+
+/// A process's membership thread, and its connection.
+#[derive(Default)]
+pub(crate) struct Member {
+    pub(crate) keeper: Option<Keeper>,
+    /// Tells connections apart.
+    pub(crate) session: u64,
+    serving: bool,
+    /// The request under way, by number.
+    asked: u64,
+    request: Option<Request>,
+    /// When it was sent.
+    sent: Time,
+    answer: Option<Answer>,
+    /// On their way from etcd.
+    stream: VecDeque<Said>,
+    last_arrival: Time,
+    held: u32,
+    todo: VecDeque<Todo>,
+    wait: Duration,
+    began: Time,
+    /// Faults that keep it from etcd.
+    pub(crate) cut: u32,
+    /// The next change is lost on its way.
+    pub(crate) loses_change: bool,
+}
+
+impl World {
+    /// A process begins to be a member.
+    pub(crate) fn join_etcd(&mut self, who: MemberId, record: Record) {
+        let campaign = record.role == Role::Coordinator;
+        let ttl = if campaign { LEADER_LEASE_TTL } else { LEASE_TTL };
+        self.drop_session(who);
+        let member = &mut self.members[who];
+        member.keeper = Some(Keeper::new(record, campaign, ttl));
+        member.wait = RETRY_MIN;
+        let session = member.session;
+        self.schedule(1, Event::EtcdOpen { who, session });
+    }
+
+    /// The process is gone; its lease is not, unless it leaves in order.
+    pub(crate) fn leave_etcd(&mut self, who: MemberId, in_order: bool) {
+        self.drop_session(who);
+        let keeper = self.members[who].keeper.take();
+        if let Some(lease) = keeper.and_then(|keeper| keeper.lease()).filter(|_| in_order)
+            && self.reaches_etcd(who)
+        {
+            self.etcd.revoke(lease);
+            self.spread_news();
+        }
+    }
+
+    fn drop_session(&mut self, who: MemberId) {
+        let member = &mut self.members[who];
+        member.session += 1;
+        member.serving = false;
+        member.request = None;
+        member.answer = None;
+        member.stream.clear();
+        member.held = 0;
+        member.todo.clear();
+        self.etcd.unwatch(who);
+    }
+
+    pub(crate) fn reaches_etcd(&self, who: MemberId) -> bool {
+        self.etcd_away == 0 && self.members[who].cut == 0
+    }
+
+    pub(crate) fn view(&self, who: MemberId) -> Option<&View> {
+        self.members[who].keeper.as_ref().map(Keeper::view)
+    }
+
+    /// As `Member::open`.
+    pub(crate) fn etcd_open(&mut self, who: MemberId) {
+        self.members[who].began = self.now;
+        let Some(keeper) = &self.members[who].keeper else { return };
+        match keeper.lease() {
+            Some(lease) => self.ask(who, Request::Keep(lease)),
+            None => self.grant(who),
+        }
+    }
+
+    fn grant(&mut self, who: MemberId) {
+        let ttl = if self.is_coordinator(who) { LEADER_LEASE_TTL } else { LEASE_TTL };
+        self.ask(who, Request::Grant(micros(ttl)));
+    }
+
+    fn ask(&mut self, who: MemberId, request: Request) {
+        let latency = self.random.range(100, 3 * MS);
+        let member = &mut self.members[who];
+        member.asked += 1;
+        member.request = Some(request);
+        member.sent = self.now;
+        let (session, number) = (member.session, member.asked);
+        self.schedule(latency, Event::EtcdAsked { who, session, number });
+        self.schedule(micros(DEADLINE), Event::EtcdDeadline { who, session, number });
+    }
+
+    /// A request arrives.
+    pub(crate) fn etcd_asked(&mut self, who: MemberId, number: u64) {
+        if self.members[who].asked != number || !self.reaches_etcd(who) {
+            return;
+        }
+        let Some(request) = self.members[who].request.clone() else { return };
+        let answer = self.etcd.serve(who, self.now, request);
+        self.members[who].answer = Some(answer);
+        let (latency, session) = (self.random.range(100, 3 * MS), self.members[who].session);
+        self.schedule(latency, Event::EtcdAnswered { who, session, number });
+        self.spread_news();
+    }
+
+    /// What watches have to say goes out.
+    pub(crate) fn spread_news(&mut self) {
+        for (who, change) in std::mem::take(&mut self.etcd.news) {
+            if !change.events.is_empty() && std::mem::take(&mut self.members[who].loses_change) {
+                // Until it lists everything again.
+                self.faulty_until(self.now + RELISTED);
+                continue;
+            }
+            self.etcd_says(who, Said::Change(change));
+        }
+    }
+
+    fn etcd_says(&mut self, who: MemberId, said: Said) {
+        let latency = self.random.range(100, 3 * MS);
+        let member = &mut self.members[who];
+        let at = (self.now + latency).max(member.last_arrival + 1);
+        member.last_arrival = at;
+        member.stream.push_back(said);
+        let session = member.session;
+        self.schedule_at(at, Event::EtcdSaid { who, session });
+    }
+
+    pub(crate) fn etcd_said(&mut self, who: MemberId) {
+        if !self.reaches_etcd(who) {
+            self.members[who].held += 1;
+            return;
+        }
+        if let Some(said) = self.members[who].stream.pop_front() {
+            self.members[who].todo.push_back(Todo::Said(said));
+            self.serve_member(who);
+        }
+    }
+
+    /// Whatever was held up between etcd and processes goes on.
+    pub(crate) fn etcd_is_back(&mut self) {
+        for who in 0..self.members.len() {
+            if self.reaches_etcd(who) {
+                let session = self.members[who].session;
+                for _ in 0..std::mem::take(&mut self.members[who].held) {
+                    self.schedule(10 * MS, Event::EtcdSaid { who, session });
+                }
+            }
+        }
+    }
+
+    pub(crate) fn etcd_deadline(&mut self, who: MemberId, number: u64) {
+        if self.members[who].request.is_some() && self.members[who].asked == number {
+            self.etcd_broken(who, "etcd does not answer");
+        }
+    }
+
+    /// The session is over; the next begins after a while.
+    pub(crate) fn etcd_broken(&mut self, who: MemberId, reason: &str) {
+        self.say(|| format!("member {who}: {reason}"));
+        self.drop_session(who);
+        let now = self.now;
+        let member = &mut self.members[who];
+        let Some(keeper) = &mut member.keeper else { return };
+        keeper.closed();
+        if now - member.began > micros(RETRY_MAX) {
+            member.wait = RETRY_MIN;
+        }
+        let (after, session) = (micros(member.wait), member.session);
+        member.wait = (member.wait * 2).min(RETRY_MAX);
+        self.schedule(after, Event::EtcdOpen { who, session });
+    }
+
+    pub(crate) fn etcd_tick(&mut self, who: MemberId, session: u64) {
+        let ttl = if self.is_coordinator(who) { LEADER_LEASE_TTL } else { LEASE_TTL };
+        self.members[who].todo.push_back(Todo::Tick);
+        self.schedule(micros(ttl / 3), Event::EtcdTick { who, session });
+        self.serve_member(who);
+    }
+
+    fn is_coordinator(&self, who: MemberId) -> bool {
+        who >= self.processes.len()
+    }
+
+    /// A keepalive, and a question after the watch's progress, arrive.
+    pub(crate) fn etcd_kept(&mut self, who: MemberId, lease: i64) {
+        if !self.reaches_etcd(who) {
+            return;
+        }
+        let ttl = self.etcd.keep(lease, self.now);
+        self.etcd_says(who, Said::Kept(ttl));
+        if self.etcd.watches(who) {
+            self.etcd_says(who, Said::Change(Change::default()));
+        }
+    }
+
+    /// As `Member::serve`: one thing at a time.
+    fn serve_member(&mut self, who: MemberId) {
+        while self.members[who].serving && self.members[who].request.is_none() {
+            let Some(todo) = self.members[who].todo.pop_front() else { return };
+            let (now, switches) = (self.time(), self.switches);
+            let Some(keeper) = &mut self.members[who].keeper else { return };
+            let (mut keeps, mut lists) = (None, false);
+            let outcome = match todo {
+                Todo::Tick => keeper.tick(now).map(|due| {
+                    keeps = keeper.lease();
+                    lists = due && !switches.never_lists_again;
+                }),
+                Todo::Said(Said::Kept(ttl)) => keeper.kept(now, Duration::from_micros(ttl)),
+                Todo::Said(Said::Change(change)) => {
+                    if switches.compaction_is_ignored && change.is_last() {
+                        continue;
+                    }
+                    keeper.changed(now, change)
+                }
+            };
+            let session = self.members[who].session;
+            self.view_changed(who);
+            if self.members[who].session != session {
+                return;
+            }
+            if let Err(broken) = outcome {
+                return self.etcd_broken(who, &broken.to_string());
+            }
+            if let Some(lease) = keeps {
+                let latency = self.random.range(100, 3 * MS);
+                self.schedule(latency, Event::EtcdKept { who, session, lease });
+            }
+            if lists {
+                self.ask(who, Request::List);
+            } else {
+                self.take_place(who);
+            }
+        }
+    }
+
+    /// As the rest of `Member`: what becomes of an answer.
+    pub(crate) fn etcd_answered(&mut self, who: MemberId, number: u64) {
+        let now = self.time();
+        let member = &mut self.members[who];
+        if member.asked != number || member.request.is_none() || !self.reaches_etcd(who) {
+            return;
+        }
+        let member = &mut self.members[who];
+        let (Some(request), Some(answer)) = (member.request.take(), member.answer.take()) else {
+            return;
+        };
+        let (sent, session, serving) =
+            (Duration::from_micros(member.sent), member.session, member.serving);
+        let Some(keeper) = &mut member.keeper else { return };
+        match (request, answer) {
+            (Request::Keep(_), Answer::Kept(0)) => {
+                keeper.lease_over();
+                return self.grant(who);
+            }
+            (Request::Keep(lease), _) | (Request::Grant(_), Answer::Granted(lease)) => {
+                keeper.leased(sent, lease);
+                return self.ask(who, Request::List);
+            }
+            (Request::List, Answer::List(revision, entries)) if !serving => {
+                keeper.opened(now, revision, entries);
+                self.view_changed(who);
+                if self.members[who].session == session {
+                    self.ask(who, Request::Watch(revision + 1));
+                }
+                return;
+            }
+            (Request::Watch(_), _) => {
+                member.serving = true;
+                return self.etcd_tick(who, session);
+            }
+            (Request::List, Answer::List(revision, entries)) => {
+                keeper.listed(now, revision, entries);
+                self.view_changed(who);
+                if self.members[who].session != session {
+                    return;
+                }
+                self.take_place(who);
+            }
+            (Request::Get(key), Answer::Held(held)) => {
+                match (keeper.found(now, held), keeper.lease()) {
+                    (Ok(Some(seen)), Some(lease)) => {
+                        let record = keeper.record().clone();
+                        return self.ask(who, Request::Register { key, record, seen, lease });
+                    }
+                    (Ok(_), _) => {}
+                    (Err(error), _) => {
+                        self.say(|| format!("member {who}: {error}"));
+                        return self.membership_failed(who);
+                    }
+                }
+            }
+            (Request::Register { .. }, Answer::Written(true)) => {
+                keeper.registered();
+                return self.ask(who, Request::List);
+            }
+            (Request::Lead { .. }, Answer::Written(_)) => return self.ask(who, Request::List),
+            (_, Answer::Refused) => return self.etcd_broken(who, "no such lease"),
+            _ => {}
+        }
+        self.serve_member(who);
+    }
+
+    fn membership_failed(&mut self, who: MemberId) {
+        if self.is_coordinator(who) {
+            let seat = who - self.processes.len();
+            return self.seat_ends(seat, false, S);
+        }
+        self.kill(who);
+        self.disturb(who, 0);
+        self.start_again(who, S);
+    }
+
+    fn view_changed(&mut self, who: MemberId) {
+        if self.is_coordinator(who) {
+            self.seat_sees(who - self.processes.len());
+        } else {
+            self.follow(who);
+        }
+    }
+
+    /// Whether everybody knows of everybody.
+    pub(crate) fn members_agree(&self) -> Result<(), String> {
+        let there = self
+            .members
+            .iter()
+            .enumerate()
+            .filter_map(|(who, it)| Some((who, it.keeper.as_ref()?)));
+        let expected: BTreeMap<String, u64> = there
+            .clone()
+            .map(|(_, keeper)| (keeper.key().to_owned(), keeper.record().incarnation))
+            .collect();
+        let registered = self.etcd.registered();
+        if registered != expected {
+            return Err(format!("registered are {registered:?}, not {expected:?}"));
+        }
+        let leader = self.etcd.leader();
+        for (who, keeper) in there {
+            let view = keeper.view();
+            let seen = view.leader.as_ref().map(|it| (it.record.incarnation, it.epoch));
+            let known = view.records.iter().map(|(key, record)| (key.clone(), record.incarnation));
+            if !view.connected || seen != leader || known.collect::<BTreeMap<_, _>>() != expected {
+                return Err(format!("member {who} knows {view:?}, not {leader:?}, {expected:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// As `Member::take_place`.
+    fn take_place(&mut self, who: MemberId) {
+        let ahead = if self.switches.anybody_runs { INCUMBENT_FIRST } else { Duration::ZERO };
+        let now = self.time() + ahead;
+        let Some(keeper) = &self.members[who].keeper else { return };
+        match (keeper.due(now), keeper.lease()) {
+            (Some(Due::Register), Some(_)) => {
+                let key = keeper.key().to_owned();
+                self.ask(who, Request::Get(key));
+            }
+            (Some(Due::Lead), Some(lease)) => {
+                let record = keeper.record().clone();
+                self.ask(who, Request::Lead { record, lease });
+            }
+            _ => {}
+        }
+    }
+}

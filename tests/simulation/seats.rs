@@ -1,0 +1,191 @@
+//! Coordinator processes: each stands by until it leads, serves then until another does, and is
+//! started again. As `tutti coordinator --etcd`.
+use std::collections::BTreeSet;
+
+use shared::membership::keeper::INCUMBENT_FIRST;
+use shared::membership::{LEADER_LEASE_TTL, Record, Role};
+
+use crate::coordinator::Life;
+use crate::etcd::MemberId;
+use crate::events::Event;
+use crate::membership::micros;
+use crate::scenario::{MS, S, Time};
+use crate::world::World;
+
+/// As `coordinator::checkpoint`.
+const LOAD_RETRY: Time = 500 * MS;
+const LOAD_PATIENCE: Time = 5 * S;
+
+/// A place for a coordinator process.
+#[derive(Debug, Default)]
+pub(crate) struct Seat {
+    pub(crate) alive: bool,
+    pub(crate) incarnation: u64,
+    /// Since when it leads and looks for what the last leader left, while it does not serve yet.
+    elected: Option<Time>,
+    pub(crate) life: Option<Life>,
+    /// It is stopped, and this happened meanwhile.
+    pub(crate) frozen: bool,
+    pub(crate) deferred: Vec<Event>,
+    thawed: Time,
+    /// Until when it may be replaced for something that was done to it.
+    troubled: Time,
+}
+
+impl World {
+    pub(crate) fn member_of(&self, seat: usize) -> MemberId {
+        self.processes.len() + seat
+    }
+
+    pub(crate) fn address(seat: usize) -> String {
+        format!("seat-{seat}:8001")
+    }
+
+    /// Which coordinator answers at an address.
+    pub(crate) fn serves_at(&self, address: &str) -> Option<Life> {
+        let seat = (0..self.seats.len()).find(|seat| Self::address(*seat) == address)?;
+        self.seats[seat].life
+    }
+
+    /// The one that leads as etcd knows, or else one that goes on.
+    pub(crate) fn leading(&self) -> Option<Life> {
+        let leader = self.etcd.leader().map(|(incarnation, _)| incarnation);
+        let leads = |seat: &&Seat| seat.alive && Some(seat.incarnation) == leader;
+        let known = self.seats.iter().find(leads).and_then(|seat| seat.life);
+        known.or_else(|| self.seats.iter().find_map(|seat| seat.life))
+    }
+
+    pub(crate) fn start_seat(&mut self, seat: usize) {
+        if self.seats[seat].alive {
+            return;
+        }
+        if self.now < self.etcd_back + micros(INCUMBENT_FIRST) {
+            // It cannot know that etcd was away, and may lead before the one that led is back.
+            (0..self.seats.len()).for_each(|seat| self.trouble(seat, 0));
+        }
+        let incarnation = self.random.next();
+        let troubled = self.seats[seat].troubled;
+        self.seats[seat] = Seat { alive: true, incarnation, troubled, ..Seat::default() };
+        let address = Self::address(seat);
+        let record = Record {
+            node: address.clone(),
+            role: Role::Coordinator,
+            incarnation,
+            address,
+            http: String::new(),
+            pid: 1,
+            version: String::new(),
+        };
+        self.join_etcd(self.member_of(seat), record);
+    }
+
+    /// The process is gone, and started again after a while.
+    pub(crate) fn seat_ends(&mut self, seat: usize, in_order: bool, back_after: Time) {
+        if !std::mem::take(&mut self.seats[seat].alive) {
+            return;
+        }
+        self.say(|| format!("seat {seat} ends"));
+        let it = &mut self.seats[seat];
+        (it.elected, it.frozen) = (None, false);
+        let deferred = std::mem::take(&mut it.deferred);
+        if let Some(life) = self.seats[seat].life.take() {
+            self.end_life(life);
+        }
+        // Requests that waited for it find another.
+        deferred.into_iter().for_each(|event| self.schedule(1, event));
+        self.leave_etcd(self.member_of(seat), in_order);
+        self.schedule(back_after, Event::SeatStart { seat });
+        self.faulty_until(self.now + back_after);
+    }
+
+    /// It may lose its lease by what is done to it until then.
+    pub(crate) fn trouble(&mut self, seat: usize, lasts: Time) {
+        let until = self.now + lasts + 2 * micros(LEADER_LEASE_TTL);
+        self.seats[seat].troubled = self.seats[seat].troubled.max(until);
+    }
+
+    /// The process is stopped for a while.
+    pub(crate) fn freeze_seat(&mut self, seat: usize) -> bool {
+        let it = &mut self.seats[seat];
+        let freezes = it.alive && !it.frozen;
+        it.frozen |= freezes;
+        freezes
+    }
+
+    pub(crate) fn thaw(&mut self, seat: usize, incarnation: u64) {
+        let it = &mut self.seats[seat];
+        if !it.frozen || it.incarnation != incarnation {
+            return;
+        }
+        (it.frozen, it.thawed) = (false, self.now);
+        let mut at = self.now;
+        for event in std::mem::take(&mut it.deferred) {
+            at += self.random.range(1, 100);
+            self.schedule_at(at, event);
+        }
+        (0..self.processes.len()).for_each(|slot| self.release_held(slot));
+    }
+
+    /// Whether the one that acts notices what there is to notice.
+    pub(crate) fn is_awake(&self) -> bool {
+        let seat = &self.seats[self.coordinator.seat];
+        !seat.frozen && self.now > seat.thawed + 5 * S
+    }
+
+    /// What was done since then may be noticed only now.
+    pub(crate) fn trouble_again(&mut self, since: Time) {
+        for seat in 0..self.seats.len() {
+            if self.seats[seat].troubled >= since {
+                self.trouble(seat, 0);
+            }
+        }
+    }
+
+    /// What a coordinator makes of its view: as `election` and `other_leader`.
+    pub(crate) fn seat_sees(&mut self, seat: usize) {
+        let Some(view) = self.view(self.member_of(seat)) else { return };
+        let it = &self.seats[seat];
+        let superseded = view.other_than(it.incarnation).is_some();
+        match (it.life, it.elected) {
+            (None, None) if view.own().is_some() => {
+                let incarnation = it.incarnation;
+                self.seats[seat].elected = Some(self.now);
+                self.schedule(1, Event::Load { seat, incarnation });
+            }
+            (Some(_), _) if superseded && !self.switches.superseded_goes_on => {
+                self.say(|| format!("seat {seat} is superseded"));
+                if self.now > self.seats[seat].troubled {
+                    self.fail(format!("seat {seat} is replaced although nothing ailed it"));
+                }
+                self.report.superseded += 1;
+                self.disturb_all(0);
+                self.seat_ends(seat, true, S);
+            }
+            _ => {}
+        }
+    }
+
+    /// One that leads looks for what the last leader left, and begins to serve.
+    pub(crate) fn load(&mut self, seat: usize, incarnation: u64) {
+        let it = &self.seats[seat];
+        let Some(elected) = it.elected.filter(|_| it.alive && it.incarnation == incarnation) else {
+            return;
+        };
+        let who = self.member_of(seat);
+        let reaches = self.reaches_etcd(who);
+        if !reaches && self.now < elected + LOAD_PATIENCE {
+            return self.schedule(LOAD_RETRY, Event::Load { seat, incarnation });
+        }
+        self.seats[seat].elected = None;
+        let workers = self.view(who).into_iter().flat_map(|view| view.records.values());
+        let workers = workers.filter(|record| record.role == Role::Worker);
+        let workers: BTreeSet<String> = workers.map(|record| record.node.clone()).collect();
+        let life = self.begin_life(seat, workers);
+        self.seats[seat].life = Some(life);
+        self.disturb_all(0);
+        if reaches {
+            self.restore();
+        }
+        self.seat_sees(seat);
+    }
+}

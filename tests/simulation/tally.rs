@@ -1,0 +1,30 @@
+//! What the totals have to be, as the clients count.
+use std::collections::BTreeMap;
+
+use shared::metrics::labels::{FinishedReason, RejectReason};
+
+/// What the totals have to be.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) accepted: u64,
+    pub(crate) rejected: BTreeMap<RejectReason, u64>,
+    pub(crate) ended: BTreeMap<FinishedReason, u64>,
+    /// Prompt tokens of all choices of requests that finished, and of those that did not.
+    pub(crate) prompts_of_finished: u64,
+    pub(crate) prompts_of_others: u64,
+}
+
+impl Tally {
+    /// Goes on from another's.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.accepted += other.accepted;
+        for (reason, count) in &other.rejected {
+            *self.rejected.entry(*reason).or_default() += count;
+        }
+        for (reason, count) in &other.ended {
+            *self.ended.entry(*reason).or_default() += count;
+        }
+        self.prompts_of_finished += other.prompts_of_finished;
+        self.prompts_of_others += other.prompts_of_others;
+    }
+}

@@ -1,0 +1,259 @@
+//! The coordinator's workers: who may join, what they say, and their going, as in
+//! `cluster::actor::workers`.
+use coordinator::cluster::Member;
+use coordinator::cluster::roster::{Admission, Joining};
+use shared::ids::{Incarnation, WorkerId};
+use shared::metrics::Source;
+use shared::protocol::{FromWorker, NodeResources, Rejoin, StepResult, WorkerStats};
+
+use crate::coordinator::Connected;
+use crate::network::{Link, LinkId, Packet, Side};
+use crate::replicas::{ReplicaMail, RunningReplica};
+use crate::scenario::Time;
+use crate::world::World;
+
+impl World {
+    /// A worker's hello: admitted, welcomed, joined.
+    pub(crate) fn hello(&mut self, link: LinkId, rejoin: Rejoin) {
+        let (slot, incarnation) = (self.links[link].slot, self.links[link].incarnation);
+        let node = self.node_name(slot);
+        let roster = &mut self.coordinator.roster;
+        let admission = roster.admit(&node, Incarnation(incarnation), rejoin.slot);
+        let mut admitted = match admission {
+            Admission::Slot(worker) => Some(worker),
+            Admission::Taken | Admission::Retired => None,
+        };
+        if admission == Admission::Taken && self.switches.newcomers_displace {
+            let joined = |link: &Link| {
+                (self.scenario.nodes[link.slot] == self.scenario.nodes[slot])
+                    .then_some(link.joined)?
+            };
+            admitted = self.links.iter().find_map(joined);
+        }
+        let Some(worker) = admitted else {
+            // Another process has the name, as far as is known: it may try again.
+            if admission == Admission::Retired {
+                self.send(link, Side::Worker, Packet::Refused);
+            }
+            return self.close(link, Side::Coordinator);
+        };
+        self.send(link, Side::Worker, Packet::Welcome(worker));
+        self.watch(link, Side::Coordinator);
+        self.links[link].joined = Some(worker);
+        if let Some(old) = self.coordinator.connected.get(&worker).copied() {
+            self.worker_gone(worker, old.link, "it joined again");
+            self.close(old.link, Side::Coordinator);
+        }
+        let coordinator = &mut *self.coordinator;
+        let Joining { link: number, restarted, retired } =
+            coordinator.roster.joined(worker, Incarnation(incarnation));
+        coordinator.connected.insert(worker, Connected { incarnation, link, number });
+        let mut recording = coordinator.hub.observer().record();
+        recording.worker_up(worker, true);
+        recording.worker_info(worker, &node, "0");
+        if restarted {
+            recording.worker_restarted(worker);
+        }
+        drop(recording);
+        if let Some(retired) = retired {
+            coordinator.hub.retire(Source::Worker(worker), retired);
+            self.coordinator.checks.retired.insert((worker, retired.0));
+        }
+        let member = Member {
+            worker,
+            incarnation: Incarnation(incarnation),
+            node,
+            host: format!("host-{}", self.scenario.hosts[slot]),
+            collective_addr: ([127, 0, 0, 1], 9000 + slot as u16).into(),
+            draining: false,
+            offer: NodeResources::default(),
+        };
+        let mut effects = Vec::new();
+        let now = self.time();
+        self.coordinator.core.holds(worker, rejoin.shard);
+        self.coordinator.core.worker_joined(now, member, &mut effects);
+        self.carry_out(effects);
+    }
+
+    /// As `ClusterActor` drains the node of a slot.
+    pub(crate) fn drain(&mut self, slot: usize, back_after: Option<Time>) {
+        let node = self.node_name(slot);
+        let found = self.coordinator.core.members().find(|it| it.node == node);
+        let Some(worker) = found.map(|it| it.worker) else { return };
+        let stays = |it: &&Member| !it.draining && it.worker != worker;
+        let left = self.coordinator.core.members().filter(stays).count();
+        let mut effects = Vec::new();
+        let now = self.time();
+        let done = self.coordinator.core.drain(now, worker, &mut effects);
+        let least = *self.scenario.degrees.last().unwrap_or(&1) as usize;
+        if done.is_ok() != (left >= least) {
+            self.fail(format!("{node} is drained with {left} others there: {done:?}"));
+        }
+        self.carry_out(effects);
+        if done.is_ok() {
+            self.processes[slot].back_after = back_after;
+            self.report.drained += 1;
+        }
+    }
+
+    pub(crate) fn node_name(&self, slot: usize) -> String {
+        format!("node-{}", self.scenario.nodes[slot])
+    }
+
+    /// Whether events of a link are of a worker's present connection.
+    fn is_current(&self, worker: WorkerId, link: LinkId) -> bool {
+        let Some(connected) = self.coordinator.connected.get(&worker) else { return false };
+        if self.switches.links_not_told_apart {
+            return connected.incarnation == self.links[link].incarnation;
+        }
+        connected.link == link && self.coordinator.roster.is_present(worker, connected.number)
+    }
+
+    pub(crate) fn coordinator_link_closed(&mut self, link: LinkId) {
+        if let Some(worker) = self.links[link].joined
+            && self.is_current(worker, link)
+        {
+            let present = self.coordinator.connected[&worker].link;
+            if self.links[present].open[Side::Coordinator as usize] {
+                self.fail(format!("the end of an old link of {worker} ends its new one"));
+            }
+            self.worker_gone(worker, link, "the link ended");
+        }
+    }
+
+    fn worker_gone(&mut self, worker: WorkerId, link: LinkId, reason: &str) {
+        if !self.is_current(worker, link) {
+            return;
+        }
+        self.say(|| format!("{worker} is gone: {reason}"));
+        self.coordinator.roster.left(worker);
+        let Some(connected) = self.coordinator.connected.remove(&worker) else { return };
+        let incarnation = Incarnation(connected.incarnation);
+        self.coordinator.hub.lost(Source::Worker(worker), incarnation);
+        self.coordinator.hub.observer().record().worker_up(worker, false);
+        let mut effects = Vec::new();
+        let now = self.time();
+        self.coordinator.core.worker_left(now, worker, incarnation, reason, &mut effects);
+        self.carry_out(effects);
+        self.drop_handle(connected.link);
+    }
+
+    /// A link without any handle on it closes.
+    pub(crate) fn drop_handle(&mut self, link: LinkId) {
+        let coordinator = &self.coordinator;
+        let connected = coordinator.connected.values().any(|it| it.link == link);
+        let held = |running: &RunningReplica| running.links.iter().any(|(_, it)| *it == link);
+        let mut replicas = coordinator.replicas.values().chain(coordinator.retiring.values());
+        if !connected && !replicas.any(held) {
+            self.close(link, Side::Coordinator);
+        }
+    }
+
+    pub(crate) fn coordinator_takes(&mut self, link: LinkId, message: FromWorker) {
+        let Some(worker) = self.links[link].joined else { return };
+        if !self.is_current(worker, link) {
+            return;
+        }
+        let now = self.time();
+        let (mut effects, mut goodbye) = (Vec::new(), false);
+        let core = &mut self.coordinator.core;
+        match message {
+            FromWorker::Step(result) => return self.step_done(worker, result),
+            FromWorker::Stats(stats) => return self.report(worker, stats),
+            FromWorker::Progress(progress) => core.load_progressed(worker, progress),
+            FromWorker::GroupId(id) => core.group_id(worker, id, &mut effects),
+            FromWorker::Formed(formed) => core.worker_formed(worker, formed, &mut effects),
+            FromWorker::FormFailed(failure) => {
+                core.form_failed(now, worker, &failure, &mut effects);
+            }
+            FromWorker::Started(started) => {
+                core.worker_started(now, worker, started, &mut effects);
+            }
+            FromWorker::StepFailed(failed) => {
+                if let Some(replica) = self.coordinator.replica_of(worker)
+                    && !self.switches.step_failures_ignored
+                {
+                    let core = &mut self.coordinator.core;
+                    core.epoch_failed(now, replica, failed.epoch, &failed.message, &mut effects);
+                }
+            }
+            FromWorker::Logs(_) => return,
+            FromWorker::Goodbye { reason, .. } => {
+                core.worker_leaves(now, worker, &reason, &mut effects);
+                goodbye = true;
+            }
+        }
+        self.carry_out(effects);
+        if goodbye {
+            self.close(link, Side::Coordinator);
+        }
+    }
+
+    fn step_done(&mut self, worker: WorkerId, mut result: StepResult) {
+        self.report(worker, std::mem::take(&mut result.stats));
+        let Some(replica) = self.coordinator.replica_of(worker) else {
+            return self.coordinator.hub.observer().record().fenced_frames(1);
+        };
+        if self.switches.ranks_may_disagree {
+            result.digest = 0;
+        }
+        self.deliver_late(replica, worker, &result);
+        let again = self.switches.results_repeat.then(|| {
+            let mut again = result.clone();
+            again.step.0 += 1;
+            Box::new(again)
+        });
+        let result = Box::new(result);
+        self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
+        if let Some(result) = again {
+            self.mail_replica(replica, ReplicaMail::StepDone { worker, result });
+        }
+    }
+
+    /// Takes a report; now and then it comes again later, or an older one does.
+    fn report(&mut self, worker: WorkerId, mut stats: WorkerStats) {
+        let Some(connected) = self.coordinator.connected.get(&worker) else { return };
+        if stats.snapshot.is_empty() {
+            return;
+        }
+        let incarnation = connected.incarnation;
+        let checks = &mut self.coordinator.checks;
+        if checks.retired.contains(&(worker, incarnation)) {
+            // An earlier coordinator closed its totals.
+            checks.refused += 1;
+        } else {
+            checks.delivered(worker, incarnation, stats.sequence);
+        }
+        let echoes = &mut self.coordinator.echoes;
+        if self.random.chance(10) {
+            echoes.push((worker, incarnation, stats.clone()));
+        }
+        let echo = (!echoes.is_empty() && self.random.chance(10)).then(|| {
+            let index = self.random.range(0, echoes.len() as u64 - 1) as usize;
+            echoes.swap_remove(index)
+        });
+        let mut incarnation = Incarnation(incarnation);
+        if self.switches.reports_add_up {
+            incarnation.0 ^= stats.sequence;
+        }
+        if self.switches.workers_count_twice {
+            incarnation.0 += self.coordinator.life as u64;
+        }
+        let now = self.time();
+        let coordinator = &mut *self.coordinator;
+        let hub = &coordinator.hub;
+        let _ = hub.report(Source::Worker(worker), incarnation, &stats);
+        hub.observer().record().worker_reported(worker, now);
+        if let Some((worker, incarnation, echo)) = echo {
+            let late = coordinator.checks.retired.contains(&(worker, incarnation));
+            coordinator.checks.refused += u64::from(late);
+            stats = echo;
+            if self.switches.stale_reports_count {
+                stats.sequence += 1_000_000;
+            }
+            let mut incarnation = Incarnation(incarnation);
+            incarnation.0 += u64::from(late && self.switches.gone_process_counts_again);
+            let _ = hub.report(Source::Worker(worker), incarnation, &stats);
+        }
+    }
+}
