@@ -184,6 +184,23 @@ async fn a_collective_that_hangs_is_ended() {
     assert_eq!(pair.cluster.worker_pids(), pids, "{}", pair.cluster.log());
 }
 
+/// A GPU that goes on for ever, whatever it is told: its worker says so and ends, though nothing that
+/// waits for the GPU, as freeing its memory does, would ever return.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_hangs_costs_its_process_and_nothing_else() {
+    // In the second request: the process that replaces it does not come so far.
+    let faults = [("FAKE_NCCL_STUCK", "1:130"), ("FAKE_NCCL_ASYNC_ERROR", "0:130")];
+    let pair = Pair::up(&[], &faults).await;
+    let before = pair.cluster.worker_pids();
+    let expected = pair.complete(16).await;
+    assert_eq!(pair.cluster.worker_pids(), before, "{}", pair.cluster.log());
+    assert_eq!(pair.complete(16).await, expected);
+    let log = pair.cluster.log();
+    assert!(log.contains("after its exchange with other ranks was aborted: it hangs"), "{log}");
+    let after = pair.cluster.worker_pids();
+    assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1, "{log}");
+}
+
 #[test]
 fn an_nccl_that_cannot_be_used_is_said_in_a_line() {
     let line = |nccl: &str, environment: &[(&str, &str)]| {

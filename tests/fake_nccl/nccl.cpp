@@ -13,6 +13,7 @@
 // - FAKE_NCCL_INIT_HANG=rank:n: this rank never connects
 // - FAKE_NCCL_INIT_FAIL=rank:n: connecting ends in ncclSystemError
 // - FAKE_NCCL_HANG=rank:n: this collective, when its turn comes, is never done
+// - FAKE_NCCL_STUCK=rank:n: as above, and not when it is aborted, either
 // - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
 // - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective is never done, and ncclRemoteError is found
 // - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError
@@ -192,6 +193,9 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
     const auto began = std::chrono::steady_clock::now();
     auto shown = std::make_shared<bool>(false);
     return [=] {
+        if (told("FAKE_NCCL_STUCK", comm->rank, turn)) {
+            return false;
+        }
         if (comm->aborted.load()) {
             return true;
         }

@@ -298,10 +298,15 @@ impl<D: Device> Rank for EngineRank<D> {
     fn release(&mut self) {
         let Some(loaded) = &mut self.loaded else { return };
         // Leaving the other ranks first: what the device still waits for would hold up the rest.
-        let left = D::set_collective(loaded.engine.backend(), single_rank());
-        loaded.engine.release();
-        if let Err(error) = left {
+        if let Err(error) = D::set_collective(loaded.engine.backend(), single_rank()) {
             self.note(&error);
+        }
+        // Freeing memory waits for the device, which may not come to rest any more, and whoever asks
+        // for it is told so: nothing is freed but by the process's end.
+        if self.lost.is_some() {
+            std::mem::forget(self.loaded.take());
+        } else if let Some(loaded) = &mut self.loaded {
+            loaded.engine.release();
         }
     }
 

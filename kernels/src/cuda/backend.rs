@@ -408,7 +408,8 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        let _ = self.leave();
-        let _ = self.device.stream.synchronize();
+        if self.leave().is_ok() && self.device.context.is_usable() {
+            let _ = self.device.stream.synchronize();
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! A GPU as the driver knows it: which there are, what they can do, and this thread's context on
 //! one of them.
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -200,6 +201,8 @@ pub struct Context {
     /// The ranks that this one exchanges data with on its device: whoever waits for the device
     /// looks at them, too.
     pub(super) group: GroupSlot,
+    /// Work on it never ends: whatever waits for that would not, either.
+    hangs: Cell<bool>,
 }
 
 impl Context {
@@ -222,7 +225,13 @@ impl Context {
         // SAFETY: the driver is initialised; released when `Self` is dropped.
         let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check(status, "make a context on the GPU")?;
-        let made = Rc::new(Self { device, info, driver, group: GroupSlot::default() });
+        let made = Rc::new(Self {
+            device,
+            info,
+            driver,
+            group: GroupSlot::default(),
+            hangs: Cell::new(false),
+        });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
         Ok(made)
@@ -240,6 +249,18 @@ impl Context {
         self.driver
     }
 
+    /// The GPU's work does not end, for this reason. From now on nothing is given back to the driver,
+    /// which would wait for that work first: the process has to end.
+    pub(super) fn hangs(&self, reason: String) -> KernelError {
+        self.hangs.set(true);
+        KernelError::Device(reason)
+    }
+
+    /// Whether things may be given back to the driver.
+    pub(super) fn is_usable(&self) -> bool {
+        !self.hangs.get()
+    }
+
     /// Memory that is free now, and all there is, in bytes.
     ///
     /// # Errors
@@ -255,6 +276,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if !self.is_usable() {
+            return;
+        }
         // SAFETY: retained in `new`, and everything made in it held this value alive.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

@@ -157,10 +157,13 @@ impl GroupSlot {
         while !stream.is_idle()? {
             let waited = began.elapsed();
             if waited > DRAIN_PATIENCE {
-                return Err(KernelError::Device(format!(
+                let error = stream.context().hangs(format!(
                     "the GPU goes on {DRAIN_PATIENCE:?} after its exchange with other ranks was \
                      aborted: it hangs"
-                )));
+                ));
+                // What it would free is in use.
+                std::mem::forget(joined);
+                return Err(error);
             }
             pause(waited);
         }
