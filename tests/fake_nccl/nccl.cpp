@@ -65,7 +65,7 @@ struct Seat {
     std::atomic<uint32_t> joined;
     std::atomic<uint64_t> shown;    // Collectives whose data this rank has shown.
     std::atomic<uint64_t> finished; // Collectives that this rank has all data of.
-    uint64_t what[2];               // Kind and size of the last two shown.
+    uint64_t what[2];               // What the last two shown were.
 };
 struct Table {
     Seat seats[RANKS_MAX];
@@ -166,6 +166,10 @@ struct Collective {
     const void* from;
     void* to;
     size_t bytes;  // Of one rank.
+    bool recorded;
+
+    // What all ranks must call alike. Whether a step is captured is one of these things, too.
+    uint64_t kind() const { return bytes * 4 + (sums ? 1 : 0) + (recorded ? 2 : 0); }
 };
 
 void finish(const Comm& comm, const Collective& what, uint64_t number) {
@@ -219,7 +223,7 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
             }
             Seat& own = comm->seat(comm->rank);
             memcpy(comm->part(comm->rank, number), what.from, what.bytes);
-            own.what[number % 2] = what.bytes * 2 + (what.sums ? 1 : 0);
+            own.what[number % 2] = what.kind();
             own.shown.store(number + 1);
             *shown = true;
         }
@@ -227,7 +231,7 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
             if (comm->seat(of).shown.load() < number + 1) {
                 return false;
             }
-            if (comm->seat(of).what[number % 2] != what.bytes * 2 + (what.sums ? 1 : 0)) {
+            if (comm->seat(of).what[number % 2] != what.kind()) {
                 // Ranks that call different things hang, or worse.
                 return false;
             }
@@ -238,7 +242,7 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
     };
 }
 
-int collective(void* handle, void* stream, const Collective& what) {
+int collective(void* handle, void* stream, Collective what) {
     auto comm = find(handle);
     if (comm == nullptr || comm->aborted.load()) {
         return fail(INVALID_ARGUMENT, "no such communicator");
@@ -258,7 +262,8 @@ int collective(void* handle, void* stream, const Collective& what) {
     if (comm->pending) {
         return fail(INVALID_USAGE, "a call is in progress");
     }
-    std::shared_ptr<int> recorded = fake_cuda::captures(stream) ? comm->recorded : nullptr;
+    what.recorded = fake_cuda::captures(stream);
+    std::shared_ptr<int> recorded = what.recorded ? comm->recorded : nullptr;
     comm->pending = [comm = std::weak_ptr<Comm>(comm), stream, what, recorded] {
         fake_cuda::enqueue(stream, [comm, what, recorded]() -> fake_cuda::Run {
             auto alive = comm.lock();
@@ -383,14 +388,14 @@ int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, vo
     if (type != 7 || op != 0) {
         return fail(INVALID_ARGUMENT, "only sums of floats");
     }
-    return collective(comm, stream, Collective{true, from, to, count * 4});
+    return collective(comm, stream, Collective{true, from, to, count * 4, false});
 }
 
 int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
     if (type != 0) {
         return fail(INVALID_ARGUMENT, "only bytes");
     }
-    return collective(comm, stream, Collective{false, from, to, count});
+    return collective(comm, stream, Collective{false, from, to, count, false});
 }
 
 }  // extern "C"

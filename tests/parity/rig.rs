@@ -123,7 +123,7 @@ fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
 pub(crate) fn fake_nccl_backend(
     rank: u32,
     collective: Box<dyn Collective>,
-    mut relay: SharedRelay,
+    relay: SharedRelay,
 ) -> CudaBackend {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let fake = fake_cuda_of(folder, GPUS).unwrap();
@@ -137,6 +137,12 @@ pub(crate) fn fake_nccl_backend(
         ..CudaOptions::default()
     };
     let mut backend = CudaBackend::new(options, collective).unwrap();
+    join_nccl(&mut backend, relay);
+    backend
+}
+
+/// Joins the other ranks of an epoch.
+pub(crate) fn join_nccl(backend: &mut CudaBackend, mut relay: SharedRelay) {
     let joined = backend.join(GroupSetup {
         timeout: Duration::from_secs(30),
         is_given_up: &|| false,
@@ -144,7 +150,6 @@ pub(crate) fn fake_nccl_backend(
         on_abort_handle: &mut |_| {},
     });
     assert_eq!(joined.unwrap().algorithm, "nccl");
-    backend
 }
 
 /// One rank's engine on the stand-ins, with the others' to come.

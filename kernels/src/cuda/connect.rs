@@ -111,6 +111,8 @@ impl CudaBackend {
         self.step.allow_parts(group.is_some());
         if let Some(group) = group {
             self.device.context.group.join(group, timeout);
+            // What this rank would find out later than others.
+            self.reserve_exchanged()?;
         }
         Ok(Joining { algorithm, reason, missing, took: began.elapsed() })
     }

@@ -512,6 +512,10 @@ impl Backend for CudaBackend {
         if rows.is_empty() {
             return Ok(());
         }
+        if self.alone {
+            // Of other steps, whose prompts' log-probabilities are wanted.
+            self.scratch(Which::Index, size_of_val(rows))?;
+        }
         let own = self.step.has_sample_rows(rows);
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
             return Ok(());
