@@ -12,9 +12,18 @@ pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 /// To be called before the process has a second thread; says whether it was.
 #[must_use]
 pub fn prepare(interface: Option<&str>) -> bool {
-    let named = interface.filter(|_| std::env::var_os(INTERFACE).is_none()).map(str::to_owned);
+    let named = interface.filter(|_| std::env::var_os(INTERFACE).is_none()).map(exactly);
     let settings = [(INTERFACE, named), (GRAPH_REGISTER, Some("0".to_owned()))];
     settings.into_iter().all(|(name, value)| value.is_none_or(|value| set(name, value.as_ref())))
+}
+
+/// An interface's name as NCCL takes it: a bare one would be the beginning of others' names, too.
+/// What has NCCL's own syntax already (`=`, `^`, lists) stays.
+fn exactly(interface: &str) -> String {
+    match interface.contains(['=', '^', ',']) {
+        true => interface.to_owned(),
+        false => format!("={interface}"),
+    }
 }
 
 #[allow(clippy::disallowed_methods, reason = "NCCL takes these settings from nowhere else")]
@@ -31,6 +40,14 @@ fn set(name: &str, value: &OsStr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_are_whole_names() {
+        assert_eq!(exactly("lo"), "=lo");
+        for own in ["=eth0", "^docker", "eth0,eth1", "^=lo"] {
+            assert_eq!(exactly(own), own);
+        }
+    }
 
     /// A test has a thread beside the process's first.
     #[test]
