@@ -108,6 +108,9 @@ impl CudaBackend {
 
     /// Leaves the group of devices: what waits for other ranks is freed, graphs go first.
     fn leave(&mut self) -> Result<(), KernelError> {
+        // Whatever is given up below may have to wait for what the stream waits for.
+        let group = &self.device.context.group;
+        let _ = group.call(|group| group.abort_handle().abort());
         // A step that another rank's end broke off is no reason against graphs.
         let _ = self.step.abandon(&self.device.stream);
         self.step.forget_graphs();
@@ -121,10 +124,12 @@ impl CudaBackend {
         !self.device.context.group.is_empty()
     }
 
-    /// While `alone`, collective operations do nothing: for steps whose results nobody reads. What
+    /// While `alone`, collective operations do nothing, and what becomes of other ranks is nothing to
+    /// this one: for loading, and for steps whose results nobody reads. What
     /// graphs came of them is forgotten, since other ranks have not made such steps.
     pub fn set_alone(&mut self, alone: bool) {
         self.alone = alone;
+        self.device.context.group.rest(alone);
         self.step.forget_graphs();
     }
 

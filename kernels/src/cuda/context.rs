@@ -203,6 +203,23 @@ pub struct Context {
     pub(super) group: GroupSlot,
     /// Work on it never ends: whatever waits for that would not, either.
     hangs: Cell<bool>,
+    raw: Current,
+}
+
+/// A GPU's context, for another thread than the one that owns it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Current(sys::CUcontext);
+// SAFETY: the driver lets any thread use a context.
+unsafe impl Send for Current {}
+// SAFETY: as above; the pointer itself is never changed.
+unsafe impl Sync for Current {}
+
+impl Current {
+    /// Makes it this thread's. One that is gone is refused by the driver, which is as good as none.
+    pub(super) fn set(self) {
+        // SAFETY: a context that was retained; a thread's current one may be any.
+        let _ = unsafe { sys::cuCtxSetCurrent(self.0) };
+    }
 }
 
 impl Context {
@@ -231,6 +248,7 @@ impl Context {
             driver,
             group: GroupSlot::default(),
             hangs: Cell::new(false),
+            raw: Current(context),
         });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
@@ -247,6 +265,11 @@ impl Context {
     #[must_use]
     pub fn driver(&self) -> Driver {
         self.driver
+    }
+
+    /// For another thread.
+    pub(super) fn current(&self) -> Current {
+        self.raw
     }
 
     /// The GPU's work does not end, for this reason. From now on nothing is given back to the driver,
