@@ -114,7 +114,7 @@ fn the_demo_model_at_two_ranks() {
 
 /// Tokens of two ranks, the second of which looks for the next step or does not.
 fn run_ranks(ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
-    let group = local_group(2, std::time::Duration::from_secs(30)).unwrap();
+    let group = local_group(2, Duration::from_secs(30)).unwrap();
     let relay = SharedRelay::default();
     let run = |rank: u32, collective, relay| {
         let model = variant("llama-gqa");

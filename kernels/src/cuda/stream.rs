@@ -224,9 +224,9 @@ impl Event {
         while !self.is_done()? {
             let waited = began.elapsed();
             if waited > patience {
-                return Err(self.context.hangs(format!(
-                    "the GPU did not finish a step in {patience:?}: it hangs"
-                )));
+                return Err(self
+                    .context
+                    .hangs(format!("the GPU did not finish a step in {patience:?}: it hangs")));
             }
             self.context.group.check(waited)?;
             pause(waited);
