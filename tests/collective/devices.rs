@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use kernels::backend::Buffer as _;
 use kernels::collective::{AbortAll, AbortHandle, Collective, local_group};
+use kernels::cuda::choice::Capability;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
 use kernels::{Backend, CollectiveError, KernelError};
 use testkit::fake_cuda::{FakeCuda, fake_cuda_of, fake_nccl};
@@ -234,19 +235,17 @@ fn ranks_that_do_not_connect_are_given_up() {
     let short = Duration::from_millis(300);
     let relay = SharedRelay::default();
     let joins = ranks.tell(0, move |backend| join(backend, first, relay, short).map(|_| ()));
-    // What a GPU like rank 0's says, but for the last byte of its UUID.
-    let mut said = vec![0.0; 80];
-    let like_first = |second: &mut Box<dyn Collective>, said: &mut [f32]| {
-        let mut own = vec![0.0f32; 40];
-        own[16..32].fill(f32::from(0xabu8));
-        own[31] = 1.0;
-        for (place, byte) in own[32..36].iter_mut().zip(22_809u32.to_le_bytes()) {
-            *place = f32::from(byte);
-        }
-        own[38] = 1.0;
-        second.all_gather(&own, said)
+    // What a rank on another GPU would say.
+    let says = Capability {
+        wish: Exchange::Nccl,
+        gpu: [7; 16],
+        nccl: 22_809,
+        graphs: true,
+        process: 7,
+        ..Capability::default()
     };
-    like_first(&mut second, &mut said).unwrap();
+    let own: Vec<f32> = says.to_bytes().into_iter().map(f32::from).collect();
+    second.all_gather(&own, &mut vec![0.0; 2 * own.len()]).unwrap();
     let error = joins.recv_timeout(SOON).unwrap().unwrap_err();
     let stalled = matches!(error, KernelError::Collective(CollectiveError::Stalled { .. }));
     assert!(stalled, "{error}");

@@ -19,13 +19,30 @@ impl World {
         let leading = self.leading().filter(|life| self.coordinator.act(*life));
         match fault {
             Fault::CrashCoordinator { seat, back_after } => {
+                let Some(seat) = seat.or_else(|| self.leading_seat()) else { return };
                 self.report.replaced += u64::from(self.seats[seat].life.is_some());
                 self.trouble(seat, 0);
                 self.may_be_leaderless(back_after);
                 self.disturb_all(0);
                 self.seat_ends(seat, false, back_after);
             }
+            Fault::StopCoordinator { seat, back_after } => {
+                let Some(seat) = seat.or_else(|| self.leading_seat()) else { return };
+                if self.seats[seat].frozen {
+                    return;
+                }
+                let life = self.seats[seat].life;
+                self.report.replaced += u64::from(life.is_some());
+                self.trouble(seat, 0);
+                self.may_be_leaderless(back_after);
+                self.disturb_all(0);
+                if life.is_some_and(|life| self.coordinator.act(life)) {
+                    self.checkpoint();
+                }
+                self.seat_ends(seat, true, back_after);
+            }
             Fault::FreezeCoordinator { seat, lasts } => {
+                let Some(seat) = seat.or_else(|| self.leading_seat()) else { return };
                 if self.freeze_seat(seat) {
                     self.trouble(seat, lasts);
                     self.may_be_leaderless(lasts);

@@ -50,10 +50,14 @@ pub(crate) enum Fault {
     Drain { slot: usize, back_after: Option<Time> },
     /// Another process takes the name of a slot's, for a while.
     Twin { twin: usize, lasts: Time },
-    /// A coordinator process is killed, and started again after a while.
-    CrashCoordinator { seat: usize, back_after: Time },
+    /// A coordinator process is killed, and started again after a while. Without a seat it is
+    /// whichever leads, here and below.
+    CrashCoordinator { seat: Option<usize>, back_after: Time },
+    /// A coordinator process is told to end and has waited for its requests long enough; it is
+    /// started again after a while. Another takes over at once.
+    StopCoordinator { seat: Option<usize>, back_after: Time },
     /// A coordinator process is stopped, and goes on after a while.
-    FreezeCoordinator { seat: usize, lasts: Time },
+    FreezeCoordinator { seat: Option<usize>, lasts: Time },
     /// Nobody reaches etcd; whether leases end meanwhile, and whether this is noticed at once.
     EtcdAway { lasts: Time, counts: bool, resets: bool },
     /// One process does not reach etcd.
@@ -275,7 +279,7 @@ impl Scenario {
             self.faults
                 .push((random.range(0, 5 * S), Fault::Slow { slot, factor, lasts: 130 * S }));
         }
-        if random.chance(50) {
+        if random.chance(60) {
             self.add_control_faults(random);
         }
         for _ in 0..random.range(5, 15) {
@@ -313,28 +317,40 @@ impl Scenario {
 
     /// Faults of coordinators and of etcd.
     fn add_control_faults(&mut self, random: &mut Random) {
-        let members = self.hosts.len() + self.seats;
         for _ in 0..random.range(1, 4) {
             let at = random.range(0, FAULTS_END);
             let seat = random.range(0, self.seats as u64 - 1) as usize;
             // Coordinators as often as all workers.
             let worker = random.range(0, self.hosts.len() as u64 - 1) as usize;
             let who = if random.chance(50) { self.hosts.len() + seat } else { worker };
-            debug_assert!(who < members, "a member");
+            let seat = random.chance(30).then_some(seat);
+            if random.chance(20) {
+                // One after the other, so that a formation under way is followed by another.
+                for at in [at, at + random.range(100 * MS, 4 * S)] {
+                    let back_after = random.skewed(10 * MS, 8 * S);
+                    self.faults.push((at, Fault::StopCoordinator { seat: None, back_after }));
+                }
+                continue;
+            }
             let fault = match random.range(0, 99) {
-                0..=14 => Fault::FreezeCoordinator { seat, lasts: random.skewed(100 * MS, 20 * S) },
-                15..=38 => {
+                0..=24 => {
+                    Fault::StopCoordinator { seat, back_after: random.skewed(10 * MS, 8 * S) }
+                }
+                25..=34 => {
+                    Fault::FreezeCoordinator { seat, lasts: random.skewed(100 * MS, 20 * S) }
+                }
+                35..=49 => {
                     Fault::CrashCoordinator { seat, back_after: random.skewed(10 * MS, 8 * S) }
                 }
-                39..=54 => Fault::EtcdAway {
+                50..=61 => Fault::EtcdAway {
                     lasts: random.skewed(100 * MS, 90 * S),
                     counts: random.chance(50),
                     resets: random.chance(50),
                 },
-                55..=70 => Fault::CutEtcd { who, lasts: random.skewed(100 * MS, 30 * S) },
-                71..=79 => Fault::Revoke { who },
-                80..=87 => Fault::CancelWatch { who },
-                88..=91 => Fault::LoseChange { who },
+                62..=75 => Fault::CutEtcd { who, lasts: random.skewed(100 * MS, 30 * S) },
+                76..=83 => Fault::Revoke { who },
+                84..=89 => Fault::CancelWatch { who },
+                90..=92 => Fault::LoseChange { who },
                 _ => Fault::Compact,
             };
             self.faults.push((at, fault));

@@ -55,6 +55,11 @@ impl World {
         known.or_else(|| self.seats.iter().find_map(|seat| seat.life))
     }
 
+    pub(crate) fn leading_seat(&self) -> Option<usize> {
+        let life = self.leading()?;
+        self.seats.iter().position(|seat| seat.life == Some(life))
+    }
+
     pub(crate) fn start_seat(&mut self, seat: usize) {
         if self.seats[seat].alive {
             return;

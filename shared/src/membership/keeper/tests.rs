@@ -1,3 +1,4 @@
+//! What a process asks of etcd, and what it makes of answers, losses and time.
 use super::super::Role;
 use super::super::view::LEADER_KEY;
 use super::*;
