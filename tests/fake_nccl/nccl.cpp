@@ -19,9 +19,9 @@
 // - FAKE_NCCL_STUCK=rank:n: as above, and not when it is aborted, either
 // - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
 // - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective is never done, and ncclRemoteError is found
-// - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError
+// - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError, after 400 ms
 // - FAKE_NCCL_BLOCK=rank:n: the call of this collective does not return before an abort
-// - FAKE_NCCL_SLOW=rank:n: the call of this collective is in progress for 500 ms
+// - FAKE_NCCL_SLOW=rank:n: the call of this collective is in progress for 1200 ms
 // - FAKE_NCCL_ABORT_HANG=rank:n: this abort does not return
 // - FAKE_NCCL_LOG: a file to which calls are appended
 #include <fcntl.h>
@@ -285,6 +285,8 @@ int collective(void* handle, void* stream, Collective what) {
     }
     const int number = next("call", comm->rank);
     if (told("FAKE_NCCL_CALL_FAIL", comm->rank, number)) {
+        // Other ranks are in theirs by then.
+        std::this_thread::sleep_for(std::chrono::milliseconds(400));
         return fail(UNHANDLED_CUDA_ERROR, "as it was told");
     }
     if (comm->pending) {
@@ -304,7 +306,7 @@ int collective(void* handle, void* stream, Collective what) {
     comm->called = comm->due = std::chrono::steady_clock::now();
     if (told("FAKE_NCCL_SLOW", comm->rank, number)) {
         log_line("slow rank %d", comm->rank);
-        comm->due += std::chrono::milliseconds(500);
+        comm->due += std::chrono::milliseconds(1200);
     }
     comm->pending = [comm = std::weak_ptr<Comm>(comm), stream, what, recorded] {
         if (what.recorded != fake_cuda::captures(stream)) {
