@@ -37,8 +37,19 @@ impl Pair {
     }
 
     async fn complete(&self, tokens: u32) -> Value {
+        self.ask(tokens, request(tokens)).await
+    }
+
+    /// The same, each step of which is begun when the tokens of the one before are known.
+    async fn complete_in_steps(&self, tokens: u32) -> Value {
+        let mut request = request(tokens);
+        request["frequency_penalty"] = json!(0.5);
+        self.ask(tokens, request).await
+    }
+
+    async fn ask(&self, tokens: u32, request: Value) -> Value {
         let client = self.cluster.client().unwrap();
-        let reply = client.post("/v1/completions", &request(tokens)).await.unwrap();
+        let reply = client.post("/v1/completions", &request).await.unwrap();
         assert_eq!(reply.status, 200, "{}\n{}", reply.body, self.cluster.log());
         assert_eq!(reply.body["usage"]["completion_tokens"], tokens);
         reply.body["choices"][0]["text"].clone()
@@ -149,6 +160,7 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
     // The prompt's collectives are called, and two steps'; the others' turns come in graphs.
     let cases = [
         ("FAKE_NCCL_INIT_FAIL", "1:1", "ncclSystemError (2)"),
+        ("FAKE_NCCL_INIT_REFUSE", "1:1", "ncclSystemError (2)"),
         ("FAKE_NCCL_CALL_FAIL", "0:8", "ncclUnhandledCudaError (1)"),
         // While its graph is captured.
         ("FAKE_NCCL_CALL_FAIL", "1:15", "ncclUnhandledCudaError (1)"),
@@ -156,18 +168,53 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
         ("FAKE_NCCL_LATE", "1:60", "NCCL 2.28.9"),
     ];
     for (variable, value, words) in cases {
-        let pair = Pair::up(&[], &[(variable, value)]).await;
+        let args = ["--cuda-exchange", "nccl"];
+        let pair = Pair::up(&args, &[(variable, value)]).await;
         let pids = pair.cluster.worker_pids();
         assert_eq!(pair.complete(16).await, expected, "{variable}");
         let log = pair.cluster.log();
         assert!(log.contains(words), "{variable}: {words} is not in\n{log}");
-        if variable != "FAKE_NCCL_INIT_FAIL" {
+        if !variable.starts_with("FAKE_NCCL_INIT") {
             assert_eq!(pair.cluster.worker_pids(), pids, "{variable}\n{log}");
+        }
+        let nccl = pair.nccl_log();
+        // What was made of a communicator is freed, and nothing else was done with it then.
+        assert!(!nccl.contains("died"), "{variable}\n{nccl}");
+        if variable.starts_with("FAKE_NCCL_INIT") {
+            assert!(nccl.contains("abort rank 1"), "{variable}\n{nccl}");
+        }
+        if variable == "FAKE_NCCL_LATE" {
+            assert_eq!(nccl.matches("late rank 1").count(), 1, "{nccl}");
         }
         // Graphs are made in the epoch that ends it, too.
         assert!(pair.nccl_log().contains("recorded"), "{variable}\n{}", pair.nccl_log());
         let epochs = if variable == "FAKE_NCCL_LATE" { 1 } else { 2 };
         assert_eq!(pair.nccl_log().matches(" id").count(), epochs, "{variable}\n{log}");
+    }
+}
+
+/// NCCL is there, and cannot connect the ranks: who has not asked for it is served without.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_that_nccl_does_not_connect_go_another_way() {
+    let host = Pair::up(&["--cuda-exchange", "host"], &[]).await.complete(8).await;
+    let cases = [
+        ("FAKE_NCCL_INIT_REFUSE", "0:1", "ncclSystemError (2)"),
+        // Noticed by nothing but that it takes too long.
+        ("FAKE_NCCL_INIT_HANG", "1:1", "did not finish an exchange"),
+    ];
+    for (variable, value, words) in cases {
+        let pair = Pair::up(&[], &[(variable, value)]).await;
+        assert_eq!(pair.complete(8).await, host, "{variable}");
+        let (log, nccl) = (pair.cluster.log(), pair.nccl_log());
+        assert_eq!(log.matches("algorithm=\"host\"").count(), 2, "{variable}\n{log}");
+        for words in ["NCCL does not connect the ranks", words] {
+            assert!(log.contains(words), "{variable}: {words} is not in\n{log}");
+        }
+        // One epoch, and nothing left of NCCL in it.
+        assert_eq!(nccl.matches(" id").count(), 1, "{variable}\n{nccl}");
+        let (made, freed) = (nccl.matches("init rank"), nccl.matches("abort rank"));
+        assert_eq!(made.count(), freed.count(), "{variable}\n{nccl}");
+        assert!(!nccl.contains("died"), "{variable}\n{nccl}");
     }
 }
 
@@ -180,8 +227,73 @@ async fn a_collective_that_hangs_is_ended() {
     let began = Instant::now();
     assert_eq!(pair.complete(16).await, expected);
     // Half a minute, by default, is what ranks wait for each other.
-    assert!(began.elapsed() < Duration::from_secs(50), "{:?}", began.elapsed());
-    assert_eq!(pair.cluster.worker_pids(), pids, "{}", pair.cluster.log());
+    let took = began.elapsed();
+    assert!(took > Duration::from_secs(25) && took < Duration::from_secs(50), "{took:?}");
+    let log = pair.cluster.log();
+    assert_eq!(pair.cluster.worker_pids(), pids, "{log}");
+    assert!(log.contains("did not finish an exchange"), "{log}");
+    assert_eq!(pair.nccl_log().matches(" id").count(), 2, "{log}");
+}
+
+/// What one rank finds has the other leave, whatever it is in the middle of. That its communicator is
+/// used no more then, and aborted as it has to be, the stand-in sees to.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_abort_ends_calls_under_way_and_no_process() {
+    // Both ranks come to the same call then.
+    let expected = Pair::up(&[], &[]).await.complete_in_steps(16).await;
+    // The third step's collectives are recorded.
+    let cases = [
+        // Within a call that waits for the other rank.
+        ("FAKE_NCCL_BLOCK", "1:8", "0:8", "blocked rank 1"),
+        ("FAKE_NCCL_BLOCK", "1:14", "0:14", "blocked rank 1"),
+        // Which NCCL goes on with in the background.
+        ("FAKE_NCCL_SLOW", "1:8", "0:8", "slow rank 1"),
+        ("FAKE_NCCL_SLOW", "1:14", "0:14", "slow rank 1"),
+    ];
+    for (variable, value, fails, words) in cases {
+        let faults = [(variable, value), ("FAKE_NCCL_CALL_FAIL", fails)];
+        let pair = Pair::up(&[], &faults).await;
+        let pids = pair.cluster.worker_pids();
+        let began = Instant::now();
+        assert_eq!(pair.complete_in_steps(16).await, expected, "{variable}");
+        // Less than what ranks wait for each other.
+        assert!(began.elapsed() < Duration::from_secs(25), "{}", pair.nccl_log());
+        let (log, nccl) = (pair.cluster.log(), pair.nccl_log());
+        assert!(nccl.contains(words) && !nccl.contains("died"), "{variable}\n{nccl}");
+        assert_eq!(pair.cluster.worker_pids(), pids, "{variable} {value}\n{log}");
+        assert_eq!(nccl.matches("abort rank").count(), 2, "{variable} {value}\n{nccl}");
+    }
+}
+
+/// Nobody knows what NCCL does with the GPU then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_abort_that_hangs_costs_its_process() {
+    let faults = [("FAKE_NCCL_CALL_FAIL", "0:8"), ("FAKE_NCCL_ABORT_HANG", "1:1")];
+    let pair = Pair::up(&[], &faults).await;
+    let before = pair.cluster.worker_pids();
+    let text = pair.complete(8).await;
+    let log = pair.cluster.log();
+    assert!(log.contains("after its communicator was aborted: it hangs"), "{log}");
+    let after = pair.cluster.worker_pids();
+    assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1, "{log}");
+    assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
+}
+
+/// A GPU that goes on for ever, whatever it is told: its worker says so and ends, though nothing that
+/// waits for the GPU, as freeing its memory does, would ever return.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_hangs_costs_its_process_and_nothing_else() {
+    // In the second request: the process that replaces it does not come so far.
+    let faults = [("FAKE_NCCL_STUCK", "1:130"), ("FAKE_NCCL_ASYNC_ERROR", "0:130")];
+    let pair = Pair::up(&[], &faults).await;
+    let before = pair.cluster.worker_pids();
+    let expected = pair.complete(16).await;
+    assert_eq!(pair.cluster.worker_pids(), before, "{}", pair.cluster.log());
+    assert_eq!(pair.complete(16).await, expected);
+    let log = pair.cluster.log();
+    assert!(log.contains("after its exchange with other ranks was aborted: it hangs"), "{log}");
+    let after = pair.cluster.worker_pids();
+    assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1, "{log}");
 }
 
 #[test]

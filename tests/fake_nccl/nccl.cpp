@@ -6,16 +6,23 @@
 // It is as unkind as the real one may be: what another rank does not do is waited for until the
 // communicator is aborted; connecting goes on in the background, and so does every call: a collective
 // is on its stream, or in its graph, only when NCCL says that nothing is in progress; an abort waits
-// until all graphs that recorded a collective are gone.
+// until all graphs that recorded a collective are gone. What the real one need not survive, it does
+// not: a communicator that is used after its abort or meanwhile, an abort below a call that is in
+// progress, or on a thread without a context, where the real one would make one on the first GPU.
 //
 // Environment; `rank:n` is the n-th of all such calls, from 1, of a process that is this rank:
 // - FAKE_NCCL_VERSION: default 22809
 // - FAKE_NCCL_INIT_HANG=rank:n: this rank never connects
 // - FAKE_NCCL_INIT_FAIL=rank:n: connecting ends in ncclSystemError
+// - FAKE_NCCL_INIT_REFUSE=rank:n: the same, said at once and with a communicator
 // - FAKE_NCCL_HANG=rank:n: this collective, when its turn comes, is never done
+// - FAKE_NCCL_STUCK=rank:n: as above, and not when it is aborted, either
 // - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
 // - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective is never done, and ncclRemoteError is found
-// - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError
+// - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError, after 400 ms
+// - FAKE_NCCL_BLOCK=rank:n: the call of this collective does not return before an abort
+// - FAKE_NCCL_SLOW=rank:n: the call of this collective is in progress for 1200 ms
+// - FAKE_NCCL_ABORT_HANG=rank:n: this abort does not return
 // - FAKE_NCCL_LOG: a file to which calls are appended
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -64,7 +71,7 @@ struct Seat {
     std::atomic<uint32_t> joined;
     std::atomic<uint64_t> shown;    // Collectives whose data this rank has shown.
     std::atomic<uint64_t> finished; // Collectives that this rank has all data of.
-    uint64_t what[2];               // Kind and size of the last two shown.
+    uint64_t what[2];               // What the last two shown were.
 };
 struct Table {
     Seat seats[RANKS_MAX];
@@ -80,6 +87,8 @@ struct Comm {
     bool fails = false;      // Connecting ends badly.
     int looks = 0;           // Answers that it is under way, still to be given.
     std::function<void()> pending;  // What a call has still to do.
+    std::chrono::steady_clock::time_point called, due;  // When it was called, when that is done.
+    std::atomic<int> inside{0};     // Calls that are not blocked.
     uint64_t begun = 0;      // Collectives whose turn has come.
     std::shared_ptr<int> recorded = std::make_shared<int>(0);  // Held by every recorded collective.
 
@@ -144,6 +153,24 @@ std::shared_ptr<Comm> find(void* comm) {
     return found == comms.end() ? nullptr : found->second;
 }
 
+[[noreturn]] void die(const char* words) {
+    fprintf(stderr, "fake NCCL: %s\n", words);
+    log_line("died: %s", words);
+    abort();
+}
+
+// A call on a communicator.
+struct Inside {
+    std::shared_ptr<Comm> comm;
+    explicit Inside(void* handle) : comm(find(handle)) {
+        if (comm == nullptr || comm->aborted.load()) {
+            die("a communicator is used after its abort");
+        }
+        comm->inside++;
+    }
+    ~Inside() { comm->inside--; }
+};
+
 int fail(int status, const char* words) {
     last_error = words;
     return status;
@@ -165,6 +192,10 @@ struct Collective {
     const void* from;
     void* to;
     size_t bytes;  // Of one rank.
+    bool recorded;
+
+    // What all ranks must call alike. Whether a step is captured is one of these things, too.
+    uint64_t kind() const { return bytes * 4 + (sums ? 1 : 0) + (recorded ? 2 : 0); }
 };
 
 void finish(const Comm& comm, const Collective& what, uint64_t number) {
@@ -192,6 +223,9 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
     const auto began = std::chrono::steady_clock::now();
     auto shown = std::make_shared<bool>(false);
     return [=] {
+        if (told("FAKE_NCCL_STUCK", comm->rank, turn)) {
+            return false;
+        }
         if (comm->aborted.load()) {
             return true;
         }
@@ -202,9 +236,13 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
             comm->error.store(REMOTE_ERROR);
             return false;
         }
-        if (told("FAKE_NCCL_LATE", comm->rank, turn) &&
-            std::chrono::steady_clock::now() - began < std::chrono::milliseconds(300)) {
-            return false;
+        if (told("FAKE_NCCL_LATE", comm->rank, turn)) {
+            if (std::chrono::steady_clock::now() - began < std::chrono::milliseconds(300)) {
+                return false;
+            }
+            if (!*shown) {
+                log_line("late rank %d", comm->rank);
+            }
         }
         if (!*shown) {
             for (int of = 0; of < comm->ranks; of++) {
@@ -215,7 +253,7 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
             }
             Seat& own = comm->seat(comm->rank);
             memcpy(comm->part(comm->rank, number), what.from, what.bytes);
-            own.what[number % 2] = what.bytes * 2 + (what.sums ? 1 : 0);
+            own.what[number % 2] = what.kind();
             own.shown.store(number + 1);
             *shown = true;
         }
@@ -223,7 +261,7 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
             if (comm->seat(of).shown.load() < number + 1) {
                 return false;
             }
-            if (comm->seat(of).what[number % 2] != what.bytes * 2 + (what.sums ? 1 : 0)) {
+            if (comm->seat(of).what[number % 2] != what.kind()) {
                 // Ranks that call different things hang, or worse.
                 return false;
             }
@@ -234,11 +272,9 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
     };
 }
 
-int collective(void* handle, void* stream, const Collective& what) {
-    auto comm = find(handle);
-    if (comm == nullptr || comm->aborted.load()) {
-        return fail(INVALID_ARGUMENT, "no such communicator");
-    }
+int collective(void* handle, void* stream, Collective what) {
+    const Inside inside(handle);
+    const auto comm = inside.comm;
     if (!comm->connected()) {
         return fail(INVALID_USAGE, "not connected yet");
     }
@@ -249,13 +285,33 @@ int collective(void* handle, void* stream, const Collective& what) {
     }
     const int number = next("call", comm->rank);
     if (told("FAKE_NCCL_CALL_FAIL", comm->rank, number)) {
+        // Other ranks are in theirs by then.
+        std::this_thread::sleep_for(std::chrono::milliseconds(400));
         return fail(UNHANDLED_CUDA_ERROR, "as it was told");
     }
     if (comm->pending) {
         return fail(INVALID_USAGE, "a call is in progress");
     }
-    std::shared_ptr<int> recorded = fake_cuda::captures(stream) ? comm->recorded : nullptr;
+    if (told("FAKE_NCCL_BLOCK", comm->rank, number)) {
+        log_line("blocked rank %d", comm->rank);
+        comm->inside--;
+        while (!comm->aborted.load()) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        comm->inside++;
+        return fail(INTERNAL_ERROR, "it was aborted");
+    }
+    what.recorded = fake_cuda::captures(stream);
+    std::shared_ptr<int> recorded = what.recorded ? comm->recorded : nullptr;
+    comm->called = comm->due = std::chrono::steady_clock::now();
+    if (told("FAKE_NCCL_SLOW", comm->rank, number)) {
+        log_line("slow rank %d", comm->rank);
+        comm->due += std::chrono::milliseconds(1200);
+    }
     comm->pending = [comm = std::weak_ptr<Comm>(comm), stream, what, recorded] {
+        if (what.recorded != fake_cuda::captures(stream)) {
+            die("a capture ended before a call that it records");
+        }
         fake_cuda::enqueue(stream, [comm, what, recorded]() -> fake_cuda::Run {
             auto alive = comm.lock();
             if (alive == nullptr) {
@@ -322,7 +378,8 @@ int ncclCommInitRankConfig(void** handle, int ranks, UniqueId id, int rank, cons
     comm->path = id.bytes;
     comm->looks = 2;
     const int number = next("init", rank);
-    comm->fails = told("FAKE_NCCL_INIT_FAIL", rank, number);
+    const bool refused = told("FAKE_NCCL_INIT_REFUSE", rank, number);
+    comm->fails = refused || told("FAKE_NCCL_INIT_FAIL", rank, number);
     if (!comm->fails && !told("FAKE_NCCL_INIT_HANG", rank, number)) {
         comm->seat(rank).joined.store(1);
     }
@@ -330,14 +387,12 @@ int ncclCommInitRankConfig(void** handle, int ranks, UniqueId id, int rank, cons
     *handle = comm.get();
     std::lock_guard<std::mutex> guard(comms_lock);
     comms[comm.get()] = comm;
-    return IN_PROGRESS;
+    return refused ? fail(SYSTEM_ERROR, "as it was told") : IN_PROGRESS;
 }
 
 int ncclCommGetAsyncError(void* handle, int* error) {
-    auto comm = find(handle);
-    if (comm == nullptr) {
-        return fail(INVALID_ARGUMENT, "no such communicator");
-    }
+    const Inside inside(handle);
+    const auto comm = inside.comm;
     if (comm->fails) {
         *error = fail(SYSTEM_ERROR, "as it was told");
     } else if (comm->error.load() != SUCCESS) {
@@ -346,7 +401,9 @@ int ncclCommGetAsyncError(void* handle, int* error) {
         comm->looks -= comm->looks > 0 ? 1 : 0;
         *error = IN_PROGRESS;
     } else if (comm->pending) {
-        std::exchange(comm->pending, nullptr)();
+        if (std::chrono::steady_clock::now() >= comm->due) {
+            std::exchange(comm->pending, nullptr)();
+        }
         *error = IN_PROGRESS;
     } else {
         unlink(comm->path.c_str());
@@ -357,11 +414,24 @@ int ncclCommGetAsyncError(void* handle, int* error) {
 
 int ncclCommAbort(void* handle) {
     auto comm = find(handle);
-    if (comm == nullptr) {
-        return fail(INVALID_ARGUMENT, "no such communicator");
+    if (comm == nullptr || comm->aborted.exchange(true)) {
+        die("a communicator is aborted that is gone");
     }
-    comm->aborted.store(true);
+    if (!fake_cuda::is_ready()) {
+        die("an abort on a thread without a context");
+    }
+    // Whoever waits a second for it has waited long enough.
+    if (comm->inside.load() > 0 || (comm->pending && std::chrono::steady_clock::now() - comm->called <
+                                                         std::chrono::seconds(1))) {
+        die("an abort while a call is in progress");
+    }
     comm->pending = nullptr;
+    if (told("FAKE_NCCL_ABORT_HANG", comm->rank, next("abort", comm->rank))) {
+        log_line("abort hangs rank %d", comm->rank);
+        for (;;) {
+            std::this_thread::sleep_for(std::chrono::seconds(1));
+        }
+    }
     unlink(comm->path.c_str());
     // As NCCL does: not before the graphs are gone.
     while (comm->recorded.use_count() > 1) {
@@ -379,14 +449,14 @@ int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, vo
     if (type != 7 || op != 0) {
         return fail(INVALID_ARGUMENT, "only sums of floats");
     }
-    return collective(comm, stream, Collective{true, from, to, count * 4});
+    return collective(comm, stream, Collective{true, from, to, count * 4, false});
 }
 
 int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
     if (type != 0) {
         return fail(INVALID_ARGUMENT, "only bytes");
     }
-    return collective(comm, stream, Collective{false, from, to, count});
+    return collective(comm, stream, Collective{false, from, to, count, false});
 }
 
 }  // extern "C"

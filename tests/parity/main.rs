@@ -5,6 +5,7 @@
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, one and several
+//! - [`forming`]: ranks on those as a coordinator has them formed
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`rig`]: ranks as threads, driven by step plans
@@ -21,6 +22,7 @@ mod broken;
 mod checkpoint;
 mod cuda;
 mod cuda_invariance;
+mod forming;
 mod goldens;
 mod invariance;
 mod nccl;

@@ -1,14 +1,20 @@
 //! Ranks on GPUs that exchange data by NCCL, all three of them stand-ins: the bits are those of ranks
 //! that exchange data through host memory, with graphs, and with one step begun behind the other.
+use std::collections::{HashMap, VecDeque};
 use std::path::Path;
+use std::time::Duration;
 
-use kernels::collective::local_group;
+use kernels::collective::{Collective, local_group};
+use kernels::cuda::CudaBackend;
+use shared::ids::{BlockId, Epoch, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 use testkit::relay::SharedRelay;
+use worker::engine::Engine;
 
 use crate::cuda::{check, plans, run_plans};
-use crate::rig::{On, Rig, fake_nccl_engine};
+use crate::rig::{On, Rig, engine_of, fake_nccl_backend, fake_nccl_engine, join_nccl};
 
 /// Sequences with each kind of sampling: tokens, and bits of all log-probabilities.
 pub(crate) type Transcript = Vec<(Vec<u32>, Vec<u32>, Vec<(u32, u32)>)>;
@@ -108,7 +114,7 @@ fn the_demo_model_at_two_ranks() {
 
 /// Tokens of two ranks, the second of which looks for the next step or does not.
 fn run_ranks(ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
-    let group = local_group(2, std::time::Duration::from_secs(30)).unwrap();
+    let group = local_group(2, Duration::from_secs(30)).unwrap();
     let relay = SharedRelay::default();
     let run = |rank: u32, collective, relay| {
         let model = variant("llama-gqa");
@@ -141,4 +147,115 @@ fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
     for ahead in [[true, true], [true, false], [false, true]] {
         assert_eq!(run_ranks(ahead), known, "{ahead:?}");
     }
+}
+
+/// Greedy steps of these sequences: a prompt where one is met first, a token of it later. Of every
+/// third one the prompt's log-probabilities are wanted.
+fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
+    const PROMPT: [u32; 5] = [1, 5, 9, 33, 7];
+    let mut computed = HashMap::new();
+    let mut plans = VecDeque::new();
+    for (number, batch) in (1..).zip(batches) {
+        let mut plan = StepPlan { epoch: Epoch(1), step: StepId(number), ..StepPlan::default() };
+        for &seq in *batch {
+            let start: u32 = computed.get(&seq).copied().unwrap_or(0);
+            let count = if start == 0 { PROMPT.len() as u32 } else { 1 };
+            let mut new_blocks = Vec::new();
+            if start == 0 {
+                let prompt_logprobs = seq.is_multiple_of(3).then_some(0);
+                plan.admitted.push(NewSequence {
+                    seq: SeqId(seq),
+                    tokens: PROMPT.to_vec(),
+                    num_prompt: count,
+                    sampling: SamplingParams { prompt_logprobs, ..SamplingParams::greedy() },
+                });
+                new_blocks.push(BlockId(seq as u32 * 2));
+            }
+            if (start..start + count).contains(&16) {
+                new_blocks.push(BlockId(seq as u32 * 2 + 1));
+            }
+            computed.insert(seq, start + count);
+            let seq = SeqId(seq);
+            plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample: true });
+        }
+        plans.push_back(plan);
+    }
+    plans
+}
+
+/// An engine as a worker has it: the largest steps were run once.
+fn profiled(rank: u32, collective: Box<dyn Collective>, relay: SharedRelay) -> Engine<CudaBackend> {
+    let sizes = EngineConfig {
+        block_size: 16,
+        max_model_len: 64,
+        max_num_seqs: 8,
+        max_num_batched_tokens: 64,
+        kv_cache_bytes: 1 << 20,
+    };
+    let backend = fake_nccl_backend(rank, collective, relay);
+    let mut engine = engine_of(&variant("llama-gqa"), rank, 2, backend, sizes).unwrap();
+    engine.backend().set_alone(true);
+    engine.profile().unwrap();
+    engine.backend().set_alone(false);
+    engine
+}
+
+/// One rank is another process in the second epoch: it must call, record and replay the steps that
+/// the other one does, which has seen larger ones before. NCCL's ranks would wait for each other.
+#[test]
+fn a_replaced_rank_records_the_steps_that_the_other_records() {
+    const LARGE: &[u64] = &[1, 2, 3, 4, 5, 6];
+    const MOST: &[u64] = &[1, 2, 4, 5, 6, 7, 8];
+    let first = [LARGE, LARGE, LARGE, &[1], &[1], &[1], &[1, 2], &[1, 2], &[1, 2]];
+    let second: [&[u64]; 18] = [
+        &[1],
+        &[1],
+        &[1],
+        &[1],
+        &[1, 2, 4],
+        &[1, 2, 4],
+        &[1],
+        &[1, 2, 4],
+        &[1, 2, 3, 4],
+        &[1, 2, 4],
+        &[1],
+        MOST,
+        MOST,
+        &[1],
+        MOST,
+        MOST,
+        &[1, 2, 4],
+        &[1, 2],
+    ];
+    let mut epochs = [(); 2].map(|()| {
+        let group = local_group(2, Duration::from_secs(60)).unwrap();
+        (group.into_iter(), SharedRelay::default())
+    });
+    let mut next = |epoch: usize| (epochs[epoch].0.next().unwrap(), epochs[epoch].1.clone());
+    let ranks = [[next(0), next(1)], [next(0), next(1)]];
+    let run = |rank: u32, [one, two]: [(Box<dyn Collective>, SharedRelay); 2]| {
+        let mut engine = profiled(rank, one.0, one.1);
+        engine.start(64).unwrap();
+        run_plans(&mut engine, greedy(&first), false);
+        if rank == 0 {
+            engine.release();
+            engine.backend().set_collective(two.0).unwrap();
+            join_nccl(engine.backend(), two.1);
+        } else {
+            drop(engine);
+            engine = profiled(rank, two.0, two.1);
+        }
+        engine.start(64).unwrap();
+        let seen = run_plans(&mut engine, greedy(&second), false);
+        assert!(engine.backend().num_graphs() >= 3, "{}", engine.backend().num_graphs());
+        (seen.len(), engine.digest())
+    };
+    let run = &run;
+    let ends = std::thread::scope(|scope| {
+        let start = |(rank, epochs)| scope.spawn(move || run(rank, epochs));
+        let threads: Vec<_> = (0..).zip(ranks).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(ends[0].1, ends[1].1);
+    assert_eq!(ends[0].0, second.iter().map(|batch| batch.len()).sum::<usize>());
 }

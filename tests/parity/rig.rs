@@ -119,24 +119,34 @@ fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
     backend
 }
 
-/// A backend on the stand-in's GPU of the rank's number, that has joined the other ranks'.
-pub(crate) fn fake_nccl_backend(
-    rank: u32,
-    collective: Box<dyn Collective>,
-    mut relay: SharedRelay,
-) -> CudaBackend {
+/// The stand-in's GPU of the rank's number, with a stand-in for NCCL.
+pub(crate) fn fake_nccl_options(rank: u32) -> CudaOptions {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let fake = fake_cuda_of(folder, GPUS).unwrap();
     let nccl = fake_nccl(folder, &fake, None).unwrap();
-    let options = CudaOptions {
+    CudaOptions {
         ordinal: rank,
         folders: vec![fake.libraries],
         kernels: Some(fake.kernels),
         exchange: Exchange::Nccl,
         nccl_lib: Some(nccl),
         ..CudaOptions::default()
-    };
-    let mut backend = CudaBackend::new(options, collective).unwrap();
+    }
+}
+
+/// A backend on the stand-in's GPU of the rank's number, that has joined the other ranks'.
+pub(crate) fn fake_nccl_backend(
+    rank: u32,
+    collective: Box<dyn Collective>,
+    relay: SharedRelay,
+) -> CudaBackend {
+    let mut backend = CudaBackend::new(fake_nccl_options(rank), collective).unwrap();
+    join_nccl(&mut backend, relay);
+    backend
+}
+
+/// Joins the other ranks of an epoch.
+pub(crate) fn join_nccl(backend: &mut CudaBackend, mut relay: SharedRelay) {
     let joined = backend.join(GroupSetup {
         timeout: Duration::from_secs(30),
         is_given_up: &|| false,
@@ -144,7 +154,6 @@ pub(crate) fn fake_nccl_backend(
         on_abort_handle: &mut |_| {},
     });
     assert_eq!(joined.unwrap().algorithm, "nccl");
-    backend
 }
 
 /// One rank's engine on the stand-ins, with the others' to come.

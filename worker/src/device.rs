@@ -50,6 +50,11 @@ pub trait Device: Debug {
         Ok(())
     }
 
+    /// While `alone`, what other ranks do is nothing to the backend: it loads.
+    fn set_alone(backend: &mut Self::Backend, alone: bool) {
+        let _ = (backend, alone);
+    }
+
     /// Says before anything is loaded that a shard cannot fit.
     ///
     /// # Errors
@@ -169,6 +174,10 @@ impl Device for CudaDevice {
         Ok(())
     }
 
+    fn set_alone(backend: &mut CudaBackend, alone: bool) {
+        backend.set_alone(alone);
+    }
+
     fn check_fit(
         &self,
         backend: &CudaBackend,
@@ -192,10 +201,9 @@ impl Device for CudaDevice {
     fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {
         // Other ranks may take longer to load.
         engine.backend().set_alone(true);
-        let profiled = engine.profile();
+        let profiled = engine.profile().and_then(|()| engine.backend().settle());
         engine.backend().set_alone(false);
-        profiled?;
-        engine.backend().settle()
+        profiled
     }
 
     fn kv_bytes(&self, engine: &mut Engine<CudaBackend>, asked: u64) -> Result<u64, KernelError> {

@@ -2,6 +2,7 @@
 //! engine over the device's backend. Weights outlive the epoch: a rank that is formed again with the
 //! same shard only connects anew.
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
@@ -111,7 +112,10 @@ impl<D: Device> EngineRank<D> {
             .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
         let mut backend = self.device.backend(collective)?;
+        // Now, for those that have loaded wait for this one. What becomes of them while it loads, it
+        // finds when it first needs them: what it has loaded is good for the next epoch.
         join::<D>(&mut backend, form, all, abort, news)?;
+        D::set_alone(&mut backend, true);
         let positions = form.engine.max_model_len as usize;
         if positions > config.max_positions {
             let message = format!(
@@ -130,6 +134,7 @@ impl<D: Device> EngineRank<D> {
         let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
         let mut engine = Engine::new(backend, decoder, form.engine.clone());
         self.device.prepare(&mut engine)?;
+        D::set_alone(engine.backend(), false);
         Ok(engine)
     }
 }
@@ -298,10 +303,15 @@ impl<D: Device> Rank for EngineRank<D> {
     fn release(&mut self) {
         let Some(loaded) = &mut self.loaded else { return };
         // Leaving the other ranks first: what the device still waits for would hold up the rest.
-        let left = D::set_collective(loaded.engine.backend(), single_rank());
-        loaded.engine.release();
-        if let Err(error) = left {
+        if let Err(error) = D::set_collective(loaded.engine.backend(), single_rank()) {
             self.note(&error);
+        }
+        // Freeing memory waits for the device, which may not come to rest any more, and whoever asks
+        // for it is told so: nothing is freed but by the process's end.
+        if self.lost.is_some() {
+            let _kept = self.loaded.take().map(ManuallyDrop::new);
+        } else if let Some(loaded) = &mut self.loaded {
+            loaded.engine.release();
         }
     }
 

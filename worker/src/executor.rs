@@ -294,7 +294,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
     fn form(&mut self, form: &Form) {
         self.release();
         let epoch = form.epoch;
-        if self.abort.is_aborted(epoch) {
+        if self.rank.lost_device().is_some() || self.abort.is_aborted(epoch) {
             return;
         }
         let link = self.entered;

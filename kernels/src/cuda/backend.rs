@@ -39,6 +39,8 @@ pub struct CudaBackend {
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
     pub(super) exchanged: Tally,
+    /// The most bytes that a step needs room for, of each [`Exchanged`].
+    exchanged_most: [usize; 2],
     pub(super) host: Vec<f32>,
     /// Collective operations do nothing: other ranks may still be loading.
     pub(super) alone: bool,
@@ -75,6 +77,7 @@ impl CudaBackend {
             collective,
             collective_time: Duration::ZERO,
             exchanged: Tally::default(),
+            exchanged_most: [0; 2],
             host: Vec::new(),
             alone: false,
             options,
@@ -105,6 +108,9 @@ impl CudaBackend {
 
     /// Leaves the group of devices: what waits for other ranks is freed, graphs go first.
     fn leave(&mut self) -> Result<(), KernelError> {
+        // Whatever is given up below may have to wait for what the stream waits for.
+        let group = &self.device.context.group;
+        let _ = group.call(|group| group.abort_handle().abort());
         // A step that another rank's end broke off is no reason against graphs.
         let _ = self.step.abandon(&self.device.stream);
         self.step.forget_graphs();
@@ -118,9 +124,13 @@ impl CudaBackend {
         !self.device.context.group.is_empty()
     }
 
-    /// While `alone`, collective operations do nothing: for steps whose results nobody reads.
+    /// While `alone`, collective operations do nothing, and what becomes of other ranks is nothing to
+    /// this one: for loading, and for steps whose results nobody reads. What
+    /// graphs came of them is forgotten, since other ranks have not made such steps.
     pub fn set_alone(&mut self, alone: bool) {
         self.alone = alone;
+        self.device.context.group.rest(alone);
+        self.step.forget_graphs();
     }
 
     /// Memory that is free on the GPU now, and all there is, in bytes.
@@ -153,6 +163,25 @@ impl CudaBackend {
     /// [`KernelError::Device`].
     pub fn poison(&mut self, buffer: &CudaBuffer) -> Result<(), KernelError> {
         buffer.poison(&self.device.stream, 0xff)
+    }
+
+    /// Makes room for what is exchanged with other ranks, as soon as it is: all that any step will
+    /// need, so that no rank has to move it, and forgets its graphs, when others do not.
+    pub(super) fn reserve(&mut self, which: Exchanged, bytes: usize) -> Result<(), KernelError> {
+        let most = &mut self.exchanged_most[which as usize];
+        *most = bytes.max(*most);
+        if self.is_grouped() { self.reserve_exchanged() } else { Ok(()) }
+    }
+
+    /// Makes room for all that was asked for by [`CudaBackend::reserve`].
+    pub(super) fn reserve_exchanged(&mut self) -> Result<(), KernelError> {
+        let [gathered, best] = self.exchanged_most;
+        for (which, bytes) in [(Which::Gathered, gathered), (Which::Best, best)] {
+            if bytes > 0 {
+                self.scratch(which, bytes)?;
+            }
+        }
+        Ok(())
     }
 
     /// A piece of scratch; graphs that named its old place are forgotten.
@@ -343,6 +372,15 @@ pub(super) enum Which {
     Best,
 }
 
+/// Pieces of scratch that only ranks in a group need.
+#[derive(Clone, Copy)]
+pub(super) enum Exchanged {
+    /// [`Which::Gathered`]
+    Gathered,
+    /// [`Which::Best`]
+    Best,
+}
+
 fn small(n: usize) -> Result<u32, KernelError> {
     u32::try_from(n).map_err(|_| KernelError::Shape {
         op: "product",
@@ -408,7 +446,8 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        let _ = self.leave();
-        let _ = self.device.stream.synchronize();
+        if self.leave().is_ok() && self.device.context.is_usable() {
+            let _ = self.device.stream.synchronize();
+        }
     }
 }

@@ -109,6 +109,8 @@ pub struct Chosen {
     /// Small messages, or all of them, go through memory of GPUs that see each other's; all ranks
     /// try.
     pub peers: bool,
+    /// Nothing else will do.
+    pub insists: bool,
     /// Steps become graphs, if they exchange data on their devices.
     pub graphs: bool,
     /// For people, in one line.
@@ -141,13 +143,14 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
         }
         (_, obstacle) => obstacle.is_none(),
     };
-    let host = |reason: String| Chosen { choice: Choice::Host, peers, graphs, reason };
+    let insists = matches!(wish, Exchange::Nccl | Exchange::Peers);
+    let host = |reason: String| Chosen { choice: Choice::Host, peers, insists, graphs, reason };
     let reason = match (wish, nccl_obstacle(ranks)) {
         (Exchange::Peers, _) => "--cuda-exchange peers".to_owned(),
         (Exchange::Host, _) => "--cuda-exchange host".to_owned(),
         (_, None) => {
             let reason = format!("NCCL {} on every rank", Version(least(ranks)));
-            return Ok(Chosen { choice: Choice::Nccl, peers, graphs, reason });
+            return Ok(Chosen { choice: Choice::Nccl, peers, insists, graphs, reason });
         }
         (Exchange::Nccl, Some(obstacle)) => {
             return Err(format!("--cuda-exchange nccl: {obstacle}"));
@@ -252,6 +255,9 @@ mod tests {
     fn nccl_is_used_where_every_rank_can() {
         let chosen = choose(&[rank(0), rank(1)]).unwrap();
         assert_eq!((chosen.choice, chosen.graphs), (Choice::Nccl, true));
+        let wants = Capability { wish: Exchange::Nccl, ..rank(1) };
+        let insists = choose(&[rank(0), wants]).unwrap().insists;
+        assert!(insists && !chosen.insists, "one rank's operator speaks for all");
         assert!(chosen.reason.contains("2.28.9"), "{}", chosen.reason);
         let plain = Capability { graphs: false, ..rank(1) };
         assert!(!choose(&[rank(0), plain]).unwrap().graphs);

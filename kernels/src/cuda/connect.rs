@@ -9,7 +9,7 @@ use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choo
 use super::device::CudaOptions;
 use super::group::DeviceGroup;
 use super::nccl::{self, NcclGroup};
-use super::peer::{AgreeError, PeerGroup, Site, process_id};
+use super::peer::{AgreeError, PeerGroup, Site, agree, process_id};
 use crate::backend::Backend as _;
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
@@ -81,7 +81,7 @@ impl CudaBackend {
     /// [`KernelError::Collective`]; [`KernelError::Device`].
     pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<Joining, KernelError> {
         let began = Instant::now();
-        let (own, missing) = self.capability();
+        let (own, mut missing) = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
         let read = |bytes: &Vec<u8>| Capability::from_bytes(bytes);
         debug_assert!(all.iter().all(|bytes| bytes.len() == CAPABILITY_BYTES));
@@ -91,15 +91,21 @@ impl CudaBackend {
             })?;
         let chosen = choose(&all).map_err(CollectiveError::Setup)?;
         let timeout = setup.timeout;
+        let mut reason = chosen.reason.clone();
         let group: Option<Box<dyn DeviceGroup>> = match chosen.choice {
             Choice::Host => None,
-            Choice::Nccl => {
-                let (options, place) = (&self.options, (self.rank(), self.world_size()));
-                let (folders, file) = (&options.folders, options.nccl_lib.as_deref());
-                Some(Box::new(NcclGroup::connect(folders, file, place, &mut setup)?))
+            Choice::Nccl if chosen.insists => {
+                Some(Box::new(self.connect_nccl(&mut setup, timeout)?))
             }
+            Choice::Nccl => match self.try_nccl(&mut setup)? {
+                Ok(group) => Some(Box::new(group)),
+                Err(why) => {
+                    reason = format!("NCCL does not connect the ranks: {why}");
+                    missing = Some(reason.clone());
+                    None
+                }
+            },
         };
-        let mut reason = chosen.reason.clone();
         let group = self.join_peers(group, &all, &chosen, &mut setup, &mut reason)?;
         let algorithm = group.as_ref().map_or("host", |group| group.algorithm(0));
         let graphs = chosen.graphs && group.as_ref().is_some_and(|group| group.is_capturable());
@@ -111,8 +117,49 @@ impl CudaBackend {
         self.step.allow_parts(group.is_some());
         if let Some(group) = group {
             self.device.context.group.join(group, timeout);
+            // What this rank would find out later than others.
+            self.reserve_exchanged()?;
         }
         Ok(Joining { algorithm, reason, missing, took: began.elapsed() })
+    }
+
+    fn connect_nccl(
+        &self,
+        setup: &mut GroupSetup<'_>,
+        patience: Duration,
+    ) -> Result<NcclGroup, KernelError> {
+        let CudaOptions { folders, nccl_lib, .. } = &self.options;
+        let place = (self.rank(), self.world_size());
+        let context = &self.device.context;
+        NcclGroup::connect(context, (folders, nccl_lib.as_deref()), place, setup, patience)
+    }
+
+    /// As above, where ranks may do without: when NCCL does not connect one, all hear of it and do
+    /// without, for the reason that is given. That the epoch is over is no such failure.
+    fn try_nccl(
+        &mut self,
+        setup: &mut GroupSetup<'_>,
+    ) -> Result<Result<NcclGroup, String>, KernelError> {
+        // Who fails at once waits for those who wait in vain, and that is not to be too long.
+        let connected = self.connect_nccl(setup, setup.timeout * 3 / 4);
+        let failure = match &connected {
+            Ok(_) => None,
+            Err(KernelError::Collective(CollectiveError::Aborted)) => return connected.map(Ok),
+            Err(KernelError::Collective(error)) => Some(error.to_string()),
+            Err(_) => return connected.map(Ok),
+        };
+        let said = failure.as_deref().map_or(Ok(()), Err);
+        match (agree(self.collective.as_mut(), said), connected) {
+            (Ok(()), connected) => connected.map(Ok),
+            (Err(AgreeError::Without(why)), connected) => {
+                if let Ok(mut group) = connected {
+                    group.end().map_err(|reason| self.device.context.hangs(reason))?;
+                }
+                Ok(Err(why))
+            }
+            (Err(AgreeError::Broken(error)), _) => Err(error.into()),
+            (Err(AgreeError::Device(error)), _) => Err(error),
+        }
     }
 
     /// Puts a group of GPUs that see each other's memory before `group`, where that can be.

@@ -1,5 +1,6 @@
 //! A GPU as the driver knows it: which there are, what they can do, and this thread's context on
 //! one of them.
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int};
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -200,6 +201,25 @@ pub struct Context {
     /// The ranks that this one exchanges data with on its device: whoever waits for the device
     /// looks at them, too.
     pub(super) group: GroupSlot,
+    /// Work on it never ends: whatever waits for that would not, either.
+    hangs: Cell<bool>,
+    raw: Current,
+}
+
+/// A GPU's context, for another thread than the one that owns it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Current(sys::CUcontext);
+// SAFETY: the driver lets any thread use a context.
+unsafe impl Send for Current {}
+// SAFETY: as above; the pointer itself is never changed.
+unsafe impl Sync for Current {}
+
+impl Current {
+    /// Makes it this thread's. One that is gone is refused by the driver, which is as good as none.
+    pub(super) fn set(self) {
+        // SAFETY: a context that was retained; a thread's current one may be any.
+        let _ = unsafe { sys::cuCtxSetCurrent(self.0) };
+    }
 }
 
 impl Context {
@@ -222,7 +242,14 @@ impl Context {
         // SAFETY: the driver is initialised; released when `Self` is dropped.
         let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check(status, "make a context on the GPU")?;
-        let made = Rc::new(Self { device, info, driver, group: GroupSlot::default() });
+        let made = Rc::new(Self {
+            device,
+            info,
+            driver,
+            group: GroupSlot::default(),
+            hangs: Cell::new(false),
+            raw: Current(context),
+        });
         // SAFETY: the context was just retained.
         check(unsafe { sys::cuCtxSetCurrent(context) }, "use the GPU's context")?;
         Ok(made)
@@ -240,6 +267,23 @@ impl Context {
         self.driver
     }
 
+    /// For another thread.
+    pub(super) fn current(&self) -> Current {
+        self.raw
+    }
+
+    /// The GPU's work does not end, for this reason. From now on nothing is given back to the driver,
+    /// which would wait for that work first: the process has to end.
+    pub(super) fn hangs(&self, reason: String) -> KernelError {
+        self.hangs.set(true);
+        KernelError::Device(reason)
+    }
+
+    /// Whether things may be given back to the driver.
+    pub(super) fn is_usable(&self) -> bool {
+        !self.hangs.get()
+    }
+
     /// Memory that is free now, and all there is, in bytes.
     ///
     /// # Errors
@@ -255,6 +299,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if !self.is_usable() {
+            return;
+        }
         // SAFETY: retained in `new`, and everything made in it held this value alive.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

@@ -2,7 +2,7 @@
 //! they have joined a group; through host memory otherwise.
 use std::time::Instant;
 
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, Exchanged, SKINNY_MAX, Which};
 use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
@@ -10,6 +10,11 @@ use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Backend as _, Buffer as _};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
+
+/// The best logit of each of `rows` rows: this rank's, and every rank's.
+pub(super) fn best_bytes(world: usize, rows: usize) -> usize {
+    (1 + world) * rows * 8
+}
 
 impl CudaBackend {
     /// See [`crate::Backend::all_reduce`].
@@ -19,12 +24,10 @@ impl CudaBackend {
         let grouped = self.is_grouped();
         let (rows, width) = (data.rows(), data.width());
         if self.alone || !(grouped || self.world_size() > 1) {
-            if grouped && self.is_skinny(rows) {
-                // So that what is measured now is all that will be needed.
-                let _ =
-                    self.scratch(Which::Gathered, self.world_size() as usize * rows * width * 4)?;
-            }
-            return Ok(());
+            // So that what is measured now is all that will be needed, by steps of fewer rows, too.
+            let rows = if self.is_skinny(rows) { rows } else { SKINNY_MAX };
+            let bytes = self.world_size() as usize * rows * width * 4;
+            return if self.alone { self.reserve(Exchanged::Gathered, bytes) } else { Ok(()) };
         }
         self.count(rows * width * 4);
         if grouped {
@@ -140,10 +143,10 @@ impl CudaBackend {
         let (rows, width) = (local.rows(), local.width());
         let grouped = self.is_grouped();
         if self.alone {
-            if grouped {
-                // So that what is measured now is all that will be needed.
-                self.scratch(Which::Gathered, world * rows * width * 4)?;
-            }
+            // As above; of graphs that are made for more rows, too.
+            let (most, _) = self.step.launched_samples(op, rows)?;
+            self.reserve(Exchanged::Gathered, world * most * width * 4)?;
+            self.reserve(Exchanged::Best, best_bytes(world, most))?;
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
         }
         if rank == 0 || grouped {

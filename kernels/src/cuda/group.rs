@@ -4,8 +4,9 @@
 //! it, agree by it on what they use ([`super::choice`]), and do without a group when there is none.
 //! A group is part of the context that it works in, because every wait for the GPU looks at it: a
 //! rank that does not come would otherwise be waited for for ever.
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -72,6 +73,15 @@ pub(super) trait DeviceGroup: fmt::Debug {
     /// Frees this rank from whatever its stream waits for; from any thread; idempotent, never
     /// blocks.
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
+
+    /// Lets go of what the group holds besides memory, when it was aborted and the stream has come to
+    /// its end.
+    ///
+    /// # Errors
+    /// In words, when that does not come to an end.
+    fn end(&mut self) -> Result<(), String> {
+        Ok(())
+    }
 }
 
 /// What a fused all-reduce, residual add and norm reads and writes.
@@ -101,22 +111,32 @@ struct Joined {
 
 /// The group of a context, if it is in one.
 #[derive(Debug, Default)]
-pub(super) struct GroupSlot(RefCell<Option<Joined>>);
+pub(super) struct GroupSlot {
+    joined: RefCell<Option<Joined>>,
+    /// Nothing is exchanged for now.
+    rests: Cell<bool>,
+}
 
 impl GroupSlot {
     /// Whether there is none.
     pub(super) fn is_empty(&self) -> bool {
-        self.0.try_borrow().is_ok_and(|joined| joined.is_none())
+        self.joined.try_borrow().is_ok_and(|joined| joined.is_none())
     }
 
     /// Joins a group whose exchanges, and what waits for them, may take `timeout`.
     pub(super) fn join(&self, group: Box<dyn DeviceGroup>, timeout: Duration) {
-        *self.0.borrow_mut() = Some(Joined { group, timeout });
+        *self.joined.borrow_mut() = Some(Joined { group, timeout });
+    }
+
+    /// While it rests nothing is exchanged, and so the group is nothing to those who wait: what other
+    /// ranks do meanwhile is seen later.
+    pub(super) fn rest(&self, rests: bool) {
+        self.rests.set(rests);
     }
 
     /// Calls the group, if there is one.
     pub(super) fn call<T>(&self, call: impl FnOnce(&mut dyn DeviceGroup) -> T) -> Option<T> {
-        self.0.borrow_mut().as_mut().map(|joined| call(joined.group.as_mut()))
+        self.joined.borrow_mut().as_mut().map(|joined| call(joined.group.as_mut()))
     }
 
     /// What the group has found wrong.
@@ -131,8 +151,11 @@ impl GroupSlot {
     }
 
     fn look(&self, waited: Option<Duration>) -> Result<(), KernelError> {
+        if self.rests.get() {
+            return Ok(());
+        }
         // A group that waits within a call of its own looks after itself.
-        let Ok(mut joined) = self.0.try_borrow_mut() else { return Ok(()) };
+        let Ok(mut joined) = self.joined.try_borrow_mut() else { return Ok(()) };
         let Some(Joined { group, timeout }) = joined.as_mut() else { return Ok(()) };
         group.poll()?;
         match waited {
@@ -151,19 +174,26 @@ impl GroupSlot {
     /// # Errors
     /// [`KernelError::Device`] when the stream failed or does not come to its end.
     pub(super) fn leave(&self, stream: &Stream) -> Result<(), KernelError> {
-        let Some(joined) = self.0.borrow_mut().take() else { return Ok(()) };
+        let Some(joined) = self.joined.borrow_mut().take() else { return Ok(()) };
+        // Until the stream is done with what it holds; kept for good when it never is.
+        let mut joined = ManuallyDrop::new(joined);
         joined.group.abort_handle().abort();
         let began = Instant::now();
         while !stream.is_idle()? {
             let waited = began.elapsed();
             if waited > DRAIN_PATIENCE {
-                return Err(KernelError::Device(format!(
+                let error = stream.context().hangs(format!(
                     "the GPU goes on {DRAIN_PATIENCE:?} after its exchange with other ranks was \
                      aborted: it hangs"
-                )));
+                ));
+                return Err(error);
             }
             pause(waited);
         }
+        if let Err(reason) = joined.group.end() {
+            return Err(stream.context().hangs(reason));
+        }
+        drop(ManuallyDrop::into_inner(joined));
         Ok(())
     }
 }

@@ -55,7 +55,7 @@ pub(super) struct Matmul {
     workspace: DeviceMemory,
     plans: HashMap<Product, sys::cublasLtMatmulAlgo_t>,
     version: usize,
-    _context: Rc<Context>,
+    context: Rc<Context>,
 }
 
 fn check(status: sys::cublasStatus_t, what: &'static str) -> Result<(), KernelError> {
@@ -80,7 +80,7 @@ impl Matmul {
         // SAFETY: the library is loaded.
         let version = unsafe { sys::cublasLtGetVersion() };
         let plans = HashMap::new();
-        Ok(Self { handle, workspace, plans, version, _context: context.clone() })
+        Ok(Self { handle, workspace, plans, version, context: context.clone() })
     }
 
     /// Its version, as 130000.
@@ -193,6 +193,9 @@ impl Matmul {
 
 impl Drop for Matmul {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: made in `new`.
         let _ = unsafe { sys::cublasLtDestroy(self.handle) };
     }

@@ -34,7 +34,7 @@ pub struct DeviceMemory {
     ptr: DevicePtr,
     bytes: usize,
     /// Outlives the memory.
-    _context: Rc<Context>,
+    context: Rc<Context>,
 }
 
 impl DeviceMemory {
@@ -51,7 +51,7 @@ impl DeviceMemory {
         // SAFETY: a context is current; freed when `Self` is dropped.
         let status = unsafe { sys::cuMemAlloc_v2(&raw mut ptr, bytes.max(ALIGNMENT)) };
         check_bytes(status, what, bytes as u64)?;
-        Ok(Self { ptr: DevicePtr(ptr), bytes, _context: context.clone() })
+        Ok(Self { ptr: DevicePtr(ptr), bytes, context: context.clone() })
     }
 
     /// As [`DeviceMemory::new`], zeroed in stream order.
@@ -191,6 +191,9 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: allocated in `new`; cuMemFree waits for kernels that use it.
         let _ = unsafe { sys::cuMemFree_v2(self.ptr.0) };
     }
@@ -225,7 +228,7 @@ unsafe impl Plain for f32 {}
 pub struct Pinned<T: Plain> {
     data: NonNull<T>,
     len: usize,
-    _context: Rc<Context>,
+    context: Rc<Context>,
     _owns: PhantomData<T>,
 }
 
@@ -244,7 +247,7 @@ impl<T: Plain> Pinned<T> {
             .ok_or(KernelError::OutOfMemory { what, bytes: bytes as u64 })?;
         // SAFETY: the allocation has `bytes` bytes.
         unsafe { data.as_ptr().cast::<u8>().write_bytes(0, bytes) };
-        Ok(Self { data, len, _context: context.clone(), _owns: PhantomData })
+        Ok(Self { data, len, context: context.clone(), _owns: PhantomData })
     }
 
     /// Elements.
@@ -291,6 +294,9 @@ impl Pinned<u32> {
 
 impl<T: Plain> Drop for Pinned<T> {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: allocated in `new`; the call waits for copies in flight.
         let _ = unsafe { sys::cuMemFreeHost(self.data.as_ptr().cast()) };
     }

@@ -170,6 +170,9 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: loaded in `load`; its kernels hold it alive.
         let _ = unsafe { sys::cuModuleUnload(self.raw) };
     }

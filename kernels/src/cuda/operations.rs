@@ -512,6 +512,10 @@ impl Backend for CudaBackend {
         if rows.is_empty() {
             return Ok(());
         }
+        if self.alone {
+            // Of other steps, whose prompts' log-probabilities are wanted.
+            self.scratch(Which::Index, size_of_val(rows))?;
+        }
         let own = self.step.has_sample_rows(rows);
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
             return Ok(());
@@ -595,8 +599,13 @@ impl Backend for CudaBackend {
     }
 
     fn is_sampled(&mut self) -> Result<bool, KernelError> {
-        self.device.context.group.check(self.sampling.waited())?;
-        self.sampling.is_done()
+        // Tokens that are there are good, however late they are asked for: this process may have been
+        // stopped meanwhile.
+        let is_done = self.sampling.is_done()?;
+        if !is_done {
+            self.device.context.group.check(self.sampling.waited())?;
+        }
+        Ok(is_done)
     }
 
     fn take_sampled(&mut self, out: &mut Vec<Sampled>) -> Result<(), KernelError> {

@@ -21,7 +21,7 @@ use super::launch::{self, PEER_SLOT};
 use super::memory::{DeviceMemory, DevicePtr};
 use crate::collective::{AbortAll, AbortHandle};
 use crate::error::{CollectiveError, KernelError};
-pub(super) use connect::{AgreeError, Site, process_id};
+pub(super) use connect::{AgreeError, Site, agree, process_id};
 use memory::{Mapped, Words};
 use tuning::{How, Thresholds};
 
@@ -147,6 +147,10 @@ impl DeviceGroup for PeerGroup {
 
     fn abort_handle(&self) -> Arc<dyn AbortHandle> {
         self.abort.clone()
+    }
+
+    fn end(&mut self) -> Result<(), String> {
+        self.large.as_mut().map_or(Ok(()), |large| large.end())
     }
 }
 

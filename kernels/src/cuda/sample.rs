@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::backend::{CudaBackend, Part, Which};
 use super::batch::{PARAMS, TOP_MAX, live};
 use super::device::{Device, Scratch};
+use super::exchange::best_bytes;
 use super::launch::{self, Rows, SampleIo};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::Event;
@@ -304,7 +305,7 @@ impl CudaBackend {
         if !self.step.skips(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
             let (rows, live) = self.step.launched_samples(op, rows)?;
             let (bytes, ranks) = (rows * 8, self.world_size() as usize);
-            let own = self.scratch(Which::Best, (1 + ranks) * bytes)?;
+            let own = self.scratch(Which::Best, best_bytes(ranks, rows))?;
             let all = own.offset(bytes);
             let Self { device, sampling, .. } = self;
             let argmax = launch::argmax(logits, own, (count, first_id), rows, Some(live));

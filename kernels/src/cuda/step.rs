@@ -257,7 +257,6 @@ impl Step {
         self.is_plain = inputs.is_plain;
         let found = sizes(inputs.ids.len(), &inputs.batch, cut, inputs.sample_rows.len());
         let key = self.key(inputs, &found);
-        let stage = key.map(|key| self.graphs.stage(key));
         let capacity = key.map_or(found, |key| {
             let rows = key.rows as usize;
             let (_, tiles) = cut.of_single_rows(rows);
@@ -277,9 +276,10 @@ impl Step {
             sample_rows: place(inputs.sample_rows),
             sampling: place(inputs.sampling),
         };
-        self.planned = match (key, stage) {
-            (Some(key), Some(Stage::Make)) => Mode::Record(key),
-            (Some(key), Some(Stage::Use)) => Mode::Replay(key),
+        // Only now: making room for the inputs may have cost all graphs.
+        self.planned = match key.map(|key| (self.graphs.stage(key), key)) {
+            Some((Stage::Make, key)) => Mode::Record(key),
+            Some((Stage::Use, key)) => Mode::Replay(key),
             _ => Mode::Eager,
         };
         Ok(())

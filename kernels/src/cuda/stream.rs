@@ -45,6 +45,10 @@ impl Stream {
         self.raw
     }
 
+    pub(super) fn context(&self) -> &Context {
+        &self.context
+    }
+
     /// Waits for all work; with other ranks in it, not longer than they may take.
     ///
     /// # Errors
@@ -121,6 +125,9 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: made in `new`; work in flight is finished first.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
     }
@@ -217,9 +224,9 @@ impl Event {
         while !self.is_done()? {
             let waited = began.elapsed();
             if waited > patience {
-                return Err(KernelError::Device(format!(
-                    "the GPU did not finish a step in {patience:?}: it hangs"
-                )));
+                return Err(self
+                    .context
+                    .hangs(format!("the GPU did not finish a step in {patience:?}: it hangs")));
             }
             self.context.group.check(waited)?;
             pause(waited);

@@ -1,6 +1,6 @@
 //! One communicator and the thread that watches it. NCCL's calls on it are made one at a time; none
-//! waits for other ranks. Whoever aborts only says so: the watcher makes the call, which may wait
-//! until the graphs that recorded collectives are gone.
+//! should wait for other ranks, and the watcher waits for none that does. Whoever aborts only says
+//! so: the watcher makes the call, which may wait until the graphs that recorded collectives are gone.
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::library::{Comm, Config, Nccl, Status, UNIQUE_ID_BYTES, UniqueId};
 use crate::collective::AbortHandle;
-use crate::error::CollectiveError;
+use crate::cuda::context::{Context, Current};
+use crate::error::{CollectiveError, KernelError};
 
 /// Errors that NCCL finds by itself are looked for this often.
 const WATCH_INTERVAL: Duration = Duration::from_millis(20);
@@ -17,7 +18,8 @@ const WATCH_INTERVAL: Duration = Duration::from_millis(20);
 const SPIN: Duration = Duration::from_micros(200);
 /// Between two looks after that.
 const NAP: Duration = Duration::from_micros(50);
-/// How long the watcher waits for a call under way before it aborts the communicator under it.
+/// How long the watcher waits for a call under way, also one that NCCL goes on with in the background,
+/// before it aborts the communicator under it.
 const CALL_PATIENCE: Duration = Duration::from_secs(1);
 /// How long the end of a communicator is waited for.
 const END_PATIENCE: Duration = Duration::from_secs(5);
@@ -34,22 +36,30 @@ pub(super) struct Communicator {
 #[derive(Debug)]
 struct Shared {
     nccl: Arc<Nccl>,
-    /// As in `state`, for one that cannot have its lock.
+    /// As in `calls`, for one that cannot have its lock.
     comm: CommPtr,
-    state: Mutex<State>,
-    changed: Condvar,
-    /// It is to be aborted, or was: no call is begun any more. As in `state`, to be read without
-    /// waiting for a call.
+    /// The GPU's context, for the watcher.
+    context: Current,
+    /// Held within calls of NCCL's.
+    calls: Mutex<Calls>,
+    /// It is to be aborted, or was: no call is begun any more.
     aborted: AtomicBool,
+    /// It was aborted under a call that did not come back.
+    torn: AtomicBool,
+    /// The communicator is gone. Held by nobody who waits for anything else.
+    ended: Mutex<bool>,
+    /// Of `aborted` and `ended`.
+    changed: Condvar,
     /// What NCCL found wrong.
     fault: Mutex<Option<String>>,
 }
 
 #[derive(Debug)]
-struct State {
+struct Calls {
     comm: Option<CommPtr>,
-    /// The communicator is gone.
-    ended: bool,
+    /// NCCL goes on with a call in the background: its thread may be adding to a stream, or to the
+    /// graph that is captured from it.
+    under_way: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -82,10 +92,11 @@ impl Communicator {
     /// Begins to connect this rank with the others; [`Communicator::connected`] ends it.
     pub(super) fn begin(
         nccl: Arc<Nccl>,
+        context: &Context,
         id: [u8; UNIQUE_ID_BYTES],
         rank: u32,
         ranks: u32,
-    ) -> Result<Self, CollectiveError> {
+    ) -> Result<Self, KernelError> {
         let small = |n: u32| i32::try_from(n).unwrap_or(i32::MAX);
         let mut comm = std::ptr::null_mut();
         let mut config = Config::non_blocking();
@@ -100,15 +111,20 @@ impl Communicator {
                 &raw mut config,
             )
         });
-        if status != Status::SUCCESS && status != Status::IN_PROGRESS || comm.is_null() {
-            return Err(failed(nccl.line(status, "connect to the other ranks")));
+        let begun = matches!(status, Status::SUCCESS | Status::IN_PROGRESS) && !comm.is_null();
+        let fault = (!begun).then(|| nccl.line(status, "connect to the other ranks"));
+        if let (Some(fault), true) = (&fault, comm.is_null()) {
+            return Err(failed(fault.clone()).into());
         }
         let shared = Arc::new(Shared {
             nccl,
             comm: CommPtr(comm),
-            state: Mutex::new(State { comm: Some(CommPtr(comm)), ended: false }),
-            changed: Condvar::new(),
+            context: context.current(),
+            calls: Mutex::new(Calls { comm: Some(CommPtr(comm)), under_way: false }),
             aborted: AtomicBool::new(false),
+            torn: AtomicBool::new(false),
+            ended: Mutex::new(false),
+            changed: Condvar::new(),
             fault: Mutex::new(None),
         });
         let watched = shared.clone();
@@ -118,7 +134,16 @@ impl Communicator {
             shared.end();
             CollectiveError::Setup(format!("no thread to watch NCCL: {error}"))
         })?;
-        Ok(Self { shared, watcher: Some(watcher) })
+        let mut made = Self { shared, watcher: Some(watcher) };
+        // What could not begin to connect is to be freed nonetheless.
+        match fault {
+            Some(fault) => {
+                made.shared.fail(fault.clone());
+                made.end().map_err(|reason| context.hangs(reason))?;
+                Err(failed(fault).into())
+            }
+            None => Ok(made),
+        }
     }
 
     /// Waits until all ranks are connected.
@@ -138,25 +163,28 @@ impl Communicator {
         call: impl FnOnce(&Nccl, Comm) -> i32,
     ) -> Result<(), CollectiveError> {
         let status = {
-            let state = lock(&self.shared.state);
-            let Some(CommPtr(comm)) = state.comm.filter(|_| !self.shared.is_aborted()) else {
-                drop(state);
+            let mut calls = lock(&self.shared.calls);
+            let Some(CommPtr(comm)) = calls.comm.filter(|_| !self.shared.is_aborted()) else {
+                drop(calls);
                 return self.shared.poll();
             };
-            Status(call(&self.shared.nccl, comm))
+            let status = Status(call(&self.shared.nccl, comm));
+            calls.under_way = status == Status::IN_PROGRESS;
+            status
         };
         match status {
             Status::SUCCESS => Ok(()),
             Status::IN_PROGRESS => self.settle(what, timeout, &|| false),
             status => {
-                let message = self.shared.nccl.line(status, what);
-                self.shared.fail(message.clone());
-                Err(failed(message))
+                // Unless it was aborted within the call.
+                self.shared.fail(self.shared.nccl.line(status, what));
+                self.shared.poll()
             }
         }
     }
 
-    /// Waits until no call goes on in the background.
+    /// Waits until no call goes on in the background; if the communicator is aborted meanwhile, no
+    /// longer than the watcher does.
     fn settle(
         &self,
         what: &'static str,
@@ -165,20 +193,33 @@ impl Communicator {
     ) -> Result<(), CollectiveError> {
         let began = Instant::now();
         loop {
-            self.shared.poll()?;
-            if is_given_up() {
-                self.shared.abort();
-                return Err(CollectiveError::Aborted);
+            let is_pending = match self.shared.status() {
+                None | Some(Status::SUCCESS) => false,
+                Some(Status::IN_PROGRESS) => true,
+                Some(status) => {
+                    self.shared.fail(self.shared.nccl.line(status, what));
+                    false
+                }
+            };
+            if let Err(error) = self.shared.poll() {
+                self.shared.calm();
+                return Err(error);
             }
-            match self.shared.status() {
-                None | Some(Status::SUCCESS) => return self.shared.poll(),
-                Some(Status::IN_PROGRESS) => {}
-                Some(status) => self.shared.fail(self.shared.nccl.line(status, what)),
+            if !is_pending {
+                return Ok(());
             }
             let waited = began.elapsed();
-            if waited > timeout {
+            let ended = match is_given_up() {
+                true => Some(CollectiveError::Aborted),
+                false if waited > timeout => {
+                    Some(CollectiveError::Stalled { algorithm: ALGORITHM, waited: timeout })
+                }
+                false => None,
+            };
+            if let Some(error) = ended {
                 self.shared.abort();
-                return Err(CollectiveError::Stalled { algorithm: ALGORITHM, waited: timeout });
+                self.shared.calm();
+                return Err(error);
             }
             if waited > SPIN {
                 std::thread::sleep(NAP);
@@ -196,18 +237,31 @@ impl Communicator {
     pub(super) fn abort_handle(&self) -> Arc<dyn AbortHandle> {
         Arc::new(Handle(self.shared.clone()))
     }
+
+    /// Aborts the communicator, and waits until it is gone. The graphs that its calls were recorded
+    /// in are gone already.
+    ///
+    /// # Errors
+    /// In words: NCCL does not let go of it; communicator and watcher stay behind.
+    pub(super) fn end(&mut self) -> Result<(), String> {
+        self.shared.abort();
+        let Some(watcher) = self.watcher.take() else { return Ok(()) };
+        let ended = lock(&self.shared.ended);
+        let waited = self.shared.changed.wait_timeout_while(ended, END_PATIENCE, |ended| !*ended);
+        if !waited.is_ok_and(|(ended, _)| *ended) {
+            return Err(format!(
+                "NCCL goes on {END_PATIENCE:?} after its communicator was aborted: it hangs"
+            ));
+        }
+        let _ = watcher.join();
+        Ok(())
+    }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        self.shared.abort();
-        let state = lock(&self.shared.state);
-        let ended = self.shared.changed.wait_timeout_while(state, END_PATIENCE, |s| !s.ended);
-        let ended = ended.is_ok_and(|(state, _)| state.ended);
-        // One that NCCL holds up stays behind.
-        if ended && let Some(watcher) = self.watcher.take() {
-            let _ = watcher.join();
-        }
+        // Whoever wants to know has asked before.
+        let _ = self.end();
     }
 }
 
@@ -227,7 +281,10 @@ impl Shared {
 
     /// Has the watcher abort it.
     fn abort(&self) {
+        // Held so that the watcher does not look and then miss the call.
+        let ended = lock(&self.ended);
         self.aborted.store(true, Ordering::Release);
+        drop(ended);
         self.changed.notify_all();
     }
 
@@ -252,26 +309,50 @@ impl Shared {
 
     /// What NCCL says of the communicator; none when it is gone.
     fn status(&self) -> Option<Status> {
-        let state = lock(&self.state);
-        let CommPtr(comm) = state.comm?;
+        self.look(&mut lock(&self.calls))
+    }
+
+    fn look(&self, calls: &mut Calls) -> Option<Status> {
+        let CommPtr(comm) = calls.comm.filter(|_| !self.torn.load(Ordering::Acquire))?;
         let mut found = 0;
-        // SAFETY: the communicator is alive while it is in `state`; writes one int.
+        // SAFETY: the communicator is alive while it is in `calls` and not torn; writes one int.
         let status = unsafe { (self.nccl.comm_get_async_error)(comm, &raw mut found) };
-        Some(if status == 0 { Status(found) } else { Status(status) })
+        let status = if status == 0 { Status(found) } else { Status(status) };
+        calls.under_way &= status == Status::IN_PROGRESS;
+        Some(status)
+    }
+
+    /// Waits until NCCL is done with the call under way, as long as the watcher does.
+    fn calm(&self) {
+        let began = Instant::now();
+        while began.elapsed() < CALL_PATIENCE {
+            let mut calls = lock(&self.calls);
+            if self.look(&mut calls).is_none() || !calls.under_way {
+                return;
+            }
+            drop(calls);
+            std::thread::sleep(NAP);
+        }
     }
 
     /// The watcher's life.
     fn watch(&self) {
+        // Without one, NCCL would make one, on the first GPU.
+        self.context.set();
         while !self.is_aborted() {
-            match self.status() {
+            // Who is in a call now learns of errors by it.
+            let status = match self.calls.try_lock() {
+                Ok(mut calls) => self.look(&mut calls),
+                Err(_) => None,
+            };
+            match status {
                 None | Some(Status::SUCCESS | Status::IN_PROGRESS) => {}
                 Some(status) => self.fail(self.nccl.line(status, "exchange data")),
             }
-            let state = lock(&self.state);
-            // An abort between the look above and here is seen at the next one.
+            let ended = lock(&self.ended);
             let _ = self
                 .changed
-                .wait_timeout_while(state, WATCH_INTERVAL, |_| !self.is_aborted())
+                .wait_timeout_while(ended, WATCH_INTERVAL, |_| !self.is_aborted())
                 .map(drop);
         }
         self.end();
@@ -281,26 +362,31 @@ impl Shared {
     fn end(&self) {
         let began = Instant::now();
         let comm = loop {
-            match self.state.try_lock() {
-                Ok(mut state) => break state.comm.take(),
-                Err(TryLockError::Poisoned(state)) => break state.into_inner().comm.take(),
+            let is_late = began.elapsed() > CALL_PATIENCE;
+            match self.calls.try_lock() {
+                Ok(mut calls) => {
+                    self.look(&mut calls);
+                    if !calls.under_way || is_late {
+                        break calls.comm.take();
+                    }
+                }
+                Err(TryLockError::Poisoned(calls)) => break calls.into_inner().comm.take(),
                 // A call that does not come back is freed by the abort, too; its lock is not to be
                 // had before.
-                Err(TryLockError::WouldBlock) if began.elapsed() > CALL_PATIENCE => {
+                Err(TryLockError::WouldBlock) if is_late => {
+                    self.torn.store(true, Ordering::Release);
                     break Some(self.comm);
                 }
-                Err(TryLockError::WouldBlock) => std::thread::sleep(NAP),
+                Err(TryLockError::WouldBlock) => {}
             }
+            std::thread::sleep(NAP);
         };
         if let Some(CommPtr(comm)) = comm {
-            // SAFETY: nobody begins a call with it from now on: it was taken out of `state`, or the
-            // one call under way keeps others out.
+            // SAFETY: nobody begins a call with it from now on: it was taken out of `calls`, or the
+            // one call under way keeps others out, and it is torn then.
             let _ = unsafe { (self.nccl.comm_abort)(comm) };
         }
-        let mut state = lock(&self.state);
-        state.comm = None;
-        state.ended = true;
-        drop(state);
+        *lock(&self.ended) = true;
         self.changed.notify_all();
     }
 }

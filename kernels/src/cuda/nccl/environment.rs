@@ -1,20 +1,29 @@
 //! What NCCL is told by the process's environment, which is all it reads some settings from.
 use std::ffi::OsStr;
 
+const GRAPH_REGISTER: &str = "NCCL_GRAPH_REGISTER";
+
 /// The network interface that NCCL's own connections use, as `NCCL_SOCKET_IFNAME` takes it.
 pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
-/// Prepares the environment for NCCL, where whoever started the process has not: connections over
-/// `interface` alone when one is named, and no agreements between ranks while graphs are captured,
-/// since not all need capture the same step. To be called before the process has a second thread;
-/// says whether it was.
+/// Prepares the environment for NCCL: connections over `interface` alone when one is named and
+/// whoever started the process has said nothing else; and, whatever was said, no agreements between
+/// ranks behind their backs while graphs are captured: one that fails to capture would be waited for.
+/// To be called before the process has a second thread; says whether it was.
 #[must_use]
 pub fn prepare(interface: Option<&str>) -> bool {
-    let settings = [(INTERFACE, interface), ("NCCL_GRAPH_REGISTER", Some("0"))];
-    settings.into_iter().all(|(name, value)| match value {
-        Some(value) if std::env::var_os(name).is_none() => set(name, value.as_ref()),
-        _ => true,
-    })
+    let named = interface.filter(|_| std::env::var_os(INTERFACE).is_none()).map(exactly);
+    let settings = [(INTERFACE, named), (GRAPH_REGISTER, Some("0".to_owned()))];
+    settings.into_iter().all(|(name, value)| value.is_none_or(|value| set(name, value.as_ref())))
+}
+
+/// An interface's name as NCCL takes it: a bare one would be the beginning of others' names, too.
+/// What has NCCL's own syntax already (`=`, `^`, lists) stays.
+fn exactly(interface: &str) -> String {
+    match interface.contains(['=', '^', ',']) {
+        true => interface.to_owned(),
+        false => format!("={interface}"),
+    }
 }
 
 #[allow(clippy::disallowed_methods, reason = "NCCL takes these settings from nowhere else")]
@@ -31,6 +40,14 @@ fn set(name: &str, value: &OsStr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_are_whole_names() {
+        assert_eq!(exactly("lo"), "=lo");
+        for own in ["=eth0", "^docker", "eth0,eth1", "^=lo"] {
+            assert_eq!(exactly(own), own);
+        }
+    }
 
     /// A test has a thread beside the process's first.
     #[test]

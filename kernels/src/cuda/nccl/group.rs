@@ -1,6 +1,6 @@
 //! Ranks that exchange data by NCCL: what the backend calls.
 use std::ffi::c_void;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,6 +8,7 @@ use super::communicator::{ALGORITHM, Communicator, unique_id};
 use super::library::{FLOAT32, INT8, Nccl, SUM, UNIQUE_ID_BYTES, load};
 use crate::collective::AbortHandle;
 use crate::cuda::connect::GroupSetup;
+use crate::cuda::context::Context;
 use crate::cuda::device::Device;
 use crate::cuda::group::DeviceGroup;
 use crate::cuda::memory::DevicePtr;
@@ -21,12 +22,13 @@ pub(in crate::cuda) struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Connects this rank with all others: rank 0 makes what the others find it by.
+    /// Connects this rank with all others within `patience`: rank 0 makes what the others find it by.
     pub(in crate::cuda) fn connect(
-        folders: &[PathBuf],
-        file: Option<&std::path::Path>,
+        context: &Context,
+        (folders, file): (&[PathBuf], Option<&Path>),
         (rank, ranks): (u32, u32),
         setup: &mut GroupSetup<'_>,
+        patience: Duration,
     ) -> Result<Self, KernelError> {
         let nccl: Arc<Nccl> =
             load(folders, file).map_err(|missing| CollectiveError::Setup(missing.to_string()))?;
@@ -37,16 +39,19 @@ impl NcclGroup {
             }
             id
         } else {
-            let bytes = setup.relay.receive(setup.timeout)?;
+            let bytes = setup.relay.receive(patience)?;
             let found = bytes.len();
             <[u8; UNIQUE_ID_BYTES]>::try_from(bytes).map_err(|_| {
                 let message = format!("a unique id of {found} bytes, not {UNIQUE_ID_BYTES}");
                 CollectiveError::Setup(message)
             })?
         };
-        let communicator = Communicator::begin(nccl, id, rank, ranks)?;
+        let mut communicator = Communicator::begin(nccl, context, id, rank, ranks)?;
         (setup.on_abort_handle)(communicator.abort_handle());
-        communicator.connected(setup.timeout, setup.is_given_up)?;
+        if let Err(error) = communicator.connected(patience, setup.is_given_up) {
+            communicator.end().map_err(|reason| context.hangs(reason))?;
+            return Err(error.into());
+        }
         Ok(Self { communicator, timeout: setup.timeout })
     }
 }
@@ -100,5 +105,9 @@ impl DeviceGroup for NcclGroup {
 
     fn abort_handle(&self) -> Arc<dyn AbortHandle> {
         self.communicator.abort_handle()
+    }
+
+    fn end(&mut self) -> Result<(), String> {
+        self.communicator.end()
     }
 }

@@ -133,10 +133,11 @@ impl fmt::Debug for Nccl {
 }
 
 impl Nccl {
-    /// A status as an error's line; what NCCL itself says of it comes last.
+    /// A status as an error's line. What NCCL said last, of this communicator or another, comes last.
     pub(super) fn line(&self, status: Status, what: &str) -> String {
-        // SAFETY: takes null for "this thread's last error", gives null or a text that stays until
-        // this thread's next call.
+        // SAFETY: takes null, since no communicator is looked at; gives null or a buffer of the whole
+        // process's, always ended by a zero, into which any communicator's next error is written:
+        // torn at worst.
         let said = unsafe { (self.get_last_error)(std::ptr::null_mut()) };
         let said = if said.is_null() {
             String::new()
@@ -145,7 +146,7 @@ impl Nccl {
             unsafe { CStr::from_ptr(said) }.to_string_lossy().trim().replace(['\n', '\r'], " ")
         };
         let said: String = said.chars().take(200).collect();
-        let said = if said.is_empty() { said } else { format!(" ({said})") };
+        let said = if said.is_empty() { said } else { format!(" (NCCL last said: {said})") };
         format!("{what}: {} ({}): {}{said}", status.name(), status.0, status.meaning())
     }
 }

@@ -66,7 +66,10 @@ fn words(error: &KernelError) -> String {
 }
 
 /// What one rank says of its part.
-fn agree(collective: &mut dyn Collective, own: Result<(), &str>) -> Result<(), AgreeError> {
+pub(in crate::cuda) fn agree(
+    collective: &mut dyn Collective,
+    own: Result<(), &str>,
+) -> Result<(), AgreeError> {
     let mut flags = vec![0.0; collective.world_size() as usize];
     collective.all_gather(&[f32::from(u8::from(own.is_err()))], &mut flags)?;
     match (own, flags.iter().position(|flag| *flag != 0.0)) {

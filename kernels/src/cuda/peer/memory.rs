@@ -29,7 +29,7 @@ pub(super) fn handle_of(memory: &DeviceMemory) -> Result<[u8; HANDLE_BYTES], Ker
 /// Another process's memory, mapped here.
 pub(super) struct Mapped {
     ptr: DevicePtr,
-    _context: Rc<Context>,
+    context: Rc<Context>,
 }
 
 impl Mapped {
@@ -49,7 +49,7 @@ impl Mapped {
         // when `Self` is dropped.
         let status = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut ptr, handle, flags) };
         check(status, "open another rank's GPU memory")?;
-        Ok(Self { ptr: DevicePtr(ptr), _context: context.clone() })
+        Ok(Self { ptr: DevicePtr(ptr), context: context.clone() })
     }
 
     pub(super) fn ptr(&self) -> DevicePtr {
@@ -59,6 +59,9 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: opened in `open`; nothing on the stream uses it any more.
         let _ = unsafe { sys::cuIpcCloseMemHandle(self.ptr.0) };
     }

@@ -1,0 +1,85 @@
+//! Ranks on GPUs, here stand-ins, that are formed as a coordinator has them formed.
+use std::net::TcpListener;
+
+use shared::ids::{Epoch, ReplicaId};
+use shared::protocol::{CollectiveSpec, EngineConfig, Form};
+use testkit::models::variant;
+use worker::device::CudaDevice;
+use worker::engine_rank::EngineRank;
+use worker::rank::{AbortSlot, FormNews, Rank as _};
+
+use crate::rig::fake_nccl_options;
+
+/// Brings rank 0's word to rank 1, and ends the epoch while the rank loads, if it is to.
+struct News<'a> {
+    epoch: Epoch,
+    other: &'a AbortSlot,
+    ends: Option<&'a AbortSlot>,
+}
+
+impl FormNews for News<'_> {
+    fn progress(&mut self, _: u64, _: u64) {
+        if let Some(own) = self.ends {
+            own.abort(self.epoch);
+        }
+    }
+
+    fn group_id(&mut self, bytes: Vec<u8>) {
+        self.other.tell_group_id(self.epoch, bytes);
+    }
+}
+
+/// A rank as its coordinator forms it: how many seconds it loaded for in two epochs, of which the
+/// first ends while it loads.
+fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
+    let device = CudaDevice {
+        options: fake_nccl_options(rank),
+        memory_utilization: 0.9,
+        memory_free: 1 << 32,
+        uuid: String::new(),
+    };
+    let mut engine = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let own = &slots[rank as usize];
+    [1, 2].map(|epoch| {
+        let name = format!("tutti-forming-{}-{epoch}", std::process::id());
+        let form = Form {
+            epoch: Epoch(epoch),
+            replica: ReplicaId(0),
+            rank,
+            world_size: 2,
+            reduction_ranks: 2,
+            collective: CollectiveSpec::SharedMemory { name },
+            collective_timeout_ms: 30_000,
+            model: variant("llama-gqa").to_str().unwrap().to_owned(),
+            engine: EngineConfig {
+                block_size: 16,
+                max_model_len: 64,
+                max_num_seqs: 4,
+                max_num_batched_tokens: 32,
+                kv_cache_bytes: 1 << 20,
+            },
+        };
+        let ends = (epoch == 1).then_some(own);
+        let mut news = News { epoch: form.epoch, other: &slots[1], ends };
+        let ready = engine.form(&form, own, &mut news).unwrap();
+        assert!(ready.weight_bytes > 0 && ready.kv_blocks > 0);
+        engine.release();
+        own.clear();
+        assert_eq!(engine.lost_device(), None);
+        ready.load_seconds
+    })
+}
+
+/// What was loaded is good for the next epoch, though the one it was loaded in ended meanwhile.
+#[test]
+fn a_load_outlives_its_epoch() {
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let seconds = std::thread::scope(|scope| {
+        let slots = &slots;
+        let threads = [0, 1].map(|rank| scope.spawn(move || formed(rank, slots)));
+        threads.map(|thread| thread.join().unwrap())
+    });
+    for [first, second] in seconds {
+        assert!(first > 0.0 && second == 0.0, "{first} {second}");
+    }
+}
