@@ -89,7 +89,8 @@ __device__ __forceinline__ bool wait_for(const Lane& lane, uint32_t from) {
             say(peers, TUTTI_PEERS_ABORTED | from);
             return false;
         }
-        if (nanoseconds() - began > peers->spin_ns) {
+        const uint64_t now = nanoseconds();
+        if (now > began && now - began > peers->spin_ns) {
             say(peers, TUTTI_PEERS_TIMEOUT | from);
             return false;
         }

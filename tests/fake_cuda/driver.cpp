@@ -11,6 +11,7 @@
 // - FAKE_CUDA_MEMORY: bytes of each; default 4 GiB
 // - FAKE_CUDA_VERSION: of the driver; default 13000
 // - FAKE_CUDA_CAPABILITY: default 90
+// - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
 //   700 on break the context: every later call gives it too.
@@ -482,7 +483,8 @@ int cuIpcOpenMemHandle_v2(uint64_t* at, IpcHandle handle, unsigned flags) {
     if (file < 0) {
         return INVALID_VALUE;
     }
-    void* base = mmap(nullptr, handle.mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    const int kind = setting("FAKE_CUDA_DEAF", 0) != 0 ? MAP_PRIVATE : MAP_SHARED;
+    void* base = mmap(nullptr, handle.mapped, PROT_READ | PROT_WRITE, kind, file, 0);
     close(file);
     if (base == MAP_FAILED) {
         return OUT_OF_MEMORY;

@@ -5,9 +5,11 @@
 //!
 //! - `memory`: memory given to other processes (CUDA IPC), and the words shared with kernels
 //! - `connect`: how ranks find out whether they can, and set it up
+//! - `trial`: known numbers, sent before anything depends on it
 //! - [`tuning`]: PURE: which kernel for which size, from measured times; and the measuring
 mod connect;
 mod memory;
+mod trial;
 pub mod tuning;
 
 use std::cell::RefCell;

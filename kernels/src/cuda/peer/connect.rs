@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::memory::{HANDLE_BYTES, Mapped, Words, check_access, handle_of};
 use super::tuning::Thresholds;
-use super::{PeerGroup, Retired};
+use super::{PeerGroup, Retired, trial};
 use crate::collective::{AbortAll, AbortHandle as _, Collective};
 use crate::cuda::choice::Capability;
 use crate::cuda::connect::{GroupSetup, gather_bytes};
@@ -136,7 +136,8 @@ impl PeerGroup {
         let (places, mapped) = opened?;
         let timeout = setup.timeout;
         let table = Table { places, layout: &layout, made: &made, rank };
-        made.table.upload(&device.stream, 0, &table.words(timeout))?;
+        let (trial, lasting) = (table.words(timeout.min(trial::PATIENCE)), table.words(timeout));
+        made.table.upload(&device.stream, 0, &trial)?;
         let abort = Arc::new(AbortAll::default());
         abort.add(made.words.clone());
         if let Some(large) = large {
@@ -153,11 +154,22 @@ impl PeerGroup {
             words: made.words,
             abort,
             thresholds: thresholds.unwrap_or_default(),
-            large: large.take(),
+            // Not before this one is known to work.
+            large: None,
             shares_process: capabilities.iter().enumerate().any(shares),
             retired: retired.clone(),
             timeout,
         };
+        let said = group.try_out(device, rank, ranks).map_err(|error| words(&error));
+        let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
+        if let Err(error) = agreed {
+            // Nothing of it goes on; the other group does, so it is not aborted.
+            group.words.abort();
+            let _ = device.stream.synchronize();
+            return Err(error);
+        }
+        group.table.upload(&device.stream, 0, &lasting)?;
+        group.large = large.take();
         if thresholds.is_none()
             && let Err(error) = group.tune(device, collective)
         {

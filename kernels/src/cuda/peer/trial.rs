@@ -1,0 +1,101 @@
+//! A trial of what was set up, before anything depends on it. Access that the driver allows may
+//! hang all the same (a bus that does not pass writes on), or bring other data than was sent: then
+//! all ranks do without, instead of failing in every epoch or, worse, not.
+use std::time::Duration;
+
+use super::PeerGroup;
+use crate::cuda::device::Device;
+use crate::cuda::group::DeviceGroup as _;
+use crate::cuda::launch::{self, PEER_BLOCKS};
+use crate::cuda::memory::{DeviceMemory, Pinned};
+use crate::error::KernelError;
+
+/// How long the trial's exchanges may wait for each other: all ranks begin together.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+/// Elements, so that every block exchanges some.
+const COUNT: usize = PEER_BLOCKS * 2048;
+
+/// Element `index` of what a rank sends: sums over 8 ranks are exact.
+fn sent(rank: usize, index: usize) -> f32 {
+    ((rank + 1) * (index % 8191 + 1)) as f32
+}
+
+/// What is wrong with data that came.
+fn wrong(came: &[f32], expected: impl Fn(usize) -> f32) -> Option<String> {
+    let bad = |index: &usize| came[*index].to_bits() != expected(*index).to_bits();
+    let first = (0..came.len()).find(bad)?;
+    let count = (first..came.len()).filter(bad).count();
+    Some(format!(
+        "of {} numbers that ranks sent each other for a trial {count} arrived wrong, the first as \
+         {} instead of {}",
+        came.len(),
+        came[first],
+        expected(first)
+    ))
+}
+
+impl PeerGroup {
+    /// Sends known numbers every way, and looks at what comes.
+    ///
+    /// # Errors
+    /// [`KernelError`], also when something else came.
+    pub(super) fn try_out(
+        &mut self,
+        device: &Device,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<(), KernelError> {
+        let Device { context, stream, .. } = device;
+        let what = "a trial of the exchange between GPUs";
+        let own: Vec<f32> = (0..COUNT).map(|index| sent(rank, index)).collect();
+        let data = DeviceMemory::new(context, COUNT * 4, what)?;
+        let sum = |index| (0..ranks).map(|rank| sent(rank, index)).sum();
+        for two_shot in [false, true] {
+            data.upload(stream, 0, &own)?;
+            self.sum(device, two_shot, data.ptr(), COUNT)?;
+            self.compare(device, &data, COUNT, sum)?;
+        }
+        let all = DeviceMemory::new(context, ranks * COUNT * 4, what)?;
+        data.upload(stream, 0, &own)?;
+        let call = launch::peer_gather(self.table.ptr(), data.ptr(), all.ptr(), COUNT);
+        // SAFETY: both have as many elements; the table lives until the stream has come to its end.
+        unsafe { device.launch(call) }?;
+        self.compare(device, &all, ranks * COUNT, |index| sent(index / COUNT, index % COUNT))
+    }
+
+    fn compare(
+        &mut self,
+        device: &Device,
+        data: &DeviceMemory,
+        count: usize,
+        expected: impl Fn(usize) -> f32,
+    ) -> Result<(), KernelError> {
+        let Device { context, stream, .. } = device;
+        let mut host = Pinned::<f32>::new(context, count, "pinned memory to read a trial")?;
+        data.download_pinned(stream, 0, &mut host, count)?;
+        stream.synchronize()?;
+        self.poll()?;
+        wrong(&host.as_slice()[..count], expected)
+            .map_or(Ok(()), |what| Err(KernelError::Device(what)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_that_arrives_wrong_is_noticed() {
+        let right: Vec<f32> = (0..9000).map(|index| sent(3, index)).collect();
+        assert_eq!(wrong(&right, |index| sent(3, index)), None);
+        let mut some = right.clone();
+        (some[8999], some[70]) = (0.0, f32::NAN);
+        let words = wrong(&some, |index| sent(3, index)).unwrap();
+        assert!(words.contains("2 arrived wrong") && words.contains("284"), "{words}");
+        // Another rank's data is not taken for this one's, nor one place's for another's.
+        assert!((0..9000).all(|index| sent(2, index) != sent(3, index)));
+        assert_ne!(sent(0, 2048), sent(0, 4096));
+        let most: f32 = (0..8).map(|rank| sent(rank, 8190)).sum();
+        assert!(most < 16_777_216.0, "exact");
+    }
+}
