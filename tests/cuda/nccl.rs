@@ -15,6 +15,12 @@ struct Pair {
 
 impl Pair {
     async fn up(args: &[&str], environment: &[(&str, &str)]) -> Self {
+        let mut pair = Self::start(args, environment);
+        pair.cluster.wait_ready().await.unwrap();
+        pair
+    }
+
+    fn start(args: &[&str], environment: &[(&str, &str)]) -> Self {
         let (fake, nccl) = (options(fake()), nccl(None));
         let log = NamedTempFile::new().unwrap();
         let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
@@ -27,8 +33,7 @@ impl Pair {
         // All of it by NCCL, also small messages.
         variables.push(("FAKE_CUDA_PEER_ACCESS", "0"));
         variables.extend(environment);
-        let mut cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
-        cluster.wait_ready().await.unwrap();
+        let cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
         Self { cluster, log }
     }
 
@@ -216,6 +221,34 @@ async fn ranks_that_nccl_does_not_connect_go_another_way() {
         assert_eq!(made.count(), freed.count(), "{variable}\n{nccl}");
         assert!(!nccl.contains("died"), "{variable}\n{nccl}");
     }
+}
+
+/// A rank that dies while the others connect to it: they are not held up.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_abort_ends_the_connecting() {
+    let mut pair = Pair::start(&["--cuda-exchange", "nccl"], &[("FAKE_NCCL_INIT_HANG", "1:1")]);
+    let began = Instant::now();
+    let mut pids = Vec::new();
+    while pids.len() < 2 {
+        assert!(began.elapsed() < Duration::from_secs(60), "{}", pair.cluster.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let nccl = pair.nccl_log();
+        let begun = nccl.lines().filter(|line| line.contains("init rank"));
+        pids = begun.filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
+    }
+    // Its own line says which rank it is.
+    let first = pair.nccl_log().lines().any(|line| line == format!("{} init rank 0 of 2", pids[0]));
+    let (victim, survivor) = if first { (pids[0], pids[1]) } else { (pids[1], pids[0]) };
+    LocalCluster::signal(victim, "KILL").unwrap();
+    let began = Instant::now();
+    pair.cluster.wait_ready().await.unwrap();
+    // Half a minute is what ranks wait for each other.
+    assert!(began.elapsed() < Duration::from_secs(25), "{:?}", began.elapsed());
+    pair.complete(4).await;
+    let nccl = pair.nccl_log();
+    assert!(nccl.contains(&format!("{survivor} abort rank 1")), "{nccl}");
+    assert!(!nccl.contains("died"), "{nccl}");
+    assert!(pair.cluster.worker_pids().contains(&survivor), "{}", pair.cluster.log());
 }
 
 /// A rank that has waited long enough says so, and the coordinator's word frees the other.
