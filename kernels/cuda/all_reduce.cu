@@ -327,6 +327,12 @@ __device__ __forceinline__ bool gather(Lane& lane, const float* local, float* al
 
 using namespace tutti;
 
+// The exchange that was compiled for as many ranks as there are.
+#define BY_RANKS(exchange, ...)                                                                    \
+    (lane.ranks == 2   ? exchange<2>(__VA_ARGS__)                                                  \
+     : lane.ranks == 4 ? exchange<4>(__VA_ARGS__)                                                  \
+                       : exchange<8>(__VA_ARGS__))
+
 extern "C" __global__ void __launch_bounds__(PEER_THREADS)
     tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count) {
     wait_for_predecessors();
@@ -334,12 +340,7 @@ extern "C" __global__ void __launch_bounds__(PEER_THREADS)
     if (!begin(peers, &lane)) {
         return;
     }
-    bool done;
-    switch (lane.ranks) {
-        case 2: done = sum_one_shot<2>(lane, data, count); break;
-        case 4: done = sum_one_shot<4>(lane, data, count); break;
-        default: done = sum_one_shot<8>(lane, data, count); break;
-    }
+    const bool done = BY_RANKS(sum_one_shot, lane, data, count);
     release_successors();
     if (done) {
         end(lane);
@@ -353,12 +354,7 @@ extern "C" __global__ void __launch_bounds__(PEER_THREADS)
     if (!begin(peers, &lane)) {
         return;
     }
-    bool done;
-    switch (lane.ranks) {
-        case 2: done = sum_two_shot<2>(lane, data, count); break;
-        case 4: done = sum_two_shot<4>(lane, data, count); break;
-        default: done = sum_two_shot<8>(lane, data, count); break;
-    }
+    const bool done = BY_RANKS(sum_two_shot, lane, data, count);
     release_successors();
     if (done) {
         end(lane);
@@ -379,21 +375,8 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     if (live != nullptr && *live < rows) {
         rows = *live;
     }
-    bool done;
-    switch (lane.ranks) {
-        case 2:
-            done = sum_add_rmsnorm<2>(lane, data, residual, weight, out, width, out_stride, eps,
-                                      rows, scratch);
-            break;
-        case 4:
-            done = sum_add_rmsnorm<4>(lane, data, residual, weight, out, width, out_stride, eps,
-                                      rows, scratch);
-            break;
-        default:
-            done = sum_add_rmsnorm<8>(lane, data, residual, weight, out, width, out_stride, eps,
-                                      rows, scratch);
-            break;
-    }
+    const bool done = BY_RANKS(sum_add_rmsnorm, lane, data, residual, weight, out, width, out_stride,
+                               eps, rows, scratch);
     release_successors();
     if (done) {
         end(lane);

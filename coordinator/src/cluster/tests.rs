@@ -52,6 +52,26 @@ fn forms(effects: &[Effect]) -> Vec<(u32, u32, u64, CollectiveSpec)> {
         .collect()
 }
 
+/// A cluster that so many workers of one host have joined, and what it did.
+fn cluster_of(config: ClusterConfig, workers: u32) -> (Cluster, Vec<Effect>) {
+    let (mut cluster, mut effects) = (Cluster::new(config), Vec::new());
+    for worker in 0..workers {
+        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
+    }
+    (cluster, effects)
+}
+
+/// Who is told to end, and why.
+fn shut_down(effects: &[Effect]) -> Vec<(u32, &str)> {
+    let told = |effect| match effect {
+        &Effect::Send { worker, message: ToWorker::Shutdown { ref reason }, .. } => {
+            Some((worker.0, reason.as_str()))
+        }
+        _ => None,
+    };
+    effects.iter().filter_map(told).collect()
+}
+
 fn bring_up(cluster: &mut Cluster, now: Duration, epoch: u64, workers: &[u32]) -> Vec<Effect> {
     let mut effects = Vec::new();
     for (i, worker) in workers.iter().enumerate() {
@@ -87,11 +107,7 @@ fn a_group_forms_when_complete_and_serves_with_the_smallest_cache() {
 
 #[test]
 fn rank_0s_group_id_reaches_the_other_ranks_of_its_epoch_once() {
-    let mut cluster = Cluster::new(config(3));
-    let mut effects = Vec::new();
-    for worker in 0..4 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, _) = cluster_of(config(3), 4);
     let tell = |cluster: &mut Cluster, worker: u32, epoch: u64, bytes: usize| {
         let mut effects = Vec::new();
         let id = GroupId { epoch: Epoch(epoch), bytes: vec![epoch as u8; bytes] };
@@ -158,11 +174,7 @@ fn a_lost_rank_breaks_the_replica_frees_the_survivor_and_its_return_forms_a_new_
 
 #[test]
 fn a_spare_takes_the_place_of_a_lost_rank() {
-    let mut cluster = Cluster::new(config(2));
-    let mut effects = Vec::new();
-    for worker in 0..3 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config(2), 3);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     effects.clear();
     cluster.worker_left(secs(2), WorkerId(1), Incarnation(1), "killed", &mut effects);
@@ -296,11 +308,7 @@ fn world_sizes(effects: &[Effect]) -> Vec<(u32, u32, u32)> {
 fn four() -> Cluster {
     let mut config = config(4);
     config.degrees = vec![4, 2, 1];
-    let mut cluster = Cluster::new(config);
-    let mut effects = Vec::new();
-    for worker in 0..4 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, effects) = cluster_of(config, 4);
     assert_eq!(world_sizes(&effects).len(), 4);
     bring_up(&mut cluster, secs(1), 1, &[0, 1, 2, 3]);
     cluster
@@ -345,11 +353,7 @@ fn the_degree_follows_the_members_down_and_up_again() {
 
 #[test]
 fn without_permission_a_replica_waits_for_its_ranks() {
-    let mut cluster = Cluster::new(config(2));
-    let mut effects = Vec::new();
-    for worker in 0..2 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config(2), 2);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     effects.clear();
     cluster.worker_left(secs(2), WorkerId(1), Incarnation(1), "killed", &mut effects);
@@ -361,11 +365,7 @@ fn without_permission_a_replica_waits_for_its_ranks() {
 fn too_few_workers_from_the_start_serve_as_a_small_replica() {
     let mut config = config(4);
     config.degrees = vec![4, 2];
-    let mut cluster = Cluster::new(config);
-    let mut effects = Vec::new();
-    for worker in 0..3 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config, 3);
     cluster.tick(secs(1), &mut effects);
     assert!(world_sizes(&effects).is_empty(), "the others may still come");
     cluster.tick(secs(3), &mut effects);
@@ -374,11 +374,7 @@ fn too_few_workers_from_the_start_serve_as_a_small_replica() {
 
 #[test]
 fn two_broken_replicas_complete_one() {
-    let mut cluster = Cluster::new(config(2));
-    let mut effects = Vec::new();
-    for worker in 0..4 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config(2), 4);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     bring_up(&mut cluster, secs(1), 2, &[2, 3]);
     effects.clear();
@@ -399,11 +395,7 @@ fn two_broken_replicas_complete_one() {
 
 #[test]
 fn scaling_removes_the_youngest_and_makes_new_ones_of_spares() {
-    let mut cluster = Cluster::new(config(1));
-    let mut effects = Vec::new();
-    for worker in 0..3 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config(1), 3);
     for (epoch, worker) in [(1, 0), (2, 1), (3, 2)] {
         bring_up(&mut cluster, secs(1), epoch, &[worker]);
     }
@@ -425,21 +417,12 @@ fn scaling_removes_the_youngest_and_makes_new_ones_of_spares() {
 
 #[test]
 fn a_drained_worker_is_replaced_and_told_to_end() {
-    let mut cluster = Cluster::new(config(2));
-    let mut effects = Vec::new();
-    for worker in 0..3 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config(2), 3);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     effects.clear();
     cluster.drain(secs(2), WorkerId(0), &mut effects).unwrap();
     assert_eq!(world_sizes(&effects), [(2, 0, 2), (1, 1, 2)], "the spare has its rank");
-    let told = |worker: u32| {
-        effects.iter().any(|effect| {
-            matches!(effect, Effect::Send { worker: to, message: ToWorker::Shutdown { .. }, .. }
-                if to.0 == worker)
-        })
-    };
+    let told = |worker: u32| shut_down(&effects).iter().any(|(to, _)| *to == worker);
     assert!(told(0) && !told(1) && !told(2));
     let mut effects = Vec::new();
     cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "goodbye", &mut effects);
@@ -451,20 +434,13 @@ fn a_drained_worker_is_replaced_and_told_to_end() {
 
 #[test]
 fn a_drain_outlives_a_link_that_broke_before_the_worker_heard_of_it() {
-    let mut cluster = Cluster::new(config(1));
-    let mut effects = Vec::new();
-    for worker in 0..2 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config(1), 2);
     cluster.drain(secs(1), WorkerId(0), &mut effects).unwrap();
     cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "the link broke", &mut effects);
     effects.clear();
     cluster.worker_joined(secs(3), member(0, 1, "a"), &mut effects);
     let told = |effects: &[Effect]| {
-        effects.iter().any(|effect| {
-            matches!(effect, Effect::Send { worker: WorkerId(0),
-                message: ToWorker::Shutdown { reason }, .. } if reason.contains("drained"))
-        })
+        shut_down(effects).iter().any(|(to, reason)| *to == 0 && reason.contains("drained"))
     };
     assert!(told(&effects) && world_sizes(&effects).is_empty(), "{effects:?}");
     assert!(cluster.member(WorkerId(0)).is_some_and(|member| member.draining));
@@ -480,11 +456,7 @@ fn a_worker_that_leaves_is_not_waited_for_and_no_failure() {
     let mut config = config(2);
     config.degrees = vec![2, 1];
     config.reshard_after = secs(5);
-    let mut cluster = Cluster::new(config);
-    let mut effects = Vec::new();
-    for worker in 0..2 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config, 2);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     effects.clear();
     cluster.worker_leaves(secs(2), WorkerId(0), "told to end", &mut effects);
@@ -495,13 +467,7 @@ fn a_worker_that_leaves_is_not_waited_for_and_no_failure() {
     let ends: Vec<_> = effects.iter().filter_map(broken).collect();
     assert!(matches!(&ends[..], [(EpochEnd::Planned, why)] if why.contains("told to end")));
     assert_eq!(world_sizes(&effects), [(1, 0, 1)], "at once, with one rank fewer");
-    let told: Vec<u32> = effects
-        .iter()
-        .filter_map(|effect| match effect {
-            Effect::Send { worker, message: ToWorker::Shutdown { .. }, .. } => Some(worker.0),
-            _ => None,
-        })
-        .collect();
+    let told: Vec<u32> = shut_down(&effects).into_iter().map(|(to, _)| to).collect();
     assert_eq!(told, [0], "it is let go");
     effects.clear();
     cluster.worker_leaves(secs(3), WorkerId(0), "again", &mut effects);
@@ -520,11 +486,7 @@ fn a_worker_that_leaves_is_not_waited_for_and_no_failure() {
 
 #[test]
 fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
-    let mut cluster = Cluster::new(config(2));
-    let mut effects = Vec::new();
-    for worker in 0..2 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) = cluster_of(config(2), 2);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     effects.clear();
     cluster.rank_pace(secs(40), ReplicaId(0), Epoch(7), WorkerId(1), true, &mut effects);
@@ -550,11 +512,8 @@ fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
 
 #[test]
 fn a_slow_spare_is_the_last_to_be_taken() {
-    let mut cluster = Cluster::new(ClusterConfig { max_replicas: Some(1), ..config(2) });
-    let mut effects = Vec::new();
-    for worker in 0..3 {
-        cluster.worker_joined(secs(0), member(worker, 1, "a"), &mut effects);
-    }
+    let (mut cluster, mut effects) =
+        cluster_of(ClusterConfig { max_replicas: Some(1), ..config(2) }, 3);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     cluster.rank_pace(secs(40), ReplicaId(0), Epoch(1), WorkerId(0), true, &mut effects);
     bring_up(&mut cluster, secs(41), 2, &[2, 1]);

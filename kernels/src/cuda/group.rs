@@ -174,26 +174,34 @@ impl GroupSlot {
     /// # Errors
     /// [`KernelError::Device`] when the stream failed or does not come to its end.
     pub(super) fn leave(&self, stream: &Stream) -> Result<(), KernelError> {
-        let Some(joined) = self.joined.borrow_mut().take() else { return Ok(()) };
-        // Until the stream is done with what it holds; kept for good when it never is.
-        let mut joined = ManuallyDrop::new(joined);
-        joined.group.abort_handle().abort();
-        let began = Instant::now();
-        while !stream.is_idle()? {
-            let waited = began.elapsed();
-            if waited > DRAIN_PATIENCE {
-                let error = stream.context().hangs(format!(
-                    "the GPU goes on {DRAIN_PATIENCE:?} after its exchange with other ranks was \
-                     aborted: it hangs"
-                ));
-                return Err(error);
-            }
-            pause(waited);
-        }
-        if let Err(reason) = joined.group.end() {
-            return Err(stream.context().hangs(reason));
-        }
-        drop(ManuallyDrop::into_inner(joined));
-        Ok(())
+        let joined = self.joined.borrow_mut().take();
+        joined.map_or(Ok(()), |joined| give_up(joined.group, stream))
     }
+}
+
+/// As [`GroupSlot::leave`], of a group that is in no context.
+///
+/// # Errors
+/// As there.
+pub(super) fn give_up(group: Box<dyn DeviceGroup>, stream: &Stream) -> Result<(), KernelError> {
+    // Until the stream is done with what it holds; kept for good when it never is.
+    let mut group = ManuallyDrop::new(group);
+    group.abort_handle().abort();
+    let began = Instant::now();
+    while !stream.is_idle()? {
+        let waited = began.elapsed();
+        if waited > DRAIN_PATIENCE {
+            let error = stream.context().hangs(format!(
+                "the GPU goes on {DRAIN_PATIENCE:?} after its exchange with other ranks was \
+                 aborted: it hangs"
+            ));
+            return Err(error);
+        }
+        pause(waited);
+    }
+    if let Err(reason) = group.end() {
+        return Err(stream.context().hangs(reason));
+    }
+    drop(ManuallyDrop::into_inner(group));
+    Ok(())
 }

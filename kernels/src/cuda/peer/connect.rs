@@ -7,11 +7,11 @@ use std::sync::{Arc, OnceLock};
 use super::memory::{HANDLE_BYTES, Mapped, Words, check_access, handle_of};
 use super::tuning::Thresholds;
 use super::{PeerGroup, Retired, trial};
-use crate::collective::{AbortAll, AbortHandle as _, Collective};
+use crate::collective::{AbortAll, Collective};
 use crate::cuda::choice::Capability;
 use crate::cuda::connect::{GroupSetup, gather_bytes};
 use crate::cuda::device::Device;
-use crate::cuda::group::DeviceGroup;
+use crate::cuda::group::{DeviceGroup, give_up};
 use crate::cuda::launch::{PEER_BLOCKS, PEER_SLOT};
 use crate::cuda::memory::{DeviceMemory, DevicePtr};
 use crate::error::{CollectiveError, KernelError};
@@ -140,9 +140,6 @@ impl PeerGroup {
         made.table.upload(&device.stream, 0, &trial)?;
         let abort = Arc::new(AbortAll::default());
         abort.add(made.words.clone());
-        if let Some(large) = large {
-            abort.add(large.abort_handle());
-        }
         (setup.on_abort_handle)(abort.clone());
         let shares = |one: (usize, &Capability)| {
             one.0 != rank && one.1.process == capabilities[rank].process
@@ -163,18 +160,19 @@ impl PeerGroup {
         let said = group.try_out(device, rank, ranks).map_err(|error| words(&error));
         let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
         if let Err(error) = agreed {
-            // Nothing of it goes on; the other group does, so it is not aborted.
-            group.words.abort();
-            let _ = device.stream.synchronize();
+            // Nothing of it goes on; the other group does.
+            give_up(Box::new(group), &device.stream)?;
             return Err(error);
         }
         group.table.upload(&device.stream, 0, &lasting)?;
         group.large = large.take();
+        if let Some(large) = &group.large {
+            group.abort.add(large.abort_handle());
+        }
         if thresholds.is_none()
             && let Err(error) = group.tune(device, collective)
         {
-            group.abort.abort();
-            let _ = device.stream.synchronize();
+            give_up(Box::new(group), &device.stream)?;
             return Err(error.into());
         }
         Ok(group)
