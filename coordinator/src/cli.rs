@@ -12,6 +12,7 @@ mod elected;
 mod etcd;
 mod front;
 mod logging;
+mod open_files;
 mod operate;
 mod options;
 mod output;
@@ -78,6 +79,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
+    open_files::raise();
     let result = match command {
         Command::Up(args) => up::run(&args),
         Command::Coordinator(args) => serve::run(&args),

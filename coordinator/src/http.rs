@@ -5,7 +5,7 @@
 //! - [`params`]: request bodies to validated requests: every field, its bound, its error
 //! - [`completions`], [`chat`], [`models`]: OpenAI's endpoints
 //! - [`generation`]: a running request as a sequence of text pieces
-//! - [`sse`]: pieces as Server-Sent Events
+//! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes
 //! - [`metrics`]: the cluster's metrics, in the format asked for
 //! - [`admin`]: the operator's side
@@ -14,6 +14,7 @@
 pub mod admin;
 pub mod chat;
 pub mod completions;
+pub mod envelope;
 pub mod error;
 pub mod gate;
 pub mod generation;

@@ -18,12 +18,28 @@ pub struct ApiError {
     code: Option<&'static str>,
     retry_after_s: Option<u32>,
     allow: Option<&'static str>,
+    /// The engine refused it, and has counted that.
+    by_engine: bool,
 }
 
 impl ApiError {
     fn new(status: StatusCode, message: impl Into<String>) -> Self {
         let message = message.into();
-        Self { status, message, param: None, code: None, retry_after_s: None, allow: None }
+        Self {
+            status,
+            message,
+            param: None,
+            code: None,
+            retry_after_s: None,
+            allow: None,
+            by_engine: false,
+        }
+    }
+
+    /// A fault of this program: 500.
+    #[must_use]
+    pub fn internal(message: String) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
     /// A field has a bad value: 400.
@@ -116,10 +132,11 @@ impl ApiError {
         Self { retry_after_s: Some(1), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
     }
 
-    /// Whether the request was at fault.
+    /// Whether the request itself was found to be at fault, here and not by the engine, which
+    /// counts what it refuses.
     #[must_use]
-    pub fn is_clients(&self) -> bool {
-        self.status.is_client_error() && self.status != StatusCode::TOO_MANY_REQUESTS
+    pub fn is_invalid(&self) -> bool {
+        self.status.is_client_error() && !self.by_engine
     }
 
     /// The body, also sent as the last event of a stream that fails.
@@ -140,7 +157,7 @@ impl ApiError {
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
         let message = error.to_string();
-        match error {
+        let error = match error {
             EngineError::QueueFull { retry_after_s, .. } => Self {
                 retry_after_s: Some(retry_after_s),
                 code: Some("queue_full"),
@@ -153,7 +170,8 @@ impl From<EngineError> for ApiError {
             EngineError::Corrupted | EngineError::Quarantined { .. } => {
                 Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
             }
-        }
+        };
+        Self { by_engine: true, ..error }
     }
 }
 

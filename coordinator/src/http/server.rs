@@ -1,8 +1,10 @@
 //! Routes, connection limits, start and stop.
 use std::net::TcpListener;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use actix_web::body::MessageBody;
+use actix_web::body::{BodySize, MessageBody};
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::ConnectionType;
 use actix_web::http::header::CONTENT_TYPE;
@@ -23,7 +25,7 @@ use super::{admin, chat, completions, metrics, models};
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 const BODY_DEADLINE_S: u64 = 10;
-/// Connections at a time.
+/// Connections at a time, of all threads together.
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
@@ -51,7 +53,7 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
     });
     Ok(server
         .workers(threads)
-        .max_connections(CONNECTIONS_MAX)
+        .max_connections(CONNECTIONS_MAX.div_ceil(threads.max(1)))
         .client_request_timeout(HEAD_DEADLINE)
         .keep_alive(Duration::from_secs(75))
         // A client that closes its side is gone: its request is cancelled, streaming or not.
@@ -141,7 +143,7 @@ fn enter(state: &AppState) -> Result<Visit, ApiError> {
 }
 
 fn count_invalid(state: &AppState, error: &ApiError) {
-    if error.is_clients() {
+    if error.is_invalid() {
         state.stats.rejected(RejectReason::Invalid);
     }
 }
@@ -200,37 +202,57 @@ async fn get_version() -> HttpResponse {
     HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
 }
 
-/// Counts every HTTP request by route, method and status, and times it to its head.
+/// Counts every HTTP request by route, method and status, and times it to the end of its answer.
 async fn observe(
     request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, actix_web::Error> {
     let state = request.app_data::<Data<AppState>>().cloned();
-    let method = method(request.method().as_str());
-    let Some(state) = state else { return next.call(request).await };
-    let began = state.clock.now();
-    state.stats.http_started();
-    let mut counted = Counted { state, method, began, route: "other", status: 499 };
-    let mut response = next.call(request).await;
-    if let Ok(response) = &mut response
-        && counted.state.gate.is_closed()
-    {
-        // Its next request shall find another server.
-        response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
-    }
-    match &response {
-        Ok(response) => {
-            counted.status = response.status().as_u16();
-            let matched = response.request().match_pattern();
-            let known = ROUTES.iter().find(|(path, _)| matched.as_deref() == Some(pattern(path)));
-            counted.route = known.map_or("other", |(path, _)| path);
+    let counted = state.map(|state| {
+        let matched = request.match_pattern();
+        let known = ROUTES.iter().find(|(path, _)| matched.as_deref() == Some(pattern(path)));
+        Counted {
+            method: method(request.method().as_str()),
+            began: state.clock.now(),
+            route: known.map_or("other", |(path, _)| path),
+            status: CLIENT_LEFT,
+            state,
         }
-        Err(error) => counted.status = error.as_response_error().status_code().as_u16(),
+    });
+    if let Some(counted) = &counted {
+        counted.state.stats.http_started();
     }
-    response
+    match next.call(request).await {
+        Ok(mut response) => {
+            let is_closed = counted.as_ref().is_some_and(|counted| counted.state.gate.is_closed());
+            if is_closed {
+                // Its next request shall find another server.
+                response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
+            }
+            let status = response.status().as_u16();
+            Ok(response.map_body(|_, body| {
+                let is_empty = matches!(body.size(), BodySize::None | BodySize::Sized(0));
+                let mut body = CountedBody { body: Box::pin(body), counted, status };
+                if is_empty {
+                    // Nobody asks for its end.
+                    body.ended();
+                }
+                body
+            }))
+        }
+        Err(error) => {
+            if let Some(mut counted) = counted {
+                counted.status = error.as_response_error().status_code().as_u16();
+            }
+            Err(error)
+        }
+    }
 }
 
-/// Counts the request when it is answered, or when its client left before (status 499).
+/// What is counted for a request whose client left before the end of its answer.
+const CLIENT_LEFT: u16 = 499;
+
+/// Counts the request when it is dropped.
 struct Counted {
     state: Data<AppState>,
     method: Method,
@@ -243,6 +265,41 @@ impl Drop for Counted {
     fn drop(&mut self) {
         let duration = self.state.clock.now().saturating_sub(self.began);
         self.state.stats.http_finished(self.route, self.method, self.status, duration);
+    }
+}
+
+/// An answer's body, which knows whether it was taken to its end.
+struct CountedBody<B> {
+    body: Pin<Box<B>>,
+    counted: Option<Counted>,
+    status: u16,
+}
+
+impl<B> CountedBody<B> {
+    /// The client has all of it.
+    fn ended(&mut self) {
+        if let Some(mut counted) = self.counted.take() {
+            counted.status = self.status;
+        }
+    }
+}
+
+impl<B: MessageBody> MessageBody for CountedBody<B> {
+    type Error = B::Error;
+
+    fn size(&self) -> BodySize {
+        self.body.size()
+    }
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, Self::Error>>> {
+        let next = ready!(self.body.as_mut().poll_next(context));
+        if next.is_none() {
+            self.ended();
+        }
+        Poll::Ready(next)
     }
 }
 

@@ -343,12 +343,13 @@ catalogue! {
 
     // HTTP.
     counter HTTP_REQUESTS: "tutti_http_requests_total", Requests, [Method::LABEL, ROUTE, STATUS],
-        Frontend, "HTTP requests answered.";
+        Frontend,
+        "HTTP requests answered; status 499: the client left before the end of its answer.";
     histogram(REQUEST_SECONDS) HTTP_REQUEST_DURATION: "tutti_http_request_duration_seconds",
         Seconds, [Method::LABEL, ROUTE], Frontend,
-        "HTTP request received to the last byte of its answer handed over.";
+        "HTTP request received to the end of its answer, of a stream its last event.";
     gauge(Sum) HTTP_REQUESTS_IN_FLIGHT: "tutti_http_requests_in_flight", Requests, [], Frontend,
-        "HTTP requests being answered now.";
+        "HTTP requests whose answers, streams included, have not ended.";
 
     // Processes, hosts and devices. Processes of one host see the same host: maximum, not sum.
     counter PROCESS_CPU: "tutti_process_cpu_seconds_total", Seconds, [PROCESS], Process,
