@@ -1,6 +1,7 @@
 //! Server-Sent Events, stop strings, failures, disconnects.
 use coordinator::engine::EngineError;
 use serde_json::{Value, json};
+use testkit::scrape::Scrape;
 
 use crate::rig::{Rig, Script};
 
@@ -150,48 +151,54 @@ async fn prompts_of_one_request_share_a_stream_each_whole() {
     }
 }
 
-/// One series of the page.
-async fn series(rig: &Rig, name: &str) -> f64 {
+/// The sum of the series of the page with these labels.
+async fn sum(rig: &Rig, name: &str, labels: &[(&str, &str)]) -> f64 {
     let page = rig.client.get("/metrics").await.unwrap().body;
-    let line = page.as_str().unwrap().lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    line.map_or(0.0, |value| value.parse().unwrap())
+    Scrape::parse(page.as_str().unwrap()).unwrap().sum(name, labels)
+}
+
+/// Requests for completions that were counted with this status.
+async fn counted(rig: &Rig, status: &str) -> f64 {
+    let labels = [("route", "/v1/completions"), ("status", status)];
+    sum(rig, "tutti_http_requests_total", &labels).await
+}
+
+/// Waits until nothing but the scrape itself is being answered.
+async fn idle(rig: &Rig) {
+    while sum(rig, "tutti_http_requests_in_flight", &[]).await > 1.0 {
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
 }
 
 #[tokio::test]
 async fn a_stream_is_being_answered_until_its_last_event() {
-    const IN_FLIGHT: &str = "tutti_http_requests_in_flight";
-    let count = |status: u32| {
-        let labels = format!("method=\"POST\",route=\"/v1/completions\",status=\"{status}\"");
-        format!("tutti_http_requests_total{{{labels}}}")
-    };
     let rig = Rig::new(Script { text: TEXT.to_owned(), hang: true, ..Script::default() });
     let body = json!({"prompt": "x", "max_tokens": 50, "stream": true});
     let mut response = rig.client.open("/v1/completions", &body).await.unwrap();
     assert!(response.chunk().await.unwrap().is_some(), "the first event is here");
-    // The other one is the scrape itself.
-    assert_eq!(series(&rig, IN_FLIGHT).await, 2.0);
-    assert_eq!(series(&rig, &count(200)).await, 0.0);
+    assert_eq!(sum(&rig, "tutti_http_requests_in_flight", &[]).await, 2.0);
+    assert_eq!(counted(&rig, "200").await, 0.0);
     drop(response);
     assert!(rig.cancelled().await);
-    while series(&rig, IN_FLIGHT).await > 1.0 {
-        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-    }
-    assert_eq!((series(&rig, &count(499)).await, series(&rig, &count(200)).await), (1.0, 0.0));
+    idle(&rig).await;
+    assert_eq!((counted(&rig, "499").await, counted(&rig, "200").await), (1.0, 0.0));
     rig.script(|script| script.hang = false);
     assert!(rig.client.stream("/v1/completions", &body).await.unwrap().done);
     let reply = rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
     assert_eq!(reply.status, 200);
-    while series(&rig, IN_FLIGHT).await > 1.0 {
-        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-    }
-    assert_eq!((series(&rig, &count(499)).await, series(&rig, &count(200)).await), (1.0, 2.0));
-    // A client at fault is counted once, by who found it: here, and not where the engine refuses.
-    assert_eq!(
-        rig.client.post("/v1/completions", &json!({"prompt": ""})).await.unwrap().status,
-        400
-    );
-    let refuse = Some(EngineError::TooLarge { needed: 9, available: 4 });
-    rig.script(|script| script.refuse = refuse);
-    assert_eq!(rig.client.post("/v1/completions", &body).await.unwrap().status, 400);
-    assert_eq!(series(&rig, "tutti_requests_rejected_total{reason=\"invalid\"}").await, 1.0);
+    idle(&rig).await;
+    assert_eq!((counted(&rig, "499").await, counted(&rig, "200").await), (1.0, 2.0));
+}
+
+#[tokio::test]
+async fn a_refused_request_is_counted_once_by_who_refuses_it() {
+    let rig = Rig::saying(TEXT);
+    let bad = rig.client.post("/v1/completions", &json!({"prompt": ""})).await.unwrap();
+    assert_eq!(bad.status, 400);
+    let refuse = EngineError::TooLarge { needed: 9, available: 4 };
+    rig.script(|script| script.refuse = Some(refuse));
+    let large = rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
+    assert_eq!(large.status, 400);
+    let invalid = sum(&rig, "tutti_requests_rejected_total", &[("reason", "invalid")]).await;
+    assert_eq!(invalid, 1.0);
 }
