@@ -14,7 +14,9 @@
 // - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
-//   700 on break the context: every later call gives it too.
+//   700 on break the context: every later call gives it too. -1: it never returns; -2: it ends the
+//   process.
+// - FAKE_CUDA_ONCE: a file that is made when FAKE_CUDA_FAIL does something: once, over all processes
 // - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -29,6 +31,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -59,7 +62,7 @@ struct Item {
 };
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100,
               INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT_FOUND = 500,
-              NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
+              NOT_READY = 600, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
 
 std::recursive_mutex driver_lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
@@ -120,6 +123,8 @@ std::map<Stream*, size_t> done;  // Work finished, per stream.
 thread_local Stream* capturing = nullptr;
 thread_local bool has_context = false;
 bool initialised = false;
+// The kernels that are on the GPU. Loading at first launch may wait for whatever runs.
+std::set<const Kernel*> loaded;
 int broken = SUCCESS;
 std::map<uint64_t, std::pair<size_t, size_t>> allocations;  // Address: bytes, bytes mapped.
 std::map<uint64_t, size_t> pinned;
@@ -162,6 +167,16 @@ int injected(const char* function) {
         }
         if (std::string(at, colon) == function && atoi(colon + 1) == count) {
             const int code = atoi(equals + 1);
+            const char* once = getenv("FAKE_CUDA_ONCE");
+            if (once != nullptr && open(once, O_CREAT | O_EXCL, 0600) < 0) {
+                return broken;
+            }
+            if (code == -2) {
+                abort();
+            }
+            while (code == -1) {
+                pause();
+            }
             if (code >= 700 && code < 800) {
                 broken = code;
             }
@@ -727,6 +742,13 @@ int cuModuleGetFunction(const Kernel** function, void*, const char* name) {
     }
     return NOT_FOUND;
 }
+int cuFuncLoad(const Kernel* kernel) {
+    ENTER("cuFuncLoad");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
+    loaded.insert(kernel);
+    return SUCCESS;
+}
 int cuFuncSetAttribute(const Kernel*, int attribute, int) {
     ENTER("cuFuncSetAttribute");
     return attribute == 8 ? SUCCESS : INVALID_VALUE;
@@ -736,6 +758,10 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
                    void** params, void** extra) {
     ENTER("cuLaunchKernel");
     NEEDS_CONTEXT;
+    if (loaded.count(kernel) == 0) {
+        NO_CAPTURE;
+        return LAUNCH_FAILED;
+    }
     log_line("launch %s %u %u %u %u %u", kernel->name, x, y, z, threads, shared);
     if (x == 0 || y == 0 || z == 0 || threads == 0 || threads > 1024 || threads_y != 1 ||
         threads_z != 1 || extra != nullptr || y > 65535 || z > 65535) {
@@ -819,24 +845,37 @@ int cublasLtMatrixLayoutDestroy(Layout* layout) {
     delete layout;
     return SUCCESS;
 }
-int cublasLtMatmulPreferenceCreate(void** preference) {
-    *preference = malloc(1);
+// What operands are aligned to: of A, B, C and D.
+struct Preference {
+    uint32_t alignment[4] = {256, 256, 256, 256};
+};
+int cublasLtMatmulPreferenceCreate(Preference** preference) {
+    *preference = new Preference;
     return SUCCESS;
 }
-int cublasLtMatmulPreferenceDestroy(void* preference) {
-    free(preference);
+int cublasLtMatmulPreferenceDestroy(Preference* preference) {
+    delete preference;
     return SUCCESS;
 }
-int cublasLtMatmulPreferenceSetAttribute(void*, int attribute, const void*, size_t bytes) {
+int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value,
+                                         size_t bytes) {
+    if (attribute >= 5 && attribute <= 8 && bytes == 4) {
+        memcpy(&preference->alignment[attribute - 5], value, bytes);
+        return SUCCESS;
+    }
     return attribute == 1 && bytes == 8 ? SUCCESS : 7;
 }
-int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, Layout* d, void*, int,
-                                   uint64_t* result, int* count) {
+int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, Layout* d,
+                                   const Preference* preference, int, uint64_t* result, int* count) {
     ENTER("cublasLtMatmulAlgoGetHeuristic");
     log_line("plan %zu %zu %zu", static_cast<size_t>(b->columns), static_cast<size_t>(a->columns),
              static_cast<size_t>(a->rows));
     memset(result, 0, 8 * 8);
     result[0] = d->rows;
+    // An algorithm that makes use of what it is promised.
+    for (size_t i = 0; i < 4; i++) {
+        result[1 + i] = preference->alignment[i];
+    }
     *count = 1;
     return SUCCESS;
 }
@@ -855,6 +894,10 @@ int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* 
     if (!is_device(address(a), ((n - 1) * static_cast<uint64_t>(la.stride) + k) * 2) ||
         !is_device(address(b), ((m - 1) * static_cast<uint64_t>(lb.stride) + k) * 2) ||
         !is_device(address(d), ((m - 1) * static_cast<uint64_t>(ld.stride) + n) * 4)) {
+        return 13;
+    }
+    if (address(a) % algorithm[1] != 0 || address(b) % algorithm[2] != 0 ||
+        address(d) % algorithm[3] != 0 || address(d) % algorithm[4] != 0) {
         return 13;
     }
     log_line("product %zu %zu %zu", static_cast<size_t>(m), static_cast<size_t>(n), static_cast<size_t>(k));

@@ -20,7 +20,7 @@ use worker::model::size;
 use worker::model::weights::{LayerWeights, Weights};
 use worker::rank::StepSource;
 
-use crate::{Options, Table};
+use crate::{Options, Step, Table};
 
 const BLOCK_SIZE: u32 = 16;
 
@@ -37,7 +37,7 @@ struct Shape {
 }
 
 /// As Llama 3.1 8B and Llama 3.2 1B.
-const SHAPES: [Shape; 2] = [
+static SHAPES: [Shape; 2] = [
     Shape {
         name: "1B",
         hidden: 2048,
@@ -61,7 +61,7 @@ const SHAPES: [Shape; 2] = [
         tied: false,
     },
 ];
-const TINY: Shape = Shape {
+static TINY: [Shape; 1] = [Shape {
     name: "tiny",
     hidden: 64,
     inner: 96,
@@ -71,7 +71,7 @@ const TINY: Shape = Shape {
     head_dim: 16,
     vocab: 300,
     tied: false,
-};
+}];
 
 /// What a case measures.
 struct Sizes {
@@ -350,32 +350,41 @@ fn cases(
     Ok(())
 }
 
-pub(crate) fn measure(options: &Options, ordinal: u32, table: &mut Table) {
+/// Bytes per second: of a copy, and read.
+fn bandwidth(options: &Options, ordinal: u32) -> Result<(f64, f64), String> {
     let bytes = if options.quick { 1 << 20 } else { 8 << 30 };
-    let bandwidth = options
+    options
         .backend(ordinal, false)
         .and_then(|mut backend| backend.measure_bandwidth(bytes))
-        .map_err(|error| error.to_string());
-    let best = bandwidth.as_ref().map_or(f64::NAN, |(copy, read)| copy.max(*read));
-    table.add(
-        "memory bandwidth",
-        bandwidth.map(|(copy, read)| {
-            format!("copy {:.2} TB/s (read + write), read {:.2} TB/s", copy / 1e12, read / 1e12)
-        }),
-    );
+        .map_err(|error| error.to_string())
+}
+
+fn measure(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     let quick = Sizes { batches: &[1, 3], context: 20, prefill: 80, steps: 6 };
     let full = Sizes { batches: &[1, 8, 64, 256], context: 512, prefill: 4096, steps: 67 };
-    let (shapes, sizes): (&[Shape], _) =
-        if options.quick { (&[TINY], quick) } else { (&SHAPES, full) };
-    for shape in shapes {
-        let run = options
-            .backend(ordinal, true)
-            .map_err(ModelError::from)
-            .and_then(|backend| shape.engine(backend, &sizes))
-            .map_err(|error| error.to_string())
-            .and_then(|mut engine| cases(shape, &mut engine, &sizes, best, table));
-        if let Err(fault) = run {
-            table.add(shape.name, Err(fault));
-        }
+    let sizes = if options.quick { quick } else { full };
+    let best = bandwidth(options, ordinal).map_or(f64::NAN, |(copy, read)| copy.max(read));
+    let run = options
+        .backend(ordinal, true)
+        .map_err(ModelError::from)
+        .and_then(|backend| shape.engine(backend, &sizes))
+        .map_err(|error| error.to_string())
+        .and_then(|mut engine| cases(shape, &mut engine, &sizes, best, table));
+    if let Err(fault) = run {
+        table.add(shape.name, Err(fault));
     }
+}
+
+pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
+    let memory = Step::new("memory bandwidth", move |table| {
+        let found = bandwidth(options, ordinal).map(|(copy, read)| {
+            format!("copy {:.2} TB/s (read + write), read {:.2} TB/s", copy / 1e12, read / 1e12)
+        });
+        table.add("memory bandwidth", found);
+    });
+    let shapes: &'static [Shape] = if options.quick { &TINY } else { &SHAPES };
+    let step = |shape: &'static Shape| {
+        Step::new(shape.name, move |table| measure(options, ordinal, shape, table))
+    };
+    std::iter::once(memory).chain(shapes.iter().map(step)).collect()
 }
