@@ -62,7 +62,7 @@ struct Item {
 };
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100,
               INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT_FOUND = 500,
-              NOT_READY = 600, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
+              NOT_READY = 600, OUT_OF_RESOURCES = 701, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
 
 std::recursive_mutex driver_lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
@@ -77,6 +77,8 @@ struct Kernel {
     const char* name;
     std::vector<size_t> sizes;
     std::function<void(const std::vector<uint64_t>&)> call;
+    // Of the real one: threads of a block at most, registers of each, static shared memory.
+    unsigned threads, registers, shared;
 };
 
 template <class T>
@@ -90,12 +92,13 @@ void call(void (*kernel)(A...), const std::vector<uint64_t>& raw, std::index_seq
     kernel(argument<A>(raw[I])...);
 }
 template <class... A>
-Kernel entry(const char* name, void (*kernel)(A...)) {
+Kernel entry(const char* name, void (*kernel)(A...), unsigned threads, unsigned registers,
+             unsigned shared) {
     return {name, {sizeof(A)...}, [kernel](const std::vector<uint64_t>& raw) {
                 call(kernel, raw, std::index_sequence_for<A...>{});
-            }};
+            }, threads, registers, shared};
 }
-#define ENTRY(name) entry(#name, name)
+#define ENTRY(name, ...) entry(#name, name, __VA_ARGS__)
 const std::vector<Kernel>& kernels() {
     static const std::vector<Kernel> all = {
 #include "entries.inc"
@@ -125,6 +128,8 @@ thread_local bool has_context = false;
 bool initialised = false;
 // The kernels that are on the GPU. Loading at first launch may wait for whatever runs.
 std::set<const Kernel*> loaded;
+// Dynamic shared memory that was asked for, where it is more than the usual.
+std::map<const Kernel*, unsigned> dynamic_shared;
 int broken = SUCCESS;
 std::map<uint64_t, std::pair<size_t, size_t>> allocations;  // Address: bytes, bytes mapped.
 std::map<uint64_t, size_t> pinned;
@@ -749,9 +754,13 @@ int cuFuncLoad(const Kernel* kernel) {
     loaded.insert(kernel);
     return SUCCESS;
 }
-int cuFuncSetAttribute(const Kernel*, int attribute, int) {
+int cuFuncSetAttribute(const Kernel* kernel, int attribute, int value) {
     ENTER("cuFuncSetAttribute");
-    return attribute == 8 ? SUCCESS : INVALID_VALUE;
+    if (attribute != 8 || value < 0 || static_cast<unsigned>(value) + kernel->shared > 227u * 1024) {
+        return INVALID_VALUE;
+    }
+    dynamic_shared[kernel] = static_cast<unsigned>(value);
+    return SUCCESS;
 }
 int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, unsigned threads,
                    unsigned threads_y, unsigned threads_z, unsigned shared, Stream* stream,
@@ -766,6 +775,16 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
     if (x == 0 || y == 0 || z == 0 || threads == 0 || threads > 1024 || threads_y != 1 ||
         threads_z != 1 || extra != nullptr || y > 65535 || z > 65535) {
         return INVALID_VALUE;
+    }
+    // Static shared memory counts towards the usual 48 KiB.
+    const unsigned usual = 48u * 1024 - kernel->shared;
+    const unsigned allowed = dynamic_shared.count(kernel) == 0 ? usual : dynamic_shared[kernel];
+    if (threads > kernel->threads || shared > allowed) {
+        return INVALID_VALUE;
+    }
+    const unsigned warps = (threads + 31) / 32;
+    if ((kernel->registers * 32 + 255) / 256 * 256 * warps > 65536) {
+        return OUT_OF_RESOURCES;
     }
     std::vector<uint64_t> raw;
     for (size_t i = 0; i < kernel->sizes.size(); i++) {
