@@ -5,8 +5,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
-use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable};
+use kernels::KernelError;
+use kernels::backend::{AttentionShape, Backend, DType, HostMatrix, QkvWeights, RopeTable};
 use kernels::cuda::CudaBackend;
+use kernels::cuda::measure::{COLD, Multiplier};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
@@ -375,6 +377,67 @@ fn measure(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     }
 }
 
+fn cold(options: &Options) -> usize {
+    if options.quick { 1 << 16 } else { COLD }
+}
+
+/// The products of a layer and of the logits, by this project's kernels and by cuBLASLt: where the
+/// second is quicker at few rows, the first are to be improved (or `SKINNY_MAX` to be lowered).
+fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
+    let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let matrices = [
+        ("qkv", q + 2 * kv, shape.hidden),
+        ("output", shape.hidden, q),
+        ("gate_up", 2 * shape.inner, shape.hidden),
+        ("down", shape.hidden, shape.inner),
+        ("lm_head", shape.vocab, shape.hidden),
+    ];
+    let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 64, 128] };
+    let mut backend = match options.backend(ordinal, true) {
+        Ok(backend) => backend,
+        Err(error) => return table.add("products", Err(error.to_string())),
+    };
+    for (what, n, k) in matrices {
+        for &rows in all {
+            let mut figure = |by| {
+                let took = backend.measure_product((rows, n, k), by, cold(options))?.as_secs_f64();
+                let rate = (2 * n * k) as f64 / took / 1e12;
+                Ok(format!("{:.1} us {rate:.2} TB/s", took * 1e6))
+            };
+            let own = figure(Multiplier::Own);
+            let library = figure(Multiplier::Library);
+            let both = own.and_then(|own| Ok(format!("own {own}, cuBLASLt {}", library?)));
+            let name = format!("{} {what} {n} x {k}, {rows} rows", shape.name);
+            table.add(name, both.map_err(|error: KernelError| error.to_string()));
+        }
+    }
+}
+
+fn attention(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
+    let cases: &[(usize, usize)] = match options.quick {
+        true => &[(2, 100)],
+        false => &[(1, 512), (1, 8192), (8, 2048), (64, 512), (64, 4096)],
+    };
+    let heads = AttentionShape {
+        num_heads: shape.heads,
+        num_kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        norm_eps: 1e-5,
+        sliding_window: None,
+    };
+    for &(batch, context) in cases {
+        let run = || -> Result<String, KernelError> {
+            let mut backend = options.backend(ordinal, true)?;
+            let took =
+                backend.measure_attention(&heads, batch, context, cold(options))?.as_secs_f64();
+            let bytes = 4 * batch * context * shape.kv_heads * shape.head_dim;
+            Ok(format!("{:.1} us {:.2} TB/s", took * 1e6, bytes as f64 / took / 1e12))
+        };
+        let name = format!("{} decode attention, {batch} x {context} tokens", shape.name);
+        table.add(name, run().map_err(|error| error.to_string()));
+    }
+}
+
 pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     let memory = Step::new("memory bandwidth", move |table| {
         let found = bandwidth(options, ordinal).map(|(copy, read)| {
@@ -383,8 +446,13 @@ pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
         table.add("memory bandwidth", found);
     });
     let shapes: &'static [Shape] = if options.quick { &TINY } else { &SHAPES };
-    let step = |shape: &'static Shape| {
-        Step::new(shape.name, move |table| measure(options, ordinal, shape, table))
-    };
-    std::iter::once(memory).chain(shapes.iter().map(step)).collect()
+    let mut steps = vec![memory];
+    for shape in shapes {
+        steps.push(Step::new(shape.name, move |table| measure(options, ordinal, shape, table)));
+    }
+    if let Some(shape) = shapes.last() {
+        steps.push(Step::new("products", move |table| products(options, ordinal, shape, table)));
+        steps.push(Step::new("attention", move |table| attention(options, ordinal, shape, table)));
+    }
+    steps
 }

@@ -240,6 +240,11 @@ fn run_all(options: &Options, report: &mut Report) -> ExitCode {
 
 /// The whole check: on a GPU, or of itself on a stand-in.
 pub(crate) fn run(mut options: Options) -> ExitCode {
+    if !PARTS.into_iter().any(|part| options.wants(part)) {
+        println!("no such part; there are {}", PARTS.join(", "));
+        // Of `cargo test` with the name of another test.
+        return if options.require_gpu { ExitCode::from(2) } else { ExitCode::SUCCESS };
+    }
     let mut report = Report::new();
     match print_head(&options, &mut report) {
         Ok(ordinal) => {
