@@ -84,6 +84,20 @@ struct Sizes {
     steps: u32,
 }
 
+impl Sizes {
+    /// Blocks of one decoded sequence.
+    fn decoded(&self) -> u32 {
+        (self.context + self.steps + 2).div_ceil(BLOCK_SIZE)
+    }
+
+    /// Blocks of all sequences of any case: not of as many of the longest, which is more than a GPU
+    /// holds.
+    fn blocks(&self) -> u32 {
+        let batch = self.batches.iter().copied().max().unwrap_or(1);
+        (self.decoded() * batch).max(self.prefill.div_ceil(BLOCK_SIZE))
+    }
+}
+
 impl Shape {
     fn config(&self) -> ModelConfig {
         ModelConfig {
@@ -116,17 +130,16 @@ impl Shape {
         ModelError,
     > {
         let config = self.config();
-        let largest = [self.vocab, 2 * self.inner, self.hidden].into_iter().max().unwrap_or(1);
-        let count = largest * self.hidden.max(self.inner.min(self.hidden * 4));
+        let widths = [self.vocab, 2 * self.inner, (self.heads + 2 * self.kv_heads) * self.head_dim];
+        let count = widths.into_iter().max().unwrap_or(1) * self.hidden;
         let mut state = 1u64;
         // Sign and mantissa at random, exponents of about 1/32: sums stay small.
-        let data: Vec<u8> = (0..count)
-            .flat_map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                let bits = (state >> 48) as u16;
-                (0x3c80 ^ (bits & 0x80ff)).to_le_bytes()
-            })
-            .collect();
+        let mut data = vec![0u8; count * 2];
+        for element in data.chunks_exact_mut(2) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let bits = (state >> 48) as u16;
+            element.copy_from_slice(&(0x3c80 ^ (bits & 0x80ff)).to_le_bytes());
+        }
         let mut matrix = |rows: usize, cols: usize| {
             let part = HostMatrix {
                 data: &data,
@@ -199,7 +212,7 @@ impl Shape {
         let mut engine = Engine::new(backend, decoder, config);
         engine.profile()?;
         engine.backend().settle()?;
-        engine.start(longest.div_ceil(BLOCK_SIZE) * batch)?;
+        engine.start(sizes.blocks())?;
         Ok(engine)
     }
 }
@@ -217,7 +230,6 @@ impl StepSource for Plans {
 struct Driver<'a> {
     engine: &'a mut Engine<CudaBackend>,
     vocab: u32,
-    blocks_each: u32,
     step: u64,
     next_seq: u64,
 }
@@ -230,8 +242,13 @@ impl Driver<'_> {
         self.engine.step(&plan, &mut Vec::new()).map(|_| ()).map_err(|error| error.to_string())
     }
 
-    /// Computes the prompts of `batch` sequences, as many together as a step takes.
-    fn prefill(&mut self, batch: u32, tokens: u32, together: u32) -> Result<Vec<SeqId>, String> {
+    /// Computes the prompts of `batch` sequences of some blocks each, as many together as a step takes.
+    fn prefill(
+        &mut self,
+        batch: u32,
+        (tokens, blocks): (u32, u32),
+        together: u32,
+    ) -> Result<Vec<SeqId>, String> {
         let first = self.next_seq;
         self.next_seq += u64::from(batch);
         let seqs: Vec<SeqId> = (first..self.next_seq).map(SeqId).collect();
@@ -246,7 +263,7 @@ impl Driver<'_> {
                     num_prompt: tokens,
                     sampling: SamplingParams::greedy(),
                 });
-                let own = slot * self.blocks_each..(slot + 1) * self.blocks_each;
+                let own = slot * blocks..(slot + 1) * blocks;
                 plan.sequences.push(SequenceStep {
                     seq: *seq,
                     start: 0,
@@ -306,12 +323,11 @@ fn cases(
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
     let weights = size::weight_bytes(&config, &shard) - if shape.tied { 0 } else { embedding };
     let token = 4 * (shape.layers * shape.kv_heads * shape.head_dim) as u64;
-    let blocks_each = engine.config().max_model_len.div_ceil(BLOCK_SIZE);
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
-    let mut driver = Driver { engine, vocab, blocks_each, step: 0, next_seq: 1 };
+    let mut driver = Driver { engine, vocab, step: 0, next_seq: 1 };
     let together = (sizes.prefill / sizes.context).max(1);
     for &batch in sizes.batches {
-        let seqs = driver.prefill(batch, sizes.context, together)?;
+        let seqs = driver.prefill(batch, (sizes.context, sizes.decoded()), together)?;
         // Warm, captured, and one replay.
         let (first, warm) = (sizes.context, sizes.context + 3);
         driver.decode(&seqs, first..warm)?;
@@ -336,7 +352,7 @@ fn cases(
     let mut took = 0.0;
     for _ in 0..2 {
         let began = Instant::now();
-        let seqs = driver.prefill(1, sizes.prefill, 1)?;
+        let seqs = driver.prefill(1, (sizes.prefill, sizes.prefill.div_ceil(BLOCK_SIZE)), 1)?;
         took = began.elapsed().as_secs_f64();
         driver.forget(seqs)?;
     }
