@@ -357,5 +357,23 @@ __global__ void tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t st
 __global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out, uint32_t ranks,
                                    uint32_t rows, const uint32_t* live);
 
+/* ---- blocks.cu ------------------------------------------------------------------------------
+ * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks
+ * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. */
+
+/* Block pairs[i][1] = block pairs[i][0], in all planes. pairs u32 [n, 2]; no block is both source
+ * and destination. grid (n, planes), block 256; `live` counts pairs. */
+__global__ void tutti_copy_blocks(tutti_bf16* cache, const uint32_t* pairs, uint64_t plane_stride,
+                                  uint32_t block_elements, const uint32_t* live);
+
+/* staging[i] = block blocks[i] of all planes, and back. staging bf16 [n, planes, block_elements]:
+ * device memory, or host memory that the device can address. grid (n, planes), block 256. */
+__global__ void tutti_blocks_out(const tutti_bf16* cache, const uint32_t* blocks,
+                                 tutti_bf16* staging, uint64_t plane_stride,
+                                 uint32_t block_elements, const uint32_t* live);
+__global__ void tutti_blocks_in(tutti_bf16* cache, const uint32_t* blocks,
+                                const tutti_bf16* staging, uint64_t plane_stride,
+                                uint32_t block_elements, const uint32_t* live);
+
 }
 #endif

@@ -272,6 +272,47 @@ fn conversions_are_exact() {
     assert_eq!(bits(&widened)[..n - 5], bits(&rounded_all(&values))[..n - 5]);
 }
 
+#[test]
+fn blocks_are_copied_out_and_in() {
+    let mut random = Random(9);
+    let (planes, blocks, elements) = (3, 5, 2056);
+    let plane = blocks * elements + 8;
+    let cache = rounded_all(&random.vec(planes * plane));
+    let block = |cache: &[f32], plane_index: usize, index: usize| {
+        cache[plane_index * plane + index * elements..][..elements].to_vec()
+    };
+    let shape = [Arg::U64(plane as u64), Arg::U32(elements as u32), u32s(&[2])];
+
+    let args = [vec![bf16s(&cache), u32s(&[3, 0, 1, 4, 2, 2])], shape.to_vec()].concat();
+    let copied = read_bf16(&launch("tutti_copy_blocks", [3, planes, 1], 256).run(&args)[0]);
+    for p in 0..planes {
+        for (to, from) in [(0, 3), (4, 1), (1, 1), (2, 2), (3, 3)] {
+            assert_eq!(block(&copied, p, to), block(&cache, p, from));
+        }
+    }
+
+    let staging = poison_bf16(3 * planes * elements);
+    let args = [vec![bf16s(&cache), u32s(&[4, 1, 0]), staging], shape.to_vec()].concat();
+    let results = launch("tutti_blocks_out", [3, planes, 1], 256).run(&args);
+    let staged = read_bf16(&results[2]);
+    for (i, from) in [4, 1].into_iter().enumerate() {
+        for p in 0..planes {
+            assert_eq!(staged[(i * planes + p) * elements..][..elements], block(&cache, p, from));
+        }
+    }
+    assert!(staged[2 * planes * elements..].iter().all(|x| x.is_nan()));
+
+    let empty = poison_bf16(planes * plane);
+    let args =
+        [vec![empty, u32s(&[2, 0, 1]), Arg::Buffer(results[2].clone())], shape.to_vec()].concat();
+    let back = read_bf16(&launch("tutti_blocks_in", [3, planes, 1], 256).run(&args)[0]);
+    for p in 0..planes {
+        assert_eq!(block(&back, p, 2), block(&cache, p, 4));
+        assert_eq!(block(&back, p, 0), block(&cache, p, 1));
+        assert!(block(&back, p, 1).iter().all(|x| x.is_nan()));
+    }
+}
+
 /// One case of what follows the QKV product.
 struct Qkv {
     heads: usize,
