@@ -8,6 +8,7 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll};
+use std::thread::Thread;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
@@ -85,6 +86,8 @@ struct State {
     last: u64,
     /// Whether deadlines are looked at.
     ticks: bool,
+    /// The thread that does so; it is parked while there are no asks.
+    ticker: Option<Thread>,
 }
 
 struct Peer {
@@ -142,6 +145,7 @@ impl ActorRuntime {
             // Generations of two process runs differ.
             last: run >> 1,
             ticks: false,
+            ticker: None,
         };
         Self { inner: Arc::new(Inner { role, clock, stats, counters, state: Mutex::new(state) }) }
     }
@@ -525,25 +529,47 @@ impl ActorRuntime {
         if std::mem::replace(&mut state.ticks, true) {
             return;
         }
+        if let Some(ticker) = &state.ticker {
+            ticker.unpark();
+            return;
+        }
         // A thread of its own: whoever asks may be on one that ends before the answer is there.
         let runtime = self.downgrade();
         let ticking = std::thread::Builder::new().name("actor-deadlines".to_owned());
-        let started = ticking.spawn(move || {
-            loop {
-                std::thread::sleep(TICK);
-                let Some(runtime) = runtime.upgrade() else { return };
-                let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
-                let mut state = runtime.state();
-                state.exchange.tick(now, &mut effects);
-                runtime.carry_out(&mut state, effects);
-                if state.exchange.outstanding() == 0 {
-                    state.ticks = false;
-                    return;
-                }
-            }
-        });
-        // The next ask tries again.
-        state.ticks = started.is_ok();
+        match ticking.spawn(move || tick(&runtime)) {
+            Ok(thread) => state.ticker = Some(thread.thread().clone()),
+            // The next ask tries again.
+            Err(_) => state.ticks = false,
+        }
+    }
+}
+
+/// Looks at deadlines until the runtime is gone.
+fn tick(runtime: &WeakRuntime) {
+    loop {
+        std::thread::sleep(TICK);
+        let idle = {
+            let Some(runtime) = runtime.upgrade() else { return };
+            let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
+            let mut state = runtime.state();
+            state.exchange.tick(now, &mut effects);
+            runtime.carry_out(&mut state, effects);
+            state.ticks = state.exchange.outstanding() > 0;
+            !state.ticks
+        };
+        if idle {
+            // Until there is an ask, or the runtime goes.
+            std::thread::park();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ticker) = &state.ticker {
+            ticker.unpark();
+        }
     }
 }
 

@@ -193,3 +193,44 @@ async fn a_thousand_deadlines_at_once_end_no_link() {
     a_link.is_whole();
     b_link.is_whole();
 }
+
+#[tokio::test]
+async fn an_actor_whose_task_is_dropped_is_dead() {
+    let hub = hub();
+    let (runtime, spawned) = (hub.clone(), oneshot::channel());
+    let (go, gone) = std::sync::mpsc::channel::<()>();
+    // A program whose own tokio runtime ends before the process does.
+    let program = std::thread::spawn(move || {
+        let tokio = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        tokio.block_on(async {
+            runtime.spawn(ActorSpec::new("short", "quiet"), || Quiet).unwrap();
+            let _ = spawned.0.send(());
+        });
+        let _ = gone.recv();
+    });
+    spawned.1.await.unwrap();
+    let watch = hub.watch("short");
+    drop(go);
+    let reason = tokio::time::timeout(PATIENCE, watch).await.expect("its watcher is told");
+    assert!(reason.contains("its task was dropped"), "{reason}");
+    program.join().unwrap();
+    // The name is free again.
+    hub.spawn(ActorSpec::new("short", "quiet"), || Quiet).unwrap();
+    assert_eq!(hub.addr::<Say>("short").ask(&Say::Hello, PATIENCE).await, Ok(()));
+}
+
+#[tokio::test]
+async fn deadlines_are_kept_by_one_thread() {
+    let hub = hub();
+    hub.spawn(ActorSpec::new("quiet", "quiet"), || Quiet).unwrap();
+    let mut threads = Vec::new();
+    for _ in 0..5 {
+        // An actor that has not answered gets no other message.
+        let addr = hub.addr::<Say>("quiet");
+        let error = addr.ask(&Say::Nothing, Duration::from_millis(10)).await.unwrap_err();
+        assert!(matches!(error, AskError::Deadline(10)), "{error}");
+        until("nothing is looked at", || !hub.state().ticks).await;
+        threads.push(hub.state().ticker.as_ref().unwrap().id());
+    }
+    assert!(threads.iter().all(|id| *id == threads[0]), "{threads:?}");
+}
