@@ -30,7 +30,7 @@ pub enum TellError {
 #[derive(Clone, Debug)]
 pub struct Encoded {
     kind: FrameKind,
-    body: Arc<[u8]>,
+    body: Arc<Vec<u8>>,
 }
 
 impl Encoded {

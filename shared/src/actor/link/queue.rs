@@ -27,16 +27,16 @@ const WRITE_GATHER: usize = 256 << 10;
 pub(super) struct Outgoing {
     kind: FrameKind,
     epoch: u64,
-    body: Arc<[u8]>,
+    body: Arc<Vec<u8>>,
 }
 
 impl Outgoing {
     /// One that is all in its kind.
     pub(super) fn bare(kind: FrameKind) -> Self {
-        Self { kind, epoch: 0, body: Arc::from([]) }
+        Self { kind, epoch: 0, body: Arc::default() }
     }
 
-    fn new(kind: FrameKind, epoch: u64, body: Arc<[u8]>) -> Result<Self, SendError> {
+    fn new(kind: FrameKind, epoch: u64, body: Arc<Vec<u8>>) -> Result<Self, SendError> {
         let max = kind.body_max();
         if body.len() > max as usize {
             let len = body.len() as u64;
@@ -103,7 +103,7 @@ impl LinkHandle {
     ///
     /// # Errors
     /// [`SendError`].
-    pub fn tell(&self, kind: FrameKind, epoch: u64, body: Arc<[u8]>) -> Result<(), SendError> {
+    pub fn tell(&self, kind: FrameKind, epoch: u64, body: Arc<Vec<u8>>) -> Result<(), SendError> {
         let outgoing = Outgoing::new(kind, epoch, body)?;
         let (queue, bytes) = match kind {
             FrameKind::Actor => (&self.actors, outgoing.body.len()),
@@ -133,7 +133,7 @@ impl LinkHandle {
         &self,
         kind: FrameKind,
         epoch: u64,
-        body: Arc<[u8]>,
+        body: Arc<Vec<u8>>,
     ) -> Result<(), SendError> {
         let outgoing = Outgoing::new(kind, epoch, body)?;
         self.queue.send(outgoing).await.map_err(|_| SendError::Closed)

@@ -63,7 +63,7 @@ async fn drain(stream: &mut TcpStream) -> usize {
 async fn a_closed_link_lets_go_of_a_peer_that_reads_nothing() {
     let (a, mut peer) = sockets().await;
     let (a, mut events) = link(a, LivenessConfig::default());
-    let body: Arc<[u8]> = Arc::from(vec![0; MIB]);
+    let body: Arc<Vec<u8>> = Arc::from(vec![0; MIB]);
     for _ in 0..200 {
         a.tell(FrameKind::Step, 0, body.clone()).unwrap();
     }
@@ -82,7 +82,7 @@ async fn a_closed_link_lets_go_of_a_peer_that_reads_nothing() {
 async fn nobody_waits_for_room_in_a_link_whose_peer_is_silent() {
     let (a, mut peer) = sockets().await;
     let (a, mut events) = link(a, liveness(Duration::from_millis(400)));
-    let body: Arc<[u8]> = Arc::from(vec![0; MIB]);
+    let body: Arc<Vec<u8>> = Arc::from(vec![0; MIB]);
     let filled = async {
         loop {
             if let Err(error) = a.tell_when_room(FrameKind::Step, 0, body.clone()).await {
