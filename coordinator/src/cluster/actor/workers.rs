@@ -161,11 +161,18 @@ impl ClusterActor {
         }
     }
 
-    fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
+    fn replica_of(&mut self, worker: WorkerId) -> Option<ReplicaId> {
         let holds = |running: &RunningReplica| {
             running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
         };
-        self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id)
+        let connected = self.connected.get_mut(&worker)?;
+        let last = connected.replica;
+        if last.and_then(|id| self.replicas.get(&id)).is_some_and(holds) {
+            return last;
+        }
+        connected.replica =
+            self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id);
+        connected.replica
     }
 
     fn step_done(&mut self, worker: WorkerId, result: StepResult) {
@@ -280,7 +287,8 @@ impl Handler<Joined> for ClusterActor {
         let addr = PeerAddr::new(link.clone());
         let host = hello.host.clone();
         let pid = hello.pid;
-        let connected = Connected { incarnation, number, peer, node, host, pid, link, addr };
+        let connected =
+            Connected { incarnation, number, peer, node, host, pid, link, addr, replica: None };
         self.connected.insert(worker, connected);
         self.records.joined(worker, &hello.node, hello.pid);
         self.absences.back(worker);
