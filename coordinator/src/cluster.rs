@@ -29,6 +29,7 @@ use shared::protocol::{
     CollectiveSpec, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId, HeldShard,
     LoadProgress, NodeResources, Start, Started, ToWorker,
 };
+use shared::wire::auth::Secret;
 
 use self::replica::Replica;
 use crate::scheduler::EpochEnd;
@@ -54,7 +55,7 @@ pub struct ClusterConfig {
     /// Whether workers shall measure anything.
     pub worker_stats: bool,
     /// Makes greetings of TCP collectives that cannot be guessed: drawn at random per run.
-    pub collective_key: u64,
+    pub collective_key: Secret,
     /// Which workers go together.
     pub placement: PlacementRules,
     /// Makes names of shared memory objects unique on a host: drawn at random per coordinator run.
@@ -459,16 +460,12 @@ fn collective_for(members: &[&Member], config: &ClusterConfig, epoch: Epoch) -> 
         }
         _ => CollectiveSpec::Tcp {
             ranks: members.iter().map(|member| member.collective_addr).collect(),
-            token: scramble(config.collective_key ^ epoch.0),
+            // Who learns one epoch's knows nothing of another's.
+            token: config
+                .collective_key
+                .number(&format!("collective {:016x} {}", config.run, epoch.0)),
         },
     }
-}
-
-/// splitmix64: a token of its own for every epoch.
-fn scramble(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

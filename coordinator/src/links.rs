@@ -2,8 +2,10 @@
 //!
 //! Strangers are kept cheap: a bounded number of half-open connections, a deadline, small frames,
 //! and with a cluster secret nothing is decoded before the peer has proved that it knows it.
-use std::sync::Arc;
-use std::time::Duration;
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use actix::Addr;
 use serde::Serialize;
@@ -25,8 +27,12 @@ pub type WorkerLink = PeerAddr<ToWorker>;
 
 /// How long a stranger has for its hello.
 const HELLO_DEADLINE: Duration = Duration::from_secs(3);
-/// Connections that have not said hello yet.
-const HALF_OPEN_MAX: usize = 64;
+/// Connections that have not said hello yet; more wait to be accepted.
+const HALF_OPEN_MAX: usize = 256;
+/// Those of one address: no stranger takes all places.
+const HALF_OPEN_PER_ADDRESS: usize = 64;
+/// Strangers are complained about so often at most.
+const COMPLAINT_INTERVAL: Duration = Duration::from_secs(1);
 /// Longest node name.
 const NODE_NAME_MAX: usize = 128;
 
@@ -38,7 +44,11 @@ pub async fn accept(
     secret: Option<Secret>,
 ) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
+    let addresses = Arc::new(Mutex::new(Addresses::default()));
+    let complaints = Arc::new(Mutex::new(Complaints::default()));
     loop {
+        // Whoever finds all places taken waits with the operating system, not refused.
+        let Ok(permit) = half_open.clone().acquire_owned().await else { return };
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -47,17 +57,98 @@ pub async fn accept(
                 continue;
             }
         };
-        let Ok(permit) = half_open.clone().try_acquire_owned() else {
-            tracing::warn!(%peer, "{HALF_OPEN_MAX} connections are half open; this one is refused");
+        let Some(place) = Addresses::enter(&addresses, peer.ip()) else {
+            complain(
+                &complaints,
+                peer,
+                &format!("{HALF_OPEN_PER_ADDRESS} connections of its address are half open"),
+            );
             continue;
         };
         let (cluster, frontends, secret) = (cluster.clone(), frontends.clone(), secret.clone());
+        let complaints = complaints.clone();
         actix::spawn(async move {
             if let Err(reason) = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await {
-                tracing::warn!(%peer, %reason, "a connection was not taken");
+                complain(&complaints, peer, &reason);
             }
-            drop(permit);
+            drop((permit, place));
         });
+    }
+}
+
+/// How many connections of each address are half open; no zeros.
+#[derive(Debug, Default)]
+struct Addresses(HashMap<IpAddr, usize>);
+
+impl Addresses {
+    fn enter(addresses: &Arc<Mutex<Self>>, address: IpAddr) -> Option<Place> {
+        let address = network(address);
+        let mut taken = addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = taken.0.entry(address).or_default();
+        if *count >= HALF_OPEN_PER_ADDRESS {
+            return None;
+        }
+        *count += 1;
+        Some(Place { addresses: addresses.clone(), address })
+    }
+}
+
+/// What one party has for itself: of IPv6 a network of 2^64 addresses.
+fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => {
+            let [a, b, c, d, ..] = address.segments();
+            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
+        }
+        address => address,
+    }
+}
+
+/// A half-open connection's place among those of its address.
+struct Place {
+    addresses: Arc<Mutex<Addresses>>,
+    address: IpAddr,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut taken = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = taken.0.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                taken.0.remove(&self.address);
+            }
+        }
+    }
+}
+
+/// What is said of connections that are not taken: strangers do not fill the log.
+#[derive(Debug, Default)]
+struct Complaints {
+    last: Option<Instant>,
+    unsaid: u64,
+}
+
+impl Complaints {
+    /// Whether to say this one, and then how many were not said before it.
+    fn may_say(&mut self, now: Instant) -> Option<u64> {
+        if self.last.is_some_and(|last| now.duration_since(last) < COMPLAINT_INTERVAL) {
+            self.unsaid += 1;
+            return None;
+        }
+        self.last = Some(now);
+        Some(std::mem::take(&mut self.unsaid))
+    }
+}
+
+fn complain(complaints: &Mutex<Complaints>, peer: SocketAddr, reason: &str) {
+    let mut complaints = complaints.lock().unwrap_or_else(PoisonError::into_inner);
+    match complaints.may_say(Instant::now()) {
+        Some(0) => tracing::warn!(%peer, reason, "a connection was not taken"),
+        Some(others) => {
+            tracing::warn!(%peer, reason, others, "a connection was not taken, like others before");
+        }
+        None => tracing::debug!(%peer, reason, "a connection was not taken"),
     }
 }
 
@@ -156,4 +247,42 @@ fn check(names: &[(&str, &String)]) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_has_its_share_of_places_and_no_more() {
+        let addresses = Arc::new(Mutex::new(Addresses::default()));
+        let enter = |address: &str| Addresses::enter(&addresses, address.parse().unwrap());
+        let mut places: Vec<Place> = Vec::new();
+        for _ in 0..HALF_OPEN_PER_ADDRESS {
+            places.push(enter("10.0.0.1").unwrap());
+        }
+        assert!(enter("10.0.0.1").is_none() && enter("::ffff:10.0.0.1").is_none());
+        let other = enter("10.0.0.2").unwrap();
+        places.pop();
+        let again = enter("10.0.0.1").unwrap();
+        assert!(enter("10.0.0.1").is_none());
+        // An IPv6 network is one party's.
+        let six: Vec<Place> = (0..HALF_OPEN_PER_ADDRESS)
+            .map(|host| enter(&format!("2001:db8:1:2::{host:x}")).unwrap())
+            .collect();
+        assert!(enter("2001:db8:1:2:ffff::").is_none() && enter("2001:db8:1:3::").is_some());
+        drop((places, other, again, six));
+        assert!(addresses.lock().unwrap().0.is_empty());
+    }
+
+    #[test]
+    fn strangers_are_complained_about_once_in_a_while() {
+        let (mut complaints, now) = (Complaints::default(), Instant::now());
+        assert_eq!(complaints.may_say(now), Some(0));
+        for _ in 0..5 {
+            assert_eq!(complaints.may_say(now + COMPLAINT_INTERVAL / 2), None);
+        }
+        assert_eq!(complaints.may_say(now + COMPLAINT_INTERVAL), Some(5));
+        assert_eq!(complaints.may_say(now + 2 * COMPLAINT_INTERVAL), Some(0));
+    }
 }

@@ -22,7 +22,7 @@ use tokio::sync::oneshot;
 use worker::run::WorkerOptions;
 
 use crate::scaling::operate;
-use crate::up;
+use crate::{STORY, greedy, up};
 
 /// For a reply, on a busy machine.
 const REPLY: Duration = Duration::from_secs(10);
@@ -305,6 +305,49 @@ async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() 
     assert!(!reason.is_empty());
     let never = tokio::time::timeout(PATIENCE, b.actors.watch("never was")).await.unwrap();
     assert!(never.contains("no such actor"), "{never}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_application_that_says_too_much_breaks_no_link() {
+    let fleet = Fleet::start(&["--tensor-parallel", "1"], 1, 0).await.unwrap();
+    let (a, b) = two_programs(&fleet).await;
+    adder(&a.actors, ActorSpec::new("sum", "adder"));
+    total(&b.actors, "sum").await;
+    let watches = ["worker/program-a", "worker/program-b"].map(|name| a.actors.watch(name));
+    let client = fleet.client().unwrap();
+    let coordinator = fleet.coordinator.pid();
+    // As fast as it can, while the coordinator stands still now and then: what is said meanwhile
+    // comes all at once.
+    let flood = {
+        let addr = b.actors.addr::<Sum>("sum");
+        std::thread::spawn(move || {
+            let (began, mut said) = (Instant::now(), 0_u64);
+            while began.elapsed() < Duration::from_secs(4) {
+                match addr.tell(&Sum::Add(1)) {
+                    Ok(()) => said += 1,
+                    Err(AskError::MailboxFull(_)) => std::thread::yield_now(),
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            said
+        })
+    };
+    for _ in 0..5 {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        LocalCluster::signal(coordinator, "STOP").unwrap();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        LocalCluster::signal(coordinator, "CONT").unwrap();
+        let reply = client.post("/v1/completions", &greedy(STORY, 4)).await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+    }
+    let said = tokio::task::spawn_blocking(|| flood.join().unwrap()).await.unwrap();
+    assert!(said > 20_000, "{said} messages are no flood");
+    // Everybody is there still.
+    assert_eq!(b.actors.addr::<Sum>("sum").ask(&Sum::Add(0), PATIENCE).await.map(|_| ()), Ok(()));
+    for watch in watches {
+        let dead = tokio::time::timeout(Duration::from_millis(100), watch).await;
+        assert!(dead.is_err(), "{dead:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -16,6 +16,7 @@
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
+//! - [`strangers`]: connections that say nothing
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
@@ -43,6 +44,7 @@ mod scaling;
 mod scraping;
 mod secrets;
 mod serving;
+mod strangers;
 
 use serde_json::{Value, json};
 use testkit::local_cluster::LocalCluster;

@@ -16,6 +16,7 @@ use shared::membership::View;
 use shared::metrics::Limits;
 use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::protocol::{StepResult, WorkerStats};
+use shared::wire::auth::Secret;
 
 use crate::checks::LifeChecks;
 use crate::events::Event;
@@ -76,7 +77,7 @@ impl Coordinator {
             engine: scenario.engine.clone(),
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             worker_stats: true,
-            collective_key: mix(run, 1),
+            collective_key: Secret::of_random([1; 32]),
             placement: PlacementRules::default(),
             run,
         };

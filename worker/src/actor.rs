@@ -315,15 +315,6 @@ impl WorkerActor {
     }
 
     fn take(&mut self, ctx: &mut Context<Self>, frame: &Frame) {
-        if let (FrameKind::Actor, Some(peer)) = (frame.kind, self.peer) {
-            if let Err(error) = self.config.actors.frame(peer, &frame.body) {
-                tracing::error!(%error, "the coordinator sent an actor frame that cannot be read");
-                if let Some(link) = &self.link {
-                    link.close();
-                }
-            }
-            return;
-        }
         let message = match codec::decode_message::<ToWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
@@ -465,18 +456,28 @@ impl Handler<Dialled> for WorkerActor {
                 let number = self.executor.new_link();
                 self.logged = 0;
                 let (addr, generation) = (ctx.address(), self.generation);
-                let sink = move |event| {
-                    let last = matches!(event, LinkEvent::Closed { .. });
-                    let message = FromLink { generation, event };
-                    if last {
-                        addr.do_send(message);
-                        return true;
+                let actors = self.config.actors.clone();
+                let (liveness, clock) = (self.config.liveness, self.config.clock.clone());
+                let link = connection.start_with(liveness, clock, |link| {
+                    let peer = actors.peer_up("the coordinator", link.clone());
+                    self.peer = Some(peer);
+                    move |event| match event {
+                        // At once: what actors say to each other takes no room from steps.
+                        LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                            let read = actors.frame(peer, &frame.body);
+                            if let Err(error) = &read {
+                                tracing::error!(%error, "the coordinator sent an actor frame that cannot be read");
+                            }
+                            read.is_ok()
+                        }
+                        event @ LinkEvent::Closed { .. } => {
+                            addr.do_send(FromLink { generation, event });
+                            true
+                        }
+                        event => addr.try_send(FromLink { generation, event }).is_ok(),
                     }
-                    addr.try_send(message).is_ok()
-                };
-                let link = connection.start(self.config.liveness, self.config.clock.clone(), sink);
+                });
                 self.uplink.set(Some((number, PeerAddr::new(link.clone()))));
-                self.peer = Some(self.config.actors.peer_up("the coordinator", link.clone()));
                 self.link = Some(link);
                 // What led to this is known from the first moment on.
                 self.send_log();

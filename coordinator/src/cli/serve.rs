@@ -13,7 +13,7 @@ use shared::metrics::compat::Compat;
 use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
 use super::signals::Signals;
-use super::work::{cores, random};
+use super::work::{cores, random, random_secret};
 use super::{CliError, CoordinatorArgs, elected, etcd, logging, secret};
 
 /// Where workers dial in, unless told otherwise.
@@ -120,7 +120,7 @@ pub(crate) fn coordinator_options(
         http_threads: cores().clamp(1, 8) as usize,
         nvml: common.nvml_lib.clone(),
         workers: None,
-        collective_key: random(),
+        collective_key: random_secret()?,
         run: random(),
         log,
     })

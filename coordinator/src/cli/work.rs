@@ -9,6 +9,7 @@ use shared::actor::ActorRuntime;
 use shared::clock::SystemClock;
 use shared::membership::Role;
 use shared::metrics::application::Metrics;
+use shared::wire::auth::Secret;
 use tokio::sync::oneshot;
 use worker::actor::WorkerEnd;
 use worker::device::prepare_nccl;
@@ -144,6 +145,14 @@ pub(crate) fn host_id() -> String {
 /// A random number from the operating system's entropy.
 pub(crate) fn random() -> u64 {
     std::hash::RandomState::new().build_hasher().finish()
+}
+
+/// A secret of this process alone.
+pub(crate) fn random_secret() -> Result<Secret, CliError> {
+    let mut bytes = [0; 32];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| CliError::Failed(format!("the system has no random numbers: {error}")))?;
+    Ok(Secret::of_random(bytes))
 }
 
 fn hostname() -> String {

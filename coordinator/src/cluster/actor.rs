@@ -54,6 +54,8 @@ struct Connected {
     pid: u32,
     link: LinkHandle,
     addr: WorkerLink,
+    /// The replica that it was a rank of when it last said something of one.
+    replica: Option<ReplicaId>,
 }
 
 struct RunningReplica {

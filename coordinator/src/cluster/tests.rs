@@ -17,7 +17,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         },
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
-        collective_key: 5,
+        collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),
         run: 7,
     }
@@ -50,6 +50,29 @@ fn forms(effects: &[Effect]) -> Vec<(u32, u32, u64, CollectiveSpec)> {
             _ => None,
         })
         .collect()
+}
+
+#[test]
+fn no_epoch_s_token_tells_of_another_s() {
+    let ranks = [member(0, 1, "a"), member(1, 1, "b")];
+    let token = |config: &ClusterConfig, epoch| match collective_for(
+        &ranks.each_ref(),
+        config,
+        Epoch(epoch),
+    ) {
+        CollectiveSpec::Tcp { token, .. } => token,
+        other => panic!("{other:?}"),
+    };
+    let config = config(2);
+    let other_run = ClusterConfig { run: 8, ..config.clone() };
+    let other_key = ClusterConfig { collective_key: Secret::of_random([6; 32]), ..config.clone() };
+    let tokens: BTreeSet<u64> = [&config, &other_run, &other_key]
+        .iter()
+        .flat_map(|config| (1..100).map(|epoch| token(config, epoch)))
+        .collect();
+    assert_eq!(tokens.len(), 3 * 99);
+    // HMAC-SHA-256 under 32 bytes of 5, of "tutti number collective 0000000000000007 1".
+    assert_eq!(token(&config, 1).to_le_bytes(), [0x12, 0x3c, 0x15, 0x2c, 0xa9, 0xf4, 0xad, 0xcd]);
 }
 
 /// A cluster that so many workers of one host have joined, and what it did.

@@ -66,7 +66,7 @@ pub struct CoordinatorOptions {
     /// Who starts and stops worker processes, where this process does.
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
     /// Drawn at random for this process, and never shown.
-    pub collective_key: u64,
+    pub collective_key: Secret,
     /// The cluster's secret.
     pub secret: Option<Secret>,
     /// Drawn at random for this process.

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use shared::actor::exchange::PeerId;
-use shared::actor::link::{CloseReason, Connection, LinkEvent};
+use shared::actor::link::{CloseReason, Connection, LinkEvent, SendError};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::peer::PeerAddr;
+use shared::actor::peer::{Encoded, PeerAddr};
 use shared::clock::Clock;
 use shared::host::HostThread;
 use shared::ids::RequestId;
@@ -197,33 +197,41 @@ impl Uplink {
         let (name, nvml) = (welcome.frontend.to_string(), self.options.nvml.clone());
         let _host = HostThread::start(&name, nvml, self.process.clone());
         let (incoming, mut events) = mpsc::channel(INCOMING_MAX);
-        let sink = move |event| incoming.try_send(event).is_ok();
-        let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
-        let peer = self.options.actors.peer_up("the coordinator", link.clone());
-        self.peer = Some(peer);
+        let actors = self.options.actors.clone();
+        let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
+            let peer = actors.peer_up("the coordinator", link.clone());
+            self.peer = Some(peer);
+            move |event| match event {
+                // At once: what actors say to each other waits for no request's events.
+                LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                    let read = actors.frame(peer, &frame.body);
+                    if let Err(error) = &read {
+                        tracing::error!(%error, "sent an actor frame that cannot be read");
+                    }
+                    read.is_ok()
+                }
+                event => incoming.try_send(event).is_ok(),
+            }
+        });
         let link: PeerAddr<FromFrontend> = PeerAddr::new(link);
         let interval = Duration::from_millis(welcome.stats_interval_ms.clamp(10, 60_000));
         let mut timer = tokio::time::interval(interval);
         let mut address = self.options.coordinator.clone();
         let superseded = address.other(Some(to));
         tokio::pin!(superseded);
+        // What the link has no room for yet: nothing more is sent, and everything else goes on.
+        let mut held: Option<Encoded> = None;
         loop {
-            let sent = tokio::select! {
+            let next = tokio::select! {
                 event = events.recv() => match event {
-                    Some(LinkEvent::Frame(frame)) if frame.kind == FrameKind::Actor => {
-                        match self.options.actors.frame(peer, &frame.body) {
-                            Ok(()) => Ok(()),
-                            Err(error) => return Served::Lost(error.to_string()),
-                        }
-                    }
                     Some(LinkEvent::Frame(frame)) => {
                         match codec::decode_message::<ToFrontend>(&frame.body) {
                             Ok(message) => self.take(message),
                             Err(error) => return Served::Lost(error.to_string()),
                         }
-                        Ok(())
+                        continue;
                     }
-                    Some(LinkEvent::Suspect | LinkEvent::Alive) => Ok(()),
+                    Some(LinkEvent::Suspect | LinkEvent::Alive) => continue,
                     Some(LinkEvent::Closed { reason }) => {
                         return Served::Lost(reason.to_string());
                     }
@@ -233,20 +241,35 @@ impl Uplink {
                 now = &mut superseded => {
                     return Served::Lost(format!("{} leads now", now.address));
                 }
-                Some(command) = self.commands.recv() => self.send(&link, command).await,
-                _ = timer.tick() => self.report(&link).await,
+                sent = send(&link, held.as_ref()), if held.is_some() => {
+                    held = None;
+                    match sent {
+                        // How it ended is among the events.
+                        Ok(()) | Err(SendError::Closed) => continue,
+                        Err(error) => return Served::Lost(error.to_string()),
+                    }
+                }
+                Some(command) = self.commands.recv(), if held.is_none() => self.message(command),
+                _ = timer.tick(), if held.is_none() => self.report(),
                 _ = &mut *stop => {
                     self.end_all(&EngineError::ShuttingDown);
                     // So that the last report counts their ends, too.
                     self.gate.empty_within(LAST_WORDS).await;
-                    let _ = self.report(&link).await;
                     let reason = "the front end stops".to_owned();
-                    let _ = link.tell_when_room(&FromFrontend::Goodbye { reason }).await;
+                    let last = [self.report(), Some(FromFrontend::Goodbye { reason })];
+                    let last_words = async {
+                        for message in last.iter().flatten() {
+                            let _ = link.tell_when_room(message).await;
+                        }
+                    };
+                    let _ = tokio::time::timeout(LAST_WORDS, last_words).await;
                     return Served::Stopped;
                 }
             };
-            if let Err(reason) = sent {
-                return Served::Lost(reason);
+            match next.as_ref().map(Encoded::new) {
+                Some(Ok(message)) => held = Some(message),
+                Some(Err(error)) => return Served::Lost(error.to_string()),
+                None => {}
             }
         }
     }
@@ -294,16 +317,13 @@ impl Uplink {
         }
     }
 
-    async fn send(
-        &mut self,
-        link: &PeerAddr<FromFrontend>,
-        command: EngineCommand,
-    ) -> Result<(), String> {
-        let message = match command {
+    /// What the coordinator is told of a command.
+    fn message(&mut self, command: EngineCommand) -> Option<FromFrontend> {
+        Some(match command {
             EngineCommand::Submit { request, events } => {
                 let choices_left = request.sampling.len();
-                let (id, submit) = (request.id, submit(*request, self.clock.now()));
-                let Some(submit) = submit else { return Ok(()) };
+                let id = request.id;
+                let submit = submit(*request, self.clock.now())?;
                 self.live.insert(id, Live { events, choices_left });
                 FromFrontend::Submit(Box::new(submit))
             }
@@ -311,23 +331,19 @@ impl Uplink {
                 self.live.remove(&id);
                 FromFrontend::Cancel(id)
             }
-        };
-        link.tell_when_room(&message).await.map_err(|error| error.to_string())
+        })
     }
 
-    async fn report(&mut self, link: &PeerAddr<FromFrontend>) -> Result<(), String> {
+    fn report(&mut self) -> Option<FromFrontend> {
         let (sequence, mut snapshot) = self.stats.report();
         snapshot.add(self.process.snapshot());
         snapshot.add(self.options.actors.stats().snapshot());
         snapshot.application = self.options.application.snapshot();
         match encode_snapshot(&snapshot) {
-            Ok(snapshot) => {
-                let stats = FromFrontend::Stats(WorkerStats { sequence, snapshot });
-                link.tell_when_room(&stats).await.map_err(|error| error.to_string())
-            }
+            Ok(snapshot) => Some(FromFrontend::Stats(WorkerStats { sequence, snapshot })),
             Err(error) => {
                 tracing::error!(%error, "stats cannot be reported");
-                Ok(())
+                None
             }
         }
     }
@@ -386,6 +402,14 @@ impl Uplink {
     }
 }
 
+/// Sends what is held back as soon as there is room.
+async fn send(link: &PeerAddr<FromFrontend>, held: Option<&Encoded>) -> Result<(), SendError> {
+    match held {
+        Some(message) => link.tell_encoded_when_room(message).await,
+        None => Ok(()),
+    }
+}
+
 /// The request as it travels; `None` for one without choices, which there is none of.
 fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
     let n = u32::try_from(request.sampling.len()).ok()?;
@@ -403,3 +427,6 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         response_id: request.response_id.as_ref().to_owned(),
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -97,6 +97,8 @@ struct Ask {
 #[derive(Debug, Default)]
 pub struct Exchange {
     asks: BTreeMap<u64, Ask>,
+    /// How many of them each peer waits for; no zeros.
+    of_peers: BTreeMap<PeerId, usize>,
     last: u64,
 }
 
@@ -133,6 +135,9 @@ impl Exchange {
             self.last += 1;
             id = self.last;
             self.asks.insert(id, Ask { origin, via, due: now + within, within });
+            if let Origin::Peer(peer, _) = origin {
+                *self.of_peers.entry(peer).or_default() += 1;
+            }
         }
         effects.push(match via {
             None => Effect::Deliver { to, id, wants, body },
@@ -146,10 +151,7 @@ impl Exchange {
     fn no_room(&self, origin: Origin) -> Option<AskError> {
         let of_peer = match origin {
             Origin::Here(_) => 0,
-            Origin::Peer(peer, _) => {
-                let same = |ask: &&Ask| matches!(ask.origin, Origin::Peer(p, _) if p == peer);
-                self.asks.values().filter(same).count()
-            }
+            Origin::Peer(peer, _) => self.of_peers.get(&peer).copied().unwrap_or(0),
         };
         let over = |count: usize, max: usize| {
             (count >= max).then_some(AskError::TooManyAsks(u32::try_from(max).unwrap_or(u32::MAX)))
@@ -170,6 +172,7 @@ impl Exchange {
             return false;
         }
         if let Some(ask) = self.asks.remove(&id) {
+            uncount(&mut self.of_peers, ask.origin);
             effects.push(outcome(ask.origin, result));
         }
         true
@@ -183,6 +186,7 @@ impl Exchange {
     /// A link is gone: what waited for it fails, what it waited for is nobody's.
     pub fn peer_lost(&mut self, peer: PeerId, node: &str, effects: &mut Vec<Effect>) {
         self.asks.retain(|_, ask| !matches!(ask.origin, Origin::Peer(p, _) if p == peer));
+        self.of_peers.remove(&peer);
         self.resolve_where(
             |ask| ask.via == Some(peer),
             |_| AskError::LinkLost(node.to_owned()),
@@ -211,13 +215,27 @@ impl Exchange {
         error: impl Fn(&Ask) -> AskError,
         effects: &mut Vec<Effect>,
     ) {
+        let of_peers = &mut self.of_peers;
         self.asks.retain(|_, ask| {
             let over = which(ask);
             if over {
+                uncount(of_peers, ask.origin);
                 effects.push(outcome(ask.origin, Err(error(ask))));
             }
             !over
         });
+    }
+}
+
+/// One ask of this origin is over.
+fn uncount(of_peers: &mut BTreeMap<PeerId, usize>, origin: Origin) {
+    if let Origin::Peer(peer, _) = origin
+        && let Some(count) = of_peers.get_mut(&peer)
+    {
+        *count -= 1;
+        if *count == 0 {
+            of_peers.remove(&peer);
+        }
     }
 }
 

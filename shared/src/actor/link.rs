@@ -2,34 +2,32 @@
 //!
 //! A link is two tasks: one reads frames and hands them to the owner's sink, one writes what is
 //! queued. Neither waits for the other, and nothing queues without bound: a peer that does not
-//! take its frames fills the queue, and the link ends. The end is reported once, with its reason.
-use std::fmt;
+//! take its frames fills a queue, and the link ends. The end is reported once, with its reason, and
+//! takes both tasks along.
+//!
+//! - `connection`: what comes before: dialling, authentication, the handshake
+//! - `queue`: the sending side
+mod connection;
+mod queue;
+
 use std::io;
-use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::sync::{Notify, mpsc};
+use tokio::io::AsyncReadExt as _;
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::sync::{mpsc, oneshot};
 
-use super::liveness::{Liveness, LivenessAction, LivenessConfig};
+pub use self::connection::Connection;
+pub use self::queue::{ACTOR_QUEUE_MAX, LinkHandle, QUEUE_MAX, Queued};
+use self::queue::{Outgoing, Shared};
+use super::liveness::{Liveness, LivenessAction};
 use crate::clock::Clock;
-use crate::wire::auth::{
-    self, AUTH_MAGIC, AuthError, CHALLENGE_LEN, GREETING_LEN, NONCE_LEN, PROOF_LEN, Secret,
-    SessionKeys,
-};
-use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameError, FrameKind, MAGIC};
+use crate::wire::auth::AuthError;
+use crate::wire::frame::{Frame, FrameDecoder, FrameError, FrameKind};
 
-/// Frames waiting to be written. Two steps in flight, pings and control messages are a handful; a
-/// queue this long means that the peer has stopped reading.
-pub const QUEUE_MAX: usize = 256;
 /// Bytes read at once.
 const READ_CHUNK: usize = 64 << 10;
-/// Writers gather queued frames into one write up to about this size.
-const WRITE_GATHER: usize = 256 << 10;
 
 /// What a link tells its owner. `Closed` is the last.
 #[derive(Debug)]
@@ -69,7 +67,9 @@ pub enum CloseReason {
         silent: Duration,
     },
     /// The peer did not take its frames.
-    #[error("{QUEUE_MAX} frames were waiting to be taken by the peer")]
+    #[error(
+        "the peer does not take its frames: a queue of {QUEUE_MAX}, or {ACTOR_QUEUE_MAX} of actors, was full"
+    )]
     QueueFull,
     /// The owner does not take what the peer sends.
     #[error("the owner of the link does not take its frames")]
@@ -93,26 +93,6 @@ pub enum SendError {
     TooLarge(FrameError),
 }
 
-#[derive(Debug)]
-struct Outgoing {
-    kind: FrameKind,
-    epoch: u64,
-    body: Arc<[u8]>,
-}
-
-/// The sending side of a link; clones share it. The link ends when the last clone is dropped.
-#[derive(Clone, Debug)]
-pub struct LinkHandle {
-    queue: mpsc::Sender<Outgoing>,
-    shared: Arc<Shared>,
-}
-
-#[derive(Debug, Default)]
-struct Shared {
-    overflowed: AtomicBool,
-    closing: Notify,
-}
-
 /// Receives a link's events, in order, on the link's reading task. Must not block.
 pub trait LinkSink: Send + 'static {
     /// Takes one event; returns false when the owner has no room for it, which ends the link: what
@@ -126,313 +106,27 @@ impl<F: FnMut(LinkEvent) -> bool + Send + 'static> LinkSink for F {
     }
 }
 
-/// A connection before its owner is known: used for the handshake, frame by frame.
-pub struct Connection {
-    stream: TcpStream,
-    encoder: FrameEncoder,
-    decoder: FrameDecoder,
-    peer: SocketAddr,
-}
-
-impl fmt::Debug for Connection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection").field("peer", &self.peer).finish_non_exhaustive()
-    }
-}
-
-impl Connection {
-    /// Dials.
-    ///
-    /// # Errors
-    /// When the peer cannot be reached within `deadline`.
-    pub async fn dial(address: &str, deadline: Duration) -> io::Result<Self> {
-        let stream = tokio::time::timeout(deadline, TcpStream::connect(address))
-            .await
-            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no answer"))??;
-        Self::new(stream)
-    }
-
-    /// Wraps an accepted connection.
-    ///
-    /// # Errors
-    /// When the socket is dead already.
-    pub fn new(stream: TcpStream) -> io::Result<Self> {
-        stream.set_nodelay(true)?;
-        let peer = stream.peer_addr()?;
-        Ok(Self {
-            stream,
-            encoder: FrameEncoder::default(),
-            decoder: FrameDecoder::default(),
-            peer,
-        })
-    }
-
-    /// Who is on the other side.
-    #[must_use]
-    pub fn peer(&self) -> SocketAddr {
-        self.peer
-    }
-
-    /// This side's address on the connection.
-    ///
-    /// # Errors
-    /// When the socket is dead.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.stream.local_addr()
-    }
-
-    /// Proves to the accepting side that this one knows the secret, and has it prove the same.
-    ///
-    /// # Errors
-    /// [`CloseReason::Auth`] when the peer does not know it, others when it does not answer.
-    pub async fn authenticate_as_client(
-        &mut self,
-        secret: &Secret,
-        deadline: Duration,
-    ) -> Result<(), CloseReason> {
-        let greeting = auth::greeting(&nonce()?);
-        let exchange = async {
-            self.stream.write_all(&greeting).await?;
-            let mut challenge = [0; CHALLENGE_LEN];
-            // A peer without the secret answers with a frame, if at all, which is shorter.
-            self.stream.read_exact(&mut challenge[..4]).await?;
-            if challenge[..4] == MAGIC {
-                return Err(CloseReason::Auth(AuthError::NoGreeting));
-            }
-            self.stream.read_exact(&mut challenge[4..]).await?;
-            let (proof, keys) = auth::prove(secret, &greeting, &challenge)?;
-            self.stream.write_all(&proof).await?;
-            Ok(keys)
-        };
-        let keys = within(deadline, exchange).await?;
-        self.set_keys(keys);
-        Ok(())
-    }
-
-    /// The accepting side of [`Connection::authenticate_as_client`]. Nothing the peer sends is
-    /// looked at before it has proved that it knows the secret.
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn authenticate_as_server(
-        &mut self,
-        secret: &Secret,
-        deadline: Duration,
-    ) -> Result<(), CloseReason> {
-        let nonce = nonce()?;
-        let exchange = async {
-            let mut greeting = [0; GREETING_LEN];
-            self.stream.read_exact(&mut greeting[..4]).await?;
-            if greeting[..4] != AUTH_MAGIC {
-                return Err(CloseReason::Auth(AuthError::NoGreeting));
-            }
-            self.stream.read_exact(&mut greeting[4..]).await?;
-            let challenge = auth::challenge(secret, &greeting, &nonce)?;
-            self.stream.write_all(&challenge).await?;
-            let mut proof = [0; PROOF_LEN];
-            self.stream.read_exact(&mut proof).await?;
-            Ok(auth::verify(secret, &greeting, &nonce, &proof)?)
-        };
-        let keys = within(deadline, exchange).await?;
-        self.set_keys(keys);
-        Ok(())
-    }
-
-    fn set_keys(&mut self, keys: SessionKeys) {
-        self.encoder.set_key(keys.send);
-        self.decoder.set_key(keys.receive);
-    }
-
-    /// Sends one frame.
-    ///
-    /// # Errors
-    /// [`CloseReason`].
-    pub async fn send(&mut self, kind: FrameKind, body: &[u8]) -> Result<(), CloseReason> {
-        let mut bytes = Vec::new();
-        self.encoder.encode(kind, 0, body, &mut bytes)?;
-        Ok(self.stream.write_all(&bytes).await?)
-    }
-
-    /// Receives one frame.
-    ///
-    /// # Errors
-    /// [`CloseReason`]; [`CloseReason::Silent`] when none came within `deadline`.
-    pub async fn receive(&mut self, deadline: Duration) -> Result<Frame, CloseReason> {
-        let receive = async {
-            let mut chunk = [0u8; 4096];
-            loop {
-                if let Some(frame) = self.decoder.next_frame()? {
-                    return Ok(frame);
-                }
-                match self.stream.read(&mut chunk).await? {
-                    0 => return Err(CloseReason::PeerClosed),
-                    n => self.decoder.feed(&chunk[..n]),
-                }
-            }
-        };
-        tokio::time::timeout(deadline, receive)
-            .await
-            .unwrap_or(Err(CloseReason::Silent { silent: deadline }))
-    }
-
-    /// Makes it a link: starts its tasks on the current runtime.
-    pub fn start(
-        self,
-        config: LivenessConfig,
-        clock: Arc<dyn Clock>,
-        sink: impl LinkSink,
-    ) -> LinkHandle {
-        let (queue, outgoing) = mpsc::channel(QUEUE_MAX);
-        let shared = Arc::new(Shared::default());
-        let handle = LinkHandle { queue, shared: shared.clone() };
-        let (read, write) = self.stream.into_split();
-        let (ended, write_ended) = mpsc::channel(1);
-        let pongs = handle.queue.downgrade();
-        tokio::spawn(write_frames(write, self.encoder, outgoing, ended));
-        let reader = Reader {
-            read,
-            decoder: self.decoder,
-            liveness: Liveness::new(config, clock.now()),
-            clock,
-            pongs,
-            poll_interval: config.ping_interval / 4,
-        };
-        tokio::spawn(reader.run(shared, write_ended, sink));
-        handle
-    }
-}
-
-/// Random bytes of the operating system.
-fn nonce() -> Result<[u8; NONCE_LEN], CloseReason> {
-    let mut nonce = [0; NONCE_LEN];
-    getrandom::fill(&mut nonce).map_err(|error| CloseReason::Io(io::Error::other(error)))?;
-    Ok(nonce)
-}
-
-async fn within<T>(
-    deadline: Duration,
-    exchange: impl Future<Output = Result<T, CloseReason>>,
-) -> Result<T, CloseReason> {
-    tokio::time::timeout(deadline, exchange)
-        .await
-        .unwrap_or(Err(CloseReason::Silent { silent: deadline }))
-}
-
-impl LinkHandle {
-    /// Queues one frame. `body` is shared, not copied: the same plan goes to every rank.
-    ///
-    /// # Errors
-    /// [`SendError`].
-    pub fn tell(&self, kind: FrameKind, epoch: u64, body: Arc<[u8]>) -> Result<(), SendError> {
-        let max = kind.body_max();
-        if body.len() > max as usize {
-            let len = body.len() as u64;
-            return Err(SendError::TooLarge(FrameError::TooLarge { kind, len, max }));
-        }
-        self.queue.try_send(Outgoing { kind, epoch, body }).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => {
-                self.shared.overflowed.store(true, Ordering::Release);
-                self.shared.closing.notify_one();
-                SendError::Full
-            }
-            mpsc::error::TrySendError::Closed(_) => SendError::Closed,
-        })
-    }
-
-    /// Queues one frame if the queue is at most half full: for senders that others must not suffer
-    /// from. Says [`SendError::Full`] otherwise, and the link goes on.
-    ///
-    /// # Errors
-    /// [`SendError`].
-    pub fn offer(&self, kind: FrameKind, epoch: u64, body: Arc<[u8]>) -> Result<(), SendError> {
-        if !self.queue.is_closed() && self.queue.capacity() < QUEUE_MAX / 2 {
-            return Err(SendError::Full);
-        }
-        self.tell(kind, epoch, body)
-    }
-
-    /// Queues one frame as soon as there is room: for senders that may be held up, which never
-    /// overflow the queue.
-    ///
-    /// # Errors
-    /// [`SendError`], never [`SendError::Full`].
-    pub async fn tell_when_room(
-        &self,
-        kind: FrameKind,
-        epoch: u64,
-        body: Arc<[u8]>,
-    ) -> Result<(), SendError> {
-        let max = kind.body_max();
-        if body.len() > max as usize {
-            let len = body.len() as u64;
-            return Err(SendError::TooLarge(FrameError::TooLarge { kind, len, max }));
-        }
-        let outgoing = Outgoing { kind, epoch, body };
-        self.queue.send(outgoing).await.map_err(|_| SendError::Closed)
-    }
-
-    /// Whether frames wait to be written.
-    #[must_use]
-    pub fn has_queued(&self) -> bool {
-        self.queue.capacity() < QUEUE_MAX
-    }
-
-    /// Ends the link; what is queued may be lost.
-    pub fn close(&self) {
-        self.shared.closing.notify_one();
-    }
-}
-
-async fn write_frames(
-    mut write: OwnedWriteHalf,
-    mut encoder: FrameEncoder,
-    mut outgoing: mpsc::Receiver<Outgoing>,
-    ended: mpsc::Sender<io::Error>,
-) {
-    let mut bytes = Vec::new();
-    while let Some(first) = outgoing.recv().await {
-        bytes.clear();
-        let mut next = Some(first);
-        while let Some(frame) = next {
-            // The size was checked when it was queued.
-            let _ = encoder.encode(frame.kind, frame.epoch, &frame.body, &mut bytes);
-            next = if bytes.len() < WRITE_GATHER { outgoing.try_recv().ok() } else { None };
-        }
-        if let Err(error) = write.write_all(&bytes).await {
-            let _ = ended.try_send(error);
-            return;
-        }
-    }
-    // Every handle is gone: say goodbye in TCP's way.
-    let _ = write.shutdown().await;
-}
-
 struct Reader {
     read: OwnedReadHalf,
     decoder: FrameDecoder,
     liveness: Liveness,
     clock: Arc<dyn Clock>,
     pongs: mpsc::WeakSender<Outgoing>,
+    shared: Arc<Shared>,
+    write_ended: mpsc::Receiver<io::Error>,
     poll_interval: Duration,
 }
 
 impl Reader {
-    async fn run(
-        mut self,
-        shared: Arc<Shared>,
-        mut write_ended: mpsc::Receiver<io::Error>,
-        mut sink: impl LinkSink,
-    ) {
-        let reason = self.read_frames(&shared, &mut write_ended, &mut sink).await;
+    /// Reads until the link is over; the writer ends with `over`.
+    async fn run(mut self, over: oneshot::Sender<()>, mut sink: impl LinkSink) {
+        let reason = self.read_frames(&mut sink).await;
+        drop(over);
+        while self.write_ended.recv().await.is_some() {}
         let _ = sink.event(LinkEvent::Closed { reason });
     }
 
-    async fn read_frames(
-        &mut self,
-        shared: &Shared,
-        write_ended: &mut mpsc::Receiver<io::Error>,
-        sink: &mut impl LinkSink,
-    ) -> CloseReason {
+    async fn read_frames(&mut self, sink: &mut impl LinkSink) -> CloseReason {
         let mut timer = tokio::time::interval(self.poll_interval);
         timer.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut chunk = vec![0u8; READ_CHUNK];
@@ -445,6 +139,10 @@ impl Reader {
                 read = self.read.read(&mut chunk) => match read {
                     Ok(0) => return CloseReason::PeerClosed,
                     Ok(n) => {
+                        // Before there is a whole frame: a large one takes a slow link long.
+                        if self.liveness.heard(self.clock.now()) {
+                            let _ = sink.event(LinkEvent::Alive);
+                        }
                         self.decoder.feed(&chunk[..n]);
                         if let Err(reason) = self.take_frames(sink) {
                             return reason;
@@ -461,12 +159,11 @@ impl Reader {
                     }
                     LivenessAction::Dead { silent } => return CloseReason::Silent { silent },
                 },
-                ended = write_ended.recv() => return match ended {
+                ended = self.write_ended.recv() => return match ended {
                     Some(error) => CloseReason::Io(error),
                     None => CloseReason::Local,
                 },
-                () = shared.closing.notified() => {
-                    let full = shared.overflowed.load(Ordering::Acquire);
+                full = self.shared.closing() => {
                     return if full { CloseReason::QueueFull } else { CloseReason::Local };
                 }
             }
@@ -475,9 +172,6 @@ impl Reader {
 
     fn take_frames(&mut self, sink: &mut impl LinkSink) -> Result<(), CloseReason> {
         while let Some(frame) = self.decoder.next_frame()? {
-            if self.liveness.heard(self.clock.now()) {
-                let _ = sink.event(LinkEvent::Alive);
-            }
             match frame.kind {
                 FrameKind::Ping => self.reply(FrameKind::Pong),
                 FrameKind::Pong => {}
@@ -491,7 +185,10 @@ impl Reader {
     fn reply(&self, kind: FrameKind) {
         // A full queue is itself a sign of trouble that liveness will find.
         if let Some(queue) = self.pongs.upgrade() {
-            let _ = queue.try_send(Outgoing { kind, epoch: 0, body: Arc::from([]) });
+            let _ = queue.try_send(Outgoing::bare(kind));
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -116,66 +116,87 @@ impl ActorRuntime {
         };
         report.generation = self.admit(report.clone(), sender)?;
         let supervisor = Supervisor::new(spec.restarts, report.generation);
-        tokio::spawn(live(self.downgrade(), report, supervisor, mailbox, make));
+        let life = Life { runtime: self.downgrade(), report };
+        tokio::spawn(live(life, supervisor, mailbox, make));
         Ok(self.addr(&spec.name))
+    }
+}
+
+/// What is told of an actor. Dropped before the actor is dead, it was dropped with the actor's task,
+/// as at the end of its tokio runtime: then it is dead by that.
+struct Life {
+    runtime: WeakRuntime,
+    report: ActorReport,
+}
+
+impl Life {
+    /// Tells what the report says now; false when there is nobody to tell.
+    fn tell(&self) -> bool {
+        let runtime = self.runtime.upgrade();
+        if let Some(runtime) = &runtime {
+            runtime.became(self.report.clone());
+        }
+        runtime.is_some()
+    }
+
+    fn ends(&mut self, reason: String) {
+        self.report.life = ActorLife::Dead;
+        self.report.reason = Some(reason);
+        self.tell();
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        if self.report.life != ActorLife::Dead {
+            self.ends("its task was dropped".to_owned());
+        }
     }
 }
 
 /// An actor's whole life.
 async fn live<A: NamedActor>(
-    runtime: WeakRuntime,
-    mut report: ActorReport,
+    mut life: Life,
     mut supervisor: Supervisor,
     mut mailbox: mpsc::Receiver<Envelope>,
     mut make: impl FnMut() -> A + Send + 'static,
 ) {
-    let tell = |report: &ActorReport| match runtime.upgrade() {
-        Some(runtime) => {
-            runtime.became(report.clone());
-            true
-        }
-        None => false,
-    };
     loop {
         let reason = match std::panic::catch_unwind(AssertUnwindSafe(&mut make)) {
             Ok(actor) => serve(actor, &mut mailbox).await,
             Err(panic) => Some(words_of(&*panic)),
         };
         let Some(reason) = reason else {
-            report.life = ActorLife::Dead;
-            report.reason = Some("it was stopped".to_owned());
-            tell(&report);
-            return;
+            return life.ends("it was stopped".to_owned());
         };
-        let now = match runtime.upgrade() {
+        let now = match life.runtime.upgrade() {
             Some(runtime) => runtime.clock().now(),
             None => return,
         };
-        report.reason = Some(reason.clone());
+        life.report.reason = Some(reason.clone());
         match supervisor.on_exit(now) {
             Decision::RestartAfter(wait) => {
-                tracing::warn!(actor = report.name, reason, ?wait, "an actor failed; made anew");
-                report.life = ActorLife::Restarting;
-                if !tell(&report) {
+                let name = &life.report.name;
+                tracing::warn!(actor = name, reason, ?wait, "an actor failed; made anew");
+                life.report.life = ActorLife::Restarting;
+                if !life.tell() {
                     return;
                 }
                 tokio::time::sleep(wait).await;
-                report.life = ActorLife::Alive;
-                report.restarts = report.restarts.saturating_add(1);
-                match runtime.upgrade() {
+                life.report.life = ActorLife::Alive;
+                life.report.restarts = life.report.restarts.saturating_add(1);
+                match life.runtime.upgrade() {
                     Some(runtime) => runtime.restarted(),
                     None => return,
                 }
-                tell(&report);
+                life.tell();
             }
             Decision::GiveUp { reason: often } => {
-                tracing::error!(actor = report.name, reason, "an actor is given up: {often}");
-                report.life = ActorLife::Dead;
-                report.reason = Some(format!("{reason}; {often}"));
+                let name = &life.report.name;
+                tracing::error!(actor = name, reason, "an actor is given up: {often}");
                 // Closed first: what waits is answered by being dropped, nothing comes after.
                 mailbox.close();
-                tell(&report);
-                return;
+                return life.ends(format!("{reason}; {often}"));
             }
         }
     }

@@ -30,7 +30,7 @@ pub enum TellError {
 #[derive(Clone, Debug)]
 pub struct Encoded {
     kind: FrameKind,
-    body: Arc<[u8]>,
+    body: Arc<Vec<u8>>,
 }
 
 impl Encoded {
@@ -84,8 +84,16 @@ impl<M: RemoteMessage> PeerAddr<M> {
     /// # Errors
     /// [`TellError`].
     pub async fn tell_when_room(&self, message: &M) -> Result<(), TellError> {
-        let Encoded { kind, body } = Encoded::new(message)?;
-        Ok(self.link.tell_when_room(kind, 0, body).await?)
+        Ok(self.tell_encoded_when_room(&Encoded::new(message)?).await?)
+    }
+
+    /// Sends a message that was encoded before as soon as the link has room for it. Dropped before
+    /// it is done, nothing is sent.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub async fn tell_encoded_when_room(&self, message: &Encoded) -> Result<(), SendError> {
+        self.link.tell_when_room(message.kind, 0, message.body.clone()).await
     }
 
     /// Ends the link.

@@ -8,14 +8,17 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll};
+use std::thread::Thread;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::exchange::{Effect, Exchange, Origin, Outgoing, PeerId, Route};
-use super::link::{LinkHandle, SendError};
+use super::exchange::{ASKS_PER_PEER, Effect, Exchange, Origin, Outgoing, PeerId, Route};
+use super::link::{ACTOR_QUEUE_MAX, LinkHandle, Queued, SendError};
 use super::named::Envelope;
-use super::registry::{Home, Known, Notice, Registry, RegistryError, Watching};
+use super::registry::{
+    ACTORS_MAX, Home, Known, Notice, Registry, RegistryError, WATCHES_MAX, Watching,
+};
 use super::remote::{ActorMessage, RemoteAddr};
 use crate::clock::Clock;
 use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RESTARTS};
@@ -28,6 +31,16 @@ use crate::wire::frame::FrameKind;
 
 /// How often deadlines are looked at: they may be late by as much.
 const TICK: Duration = Duration::from_millis(20);
+
+/// While so many frames, or so many bytes, wait for a link, actors' messages do not use it.
+const MESSAGES_BEHIND: Queued = Queued { frames: 128, bytes: 64 << 20 };
+/// While so many bytes wait for a link, errors are sent in the place of replies.
+const REPLIES_BEHIND: usize = 128 << 20;
+/// What a process may have to say in one moment: that its actors and watches are there, or that
+/// everything its peer waits for is over.
+const _: () = assert!(
+    ACTORS_MAX + 2 * WATCHES_MAX + ASKS_PER_PEER + MESSAGES_BEHIND.frames < ACTOR_QUEUE_MAX
+);
 
 /// What a mailbox, and whoever asks, gets.
 pub(super) type Outcome = Result<Vec<u8>, AskError>;
@@ -73,6 +86,8 @@ struct State {
     last: u64,
     /// Whether deadlines are looked at.
     ticks: bool,
+    /// The thread that does so; it is parked while there are no asks.
+    ticker: Option<Thread>,
 }
 
 struct Peer {
@@ -130,6 +145,7 @@ impl ActorRuntime {
             // Generations of two process runs differ.
             last: run >> 1,
             ticks: false,
+            ticker: None,
         };
         Self { inner: Arc::new(Inner { role, clock, stats, counters, state: Mutex::new(state) }) }
     }
@@ -444,15 +460,19 @@ impl ActorRuntime {
             match effect {
                 Effect::Send { peer, frame } => {
                     let Err(error) = state.send(peer, &frame) else { continue };
-                    if let ActorFrame::Deliver { id, .. } = frame {
-                        if id == 0 {
-                            queue.push_back(Effect::Lost(error));
-                        } else {
+                    match frame {
+                        ActorFrame::Deliver { id: 0, .. } => queue.push_back(Effect::Lost(error)),
+                        ActorFrame::Deliver { id, .. } => {
                             state.exchange.answered(Some(peer), id, Err(error), &mut more);
                         }
-                    } else {
-                        // An answer that cannot be sent: its asker's deadline tells.
-                        self.count(&error);
+                        ActorFrame::Answer { id, outcome: Ok(_) } => {
+                            // Its asker is told why there is no reply.
+                            self.count(&error);
+                            let frame = ActorFrame::Answer { id, outcome: Err(error) };
+                            more.push(Effect::Send { peer, frame });
+                        }
+                        // The link is gone, and its peer knows.
+                        _ => self.count(&error),
                     }
                 }
                 Effect::Deliver { to, id, wants, body } => {
@@ -509,25 +529,47 @@ impl ActorRuntime {
         if std::mem::replace(&mut state.ticks, true) {
             return;
         }
+        if let Some(ticker) = &state.ticker {
+            ticker.unpark();
+            return;
+        }
         // A thread of its own: whoever asks may be on one that ends before the answer is there.
         let runtime = self.downgrade();
         let ticking = std::thread::Builder::new().name("actor-deadlines".to_owned());
-        let started = ticking.spawn(move || {
-            loop {
-                std::thread::sleep(TICK);
-                let Some(runtime) = runtime.upgrade() else { return };
-                let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
-                let mut state = runtime.state();
-                state.exchange.tick(now, &mut effects);
-                runtime.carry_out(&mut state, effects);
-                if state.exchange.outstanding() == 0 {
-                    state.ticks = false;
-                    return;
-                }
-            }
-        });
-        // The next ask tries again.
-        state.ticks = started.is_ok();
+        match ticking.spawn(move || tick(&runtime)) {
+            Ok(thread) => state.ticker = Some(thread.thread().clone()),
+            // The next ask tries again.
+            Err(_) => state.ticks = false,
+        }
+    }
+}
+
+/// Looks at deadlines until the runtime is gone.
+fn tick(runtime: &WeakRuntime) {
+    loop {
+        std::thread::sleep(TICK);
+        let idle = {
+            let Some(runtime) = runtime.upgrade() else { return };
+            let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
+            let mut state = runtime.state();
+            state.exchange.tick(now, &mut effects);
+            runtime.carry_out(&mut state, effects);
+            state.ticks = state.exchange.outstanding() > 0;
+            !state.ticks
+        };
+        if idle {
+            // Until there is an ask, or the runtime goes.
+            std::thread::park();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ticker) = &state.ticker {
+            ticker.unpark();
+        }
     }
 }
 
@@ -594,18 +636,26 @@ impl State {
             return Err(AskError::LinkLost("a process".to_owned()));
         };
         let body = codec::encode(frame).map_err(|error| AskError::Malformed(error.to_string()))?;
-        let sent = match frame {
-            // Messages of applications leave room for what keeps the cluster together.
-            ActorFrame::Deliver { .. } => peer.link.offer(FrameKind::Actor, 0, body.into()),
-            _ => peer.link.tell(FrameKind::Actor, 0, body.into()),
+        let full = || AskError::MailboxFull(format!("the link to {}", peer.node));
+        let queued = peer.link.queued_of_actors();
+        let (refused, len) = match frame {
+            // Messages of applications leave room for what actors have to be told.
+            ActorFrame::Deliver { body, .. } => {
+                let Queued { frames, bytes } = MESSAGES_BEHIND;
+                (queued.frames >= frames || queued.bytes >= bytes, body.len())
+            }
+            ActorFrame::Answer { outcome: Ok(body), .. } => {
+                (queued.bytes >= REPLIES_BEHIND, body.len())
+            }
+            _ => (false, 0),
         };
-        sent.map_err(|error| match error {
-            SendError::TooLarge(_) => AskError::TooLarge(match frame {
-                ActorFrame::Deliver { body, .. } => body.len() as u64,
-                _ => 0,
-            }),
+        if refused {
+            return Err(full());
+        }
+        peer.link.tell(FrameKind::Actor, 0, body.into()).map_err(|error| match error {
+            SendError::TooLarge(_) => AskError::TooLarge(len as u64),
             SendError::Closed => AskError::LinkLost(peer.node.clone()),
-            SendError::Full => AskError::MailboxFull(format!("the link to {}", peer.node)),
+            SendError::Full => full(),
         })
     }
 
@@ -685,3 +735,6 @@ impl Drop for DeathWatch {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

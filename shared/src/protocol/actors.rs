@@ -32,6 +32,7 @@ pub enum ActorFrame {
         /// How long the sender waits, in milliseconds.
         within_ms: u32,
         /// The message, encoded.
+        #[serde(with = "crate::wire::bytes")]
         body: Vec<u8>,
     },
     /// What became of it.
@@ -39,6 +40,7 @@ pub enum ActorFrame {
         /// The number it came with.
         id: u64,
         /// The reply, empty for a delivery; or why there is none.
+        #[serde(with = "crate::wire::bytes::or_error")]
         outcome: Result<Vec<u8>, AskError>,
     },
     /// Tell me of this actor's death.

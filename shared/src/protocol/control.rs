@@ -203,6 +203,7 @@ pub struct GroupId {
     /// The epoch being formed.
     pub epoch: Epoch,
     /// At most [`GROUP_ID_MAX`]; what is in them only the ranks know.
+    #[serde(with = "crate::wire::bytes")]
     pub bytes: Vec<u8>,
 }
 
@@ -271,5 +272,6 @@ pub struct WorkerStats {
     /// Grows with every report of this incarnation.
     pub sequence: u64,
     /// The encoded partial snapshot of the worker's series (see `shared::metrics`).
+    #[serde(with = "crate::wire::bytes")]
     pub snapshot: Vec<u8>,
 }

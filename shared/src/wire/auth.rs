@@ -80,6 +80,24 @@ impl Secret {
         Ok(Self(Sha256::digest(bytes).into()))
     }
 
+    /// A secret that was drawn at random.
+    #[must_use]
+    pub fn of_random(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// A number for a purpose, which tells nothing of the secret or of other purposes' numbers.
+    #[must_use]
+    pub fn number(&self, purpose: &str) -> u64 {
+        let mut mac = keyed(&self.0);
+        mac.update(b"tutti number ");
+        mac.update(purpose.as_bytes());
+        let whole: [u8; 32] = mac.finalize().into_bytes().into();
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&whole[..8]);
+        u64::from_le_bytes(bytes)
+    }
+
     /// What a holder of the secret shows over HTTP for a purpose: 64 hexadecimal digits that tell
     /// nothing of the secret or of other purposes.
     #[must_use]

@@ -1,7 +1,9 @@
 //! Workers and their links: who may join, what they say, and their going.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use actix::{AsyncContext as _, Context, Handler, Message};
+use actix::{Addr, AsyncContext as _, Context, Handler, Message};
 use shared::actor::link::{CloseReason, Connection, LinkEvent};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
@@ -18,6 +20,10 @@ use crate::replica::actor::StepDone;
 
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Events of one link that wait to be handled. A worker has two steps to answer, and now and then
+/// something else to say: one that has said so much more is not let on.
+const EVENTS_MAX: usize = 256;
 
 /// May this worker join? Answered before its link is started.
 #[derive(Debug, Message)]
@@ -51,6 +57,41 @@ struct FromLink {
     worker: WorkerId,
     number: LinkNumber,
     event: LinkEvent,
+    place: Place,
+}
+
+/// Where one link's events go: no link takes the room of another.
+struct Inbox {
+    addr: Addr<ClusterActor>,
+    worker: WorkerId,
+    number: LinkNumber,
+    /// How many events wait.
+    places: Arc<AtomicUsize>,
+}
+
+impl Inbox {
+    /// Hands an event to the actor; false when too many wait already.
+    fn put(&self, event: LinkEvent) -> bool {
+        let place = Place(self.places.clone());
+        let frame = matches!(event, LinkEvent::Frame(_));
+        if place.0.fetch_add(1, Ordering::Relaxed) >= EVENTS_MAX && frame {
+            return false;
+        }
+        let (worker, number) = (self.worker, self.number);
+        // Past the mailbox's own bound, which is for all senders together.
+        self.addr.do_send(FromLink { worker, number, event, place });
+        true
+    }
+}
+
+/// An event's place among those of its link, free again when it is handled.
+#[derive(Debug)]
+struct Place(Arc<AtomicUsize>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl ClusterActor {
@@ -120,11 +161,18 @@ impl ClusterActor {
         }
     }
 
-    fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
+    fn replica_of(&mut self, worker: WorkerId) -> Option<ReplicaId> {
         let holds = |running: &RunningReplica| {
             running.serving.as_ref().is_some_and(|(_, ranks)| ranks.contains(&worker))
         };
-        self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id)
+        let connected = self.connected.get_mut(&worker)?;
+        let last = connected.replica;
+        if last.and_then(|id| self.replicas.get(&id)).is_some_and(holds) {
+            return last;
+        }
+        connected.replica =
+            self.replicas.iter().find(|(_, running)| holds(running)).map(|(id, _)| *id);
+        connected.replica
     }
 
     fn step_done(&mut self, worker: WorkerId, result: StepResult) {
@@ -217,24 +265,30 @@ impl Handler<Joined> for ClusterActor {
             old_link.close();
         }
         let Joining { link: number, restarted, retired } = self.roster.joined(worker, incarnation);
-        let addr = ctx.address();
-        let sink = move |event| {
-            let last = matches!(event, LinkEvent::Closed { .. });
-            let message = FromLink { worker, number, event };
-            if last {
-                addr.do_send(message);
-                return true;
+        let actors = self.actors.clone();
+        let peer = actors.reserve_peer();
+        let to = Inbox { addr: ctx.address(), worker, number, places: Arc::default() };
+        let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
+            actors.peer_up_as(peer, &hello.node, link.clone());
+            move |event| match event {
+                // At once: what applications say takes no room from steps.
+                LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                    let read = actors.frame(peer, &frame.body);
+                    if let Err(error) = &read {
+                        tracing::error!(%worker, %error, "sent an actor frame that cannot be read");
+                    }
+                    read.is_ok()
+                }
+                event => to.put(event),
             }
-            addr.try_send(message).is_ok()
-        };
-        let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
+        });
         tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
         let node = hello.node.clone();
         let addr = PeerAddr::new(link.clone());
         let host = hello.host.clone();
-        let peer = self.actors.peer_up(&node, link.clone());
         let pid = hello.pid;
-        let connected = Connected { incarnation, number, peer, node, host, pid, link, addr };
+        let connected =
+            Connected { incarnation, number, peer, node, host, pid, link, addr, replica: None };
         self.connected.insert(worker, connected);
         self.records.joined(worker, &hello.node, hello.pid);
         self.absences.back(worker);
@@ -274,18 +328,11 @@ impl Handler<FromLink> for ClusterActor {
     type Result = ();
 
     fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
-        let FromLink { worker, number, event } = message;
+        let FromLink { worker, number, event, place: _place } = message;
         if !self.roster.is_present(worker, number) {
             return;
         }
         match event {
-            LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
-                let Some(connected) = self.connected.get(&worker) else { return };
-                if let Err(error) = self.actors.frame(connected.peer, &frame.body) {
-                    tracing::error!(%worker, %error, "sent an actor frame that cannot be read");
-                    connected.link.close();
-                }
-            }
             LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
             LinkEvent::Suspect => tracing::warn!(%worker, "the worker is silent"),
             LinkEvent::Alive => tracing::info!(%worker, "the worker is heard again"),

@@ -204,6 +204,7 @@ proptest! {
         star.pass(1000);
         prop_assert_eq!(star.resolved.len(), waiters.len());
         prop_assert!(star.nodes.iter().all(|node| node.outstanding() == 0));
+        prop_assert!(star.nodes.iter().all(|node| node.of_peers.is_empty()));
     }
 }
 

@@ -1,0 +1,236 @@
+//! The runtimes of a hub and its spokes, over real links on loopback.
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use super::*;
+use crate::actor::link::{Connection, LinkEvent};
+use crate::actor::liveness::LivenessConfig;
+use crate::actor::{ActorMessage, ActorSpec, NamedActor};
+use crate::clock::SystemClock;
+
+/// For what has to happen at all, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// More than a link's queue holds.
+const MANY: usize = 1000;
+
+/// The reasons of the links that ended.
+type Ends = UnboundedReceiver<String>;
+
+/// Both ends of a link between two runtimes.
+struct Pair {
+    hub: LinkHandle,
+    spoke: LinkHandle,
+    ends: Ends,
+}
+
+impl Pair {
+    fn is_whole(&mut self) {
+        if let Ok(end) = self.ends.try_recv() {
+            panic!("a link ended: {end}");
+        }
+    }
+
+    fn cut(self) {
+        self.hub.close();
+        self.spoke.close();
+    }
+}
+
+fn start(
+    actors: &ActorRuntime,
+    node: &str,
+    stream: TcpStream,
+    ends: &mpsc::UnboundedSender<String>,
+) -> LinkHandle {
+    let peer = actors.reserve_peer();
+    let (runtime, ends) = (actors.clone(), ends.clone());
+    let sink = move |event| match event {
+        LinkEvent::Frame(frame) => runtime.frame(peer, &frame.body).is_ok(),
+        LinkEvent::Closed { reason } => {
+            let _ = ends.send(reason.to_string());
+            runtime.peer_lost(peer, &reason.to_string());
+            true
+        }
+        _ => true,
+    };
+    let (config, clock) = (LivenessConfig::default(), Arc::new(SystemClock::start()));
+    let link = Connection::new(stream).unwrap().start(config, clock, sink);
+    actors.peer_up_as(peer, node, link.clone());
+    link
+}
+
+async fn pair(hub: &ActorRuntime, spoke: &ActorRuntime, node: &str) -> Pair {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (dialled, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+    let (ended, ends) = unbounded_channel();
+    let hub = start(hub, node, accepted.unwrap().0, &ended);
+    let spoke = start(spoke, "the hub", dialled.unwrap(), &ended);
+    Pair { hub, spoke, ends }
+}
+
+fn hub() -> ActorRuntime {
+    ActorRuntime::hub("hub", 1 << 40, Arc::new(SystemClock::start()))
+}
+
+fn spoke(node: &str, run: u64) -> ActorRuntime {
+    ActorRuntime::spoke(node, run << 40, Arc::new(SystemClock::start()))
+}
+
+#[derive(Serialize, Deserialize)]
+enum Say {
+    Hello,
+    Nothing,
+}
+
+impl ActorMessage for Say {
+    type Reply = ();
+}
+
+/// Answers or does not.
+struct Quiet;
+
+impl NamedActor for Quiet {
+    type Message = Say;
+
+    async fn handle(&mut self, message: Say) -> Result<(), String> {
+        match message {
+            Say::Hello => Ok(()),
+            Say::Nothing => std::future::pending().await,
+        }
+    }
+}
+
+fn name(number: usize) -> String {
+    format!("quiet-{number}")
+}
+
+fn spawn_many(actors: &ActorRuntime) {
+    for number in 0..MANY {
+        actors.spawn(ActorSpec::new(&name(number), "quiet"), || Quiet).unwrap();
+    }
+}
+
+async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let waiting = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, waiting).await.unwrap_or_else(|_| panic!("never: {what}"));
+}
+
+/// Asks each of the many once, a few at a time, since their messages may not fill the link.
+async fn ask_many(
+    from: &ActorRuntime,
+    deadline: Duration,
+) -> Vec<tokio::task::JoinHandle<Result<(), AskError>>> {
+    let mut asks = Vec::new();
+    for number in 0..MANY {
+        let addr = from.addr::<Say>(&name(number));
+        asks.push(tokio::spawn(async move { addr.ask(&Say::Nothing, deadline).await }));
+        if number % 50 == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    asks
+}
+
+#[tokio::test]
+async fn a_thousand_actors_and_watches_are_told_of_at_once() {
+    let (hub, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
+    spawn_many(&a);
+    let mut a_link = pair(&hub, &a, "a").await;
+    until("all are known", || hub.list().len() == MANY).await;
+    // Watches that were there before the link, as after a change of the hub.
+    let watches: Vec<DeathWatch> = (0..MANY).map(|number| b.watch(&name(number))).collect();
+    let mut b_link = pair(&hub, &b, "b").await;
+    until("all are watched", || hub.state().registry.watches() == MANY).await;
+    a_link.is_whole();
+    // All die in one moment.
+    a_link.cut();
+    let told = futures_util::future::join_all(watches);
+    let told = tokio::time::timeout(PATIENCE, told).await.expect("all watchers are told");
+    assert!(told.iter().all(|reason| reason.contains("the link to a is gone")), "{:?}", told[0]);
+    b_link.is_whole();
+}
+
+#[tokio::test]
+async fn a_thousand_asks_that_fail_at_once_are_all_told() {
+    let (hub, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
+    spawn_many(&a);
+    let (a_link, mut b_link) = (pair(&hub, &a, "a").await, pair(&hub, &b, "b").await);
+    until("all are known", || hub.list().len() == MANY).await;
+    let asks = ask_many(&b, PATIENCE).await;
+    until("all are on their way", || hub.state().exchange.outstanding() == MANY).await;
+    a_link.cut();
+    for ask in asks {
+        let error = ask.await.unwrap().unwrap_err();
+        assert!(matches!(&error, AskError::LinkLost(node) if node == "a"), "{error}");
+    }
+    b_link.is_whole();
+}
+
+#[tokio::test]
+async fn a_thousand_deadlines_at_once_end_no_link() {
+    let (hub, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
+    spawn_many(&a);
+    let (mut a_link, mut b_link) = (pair(&hub, &a, "a").await, pair(&hub, &b, "b").await);
+    until("all are known", || hub.list().len() == MANY).await;
+    let asks = ask_many(&b, Duration::from_secs(3)).await;
+    for ask in asks {
+        let error = ask.await.unwrap().unwrap_err();
+        assert!(matches!(error, AskError::Deadline(_)), "{error}");
+    }
+    until("nothing is under way", || hub.state().exchange.outstanding() == 0).await;
+    let addr = b.addr::<Say>("nobody");
+    let error = addr.ask(&Say::Hello, PATIENCE).await.unwrap_err();
+    assert_eq!(error, AskError::NoSuchActor("nobody".to_owned()));
+    a_link.is_whole();
+    b_link.is_whole();
+}
+
+#[tokio::test]
+async fn an_actor_whose_task_is_dropped_is_dead() {
+    let hub = hub();
+    let (runtime, spawned) = (hub.clone(), oneshot::channel());
+    let (go, gone) = std::sync::mpsc::channel::<()>();
+    // A program whose own tokio runtime ends before the process does.
+    let program = std::thread::spawn(move || {
+        let tokio = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        tokio.block_on(async {
+            runtime.spawn(ActorSpec::new("short", "quiet"), || Quiet).unwrap();
+            let _ = spawned.0.send(());
+        });
+        let _ = gone.recv();
+    });
+    spawned.1.await.unwrap();
+    let watch = hub.watch("short");
+    drop(go);
+    let reason = tokio::time::timeout(PATIENCE, watch).await.expect("its watcher is told");
+    assert!(reason.contains("its task was dropped"), "{reason}");
+    program.join().unwrap();
+    // The name is free again.
+    hub.spawn(ActorSpec::new("short", "quiet"), || Quiet).unwrap();
+    assert_eq!(hub.addr::<Say>("short").ask(&Say::Hello, PATIENCE).await, Ok(()));
+}
+
+#[tokio::test]
+async fn deadlines_are_kept_by_one_thread() {
+    let hub = hub();
+    hub.spawn(ActorSpec::new("quiet", "quiet"), || Quiet).unwrap();
+    let mut threads = Vec::new();
+    for _ in 0..5 {
+        // An actor that has not answered gets no other message.
+        let addr = hub.addr::<Say>("quiet");
+        let error = addr.ask(&Say::Nothing, Duration::from_millis(10)).await.unwrap_err();
+        assert!(matches!(error, AskError::Deadline(10)), "{error}");
+        until("nothing is looked at", || !hub.state().ticks).await;
+        threads.push(hub.state().ticker.as_ref().unwrap().id());
+    }
+    assert!(threads.iter().all(|id| *id == threads[0]), "{threads:?}");
+}
