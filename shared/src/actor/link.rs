@@ -3,6 +3,8 @@
 //! A link is two tasks: one reads frames and hands them to the owner's sink, one writes what is
 //! queued. Neither waits for the other, and nothing queues without bound: a peer that does not
 //! take its frames fills the queue, and the link ends. The end is reported once, with its reason.
+pub mod refusal;
+
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -62,6 +64,9 @@ pub enum CloseReason {
     /// The peer did not authenticate.
     #[error("{0}")]
     Auth(#[from] AuthError),
+    /// The peer does not take this side, and says why.
+    #[error("{0}")]
+    Refused(String),
     /// The peer was silent for too long.
     #[error("nothing was heard for {:.1} s", silent.as_secs_f64())]
     Silent {
@@ -194,17 +199,19 @@ impl Connection {
         let exchange = async {
             self.stream.write_all(&greeting).await?;
             let mut challenge = [0; CHALLENGE_LEN];
-            // A peer without the secret answers with a frame, if at all, which is shorter.
+            // A peer that refuses this side answers with a frame, which is shorter.
             self.stream.read_exact(&mut challenge[..4]).await?;
             if challenge[..4] == MAGIC {
-                return Err(CloseReason::Auth(AuthError::NoGreeting));
+                return Ok(None);
             }
             self.stream.read_exact(&mut challenge[4..]).await?;
             let (proof, keys) = auth::prove(secret, &greeting, &challenge)?;
             self.stream.write_all(&proof).await?;
-            Ok(keys)
+            Ok(Some(keys))
         };
-        let keys = within(deadline, exchange).await?;
+        let Some(keys) = within(deadline, exchange).await? else {
+            return Err(self.refusal(&MAGIC, deadline).await);
+        };
         self.set_keys(keys);
         Ok(())
     }
