@@ -141,7 +141,7 @@ impl Cluster {
         for worker in slow {
             let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
             let Some(id) = self.replicas.of(worker).filter(serving) else { continue };
-            if !self.free().first().is_some_and(|it| !self.slow.contains(&it.worker)) {
+            if self.free().first().is_none_or(|it| self.slow.contains(&it.worker)) {
                 return;
             }
             let reason = format!("{worker} is slow and is replaced");
