@@ -360,6 +360,13 @@ impl Coordinator {
         self.view.clone()
     }
 
+    /// Resolves when the cluster's actor has ended before its time, which only a defect can bring
+    /// about: nothing is served from then on.
+    pub async fn failed(&self) -> &'static str {
+        ended(self.view.clone()).await;
+        "the cluster actor is gone"
+    }
+
     /// A worker shall leave.
     ///
     /// # Errors
@@ -514,4 +521,9 @@ async fn log_stats(
         tokio::time::sleep(loggers.next().saturating_sub(clock.now())).await;
         loggers.tick(clock.now(), || hub.merged());
     }
+}
+
+/// Resolves when nobody publishes the view any more.
+pub(crate) async fn ended(mut view: watch::Receiver<ClusterView>) {
+    while view.changed().await.is_ok() {}
 }

@@ -4,6 +4,7 @@
 //! - [`worker`]: applies plans exactly as the protocol says, and refuses any other
 //! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
 //! - [`agreement`]: what a replica does when its ranks say different things
+//! - [`frames`]: plans as they travel
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 #![allow(
@@ -15,6 +16,7 @@
 )]
 
 mod agreement;
+mod frames;
 mod random;
 mod rig;
 mod scenarios;

@@ -62,6 +62,7 @@ pub(crate) async fn run(
                     } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
                     error = etcd::failed(&mut membership) => Err(error),
+                    reason = coordinator.failed() => Err(CliError::Failed(reason.to_owned())),
                 }
             };
             let totals = checkpoints.map(|interval| (etcd, interval));

@@ -165,7 +165,7 @@ pub(crate) struct WorkerArgs {
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
-    /// This worker's name, unique in the cluster [default: HOSTNAME-PID]
+    /// This worker's name, unique in the cluster [default: HOSTNAME-PID-RANDOM]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
     /// Where this worker accepts other ranks of its replica (TCP collective), as other hosts reach
@@ -194,7 +194,7 @@ pub(crate) struct FrontendArgs {
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
-    /// This front end's name, unique among front ends [default: HOSTNAME-PID]
+    /// This front end's name, unique among front ends [default: HOSTNAME-PID-RANDOM]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
     /// Where HTTP is served

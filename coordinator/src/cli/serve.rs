@@ -48,10 +48,15 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
             "waiting for {degree} workers: tutti worker --coordinator {}",
             coordinator.cluster_addr()
         ));
-        signals.next().await;
-        finish(&coordinator, patience, &mut signals).await;
+        let end = tokio::select! {
+            () = async {
+                signals.next().await;
+                finish(&coordinator, patience, &mut signals).await;
+            } => Ok(()),
+            reason = coordinator.failed() => Err(CliError::Failed(reason.to_owned())),
+        };
         coordinator.stop(false).await;
-        Ok(())
+        end
     })
 }
 

@@ -260,6 +260,25 @@ impl ClusterActor {
         }
     }
 
+    /// An actor that panicked is gone, with its requests, whose clients see their end. Its ranks form
+    /// anew, for another one.
+    fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let gone: Vec<ReplicaId> = self
+            .replicas
+            .iter()
+            .filter(|(_, running)| !running.addr.connected())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in gone {
+            tracing::error!(replica = %id, "the replica's actor has ended; it begins anew");
+            self.affinity.forget(id);
+            let serving = self.replicas.remove(&id).and_then(|running| running.serving);
+            if let Some((epoch, _)) = serving {
+                self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
+            }
+        }
+    }
+
     fn publish(&mut self) {
         let workers: Vec<(WorkerId, String, u32)> = self
             .connected
@@ -295,6 +314,7 @@ impl Actor for ClusterActor {
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
             }
+            actor.miss_replicas(now, &mut effects);
             actor.core.tick(now, &mut effects);
             if effects.is_empty() {
                 return;
@@ -366,3 +386,6 @@ impl Handler<Stop> for ClusterActor {
 fn since_1970() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
+
+#[cfg(test)]
+mod tests;

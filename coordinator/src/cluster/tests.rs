@@ -1,6 +1,8 @@
 //! The replica life cycle, event by event.
 use super::*;
 
+mod passes;
+
 fn config(tensor_parallel: u32) -> ClusterConfig {
     ClusterConfig {
         tensor_parallel,

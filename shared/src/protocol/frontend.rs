@@ -68,6 +68,16 @@ pub struct Serving {
     pub text_fingerprint: u64,
 }
 
+impl Serving {
+    /// Whether requests for one are requests for the other: where the folder lies on a coordinator's
+    /// host does not matter.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
+        self.served_model_name == other.served_model_name && of(self) == of(other)
+    }
+}
+
 /// A request on its way to the engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SubmitRequest {

@@ -18,7 +18,7 @@ impl AbortHandle for Flag {
     }
 }
 
-/// A rank whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
+/// A rank that loads `large` for long, and whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
 /// computes for long and fails then; its step 21 says in its timings which step waits behind it.
 struct ScriptedRank {
     flag: Arc<Flag>,
@@ -37,6 +37,9 @@ impl Rank for ScriptedRank {
                 message: "model.safetensors: truncated".into(),
                 permanent: true,
             });
+        }
+        if form.model == "large" {
+            std::thread::sleep(Duration::from_millis(300));
         }
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
@@ -111,7 +114,7 @@ impl Outbox for ChannelOutbox {
     }
 }
 
-fn executor() -> (Executor, Receiver<(u64, FromWorker)>) {
+fn executor() -> (Executor, mpsc::Receiver<(u64, FromWorker)>) {
     let (sender, receiver) = mpsc::channel();
     let make = || ScriptedRank {
         flag: Arc::new(Flag(Mutex::new(false), Condvar::new())),
@@ -145,11 +148,11 @@ fn step(epoch: u64, step: u64) -> ExecutorCommand {
     ExecutorCommand::Step(plan)
 }
 
-fn next(receiver: &Receiver<(u64, FromWorker)>) -> FromWorker {
+fn next(receiver: &mpsc::Receiver<(u64, FromWorker)>) -> FromWorker {
     next_over(receiver).1
 }
 
-fn next_over(receiver: &Receiver<(u64, FromWorker)>) -> (u64, FromWorker) {
+fn next_over(receiver: &mpsc::Receiver<(u64, FromWorker)>) -> (u64, FromWorker) {
     receiver.recv_timeout(Duration::from_secs(5)).expect("a message within 5 s")
 }
 
@@ -181,6 +184,37 @@ fn an_abort_frees_a_hanging_step_and_the_next_epoch_works() {
     assert!(matches!(next(&messages), FromWorker::Progress(_)), "step 14 of the old epoch is mute");
     assert!(matches!(next(&messages), FromWorker::Formed(f) if f.epoch == Epoch(2)));
     assert!(matches!(next(&messages), FromWorker::Step(r) if r.epoch == Epoch(2)));
+}
+
+/// A load cannot be interrupted, and the cluster does not wait for it.
+#[test]
+fn epochs_that_come_and_go_during_a_load_do_not_fill_the_queue() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "large")).unwrap();
+    assert!(executor.report().is_ok());
+    let last = 200;
+    for epoch in 2..=last {
+        executor.abort(Epoch(epoch - 1));
+        executor.command(form(epoch, "m")).unwrap();
+        executor
+            .command(ExecutorCommand::Start(Start { epoch: Epoch(epoch), num_blocks: 5 }))
+            .unwrap();
+        executor.command(step(epoch, 1)).unwrap();
+        executor.command(step(epoch, 2)).unwrap();
+    }
+    let mut said = Vec::new();
+    while !matches!(said.last(), Some(FromWorker::Step(r)) if r.step == StepId(2)) {
+        said.push(next(&messages));
+    }
+    let formed = |it: &FromWorker| matches!(it, FromWorker::Formed(f) if f.epoch == Epoch(last));
+    assert!(said.iter().any(formed), "the last one is formed: {said:?}");
+    assert!(said.iter().any(|it| matches!(it, FromWorker::Stats(_))), "a report is made");
+    assert!(said.len() < 20, "the others are not: {said:?}");
+    // What is of no epoch that is over still has a bound.
+    executor.command(form(last + 1, "large")).unwrap();
+    let queued = (0..100).map(|id| executor.command(step(last + 1, id)));
+    let taken = queued.filter(Result::is_ok).count();
+    assert!((31..=32).contains(&taken), "{taken} of one epoch");
 }
 
 #[test]

@@ -102,8 +102,7 @@ async fn probe(address: &str, secret: Option<&Secret>) -> Result<(), Refusal> {
         FrameKind::Pong => Ok(()),
         FrameKind::Refused => {
             let reason: Result<String, _> = codec::decode_message(&frame.body);
-            let fix = "--cluster-secret-file FILE, the coordinator's own file";
-            Err(Refusal::new(reason.unwrap_or_else(|error| error.to_string()), fix))
+            Err(refusal(CloseReason::Refused(reason.unwrap_or_else(|error| error.to_string()))))
         }
         kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it of this version?")),
     }
@@ -124,6 +123,13 @@ fn refusal(reason: CloseReason) -> Refusal {
         CloseReason::Frame(FrameError::BadMagic(_)) => {
             "that is no cluster port: give the coordinator's --cluster-listen"
         }
+        CloseReason::Refused(said) if said.contains("version") => {
+            "install the same version on both"
+        }
+        CloseReason::Refused(said) if said.contains("runs without") => {
+            "give the coordinator the secret too, or this node none"
+        }
+        CloseReason::Refused(_) => "--cluster-secret-file FILE, the coordinator's own file",
         CloseReason::PeerClosed => {
             "look into the coordinator's log: it may be of another version, or busy"
         }
