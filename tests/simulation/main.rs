@@ -9,7 +9,7 @@
 //!   and the workers find each other
 //! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: one that leads: the cores, and what
 //!   the actors do between them
-//! - [`clients`], [`tally`]: requests and what they were promised
+//! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: commands, likewise
 //! - [`checks`], [`convergence`]: what must hold at every moment, after the faults and at the end
 //! - [`switches`]: guards that can be taken away, to show that this is noticed
 //!
@@ -37,6 +37,7 @@ mod faults;
 mod membership;
 mod model;
 mod network;
+mod operators;
 mod process;
 mod random;
 mod replicas;
@@ -120,7 +121,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 39] = [
+const MUTATIONS: [Mutation; 42] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -160,6 +161,9 @@ const MUTATIONS: [Mutation; 39] = [
     ("anybody_runs", |it| it.anybody_runs = true),
     ("saves_unfenced", |it| it.saves_unfenced = true),
     ("leader_key_is_overwritten", |it| it.leader_key_is_overwritten = true),
+    ("who_led_is_not_known", |it| it.who_led_is_not_known = true),
+    ("commands_are_forgotten", |it| it.commands_are_forgotten = true),
+    ("commands_stored_unfenced", |it| it.commands_stored_unfenced = true),
 ];
 
 #[test]
