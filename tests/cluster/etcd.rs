@@ -16,19 +16,18 @@ use testkit::scrape::Scrape;
 
 use crate::counters::check_invariants;
 use crate::front_ends::fixed;
-use crate::scaling::operate;
 use crate::{STORY, greedy, text};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An etcd and how to start processes that know nothing but it.
-struct Meeting {
-    etcd: Etcd,
+pub(crate) struct Meeting {
+    pub(crate) etcd: Etcd,
     _folder: TempDir,
 }
 
 impl Meeting {
-    async fn new() -> Option<Self> {
+    pub(crate) async fn new() -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let etcd = Etcd::start(folder.path()).await.unwrap()?;
         Some(Self { etcd, _folder: folder })
@@ -45,7 +44,7 @@ impl Meeting {
     }
 
     /// Of replicas of so many ranks.
-    async fn coordinator_of(&self, degree: &str, args: &[&str]) -> LocalCluster {
+    pub(crate) async fn coordinator_of(&self, degree: &str, args: &[&str]) -> LocalCluster {
         let (any, all) = ("127.0.0.1:0", ["coordinator", "--tensor-parallel", degree]);
         let listen = ["--listen", any, "--cluster-listen", any];
         let mut coordinator = self.spawn(&[&all[..], &listen, args].concat());
@@ -53,7 +52,7 @@ impl Meeting {
         coordinator
     }
 
-    fn worker(&self, index: usize) -> LocalCluster {
+    pub(crate) fn worker(&self, index: usize) -> LocalCluster {
         self.spawn(&["worker", "--node", &format!("worker-{index}"), "--threads", "1"])
     }
 
@@ -65,7 +64,7 @@ impl Meeting {
 }
 
 /// Waits until `wanted` answers something.
-async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
+pub(crate) async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
     let began = Instant::now();
     loop {
         if let Some(found) = wanted().await {
@@ -82,7 +81,7 @@ async fn not_ready(client: &Client) -> Option<String> {
     (reply.status == 503).then(|| reply.body["message"].as_str().unwrap_or("").to_owned())
 }
 
-async fn serves(client: &Client) -> bool {
+pub(crate) async fn serves(client: &Client) -> bool {
     let reply = client.post("/v1/completions", &greedy(STORY, 4)).await;
     reply.is_ok_and(|reply| reply.status == 200)
 }
@@ -117,7 +116,7 @@ async fn ends_badly(response: reqwest::Response) {
     assert!(!String::from_utf8_lossy(&all).contains("[DONE]"), "900 tokens were not wanted");
 }
 
-fn sum(scrape: &Scrape, name: &str) -> f64 {
+pub(crate) fn sum(scrape: &Scrape, name: &str) -> f64 {
     scrape.sum(name, &[])
 }
 
@@ -408,73 +407,6 @@ async fn counters_go_on_under_the_next_leader() {
     }
     until("it serves", async || serves(&leader).await.then_some(())).await;
     assert_none_fell(&before, &totals(&leader).await);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_operators_said_outlives_the_leader() {
-    let Some(mut meeting) = Meeting::new().await else { return };
-    let three = ["--leader-lease", "2", "--replicas", "3"];
-    let mut first = meeting.coordinator_of("1", &three).await;
-    let mut workers: Vec<_> = (0..4).map(|index| meeting.worker(index)).collect();
-    first.wait_ready().await.unwrap();
-    let leader = first.client().unwrap();
-    let up = |s: &Scrape| sum(s, "tutti_replica_up");
-    let replicas = async |client: &Client, wanted: f64| {
-        let scrape = client.scrape_until(PATIENCE, |s| up(s) == wanted).await.unwrap();
-        assert_eq!(up(&scrape), wanted);
-    };
-    replicas(&leader, 3.0).await;
-    let status = async |client: &Client| client.get("/admin/status").await.unwrap().body;
-    let before = status(&leader).await;
-    assert_eq!(
-        (&before["max_replicas"], &before["commands"]["scaled"]),
-        (&json!(3), &json!(false))
-    );
-    let second = meeting.coordinator_of("1", &three).await;
-    let (ok, said) = operate(first.base(), &["scale", "--replicas", "1"]);
-    assert!(ok, "{said}");
-    let (ok, said) = operate(first.base(), &["drain", "worker-3"]);
-    assert!(ok, "{said}");
-    let told = status(&leader).await;
-    assert_eq!(told["commands"], json!({"count": 2, "scaled": true, "stored": true}));
-    let (_, table) = operate(first.base(), &["status"]);
-    assert!(table.contains("at most 1 replicas (by tutti scale)"), "{table}");
-    assert!(workers[3].wait_end().unwrap().success());
-
-    LocalCluster::signal(first.pid(), "KILL").unwrap();
-    let leader = second.client().unwrap();
-    until("the next leader serves", async || serves(&leader).await.then_some(())).await;
-    let all = |s: &Scrape| sum(s, "tutti_worker_up") == 3.0;
-    assert!(all(&leader.scrape_until(PATIENCE, all).await.unwrap()));
-    assert_eq!(up(&leader.scrape().await.unwrap()), 1.0, "as the last one was told");
-    let told = status(&leader).await;
-    assert_eq!(told["max_replicas"], json!(1));
-    assert_eq!(told["commands"], json!({"count": 2, "scaled": true, "stored": true}));
-
-    // Without etcd it is in force, and said not to be stored; it is when etcd is back.
-    meeting.etcd.kill();
-    let connected = |s: &Scrape| sum(s, "tutti_membership_connected");
-    leader.scrape_until(PATIENCE, |s| connected(s) == 0.0).await.unwrap();
-    let (ok, said) = operate(second.base(), &["scale", "--replicas", "2"]);
-    assert!(!ok && said.contains("in force, but not known to be stored"), "{said}");
-    replicas(&leader, 2.0).await;
-    let (_, table) = operate(second.base(), &["status"]);
-    assert!(table.contains("at most 2 replicas (by tutti scale; not stored"), "{table}");
-    meeting.etcd.restart().await.unwrap();
-    until("it is stored", async || {
-        (status(&leader).await["commands"]["stored"] == json!(true)).then_some(())
-    })
-    .await;
-    // Handed over in order; then as the coordinator was started.
-    let third = meeting.coordinator_of("1", &three).await;
-    LocalCluster::signal(second.pid(), "TERM").unwrap();
-    let leader = third.client().unwrap();
-    until("the third serves", async || serves(&leader).await.then_some(())).await;
-    replicas(&leader, 2.0).await;
-    let (ok, said) = operate(third.base(), &["scale", "--reset"]);
-    assert!(ok, "{said}");
-    replicas(&leader, 3.0).await;
-    assert_eq!(status(&leader).await["commands"]["scaled"], json!(false));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

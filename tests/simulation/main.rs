@@ -51,6 +51,7 @@ mod world;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::events::Report;
+use crate::scenario::{Fault, S, Scenario};
 use crate::switches::Switches;
 use crate::world::World;
 
@@ -185,6 +186,32 @@ fn every_guard_that_is_taken_away_is_missed() {
         }
     }
     assert!(unnoticed.is_empty(), "no seed of {GUARD_SEEDS} notices: {unnoticed:?}");
+}
+
+/// A leader freezes; the next one leads, leaves totals and crashes; when its lease has ended, the
+/// first one goes on and knows nothing of it.
+#[test]
+fn one_that_missed_another_leader_does_not_write_over_its_totals() {
+    let story = |seed: u64, switches: Switches| {
+        let mut scenario = Scenario::new(seed);
+        (scenario.seats, scenario.checkpoint) = (2, S);
+        let (seat, back_after) = (None, 30 * S);
+        scenario.faults = vec![
+            (6 * S, Fault::FreezeCoordinator { seat, lasts: 19 * S }),
+            (17 * S, Fault::CrashCoordinator { seat, back_after }),
+        ];
+        let world = World::of(scenario, seed, switches, false);
+        world.run()
+    };
+    let blind = Switches { who_led_is_not_known: true, ..Switches::default() };
+    let mut missed = 0;
+    for seed in 0..20 {
+        let report = story(seed, Switches::default());
+        assert!(report.as_ref().is_ok_and(|it| it.superseded == 1), "seed {seed}: {report:?}");
+        let fell = |why: &String| why.contains("the totals that are left to the next leader");
+        missed += u32::from(story(seed, blind).err().as_ref().is_some_and(fell));
+    }
+    assert!(missed > 0, "that it writes over them is not noticed");
 }
 
 #[test]

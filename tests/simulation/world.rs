@@ -76,7 +76,11 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(seed: u64, switches: Switches, verbose: bool) -> Self {
-        let scenario = Scenario::new(seed);
+        Self::of(Scenario::new(seed), seed, switches, verbose)
+    }
+
+    /// Of a scenario that not the seed alone decides.
+    pub(crate) fn of(scenario: Scenario, seed: u64, switches: Switches, verbose: bool) -> Self {
         let slots = scenario.hosts.len();
         let mut world = Self {
             switches,

@@ -3,11 +3,10 @@ use super::*;
 
 /// The last that is to be left to the next leader.
 fn desired(effects: &[Effect]) -> Option<&Desired> {
-    let desired = |effect| match effect {
-        &Effect::Desire(ref desired) => Some(desired),
+    effects.iter().rev().find_map(|effect| match effect {
+        Effect::Desire(desired) => Some(desired),
         _ => None,
-    };
-    effects.iter().filter_map(desired).next_back()
+    })
 }
 
 #[test]
