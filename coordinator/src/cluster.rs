@@ -26,6 +26,7 @@ use std::time::Duration;
 pub use placement::{PlacementRules, place};
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::membership::Desired;
 use shared::protocol::{
     CollectiveSpec, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId, HeldShard,
     LoadProgress, NodeResources, Start, Started, ToWorker,
@@ -128,6 +129,8 @@ pub enum Effect {
         /// Whether it is slow.
         slow: bool,
     },
+    /// Operators want this now: to be left to the next leader.
+    Desire(Desired),
     /// Trying again cannot help (a corrupt model, an impossible degree).
     Unservable {
         /// Which replica.
@@ -157,6 +160,8 @@ pub struct Cluster {
     held: BTreeMap<WorkerId, HeldShard>,
     /// Nodes of workers that are about to join.
     expected: BTreeSet<String>,
+    /// What operators said, to this coordinator and to those that led before.
+    desired: Desired,
     /// Since when somebody has been here while others were expected.
     settling_since: Option<Duration>,
     /// The replicas' revision at the beginning of the last pass.
@@ -175,6 +180,7 @@ impl Cluster {
             let_go: BTreeMap::new(),
             slow: BTreeSet::new(),
             expected: BTreeSet::new(),
+            desired: Desired::default(),
             settling_since: None,
             members: BTreeMap::new(),
             replicas: Replicas::default(),
@@ -191,6 +197,17 @@ impl Cluster {
     pub fn expect(&mut self, nodes: BTreeSet<String>) {
         self.expected = nodes;
         self.due = Some(Duration::ZERO);
+    }
+
+    /// What operators told the last leader; to be said before anybody joins.
+    pub fn go_by(&mut self, desired: Desired) {
+        self.desired = desired;
+    }
+
+    /// What operators said, to this coordinator and to those that led before.
+    #[must_use]
+    pub fn desired(&self) -> &Desired {
+        &self.desired
     }
 
     /// A worker that is about to join holds these weights already, or none.
@@ -236,12 +253,15 @@ impl Cluster {
             self.worker_left(now, worker, incarnation, "it restarted", effects);
         }
         let (worker, incarnation) = (member.worker, member.incarnation);
+        let told = self.let_go.get(&worker).filter(|(told, _)| *told == incarnation);
+        let told = told.map(|(_, reason)| reason.clone()).or_else(|| {
+            // The leader before this one was told so, and the worker has not heard it.
+            let drained = self.desired.drains(incarnation.0);
+            drained.then(|| format!("{worker} ({}) is drained", member.node))
+        });
         self.members.insert(worker, member);
-        match self.let_go.get(&worker).filter(|(told, _)| *told == incarnation) {
-            Some((_, reason)) => {
-                let reason = reason.clone();
-                self.let_go(now, worker, &reason, effects);
-            }
+        match told {
+            Some(reason) => self.let_go(now, worker, &reason, effects),
             None => {
                 self.let_go.remove(&worker);
                 self.reconcile(now, effects);

@@ -17,7 +17,7 @@ use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
-use shared::membership::{Role, View};
+use shared::membership::{Desires, Role, View};
 use shared::metrics;
 use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
@@ -88,6 +88,8 @@ pub struct Prepared {
 pub struct Leadership {
     /// The cluster as etcd says.
     pub view: watch::Receiver<View>,
+    /// Where to leave what operators say to the next leader.
+    pub desires: Desires,
 }
 
 impl Leadership {
@@ -231,7 +233,20 @@ impl Coordinator {
             view_sender,
             actors.clone(),
         )
-        .expecting(workers)
+        .expecting(workers);
+        let cluster = match &leadership {
+            Some(leadership) => {
+                let told = leadership.view.borrow().desired.clone();
+                if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
+                    tracing::info!(
+                        replicas,
+                        "bound of replicas as `tutti scale` said to the last leader (0: none)"
+                    );
+                }
+                cluster.desiring(told, leadership.desires.clone())
+            }
+            None => cluster,
+        }
         .start();
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
@@ -279,6 +294,7 @@ impl Coordinator {
             model_name: options.served_model_name.clone(),
             compat: options.metrics_compat,
             clock_start,
+            frontend: false,
         };
         let page = Arc::new(MetricsPage::new(hub.clone(), clock.clone(), page_options));
         let state = AppState::new(
@@ -301,6 +317,7 @@ impl Coordinator {
             log: options.log,
             actors: actors.clone(),
             membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
+            run: options.run,
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http.listener, state, options.http_threads).map_err(failed)?;
@@ -373,7 +390,7 @@ impl Coordinator {
     /// Why it cannot.
     pub async fn drain(&self, node: &str) -> Result<(), String> {
         let drained = self.cluster.send(Drain(node.to_owned())).await;
-        drained.unwrap_or_else(|error| Err(error.to_string()))
+        drained.map_err(|error| error.to_string())?.map(drop)
     }
 
     /// The named actors of the whole cluster, this process's own among them.

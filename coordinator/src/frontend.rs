@@ -9,7 +9,7 @@ mod uplink;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
@@ -26,10 +26,12 @@ use self::uplink::{JoinError, Uplink, join};
 use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
+use crate::http::metrics::MetricsPage;
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::AppState;
 use crate::metrics::FrontendStats;
+use crate::metrics::exposition::PageOptions;
 use crate::text::model::{TextModel, TextModelError};
 
 /// How long leaving may take.
@@ -138,6 +140,14 @@ impl Frontend {
         let uplink =
             Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
                 .behind(gate.clone());
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let page_options = PageOptions {
+            model_name: serving.served_model_name.clone(),
+            clock_start: since_1970.saturating_sub(clock.now()),
+            ..PageOptions::default()
+        };
+        let page = MetricsPage::frontend(stats.clone(), clock.clone(), page_options);
+        let page = Arc::new(page);
         let state = AppState::new(
             &serving.served_model_name,
             text,
@@ -148,7 +158,8 @@ impl Frontend {
             uplink.readiness(),
             run,
         )
-        .with_gate(gate.clone());
+        .with_gate(gate.clone())
+        .with_metrics(page);
         let http = server::start(listener, state, threads).map_err(failed)?;
         let handle = http.handle();
         actix::spawn(http);

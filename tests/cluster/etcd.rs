@@ -18,16 +18,16 @@ use crate::counters::check_invariants;
 use crate::front_ends::fixed;
 use crate::{STORY, greedy, text};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An etcd and how to start processes that know nothing but it.
-struct Meeting {
-    etcd: Etcd,
+pub(crate) struct Meeting {
+    pub(crate) etcd: Etcd,
     _folder: TempDir,
 }
 
 impl Meeting {
-    async fn new() -> Option<Self> {
+    pub(crate) async fn new() -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let etcd = Etcd::start(folder.path()).await.unwrap()?;
         Some(Self { etcd, _folder: folder })
@@ -40,14 +40,19 @@ impl Meeting {
 
     /// A coordinator that is up, whether it leads or stands by.
     async fn coordinator(&self, args: &[&str]) -> LocalCluster {
-        let (any, all) = ("127.0.0.1:0", ["coordinator", "--tensor-parallel", "2"]);
+        self.coordinator_of("2", args).await
+    }
+
+    /// Of replicas of so many ranks.
+    pub(crate) async fn coordinator_of(&self, degree: &str, args: &[&str]) -> LocalCluster {
+        let (any, all) = ("127.0.0.1:0", ["coordinator", "--tensor-parallel", degree]);
         let listen = ["--listen", any, "--cluster-listen", any];
         let mut coordinator = self.spawn(&[&all[..], &listen, args].concat());
         coordinator.wait_url().await.unwrap();
         coordinator
     }
 
-    fn worker(&self, index: usize) -> LocalCluster {
+    pub(crate) fn worker(&self, index: usize) -> LocalCluster {
         self.spawn(&["worker", "--node", &format!("worker-{index}"), "--threads", "1"])
     }
 
@@ -59,7 +64,7 @@ impl Meeting {
 }
 
 /// Waits until `wanted` answers something.
-async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
+pub(crate) async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
     let began = Instant::now();
     loop {
         if let Some(found) = wanted().await {
@@ -76,7 +81,7 @@ async fn not_ready(client: &Client) -> Option<String> {
     (reply.status == 503).then(|| reply.body["message"].as_str().unwrap_or("").to_owned())
 }
 
-async fn serves(client: &Client) -> bool {
+pub(crate) async fn serves(client: &Client) -> bool {
     let reply = client.post("/v1/completions", &greedy(STORY, 4)).await;
     reply.is_ok_and(|reply| reply.status == 200)
 }
@@ -111,7 +116,7 @@ async fn ends_badly(response: reqwest::Response) {
     assert!(!String::from_utf8_lossy(&all).contains("[DONE]"), "900 tokens were not wanted");
 }
 
-fn sum(scrape: &Scrape, name: &str) -> f64 {
+pub(crate) fn sum(scrape: &Scrape, name: &str) -> f64 {
     scrape.sum(name, &[])
 }
 

@@ -2,6 +2,7 @@
 //!
 //! - [`actors`]: named actors across processes
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
+//! - [`commands`]: what operators said outlives the coordinator that they said it to
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`dead_ranks`]: what is left of workers that are gone
 //! - [`doctor`]: what a host needs to become a node
@@ -28,6 +29,7 @@
 
 mod actors;
 mod by_hand;
+mod commands;
 mod counters;
 mod dead_ranks;
 mod doctor;

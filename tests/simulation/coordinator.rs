@@ -238,6 +238,10 @@ impl World {
         let tokens = self.coordinator.tokens_before + self.clients.accepted_tokens(life);
         let checks = self.coordinator.checks.for_the_next(self.coordinator.hub.merged());
         let saved = Saved { bytes, tally, tokens, checks };
-        self.etcd.save(epoch, saved, !self.switches.saves_unfenced);
+        let now = saved.checks.clone();
+        let before = self.etcd.save(epoch, saved, !self.switches.saves_unfenced);
+        if let Some(fallen) = before.and_then(|before| now.fallen_since(&before.checks)) {
+            self.fail(format!("the totals that are left to the next leader: {fallen}"));
+        }
     }
 }

@@ -66,7 +66,8 @@ fn log_text(logs: &NodeLogs) -> Vec<String> {
 }
 
 pub(crate) fn scale(args: &ScaleArgs) -> Result<(), CliError> {
-    let request = ScaleRequest { replicas: args.replicas, workers: args.workers };
+    let request =
+        ScaleRequest { replicas: args.replicas, reset: args.reset, workers: args.workers };
     let body = serde_json::to_value(request).unwrap_or_default();
     ask(&args.operator, "/admin/scale", &[], Some(body)).map(drop)
 }
@@ -123,14 +124,19 @@ fn ask(
 
 fn table(status: &Status) -> Vec<String> {
     let ready = if status.ready { "ready" } else { "not ready" };
-    let bound = status.max_replicas.map(|max| format!(", at most {max} replicas"));
+    let by = match (status.commands.scaled, status.commands.stored) {
+        (false, _) => "",
+        (true, Some(false)) => " (by tutti scale; not stored for the next leader yet)",
+        (true, _) => " (by tutti scale)",
+    };
+    let bound = match status.max_replicas {
+        Some(max) => format!(", at most {max} replicas{by}"),
+        None if status.commands.scaled => format!(", any number of replicas{by}"),
+        None => String::new(),
+    };
     let mut lines = vec![format!(
         "tutti {}: {}, tensor parallel {}{}: {ready} ({})",
-        status.version,
-        status.model,
-        status.tensor_parallel,
-        bound.unwrap_or_default(),
-        status.message
+        status.version, status.model, status.tensor_parallel, bound, status.message
     )];
     lines.push(format!(
         "\n{:<10} {:<10} {:>6} {:>9}  {:<20} last failure",

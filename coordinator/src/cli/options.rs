@@ -259,13 +259,17 @@ pub(crate) struct LogsArgs {
 
 /// Options of `tutti scale`.
 #[derive(Args, Clone, Debug)]
-#[group(required = true, multiple = true, args = ["replicas", "workers"])]
+#[group(required = true, multiple = true, args = ["replicas", "reset", "workers"])]
 pub(crate) struct ScaleArgs {
     #[command(flatten)]
     pub(crate) operator: OperatorArgs,
     /// At most so many replicas; 0 for as many as the workers allow
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
     pub(crate) replicas: Option<u32>,
+    /// As many replicas as the coordinator was started with (its --replicas), whatever was said
+    /// since
+    #[arg(long, conflicts_with = "replicas")]
+    pub(crate) reset: bool,
     /// So many local workers (of `tutti up`)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,

@@ -16,11 +16,12 @@ use shared::actor::exchange::PeerId;
 use shared::actor::link::LinkHandle;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::membership::{Desired, Desires};
 use shared::protocol::{EngineConfig, ToWorker};
 use tokio::sync::watch;
 
 pub use self::names::Supervised;
-pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, SetReplicas};
+pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, Refusal};
 use super::absence::Absences;
@@ -99,6 +100,8 @@ pub struct ClusterActor {
     /// How often each replica broke while it served.
     broken: BTreeMap<ReplicaId, u32>,
     affinity: Affinity,
+    /// Where operators' words are left for the next leader, where there may be one.
+    desires: Option<Desires>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -144,6 +147,7 @@ impl ClusterActor {
             restarts: BTreeMap::new(),
             broken: BTreeMap::new(),
             affinity: Affinity::new(max_num_seqs),
+            desires: None,
         }
     }
 
@@ -151,6 +155,19 @@ impl ClusterActor {
     #[must_use]
     pub fn expecting(mut self, nodes: BTreeSet<String>) -> Self {
         self.core.expect(nodes);
+        self
+    }
+
+    /// Of several coordinators: goes by what operators told the last leader, and leaves what they
+    /// say to the next one.
+    #[must_use]
+    pub fn desiring(mut self, told: Option<Desired>, desires: Desires) -> Self {
+        if let Some(told) = told {
+            // It is written again, so that an etcd which lost its data has it, too.
+            desires.send_replace(Some(told.clone()));
+            self.core.go_by(told);
+        }
+        self.desires = Some(desires);
         self
     }
 
@@ -191,6 +208,11 @@ impl ClusterActor {
                 }
                 Effect::Pace { worker, slow } => {
                     self.hub.observer().record().rank_slow(worker, slow);
+                }
+                Effect::Desire(desired) => {
+                    if let Some(desires) = &self.desires {
+                        desires.send_replace(Some(desired));
+                    }
                 }
                 Effect::Unservable { replica, reason } => {
                     tracing::error!(%replica, %reason, "the replica cannot be formed");

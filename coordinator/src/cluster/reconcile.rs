@@ -14,9 +14,11 @@ use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
-    /// How many replicas there shall be at most; as many as the members allow without a bound.
-    pub fn set_max_replicas(&mut self, now: Duration, max: Option<u32>, effects: &mut Vec<Effect>) {
-        self.config.max_replicas = max;
+    /// An operator wants at most so many replicas; 0: as many as the members allow; without a
+    /// number: as this coordinator was started with.
+    pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
+        self.desired.scale(replicas);
+        effects.push(Effect::Desire(self.desired.clone()));
         self.reconcile(now, effects);
     }
 
@@ -26,10 +28,13 @@ impl Cluster {
         &self.config.placement
     }
 
-    /// How many replicas there shall be at most.
+    /// How many replicas there shall be at most; as many as the members allow without a number.
     #[must_use]
     pub fn max_replicas(&self) -> Option<u32> {
-        self.config.max_replicas
+        match self.desired.replicas {
+            Some(said) => Some(said).filter(|said| *said > 0),
+            None => self.config.max_replicas,
+        }
     }
 
     /// A worker shall leave: its replica goes on without it, then it is told to end.
@@ -45,7 +50,7 @@ impl Cluster {
         let Some(member) = self.members.get(&worker) else {
             return Err(format!("{worker} is not a member"));
         };
-        let node = member.node.clone();
+        let (node, incarnation) = (member.node.clone(), member.incarnation);
         let able = |m: &Member| self.config.placement.lacks(m).is_none();
         let member_able = able(member);
         let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
@@ -56,6 +61,8 @@ impl Cluster {
                 "without {node} {others} workers are left, and a replica needs {least}"
             ));
         }
+        self.desired.drain(&node, incarnation.0);
+        effects.push(Effect::Desire(self.desired.clone()));
         self.let_go(now, worker, &format!("{worker} ({node}) is drained"), effects);
         Ok(())
     }
@@ -155,7 +162,7 @@ impl Cluster {
     }
 
     fn remove_surplus(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        let max = self.config.max_replicas.map_or(usize::MAX, |max| max as usize);
+        let max = self.max_replicas().map_or(usize::MAX, |max| max as usize);
         while self.replicas.len() > max {
             // One that does not serve first, then the youngest.
             let surplus = self
@@ -265,7 +272,7 @@ impl Cluster {
     }
 
     fn add_replicas(&mut self, now: Duration) {
-        let max = self.config.max_replicas.map_or(usize::MAX, |max| max as usize);
+        let max = self.max_replicas().map_or(usize::MAX, |max| max as usize);
         let room = max.saturating_sub(self.replicas.len());
         if self.is_settling(now) {
             return;

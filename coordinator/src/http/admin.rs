@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
 use super::state::AppState;
-use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, SetReplicas};
+use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};
 use crate::cluster::records::WhichProcess;
 use crate::cluster::status::{Node, NodeLogs};
 use crate::frontends::Frontends;
@@ -44,6 +44,8 @@ pub struct Admin {
     pub actors: ActorRuntime,
     /// The cluster as etcd says, where it is asked.
     pub membership: Option<watch::Receiver<View>>,
+    /// This process run, as etcd knows it.
+    pub run: u64,
 }
 
 /// So many worker processes shall run; the answer says why they cannot.
@@ -62,6 +64,9 @@ pub struct ScaleRequest {
     /// At most so many replicas; 0 takes the bound away.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
+    /// As many replicas as the coordinator was started with, whatever was said since.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reset: bool,
     /// So many local workers, of `tutti up`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<u32>,
@@ -79,6 +84,8 @@ pub struct DrainRequest {
 pub const OWN_NODE: &str = "coordinator";
 /// How long a worker that runs has to tell its newest lines.
 const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
+/// How long an operator waits until what was said is in etcd.
+const STORED_DEADLINE: Duration = Duration::from_secs(4);
 /// Most lines of one answer of `GET /admin/logs`.
 const LOG_LINES_MAX: usize = 1000;
 
@@ -134,6 +141,10 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
     let readiness = (state.readiness)();
     (status.ready, status.message) = (readiness.ready, readiness.message);
     status.model = state.model_name.to_string();
+    status.commands.stored = admin.membership.as_ref().map(|view| {
+        let count = status.commands.count;
+        count == 0 || is_stored(&view.borrow(), admin.run, count)
+    });
     status.nodes.extend(admin.frontends.linked().into_iter().map(|(node, slot, pid)| Node {
         node,
         role: "frontend".to_owned(),
@@ -203,6 +214,9 @@ async fn scale(
     body: web::Json<ScaleRequest>,
 ) -> Result<HttpResponse, ApiError> {
     let admin = allowed(&state, &request)?;
+    if body.reset && body.replicas.is_some() {
+        return Err(ApiError::field("reset", "`reset` and `replicas` exclude each other"));
+    }
     if let Some(workers) = body.workers {
         let Some(scaler) = &admin.workers else {
             return Err(ApiError::field(
@@ -218,9 +232,9 @@ async fn scale(
         };
         outcome.map_err(|reason| ApiError::field("workers", reason))?;
     }
-    if let Some(replicas) = body.replicas {
-        let max = Some(replicas).filter(|replicas| *replicas > 0);
-        admin.cluster.send(SetReplicas(max)).await.map_err(gone)?;
+    if body.replicas.is_some() || body.reset {
+        let commands = admin.cluster.send(Scale(body.replicas)).await.map_err(gone)?;
+        stored(admin, commands).await?;
     }
     Ok(HttpResponse::Ok().json(json!({"scaled": *body})))
 }
@@ -232,6 +246,24 @@ async fn drain(
 ) -> Result<HttpResponse, ApiError> {
     let admin = allowed(&state, &request)?;
     let drained = admin.cluster.send(Drain(body.node.clone())).await.map_err(gone)?;
-    drained.map_err(|reason| ApiError::field("node", reason))?;
+    stored(admin, drained.map_err(|reason| ApiError::field("node", reason))?).await?;
     Ok(HttpResponse::Ok().json(json!({"drained": body.node})))
+}
+
+/// Waits until the next leader would know of this many commands, where there may be one.
+async fn stored(admin: &Admin, commands: u64) -> Result<(), ApiError> {
+    let Some(mut view) = admin.membership.clone() else { return Ok(()) };
+    let is_stored = view.wait_for(|view| is_stored(view, admin.run, commands));
+    match tokio::time::timeout(STORED_DEADLINE, is_stored).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(_)) | Err(_) => Err(ApiError::overloaded(
+            "it is in force, but not known to be stored: etcd does not answer, or another \
+             coordinator leads. This coordinator stores it when etcd is back; one that takes over \
+             before that does not know of it",
+        )),
+    }
+}
+
+fn is_stored(view: &View, run: u64, commands: u64) -> bool {
+    view.desired.as_ref().is_some_and(|desired| desired.has(run, commands))
 }

@@ -1,4 +1,5 @@
-//! `GET /metrics`: the whole cluster, in the format asked for.
+//! `GET /metrics`: at the coordinator the whole cluster, at a front end of its own process what that
+//! one counts itself; in the format asked for.
 use std::net::TcpListener;
 use std::sync::Arc;
 
@@ -8,41 +9,76 @@ use actix_web::middleware::Compress;
 use actix_web::web::{self, Data};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
 use shared::clock::Clock;
+use shared::ids::Incarnation;
+use shared::metrics::{Limits, Merger, Source};
+use shared::protocol::FrontendId;
 
 use super::error::ApiError;
 use super::state::AppState;
-use crate::metrics::Hub;
 use crate::metrics::exposition::{Format, Page, PageOptions};
+use crate::metrics::hub::process_registry;
+use crate::metrics::{FrontendStats, Hub};
 
 /// What a scrape is made of.
 #[derive(Debug)]
 pub struct MetricsPage {
-    hub: Arc<Hub>,
+    of: Of,
     clock: Arc<dyn Clock>,
     options: PageOptions,
+}
+
+/// Whose metrics a page shows.
+#[derive(Debug)]
+enum Of {
+    /// The cluster's.
+    Cluster(Arc<Hub>),
+    /// Those of one front end, and its process's.
+    Frontend(FrontendStats, prometheus::Registry),
 }
 
 impl MetricsPage {
     /// A page of everything in `hub`.
     #[must_use]
     pub fn new(hub: Arc<Hub>, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
-        Self { hub, clock, options }
+        Self { of: Of::Cluster(hub), clock, options }
+    }
+
+    /// A page of what a front end of its own process counts in `stats`.
+    #[must_use]
+    pub fn frontend(stats: FrontendStats, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
+        let options = PageOptions { frontend: true, ..options };
+        Self { of: Of::Frontend(stats, process_registry()), clock, options }
     }
 
     /// Merges and renders; takes milliseconds with thousands of series.
     #[must_use]
     pub fn render(&self, format: Format) -> String {
         let began = self.clock.now();
-        let merged = self.hub.merged();
-        let exemplars = match format {
-            Format::OpenMetrics => self.hub.exemplars(),
-            Format::Text => Vec::new(),
-        };
-        let gathered = self.hub.registry().gather();
-        let page = Page { merged: &merged, exemplars: &exemplars, gathered: &gathered };
         let mut text = String::new();
-        page.render(format, &self.options, &mut text);
-        self.hub.observer().record().scraped(self.clock.now().saturating_sub(began));
+        match &self.of {
+            Of::Cluster(hub) => {
+                let merged = hub.merged();
+                let exemplars = match format {
+                    Format::OpenMetrics => hub.exemplars(),
+                    Format::Text => Vec::new(),
+                };
+                let gathered = hub.registry().gather();
+                let page = Page { merged: &merged, exemplars: &exemplars, gathered: &gathered };
+                page.render(format, &self.options, &mut text);
+                hub.observer().record().scraped(self.clock.now().saturating_sub(began));
+            }
+            Of::Frontend(stats, registry) => {
+                let mut merger = Merger::new(Limits::default());
+                let (sequence, snapshot) = stats.report();
+                let own = Source::Frontend(FrontendId(0));
+                if let Err(error) = merger.apply(own, Incarnation(0), sequence, snapshot) {
+                    tracing::error!(%error, "this front end's own metrics cannot be shown");
+                }
+                let (merged, gathered) = (merger.merged(), registry.gather());
+                let page = Page { merged: &merged, exemplars: &Vec::new(), gathered: &gathered };
+                page.render(format, &self.options, &mut text);
+            }
+        }
         text
     }
 }
@@ -67,10 +103,7 @@ pub(super) async fn respond(
 ) -> Result<HttpResponse, ApiError> {
     match state.metrics.clone() {
         Some(page) => answer(page, request).await,
-        None => Err(ApiError::not_here(
-            "This is a front end: the metrics of the whole cluster, its own among them, are at the \
-             coordinator's /metrics",
-        )),
+        None => Err(ApiError::not_here("Metrics are turned off here (--disable-metrics)")),
     }
 }
 

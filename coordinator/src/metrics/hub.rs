@@ -186,7 +186,8 @@ impl Hub {
     }
 }
 
-fn process_registry() -> prometheus::Registry {
+/// The series that the `prometheus` crate has of this process.
+pub(crate) fn process_registry() -> prometheus::Registry {
     let registry = prometheus::Registry::new();
     #[cfg(target_os = "linux")]
     {

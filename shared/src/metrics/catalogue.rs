@@ -16,6 +16,9 @@ use super::labels::{
 };
 
 mod buckets;
+mod frontend_page;
+
+pub use self::frontend_page::FRONTEND_PAGE;
 
 use self::buckets::{
     CHOICES, REQUEST_SECONDS, REQUEST_TOKENS, STEP_SECONDS, STEP_TOKENS, TOKEN_SECONDS,
