@@ -223,7 +223,7 @@ impl Frontends {
                 old.handle.close();
             }
         }
-        self.hub.observer().record().frontend_up(id, true);
+        self.hub.observer().record().frontend_up(id);
         self.actors.peer_up_as(peer, &hello.node, link.clone());
         self.name(&hello.node, id, ActorLife::Alive, None);
         let addr = PeerAddr::new(link);
@@ -269,7 +269,7 @@ impl Frontends {
         *link = None;
         drop(slots);
         self.hub.lost(Source::Frontend(id), incarnation);
-        self.hub.observer().record().frontend_up(id, false);
+        self.hub.observer().record().frontend_down(id, self.clock.now());
         true
     }
 
@@ -408,6 +408,7 @@ impl Receiver {
             }
             FromFrontend::Goodbye { reason } => {
                 tracing::info!(frontend = %self.id, %reason, "the front end says goodbye");
+                self.frontends.hub.observer().record().frontend_leaves(self.id);
                 true
             }
         }

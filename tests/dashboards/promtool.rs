@@ -25,6 +25,10 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
             ("tutti_replica_up{job=\"tutti\", replica=\"0\"}", "0+0"),
         ],
     ),
+    (
+        "TuttiReplicasMissing",
+        &[("tutti_replica_up{replica=\"0\"}", "1+0"), ("tutti_replicas_wanted", "2+0")],
+    ),
     ("TuttiWorkerDown", &[("tutti_worker_up{worker=\"0\"}", "0+0")]),
     (
         "TuttiWorkerReportStale",
@@ -33,6 +37,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
             ("tutti_worker_last_report_timestamp_seconds{worker=\"0\"}", "60+0"),
         ],
     ),
+    ("TuttiFrontendDown", &[("tutti_frontend_up{frontend=\"1\"}", "0+0")]),
     ("TuttiFailoversRepeated", &[("tutti_failovers_total{replica=\"0\"}", "0+1")]),
     ("TuttiWorkerRestartsRepeated", &[("tutti_worker_restarts_total{worker=\"0\"}", "0+1")]),
     ("TuttiSlowRank", &[("tutti_slow_ranks{worker=\"0\"}", "1+0")]),

@@ -23,7 +23,7 @@ pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, SetReplicas};
 pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, Refusal};
-use super::absence::Absences;
+use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
 use super::orphanage::Orphanage;
 use super::records::Records;
@@ -293,6 +293,7 @@ impl Actor for ClusterActor {
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
             }
+            actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
             if effects.is_empty() {
                 return;
