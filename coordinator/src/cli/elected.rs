@@ -99,7 +99,9 @@ async fn lead(
     if let Some(checkpoints) = &mut checkpoints {
         checkpoints.loaded().await;
     }
-    let coordinator = Coordinator::serve(prepared, Some(Leadership { view })).map_err(failed)?;
+    let publication = checkpoints.as_ref().map(Checkpoints::publication);
+    let leadership = Leadership { view, publication };
+    let coordinator = Coordinator::serve(prepared, Some(leadership)).map_err(failed)?;
     print_line(hint);
     let end = ends(&coordinator).await;
     coordinator.stop(false).await;

@@ -8,11 +8,16 @@ use actix_web::middleware::Compress;
 use actix_web::web::{self, Data};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
 use shared::clock::Clock;
+use shared::ids::Incarnation;
+use shared::membership::View;
+use shared::metrics::Merged;
+use tokio::sync::watch;
 
 use super::error::ApiError;
 use super::state::AppState;
-use crate::metrics::Hub;
+use crate::checkpoint::Publication;
 use crate::metrics::exposition::{Format, Page, PageOptions};
+use crate::metrics::{Hub, membership};
 
 /// What a scrape is made of.
 #[derive(Debug)]
@@ -20,26 +25,49 @@ pub struct MetricsPage {
     hub: Arc<Hub>,
     clock: Arc<dyn Clock>,
     options: PageOptions,
+    /// What to show, where it is not simply the present.
+    publication: Option<Arc<Publication>>,
+    /// Who leads, where that can change.
+    view: Option<(watch::Receiver<View>, Incarnation)>,
 }
 
 impl MetricsPage {
     /// A page of everything in `hub`.
     #[must_use]
     pub fn new(hub: Arc<Hub>, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
-        Self { hub, clock, options }
+        Self { hub, clock, options, publication: None, view: None }
+    }
+
+    /// A leader's page: of moments that `publication` chooses, and of the membership alone once
+    /// another process than `incarnation` leads, whose page the cluster's series are on then.
+    #[must_use]
+    pub fn of_leader(
+        self,
+        publication: Option<Arc<Publication>>,
+        view: watch::Receiver<View>,
+        incarnation: Incarnation,
+    ) -> Self {
+        Self { publication, view: Some((view, incarnation)), ..self }
     }
 
     /// Merges and renders; takes milliseconds with thousands of series.
     #[must_use]
     pub fn render(&self, format: Format) -> String {
         let began = self.clock.now();
-        let merged = self.hub.merged();
-        let exemplars = match format {
-            Format::OpenMetrics => self.hub.exemplars(),
-            Format::Text => Vec::new(),
-        };
         let gathered = self.hub.registry().gather();
-        let page = Page { merged: &merged, exemplars: &exemplars, gathered: &gathered };
+        if let Some((view, incarnation)) = &self.view {
+            let view = view.borrow();
+            if view.other_than(incarnation.0).is_some() {
+                return membership::page(&view, &gathered, format);
+            }
+        }
+        let moment = match &self.publication {
+            Some(publication) => publication.shown(),
+            None => Arc::new(self.hub.moment()),
+        };
+        let own = Merged::of(&self.hub.membership().snapshot());
+        let (merged, exemplars) = (&moment.merged, &moment.exemplars);
+        let page = Page { merged, own: &own, exemplars, gathered: &gathered };
         let mut text = String::new();
         page.render(format, &self.options, &mut text);
         self.hub.observer().record().scraped(self.clock.now().saturating_sub(began));
@@ -67,6 +95,9 @@ pub(super) async fn respond(
 ) -> Result<HttpResponse, ApiError> {
     match state.metrics.clone() {
         Some(page) => answer(page, request).await,
+        None if state.admin.is_some() => Err(ApiError::not_here(
+            "This coordinator was started with --disable-metrics: it measures nothing",
+        )),
         None => Err(ApiError::not_here(
             "This is a front end: the metrics of the whole cluster, its own among them, are at the \
              coordinator's /metrics",
