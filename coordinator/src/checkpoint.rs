@@ -26,9 +26,11 @@ const RETRY: Duration = Duration::from_millis(500);
 const LOAD_PATIENCE: Duration = Duration::from_secs(5);
 /// Before the first checkpoint: whoever has just begun to lead has much to show.
 const FIRST: Duration = Duration::from_secs(1);
-/// How long etcd may take to acknowledge a checkpoint, beyond two intervals, before pages are of the
-/// present: longer than a write that fails, and than another takes to take over.
-const ACKNOWLEDGE_PATIENCE: Duration = Duration::from_secs(5);
+/// Between attempts to write a checkpoint that has failed.
+const AGAIN: Duration = Duration::from_secs(1);
+/// How long etcd may take to acknowledge a checkpoint, beyond the interval, before pages are of the
+/// present: longer than a write that succeeds ever takes.
+const ACKNOWLEDGE_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the last checkpoint may take.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -55,7 +57,7 @@ impl Checkpoints {
         let (stop, stopped) = mpsc::channel();
         let (loading, loaded) = oneshot::channel();
         let (end, done) = oneshot::channel();
-        let patience = interval.saturating_mul(2).saturating_add(ACKNOWLEDGE_PATIENCE);
+        let patience = interval.saturating_add(ACKNOWLEDGE_PATIENCE);
         let publication = Arc::new(Publication::new(hub.clone(), patience));
         let pages = publication.clone();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -121,7 +123,12 @@ impl Writer {
             let last = !matches!(stopped.recv_timeout(wait), Err(RecvTimeoutError::Timeout));
             wait = interval;
             if let Err(error) = self.save() {
+                let fenced = matches!(error, SaveError::Ledger(LedgerError::Fenced));
+                if fenced && self.view.borrow().connected {
+                    self.pages.kept();
+                }
                 self.failed("the totals cannot be written to etcd", &error);
+                wait = interval.min(AGAIN);
             }
             if last {
                 return;

@@ -64,6 +64,11 @@ impl Publication {
         self.published().written(acknowledged);
     }
 
+    /// etcd answers, but does not take what this process has: another may lead.
+    pub fn kept(&self) {
+        self.published().kept(self.clock.now());
+    }
+
     fn published(&self) -> MutexGuard<'_, Published<Moment>> {
         self.published.lock().unwrap_or_else(PoisonError::into_inner)
     }

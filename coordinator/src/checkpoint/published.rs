@@ -51,6 +51,17 @@ impl<T> Published<T> {
         }
     }
 
+    /// etcd answers, but this process does not lead just now: others may take over, so pages stay as
+    /// they are, unless they are of the present already.
+    pub fn kept(&mut self, now: Duration) {
+        let patience = self.patience;
+        if let Some(taken) = &mut self.acknowledged
+            && now.saturating_sub(taken.at) <= patience
+        {
+            taken.at = now;
+        }
+    }
+
     /// What a page shows now; `None` for the present.
     #[must_use]
     pub fn shown(&self, now: Duration) -> Option<Arc<T>> {
@@ -96,6 +107,17 @@ mod tests {
         assert_eq!(published.shown(seconds(12)).as_deref(), Some(&2));
         published.written(false);
         assert_eq!(published.shown(seconds(13)), None);
+    }
+
+    #[test]
+    fn stays_as_it_is_while_others_may_take_over() {
+        let mut published = Published::new(PATIENCE);
+        published.acknowledged(seconds(0), Arc::new(1));
+        published.kept(seconds(8));
+        assert_eq!(published.shown(seconds(18)).as_deref(), Some(&1));
+        // Of the present already: what was seen is not taken back.
+        published.kept(seconds(19));
+        assert_eq!(published.shown(seconds(19)), None);
     }
 
     /// A counter that grows at every step, scrapes, writes that etcd answers or not (having taken
