@@ -146,8 +146,6 @@ pub struct Cluster {
     config: ClusterConfig,
     members: BTreeMap<WorkerId, Member>,
     replicas: Replicas,
-    /// The next replica's number: none is used twice.
-    next_replica: u32,
     /// Since when there have been workers, and too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
@@ -184,7 +182,6 @@ impl Cluster {
             settling_since: None,
             members: BTreeMap::new(),
             replicas: Replicas::default(),
-            next_replica: 0,
             short_since: None,
             epoch: Epoch(0),
             seen: 0,

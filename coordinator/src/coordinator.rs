@@ -22,6 +22,7 @@ use shared::metrics;
 use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
 
+use crate::checkpoint::Publication;
 use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
     ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
@@ -90,6 +91,8 @@ pub struct Leadership {
     pub view: watch::Receiver<View>,
     /// Where to leave what operators say to the next leader.
     pub desires: Desires,
+    /// What `/metrics` shows, where totals outlive the leader.
+    pub publication: Option<Arc<Publication>>,
 }
 
 impl Leadership {
@@ -296,7 +299,13 @@ impl Coordinator {
             clock_start,
             frontend: false,
         };
-        let page = Arc::new(MetricsPage::new(hub.clone(), clock.clone(), page_options));
+        let page = MetricsPage::new(hub.clone(), clock.clone(), page_options);
+        let page = Arc::new(match &leadership {
+            Some(Leadership { view, publication, .. }) => {
+                page.of_leader(publication.clone(), view.clone(), Incarnation(options.run))
+            }
+            None => page,
+        });
         let state = AppState::new(
             &options.served_model_name,
             text,
@@ -534,8 +543,18 @@ async fn log_stats(
     interval: Duration,
 ) {
     let mut loggers = StatLoggers::new(loggers, interval, clock.now());
+    // What a leader before this one left may come late.
+    let mut restorations = None;
     loop {
+        let restored = Some(hub.restorations());
+        if restorations != restored {
+            restorations = restored;
+            loggers.begin(clock.now(), &hub.merged());
+        }
         tokio::time::sleep(loggers.next().saturating_sub(clock.now())).await;
+        if restorations != Some(hub.restorations()) {
+            continue;
+        }
         loggers.tick(clock.now(), || hub.merged());
     }
 }

@@ -204,7 +204,7 @@ impl Frontends {
             }
         }
         tracing::info!(frontend = %id, node = hello.node, pid = hello.pid, "joined");
-        self.hub.observer().record().frontend_up(id, true);
+        self.hub.observer().record().frontend_up(id);
         self.actors.peer_up_as(peer, &hello.node, link.clone());
         self.name(&hello.node, id, ActorLife::Alive, None);
         let addr = PeerAddr::new(link);
@@ -249,7 +249,7 @@ impl Frontends {
             return false;
         }
         self.hub.lost(Source::Frontend(id), incarnation);
-        self.hub.observer().record().frontend_up(id, false);
+        self.hub.observer().record().frontend_down(id, self.clock.now());
         true
     }
 
@@ -401,6 +401,7 @@ impl Receiver {
             }
             FromFrontend::Goodbye { reason } => {
                 tracing::info!(frontend = %self.id, %reason, "the front end says goodbye");
+                self.frontends.hub.observer().record().frontend_leaves(self.id);
                 true
             }
         }

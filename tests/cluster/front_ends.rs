@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::fleet::Fleet;
 use testkit::local_cluster::LocalCluster;
-use testkit::scrape::Scrape;
+use testkit::scrape::{Sample, Scrape};
 
 use crate::counters::check_invariants;
 use crate::{STORY, greedy, text, text_goldens};
@@ -234,7 +234,8 @@ async fn read(response: reqwest::Response) -> (Vec<String>, bool) {
 
 /// Slots of the front ends that are linked.
 fn slots(scrape: &Scrape) -> Vec<String> {
-    let up = scrape.samples().iter().filter(|sample| sample.name == "tutti_frontend_up");
+    let is_up = |sample: &&Sample| sample.name == "tutti_frontend_up" && sample.value == 1.0;
+    let up = scrape.samples().iter().filter(is_up);
     up.filter_map(|sample| sample.labels.get("frontend").cloned()).collect()
 }
 
@@ -300,7 +301,9 @@ async fn killing_a_front_end_and_a_worker_leaves_exact_totals() {
     assert_eq!(scrape.sum("tutti_time_to_first_token_seconds_count", &[]), 12.0);
     assert_eq!(scrape.sum("tutti_frontend_up", &[]), 2.0);
     let left = slots(&scrape);
-    assert_eq!(left.len(), 2, "dead gauges vanish");
+    assert_eq!(left.len(), 2);
+    let known = scrape.samples().iter().filter(|sample| sample.name == "tutti_frontend_up");
+    assert_eq!(known.count(), 3, "the one that was killed is missed");
     assert_eq!(scrape.sum("tutti_kv_cache_used_blocks", &[]), 0.0, "nothing leaked");
     // The same front end again takes its old slot, and its totals go on.
     let mut again = fleet.spawn_frontend("frontend-1").unwrap();

@@ -52,6 +52,8 @@ pub trait Outbox: Send {
     }
     /// Records a finished load.
     fn loaded(&mut self, form: &Form, formed: &Formed);
+    /// The rank is in no epoch any more.
+    fn released(&mut self) {}
     /// The cumulative stats now.
     fn report(&mut self) -> WorkerStats;
     /// The device computes no more, and why: nothing is sent after this.
@@ -285,6 +287,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         self.rank.release();
         self.abort.clear();
         self.epoch = None;
+        self.outbox.released();
     }
 
     fn form(&mut self, form: &Form) {

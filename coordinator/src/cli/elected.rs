@@ -67,7 +67,7 @@ pub(crate) async fn run(
             };
             let totals = checkpoints.map(|interval| (etcd, interval));
             let hint = format!("waiting for {degree} workers: tutti worker --etcd {endpoints}");
-            let leadership = Leadership { view: view.clone(), desires };
+            let leadership = Leadership { view: view.clone(), desires, publication: None };
             lead(prepared, leadership, totals, &hint, ends).await
         }
         Ok(None) => Ok(()),
@@ -83,7 +83,7 @@ pub(crate) async fn run(
 /// Serves until `ends`, from the totals of who led before and to those of who leads next.
 async fn lead(
     prepared: Prepared,
-    leadership: Leadership,
+    mut leadership: Leadership,
     totals: Option<(EtcdOptions, Duration)>,
     hint: &str,
     ends: impl AsyncFnOnce(&Coordinator) -> Result<(), CliError>,
@@ -101,6 +101,7 @@ async fn lead(
     if let Some(checkpoints) = &mut checkpoints {
         checkpoints.loaded().await;
     }
+    leadership.publication = checkpoints.as_ref().map(Checkpoints::publication);
     let coordinator = Coordinator::serve(prepared, Some(leadership)).map_err(failed)?;
     print_line(hint);
     let end = ends(&coordinator).await;

@@ -147,8 +147,8 @@ pub(crate) struct CoordinatorArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=600))]
     pub(crate) leader_lease: u64,
     /// With --etcd: write the totals of /metrics there every so many seconds, so that the next
-    /// leader goes on from them; 0 for never
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    /// leader goes on from them, and show what is written; 0 for never
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) checkpoint_interval: u64,
 }
 

@@ -24,7 +24,7 @@ pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, Refusal};
-use super::absence::Absences;
+use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
 use super::orphanage::Orphanage;
 use super::records::Records;
@@ -337,6 +337,7 @@ impl Actor for ClusterActor {
                 actor.worker_given_up(worker);
             }
             actor.miss_replicas(now, &mut effects);
+            actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
             if effects.is_empty() {
                 return;

@@ -4,6 +4,7 @@
 //! returning worker into its own rank first; a replica whose ranks stay away is given to others or
 //! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again when spares allow; spares become
 //! new replicas; what is complete and due is formed.
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use shared::ids::{ReplicaId, WorkerId};
@@ -295,10 +296,12 @@ impl Cluster {
             groups = degree.map(|degree| self.place(degree as usize)).unwrap_or_default();
             groups.truncate(1);
         }
-        let next = self.next_replica;
-        for (id, group) in (next..).zip(groups.into_iter().take(room)) {
+        // The number of one that was given up is given again: its totals go on, and scaling down and
+        // up makes no new series for ever. Whatever is still said of the old one has its epoch.
+        let taken: BTreeSet<u32> = self.replicas.iter().map(|(id, _)| id.0).collect();
+        let vacant = (0u32..).filter(|id| !taken.contains(id));
+        for (id, group) in vacant.zip(groups.into_iter().take(room)) {
             self.replicas.insert(ReplicaId(id), Replica::new(group));
-            self.next_replica = id + 1;
         }
         if !self.replicas.is_empty() {
             self.short_since = None;

@@ -410,14 +410,18 @@ fn two_broken_replicas_complete_one() {
     cluster.tick(secs(5), &mut effects);
     assert_eq!(world_sizes(&effects), [(0, 0, 2), (2, 1, 2)]);
     assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }));
-    // And four again: the lost ones make a replica of their own, under a number never used.
+    // And four again: the lost ones make a replica of their own, under the number that was given up.
     effects.clear();
     bring_up(&mut cluster, secs(6), 3, &[0, 2]);
     cluster.worker_joined(secs(7), member(1, 2, "a"), &mut effects);
     cluster.worker_joined(secs(7), member(3, 2, "a"), &mut effects);
     assert_eq!(world_sizes(&effects), [(1, 0, 2), (3, 1, 2)]);
     let ids: Vec<u32> = cluster.replicas().map(|replica| replica.id.0).collect();
-    assert_eq!(ids, [0, 2]);
+    assert_eq!(ids, [0, 1]);
+    // What is still said of the epoch that the number had before changes nothing.
+    effects.clear();
+    cluster.epoch_failed(secs(8), ReplicaId(1), Epoch(2), "late", &mut effects);
+    assert!(effects.is_empty(), "{effects:?}");
 }
 
 #[test]

@@ -10,14 +10,17 @@ use actix_web::web::{self, Data};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
 use shared::clock::Clock;
 use shared::ids::Incarnation;
-use shared::metrics::{Limits, Merger, Source};
+use shared::membership::View;
+use shared::metrics::{Limits, Merged, Merger, Source};
 use shared::protocol::FrontendId;
+use tokio::sync::watch;
 
 use super::error::ApiError;
 use super::state::AppState;
+use crate::checkpoint::Publication;
 use crate::metrics::exposition::{Format, Page, PageOptions};
 use crate::metrics::hub::process_registry;
-use crate::metrics::{FrontendStats, Hub};
+use crate::metrics::{FrontendStats, Hub, membership};
 
 /// What a scrape is made of.
 #[derive(Debug)]
@@ -25,6 +28,10 @@ pub struct MetricsPage {
     of: Of,
     clock: Arc<dyn Clock>,
     options: PageOptions,
+    /// What to show, where it is not simply the present.
+    publication: Option<Arc<Publication>>,
+    /// Who leads, where that can change.
+    view: Option<(watch::Receiver<View>, Incarnation)>,
 }
 
 /// Whose metrics a page shows.
@@ -40,14 +47,27 @@ impl MetricsPage {
     /// A page of everything in `hub`.
     #[must_use]
     pub fn new(hub: Arc<Hub>, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
-        Self { of: Of::Cluster(hub), clock, options }
+        Self { of: Of::Cluster(hub), clock, options, publication: None, view: None }
     }
 
     /// A page of what a front end of its own process counts in `stats`.
     #[must_use]
     pub fn frontend(stats: FrontendStats, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
         let options = PageOptions { frontend: true, ..options };
-        Self { of: Of::Frontend(stats, process_registry()), clock, options }
+        let of = Of::Frontend(stats, process_registry());
+        Self { of, clock, options, publication: None, view: None }
+    }
+
+    /// A leader's page: of moments that `publication` chooses, and of the membership alone once
+    /// another process than `incarnation` leads, whose page the cluster's series are on then.
+    #[must_use]
+    pub fn of_leader(
+        self,
+        publication: Option<Arc<Publication>>,
+        view: watch::Receiver<View>,
+        incarnation: Incarnation,
+    ) -> Self {
+        Self { publication, view: Some((view, incarnation)), ..self }
     }
 
     /// Merges and renders; takes milliseconds with thousands of series.
@@ -57,13 +77,20 @@ impl MetricsPage {
         let mut text = String::new();
         match &self.of {
             Of::Cluster(hub) => {
-                let merged = hub.merged();
-                let exemplars = match format {
-                    Format::OpenMetrics => hub.exemplars(),
-                    Format::Text => Vec::new(),
-                };
                 let gathered = hub.registry().gather();
-                let page = Page { merged: &merged, exemplars: &exemplars, gathered: &gathered };
+                if let Some((view, incarnation)) = &self.view {
+                    let view = view.borrow();
+                    if view.other_than(incarnation.0).is_some() {
+                        return membership::page(&view, &gathered, format);
+                    }
+                }
+                let moment = match &self.publication {
+                    Some(publication) => publication.shown(),
+                    None => Arc::new(hub.moment()),
+                };
+                let own = Merged::of(&hub.membership().snapshot());
+                let (merged, exemplars) = (&moment.merged, &moment.exemplars);
+                let page = Page { merged, own: &own, exemplars, gathered: &gathered };
                 page.render(format, &self.options, &mut text);
                 hub.observer().record().scraped(self.clock.now().saturating_sub(began));
             }
@@ -75,7 +102,10 @@ impl MetricsPage {
                     tracing::error!(%error, "this front end's own metrics cannot be shown");
                 }
                 let (merged, gathered) = (merger.merged(), registry.gather());
-                let page = Page { merged: &merged, exemplars: &Vec::new(), gathered: &gathered };
+                let own = Merged::default();
+                let exemplars = Vec::new();
+                let page =
+                    Page { merged: &merged, own: &own, exemplars: &exemplars, gathered: &gathered };
                 page.render(format, &self.options, &mut text);
             }
         }

@@ -99,6 +99,8 @@ impl PageOptions {
 pub struct Page<'a> {
     /// The cluster's totals.
     pub merged: &'a Merged,
+    /// What the process that is scraped says of itself; no series of `merged`.
+    pub own: &'a Merged,
     /// Requests behind latencies; written where the format can.
     pub exemplars: &'a Exemplars,
     /// What the `prometheus` crate's registry of this process has.
@@ -110,7 +112,7 @@ impl Page<'_> {
     pub fn render(&self, format: Format, options: &PageOptions, text: &mut String) {
         text.clear();
         let mut writer = Writer::new(format, options.clock_start, text);
-        let mut families: Vec<_> = self.merged.families().collect();
+        let mut families: Vec<_> = self.merged.families().chain(self.own.families()).collect();
         families.sort_unstable_by_key(|(definition, _)| definition.name);
         for (definition, series) in families {
             let Some(name) = options.name(definition) else { continue };
@@ -230,7 +232,8 @@ impl Exposition {
 
 impl StatLogger for Exposition {
     fn log(&mut self, _now: Duration, merged: &Merged) {
-        let page = Page { merged, exemplars: &Vec::new(), gathered: &[] };
+        let own = Merged::default();
+        let page = Page { merged, own: &own, exemplars: &Vec::new(), gathered: &[] };
         page.render(Format::Text, &self.options, &mut self.text);
     }
 }
