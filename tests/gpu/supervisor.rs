@@ -129,6 +129,8 @@ impl Part {
     fn kill(&mut self) -> Result<(), String> {
         let group = format!("-{}", self.process.id());
         let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
+        // Where there is no such program.
+        let _ = self.process.kill();
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(15) {
             if matches!(self.process.try_wait(), Ok(Some(_)) | Err(_)) {

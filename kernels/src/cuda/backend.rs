@@ -246,8 +246,14 @@ impl CudaBackend {
             out_stride: small(out.stride)?,
         };
         // SAFETY: as above.
-        unsafe { self.device.multiply(&product, x.ptr, weight.at().ptr, out.ptr) }?;
+        let done = unsafe { self.device.multiply(&product, x.ptr, weight.at().ptr, out.ptr) }?;
         match bias {
+            _ if !done => {
+                // Slower, and right for all shapes.
+                let call = launch::skinny((x, None), weight.at(), bias, out, (rows, n, k), live);
+                // SAFETY: as above.
+                unsafe { self.device.launch(call) }
+            }
             None => Ok(()),
             Some(bias) => {
                 let call = launch::add_bias(out.ptr, bias, n, rows, live);

@@ -26,6 +26,8 @@ const TRANSPOSED: i32 = 1;
 const ALIGNMENT_MOST: u64 = 256;
 /// Plans kept: some twenty row counts for a handful of matrix shapes.
 const PLANS_MAX: usize = 512;
+/// `CUBLAS_STATUS_NOT_SUPPORTED`
+const NOT_SUPPORTED: u32 = 15;
 
 /// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,7 +74,8 @@ fn alignment(operands: [DevicePtr; 3]) -> u32 {
 pub(super) struct Matmul {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceMemory,
-    plans: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
+    /// None where the library has no algorithm.
+    plans: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
     version: usize,
     context: Rc<Context>,
 }
@@ -107,7 +110,8 @@ impl Matmul {
         self.version
     }
 
-    /// Computes a product in stream order.
+    /// Computes a product in stream order; false, with nothing queued, where the library has no
+    /// algorithm for it (rows of an odd number of elements, say).
     ///
     /// # Safety
     /// The pointers lead to as many elements as the shape says, alive until the stream has come so
@@ -122,14 +126,18 @@ impl Matmul {
         x: DevicePtr,
         w: DevicePtr,
         out: DevicePtr,
-    ) -> Result<(), KernelError> {
-        let shape = Shape::new(product)?;
+    ) -> Result<bool, KernelError> {
         let key = product.key([x, w, out]);
-        if let Some(algorithm) = self.plans.get(&key) {
+        let planned = self.plans.get(&key);
+        if let Some(None) = planned {
+            return Ok(false);
+        }
+        let shape = Shape::new(product)?;
+        if let Some(Some(algorithm)) = planned {
             // SAFETY: this function's contract.
             let launched = unsafe { self.launch(stream, &shape, algorithm, x, w, out) };
             if launched.is_ok() {
-                return Ok(());
+                return Ok(true);
             }
         }
         // No plan yet, or one that these rows are too few for.
@@ -138,8 +146,9 @@ impl Matmul {
             self.plans.clear();
         }
         self.plans.insert(key, algorithm);
+        let Some(algorithm) = algorithm else { return Ok(false) };
         // SAFETY: this function's contract.
-        unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }
+        unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }.map(|()| true)
     }
 
     /// Runs one algorithm.
@@ -181,12 +190,12 @@ impl Matmul {
         check(status, "a matrix product")
     }
 
-    /// The library's own first choice for operands that are aligned to so many bytes.
+    /// The library's own first choice for operands that are aligned to so many bytes, if it has any.
     fn choose(
         &self,
         shape: &Shape,
         alignment: u32,
-    ) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
+    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, KernelError> {
         let preference = Preference::new(WORKSPACE, alignment)?;
         let mut found = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut count = 0;
@@ -205,12 +214,12 @@ impl Matmul {
                 &raw mut count,
             )
         };
-        check(status, "choose an algorithm for a matrix product")?;
-        if count < 1 {
-            return Err(failure::cublas(15, "choose an algorithm for a matrix product"));
+        if status as u32 == NOT_SUPPORTED {
+            return Ok(None);
         }
-        // SAFETY: all-zero is a value of the type, and the library wrote one.
-        Ok(unsafe { found.assume_init() }.algo)
+        check(status, "choose an algorithm for a matrix product")?;
+        // SAFETY: all-zero is a value of the type, and the library wrote one if it says so.
+        Ok((count > 0).then(|| unsafe { found.assume_init() }.algo))
     }
 }
 

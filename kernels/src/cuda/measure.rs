@@ -115,8 +115,12 @@ impl CudaBackend {
                     // SAFETY: operands and result have the rows and columns that are named.
                     unsafe { device.launch(call) }
                 }
-                // SAFETY: as above.
-                Multiplier::Library => unsafe { device.multiply(&product, x.ptr(), w, out.ptr()) },
+                Multiplier::Library => {
+                    // SAFETY: as above.
+                    let done = unsafe { device.multiply(&product, x.ptr(), w, out.ptr()) }?;
+                    let none = || KernelError::Unsupported("no algorithm".to_owned());
+                    if done { Ok(()) } else { Err(none()) }
+                }
             }
         })
     }
