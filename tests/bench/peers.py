@@ -142,7 +142,7 @@ class Vllm:
         command += ["--batch-tokens", str(max(longest, most * DECODE_CONTEXT))]
         environment = dict(os.environ)
         if args.vllm_preload:
-            environment["LD_PRELOAD"] = args.vllm_preload
+            environment["LD_PRELOAD"] = ":".join(args.vllm_preload)
         log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         process = subprocess.Popen(
             command,
@@ -260,6 +260,12 @@ def parse_args():
         parser.error("nothing to compare with: give --llama-bench and --gguf, or --vllm-python")
     if args.llama_bench and args.llama_batched_bench is None:
         args.llama_batched_bench = str(Path(args.llama_bench).with_name("llama-batched-bench"))
+    # The loader only warns of libraries that are not there, and vLLM would be slow.
+    libraries = args.vllm_preload.split(":") if args.vllm_preload else []
+    args.vllm_preload = [str(Path(library).resolve()) for library in libraries]
+    for library in args.vllm_preload:
+        if not Path(library).is_file():
+            parser.error(f"--vllm-preload: no file {library}")
     args.threads = [int(count) for count in args.threads.split(",")]
     args.tutti_args = shlex.split(args.tutti_args)
     args.cases = args.cases.split(",")
