@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 PREFILL_TOKENS = 512  # one prompt of this length
@@ -37,6 +38,16 @@ def cpu_seconds():
     fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]
     ticks = [int(field) for field in fields]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_quiet(limit):
+    """Waits until others leave the machine alone for a second, at most `limit` seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        before = cpu_seconds()
+        time.sleep(1)
+        if cpu_seconds() - before <= FOREIGN_MAX:
+            break
 
 
 def children_seconds():
@@ -80,6 +91,8 @@ def bench_tutti(args, threads):
     result = lines[-1]
     if result.get("threads") != threads:
         sys.exit(f"asked tutti for {threads} threads, it used {result.get('threads')}")
+    if missing := [case for case in args.cases if case not in result]:
+        sys.exit(f"tutti measured no {', '.join(missing)}: {lines[-1]}")
     return {case: result[case] for case in args.cases}, foreign
 
 
@@ -252,6 +265,9 @@ def parse_args():
     parser.add_argument("--vllm-preload", help="LD_PRELOAD of vLLM: its allocator and OpenMP")
     parser.add_argument("--threads", default="1,2", help="thread counts [default: 1,2]")
     parser.add_argument("--rounds", type=int, default=5, help="[default: 5]")
+    parser.add_argument(
+        "--wait", type=float, default=30, help="seconds to wait for a quiet machine [default: 30]"
+    )
     parser.add_argument("--cases", default="prefill512,decode_b1,decode_b8,decode_b16")
     args = parser.parse_args()
     if bool(args.llama_bench) != bool(args.gguf):
@@ -286,6 +302,7 @@ def measure(args, engines):
             first = index % len(engines)
             order = list(engines.items())
             for engine, bench in order[first:] + order[:first]:
+                wait_quiet(args.wait)
                 results, foreign = bench(args, threads)
                 for case, value in results.items():
                     samples.setdefault((engine, threads, case), []).append((value, foreign))
