@@ -28,8 +28,8 @@ pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::Desired;
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId, HeldShard,
-    LoadProgress, NodeResources, Start, Started, ToWorker,
+    CollectiveSpec, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
+    HeldShard, LoadProgress, NodeResources, Start, Started, ToWorker,
 };
 use shared::wire::auth::Secret;
 
@@ -50,6 +50,8 @@ pub struct ClusterConfig {
     pub max_replicas: Option<u32>,
     /// The model folder, as every worker sees it.
     pub model: String,
+    /// How matrix products are computed, the same on every rank of every replica.
+    pub dtype: Dtype,
     /// Sizes sent to every rank.
     pub engine: EngineConfig,
     /// Deadline of collective set-up and operations.
@@ -466,6 +468,7 @@ impl Cluster {
                 collective: collective.clone(),
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
                 model: self.config.model.clone(),
+                dtype: self.config.dtype,
                 engine: self.config.engine.clone(),
             });
             effects.push(Effect::Send { worker, epoch, message });

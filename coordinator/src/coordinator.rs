@@ -217,6 +217,7 @@ impl Coordinator {
             max_replicas: options.max_replicas,
             placement: options.placement,
             model: options.model.to_string_lossy().into_owned(),
+            dtype: options.dtype,
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
             worker_stats: options.metrics,

@@ -29,6 +29,7 @@ mod math;
 mod memory;
 mod pack;
 mod pool;
+mod precision;
 mod qkv;
 pub mod sample;
 mod simd;
@@ -38,6 +39,7 @@ pub use isa::Isa;
 pub use kv::CpuKvCache;
 pub use pack::CpuMatrix;
 pub use pool::THREADS_MAX;
+pub use precision::Precision;
 
 use attention::{Attention, AttentionScratch, RowTile};
 use check::ensure;
@@ -45,6 +47,7 @@ use gemm::Output;
 use memory::{Disjoint, Scratch};
 use pack::PANEL;
 use pool::Pool;
+use precision::Arithmetic;
 use sample::Sampler;
 
 /// Elements of an elementwise operation that are worth a task of their own.
@@ -55,6 +58,7 @@ const GRAIN: usize = 16 * 1024;
 /// A CPU rank. Made on, or moved to, the thread that calls it; its pool belongs to it alone.
 pub struct CpuBackend {
     isa: Isa,
+    precision: Precision,
     pool: Pool,
     collective: Box<dyn Collective>,
     collective_time: Duration,
@@ -81,14 +85,18 @@ impl fmt::Debug for CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend with `threads` threads (the calling one included) and the fastest instructions
-    /// that this machine has.
+    /// A backend with `threads` threads (the calling one included), the fastest instructions that
+    /// this machine has, and matrix products of this precision.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] when `threads` is not in 1..=[`THREADS_MAX`],
     /// [`KernelError::Device`] when threads cannot be started.
-    pub fn new(threads: usize, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
-        Self::with_isa(threads, Isa::detect(), collective)
+    pub fn new(
+        threads: usize,
+        precision: Precision,
+        collective: Box<dyn Collective>,
+    ) -> Result<Self, KernelError> {
+        Self::with_isa(threads, Isa::detect(), precision, collective)
     }
 
     /// As [`CpuBackend::new`], with the instructions named.
@@ -98,6 +106,7 @@ impl CpuBackend {
     pub fn with_isa(
         threads: usize,
         isa: Isa,
+        precision: Precision,
         collective: Box<dyn Collective>,
     ) -> Result<Self, KernelError> {
         if !isa.is_supported() {
@@ -107,6 +116,7 @@ impl CpuBackend {
             |_| Ok(Worker { attention: AttentionScratch::new()?, sampler: Sampler::new() });
         Ok(Self {
             isa,
+            precision,
             pool: Pool::new(threads)?,
             collective,
             collective_time: Duration::ZERO,
@@ -130,6 +140,11 @@ impl CpuBackend {
         self.isa
     }
 
+    /// How products are computed.
+    fn arithmetic(&self) -> Arithmetic {
+        Arithmetic { isa: self.isa, precision: self.precision }
+    }
+
     /// `out = source(0..rows) weight^T + bias`; arguments are checked.
     fn product<'s>(
         &mut self,
@@ -138,9 +153,10 @@ impl CpuBackend {
         bias: Option<&CpuVector>,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
+        let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, .. } = self;
         let (rows, stride) = (out.rows(), out.width());
-        let acts = gemm::prepare(*isa, pool, acts, rows, weight.cols(), source)?;
+        let acts = gemm::prepare(arithmetic, pool, acts, rows, weight.cols(), source)?;
         let out = Output { data: Disjoint::new(out.values_mut()), stride };
         gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out, None)
     }
@@ -165,7 +181,7 @@ impl Backend for CpuBackend {
     fn describe(&self) -> String {
         let threads = self.pool.num_threads();
         let plural = if threads == 1 { "" } else { "s" };
-        format!("cpu {}, {threads} thread{plural}", self.isa)
+        format!("cpu {} {}, {threads} thread{plural}", self.isa, self.precision)
     }
 
     fn rank(&self) -> u32 {
@@ -265,10 +281,11 @@ impl Backend for CpuBackend {
     ) -> Result<(), KernelError> {
         check::qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
         q_out.set_rows(x.rows())?;
+        let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
         let width = weights.weight.rows();
         let projected = wide.get(x.rows() * width)?;
-        let acts = gemm::prepare(*isa, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
+        let acts = gemm::prepare(arithmetic, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
         let out = Output { data: Disjoint::new(projected), stride: width };
         let bias = weights.bias.as_deref();
         gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out, None)?;
@@ -367,10 +384,11 @@ impl Backend for CpuBackend {
         ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
         check::product(op, x, weight, bias, rows / 2, out)?;
         out.set_rows(x.rows())?;
+        let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
         let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
         let both = Disjoint::new(wide.get(rows * inner * 2)?);
-        let acts = gemm::prepare(isa, pool, acts, rows, x.width(), &|i| x.row(i))?;
+        let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
         let both = Output { data: both, stride: inner * 2 };
         let out = Disjoint::new(out.values_mut());
         let finish = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>| {

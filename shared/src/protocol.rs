@@ -12,9 +12,9 @@ pub mod frontend;
 pub mod step;
 
 pub use control::{
-    CollectiveSpec, DeviceKind, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
-    HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin, Start,
-    Started, Welcome, WorkerStats,
+    CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX,
+    GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin,
+    Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,

@@ -117,6 +117,7 @@ impl Shape {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            is_bf16: true,
         }
     }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
+use shared::protocol::Dtype;
 use worker::device::Exchange;
 
 use super::doctor::DoctorArgs;
@@ -291,6 +292,9 @@ pub(crate) struct BenchArgs {
     /// Model folder [default: models/demo]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
+    /// What matrix products take of their activations: auto, float32 or bfloat16, as when serving
+    #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
+    pub(crate) dtype: Dtype,
     /// Ranks, as threads of this process
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
@@ -352,6 +356,11 @@ pub(crate) struct ServingArgs {
     /// The model's name in the API [default: the folder's name]
     #[arg(long, value_name = "NAME")]
     pub(crate) served_model_name: Option<String>,
+    /// What matrix products take of their activations: bfloat16 (rounded to it; twice as fast where
+    /// the CPU has bf16 instructions), float32, or auto: bfloat16 when the model's config.json says
+    /// so, and on GPUs, else float32
+    #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
+    pub(crate) dtype: Dtype,
     /// Workers per replica: each holds 1/N of every layer
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
@@ -486,6 +495,22 @@ pub(crate) struct ComputeArgs {
     /// Compute threads per worker [default: the cores, shared among this host's workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
+}
+
+/// Parses `auto`, `float32`, `bfloat16`.
+fn parse_dtype(text: &str) -> Result<Dtype, String> {
+    if let "float16" | "half" = text {
+        return Err(
+            "float16 is not computed in: choose bfloat16 or float32 (checkpoints in float16 \
+                    are fine)"
+                .to_owned(),
+        );
+    }
+    let found = Dtype::ALL.into_iter().find(|dtype| dtype.name() == text);
+    found.ok_or_else(|| {
+        let names = Dtype::ALL.map(Dtype::name).join(", ");
+        format!("it must be one of: {names}")
+    })
 }
 
 /// Parses `1073741824`, `512MiB`, `2GiB`.

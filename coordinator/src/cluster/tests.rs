@@ -12,6 +12,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         reshard_after: secs(2),
         max_replicas: None,
         model: "m".into(),
+        dtype: Dtype::Bfloat16,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
+use shared::protocol::Dtype;
 use shared::wire::auth::Secret;
 use tokio::sync::mpsc;
 
@@ -21,6 +22,8 @@ use crate::text::model::TextModelError;
 pub struct CoordinatorOptions {
     /// The model folder, as workers see it too.
     pub model: PathBuf,
+    /// How its matrix products are computed.
+    pub dtype: Dtype,
     /// The model's name in the API.
     pub served_model_name: String,
     /// Ranks per replica.

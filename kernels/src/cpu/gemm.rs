@@ -6,8 +6,8 @@
 //! changes a bit of it.
 use std::ops::Range;
 
-use super::isa::{Isa, multiversion};
-use super::memory::{Disjoint, Scratch};
+use super::isa::Isa;
+use super::memory::Disjoint;
 use super::pack::{CpuMatrix, PANEL, PairRow};
 use super::pool::Pool;
 use crate::error::KernelError;
@@ -18,7 +18,14 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
+mod layout;
+#[cfg(target_arch = "x86_64")]
+mod one_term;
 mod portable;
+
+pub(crate) use layout::{Activations, prepare};
+
+use layout::Layout;
 
 /// Most rows of a tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
@@ -27,19 +34,22 @@ const WIDE: usize = 4;
 /// Pairs of inputs per block when there are several tiles: the block's weights (128 KiB) stay in
 /// the L2 cache from tile to tile.
 const BLOCK_PAIRS: usize = 512;
+/// As `BLOCK_PAIRS` for activations of one term, which take half the time: a block (32 KiB) stays in
+/// the L1 cache.
+const ONE_TERM_BLOCK: usize = 128;
+/// The same for few tiles, where memory is the limit: besides the block in use there is room for the
+/// next one, which is on its way.
+const SMALL_BLOCK: usize = 64;
+/// Most tiles that count as few.
+const FEW_TILES: usize = 8;
+/// How far ahead of a single tile its weights are fetched, in pairs.
+const AHEAD: usize = 16;
 
 /// One pair of inputs for the `M` rows of a tile: two words per row. With split activations they
 /// are the pair's high and low bf16 terms, otherwise the two f32.
 type ActPair<const M: usize> = [[u32; M]; 2];
 /// Sums of one row over a panel.
 type Acc = [[f32; 16]; 4];
-
-/// Activations in the layout that the inner loops read.
-#[derive(Debug)]
-pub(crate) struct Activations<'a> {
-    words: &'a [u32],
-    rows: usize,
-}
 
 /// Where one product goes.
 pub(crate) struct Output<'a> {
@@ -58,80 +68,6 @@ fn tile_rows(rows: usize, index: usize) -> Range<usize> {
     let tiles = num_tiles(rows);
     let start = |i: usize| i * (rows / tiles) + i.min(rows % tiles);
     start(index)..start(index + 1)
-}
-
-/// Lays out `rows` rows for the inner loops; row `i` is `source(i)`, `cols` elements.
-pub(crate) fn prepare<'s, 'a>(
-    isa: Isa,
-    pool: &mut Pool,
-    scratch: &'a mut Scratch<u32>,
-    rows: usize,
-    cols: usize,
-    source: &(dyn Fn(usize) -> &'s [f32] + Sync),
-) -> Result<Activations<'a>, KernelError> {
-    let pairs = cols.div_ceil(2);
-    let words = scratch.get(rows * pairs * 2)?;
-    let all = Disjoint::new(words);
-    // About 20 microseconds of work per range.
-    let grain = (32 * 1024 / (cols * TILE_ROWS).max(1)).max(1);
-    pool.run_ranges(num_tiles(rows), grain, &|range, _| {
-        for tile in range {
-            let tile_rows = tile_rows(rows, tile);
-            // SAFETY: tiles are disjoint in rows and so in words.
-            let words =
-                unsafe { all.slice(tile_rows.start * pairs * 2, tile_rows.len() * pairs * 2) };
-            for (lane, row) in tile_rows.clone().enumerate() {
-                lay_out_row(isa, source(row), isa == Isa::Avx512Bf16, lane, tile_rows.len(), words);
-            }
-        }
-    })?;
-    Ok(Activations { words, rows })
-}
-
-multiversion! {
-    /// Writes one row to its lane of a tile of `lanes` rows.
-    fn lay_out_row(row: &[f32], split: bool, lane: usize, lanes: usize, words: &mut [u32]) = lay_out_row_body
-}
-
-#[inline(always)]
-fn lay_out_row_body<const FMA: bool>(
-    row: &[f32],
-    split: bool,
-    lane: usize,
-    lanes: usize,
-    words: &mut [u32],
-) {
-    let (chunks, rest) = row.as_chunks::<2>();
-    let last = rest.first().map(|&even| [even, 0.0]);
-    let words = words.chunks_exact_mut(2 * lanes);
-    for (&[even, odd], words) in chunks.iter().chain(last.as_ref()).zip(words) {
-        if split {
-            let (even_hi, even_lo) = split_bf16(even);
-            let (odd_hi, odd_lo) = split_bf16(odd);
-            words[lane] = even_hi >> 16 | odd_hi;
-            words[lanes + lane] = even_lo >> 16 | odd_lo;
-        } else {
-            words[lane] = even.to_bits();
-            words[lanes + lane] = odd.to_bits();
-        }
-    }
-}
-
-/// `x` as the sum of two bf16, each as the bits of an f32 with an empty low half. What is left is
-/// below 2^-17 of `x`. Infinities become NaN.
-#[inline(always)]
-fn split_bf16(x: f32) -> (u32, u32) {
-    let hi = round_bf16(x);
-    (hi, round_bf16(x - f32::from_bits(hi)))
-}
-
-/// To nearest, ties to even.
-#[inline(always)]
-fn round_bf16(x: f32) -> u32 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
-    // A NaN must not be rounded up to an infinity or beyond.
-    (if x.is_nan() { bits | 0x0040_0000 } else { rounded }) & 0xFFFF_0000
 }
 
 /// What becomes of the sums of two panels that belong together.
@@ -166,6 +102,19 @@ pub(crate) fn multiply(
     })
 }
 
+/// A tile of activations of one term.
+#[cfg(target_arch = "x86_64")]
+struct OneTermTile {
+    stride: usize,
+    pairs: Range<usize>,
+    panel: usize,
+    /// All of the panel's outputs exist.
+    is_whole: bool,
+    /// Which of the `tiles` tiles.
+    index: usize,
+    tiles: usize,
+}
+
 struct Product<'a> {
     isa: Isa,
     acts: &'a Activations<'a>,
@@ -177,6 +126,10 @@ struct Product<'a> {
 impl Product<'_> {
     /// All rows for these panels.
     fn panels(&self, range: Range<usize>) {
+        #[cfg(target_arch = "x86_64")]
+        if let Layout::Rows { stride } = self.acts.layout {
+            return self.one_term_panels(range, stride);
+        }
         if self.acts.rows == 1 {
             let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
             for group in 0..wide {
@@ -201,6 +154,117 @@ impl Product<'_> {
         wide(self.isa, acts, &panels, &mut acc);
         for (i, acc) in acc.iter().enumerate() {
             self.store(0, first + i, acc, true);
+        }
+    }
+
+    /// As [`Product::panels`] for activations of one bf16 term.
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_panels(&self, range: Range<usize>, stride: usize) {
+        let pairs = self.weight.num_pairs();
+        if self.acts.rows == 1 {
+            let row = &self.acts.words[..pairs];
+            let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
+            for group in 0..wide {
+                self.one_term_row::<WIDE>(row, range.start + group * WIDE);
+            }
+            for panel in range.end - rest..range.end {
+                self.one_term_row::<1>(row, panel);
+            }
+            return;
+        }
+        for panel in range {
+            self.one_term_tiles(panel, stride);
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_row<const P: usize>(&self, row: &[u32], first: usize) {
+        let pairs = self.weight.num_pairs();
+        let panels: [&[PairRow]; P] =
+            std::array::from_fn(|i| self.weight.panel(first + i, 0..pairs));
+        let mut acc = [[[0.0; 16]; 4]; P];
+        // SAFETY: only an instruction set that this machine has lays out rows.
+        unsafe { one_term::wide(row, &panels, &mut acc) };
+        for (i, acc) in acc.iter().enumerate() {
+            self.store(0, first + i, acc, true);
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_tiles(&self, panel: usize, stride: usize) {
+        let pairs = self.weight.num_pairs();
+        let tiles = num_tiles(self.acts.rows);
+        let is_whole = (panel + 1) * PANEL <= self.weight.rows();
+        let block = match tiles {
+            _ if !is_whole => pairs,
+            1 => pairs,
+            2..=FEW_TILES => SMALL_BLOCK,
+            _ => ONE_TERM_BLOCK,
+        };
+        let mut start = 0;
+        while start < pairs {
+            let range = start..(start + block).min(pairs);
+            for index in 0..tiles {
+                let rows = tile_rows(self.acts.rows, index);
+                let pairs = range.clone();
+                let tile = OneTermTile { stride, pairs, panel, is_whole, index, tiles };
+                match rows.len() {
+                    1 => self.one_term_tile::<1>(rows, &tile),
+                    2 => self.one_term_tile::<2>(rows, &tile),
+                    3 => self.one_term_tile::<3>(rows, &tile),
+                    4 => self.one_term_tile::<4>(rows, &tile),
+                    5 => self.one_term_tile::<5>(rows, &tile),
+                    _ => self.one_term_tile::<6>(rows, &tile),
+                }
+            }
+            start = range.end;
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_tile<const M: usize>(&self, rows: Range<usize>, tile: &OneTermTile) {
+        let OneTermTile { stride, ref pairs, panel, is_whole, index, tiles } = *tile;
+        let weights = self.weight.panel(panel, pairs.clone());
+        let acts: [&[u32]; M] =
+            std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
+        let first = pairs.start == 0;
+        let run = |acc: &mut [&mut Acc; M]| {
+            use one_term::tile;
+            let behind = weights.len();
+            // Each of a block's tiles fetches its part of the next block, so that memory is read
+            // all the time.
+            // SAFETY: only an instruction set that this machine has lays out rows.
+            unsafe {
+                match (tiles, index) {
+                    (1, _) => tile::<M, 4>(&acts, weights, acc, first, 0, AHEAD),
+                    (2, _) => tile::<M, 2>(&acts, weights, acc, first, index * 2, behind),
+                    (3, 0) => tile::<M, 2>(&acts, weights, acc, first, 0, behind),
+                    (3, _) => tile::<M, 1>(&acts, weights, acc, first, index + 1, behind),
+                    (_, 0..4) => tile::<M, 1>(&acts, weights, acc, first, index, behind),
+                    _ => tile::<M, 0>(&acts, weights, acc, first, 0, 0),
+                }
+            }
+        };
+        let is_last = pairs.end == self.weight.num_pairs();
+        if !is_whole {
+            let mut sums = [[[0.0; 16]; 4]; M];
+            run(&mut sums.each_mut());
+            for (row, sums) in rows.zip(&sums) {
+                self.store(row, panel, sums, is_last);
+            }
+            return;
+        }
+        run(&mut std::array::from_fn(|i| {
+            let columns = self.columns(rows.start + i, panel);
+            &mut columns.as_chunks_mut().0.as_chunks_mut().0[0]
+        }));
+        if let Some(bias) = self.bias.filter(|_| is_last) {
+            for row in rows {
+                let bias = &bias[panel * PANEL..];
+                for (out, &bias) in self.columns(row, panel).iter_mut().zip(bias) {
+                    *out += bias;
+                }
+            }
         }
     }
 
@@ -255,7 +319,7 @@ impl Product<'_> {
     fn columns(&self, row: usize, panel: usize) -> &mut [f32] {
         let start = panel * PANEL;
         let len = PANEL.min(self.weight.rows() - start);
-        // SAFETY: a panel belongs to one task, which holds one such slice at a time.
+        // SAFETY: a panel belongs to one task, which holds one such slice of a row at a time.
         unsafe { self.out.data.slice(row * self.out.stride + start, len) }
     }
 
@@ -328,21 +392,5 @@ mod tests {
             }
             assert_eq!(next, rows);
         }
-    }
-
-    #[test]
-    fn two_bf16_terms_are_close_to_one_f32() {
-        for i in 0..100_000u32 {
-            let x = f32::from_bits(0x3000_0000 + i * 5347);
-            for x in [x, -x] {
-                let (hi, lo) = split_bf16(x);
-                assert_eq!((hi | lo) & 0xFFFF, 0);
-                let error =
-                    f64::from(x) - f64::from(f32::from_bits(hi)) - f64::from(f32::from_bits(lo));
-                assert!(error.abs() <= f64::from(x.abs()) * (0.5f64).powi(17), "{x}");
-            }
-        }
-        let (hi, _) = split_bf16(f32::from_bits(0x7FFF_FFFF));
-        assert!(f32::from_bits(hi).is_nan());
     }
 }

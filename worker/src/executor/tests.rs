@@ -3,7 +3,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, StepId};
-use shared::protocol::{CollectiveSpec, EngineConfig, SequenceOutput, StepTimings};
+use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, SequenceOutput, StepTimings};
 
 use super::*;
 use crate::rank::{FormError, RankReady};
@@ -130,6 +130,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         rank: 0,
         world_size: 1,
         reduction_ranks: 1,
+        dtype: Dtype::Auto,
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
         model: model.into(),
