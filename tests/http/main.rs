@@ -4,10 +4,14 @@
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
 //! - [`bounds`]: every bad request gets a 4xx that names the field
+//! - [`fields`]: no field is ignored that would change the answer
+//! - [`conversations`]: what templates are given of a chat request
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
 mod bounds;
+mod conversations;
+mod fields;
 mod rig;
 mod shapes;
 mod streams;

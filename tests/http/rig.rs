@@ -14,6 +14,7 @@ use coordinator::http::state::{AppState, Readiness};
 use coordinator::metrics::Hub;
 use coordinator::metrics::exposition::PageOptions;
 use coordinator::text::model::TextModel;
+use coordinator::text::template::ChatTemplate;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
 use shared::protocol::TokenLogprobs;
@@ -52,9 +53,20 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) fn new(script: Script) -> Self {
+        Self::of(script, TextModel::load(&demo()).unwrap())
+    }
+
+    /// A rig with this chat template.
+    pub(crate) fn with_template(source: &str) -> Self {
+        let mut text = TextModel::load(&demo()).unwrap();
+        text.template = Some(ChatTemplate::new(source, String::new(), String::new()).unwrap());
+        Self::of(Script { text: "x".to_owned(), ..Script::default() }, text)
+    }
+
+    fn of(script: Script, text: TextModel) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let text = Arc::new(TextModel::load(&demo()).unwrap());
+        let text = Arc::new(text);
         let seen = Arc::new(Mutex::new(Seen::default()));
         let script = Arc::new(Mutex::new(script));
         let (engine, commands) = EngineHandle::channel();

@@ -110,6 +110,12 @@ impl ApiError {
         )
     }
 
+    /// The server's own fault: 500.
+    #[must_use]
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+    }
+
     /// The server is at its bound: 503.
     #[must_use]
     pub fn overloaded(message: impl Into<String>) -> Self {

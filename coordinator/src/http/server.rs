@@ -17,12 +17,14 @@ use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
-use super::{admin, chat, completions, metrics, models};
+use super::{access, admin, chat, completions, metrics, models};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 const BODY_DEADLINE_S: u64 = 10;
+/// Larger bodies are parsed off the threads that serve connections.
+const PARSED_HERE_MAX: usize = 64 << 10;
 /// Connections at a time.
 const CONNECTIONS_MAX: usize = 20_000;
 
@@ -47,7 +49,10 @@ const ROUTES: [(&str, &str); 10] = [
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
     let server = HttpServer::new(move || {
         let state = state.clone();
-        App::new().wrap(from_fn(observe)).configure(move |config| routes(config, &state))
+        App::new()
+            .wrap(from_fn(observe))
+            .wrap(from_fn(access::identify))
+            .configure(move |config| routes(config, &state))
     });
     Ok(server
         .workers(threads)
@@ -158,7 +163,14 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
     let bytes = tokio::time::timeout(deadline, bytes)
         .await
         .map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??;
-    Fields::parse(&bytes, &state.limits)
+    let id = access::request_id(request);
+    let fields = if bytes.len() > PARSED_HERE_MAX {
+        let limits = state.limits.clone();
+        state.with_text(move |_| Fields::parse(&bytes, &limits)).await
+    } else {
+        Fields::parse(&bytes, &state.limits)
+    };
+    Ok(fields?.of_request(&id))
 }
 
 async fn collect(mut body: Payload, limits: &Limits) -> Result<Bytes, ApiError> {

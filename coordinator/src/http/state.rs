@@ -133,10 +133,10 @@ impl AppState {
         RequestId(self.next_request.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// A response's id, such as `cmpl-18c3f0a2b4d5e6f7-12`.
+    /// An id for a request whose client gives none, such as `18c3f0a2b4d5e6f7-12`.
     #[must_use]
-    pub fn response_id(&self, prefix: &str, request: RequestId) -> String {
-        format!("{prefix}-{:016x}-{}", self.run, request.0)
+    pub fn request_id(&self) -> String {
+        format!("{:016x}-{}", self.run, self.next_request().0)
     }
 
     /// A random number, for requests that name no seed.

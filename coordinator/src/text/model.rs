@@ -190,7 +190,7 @@ fn load_template(folder: &Path) -> Result<Option<ChatTemplate>, TextModelError> 
     };
     source
         .map(|source| {
-            ChatTemplate::new(source, token("bos_token"), token("eos_token"))
+            ChatTemplate::new(&source, token("bos_token"), token("eos_token"))
                 .map_err(|message| TextModelError::new(&file, message))
         })
         .transpose()
