@@ -13,6 +13,10 @@
 //! - [`metrics`]: the cluster's metrics, in the format asked for
 //! - [`access`]: every request has an id
 //! - [`admin`]: the operator's side
+//! - [`tokenize`]: tokens without generating any
+//! - [`keys`]: who may use the API
+//! - [`options`]: what an operator may choose of it
+//! - [`pool`]: work on text, off the threads that serve connections
 //! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
 //! - [`error`]: every error a client can see, in one mapping
 pub mod access;
@@ -24,11 +28,15 @@ pub mod error;
 pub mod fields;
 pub mod gate;
 pub mod generation;
+pub mod keys;
 pub mod logprobs;
 pub mod metrics;
 pub mod models;
+pub mod options;
 pub mod params;
+pub mod pool;
 pub mod refused;
 pub mod server;
 pub mod sse;
 pub mod state;
+pub mod tokenize;

@@ -1,6 +1,7 @@
 //! Real processes on loopback: what a user of `tutti up` sees.
 //!
 //! - [`actors`]: named actors across processes
+//! - [`api`]: what operators choose of the HTTP API
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`dead_ranks`]: what is left of workers that are gone
@@ -26,6 +27,7 @@
 )]
 
 mod actors;
+mod api;
 mod by_hand;
 mod counters;
 mod dead_ranks;

@@ -1,5 +1,7 @@
 //! No field that would change the answer is ignored, and what is supported does what vLLM's does.
+use coordinator::http::refused::{self, Endpoint};
 use serde_json::{Value, json};
+use testkit::models::repository;
 
 use crate::rig::Rig;
 
@@ -198,4 +200,14 @@ async fn a_request_keeps_its_clients_id() {
     assert_eq!(answer["id"], format!("cmpl-{header}"), "one is made");
     let (header, answer) = send("bad", json!({"prompt": "x", "request_id": 5})).await;
     assert_eq!((header.as_str(), &answer["error"]["param"]), ("bad", &json!("request_id")));
+}
+
+#[test]
+fn the_documentation_lists_what_is_refused() {
+    let document = std::fs::read_to_string(repository().join("docs/api.md")).unwrap();
+    for endpoint in [Endpoint::Completions, Endpoint::Chat] {
+        for name in refused::names(endpoint) {
+            assert!(document.contains(&format!("`{name}`")), "docs/api.md lacks `{name}`");
+        }
+    }
 }

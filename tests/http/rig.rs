@@ -8,6 +8,7 @@ use coordinator::engine::{
     GenerateRequest,
 };
 use coordinator::http::metrics::MetricsPage;
+use coordinator::http::options::ApiOptions;
 use coordinator::http::params::Limits;
 use coordinator::http::server;
 use coordinator::http::state::{AppState, Readiness};
@@ -63,7 +64,17 @@ impl Rig {
         Self::of(Script { text: "x".to_owned(), ..Script::default() }, text)
     }
 
+    /// A rig of which an operator chose something.
+    pub(crate) fn with_api(api: &ApiOptions) -> Self {
+        let script = Script { text: "a b c d e f g h".to_owned(), ..Script::default() };
+        Self::chosen(script, TextModel::load(&demo()).unwrap(), api)
+    }
+
     fn of(script: Script, text: TextModel) -> Self {
+        Self::chosen(script, text, &ApiOptions::default())
+    }
+
+    fn chosen(script: Script, text: TextModel, api: &ApiOptions) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let text = Arc::new(text);
@@ -83,6 +94,7 @@ impl Rig {
             Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),
             7,
         )
+        .with_api(api)
         .with_metrics(Arc::new(page));
         let (model, log, told) = (text.clone(), seen.clone(), script.clone());
         std::thread::spawn(move || {

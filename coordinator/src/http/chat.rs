@@ -4,7 +4,7 @@ use std::sync::Arc;
 use actix_web::HttpResponse;
 use serde_json::{Value, json};
 
-use super::conversation;
+use super::conversation::{self, Told};
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::chat_logprob;
@@ -32,11 +32,12 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     common.max_tokens =
         fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
-    let conversation = conversation::read(fields, limits, template)?;
+    let conversation = conversation::read(fields, limits, template, Told::AndCalled)?;
     let special = fields.boolean("add_special_tokens", false)?;
     let id: Arc<str> = fields.response_id("chatcmpl", limits)?.into();
-    let mut tokens =
-        state.with_text(move |text| conversation::encode(text, &conversation, special)).await?;
+    let (bytes, fit) = (conversation.bytes(), common.fit(limits));
+    let encode = move |text: &_| conversation::encode_within(text, &conversation, special, fit);
+    let mut tokens = state.with_text(bytes, encode).await?;
     if tokens.is_empty() {
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));
     }

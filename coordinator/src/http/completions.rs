@@ -5,6 +5,7 @@ use actix_web::HttpResponse;
 use futures_util::future::select_all;
 use serde_json::{Value, json};
 
+use super::conversation;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::CompletionLogprobs;
@@ -39,8 +40,20 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     common.sampling.logprobs = logprobs;
     common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
     let prompts = prompts(fields, limits, &state.text)?;
+    let choices = prompts.len() * common.n as usize;
+    if choices > limits.choices {
+        let message = format!(
+            "`n`: {} prompts of {} choices are {choices}, the bound is {}",
+            prompts.len(),
+            common.n,
+            limits.choices
+        );
+        return Err(ApiError::field("n", message));
+    }
     let id: Arc<str> = fields.response_id("cmpl", limits)?.into();
-    let encoded = state.with_text(move |text| encode(text, prompts, echo, special)).await?;
+    let fit = common.fit(limits);
+    let encode = move |text: &_| encode(text, prompts, echo, special, fit);
+    let encoded = state.with_text(fields.bytes(), encode).await?;
     let mut choices = Vec::new();
     let mut running = Vec::new();
     for (mut text, mut tokens) in encoded {
@@ -114,12 +127,14 @@ fn encode(
     prompts: Vec<Prompt>,
     echo: bool,
     special: bool,
+    max_tokens: Option<u32>,
 ) -> Result<Encoded, ApiError> {
     let encode = |prompt| match prompt {
         Prompt::Text(text) if text.is_empty() => {
             Err(ApiError::field("prompt", "`prompt` is empty: it must have at least one token"))
         }
         Prompt::Text(text) => {
+            conversation::check_fits(model, "prompt", &text, max_tokens)?;
             let tokens = model.encode(&text, special).map_err(|e| ApiError::field("prompt", e))?;
             Ok((echo.then_some(text), tokens))
         }

@@ -11,6 +11,15 @@ use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError};
 /// heed it.
 const VARIABLES: [&str; 1] = ["reasoning_effort"];
 
+/// What becomes of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// The model may call them, unless the request says that it does not.
+    AndCalled,
+    /// Nothing is generated.
+    Only,
+}
+
 /// Reads a conversation.
 ///
 /// # Errors
@@ -19,6 +28,7 @@ pub fn read(
     fields: &Fields,
     limits: &Limits,
     template: &ChatTemplate,
+    told: Told,
 ) -> Result<Conversation, ApiError> {
     let continue_final_message = fields.boolean("continue_final_message", false)?;
     let add_generation_prompt = fields.boolean("add_generation_prompt", true)?;
@@ -41,7 +51,7 @@ pub fn read(
     }
     Ok(Conversation {
         messages: messages(fields, limits)?,
-        tools: tools(fields, limits)?,
+        tools: tools(fields, limits, told)?,
         documents,
         add_generation_prompt,
         continue_final_message,
@@ -58,6 +68,19 @@ pub fn encode(
     conversation: &Conversation,
     add_special_tokens: bool,
 ) -> Result<Vec<u32>, ApiError> {
+    encode_within(text, conversation, add_special_tokens, None)
+}
+
+/// As [`encode`], of a prompt that has to fit so many tokens, if a number is given.
+///
+/// # Errors
+/// As there, and 400 for what cannot fit.
+pub fn encode_within(
+    text: &TextModel,
+    conversation: &Conversation,
+    add_special_tokens: bool,
+    max_tokens: Option<u32>,
+) -> Result<Vec<u32>, ApiError> {
     let template = text.template.as_ref().ok_or_else(no_template)?;
     let rendered = template.render(conversation).map_err(|error| match error {
         RenderError::Conversation(message) => ApiError::field("messages", message),
@@ -70,7 +93,30 @@ pub fn encode(
             ApiError::internal(format!("The model's chat template fails: {message}"))
         }
     })?;
+    check_fits(text, "messages", &rendered, max_tokens)?;
     text.encode(&rendered, add_special_tokens).map_err(|error| ApiError::field("messages", error))
+}
+
+/// Refuses a text that cannot fit so many tokens, without making tokens of it.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn check_fits(
+    text: &TextModel,
+    field: &str,
+    prompt: &str,
+    max_tokens: Option<u32>,
+) -> Result<(), ApiError> {
+    let (Some(max), Some(bytes)) = (max_tokens, text.bytes_per_token) else { return Ok(()) };
+    let least = prompt.len().div_ceil(bytes);
+    if least <= max as usize {
+        return Ok(());
+    }
+    let message = format!(
+        "This model's maximum context length is {max} tokens. However, your prompt has at least \
+         {least} tokens. Please reduce your prompt."
+    );
+    Err(ApiError::context_length(field, message))
 }
 
 /// The refusal of a model that has no chat template.
@@ -122,7 +168,7 @@ fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<Value>, Api
 }
 
 /// Tools, which only the template is told of: the model's calls of them are text.
-fn tools(fields: &Fields, limits: &Limits) -> Result<Option<Value>, ApiError> {
+fn tools(fields: &Fields, limits: &Limits, told: Told) -> Result<Option<Value>, ApiError> {
     let tools = objects(fields, "tools", limits.tools)?;
     let choice = fields.get("tool_choice").map(|choice| choice.as_str().unwrap_or("a function"));
     let Some(tools) = tools else {
@@ -131,7 +177,7 @@ fn tools(fields: &Fields, limits: &Limits) -> Result<Option<Value>, ApiError> {
             Some(_) => Err(ApiError::field("tool_choice", "`tool_choice` needs `tools`")),
         };
     };
-    if choice != Some("none") {
+    if told == Told::AndCalled && choice != Some("none") {
         let (field, what) = match choice {
             None => ("tools", "`tools` without `tool_choice`"),
             Some(_) => ("tool_choice", "this `tool_choice`"),

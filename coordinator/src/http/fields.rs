@@ -13,6 +13,8 @@ pub struct Fields {
     map: Map<String, Value>,
     /// The request's id, when its body has none.
     request_id: String,
+    /// Bytes of the body.
+    bytes: usize,
 }
 
 impl Fields {
@@ -26,7 +28,9 @@ impl Fields {
             return Err(ApiError::body(format!("The JSON is nested deeper than {max} levels")));
         }
         match serde_json::from_slice(body) {
-            Ok(Value::Object(map)) => Ok(Self { map, request_id: String::new() }),
+            Ok(Value::Object(map)) => {
+                Ok(Self { map, request_id: String::new(), bytes: body.len() })
+            }
             Ok(_) => Err(ApiError::body("The body must be a JSON object")),
             Err(error) => Err(ApiError::body(format!("The body is not valid JSON: {error}"))),
         }
@@ -54,6 +58,23 @@ impl Fields {
             }
         };
         Ok(format!("{prefix}-{id}"))
+    }
+
+    /// Bytes of the body.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Refuses a field that is there.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn refuse(&self, name: &str) -> Result<(), ApiError> {
+        match self.get(name) {
+            Some(_) => Err(ApiError::field(name, format!("`{name}` is not supported"))),
+            None => Ok(()),
+        }
     }
 
     /// A field that is there and not null.

@@ -9,6 +9,7 @@ use shared::sampling::SamplingParams;
 
 use super::error::ApiError;
 pub use super::fields::Fields;
+use super::options::{ApiOptions, MAX_LOGPROBS};
 use crate::text::model::TextModel;
 
 /// Every bound of a request.
@@ -20,6 +21,8 @@ pub struct Limits {
     pub json_depth: usize,
     /// Prompts of one completions request.
     pub prompts: usize,
+    /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
+    pub choices: usize,
     /// Messages of one conversation, and documents beside it.
     pub messages: usize,
     /// Tools that a model is told of.
@@ -46,25 +49,43 @@ pub struct Limits {
     pub max_model_len: u32,
 }
 
+/// Bodies of so many bytes are taken whatever the model.
+const BODY_BYTES_MIN: usize = 1 << 20;
+/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than 16.
+const BODY_BYTES_PER_TOKEN: usize = 16;
+
 impl Limits {
+    /// With what the operator chose.
+    #[must_use]
+    pub fn chosen(self, options: &ApiOptions) -> Self {
+        let body_bytes = options.max_body_bytes.and_then(|bytes| usize::try_from(bytes).ok());
+        Self {
+            body_bytes: body_bytes.unwrap_or(self.body_bytes),
+            logprobs: options.max_logprobs,
+            top_logprobs: options.max_logprobs,
+            ..self
+        }
+    }
+
     /// The default bounds, for sequences of `max_model_len` tokens.
     #[must_use]
     pub fn new(max_model_len: u32) -> Self {
         Self {
-            body_bytes: 1 << 20,
+            body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
             json_depth: 32,
-            prompts: 64,
+            prompts: 512,
+            choices: 512,
             messages: 1024,
             tools: 128,
             // OpenMetrics allows an exemplar 128 characters, with its label's name.
             request_id_bytes: 100,
-            n: 8,
-            stops: 4,
+            n: 128,
+            stops: 16,
             stop_bytes: 256,
             stop_token_ids: 64,
             logit_bias: 1024,
-            logprobs: 5,
-            top_logprobs: 20,
+            logprobs: MAX_LOGPROBS,
+            top_logprobs: MAX_LOGPROBS,
             user_bytes: 256,
             max_model_len,
         }
@@ -98,6 +119,17 @@ pub struct Common {
     pub truncation: Option<Truncation>,
 }
 
+/// Refuses another model's requests.
+///
+/// # Errors
+/// 404 for another model.
+pub fn check_model(fields: &Fields, model_name: &str) -> Result<(), ApiError> {
+    match fields.string("model", 4096)? {
+        Some(model) if model != model_name => Err(ApiError::unknown_model(model)),
+        _ => Ok(()),
+    }
+}
+
 /// How much of a prompt is kept: its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Truncation {
@@ -118,11 +150,7 @@ impl Common {
         text: &TextModel,
         model_name: &str,
     ) -> Result<Self, ApiError> {
-        if let Some(model) = fields.string("model", 4096)?
-            && model != model_name
-        {
-            return Err(ApiError::unknown_model(model));
-        }
+        check_model(fields, model_name)?;
         fields.string("user", limits.user_bytes)?;
         let n = fields.count("n", 1, limits.n)?.unwrap_or(1);
         if let Some(best_of) = fields.count("best_of", 1, limits.n)?
@@ -177,6 +205,12 @@ impl Common {
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
             truncation: truncation(fields, limits)?,
         })
+    }
+
+    /// Most tokens of a prompt that is not truncated.
+    #[must_use]
+    pub fn fit(&self, limits: &Limits) -> Option<u32> {
+        self.truncation.is_none().then_some(limits.max_model_len)
     }
 
     /// Takes away the beginning of a prompt that is longer than the client wants it; returns
