@@ -4,6 +4,7 @@
 //! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the device asked for cannot be
 //! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one will
 //! stand by; or a worker of `tutti up` was signalled), 78 another process has this one's name.
+mod api;
 mod bench;
 mod config_file;
 mod devices;

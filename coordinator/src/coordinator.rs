@@ -129,7 +129,8 @@ impl Prepared {
     /// # Errors
     /// [`StartError`].
     pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
-        let text = Arc::new(TextModel::load(&options.model)?);
+        let text =
+            Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);
         let max_model_len = options.max_model_len.unwrap_or(text.max_positions);
         if max_model_len > text.max_positions {
             return Err(StartError::Sizes(format!(
@@ -316,7 +317,8 @@ impl Coordinator {
             hub.frontend().clone(),
             readiness,
             options.run,
-        );
+        )
+        .with_api(&options.api);
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
         let state = state.with_gate(gate.clone());
         let state = state.with_admin(Admin {

@@ -27,6 +27,7 @@ use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
 use crate::http::metrics::MetricsPage;
+use crate::http::options::ApiOptions;
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::AppState;
@@ -48,6 +49,8 @@ pub struct FrontendOptions {
     pub listen: SocketAddr,
     /// The model folder; where the coordinator has it unless given.
     pub model: Option<PathBuf>,
+    /// What is chosen of the HTTP API.
+    pub api: ApiOptions,
     /// Threads that serve HTTP.
     pub http_threads: usize,
     /// The NVML library, when it is not where the system's loader finds it.
@@ -74,7 +77,7 @@ pub enum FrontendError {
     /// It is another model's.
     #[error(
         "{} turns text into tokens differently from the coordinator's model folder: \
-         the files must be the same", folder.display()
+         the files must be the same, and --chat-template too", folder.display()
     )]
     OtherText {
         /// The folder.
@@ -128,7 +131,7 @@ impl Frontend {
         let (to, connection, welcome) = dial_until_welcome(&options, &hello).await?;
         let serving = welcome.serving.clone();
         let folder = options.model.clone().unwrap_or_else(|| PathBuf::from(&serving.model));
-        let text = Arc::new(TextModel::load(&folder)?);
+        let text = Arc::new(TextModel::load_with(&folder, options.api.chat_template.as_deref())?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }
@@ -136,6 +139,7 @@ impl Frontend {
         let stats = FrontendStats::new();
         let (engine, commands) = EngineHandle::channel();
         let (threads, run) = (options.http_threads, options.run);
+        let api = options.api.clone();
         let gate = Gate::default();
         let uplink =
             Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
@@ -158,6 +162,7 @@ impl Frontend {
             uplink.readiness(),
             run,
         )
+        .with_api(&api)
         .with_gate(gate.clone())
         .with_metrics(page);
         let http = server::start(listener, state, threads).map_err(failed)?;

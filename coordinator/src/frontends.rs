@@ -332,6 +332,8 @@ impl Frontends {
             stops: stops.to_vec(),
             end_tokens: end_tokens.to_vec(),
             min_tokens: sampling.min_tokens,
+            // Where text ends is the front end's business.
+            include_stop: false,
         });
         let stream = TextStream::new(self.text.tokenizer.clone(), rules);
         (0..n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()

@@ -1,6 +1,7 @@
 //! Real processes on loopback: what a user of `tutti up` sees.
 //!
 //! - [`actors`]: named actors across processes
+//! - [`api`]: what operators choose of the HTTP API
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`commands`]: what operators said outlives the coordinator that they said it to
 //! - [`counters`]: `/metrics` equals what the client itself counted
@@ -28,6 +29,7 @@
 )]
 
 mod actors;
+mod api;
 mod by_hand;
 mod commands;
 mod counters;

@@ -7,6 +7,7 @@ use coordinator::metrics::log_line::Field;
 use shared::protocol::Dtype;
 use worker::device::Exchange;
 
+use super::api::ApiArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
 use super::resources::{PlacementArgs, ResourceArgs};
@@ -201,6 +202,8 @@ pub(crate) struct FrontendArgs {
     /// Where HTTP is served
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8010")]
     pub(crate) listen: SocketAddr,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
     /// Model folder, for its tokenizer and chat template [default: where the coordinator has it]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
@@ -215,7 +218,7 @@ pub(crate) struct FrontendArgs {
 /// Options of the commands that talk to a running coordinator.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OperatorArgs {
-    /// The coordinator's HTTP address
+    /// The coordinator's HTTP address, with or without http://
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     pub(crate) server: String,
     /// File with the cluster's secret, where it has one
@@ -401,6 +404,8 @@ pub(crate) struct ServingArgs {
     /// Compute every prompt whole, also where the KV cache still has its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
     /// Most requests waiting for their first step; beyond it clients get 429
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,

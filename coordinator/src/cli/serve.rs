@@ -14,7 +14,7 @@ use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, random, random_secret};
-use super::{CliError, CoordinatorArgs, elected, etcd, logging, secret};
+use super::{CliError, CoordinatorArgs, api, elected, etcd, logging, secret};
 
 /// Where workers dial in, unless told otherwise.
 const CLUSTER_LISTEN: SocketAddr =
@@ -103,6 +103,7 @@ pub(crate) fn coordinator_options(
         // 0 leaves it to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         prefix_caching: !args.no_enable_prefix_caching,
+        api: api::options(&args.api)?,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {
             step_timeout: Duration::from_secs(args.step_timeout),

@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 
 use crate::cluster::PlacementRules;
 use crate::http::admin::ScaleWorkers;
+use crate::http::options::ApiOptions;
 use crate::metrics::log_line::Field;
 use crate::replica::driver::DriverLimits;
 use crate::scheduler::ConfigError;
@@ -52,6 +53,8 @@ pub struct CoordinatorOptions {
     pub prefix_caching: bool,
     /// Most requests waiting.
     pub max_queued_requests: u32,
+    /// What is chosen of the HTTP API.
+    pub api: ApiOptions,
     /// How long is waited for what.
     pub limits: DriverLimits,
     /// How statistics are logged.

@@ -1,13 +1,15 @@
 //! The operator's side of the API: who is there, how many replicas, who shall leave.
 //!
 //! With a cluster secret a request shows a token that only its holders can make; without one only
-//! this host is answered.
+//! this host is answered, and nobody for whom a proxy or a browser on it speaks.
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix::Addr;
-use actix_web::http::header::AUTHORIZATION;
-use actix_web::web::{self, Data, ServiceConfig};
+use actix_web::error::JsonPayloadError;
+use actix_web::http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN};
+use actix_web::web::{self, Data, JsonConfig, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -108,7 +110,12 @@ pub struct LogsQuery {
 
 /// Declares the routes.
 pub(super) fn routes(config: &mut ServiceConfig) {
+    let wrong = |error: JsonPayloadError, _: &HttpRequest| match error {
+        JsonPayloadError::ContentType => ApiError::content_type("another").into(),
+        error => ApiError::body(format!("The body cannot be read: {error}")).into(),
+    };
     config
+        .app_data(JsonConfig::default().error_handler(wrong))
         .route("/admin/status", web::get().to(status))
         .route("/admin/logs", web::get().to(logs))
         .route("/admin/scale", web::post().to(scale))
@@ -120,15 +127,54 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
     let Some(admin) = &state.admin else {
         return Err(ApiError::not_here("This is a front end: ask the coordinator"));
     };
-    let allowed = match &admin.secret {
+    match &admin.secret {
         Some(secret) => {
             let header = request.headers().get(AUTHORIZATION).and_then(|v| v.to_str().ok());
             let token = header.and_then(|header| header.strip_prefix("Bearer "));
-            token.is_some_and(|token| secret.verify_token(TOKEN_PURPOSE, token))
+            let known = token.is_some_and(|token| secret.verify_token(TOKEN_PURPOSE, token));
+            if known { Ok(admin) } else { Err(ApiError::no_token()) }
         }
-        None => request.peer_addr().is_some_and(|peer| peer.ip().is_loopback()),
+        None => match stranger(request.peer_addr(), request.headers()) {
+            None => Ok(admin),
+            Some(why) => Err(ApiError::forbidden(format!(
+                "Without a cluster secret only the operator on this host is answered here, and \
+                 {why}: start the coordinator with --cluster-secret-file, and use it here too"
+            ))),
+        },
+    }
+}
+
+/// Why a request does not come from an operator of this host, as far as it can be told: a proxy or a
+/// browser of this host speaks for others.
+fn stranger(peer: Option<SocketAddr>, headers: &HeaderMap) -> Option<String> {
+    if !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
+        return Some("this comes from elsewhere".to_owned());
+    }
+    let told = |name: &&HeaderName| {
+        let name = name.as_str();
+        name.starts_with("x-forwarded-") || ["forwarded", "via", "x-real-ip"].contains(&name)
     };
-    if allowed { Ok(admin) } else { Err(ApiError::forbidden(admin.secret.is_some())) }
+    if let Some(name) = headers.keys().find(told) {
+        return Some(format!("this comes through a proxy (it has the header {name})"));
+    }
+    if headers.contains_key(ORIGIN) {
+        return Some("this comes from a web page (it has the header origin)".to_owned());
+    }
+    // A name that resolves to this host is how a web page would reach it.
+    let host = headers.get(HOST)?;
+    let host = host.to_str().unwrap_or_default();
+    (!is_loopback(host)).then(|| format!("this was sent to `{host}`, no name of loopback"))
+}
+
+/// Whether a `Host` header names loopback.
+fn is_loopback(host: &str) -> bool {
+    let bare = match host.rsplit_once(':') {
+        Some((bare, port)) if port.bytes().all(|b| b.is_ascii_digit()) => bare,
+        _ => host,
+    };
+    let bare = bare.trim_start_matches('[').trim_end_matches(']');
+    bare.eq_ignore_ascii_case("localhost")
+        || bare.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
 fn gone(_: actix::MailboxError) -> ApiError {
@@ -266,4 +312,42 @@ async fn stored(admin: &Admin, commands: u64) -> Result<(), ApiError> {
 
 fn is_stored(view: &View, run: u64, commands: u64) -> bool {
     view.desired.as_ref().is_some_and(|desired| desired.has(run, commands))
+}
+
+#[cfg(test)]
+mod tests {
+    use actix_web::test::TestRequest;
+
+    use super::*;
+
+    #[test]
+    fn without_a_secret_only_an_operator_of_this_host_is_known() {
+        let stranger_from = |peer: &str, headers: &[(&str, &str)]| {
+            let mut request = TestRequest::default().peer_addr(peer.parse().unwrap());
+            for header in headers {
+                request = request.insert_header(*header);
+            }
+            let request = request.to_http_request();
+            stranger(request.peer_addr(), request.headers())
+        };
+        let local = "127.0.0.1:5";
+        for host in
+            ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.3.2.1", "[::1]:8000", "[::1]"]
+        {
+            assert_eq!(stranger_from(local, &[("host", host)]), None, "{host}");
+        }
+        assert_eq!(stranger_from("[::ffff:127.0.0.1]:5", &[]), None);
+        for host in
+            ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1:8000", ""]
+        {
+            assert!(stranger_from(local, &[("host", host)]).is_some(), "{host}");
+        }
+        assert!(stranger_from("10.0.0.1:5", &[("host", "localhost")]).is_some());
+        for header in
+            ["forwarded", "via", "x-forwarded-for", "x-forwarded-proto", "x-real-ip", "origin"]
+        {
+            let why = stranger_from(local, &[("host", "localhost"), (header, "x")]);
+            assert!(why.unwrap().contains(header), "{header}");
+        }
+    }
 }

@@ -5,11 +5,13 @@ use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::conversation::{self, Told};
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::chat_logprob;
-use super::params::{Common, Fields, messages};
+use super::params::{Common, Fields};
+use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
 
@@ -21,40 +23,28 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     let arrived = state.clock.now();
     let limits = &state.limits;
     let mut common = Common::read(fields, limits, &state.text, &state.model_name)?;
-    let none = [json!("none"), json!([])];
-    for unsupported in ["tools", "tool_choice", "functions", "function_call"] {
-        fields.refuse(unsupported, &none)?;
-    }
-    fields.refuse("response_format", &[json!({"type": "text"})])?;
+    refused::check(fields, Endpoint::Chat)?;
     let wanted = fields.boolean("logprobs", false)?;
     let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
-    if top.is_some() && !wanted {
+    if top.is_some_and(|top| top > 0) && !wanted {
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
     common.sampling.logprobs = wanted.then_some(top.unwrap_or(0));
     let max_tokens = fields.count("max_tokens", 1, limits.max_model_len)?;
     common.max_tokens =
         fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
-    let messages = messages(fields, limits)?;
-    if state.text.template.is_none() {
-        return Err(ApiError::field(
-            "model",
-            "this model has no chat template; use /v1/completions",
-        ));
-    }
-    let tokens = state
-        .with_text(move |text| {
-            let template = text.template.as_ref();
-            let rendered = template.map_or(Ok(String::new()), |t| t.render(&messages));
-            let rendered = rendered.map_err(|error| ApiError::field("messages", error))?;
-            text.encode(&rendered, false).map_err(|error| ApiError::field("messages", error))
-        })
-        .await?;
+    let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
+    let conversation = conversation::read(fields, limits, template, Told::AndCalled)?;
+    let special = fields.boolean("add_special_tokens", false)?;
+    let id: Arc<str> = fields.response_id("chatcmpl", limits)?.into();
+    let (bytes, fit) = (conversation.bytes(), common.fit(limits));
+    let encode = move |text: &_| conversation::encode_within(text, &conversation, special, fit);
+    let mut tokens = state.with_text(bytes, encode).await?;
     if tokens.is_empty() {
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));
     }
-    let max_tokens = common.output_tokens(tokens.len(), limits)?;
-    let id: Arc<str> = state.response_id("chatcmpl", state.next_request()).into();
+    common.truncate(&mut tokens, limits);
+    let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
     let envelope = Envelope::new(state, id, object);

@@ -7,11 +7,13 @@ use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::conversation;
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::CompletionLogprobs;
 use super::params::{Common, Fields, Limits, token_id};
+use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
 use crate::text::model::TextModel;
@@ -31,30 +33,46 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     let arrived = state.clock.now();
     let limits = &state.limits;
     let mut common = Common::read(fields, limits, &state.text, &state.model_name)?;
+    refused::check(fields, Endpoint::Completions)?;
     let echo = fields.boolean("echo", false)?;
+    let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
-    fields.refuse("suffix", &[json!("")])?;
     let least = u32::from(!echo);
     let max_tokens = fields.count("max_tokens", least, limits.max_model_len)?;
     common.max_tokens = Some(max_tokens.unwrap_or(16));
     common.sampling.logprobs = logprobs;
     common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
     let prompts = prompts(fields, limits, &state.text)?;
-    let encoded = state.with_text(move |text| encode(text, prompts, echo)).await?;
+    let choices = prompts.len() * common.n as usize;
+    if choices > limits.choices {
+        let message = format!(
+            "`n`: {} prompts of {} choices are {choices}, the bound is {}",
+            prompts.len(),
+            common.n,
+            limits.choices
+        );
+        return Err(ApiError::field("n", message));
+    }
+    let id: Arc<str> = fields.response_id("cmpl", limits)?.into();
+    let fit = common.fit(limits);
+    let encode = move |text: &_| encode(text, prompts, echo, special, fit);
+    let encoded = state.with_text(fields.bytes(), encode).await?;
     let mut choices = Vec::new();
     let mut running = Vec::new();
-    for (text, tokens) in encoded {
+    for (mut text, mut tokens) in encoded {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "`prompt` is empty: it has no tokens"));
         }
-        let max_tokens = common.output_tokens(tokens.len(), limits)?;
+        if common.truncate(&mut tokens, limits) && echo {
+            text = Some(state.text.decode(&tokens));
+        }
+        let max_tokens = common.output_tokens("prompt", tokens.len(), limits)?;
         for _ in 0..common.n {
             choices.push(Choice::new(&tokens, text.as_deref(), logprobs.is_some()));
         }
         running.push((tokens, max_tokens));
     }
     // Nothing runs before everything is known to be valid.
-    let id: Arc<str> = state.response_id("cmpl", state.next_request()).into();
     let running = running
         .into_iter()
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
@@ -109,13 +127,20 @@ fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Pro
 /// Prompts to tokens, and to the text to echo.
 type Encoded = Vec<(Option<String>, Vec<u32>)>;
 
-fn encode(model: &TextModel, prompts: Vec<Prompt>, echo: bool) -> Result<Encoded, ApiError> {
+fn encode(
+    model: &TextModel,
+    prompts: Vec<Prompt>,
+    echo: bool,
+    special: bool,
+    max_tokens: Option<u32>,
+) -> Result<Encoded, ApiError> {
     let encode = |prompt| match prompt {
         Prompt::Text(text) if text.is_empty() => {
             Err(ApiError::field("prompt", "`prompt` is empty: it must have at least one token"))
         }
         Prompt::Text(text) => {
-            let tokens = model.encode(&text, true).map_err(|e| ApiError::field("prompt", e))?;
+            conversation::check_fits(model, "prompt", &text, max_tokens)?;
+            let tokens = model.encode(&text, special).map_err(|e| ApiError::field("prompt", e))?;
             Ok((echo.then_some(text), tokens))
         }
         Prompt::Tokens(tokens) => Ok((echo.then(|| model.decode(&tokens)), tokens)),

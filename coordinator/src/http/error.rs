@@ -2,7 +2,7 @@
 use std::fmt;
 
 use actix_web::http::StatusCode;
-use actix_web::http::header::{ALLOW, HeaderValue, RETRY_AFTER};
+use actix_web::http::header::{ALLOW, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use actix_web::{HttpResponse, ResponseError};
 use serde_json::{Value, json};
 
@@ -20,6 +20,8 @@ pub struct ApiError {
     allow: Option<&'static str>,
     /// The engine refused it, and has counted that.
     by_engine: bool,
+    /// Says how to prove who one is.
+    challenge: bool,
 }
 
 impl ApiError {
@@ -33,6 +35,7 @@ impl ApiError {
             retry_after_s: None,
             allow: None,
             by_engine: false,
+            challenge: false,
         }
     }
 
@@ -77,21 +80,42 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, format!("Unknown request URL: {method} {path}"))
     }
 
-    /// Not for this client: 401 when a token would do, 403 otherwise.
+    /// No API key, or none that is known: 401.
     #[must_use]
-    pub fn forbidden(token_helps: bool) -> Self {
-        let (status, message) = if token_helps {
-            (StatusCode::UNAUTHORIZED, "This needs a token made of the cluster's secret")
-        } else {
-            (StatusCode::FORBIDDEN, "Without a cluster secret only this host is answered here")
-        };
-        Self::new(status, message)
+    pub fn unknown_key() -> Self {
+        let message = "This needs a known API key: `Authorization: Bearer KEY`";
+        Self {
+            code: Some("invalid_api_key"),
+            challenge: true,
+            ..Self::new(StatusCode::UNAUTHORIZED, message)
+        }
+    }
+
+    /// Only for those who know the cluster's secret: 401.
+    #[must_use]
+    pub fn no_token() -> Self {
+        let message = "This needs a token made of the cluster's secret: say --cluster-secret-file \
+                       FILE, with the coordinator's file";
+        Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, message) }
+    }
+
+    /// Not for this client: 403.
+    #[must_use]
+    pub fn forbidden(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::FORBIDDEN, message)
     }
 
     /// Not at this process: 404.
     #[must_use]
     pub fn not_here(message: &str) -> Self {
         Self::new(StatusCode::NOT_FOUND, message)
+    }
+
+    /// The body is compressed in a way that is not read: 415.
+    #[must_use]
+    pub fn content_encoding(found: &str) -> Self {
+        let message = format!("Content-Encoding is `{found}`, bodies are not decompressed here");
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 
     /// Not with this method: 405.
@@ -124,6 +148,12 @@ impl ApiError {
             StatusCode::REQUEST_TIMEOUT,
             format!("The body did not arrive within {seconds} s"),
         )
+    }
+
+    /// The server's own fault: 500.
+    #[must_use]
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
     /// The server is at its bound: 503.
@@ -190,6 +220,9 @@ impl ResponseError for ApiError {
         let mut response = HttpResponse::build(self.status);
         if let Some(seconds) = self.retry_after_s {
             response.insert_header((RETRY_AFTER, seconds.to_string()));
+        }
+        if self.challenge {
+            response.insert_header((WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
         }
         if let Some(allow) = self.allow {
             response.insert_header((ALLOW, HeaderValue::from_static(allow)));

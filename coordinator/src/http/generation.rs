@@ -65,6 +65,7 @@ impl RunningPrompt {
             stops: common.stops.clone(),
             end_tokens: common.end_tokens.clone(),
             min_tokens: common.sampling.min_tokens,
+            include_stop: common.include_stop,
         });
         let stream = TextStream::new(state.text.tokenizer.clone(), rules);
         let mut sampling = common.sampling.clone();

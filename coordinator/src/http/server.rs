@@ -4,13 +4,14 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use actix_cors::Cors;
 use actix_web::body::{BodySize, MessageBody};
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::ConnectionType;
-use actix_web::http::header::CONTENT_TYPE;
-use actix_web::middleware::{Compress, Next, from_fn};
+use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use actix_web::middleware::{Compress, Condition, Next, from_fn};
 use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
-use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route};
+use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route, guard, http};
 use futures_util::StreamExt as _;
 use serde_json::json;
 use shared::metrics::labels::{Method, RejectReason};
@@ -19,7 +20,7 @@ use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
-use super::{admin, chat, completions, metrics, models};
+use super::{access, admin, chat, completions, keys, metrics, models, pool, tokenize};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -29,17 +30,21 @@ const BODY_DEADLINE_S: u64 = 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 10] = [
+const ROUTES: [(&str, &str); 14] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
-    ("/v1/models", "GET"),
-    ("/v1/models/{id}", "GET"),
-    ("/health", "GET"),
-    ("/live", "GET"),
-    ("/ready", "GET"),
-    ("/metrics", "GET"),
-    ("/version", "GET"),
-    ("/", "GET"),
+    ("/v1/models", "GET, HEAD"),
+    ("/v1/models/{id}", "GET, HEAD"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/health", "GET, HEAD"),
+    ("/live", "GET, HEAD"),
+    ("/ready", "GET, HEAD"),
+    ("/metrics", "GET, HEAD"),
+    ("/load", "GET, HEAD"),
+    ("/ping", "GET, HEAD, POST"),
+    ("/version", "GET, HEAD"),
+    ("/", "GET, HEAD"),
 ];
 
 /// Starts the server; it runs until its handle stops it.
@@ -49,7 +54,12 @@ const ROUTES: [(&str, &str); 10] = [
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
     let server = HttpServer::new(move || {
         let state = state.clone();
-        App::new().wrap(from_fn(observe)).configure(move |config| routes(config, &state))
+        App::new()
+            .wrap(from_fn(keys::authenticate))
+            .wrap(cors(&state.allowed_origins))
+            .wrap(from_fn(observe))
+            .wrap(from_fn(access::identify))
+            .configure(move |config| routes(config, &state))
     });
     Ok(server
         .workers(threads)
@@ -71,23 +81,23 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         let route: Route = match path {
             "/v1/completions" => web::post().to(post_completions),
             "/v1/chat/completions" => web::post().to(post_chat),
-            "/v1/models" => web::get().to(get_models),
-            "/v1/models/{id}" => web::get().to(get_model),
-            "/ready" => web::get().to(get_ready),
-            "/metrics" => web::get().to(metrics::respond),
-            "/version" | "/" => web::get().to(get_version),
-            _ => web::get().to(get_health),
+            "/tokenize" => web::post().to(post_tokenize),
+            "/detokenize" => web::post().to(post_detokenize),
+            "/ping" => {
+                any([http::Method::GET, http::Method::HEAD, http::Method::POST]).to(get_health)
+            }
+            "/load" => get().to(get_load),
+            "/v1/models" => get().to(get_models),
+            "/v1/models/{id}" => get().to(get_model),
+            "/ready" => get().to(get_ready),
+            "/metrics" => get().to(metrics::respond),
+            "/version" | "/" => get().to(get_version),
+            _ => get().to(get_health),
         };
         let refuse = move |request: HttpRequest| async move {
             Err::<HttpResponse, _>(ApiError::method(request.method().as_str(), allow))
         };
         let resource = web::resource(pattern(path)).route(route).default_service(web::to(refuse));
-        // Gateways ask for heads.
-        let resource = if path == "/health" || path == "/live" {
-            resource.route(web::head().to(get_health))
-        } else {
-            resource
-        };
         if path == "/metrics" {
             // Alone: compressing a stream would hold its events back.
             config.service(resource.wrap(Compress::default()));
@@ -99,6 +109,27 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     config.default_service(web::to(|request: HttpRequest| async move {
         Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))
     }));
+}
+
+/// Takes any of these methods.
+fn any<const N: usize>(methods: [http::Method; N]) -> Route {
+    web::route().guard(guard::fn_guard(move |it| methods.contains(&it.head().method)))
+}
+
+/// Takes GET, and HEAD, by which gateways ask.
+fn get() -> Route {
+    any([http::Method::GET, http::Method::HEAD])
+}
+
+/// Lets scripts of these web pages use the API; with none, browsers keep all of them out.
+fn cors(origins: &[String]) -> Condition<Cors> {
+    let allow = |cors: Cors, origin: &String| match origin.as_str() {
+        "*" => cors.allow_any_origin().send_wildcard(),
+        origin => cors.allowed_origin(origin),
+    };
+    let cors = origins.iter().fold(Cors::default(), allow);
+    let cors = cors.allow_any_method().allow_any_header().expose_any_header().max_age(600);
+    Condition::new(!origins.is_empty(), cors)
 }
 
 /// The pattern of a path: a model's name may have slashes (`organisation/model`).
@@ -134,6 +165,29 @@ async fn post_chat(
     answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
 }
 
+async fn post_tokenize(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let fields = read(&state, &request, body).await?;
+    Ok(HttpResponse::Ok().json(tokenize::tokenize(&state, &fields).await?))
+}
+
+async fn post_detokenize(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let fields = read(&state, &request, body).await?;
+    Ok(HttpResponse::Ok().json(tokenize::detokenize(&state, &fields).await?))
+}
+
+/// How many requests are being answered, as vLLM says it.
+async fn get_load(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(json!({"server_load": state.gate.inside()}))
+}
+
 /// Lets a request in, unless the server is told to end.
 fn enter(state: &AppState) -> Result<Visit, ApiError> {
     state.gate.enter().ok_or_else(|| {
@@ -155,12 +209,23 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
     if !essence.eq_ignore_ascii_case("application/json") {
         return Err(ApiError::content_type(found));
     }
+    let encoding = request.headers().get(CONTENT_ENCODING);
+    if let Some(encoding) = encoding.filter(|it| !it.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        return Err(ApiError::content_encoding(&String::from_utf8_lossy(encoding.as_bytes())));
+    }
     let bytes = collect(body, &state.limits);
     let deadline = Duration::from_secs(BODY_DEADLINE_S);
     let bytes = tokio::time::timeout(deadline, bytes)
         .await
         .map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??;
-    Fields::parse(&bytes, &state.limits)
+    let id = access::request_id(request);
+    let fields = if bytes.len() > pool::LARGE {
+        let limits = state.limits.clone();
+        state.with_text(bytes.len(), move |_| Fields::parse(&bytes, &limits)).await
+    } else {
+        Fields::parse(&bytes, &state.limits)
+    };
+    Ok(fields?.of_request(&id))
 }
 
 async fn collect(mut body: Payload, limits: &Limits) -> Result<Bytes, ApiError> {
