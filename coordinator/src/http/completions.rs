@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 
 use actix_web::HttpResponse;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::conversation;
 use super::envelope::Envelope;

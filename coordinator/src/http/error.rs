@@ -39,12 +39,6 @@ impl ApiError {
         }
     }
 
-    /// A fault of this program: 500.
-    #[must_use]
-    pub fn internal(message: String) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
-    }
-
     /// A field has a bad value: 400.
     #[must_use]
     pub fn field(param: &str, message: impl Into<String>) -> Self {

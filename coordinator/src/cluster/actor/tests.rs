@@ -3,7 +3,8 @@ use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits;
-use shared::protocol::{Formed, NodeResources, Started};
+use shared::protocol::{Dtype, Formed, NodeResources, Started};
+use shared::wire::auth::Secret;
 
 use super::*;
 use crate::cluster::{Member, PlacementRules, ReplicaPhase};
@@ -50,10 +51,11 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         reshard_after: Duration::from_secs(2),
         max_replicas: None,
         model: "m".into(),
+        dtype: Dtype::Float32,
         engine,
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
-        collective_key: 5,
+        collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),
         run: 7,
     };

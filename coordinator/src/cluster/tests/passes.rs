@@ -180,7 +180,7 @@ impl Twins {
                 });
             }
             Happening::Scaled(max) => {
-                self.both(|it, now, effects| it.set_max_replicas(now, max, effects));
+                self.both(|it, now, effects| it.scale(now, max, effects));
             }
             Happening::Drained(worker) => self.both(|it, now, effects| {
                 drop(it.drain(now, WorkerId(worker), effects));
