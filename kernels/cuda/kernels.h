@@ -253,11 +253,11 @@ __global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
 /* ---- attention_decode.cu --------------------------------------------------------------------
  * The same for sequences with one row: its tokens are split over blocks, each making a partial
  * result, which a second kernel puts together. The split depends on the sequence's length, the
- * window and `max_splits` alone: `max_splits` is a constant of the model (64 is good), not of the
- * batch. With n = the tokens from the first visible one, rounded down to a multiple of 16, to the
- * last: split_len = max(64, round_up(ceil(n / max_splits), 16)), splits = ceil(n / split_len) <=
- * max_splits. Blocks beyond return at once, so grid.x may be anything from the largest number of
- * splits in the batch up.
+ * window and `max_splits` alone: `max_splits` is a constant of the model (64 is good, 128 the most),
+ * not of the batch. With n = the tokens from the first visible one, rounded down to a multiple of
+ * 16, to the last: split_len = max(64, round_up(ceil(n / max_splits), 16)),
+ * splits = ceil(n / split_len) <= max_splits. Blocks beyond return at once, so grid.x may be
+ * anything from the largest number of splits in the batch up.
  * items u32 [n]: indices into `seqs`; `live` counts items.
  * partial_out f32 [n, num_heads, max_splits, head_dim];
  * partial_ml f32 [n, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum.

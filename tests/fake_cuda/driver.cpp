@@ -887,6 +887,8 @@ int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** pa
 
 /* ---- cuBLASLt: column-major D = op(A) B, bf16 to f32, as much of it as is asked for. ---- */
 
+constexpr int NOT_SUPPORTED = 15;
+
 struct Layout {
     int type;
     uint64_t rows, columns;
@@ -949,6 +951,11 @@ int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, L
     ENTER("cublasLtMatmulAlgoGetHeuristic");
     log_line("plan %zu %zu %zu", static_cast<size_t>(b->columns), static_cast<size_t>(a->columns),
              static_cast<size_t>(a->rows));
+    // As a library that has no kernel for results whose rows are not aligned.
+    if (d->stride % 4 != 0) {
+        *count = 0;
+        return NOT_SUPPORTED;
+    }
     memset(result, 0, 8 * 8);
     result[0] = d->rows;
     // An algorithm that makes use of what it is promised.
