@@ -255,7 +255,7 @@ impl Cluster {
         let told = self.let_go.get(&worker).filter(|(told, _)| *told == incarnation);
         let told = told.map(|(_, reason)| reason.clone()).or_else(|| {
             // The leader before this one was told so, and the worker has not heard it.
-            let drained = self.desired.drains(incarnation.0);
+            let drained = self.desired.drains(&member.node, incarnation.0);
             drained.then(|| format!("{worker} ({}) is drained", member.node))
         });
         self.members.insert(worker, member);

@@ -45,10 +45,10 @@ impl Desired {
         self.leaving.drain(..over);
     }
 
-    /// Whether this process run was told to leave.
+    /// Whether this process run of a node was told to leave.
     #[must_use]
-    pub fn drains(&self, incarnation: u64) -> bool {
-        self.leaving.iter().any(|it| it.incarnation == incarnation)
+    pub fn drains(&self, node: &str, incarnation: u64) -> bool {
+        self.leaving.iter().any(|it| it.node == node && it.incarnation == incarnation)
     }
 
     /// Whether all that the process run `by` was told up to `generation` is in here.
@@ -68,11 +68,12 @@ mod tests {
         desired.scale(Some(2));
         desired.drain("a", 1);
         desired.drain("a", 2);
-        assert!(desired.drains(2) && !desired.drains(1), "of a node its last process");
+        assert!(desired.drains("a", 2) && !desired.drains("a", 1), "of a node its last process");
+        assert!(!desired.drains("b", 2), "of that node alone");
         for incarnation in 10..10 + LEAVING_MAX as u64 {
             desired.drain(&format!("n{incarnation}"), incarnation);
         }
-        assert!(!desired.drains(2) && desired.drains(10));
+        assert!(!desired.drains("a", 2) && desired.drains("n10", 10));
         assert_eq!((desired.leaving.len(), desired.replicas), (LEAVING_MAX, Some(2)));
         let generation = desired.generation;
         assert!(desired.has(7, generation) && desired.has(7, 1));
