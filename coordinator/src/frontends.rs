@@ -564,3 +564,6 @@ async fn send_readiness(
         told = Some(now);
     }
 }
+
+#[cfg(test)]
+mod tests;
