@@ -567,3 +567,6 @@ async fn send_readiness(
         told = Some(now);
     }
 }
+
+#[cfg(test)]
+mod tests;

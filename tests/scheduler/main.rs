@@ -5,6 +5,7 @@
 //! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
 //! - [`agreement`]: what a replica does when its ranks say different things
 //! - [`frames`]: plans as they travel
+//! - [`placement`]: what a large cluster costs
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 #![allow(
@@ -17,6 +18,7 @@
 
 mod agreement;
 mod frames;
+mod placement;
 mod random;
 mod rig;
 mod scenarios;

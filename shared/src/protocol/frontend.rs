@@ -231,3 +231,25 @@ impl RemoteMessage for ToFrontend {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_is_served_wherever_its_folder_lies() {
+        let serving = Serving {
+            model: "/models/m".into(),
+            served_model_name: "m".into(),
+            max_model_len: 64,
+            text_fingerprint: 7,
+        };
+        assert!(serving.is_same(&Serving { model: "/data/m".into(), ..serving.clone() }));
+        let others = [
+            Serving { served_model_name: "n".into(), ..serving.clone() },
+            Serving { max_model_len: 65, ..serving.clone() },
+            Serving { text_fingerprint: 8, ..serving.clone() },
+        ];
+        assert!(others.iter().all(|other| !serving.is_same(other)));
+    }
+}
