@@ -10,9 +10,12 @@ use crate::rig::{On, Rig};
 const TOLERANCE: f64 = 1e-3;
 
 /// The same where products take bf16. Rounding is off by at most 2^-9 of an activation; over a model's
-/// layers that makes errors of 1e-2, and the worst of some thousand log-probabilities is several times
-/// that. A layer that is wrong is off by 1 and more.
-const BF16_TOLERANCE: f64 = 0.1;
+/// layers that makes errors of about 1e-2 in the mean, and the worst of some thousand log-probabilities
+/// is several times that (7.8e-2 here; other instructions round other sums). A layer that is wrong is
+/// off by 1 and more.
+const BF16_TOLERANCE: f64 = 0.15;
+/// The mean error of the greedy tokens, much the same whatever rounds: 1.0e-2 at most was seen.
+const BF16_MEAN: f64 = 0.02;
 
 fn check(model: &Path) {
     check_on(On::Cpu, model, &[1, 2, 4], TOLERANCE);
@@ -27,7 +30,8 @@ fn check_on(backend: On, model: &Path, degrees: &[u32], tolerance: f64) {
     assert!(goldens.len() >= 6);
     for degree in degrees {
         let mut rig = Rig::on(backend, model, *degree);
-        let (mut worst, mut total, mut compared, mut differ) = (0.0f64, 0.0f64, 0, vec![]);
+        let (mut worst, mut total, mut differ) = (0.0f64, 0.0f64, vec![]);
+        let mut compared = 0u32;
         for golden in &goldens {
             let at = format!("{} at tp {degree}", golden.name);
             let sampling = SamplingParams {
@@ -66,11 +70,15 @@ fn check_on(backend: On, model: &Path, degrees: &[u32], tolerance: f64) {
             "{} on {backend:?} tp {degree}: {compared} tokens, worst error {worst:.1e}, mean {:.1e}; \
              others than the golden ones: {differ:?}",
             model.display(),
-            total / compared as f64
+            total / f64::from(compared)
         );
+        let mean = total / f64::from(compared);
+        assert!(mean < tolerance.min(BF16_MEAN), "mean error {mean}");
+        // What was to be rounded was rounded: this one would hold for f32 as well.
+        assert!(!matches!(backend, On::CpuBf16) || mean > 1e-4, "mean error {mean}");
         // Rounding may turn the tokens of a few prompts, early even; not of many.
         let enough = if tolerance > TOLERANCE { 20 } else { 30 };
-        assert!(compared >= goldens.len() * enough, "{compared} tokens compared");
+        assert!(compared as usize >= goldens.len() * enough, "{compared} tokens compared");
     }
 }
 

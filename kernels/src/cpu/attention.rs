@@ -265,10 +265,10 @@ fn run_queries<S: Simd, const Q: usize>(
         // The squarer the tile of sums, the fewer loads.
         if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
             for first in (0..Q).step_by(4) {
-                let at = |i: usize| first + i;
-                let queries: [Query; 4] = std::array::from_fn(|i| queries[at(i) % Q]);
-                let inverse = std::array::from_fn(|i| inverse[at(i) % Q]);
-                mix::<S, 4, 4>(attention, view, &queries, weights, first, inverse, dim);
+                let (mut four, mut four_inverse) = ([queries[0]; 4], [0.0; 4]);
+                four.copy_from_slice(&queries[first..first + 4]);
+                four_inverse.copy_from_slice(&inverse[first..first + 4]);
+                mix::<S, 4, 4>(attention, view, &four, weights, first, four_inverse, dim);
             }
             dim += 4 * S::LANES;
         } else if left >= 2 * S::LANES {
@@ -296,10 +296,13 @@ fn score_vectors<S: Simd, const Q: usize, const W: usize>(
 ) {
     let mut sums = [[S::splat(0.0); W]; Q];
     for (d, query) in queries.iter().enumerate() {
-        let keys: [S; W] = std::array::from_fn(|w| S::load(&keys[w][d * block_size..]));
+        let mut vectors = [S::splat(0.0); W];
+        for (vector, keys) in vectors.iter_mut().zip(&keys) {
+            *vector = S::load(&keys[d * block_size..]);
+        }
         for (sums, &x) in sums.iter_mut().zip(query) {
             let x = S::splat(x);
-            for (sum, &keys) in sums.iter_mut().zip(&keys) {
+            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
                 *sum = x.mul_add(keys, *sum);
             }
         }
@@ -381,8 +384,10 @@ fn mix<S: Simd, const Q: usize, const W: usize>(
     // before and after come before and after, so that each sum is in ascending order.
     let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
     let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
-    let rows: [&[f32]; Q] =
-        std::array::from_fn(|i| &weights[(first + i) * columns.stride..][..columns.stride]);
+    let mut rows: [&[f32]; Q] = [&[]; Q];
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = &weights[(first + i) * columns.stride..][..columns.stride];
+    }
     for (i, query) in queries.iter().enumerate() {
         let own = query.start..start.min(query.end);
         add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
@@ -416,21 +421,35 @@ fn add_values<S: Simd, const Q: usize, const W: usize>(
     if positions.is_empty() {
         return;
     }
-    // A copy that stays in registers.
-    let mut sums: [[S; W]; Q] = std::array::from_fn(|q| all_sums[q]);
+    // A copy that stays in registers. Loops instead of functions of arrays: those are not always
+    // inlined here, and a call has every sum in memory.
+    let mut sums = [[S::splat(0.0); W]; Q];
+    sums.copy_from_slice(all_sums);
+    let width = (view.head_dim - dim).min(W * S::LANES);
     let mut position = positions.start;
     while position < positions.end {
         let (_, values) = view.block(position / view.block_size);
         let offset = position % view.block_size;
         let count = (view.block_size - offset).min(positions.end - position);
-        let weights = weights.map(|row| &row[position - base..][..count]);
-        let values = values[offset * view.head_dim..].chunks_exact(view.head_dim);
-        for (i, values) in values.take(count).enumerate() {
-            let values: [S; W] =
-                std::array::from_fn(|w| S::load_some(&values[dim + w * S::LANES..]));
-            for (sums, weights) in sums.iter_mut().zip(&weights) {
-                let weight = S::splat(weights[i]);
-                for (sum, &value) in sums.iter_mut().zip(&values) {
+        let mut rows = weights;
+        for row in &mut rows {
+            *row = &row[position - base..][..count];
+        }
+        for i in 0..count {
+            let values = &values[(offset + i) * view.head_dim + dim..][..width];
+            let mut vectors = [S::splat(0.0); W];
+            if width == W * S::LANES {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load(&values[w * S::LANES..]);
+                }
+            } else {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load_some(&values[(w * S::LANES).min(width)..]);
+                }
+            }
+            for (sums, row) in sums.iter_mut().zip(&rows) {
+                let weight = S::splat(row[i]);
+                for (sum, &value) in sums.iter_mut().zip(&vectors) {
                     *sum = weight.mul_add(value, *sum);
                 }
             }
