@@ -157,8 +157,8 @@ impl CpuBackend {
         let Self { isa, pool, acts, .. } = self;
         let (rows, stride) = (out.rows(), out.width());
         let acts = gemm::prepare(arithmetic, pool, acts, rows, weight.cols(), source)?;
-        let out = Output { data: Disjoint::new(out.values_mut()), stride };
-        gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out, None)
+        let out = Output { data: Disjoint::new(out.values_mut()), stride, column: 0 };
+        gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out)
     }
 
     fn timed<T, E: Into<KernelError>>(
@@ -286,9 +286,9 @@ impl Backend for CpuBackend {
         let width = weights.weight.rows();
         let projected = wide.get(x.rows() * width)?;
         let acts = gemm::prepare(arithmetic, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
-        let out = Output { data: Disjoint::new(projected), stride: width };
+        let out = Output { data: Disjoint::new(projected), stride: width, column: 0 };
         let bias = weights.bias.as_deref();
-        gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out, None)?;
+        gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out)?;
         qkv::Heads { isa: *isa, projected, weights, rope, shape, batch, layer }
             .finish(pool, cache, q_out)
     }
@@ -387,32 +387,35 @@ impl Backend for CpuBackend {
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
         let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
-        let both = Disjoint::new(wide.get(rows * inner * 2)?);
         let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
-        let both = Output { data: both, stride: inner * 2 };
         let out = Disjoint::new(out.values_mut());
-        let finish = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>| {
-            let (start, len) = (columns.start, columns.len());
-            for row in rows {
-                let at = row * inner * 2 + start;
-                // SAFETY: the columns (gate and up) belong to one task, which has written them.
-                let gate = unsafe { both.data.slice(at, len) };
-                // SAFETY: as above; up begins `inner >= len` elements later.
-                let up = unsafe { both.data.slice(at + inner, len) };
-                // SAFETY: as above.
-                let out = unsafe { out.slice(row * inner + start, len) };
+        let bias = bias.map(|bias| &**bias);
+        // Gate and up panels in one task, so that their product finds them in the cache.
+        if inner.is_multiple_of(PANEL) {
+            let half = gemm::pair_panels(rows) * PANEL;
+            let sums = wide.get(pool.num_threads() * rows * half * 2)?;
+            return gemm::multiply_pairs(isa, pool, &acts, weight, bias, sums, &|panels, sums| {
+                let (start, len) = (panels.start * PANEL, panels.len() * PANEL);
+                for (row, sums) in sums.chunks_exact(half * 2).enumerate() {
+                    let (gate, up) = sums.split_at(half);
+                    // SAFETY: the columns belong to one task.
+                    let out = unsafe { out.slice(row * inner + start, len) };
+                    elementwise::silu_mul(isa, &gate[..len], &up[..len], out);
+                }
+            });
+        }
+        let both = wide.get(rows * inner * 2)?;
+        let to = Output { data: Disjoint::new(both), stride: inner * 2, column: 0 };
+        gemm::multiply(isa, pool, &acts, weight, bias, &to)?;
+        let grain = (GRAIN / inner).max(1);
+        pool.run_ranges(rows, grain, &|range, _| {
+            for row in range {
+                let (gate, up) = both[row * inner * 2..][..inner * 2].split_at(inner);
+                // SAFETY: every row belongs to one task.
+                let out = unsafe { out.slice(row * inner, inner) };
                 elementwise::silu_mul(isa, gate, up, out);
             }
-        };
-        let bias = bias.map(|bias| &**bias);
-        if inner.is_multiple_of(PANEL) {
-            // Gate and up panels in one task, so that their product finds them in the cache.
-            let pair = Some((inner / PANEL, &finish as &(dyn Fn(_, _) + Sync)));
-            return gemm::multiply(isa, pool, &acts, weight, bias, &both, pair);
-        }
-        gemm::multiply(isa, pool, &acts, weight, bias, &both, None)?;
-        let grain = (GRAIN / inner).max(1);
-        pool.run_ranges(rows, grain, &|range, _| finish(range, 0..inner))
+        })
     }
 
     fn lm_head(

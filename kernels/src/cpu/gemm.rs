@@ -42,6 +42,8 @@ const ONE_TERM_BLOCK: usize = 128;
 const SMALL_BLOCK: usize = 64;
 /// Most tiles that count as few.
 const FEW_TILES: usize = 8;
+/// Pairs of inputs times rows of a panel that are worth a task of their own: some 15 microseconds.
+const TASK_COST: usize = 32 * 1024;
 /// How far ahead of a single tile its weights are fetched, in pairs.
 const AHEAD: usize = 16;
 
@@ -53,10 +55,12 @@ type Acc = [[f32; 16]; 4];
 
 /// Where one product goes.
 pub(crate) struct Output<'a> {
-    /// `[rows, stride]`, written at columns 0..out.
+    /// `[rows, stride]`.
     pub(crate) data: Disjoint<'a, f32>,
     /// Elements per row.
     pub(crate) stride: usize,
+    /// Where the first of the product's panels begins in a row.
+    pub(crate) column: usize,
 }
 
 /// How many tiles `rows` rows are cut into, and the rows of tile `index`: as even as can be.
@@ -70,12 +74,7 @@ fn tile_rows(rows: usize, index: usize) -> Range<usize> {
     start(index)..start(index + 1)
 }
 
-/// What becomes of the sums of two panels that belong together.
-type Finish<'a> = &'a (dyn Fn(Range<usize>, Range<usize>) + Sync);
-
-/// `out = acts weight^T + bias`. With `pair = Some((offset, finish))`, panel `p` is followed by
-/// panel `p + offset` in the same task, then `finish(rows, columns of p)` is called; `weight` then
-/// has `2 * offset` panels.
+/// `out = acts weight^T + bias`.
 pub(crate) fn multiply(
     isa: Isa,
     pool: &mut Pool,
@@ -83,23 +82,77 @@ pub(crate) fn multiply(
     weight: &CpuMatrix,
     bias: Option<&[f32]>,
     out: &Output<'_>,
-    pair: Option<(usize, Finish<'_>)>,
 ) -> Result<(), KernelError> {
     if acts.rows == 0 {
         return Ok(());
     }
-    let job = Product { isa, acts, weight, bias, out };
-    let panels = pair.map_or(weight.num_panels(), |(offset, _)| offset);
-    // A task of less than 64 KiB of weights is not worth waking a thread for.
-    let panel_bytes = weight.num_pairs() * PANEL * 4 * acts.rows.div_ceil(8);
-    let grain = (64 * 1024 / panel_bytes).max(if acts.rows == 1 { WIDE } else { 1 });
-    pool.run_ranges(panels, grain, &|range, _| {
-        job.panels(range.clone());
-        if let Some((offset, finish)) = pair {
-            job.panels(range.start + offset..range.end + offset);
-            finish(0..acts.rows, range.start * PANEL..range.end * PANEL);
+    let product = Product { isa, acts, weight, bias, out, first_panel: 0 };
+    run_panels(pool, acts.rows, weight, weight.num_panels(), &|range, _| product.panels(range))
+}
+
+/// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
+/// those that are as far into the second. `[rows, 2 * PANEL * pair_panels(rows)]`, each half's in one
+/// half of a row.
+type Finish<'a> = &'a (dyn Fn(Range<usize>, &[f32]) + Sync);
+
+/// Panels of each half of a matrix that [`multiply_pairs`] multiplies before they are finished: few,
+/// so that their sums are still in the cache.
+pub(crate) fn pair_panels(rows: usize) -> usize {
+    if rows == 1 { WIDE } else { 1 }
+}
+
+/// As [`multiply`] by a matrix whose halves belong together, both a whole number of panels: `finish`
+/// gets what belongs together. `sums` has room for what every thread of the pool gives to `finish`.
+pub(crate) fn multiply_pairs(
+    isa: Isa,
+    pool: &mut Pool,
+    acts: &Activations<'_>,
+    weight: &CpuMatrix,
+    bias: Option<&[f32]>,
+    sums: &mut [f32],
+    finish: Finish<'_>,
+) -> Result<(), KernelError> {
+    let half = weight.num_panels() / 2;
+    let step = pair_panels(acts.rows);
+    let stride = 2 * PANEL * step;
+    if acts.rows == 0 {
+        return Ok(());
+    }
+    let sums = Disjoint::new(sums);
+    run_panels(pool, acts.rows, weight, half, &|range, worker| {
+        // SAFETY: no two running tasks have the same worker.
+        let own = unsafe { sums.slice(worker * acts.rows * stride, acts.rows * stride) };
+        for start in range.clone().step_by(step) {
+            let panels = start..(start + step).min(range.end);
+            let (first, second) = (Disjoint::new(own), panels.start + half..panels.end + half);
+            let out = Output { data: first, stride, column: 0 };
+            let first_panel = panels.start;
+            Product { isa, acts, weight, bias, out: &out, first_panel }.panels(panels.clone());
+            let out = Output { data: out.data, stride, column: PANEL * step };
+            let first_panel = second.start;
+            Product { isa, acts, weight, bias, out: &out, first_panel }.panels(second);
+            finish(panels, own);
         }
     })
+}
+
+/// Runs `task(range, worker)` over all panels.
+fn run_panels(
+    pool: &mut Pool,
+    rows: usize,
+    weight: &CpuMatrix,
+    panels: usize,
+    task: &(dyn Fn(Range<usize>, usize) + Sync),
+) -> Result<(), KernelError> {
+    let cost = weight.num_pairs() * rows;
+    if cost >= TASK_COST && pool.num_threads() > 1 {
+        // So that threads end at about the same time.
+        return pool.run(panels, &|panel, worker| task(panel..panel + 1, worker));
+    }
+    // A task of less than 64 KiB of weights is not worth waking a thread for.
+    let panel_bytes = weight.num_pairs() * PANEL * 4 * rows.div_ceil(8);
+    let grain = (64 * 1024 / panel_bytes).max(if rows == 1 { WIDE } else { 1 });
+    pool.run_ranges(panels, grain, task)
 }
 
 /// A tile of activations of one term.
@@ -121,6 +174,8 @@ struct Product<'a> {
     weight: &'a CpuMatrix,
     bias: Option<&'a [f32]>,
     out: &'a Output<'a>,
+    /// The panel that goes to the output's first column.
+    first_panel: usize,
 }
 
 impl Product<'_> {
@@ -317,8 +372,8 @@ impl Product<'_> {
     /// The outputs of a panel in a row; fewer than 64 in the last panel.
     #[allow(clippy::mut_from_ref, reason = "see SAFETY")]
     fn columns(&self, row: usize, panel: usize) -> &mut [f32] {
-        let start = panel * PANEL;
-        let len = PANEL.min(self.weight.rows() - start);
+        let len = PANEL.min(self.weight.rows() - panel * PANEL);
+        let start = (panel - self.first_panel) * PANEL + self.out.column;
         // SAFETY: a panel belongs to one task, which holds one such slice of a row at a time.
         unsafe { self.out.data.slice(row * self.out.stride + start, len) }
     }
