@@ -115,12 +115,8 @@ async fn numbers_may_be_strings_and_integers_may_have_a_fraction_of_zero() {
     let request = json!({"prompt": "x", "max_tokens": 5.0, "temperature": "0.5", "top_k": "7"});
     let answer = rig.client.post(COMPLETIONS, &request).await.unwrap().body;
     assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
-    let seen = rig.seen.lock().unwrap();
-    assert_eq!(
-        (seen.requests[0].sampling[0].temperature, seen.requests[0].sampling[0].top_k),
-        (0.5, 7)
-    );
-    drop(seen);
+    let given = rig.seen.lock().unwrap().requests[0].sampling[0].clone();
+    assert_eq!((given.temperature, given.top_k), (0.5, 7));
     let request = json!({"messages": [{"role": "user", "content": "x"}], "logprobs": false, "top_logprobs": 0});
     assert_eq!(rig.client.post(CHAT, &request).await.unwrap().status, 200);
 }

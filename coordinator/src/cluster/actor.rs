@@ -252,6 +252,15 @@ impl ClusterActor {
             return;
         }
         tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, "serving");
+        let tokens = u64::from(num_blocks) * u64::from(self.engine.block_size);
+        let max = self.engine.max_model_len;
+        if tokens < u64::from(max) {
+            tracing::warn!(
+                replica = %id,
+                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests beyond are \
+                 refused; give more --kv-cache-memory, or say --max-model-len {tokens}"
+            );
+        }
         self.unservable = None;
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let config = ReplicaConfig { engine: self.engine.clone(), num_blocks, tensor_parallel };

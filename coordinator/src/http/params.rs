@@ -72,7 +72,8 @@ impl Limits {
     pub fn new(max_model_len: u32) -> Self {
         Self {
             body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
-            json_depth: 32,
+            // Schemas of tools nest deeper than anything else.
+            json_depth: 64,
             prompts: 512,
             choices: 512,
             messages: 1024,

@@ -13,8 +13,8 @@ use serde_json::{Map, json};
 
 /// Steps a template may take; a long conversation takes some thousands.
 const FUEL: u64 = 1_000_000;
-/// Longest prompt text.
-const OUTPUT_MAX: usize = 4 << 20;
+/// Longest prompt text: a million tokens take a quarter of it.
+const OUTPUT_MAX: usize = 16 << 20;
 
 /// What a template is given.
 #[derive(Clone, Debug, PartialEq)]
