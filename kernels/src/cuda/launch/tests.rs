@@ -158,7 +158,9 @@ fn arguments_are_as_many_and_as_large_as_the_kernels_take() {
 }
 
 /// Threads at most; of each architecture registers and static shared memory.
-fn resources() -> HashMap<&'static str, (u32, [(u32, u32); 2])> {
+type Resources = (u32, [(u32, u32); 2]);
+
+fn resources() -> HashMap<&'static str, Resources> {
     let lines = RESOURCES.lines().filter(|line| !line.starts_with('#'));
     lines
         .map(|line| {
