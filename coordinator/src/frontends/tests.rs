@@ -58,10 +58,13 @@ fn request() -> SubmitRequest {
     }
 }
 
+/// Makes another request of one.
+type Change<'a> = &'a dyn Fn(&mut SubmitRequest);
+
 #[test]
 fn requests_that_would_harm_a_rank_end_the_link() {
     let (receiver, mut taken) = receiver();
-    let mut submit = |change: &dyn Fn(&mut SubmitRequest)| {
+    let mut submit = |change: Change<'_>| {
         let mut submit = request();
         change(&mut submit);
         let kept = receiver.message(FromFrontend::Submit(Box::new(submit)));
@@ -69,7 +72,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         kept
     };
     assert!(submit(&|_| ()), "what is allowed");
-    let wrong: [(&str, &dyn Fn(&mut SubmitRequest)); 10] = [
+    let wrong: [(&str, Change<'_>); 10] = [
         ("no prompt", &|it| it.prompt.clear()),
         ("a long prompt", &|it| it.prompt = vec![1; 101]),
         ("no token", &|it| it.prompt[0] = u32::MAX),
