@@ -298,7 +298,7 @@ impl Cluster {
         }
         // The number of one that was given up is given again: its totals go on, and scaling down and
         // up makes no new series for ever. Whatever is still said of the old one has its epoch.
-        let taken: BTreeSet<u32> = self.replicas.keys().map(|id| id.0).collect();
+        let taken: BTreeSet<u32> = self.replicas.iter().map(|(id, _)| id.0).collect();
         let vacant = (0u32..).filter(|id| !taken.contains(id));
         for (id, group) in vacant.zip(groups.into_iter().take(room)) {
             self.replicas.insert(ReplicaId(id), Replica::new(group));
