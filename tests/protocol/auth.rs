@@ -189,7 +189,7 @@ async fn links_authenticate_over_sockets() {
     let clock = Arc::new(SystemClock::start());
     let a = a.start(LivenessConfig::default(), clock.clone(), |_| true);
     let _b = b.start(LivenessConfig::default(), clock, move |event| sender.send(event).is_ok());
-    a.tell(FrameKind::Control, 3, Arc::from(*b"hello")).unwrap();
+    a.tell(FrameKind::Control, 3, Arc::from(b"hello".to_vec())).unwrap();
     let event = tokio::time::timeout(DEADLINE, events.recv()).await.unwrap().unwrap();
     assert!(matches!(event, LinkEvent::Frame(frame) if frame.body == b"hello"));
 }
