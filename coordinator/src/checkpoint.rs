@@ -1,8 +1,12 @@
 //! The totals of `/metrics` outlive the coordinator: whoever leads writes them to etcd every few
 //! seconds and at its orderly end; whoever leads next goes on from them, so that no counter falls.
 //!
-//! What is lost when a leader dies is what it counted itself since its last checkpoint. Workers and
-//! front ends report totals of their own again, whoever leads.
+//! What is lost when a leader dies is what it counted itself since its last checkpoint; nobody has
+//! seen it, for pages show what is in etcd ([`published`]). Workers and front ends report totals of
+//! their own again, whoever leads.
+mod publication;
+pub mod published;
+
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,18 +17,27 @@ use shared::metrics::catalogue::TOTALS_CHECKPOINT;
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
 use tokio::sync::{oneshot, watch};
 
+pub use self::publication::{Moment, Publication};
 use crate::metrics::Hub;
 
 /// Between two attempts to read what the last leader left.
 const RETRY: Duration = Duration::from_millis(500);
 /// How long a new leader waits for what the last one left before it serves without it.
 const LOAD_PATIENCE: Duration = Duration::from_secs(5);
+/// Before the first checkpoint: whoever has just begun to lead has much to show.
+const FIRST: Duration = Duration::from_secs(1);
+/// Between attempts to write a checkpoint that has failed.
+const AGAIN: Duration = Duration::from_secs(1);
+/// How long etcd may take to acknowledge a checkpoint, beyond the interval, before pages are of the
+/// present: longer than a write that succeeds ever takes.
+const ACKNOWLEDGE_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the last checkpoint may take.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The thread that writes checkpoints; it does nothing else, so that no step waits for it.
 #[derive(Debug)]
 pub struct Checkpoints {
+    publication: Arc<Publication>,
     stop: mpsc::Sender<()>,
     loaded: Option<oneshot::Receiver<()>>,
     done: oneshot::Receiver<()>,
@@ -44,13 +57,23 @@ impl Checkpoints {
         let (stop, stopped) = mpsc::channel();
         let (loading, loaded) = oneshot::channel();
         let (end, done) = oneshot::channel();
+        let patience = interval.saturating_add(ACKNOWLEDGE_PATIENCE);
+        let publication = Arc::new(Publication::new(hub.clone(), patience));
+        let pages = publication.clone();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("checkpoints".into()).spawn(move || {
-            let writer = Writer { hub, view, ledger: Ledger::new(etcd), runtime, failing: false };
+            let ledger = Ledger::new(etcd);
+            let writer = Writer { hub, pages, view, ledger, runtime, failing: false };
             writer.run(interval, &stopped, loading);
             let _ = end.send(());
         })?;
-        Ok(Self { stop, loaded: Some(loaded), done })
+        Ok(Self { publication, stop, loaded: Some(loaded), done })
+    }
+
+    /// What `/metrics` shows meanwhile.
+    #[must_use]
+    pub fn publication(&self) -> Arc<Publication> {
+        self.publication.clone()
     }
 
     /// Waits until the last leader's totals are there; for some seconds at most, since requests
@@ -71,6 +94,7 @@ impl Checkpoints {
 
 struct Writer {
     hub: Arc<Hub>,
+    pages: Arc<Publication>,
     view: watch::Receiver<View>,
     ledger: Ledger,
     runtime: tokio::runtime::Runtime,
@@ -92,11 +116,19 @@ impl Writer {
                 Ok(()) | Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+        self.pages.restored();
         let _ = loading.send(());
+        let mut wait = interval.min(FIRST);
         loop {
-            let last = !matches!(stopped.recv_timeout(interval), Err(RecvTimeoutError::Timeout));
+            let last = !matches!(stopped.recv_timeout(wait), Err(RecvTimeoutError::Timeout));
+            wait = interval;
             if let Err(error) = self.save() {
+                let fenced = matches!(error, SaveError::Ledger(LedgerError::Fenced));
+                if fenced && self.view.borrow().connected {
+                    self.pages.kept();
+                }
                 self.failed("the totals cannot be written to etcd", &error);
+                wait = interval.min(AGAIN);
             }
             if last {
                 return;
@@ -145,8 +177,13 @@ impl Writer {
         let epoch = self.view.borrow().own().map(|leader| leader.epoch);
         // Without the leadership, for now: the lease ended, or another leads.
         let Some(epoch) = epoch else { return Err(LedgerError::Fenced.into()) };
-        let bytes = self.hub.checkpoint().encode()?;
-        self.runtime.block_on(self.ledger.save(epoch, &bytes))?;
+        let checkpoint = self.pages.writing();
+        let saved = checkpoint
+            .encode()
+            .map_err(SaveError::from)
+            .and_then(|bytes| Ok(self.runtime.block_on(self.ledger.save(epoch, &bytes))?));
+        self.pages.written(saved.is_ok());
+        saved?;
         self.failing = false;
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.hub.membership().with(|stats| {

@@ -4,6 +4,7 @@
 //! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the device asked for cannot be
 //! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one will
 //! stand by; or a worker of `tutti up` was signalled), 78 another process has this one's name.
+mod api;
 mod bench;
 mod config_file;
 mod devices;
@@ -12,6 +13,7 @@ mod elected;
 mod etcd;
 mod front;
 mod logging;
+mod open_files;
 mod operate;
 mod options;
 mod output;
@@ -78,6 +80,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
+    open_files::raise();
     let result = match command {
         Command::Up(args) => up::run(&args),
         Command::Coordinator(args) => serve::run(&args),

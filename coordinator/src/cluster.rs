@@ -13,6 +13,7 @@ mod placement;
 mod reconcile;
 pub mod records;
 mod replica;
+mod replicas;
 pub mod roster;
 mod slots;
 pub mod status;
@@ -25,13 +26,14 @@ use std::time::Duration;
 pub use placement::{PlacementRules, place};
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::membership::Desired;
 use shared::protocol::{
-    CollectiveSpec, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId, HeldShard,
-    LoadProgress, NodeResources, Start, Started, ToWorker,
+    CollectiveSpec, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
+    HeldShard, LoadProgress, NodeResources, Start, Started, ToWorker,
 };
 use shared::wire::auth::Secret;
 
-use self::replica::Replica;
+use self::replicas::Replicas;
 use crate::scheduler::EpochEnd;
 
 /// What the operator asked for.
@@ -48,6 +50,8 @@ pub struct ClusterConfig {
     pub max_replicas: Option<u32>,
     /// The model folder, as every worker sees it.
     pub model: String,
+    /// How matrix products are computed, the same on every rank of every replica.
+    pub dtype: Dtype,
     /// Sizes sent to every rank.
     pub engine: EngineConfig,
     /// Deadline of collective set-up and operations.
@@ -127,6 +131,8 @@ pub enum Effect {
         /// Whether it is slow.
         slow: bool,
     },
+    /// Operators want this now: to be left to the next leader.
+    Desire(Desired),
     /// Trying again cannot help (a corrupt model, an impossible degree).
     Unservable {
         /// Which replica.
@@ -141,9 +147,7 @@ pub enum Effect {
 pub struct Cluster {
     config: ClusterConfig,
     members: BTreeMap<WorkerId, Member>,
-    replicas: BTreeMap<ReplicaId, Replica>,
-    /// The next replica's number: none is used twice.
-    next_replica: u32,
+    replicas: Replicas,
     /// Since when there have been workers, and too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
@@ -156,8 +160,14 @@ pub struct Cluster {
     held: BTreeMap<WorkerId, HeldShard>,
     /// Nodes of workers that are about to join.
     expected: BTreeSet<String>,
+    /// What operators said, to this coordinator and to those that led before.
+    desired: Desired,
     /// Since when somebody has been here while others were expected.
     settling_since: Option<Duration>,
+    /// The replicas' revision at the beginning of the last pass.
+    seen: u64,
+    /// When a pass may find something to do though nothing has happened.
+    due: Option<Duration>,
 }
 
 impl Cluster {
@@ -170,12 +180,14 @@ impl Cluster {
             let_go: BTreeMap::new(),
             slow: BTreeSet::new(),
             expected: BTreeSet::new(),
+            desired: Desired::default(),
             settling_since: None,
             members: BTreeMap::new(),
-            replicas: BTreeMap::new(),
-            next_replica: 0,
+            replicas: Replicas::default(),
             short_since: None,
             epoch: Epoch(0),
+            seen: 0,
+            due: None,
         }
     }
 
@@ -183,6 +195,18 @@ impl Cluster {
     /// replicas are formed when they are here, or have stayed away for as long as ranks may.
     pub fn expect(&mut self, nodes: BTreeSet<String>) {
         self.expected = nodes;
+        self.due = Some(Duration::ZERO);
+    }
+
+    /// What operators told the last leader; to be said before anybody joins.
+    pub fn go_by(&mut self, desired: Desired) {
+        self.desired = desired;
+    }
+
+    /// What operators said, to this coordinator and to those that led before.
+    #[must_use]
+    pub fn desired(&self) -> &Desired {
+        &self.desired
     }
 
     /// A worker that is about to join holds these weights already, or none.
@@ -191,6 +215,7 @@ impl Cluster {
             Some(shard) => self.held.insert(worker, shard),
             None => self.held.remove(&worker),
         };
+        self.due = Some(Duration::ZERO);
     }
 
     /// The live members.
@@ -206,13 +231,13 @@ impl Cluster {
 
     /// The replicas and where they are in their lives.
     pub fn replicas(&self) -> impl Iterator<Item = ReplicaStatus> + '_ {
-        self.replicas.iter().map(|(id, replica)| replica.status(*id))
+        self.replicas.iter().map(|(id, replica)| replica.status(id))
     }
 
     /// Sum of the loading ranks' progress: (bytes done, bytes total).
     #[must_use]
     pub fn load_progress(&self) -> (u64, u64) {
-        self.replicas.values().fold((0, 0), |sum, replica| {
+        self.replicas.iter().fold((0, 0), |sum, (_, replica)| {
             let (done, total) = replica.load_progress();
             (sum.0 + done, sum.1 + total)
         })
@@ -227,12 +252,15 @@ impl Cluster {
             self.worker_left(now, worker, incarnation, "it restarted", effects);
         }
         let (worker, incarnation) = (member.worker, member.incarnation);
+        let told = self.let_go.get(&worker).filter(|(told, _)| *told == incarnation);
+        let told = told.map(|(_, reason)| reason.clone()).or_else(|| {
+            // The leader before this one was told so, and the worker has not heard it.
+            let drained = self.desired.drains(&member.node, incarnation.0);
+            drained.then(|| format!("{worker} ({}) is drained", member.node))
+        });
         self.members.insert(worker, member);
-        match self.let_go.get(&worker).filter(|(told, _)| *told == incarnation) {
-            Some((_, reason)) => {
-                let reason = reason.clone();
-                self.let_go(now, worker, &reason, effects);
-            }
+        match told {
+            Some(reason) => self.let_go(now, worker, &reason, effects),
             None => {
                 self.let_go.remove(&worker);
                 self.reconcile(now, effects);
@@ -256,12 +284,10 @@ impl Cluster {
         if self.slow.remove(&worker) {
             effects.push(Effect::Pace { worker, slow: false });
         }
-        if let Some(id) = self.replica_of(worker) {
+        if let Some(id) = self.replicas.of(worker) {
             let reason = format!("{worker} ({node}): {reason}");
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
-            if let Some(replica) = self.replicas.get_mut(&id) {
-                replica.vacate(now, worker);
-            }
+            self.replicas.change(id, |replica| replica.vacate(now, worker));
         }
         self.reconcile(now, effects);
     }
@@ -283,9 +309,10 @@ impl Cluster {
 
     /// A rank reports how far its weights are loaded.
     pub fn load_progressed(&mut self, worker: WorkerId, progress: LoadProgress) {
-        if let Some(replica) = self.replica_in_epoch(worker, progress.epoch) {
-            replica.progress(worker, progress.bytes_done, progress.bytes_total);
-        }
+        let LoadProgress { epoch, bytes_done, bytes_total } = progress;
+        self.replicas.in_epoch(worker, epoch, |replica| {
+            replica.progress(worker, bytes_done, bytes_total);
+        });
     }
 
     /// Rank 0 says what the other ranks' GPUs find its own by.
@@ -294,16 +321,18 @@ impl Cluster {
         if id.bytes.len() > GROUP_ID_MAX {
             return;
         }
-        let Some(replica) = self.replica_in_epoch(worker, epoch) else { return };
+        let to = self.replicas.in_epoch(worker, epoch, |replica| replica.relay(worker));
         let send = |worker| Effect::Send { worker, epoch, message: ToWorker::GroupId(id.clone()) };
-        effects.extend(replica.relay(worker).into_iter().map(send));
+        effects.extend(to.into_iter().flatten().map(send));
     }
 
     /// A rank holds its weights and its collective is up.
     pub fn worker_formed(&mut self, worker: WorkerId, formed: Formed, effects: &mut Vec<Effect>) {
-        let Some(replica) = self.replica_in_epoch(worker, formed.epoch) else { return };
-        let Some(num_blocks) = replica.formed(worker, formed.kv_blocks) else { return };
-        let (epoch, ranks) = (replica.epoch(), replica.ranks());
+        let epoch = formed.epoch;
+        let complete = self.replicas.in_epoch(worker, epoch, |replica| {
+            Some((replica.formed(worker, formed.kv_blocks)?, replica.ranks()))
+        });
+        let Some((num_blocks, ranks)) = complete.flatten() else { return };
         effects.extend(ranks.into_iter().map(|worker| Effect::Send {
             worker,
             epoch,
@@ -319,8 +348,8 @@ impl Cluster {
         failure: &FormFailed,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(id) = self.replica_of(worker) else { return };
-        if self.replica_in_epoch(worker, failure.epoch).is_none() {
+        let Some(id) = self.replicas.of(worker) else { return };
+        if self.replicas.in_epoch(worker, failure.epoch, |_| ()).is_none() {
             return;
         }
         let reason = failure.message.clone();
@@ -338,10 +367,12 @@ impl Cluster {
         started: Started,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(id) = self.replica_of(worker) else { return };
-        let Some(replica) = self.replica_in_epoch(worker, started.epoch) else { return };
-        if let Some(num_blocks) = replica.started(now, worker) {
-            let (epoch, ranks) = (replica.epoch(), replica.ranks());
+        let Some(id) = self.replicas.of(worker) else { return };
+        let epoch = started.epoch;
+        let complete = self.replicas.in_epoch(worker, epoch, |replica| {
+            Some((replica.started(now, worker)?, replica.ranks()))
+        });
+        if let Some((num_blocks, ranks)) = complete.flatten() {
             effects.push(Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks });
         }
     }
@@ -355,7 +386,7 @@ impl Cluster {
         reason: &str,
         effects: &mut Vec<Effect>,
     ) {
-        if self.replicas.get(&id).is_some_and(|replica| replica.epoch() == epoch) {
+        if self.replicas.get(id).is_some_and(|replica| replica.epoch() == epoch) {
             self.break_replica(now, id, EpochEnd::Failed, reason, effects);
             self.reconcile(now, effects);
         }
@@ -372,8 +403,8 @@ impl Cluster {
         slow: bool,
         effects: &mut Vec<Effect>,
     ) {
-        let is_rank = |replica: &Replica| replica.epoch() == epoch && replica.has(worker);
-        if !self.replicas.get(&id).is_some_and(is_rank) {
+        let present = self.replicas.get(id).map(|replica| replica.epoch());
+        if present != Some(epoch) || self.replicas.of(worker) != Some(id) {
             return;
         }
         let changed = if slow { self.slow.insert(worker) } else { self.slow.remove(&worker) };
@@ -385,17 +416,9 @@ impl Cluster {
 
     /// Time passes: retries what is due.
     pub fn tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        self.reconcile(now, effects);
-    }
-
-    fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {
-        self.replicas.iter().find(|(_, replica)| replica.has(worker)).map(|(id, _)| *id)
-    }
-
-    fn replica_in_epoch(&mut self, worker: WorkerId, epoch: Epoch) -> Option<&mut Replica> {
-        self.replicas
-            .values_mut()
-            .find(|replica| replica.has(worker) && replica.epoch() == epoch && replica.is_live())
+        if self.is_due(now) {
+            self.reconcile(now, effects);
+        }
     }
 
     /// Ends the replica's epoch: the survivors leave their collective and keep their weights.
@@ -407,13 +430,12 @@ impl Cluster {
         reason: &str,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(replica) = self.replicas.get_mut(&id) else { return };
-        if !replica.is_live() {
+        let Some(replica) = self.replicas.get(id).filter(|replica| replica.is_live()) else {
             return;
-        }
-        let (epoch, was_ready) = (replica.epoch(), replica.is_serving());
-        replica.broke(now, reason);
-        for worker in replica.ranks() {
+        };
+        let (epoch, was_ready, ranks) = (replica.epoch(), replica.is_serving(), replica.ranks());
+        self.replicas.change(id, |replica| replica.broke(now, reason));
+        for worker in ranks {
             if self.members.contains_key(&worker) {
                 effects.push(Effect::Send { worker, epoch, message: ToWorker::Abort { epoch } });
             }
@@ -427,9 +449,11 @@ impl Cluster {
     fn form(&mut self, id: ReplicaId, effects: &mut Vec<Effect>) {
         self.epoch.0 += 1;
         let epoch = self.epoch;
-        let Some(replica) = self.replicas.get_mut(&id) else { return };
-        replica.form(epoch);
-        let ranks = replica.ranks();
+        let ranks = self.replicas.change(id, |replica| {
+            replica.form(epoch);
+            replica.ranks()
+        });
+        let Some(ranks) = ranks else { return };
         let world_size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let members: Vec<&Member> =
             ranks.iter().filter_map(|worker| self.members.get(worker)).collect();
@@ -444,6 +468,7 @@ impl Cluster {
                 collective: collective.clone(),
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
                 model: self.config.model.clone(),
+                dtype: self.config.dtype,
                 engine: self.config.engine.clone(),
             });
             effects.push(Effect::Send { worker, epoch, message });

@@ -17,11 +17,12 @@ use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
-use shared::membership::{Role, View};
+use shared::membership::{Desires, Role, View};
 use shared::metrics;
 use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
 
+use crate::checkpoint::Publication;
 use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
     ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
@@ -88,6 +89,10 @@ pub struct Prepared {
 pub struct Leadership {
     /// The cluster as etcd says.
     pub view: watch::Receiver<View>,
+    /// Where to leave what operators say to the next leader.
+    pub desires: Desires,
+    /// What `/metrics` shows, where totals outlive the leader.
+    pub publication: Option<Arc<Publication>>,
 }
 
 impl Leadership {
@@ -124,7 +129,8 @@ impl Prepared {
     /// # Errors
     /// [`StartError`].
     pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
-        let text = Arc::new(TextModel::load(&options.model)?);
+        let text =
+            Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);
         let max_model_len = options.max_model_len.unwrap_or(text.max_positions);
         if max_model_len > text.max_positions {
             return Err(StartError::Sizes(format!(
@@ -212,6 +218,7 @@ impl Coordinator {
             max_replicas: options.max_replicas,
             placement: options.placement,
             model: options.model.to_string_lossy().into_owned(),
+            dtype: options.dtype,
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
             worker_stats: options.metrics,
@@ -231,7 +238,20 @@ impl Coordinator {
             view_sender,
             actors.clone(),
         )
-        .expecting(workers)
+        .expecting(workers);
+        let cluster = match &leadership {
+            Some(leadership) => {
+                let told = leadership.view.borrow().desired.clone();
+                if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
+                    tracing::info!(
+                        replicas,
+                        "bound of replicas as `tutti scale` said to the last leader (0: none)"
+                    );
+                }
+                cluster.desiring(told, leadership.desires.clone())
+            }
+            None => cluster,
+        }
         .start();
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
@@ -279,8 +299,15 @@ impl Coordinator {
             model_name: options.served_model_name.clone(),
             compat: options.metrics_compat,
             clock_start,
+            frontend: false,
         };
-        let page = Arc::new(MetricsPage::new(hub.clone(), clock.clone(), page_options));
+        let page = MetricsPage::new(hub.clone(), clock.clone(), page_options);
+        let page = Arc::new(match &leadership {
+            Some(Leadership { view, publication, .. }) => {
+                page.of_leader(publication.clone(), view.clone(), Incarnation(options.run))
+            }
+            None => page,
+        });
         let state = AppState::new(
             &options.served_model_name,
             text,
@@ -290,7 +317,8 @@ impl Coordinator {
             hub.frontend().clone(),
             readiness,
             options.run,
-        );
+        )
+        .with_api(&options.api);
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
         let state = state.with_gate(gate.clone());
         let state = state.with_admin(Admin {
@@ -301,6 +329,7 @@ impl Coordinator {
             log: options.log,
             actors: actors.clone(),
             membership: leadership.as_ref().map(|leadership| leadership.view.clone()),
+            run: options.run,
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
         let http = server::start(http.listener, state, options.http_threads).map_err(failed)?;
@@ -360,13 +389,20 @@ impl Coordinator {
         self.view.clone()
     }
 
+    /// Resolves when the cluster's actor has ended before its time, which only a defect can bring
+    /// about: nothing is served from then on.
+    pub async fn failed(&self) -> &'static str {
+        ended(self.view.clone()).await;
+        "the cluster actor is gone"
+    }
+
     /// A worker shall leave.
     ///
     /// # Errors
     /// Why it cannot.
     pub async fn drain(&self, node: &str) -> Result<(), String> {
         let drained = self.cluster.send(Drain(node.to_owned())).await;
-        drained.unwrap_or_else(|error| Err(error.to_string()))
+        drained.map_err(|error| error.to_string())?.map(drop)
     }
 
     /// The named actors of the whole cluster, this process's own among them.
@@ -510,8 +546,23 @@ async fn log_stats(
     interval: Duration,
 ) {
     let mut loggers = StatLoggers::new(loggers, interval, clock.now());
+    // What a leader before this one left may come late.
+    let mut restorations = None;
     loop {
+        let restored = Some(hub.restorations());
+        if restorations != restored {
+            restorations = restored;
+            loggers.begin(clock.now(), &hub.merged());
+        }
         tokio::time::sleep(loggers.next().saturating_sub(clock.now())).await;
+        if restorations != Some(hub.restorations()) {
+            continue;
+        }
         loggers.tick(clock.now(), || hub.merged());
     }
+}
+
+/// Resolves when nobody publishes the view any more.
+pub(crate) async fn ended(mut view: watch::Receiver<ClusterView>) {
+    while view.changed().await.is_ok() {}
 }

@@ -4,7 +4,9 @@
 //! replicas, schedulers) never sees text, except that it is told by a [`StopCheck`] whether a token
 //! completes a stop string, so that the accepted-token log ends exactly there.
 use std::fmt;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use shared::ids::RequestId;
@@ -162,17 +164,22 @@ impl EngineHandle {
 impl Generation {
     /// Returns the next event, or `None` after the last.
     pub async fn next(&mut self) -> Option<EngineEvent> {
+        poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// As [`Generation::next`], for callers that wait for several at once.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<EngineEvent>> {
         if self.choices_left == 0 {
-            return None;
+            return Poll::Ready(None);
         }
-        let event =
-            self.events.recv().await.unwrap_or(EngineEvent::Failed(EngineError::ShuttingDown));
+        let event = ready!(self.events.poll_recv(context));
+        let event = event.unwrap_or(EngineEvent::Failed(EngineError::ShuttingDown));
         match &event {
             EngineEvent::Finished { .. } => self.choices_left -= 1,
             EngineEvent::Failed(_) => self.choices_left = 0,
             EngineEvent::PromptLogprobs(_) | EngineEvent::Token { .. } => {}
         }
-        Some(event)
+        Poll::Ready(Some(event))
     }
 }
 

@@ -9,7 +9,7 @@ mod uplink;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
@@ -26,10 +26,13 @@ use self::uplink::{JoinError, Uplink, join};
 use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
+use crate::http::metrics::MetricsPage;
+use crate::http::options::ApiOptions;
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::AppState;
 use crate::metrics::FrontendStats;
+use crate::metrics::exposition::PageOptions;
 use crate::text::model::{TextModel, TextModelError};
 
 /// How long leaving may take.
@@ -46,6 +49,8 @@ pub struct FrontendOptions {
     pub listen: SocketAddr,
     /// The model folder; where the coordinator has it unless given.
     pub model: Option<PathBuf>,
+    /// What is chosen of the HTTP API.
+    pub api: ApiOptions,
     /// Threads that serve HTTP.
     pub http_threads: usize,
     /// The NVML library, when it is not where the system's loader finds it.
@@ -72,7 +77,7 @@ pub enum FrontendError {
     /// It is another model's.
     #[error(
         "{} turns text into tokens differently from the coordinator's model folder: \
-         the files must be the same", folder.display()
+         the files must be the same, and --chat-template too", folder.display()
     )]
     OtherText {
         /// The folder.
@@ -126,7 +131,7 @@ impl Frontend {
         let (to, connection, welcome) = dial_until_welcome(&options, &hello).await?;
         let serving = welcome.serving.clone();
         let folder = options.model.clone().unwrap_or_else(|| PathBuf::from(&serving.model));
-        let text = Arc::new(TextModel::load(&folder)?);
+        let text = Arc::new(TextModel::load_with(&folder, options.api.chat_template.as_deref())?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }
@@ -134,10 +139,19 @@ impl Frontend {
         let stats = FrontendStats::new();
         let (engine, commands) = EngineHandle::channel();
         let (threads, run) = (options.http_threads, options.run);
+        let api = options.api.clone();
         let gate = Gate::default();
         let uplink =
             Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
                 .behind(gate.clone());
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let page_options = PageOptions {
+            model_name: serving.served_model_name.clone(),
+            clock_start: since_1970.saturating_sub(clock.now()),
+            ..PageOptions::default()
+        };
+        let page = MetricsPage::frontend(stats.clone(), clock.clone(), page_options);
+        let page = Arc::new(page);
         let state = AppState::new(
             &serving.served_model_name,
             text,
@@ -148,7 +162,9 @@ impl Frontend {
             uplink.readiness(),
             run,
         )
-        .with_gate(gate.clone());
+        .with_api(&api)
+        .with_gate(gate.clone())
+        .with_metrics(page);
         let http = server::start(listener, state, threads).map_err(failed)?;
         let handle = http.handle();
         actix::spawn(http);

@@ -4,7 +4,8 @@
 //! happens to its requests and sends it, many events in one frame. Neither waits for the other: a
 //! full queue answers 429, a front end that does not take its events loses its link, and the
 //! requests of a lost link are cancelled.
-use std::collections::{BTreeMap, BTreeSet};
+mod slots;
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -23,10 +24,13 @@ use shared::protocol::{
     EngineEvent, FromFrontend, FrontendHello, FrontendId, FrontendWelcome, Serving, SubmitRequest,
     ToFrontend, WorkerStats,
 };
+use shared::sampling::SUPPRESSED_MAX;
 use shared::wire::codec;
 use shared::wire::frame::FrameKind;
 use tokio::sync::mpsc;
 
+use self::slots::{Admitted, Before, Slots};
+use crate::cluster::actor::Refusal;
 use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, Gone, StopCheck};
 use crate::http::gate::{Gate, Visit};
 use crate::http::params::Limits;
@@ -49,8 +53,8 @@ const READINESS_INTERVAL: Duration = Duration::from_millis(100);
 const FLUSH_POLL: Duration = Duration::from_millis(5);
 /// A front end's own request numbers lie below this; the link's number comes above.
 const LINK_SHIFT: u32 = 40;
-/// Front ends, linked or gone, that have a slot.
-const SLOTS_MAX: usize = 4096;
+/// Bytes of a response's id.
+const RESPONSE_ID_MAX: usize = 256;
 
 /// Takes front ends in. Lives as long as the coordinator.
 pub struct Frontends {
@@ -63,28 +67,9 @@ pub struct Frontends {
     limits: Limits,
     readiness: ReadinessCheck,
     gate: Gate,
-    slots: Mutex<Slots>,
+    slots: Mutex<Slots<Linked>>,
     /// Links so far; link 0 is this process's own front end.
     links: AtomicU64,
-}
-
-#[derive(Debug, Default)]
-struct Slots {
-    by_node: BTreeMap<String, FrontendId>,
-    /// The last process of each slot, and its link while there is one.
-    last: BTreeMap<FrontendId, (Incarnation, Option<Linked>)>,
-}
-
-impl Slots {
-    /// The slot a front end brings from another coordinator, if nobody has it; else the first that
-    /// nobody has. Slot 0 is the coordinator's own.
-    fn vacant(&self, brought: Option<FrontendId>) -> FrontendId {
-        let taken: BTreeSet<u32> = self.by_node.values().map(|id| id.0).collect();
-        let most = SLOTS_MAX as u32;
-        let brought = brought.map(|id| id.0).filter(|slot| (1..=most).contains(slot));
-        let mut slots = brought.into_iter().chain(1..=most);
-        FrontendId(slots.find(|slot| !taken.contains(slot)).unwrap_or(most))
-    }
 }
 
 /// A link that is up.
@@ -136,18 +121,14 @@ impl Frontends {
     #[must_use]
     pub fn linked(&self) -> Vec<(String, FrontendId, u32)> {
         let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let linked = |id: &FrontendId| {
-            slots.last.get(id).and_then(|(_, link)| link.as_ref().map(|link| link.pid))
-        };
-        let all = slots.by_node.iter();
-        all.filter_map(|(node, id)| Some((node.clone(), *id, linked(id)?))).collect()
+        slots.linked().map(|(node, id, link)| (node.to_owned(), id, link.pid)).collect()
     }
 
     /// Waits until the events there are have left this process, at most so long.
     pub async fn flush(&self, patience: Duration) {
         let waiting = || {
             let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-            let links = || slots.last.values().filter_map(|(_, link)| link.as_ref());
+            let links = || slots.linked().map(|(_, _, link)| link);
             let waits = |link: &Linked| link.queue.capacity() < EVENTS_MAX;
             (links().count(), links().any(|link| waits(link) || link.handle.has_queued()))
         };
@@ -166,20 +147,15 @@ impl Frontends {
     /// The answer to a hello.
     ///
     /// # Errors
-    /// Why this front end cannot be taken, in words for it.
-    pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, String> {
-        let slots = &mut *self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let frontend = match slots.by_node.get(&hello.node) {
-            Some(frontend) => *frontend,
-            None if slots.by_node.len() >= SLOTS_MAX => {
-                return Err(format!("there have been {SLOTS_MAX} front ends, the most there can"));
-            }
-            None => {
-                let frontend = slots.vacant(hello.slot);
-                slots.by_node.insert(hello.node.clone(), frontend);
-                frontend
-            }
-        };
+    /// Why this front end is not taken, in words for it.
+    pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, Refusal> {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let admitted = slots.admit(self.clock.now(), &hello.node, hello.incarnation, hello.slot);
+        drop(slots);
+        let Admitted { frontend, freed } = admitted?;
+        if let Some(closed) = freed {
+            self.hub.retire(Source::Frontend(frontend), closed);
+        }
         Ok(FrontendWelcome {
             frontend,
             stats_interval_ms: STATS_INTERVAL.as_millis() as u64,
@@ -205,25 +181,30 @@ impl Frontends {
         };
         let peer = receiver.peer;
         let sink = move |event| receiver.take(event);
+        // The link's end is told of behind this lock: not before the link has its slot.
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
-        tracing::info!(frontend = %id, node = hello.node, pid = hello.pid, "joined");
         let (number, pid, handle) = (link_number, hello.pid, link.clone());
         let linked = Linked { number, pid, handle, queue };
-        let old = self
-            .slots
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .last
-            .insert(id, (incarnation, Some(linked)));
-        if let Some((last, old)) = old {
-            if last != incarnation {
-                self.hub.retire(Source::Frontend(id), last);
+        let joined = slots.joined(&hello.node, id, incarnation, linked);
+        drop(slots);
+        match joined {
+            Ok(Before { run, link: old }) => {
+                if let Some(run) = run {
+                    self.hub.retire(Source::Frontend(id), run);
+                }
+                if let Some(old) = old {
+                    old.handle.close();
+                }
             }
-            if let Some(old) = old {
-                old.handle.close();
+            // Between its admission and now another process has joined in its place.
+            Err(late) => {
+                late.handle.close();
+                return;
             }
         }
-        self.hub.observer().record().frontend_up(id, true);
+        tracing::info!(frontend = %id, node = hello.node, pid = hello.pid, "joined");
+        self.hub.observer().record().frontend_up(id);
         self.actors.peer_up_as(peer, &hello.node, link.clone());
         self.name(&hello.node, id, ActorLife::Alive, None);
         let addr = PeerAddr::new(link);
@@ -261,15 +242,14 @@ impl Frontends {
     ) -> bool {
         tracing::info!(frontend = %id, %reason, "the front end is gone");
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = slots.last.get_mut(&id).filter(|(last, link)| {
-            // An old link of the same process may end after its next one began.
-            *last == incarnation && link.as_ref().is_some_and(|link| link.number == link_number)
-        });
-        let Some((_, link)) = last else { return false };
-        *link = None;
+        // An old link of the same process may end after its next one began.
+        let ended = slots.left(self.clock.now(), id, |link| link.number == link_number);
         drop(slots);
+        if !ended {
+            return false;
+        }
         self.hub.lost(Source::Frontend(id), incarnation);
-        self.hub.observer().record().frontend_up(id, false);
+        self.hub.observer().record().frontend_down(id, self.clock.now());
         true
     }
 
@@ -302,10 +282,23 @@ impl Frontends {
                 submit.n, submit.max_tokens
             ));
         }
-        let stops = self.limits.stops;
+        let (stops, stop_bytes) = (self.limits.stops, self.limits.stop_bytes);
         if submit.stops.len() > stops {
             return Err(format!("{} stop strings, at most {stops}", submit.stops.len()));
         }
+        let fits = |stop: &&String| !(1..=stop_bytes).contains(&stop.len());
+        if let Some(stop) = submit.stops.iter().find(fits) {
+            return Err(format!("a stop string of {} bytes, 1 to {stop_bytes} fit", stop.len()));
+        }
+        if submit.end_tokens.len() > SUPPRESSED_MAX {
+            let count = submit.end_tokens.len();
+            return Err(format!("{count} end tokens, at most {SUPPRESSED_MAX}"));
+        }
+        if submit.response_id.len() > RESPONSE_ID_MAX {
+            let len = submit.response_id.len();
+            return Err(format!("a response id of {len} bytes, at most {RESPONSE_ID_MAX}"));
+        }
+        submit.sampling.check(vocab)?;
         let waited = Duration::from_micros(submit.waited_us);
         let sampling = submit.sampling;
         let stop_checks = self.stop_checks(&submit.stops, &submit.end_tokens, &sampling, submit.n);
@@ -339,6 +332,8 @@ impl Frontends {
             stops: stops.to_vec(),
             end_tokens: end_tokens.to_vec(),
             min_tokens: sampling.min_tokens,
+            // Where text ends is the front end's business.
+            include_stop: false,
         });
         let stream = TextStream::new(self.text.tokenizer.clone(), rules);
         (0..n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
@@ -397,8 +392,8 @@ impl Receiver {
         match message {
             FromFrontend::Submit(submit) => self.submit(*submit),
             FromFrontend::Cancel(id) => {
+                let Some(id) = self.global(id) else { return self.impossible(&over(id)) };
                 // A full channel is no loss: what is not cancelled runs to its end.
-                let id = self.global(id);
                 let _ = self.frontends.commands.try_send(EngineCommand::Cancel { id });
                 true
             }
@@ -408,13 +403,21 @@ impl Receiver {
             }
             FromFrontend::Goodbye { reason } => {
                 tracing::info!(frontend = %self.id, %reason, "the front end says goodbye");
+                self.frontends.hub.observer().record().frontend_leaves(self.id);
                 true
             }
         }
     }
 
-    fn global(&self, id: RequestId) -> RequestId {
-        RequestId(self.link_number << LINK_SHIFT | id.0)
+    /// The engine's number for a request of this link; `None` for one that would be another link's.
+    fn global(&self, id: RequestId) -> Option<RequestId> {
+        (id.0 >> LINK_SHIFT == 0).then_some(RequestId(self.link_number << LINK_SHIFT | id.0))
+    }
+
+    /// What no working front end sends ends its link.
+    fn impossible(&self, reason: &str) -> bool {
+        tracing::error!(frontend = %self.id, %reason, "sent an impossible request");
+        false
     }
 
     fn submit(&self, submit: SubmitRequest) -> bool {
@@ -428,17 +431,13 @@ impl Receiver {
             let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));
             return true;
         }
-        let request = if submit.id.0 >> LINK_SHIFT == 0 {
-            frontends.request(self.global(submit.id), submit)
-        } else {
-            Err(format!("request number {} is not below 2^{LINK_SHIFT}", submit.id.0))
+        let request = match self.global(submit.id) {
+            Some(id) => frontends.request(id, submit),
+            None => Err(over(submit.id)),
         };
         let request = match request {
             Ok(request) => Box::new(request),
-            Err(reason) => {
-                tracing::error!(frontend = %self.id, %reason, "sent an impossible request");
-                return false;
-            }
+            Err(reason) => return self.impossible(&reason),
         };
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         if let Err(mpsc::error::TrySendError::Full(command)) = frontends.commands.try_send(command)
@@ -452,6 +451,10 @@ impl Receiver {
         }
         true
     }
+}
+
+fn over(id: RequestId) -> String {
+    format!("request number {} is not below 2^{LINK_SHIFT}", id.0)
 }
 
 /// Where the events of one request of a front end go.
@@ -564,3 +567,6 @@ async fn send_readiness(
         told = Some(now);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,25 +2,42 @@
 //!
 //! - [`server`]: routes, connection limits, start and stop
 //! - [`state`]: what handlers share
-//! - [`params`]: request bodies to validated requests: every field, its bound, its error
+//! - [`fields`]: a request body's fields, read one by one
+//! - [`params`]: what completions and chat have in common, and every bound
+//! - [`conversation`]: the part of a chat request that its template is given
+//! - [`refused`]: fields that would change the answer and are not supported
 //! - [`completions`], [`chat`], [`models`]: OpenAI's endpoints
 //! - [`generation`]: a running request as a sequence of text pieces
-//! - [`sse`]: pieces as Server-Sent Events
+//! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes
 //! - [`metrics`]: the cluster's metrics, in the format asked for
+//! - [`access`]: every request has an id
 //! - [`admin`]: the operator's side
+//! - [`tokenize`]: tokens without generating any
+//! - [`keys`]: who may use the API
+//! - [`options`]: what an operator may choose of it
+//! - [`pool`]: work on text, off the threads that serve connections
 //! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
 //! - [`error`]: every error a client can see, in one mapping
+pub mod access;
 pub mod admin;
 pub mod chat;
 pub mod completions;
+pub mod conversation;
+pub mod envelope;
 pub mod error;
+pub mod fields;
 pub mod gate;
 pub mod generation;
+pub mod keys;
 pub mod logprobs;
 pub mod metrics;
 pub mod models;
+pub mod options;
 pub mod params;
+pub mod pool;
+pub mod refused;
 pub mod server;
 pub mod sse;
 pub mod state;
+pub mod tokenize;

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 use actix::Addr;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use shared::actor::link::refusal::other_version;
 use shared::actor::link::{CloseReason, Connection};
 use shared::actor::peer::PeerAddr;
-use shared::protocol::{FrontendHello, Hello, ToWorker, Welcome};
+use shared::protocol::{FrontendHello, Hello, PROTOCOL_VERSION, ToWorker, Welcome};
 use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
 use shared::wire::codec;
-use shared::wire::frame::{FrameError, FrameKind};
+use shared::wire::frame::{Frame, FrameError, FrameKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
@@ -159,45 +160,14 @@ async fn shake_hands(
     secret: Option<&Secret>,
 ) -> Result<(), String> {
     let mut connection = Connection::new(stream).map_err(text)?;
-    let first = match secret {
-        Some(secret) => match connection.authenticate_as_server(secret, HELLO_DEADLINE).await {
-            Ok(()) => connection.receive(HELLO_DEADLINE).await,
-            Err(reason) => Err(reason),
-        },
-        None => connection.receive(HELLO_DEADLINE).await,
-    };
-    let frame = match first {
-        Ok(frame) => frame,
-        Err(reason) => {
-            // Said to those who run with the other setting; nothing else is.
-            let mismatch = match &reason {
-                CloseReason::Auth(AuthError::NoGreeting) => {
-                    Some("this cluster has a secret: give its file with --cluster-secret-file")
-                }
-                CloseReason::Frame(FrameError::BadMagic(AUTH_MAGIC)) => {
-                    Some("this coordinator runs without --cluster-secret-file")
-                }
-                _ => None,
-            };
-            if let Some(sentence) = mismatch {
-                let body = codec::encode(sentence).map_err(text)?;
-                let _ = connection.send(FrameKind::Refused, &body).await;
-            }
-            return Err(reason.to_string());
-        }
-    };
+    let frame = greet(&mut connection, secret).await.map_err(text)?;
     match frame.kind {
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;
             let names = check(&[("node", &hello.node), ("host", &hello.host)]);
             let admitted = match names.and_then(|()| hello.offer.check()) {
-                Ok(()) => match cluster.send(Admit(hello.clone())).await.map_err(text)? {
-                    Ok(welcome) => Ok(welcome),
-                    Err(Refusal::Never(reason)) => Err(reason),
-                    // Without an answer, it dials again.
-                    Err(Refusal::NotYet(reason)) => return Err(reason),
-                },
-                Err(reason) => Err(reason),
+                Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(text)?,
+                Err(reason) => Err(Refusal::Never(reason)),
             };
             let welcome: Welcome = answer(&mut connection, admitted).await?;
             let joined = Joined { hello, worker: welcome.worker, connection };
@@ -205,7 +175,9 @@ async fn shake_hands(
         }
         FrameKind::FrontendHello => {
             let hello: FrontendHello = decode(&frame.body)?;
-            let admitted = check(&[("node", &hello.node)]).and_then(|()| frontends.admit(&hello));
+            let admitted = check(&[("node", &hello.node)])
+                .map_err(Refusal::Never)
+                .and_then(|()| frontends.admit(&hello));
             let welcome = answer(&mut connection, admitted).await?;
             frontends.joined(&hello, welcome.frontend, connection);
             Ok(())
@@ -214,6 +186,36 @@ async fn shake_hands(
         FrameKind::Ping => connection.send(FrameKind::Pong, &[]).await.map_err(text),
         kind => Err(format!("expected a hello, got {kind:?}")),
     }
+}
+
+/// Takes a stranger's first frame. One that runs with another setting or version is told so; nobody
+/// else is told anything.
+async fn greet(connection: &mut Connection, secret: Option<&Secret>) -> Result<Frame, CloseReason> {
+    let first = match secret {
+        Some(secret) => match connection.authenticate_as_server(secret, HELLO_DEADLINE).await {
+            Ok(()) => return connection.receive(HELLO_DEADLINE).await,
+            Err(reason) => Err(reason),
+        },
+        None => connection.receive(HELLO_DEADLINE).await,
+    };
+    let reason = match first {
+        Ok(frame) => return Ok(frame),
+        Err(reason) => reason,
+    };
+    let mismatch = match &reason {
+        CloseReason::Auth(AuthError::NoGreeting) => {
+            Some("this cluster has a secret: give its file with --cluster-secret-file".to_owned())
+        }
+        CloseReason::Frame(FrameError::BadMagic(AUTH_MAGIC)) => {
+            Some("this coordinator runs without --cluster-secret-file".to_owned())
+        }
+        reason => reason.other_version().map(other_version),
+    };
+    if let Some(sentence) = mismatch {
+        let version = reason.other_version().unwrap_or(PROTOCOL_VERSION);
+        let _ = connection.refuse(version, &sentence).await;
+    }
+    Err(reason)
 }
 
 fn text(error: impl std::fmt::Display) -> String {
@@ -227,14 +229,17 @@ fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, String> {
 /// Sends the welcome or the refusal; returns the welcome.
 async fn answer<T: Serialize>(
     connection: &mut Connection,
-    admitted: Result<T, String>,
+    admitted: Result<T, Refusal>,
 ) -> Result<T, String> {
     let (kind, body) = match &admitted {
         Ok(welcome) => (FrameKind::Welcome, codec::encode(welcome)),
-        Err(reason) => (FrameKind::Refused, codec::encode(reason)),
+        Err(Refusal::NotYet(reason)) => (FrameKind::NotYet, codec::encode(reason)),
+        Err(Refusal::Never(reason)) => (FrameKind::Refused, codec::encode(reason)),
     };
     connection.send(kind, &body.map_err(text)?).await.map_err(text)?;
-    admitted
+    admitted.map_err(|refusal| match refusal {
+        Refusal::NotYet(reason) | Refusal::Never(reason) => reason,
+    })
 }
 
 fn check(names: &[(&str, &String)]) -> Result<(), String> {
@@ -251,6 +256,8 @@ fn check(names: &[(&str, &String)]) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
     use super::*;
 
     #[test]
@@ -284,5 +291,86 @@ mod tests {
         }
         assert_eq!(complaints.may_say(now + COMPLAINT_INTERVAL), Some(5));
         assert_eq!(complaints.may_say(now + 2 * COMPLAINT_INTERVAL), Some(0));
+    }
+
+    fn secret() -> Secret {
+        Secret::new(&[7; 32]).unwrap()
+    }
+
+    /// A client's connection, and one that greets it.
+    async fn greeted(
+        secret: Option<Secret>,
+    ) -> (TcpStream, tokio::task::JoinHandle<Result<Frame, CloseReason>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let mut connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
+        let greeting = async move { greet(&mut connection, secret.as_ref()).await };
+        (client, tokio::spawn(greeting))
+    }
+
+    /// What a peer of that version reads of all that is said to it.
+    async fn told(mut client: TcpStream, version: u16) -> String {
+        let mut bytes = Vec::new();
+        client.read_to_end(&mut bytes).await.unwrap();
+        assert_eq!(bytes[4..6], version.to_le_bytes(), "a frame of its own version: {bytes:?}");
+        let len = u32::from_le_bytes(bytes[8..12].try_into().unwrap()) as usize;
+        assert_eq!((bytes[6], bytes.len()), (FrameKind::Refused as u8, 32 + len));
+        codec::decode_message(&bytes[32..]).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_peer_of_another_version_is_told_in_its_own() {
+        for theirs in [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, u16::MAX] {
+            let sentence = other_version(theirs);
+            assert!(sentence.contains(&format!("protocol {PROTOCOL_VERSION}, the peer {theirs}:")));
+            // Without a secret it is a frame, of a kind and with flags that may mean nothing here,
+            // and of which not all is read.
+            let (mut client, greeting) = greeted(None).await;
+            let mut frame = vec![0xee; 40 << 10];
+            frame[..4].copy_from_slice(b"TUTI");
+            frame[4..6].copy_from_slice(&theirs.to_le_bytes());
+            client.write_all(&frame).await.unwrap();
+            assert_eq!(told(client, theirs).await, sentence);
+            let reason = greeting.await.unwrap().unwrap_err();
+            assert_eq!(reason.other_version(), Some(theirs), "{reason}");
+
+            // With one it is a greeting.
+            let (mut client, greeting) = greeted(Some(secret())).await;
+            let mut greets = [0xee; 48];
+            greets[..4].copy_from_slice(&AUTH_MAGIC);
+            greets[4..6].copy_from_slice(&theirs.to_le_bytes());
+            client.write_all(&greets).await.unwrap();
+            assert_eq!(told(client, theirs).await, sentence);
+            let reason = greeting.await.unwrap().unwrap_err();
+            assert_eq!(reason.other_version(), Some(theirs), "{reason}");
+        }
+    }
+
+    #[tokio::test]
+    async fn one_with_the_other_setting_is_told_so_and_does_not_dial_again() {
+        let (client, greeting) = greeted(None).await;
+        let mut client = Connection::new(client).unwrap();
+        let told = client.authenticate_as_client(&secret(), HELLO_DEADLINE).await.unwrap_err();
+        assert!(told.lasts() && told.to_string().contains("runs without --cluster-secret-file"));
+        assert!(greeting.await.unwrap().is_err());
+
+        let (client, greeting) = greeted(Some(secret())).await;
+        let mut client = Connection::new(client).unwrap();
+        client.send(FrameKind::Ping, &[]).await.unwrap();
+        let frame = client.receive(HELLO_DEADLINE).await.unwrap();
+        let sentence: String = codec::decode_message(&frame.body).unwrap();
+        assert!(
+            frame.kind == FrameKind::Refused && sentence.contains("has a secret"),
+            "{sentence}"
+        );
+        assert!(greeting.await.unwrap().is_err());
+
+        // A stranger is told nothing.
+        let (mut client, greeting) = greeted(None).await;
+        client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+        let _ = greeting.await.unwrap().unwrap_err();
+        let mut bytes = Vec::new();
+        let _ = client.read_to_end(&mut bytes).await;
+        assert!(bytes.is_empty(), "{bytes:?}");
     }
 }

@@ -20,6 +20,7 @@ mod config;
 mod effect;
 mod plan;
 mod sequence;
+mod weight;
 
 pub(crate) use blocks::mix;
 pub use blocks::{BlockPool, Found, Prefix};
@@ -530,7 +531,7 @@ impl Scheduler {
         let mut seq = self.sequences[slot].take()?;
         self.free_slots.push(slot);
         if seq.admission.is_some() {
-            self.running.retain(|running| *running != slot);
+            self.no_longer_running(slot, seq.admission);
             self.blocks.give_back(&mut seq.blocks);
             if seq.told > 0 {
                 self.forget.push(seq.id);
@@ -542,9 +543,22 @@ impl Scheduler {
         Some(seq)
     }
 
+    /// Takes a sequence off the list, which is in order of admission.
+    fn no_longer_running(&mut self, slot: usize, admission: Option<u64>) {
+        let order = |running: &usize| match *running == slot {
+            true => admission,
+            false => self.sequences[*running].as_ref().and_then(|seq| seq.admission),
+        };
+        let at = self.running.partition_point(|running| order(running) < admission);
+        if self.running.get(at) == Some(&slot) {
+            self.running.remove(at);
+        }
+    }
+
     /// Sends an admitted sequence back to the front of the queue.
     fn unadmit(&mut self, slot: usize) {
-        self.running.retain(|running| *running != slot);
+        let admission = self.sequences[slot].as_ref().and_then(|seq| seq.admission);
+        self.no_longer_running(slot, admission);
         let Some(seq) = &mut self.sequences[slot] else { return };
         let request = seq.request;
         self.blocks.give_back(&mut seq.blocks);

@@ -12,15 +12,13 @@ use actix_web::dev::{Server, ServerHandle};
 use actix_web::web::{self, Data};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
 use serde_json::json;
-use shared::ids::Incarnation;
 use shared::membership::View;
-use shared::metrics::{Limits, LocalStats, Merger, Source};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::coordinator::{Bound, Prepared, StartError};
 use crate::http::error::ApiError;
-use crate::metrics::exposition::{Format, Page, PageOptions};
+use crate::metrics::exposition::Format;
 use crate::metrics::membership;
 
 /// Connections at a time.
@@ -122,21 +120,9 @@ async fn refuse(view: Data<watch::Receiver<View>>) -> Result<HttpResponse, ApiEr
     Err(ApiError::overloaded(reason(&view.borrow())))
 }
 
-async fn metrics(
-    view: Data<watch::Receiver<View>>,
-    request: HttpRequest,
-) -> Result<HttpResponse, ApiError> {
+async fn metrics(view: Data<watch::Receiver<View>>, request: HttpRequest) -> HttpResponse {
     let accept = request.headers().get("accept").and_then(|value| value.to_str().ok());
     let format = Format::negotiate(accept.unwrap_or(""));
-    let mut stats = LocalStats::new();
-    membership::record(&mut stats, &view.borrow());
-    let mut merger = Merger::new(Limits::default());
-    merger
-        .apply(Source::Coordinator, Incarnation(0), 1, stats.snapshot())
-        .map_err(|_| ApiError::overloaded("the metrics could not be rendered"))?;
-    let merged = merger.merged();
-    let page = Page { merged: &merged, exemplars: &Vec::new(), gathered: &[] };
-    let mut text = String::new();
-    page.render(format, &PageOptions::default(), &mut text);
-    Ok(HttpResponse::Ok().content_type(format.content_type()).body(text))
+    let text = membership::page(&view.borrow(), &[], format);
+    HttpResponse::Ok().content_type(format.content_type()).body(text)
 }

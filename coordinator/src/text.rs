@@ -1,10 +1,12 @@
 //! Everything that knows text: workers and schedulers see tokens only.
 //!
 //! - [`model`]: what a model folder says about text: tokenizer, template, end tokens, defaults
+//! - [`bound`]: how many bytes of text one token can stand for
 //! - [`detokenizer`]: tokens to text as they come, never half a character
 //! - [`stop`]: stop strings across token boundaries
 //! - [`stream`]: the two together: one choice's text, with its end
 //! - [`template`]: chat messages to a prompt
+pub mod bound;
 pub mod detokenizer;
 pub mod model;
 pub mod stop;

@@ -1,5 +1,5 @@
 // Attention of sequences with one row, their tokens split over blocks ("split K"), and the
-// reduction of the partial results: by a second kernel, or by the last block to finish.
+// reduction of the partial results by a second kernel.
 //
 //   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
 //
@@ -73,28 +73,8 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
     return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
 }
 
-// One dim of a head's result from its parts in the slots `first` on. Read from L2: other blocks may
-// have written them during this kernel.
-__device__ __forceinline__ float put_together(const float* partial_out, const float* partial_ml,
-                                              size_t first, uint32_t count, uint32_t head_dim,
-                                              uint32_t dim) {
-    float most = NOTHING;
-    for (uint32_t s = 0; s < count; s++) {
-        most = fmaxf(most, __ldcg(partial_ml + 2 * (first + s)));
-    }
-    float sum = 0.0f;
-    float total = 0.0f;
-    for (uint32_t s = 0; s < count; s++) {
-        const float factor = exp2_fast(__ldcg(partial_ml + 2 * (first + s)) - most);
-        total += __ldcg(partial_ml + 2 * (first + s) + 1) * factor;
-        sum += __ldcg(partial_out + (first + s) * head_dim + dim) * factor;
-    }
-    return sum / total;
-}
-
-// `counters` is null, and `out` not written, where another kernel puts the parts together.
 template <int HEAD_DIM>
-__device__ __forceinline__ void decode(TUTTI_DECODE_FUSED_ARGUMENTS) {
+__device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     // 64 dims of V each: lane g has the 8 from 8g.
     constexpr int SETS = (HEAD_DIM + 63) / 64;
     SHARED_ARRAY(float, maxima, WARPS * 16);
@@ -293,31 +273,6 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_FUSED_ARGUMENTS) {
         partial_ml[2 * slot] = most;
         partial_ml[2 * slot + 1] = sum;
     }
-    if (counters == nullptr) {
-        return;
-    }
-    // Every block makes its part visible, then counts itself: the last one sees all parts.
-    SHARED_ARRAY(uint32_t, blocks_before, 1);
-    uint32_t* counter = counters + item * gridDim.y + blockIdx.y;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        blocks_before[0] = atomicAdd(counter, 1u);
-    }
-    __syncthreads();
-    if (blocks_before[0] + 1 < splits.count) {
-        return;
-    }
-    __threadfence();
-    if (threadIdx.x == 0) {
-        *counter = 0;
-    }
-    tutti_bf16* to = out + (static_cast<size_t>(seq.row_start) * num_heads + first_head) * HEAD_DIM;
-    for (uint32_t i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * 32) {
-        to[i] = to_bf16(put_together(partial_out, partial_ml,
-                                     (first_slot + i / HEAD_DIM) * max_splits, splits.count,
-                                     HEAD_DIM, i % HEAD_DIM));
-    }
 }
 
 }  // namespace
@@ -328,13 +283,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_FUSED_ARGUMENTS) {
         tutti_decode_attention_##head_dim(TUTTI_DECODE_ARGUMENTS) {                                \
         tutti::decode<head_dim>(q, k_cache, v_cache, seqs, items, block_tables, partial_out,       \
                                 partial_ml, num_heads, num_kv_heads, block_shift, window,          \
-                                max_splits, scale, live, nullptr, nullptr);                        \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(128)                                              \
-        tutti_decode_fused_##head_dim(TUTTI_DECODE_FUSED_ARGUMENTS) {                              \
-        tutti::decode<head_dim>(q, k_cache, v_cache, seqs, items, block_tables, partial_out,       \
-                                partial_ml, num_heads, num_kv_heads, block_shift, window,          \
-                                max_splits, scale, live, out, counters);                           \
+                                max_splits, scale, live);                                          \
     }
 DECODE(16)
 DECODE(32)
@@ -359,9 +308,45 @@ extern "C" __global__ void __launch_bounds__(128)
     const TuttiSeq seq = seqs[items[item]];
     const Splits splits(seq.context_len, window, max_splits);
     const size_t first = (static_cast<size_t>(item) * num_heads + head) * max_splits;
-    for (uint32_t dim = threadIdx.x; dim < head_dim; dim += 128) {
+
+    // Maxima and sums of all parts, a thread each: read at once, where one thread after the other
+    // would wait for each.
+    SHARED_ARRAY(float, maxima, WARPS);
+    SHARED_ARRAY(float, factors, WARPS * 32);
+    SHARED_ARRAY(float, totals, WARPS * 32);
+    const bool has_part = threadIdx.x < splits.count;
+    const float* ml = partial_ml + 2 * (first + threadIdx.x);
+    const float own = has_part ? ml[0] : NOTHING;
+    float most = own;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, distance));
+    }
+    if (threadIdx.x % 32 == 0) {
+        maxima[threadIdx.x / 32] = most;
+    }
+    __syncthreads();
+#pragma unroll
+    for (uint32_t warp = 0; warp < WARPS; warp++) {
+        most = fmaxf(most, maxima[warp]);
+    }
+    if (has_part) {
+        factors[threadIdx.x] = exp2_fast(own - most);
+        totals[threadIdx.x] = ml[1];
+    }
+    __syncthreads();
+    float total = 0.0f;
+    for (uint32_t s = 0; s < splits.count; s++) {
+        total += totals[s] * factors[s];
+    }
+    for (uint32_t dim = threadIdx.x; dim < head_dim; dim += WARPS * 32) {
+        float sum = 0.0f;
+        // As many on their way as sequences of 512 tokens have.
+#pragma unroll 8
+        for (uint32_t s = 0; s < splits.count; s++) {
+            sum += partial_out[(first + s) * head_dim + dim] * factors[s];
+        }
         const size_t row = static_cast<size_t>(seq.row_start) * num_heads + head;
-        out[row * head_dim + dim] =
-            to_bf16(put_together(partial_out, partial_ml, first, splits.count, head_dim, dim));
+        out[row * head_dim + dim] = to_bf16(sum / total);
     }
 }

@@ -11,69 +11,12 @@
 namespace tutti {
 namespace {
 
-// The first of the 4 elements of this thread in the tile of 1024 that blockIdx.x is.
-__device__ __forceinline__ uint32_t first_of_tile() { return (blockIdx.x * 256 + threadIdx.x) * 4; }
-
-template <class Input>
-__device__ __forceinline__ float read_one(const Input* at);
-template <>
-__device__ __forceinline__ float read_one<float>(const float* at) {
-    return *at;
-}
-template <>
-__device__ __forceinline__ float read_one<tutti_bf16>(const tutti_bf16* at) {
-    return from_bf16(*at);
-}
-
-__device__ __forceinline__ Four read_four(const float* at) {
-    const float4 v = load4(at);
-    return {{v.x, v.y, v.z, v.w}};
-}
+// The first of the 4 elements of this thread in the tile of 1024 that blockIdx.y is.
+__device__ __forceinline__ uint32_t first_of_tile() { return (blockIdx.y * 256 + threadIdx.x) * 4; }
 
 __device__ __forceinline__ Four read_four(const tutti_bf16* at) {
     const uint2 v = *reinterpret_cast<const uint2*>(at);
     return {{low_bf16(v.x), high_bf16(v.x), low_bf16(v.y), high_bf16(v.y)}};
-}
-
-template <class Input>
-__device__ __forceinline__ void silu_mul(const Input* input, const float* bias, tutti_bf16* out,
-                                         uint32_t inner, uint32_t out_stride,
-                                         const uint32_t* live) {
-    release_successors();
-    wait_for_predecessors();
-    const uint32_t row = blockIdx.y;
-    const uint32_t first = first_of_tile();
-    if (!is_live(live, row) || first >= inner) {
-        return;
-    }
-    const Input* gate = input + static_cast<size_t>(row) * 2 * inner;
-    const Input* up = gate + inner;
-    const bool whole = inner % 4 == 0;
-    Four g = {};
-    Four u = {};
-    if (whole) {
-        g = read_four(gate + first);
-        u = read_four(up + first);
-    } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            if (first + i < inner) {
-                g.v[i] = read_one(gate + first + i);
-                u.v[i] = read_one(up + first + i);
-            }
-        }
-    }
-    Four y = {};
-#pragma unroll
-    for (uint32_t i = 0; i < 4; i++) {
-        if (bias != nullptr && first + i < inner) {
-            g.v[i] += bias[first + i];
-            u.v[i] += bias[inner + first + i];
-        }
-        y.v[i] = silu(g.v[i]) * u.v[i];
-    }
-    store_bf16(out + static_cast<size_t>(row) * out_stride, first, inner,
-               whole && out_stride % 4 == 0, y);
 }
 
 }  // namespace
@@ -154,13 +97,29 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 extern "C" __global__ void __launch_bounds__(256)
     tutti_silu_mul_f32(const float* input, const float* bias, tutti_bf16* out, uint32_t inner,
                        uint32_t out_stride, const uint32_t* live) {
-    silu_mul(input, bias, out, inner, out_stride, live);
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    tutti_silu_mul_bf16(const tutti_bf16* input, const float* bias, tutti_bf16* out,
-                        uint32_t inner, uint32_t out_stride, const uint32_t* live) {
-    silu_mul(input, bias, out, inner, out_stride, live);
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t row = blockIdx.x;
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, row) || first >= inner) {
+        return;
+    }
+    const float* gate = input + static_cast<size_t>(row) * 2 * inner;
+    const float* up = gate + inner;
+    const bool whole = inner % 4 == 0;
+    Four g = load_up_to_4(gate, first, inner);
+    Four u = load_up_to_4(up, first, inner);
+    Four y = {};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        if (bias != nullptr && first + i < inner) {
+            g.v[i] += bias[first + i];
+            u.v[i] += bias[inner + first + i];
+        }
+        y.v[i] = silu(g.v[i]) * u.v[i];
+    }
+    store_bf16(out + static_cast<size_t>(row) * out_stride, first, inner,
+               whole && out_stride % 4 == 0, y);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -168,10 +127,10 @@ extern "C" __global__ void __launch_bounds__(256)
     release_successors();
     wait_for_predecessors();
     const uint32_t first = first_of_tile();
-    if (!is_live(live, blockIdx.y) || first >= width) {
+    if (!is_live(live, blockIdx.x) || first >= width) {
         return;
     }
-    float* row = data + static_cast<size_t>(blockIdx.y) * width;
+    float* row = data + static_cast<size_t>(blockIdx.x) * width;
     Four v = load_up_to_4(row, first, width);
     const Four b = load_up_to_4(bias, first, width);
 #pragma unroll
@@ -186,10 +145,10 @@ extern "C" __global__ void __launch_bounds__(256)
     release_successors();
     wait_for_predecessors();
     const uint32_t first = first_of_tile();
-    if (!is_live(live, blockIdx.y) || first >= width) {
+    if (!is_live(live, blockIdx.x) || first >= width) {
         return;
     }
-    const size_t row = static_cast<size_t>(blockIdx.y) * width;
+    const size_t row = static_cast<size_t>(blockIdx.x) * width;
     Four v = load_up_to_4(sum + row, first, width);
     const Four o = load_up_to_4(other + row, first, width);
 #pragma unroll
@@ -205,10 +164,10 @@ extern "C" __global__ void __launch_bounds__(256)
     release_successors();
     wait_for_predecessors();
     const uint32_t first = first_of_tile();
-    if (!is_live(live, blockIdx.y) || first >= width) {
+    if (!is_live(live, blockIdx.x) || first >= width) {
         return;
     }
-    const size_t row = static_cast<size_t>(blockIdx.y) * width;
+    const size_t row = static_cast<size_t>(blockIdx.x) * width;
     // Subtrees of 64, 32, .. 1 ranks: there is one of a size where the bits of the number so far
     // say so. Indexed by constants alone, so that it stays in registers.
     Four levels[7] = {};
@@ -252,11 +211,11 @@ extern "C" __global__ void __launch_bounds__(256)
     release_successors();
     wait_for_predecessors();
     const uint32_t first = first_of_tile();
-    if (!is_live(live, blockIdx.y) || first >= width) {
+    if (!is_live(live, blockIdx.x) || first >= width) {
         return;
     }
-    const tutti_bf16* from = in + static_cast<size_t>(rows[blockIdx.y]) * in_stride + first;
-    tutti_bf16* to = out + static_cast<size_t>(blockIdx.y) * out_stride + first;
+    const tutti_bf16* from = in + static_cast<size_t>(rows[blockIdx.x]) * in_stride + first;
+    tutti_bf16* to = out + static_cast<size_t>(blockIdx.x) * out_stride + first;
     if (width % 4 == 0 && in_stride % 4 == 0 && out_stride % 4 == 0) {
         *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
     } else {
@@ -272,11 +231,11 @@ extern "C" __global__ void __launch_bounds__(256)
     release_successors();
     wait_for_predecessors();
     const uint32_t at = first_of_tile();
-    if (!is_live(live, blockIdx.y) || at >= width) {
+    if (!is_live(live, blockIdx.x) || at >= width) {
         return;
     }
-    const tutti_bf16* from = in + static_cast<size_t>(blockIdx.y) * in_stride + first + at;
-    tutti_bf16* to = out + static_cast<size_t>(blockIdx.y) * out_stride + at;
+    const tutti_bf16* from = in + static_cast<size_t>(blockIdx.x) * in_stride + first + at;
+    tutti_bf16* to = out + static_cast<size_t>(blockIdx.x) * out_stride + at;
     for (uint32_t i = 0; i < 4 && at + i < width; i++) {
         to[i] = from[i];
     }
@@ -288,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(256)
     release_successors();
     wait_for_predecessors();
     const uint32_t first = first_of_tile();
-    const uint32_t row = blockIdx.y;
+    const uint32_t row = blockIdx.x;
     const uint32_t rank = blockIdx.z;
     if (!is_live(live, row) || row >= rows || first >= width) {
         return;
@@ -302,16 +261,6 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     } else {
         store_up_to_4(to, first, width, v);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    tutti_to_bf16(const float* in, tutti_bf16* out, uint64_t n) {
-    release_successors();
-    wait_for_predecessors();
-    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
-    for (uint64_t i = first; i < first + 4 && i < n; i++) {
-        out[i] = to_bf16(in[i]);
     }
 }
 

@@ -21,6 +21,7 @@
  *   launches may have the attribute programmatic-stream-serialization. Without it, and before
  *   sm_90, that does nothing. Only weights of matrix products are read before the wait, so what
  *   writes those must not be in the same stream without a full dependency in between.
+ * - Rows, of which a step may have more than 65535, are the grid's x.
  * - Static shared memory is not listed. `shared` is the dynamic shared memory to launch with; above
  *   48 KiB the host must raise the function's limit first.
  */
@@ -143,47 +144,44 @@ __global__ void tutti_add_rmsnorm(float* residual, const float* delta, const flo
                                   const uint32_t* live);
 
 /* out = silu(gate) * up, where input row = gate ++ up, each `inner` wide, plus `bias` (f32
- * [2 * inner], or null). input [rows, 2 * inner] contiguous, f32 or bf16 as named;
- * out bf16 [rows, out_stride]. grid (ceil(inner / 1024), rows), block 256; `live` counts rows. */
+ * [2 * inner], or null). input [rows, 2 * inner] contiguous, f32;
+ * out bf16 [rows, out_stride]. grid (rows, ceil(inner / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_silu_mul_f32(const float* input, const float* bias, tutti_bf16* out,
                                    uint32_t inner, uint32_t out_stride, const uint32_t* live);
-__global__ void tutti_silu_mul_bf16(const tutti_bf16* input, const float* bias, tutti_bf16* out,
-                                    uint32_t inner, uint32_t out_stride, const uint32_t* live);
 
 /* data += bias, per row. data f32 [rows, width] contiguous; bias f32 [width].
- * grid (ceil(width / 1024), rows), block 256; `live` counts rows. */
+ * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live);
 
-/* sum += other, both f32 [rows, width] contiguous. grid (ceil(width / 1024), rows), block 256;
+/* sum += other, both f32 [rows, width] contiguous. grid (rows, ceil(width / 1024)), block 256;
  * `live` counts rows. */
 __global__ void tutti_add(float* sum, const float* other, uint32_t width, const uint32_t* live);
 
 /* out = the sum of `ranks` arrays [rows, width] that lie one behind the other, `part_stride`
  * elements apart, as a binary tree over the ranks in order: (0 + 1) + (2 + 3). f32; ranks 1 to 64;
- * out may be the first of the arrays. grid (ceil(width / 1024), rows), block 256; `live`: rows. */
+ * out may be the first of the arrays. grid (rows, ceil(width / 1024)), block 256; `live`: rows. */
 __global__ void tutti_tree_sum(const float* parts, float* out, uint32_t ranks, uint64_t part_stride,
                                uint32_t width, const uint32_t* live);
 
 /* out[i] = in[rows[i]]. in, out bf16 [.., width], rows `stride` apart; rows u32 [n].
- * grid (ceil(width / 1024), n), block 256; `live` counts n. */
+ * grid (n, ceil(width / 1024)), block 256; `live` counts n. */
 __global__ void tutti_gather_rows(const tutti_bf16* in, const uint32_t* rows, tutti_bf16* out,
                                   uint32_t width, uint32_t in_stride, uint32_t out_stride,
                                   const uint32_t* live);
 
 /* out = in[.., first .. first + width]: makes a product over some of the columns possible where
- * `first` is not a multiple of 8. bf16. grid (ceil(width / 1024), rows), block 256; `live`: rows. */
+ * `first` is not a multiple of 8. bf16. grid (rows, ceil(width / 1024)), block 256; `live`: rows. */
 __global__ void tutti_copy_columns(const tutti_bf16* in, tutti_bf16* out, uint32_t first,
                                    uint32_t width, uint32_t in_stride, uint32_t out_stride,
                                    const uint32_t* live);
 
 /* full[row, rank * width + i] = gathered[rank][row][i], f32: logits gathered from all ranks become
- * rows. `gathered` is [ranks, rows, width]. grid (ceil(width / 1024), rows, ranks), block 256.
+ * rows. `gathered` is [ranks, rows, width]. grid (rows, ceil(width / 1024), ranks), block 256.
  * `rows` is the number of rows gathered, grid or not; `live` counts rows. */
 __global__ void tutti_interleave_ranks(const float* gathered, float* full, uint32_t rows,
                                        uint32_t width, uint32_t full_stride, const uint32_t* live);
 
-/* Conversions of `n` elements; to bf16 rounds to nearest even. grid (ceil(n / 1024)), block 256. */
-__global__ void tutti_to_bf16(const float* in, tutti_bf16* out, uint64_t n);
+/* out = in, `n` elements. grid (ceil(n / 1024)), block 256. */
 __global__ void tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n);
 
 /* ---- all_reduce.cu --------------------------------------------------------------------------
@@ -255,11 +253,11 @@ __global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
 /* ---- attention_decode.cu --------------------------------------------------------------------
  * The same for sequences with one row: its tokens are split over blocks, each making a partial
  * result, which a second kernel puts together. The split depends on the sequence's length, the
- * window and `max_splits` alone: `max_splits` is a constant of the model (64 is good), not of the
- * batch. With n = the tokens from the first visible one, rounded down to a multiple of 16, to the
- * last: split_len = max(64, round_up(ceil(n / max_splits), 16)), splits = ceil(n / split_len) <=
- * max_splits. Blocks beyond return at once, so grid.x may be anything from the largest number of
- * splits in the batch up.
+ * window and `max_splits` alone: `max_splits` is a constant of the model (64 is good, 128 the most),
+ * not of the batch. With n = the tokens from the first visible one, rounded down to a multiple of
+ * 16, to the last: split_len = max(64, round_up(ceil(n / max_splits), 16)),
+ * splits = ceil(n / split_len) <= max_splits. Blocks beyond return at once, so grid.x may be
+ * anything from the largest number of splits in the batch up.
  * items u32 [n]: indices into `seqs`; `live` counts items.
  * partial_out f32 [n, num_heads, max_splits, head_dim];
  * partial_ml f32 [n, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum.
@@ -280,17 +278,6 @@ __global__ void tutti_decode_reduce(const float* partial_out, const float* parti
                                     const TuttiSeq* seqs, const uint32_t* items, tutti_bf16* out,
                                     uint32_t num_heads, uint32_t head_dim, uint32_t window,
                                     uint32_t max_splits, const uint32_t* live);
-
-/* The same in one launch: the last block of a sequence and KV head to finish puts the parts
- * together. The same bits as `attention` and `reduce`. out as for reduce; counters u32
- * [n, num_kv_heads * TUTTI_DECODE_BLOCKS(group)], all 0 before the first call and again after each
- * that completes. grid and block as for attention; grid.x must hold all splits. */
-#define TUTTI_DECODE_FUSED_ARGUMENTS TUTTI_DECODE_ARGUMENTS, tutti_bf16 *out, uint32_t *counters
-__global__ void tutti_decode_fused_16(TUTTI_DECODE_FUSED_ARGUMENTS);
-__global__ void tutti_decode_fused_32(TUTTI_DECODE_FUSED_ARGUMENTS);
-__global__ void tutti_decode_fused_64(TUTTI_DECODE_FUSED_ARGUMENTS);
-__global__ void tutti_decode_fused_96(TUTTI_DECODE_FUSED_ARGUMENTS);
-__global__ void tutti_decode_fused_128(TUTTI_DECODE_FUSED_ARGUMENTS);
 
 /* ---- attention_any.cu -----------------------------------------------------------------------
  * Causal attention of any row for head dimensions without a kernel of their own (even, at most

@@ -10,7 +10,7 @@ use kernels::backend::{
     AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, KvShape, SeqRows,
 };
 use kernels::collective::{AbortHandle, Collective};
-use kernels::cpu::{CpuBackend, Isa};
+use kernels::cpu::{CpuBackend, Isa, Precision};
 use kernels::error::{CollectiveError, KernelError};
 
 /// A group of one.
@@ -48,9 +48,9 @@ impl Collective for Alone {
     }
 }
 
-fn products(isa: Isa, threads: usize) -> Result<(), KernelError> {
+fn products(isa: Isa, precision: Precision, threads: usize) -> Result<(), KernelError> {
     let (cols, rows) = (2048usize, 5632usize);
-    let mut backend = CpuBackend::with_isa(threads, isa, Box::new(Alone))?;
+    let mut backend = CpuBackend::with_isa(threads, isa, precision, Box::new(Alone))?;
     let bytes: Vec<u8> = (0..cols * rows).flat_map(|i| [(i * 37) as u8, 0x3B]).collect();
     let part =
         HostMatrix { data: &bytes, dtype: DType::Bf16, rows, cols, col_start: 0, row_stride: cols };
@@ -80,8 +80,8 @@ fn products(isa: Isa, threads: usize) -> Result<(), KernelError> {
     Ok(())
 }
 
-fn attention(isa: Isa, threads: usize) -> Result<(), KernelError> {
-    let mut backend = CpuBackend::with_isa(threads, isa, Box::new(Alone))?;
+fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), KernelError> {
+    let mut backend = CpuBackend::with_isa(threads, isa, precision, Box::new(Alone))?;
     let shape = AttentionShape {
         num_heads: 32,
         num_kv_heads: 4,
@@ -134,8 +134,10 @@ fn attention(isa: Isa, threads: usize) -> Result<(), KernelError> {
 fn main() -> Result<(), KernelError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(1);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
-        products(isa, threads)?;
-        attention(isa, threads)?;
+        for precision in [Precision::Float32, Precision::Bfloat16] {
+            products(isa, precision, threads)?;
+        }
+        attention(isa, Precision::Float32, threads)?;
     }
     Ok(())
 }

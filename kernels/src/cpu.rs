@@ -29,6 +29,7 @@ mod math;
 mod memory;
 mod pack;
 mod pool;
+mod precision;
 mod qkv;
 pub mod sample;
 mod simd;
@@ -38,6 +39,7 @@ pub use isa::Isa;
 pub use kv::CpuKvCache;
 pub use pack::CpuMatrix;
 pub use pool::THREADS_MAX;
+pub use precision::Precision;
 
 use attention::{Attention, AttentionScratch, RowTile};
 use check::ensure;
@@ -45,6 +47,7 @@ use gemm::Output;
 use memory::{Disjoint, Scratch};
 use pack::PANEL;
 use pool::Pool;
+use precision::Arithmetic;
 use sample::Sampler;
 
 /// Elements of an elementwise operation that are worth a task of their own.
@@ -55,6 +58,7 @@ const GRAIN: usize = 16 * 1024;
 /// A CPU rank. Made on, or moved to, the thread that calls it; its pool belongs to it alone.
 pub struct CpuBackend {
     isa: Isa,
+    precision: Precision,
     pool: Pool,
     collective: Box<dyn Collective>,
     collective_time: Duration,
@@ -81,14 +85,18 @@ impl fmt::Debug for CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend with `threads` threads (the calling one included) and the fastest instructions
-    /// that this machine has.
+    /// A backend with `threads` threads (the calling one included), the fastest instructions that
+    /// this machine has, and matrix products of this precision.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] when `threads` is not in 1..=[`THREADS_MAX`],
     /// [`KernelError::Device`] when threads cannot be started.
-    pub fn new(threads: usize, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
-        Self::with_isa(threads, Isa::detect(), collective)
+    pub fn new(
+        threads: usize,
+        precision: Precision,
+        collective: Box<dyn Collective>,
+    ) -> Result<Self, KernelError> {
+        Self::with_isa(threads, Isa::detect(), precision, collective)
     }
 
     /// As [`CpuBackend::new`], with the instructions named.
@@ -98,6 +106,7 @@ impl CpuBackend {
     pub fn with_isa(
         threads: usize,
         isa: Isa,
+        precision: Precision,
         collective: Box<dyn Collective>,
     ) -> Result<Self, KernelError> {
         if !isa.is_supported() {
@@ -107,6 +116,7 @@ impl CpuBackend {
             |_| Ok(Worker { attention: AttentionScratch::new()?, sampler: Sampler::new() });
         Ok(Self {
             isa,
+            precision,
             pool: Pool::new(threads)?,
             collective,
             collective_time: Duration::ZERO,
@@ -130,6 +140,11 @@ impl CpuBackend {
         self.isa
     }
 
+    /// How products are computed.
+    fn arithmetic(&self) -> Arithmetic {
+        Arithmetic { isa: self.isa, precision: self.precision }
+    }
+
     /// `out = source(0..rows) weight^T + bias`; arguments are checked.
     fn product<'s>(
         &mut self,
@@ -138,11 +153,12 @@ impl CpuBackend {
         bias: Option<&CpuVector>,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
+        let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, .. } = self;
         let (rows, stride) = (out.rows(), out.width());
-        let acts = gemm::prepare(*isa, pool, acts, rows, weight.cols(), source)?;
-        let out = Output { data: Disjoint::new(out.values_mut()), stride };
-        gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out, None)
+        let acts = gemm::prepare(arithmetic, pool, acts, rows, weight.cols(), source)?;
+        let out = Output { data: Disjoint::new(out.values_mut()), stride, column: 0 };
+        gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out)
     }
 
     fn timed<T, E: Into<KernelError>>(
@@ -165,7 +181,7 @@ impl Backend for CpuBackend {
     fn describe(&self) -> String {
         let threads = self.pool.num_threads();
         let plural = if threads == 1 { "" } else { "s" };
-        format!("cpu {}, {threads} thread{plural}", self.isa)
+        format!("cpu {} {}, {threads} thread{plural}", self.isa, self.precision)
     }
 
     fn rank(&self) -> u32 {
@@ -265,13 +281,14 @@ impl Backend for CpuBackend {
     ) -> Result<(), KernelError> {
         check::qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
         q_out.set_rows(x.rows())?;
+        let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
         let width = weights.weight.rows();
         let projected = wide.get(x.rows() * width)?;
-        let acts = gemm::prepare(*isa, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
-        let out = Output { data: Disjoint::new(projected), stride: width };
+        let acts = gemm::prepare(arithmetic, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
+        let out = Output { data: Disjoint::new(projected), stride: width, column: 0 };
         let bias = weights.bias.as_deref();
-        gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out, None)?;
+        gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out)?;
         qkv::Heads { isa: *isa, projected, weights, rope, shape, batch, layer }
             .finish(pool, cache, q_out)
     }
@@ -367,34 +384,38 @@ impl Backend for CpuBackend {
         ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
         check::product(op, x, weight, bias, rows / 2, out)?;
         out.set_rows(x.rows())?;
+        let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
         let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
-        let both = Disjoint::new(wide.get(rows * inner * 2)?);
-        let acts = gemm::prepare(isa, pool, acts, rows, x.width(), &|i| x.row(i))?;
-        let both = Output { data: both, stride: inner * 2 };
+        let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
         let out = Disjoint::new(out.values_mut());
-        let finish = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>| {
-            let (start, len) = (columns.start, columns.len());
-            for row in rows {
-                let at = row * inner * 2 + start;
-                // SAFETY: the columns (gate and up) belong to one task, which has written them.
-                let gate = unsafe { both.data.slice(at, len) };
-                // SAFETY: as above; up begins `inner >= len` elements later.
-                let up = unsafe { both.data.slice(at + inner, len) };
-                // SAFETY: as above.
-                let out = unsafe { out.slice(row * inner + start, len) };
+        let bias = bias.map(|bias| &**bias);
+        // Gate and up panels in one task, so that their product finds them in the cache.
+        if inner.is_multiple_of(PANEL) {
+            let half = gemm::pair_panels(rows) * PANEL;
+            let sums = wide.get(pool.num_threads() * rows * half * 2)?;
+            return gemm::multiply_pairs(isa, pool, &acts, weight, bias, sums, &|panels, sums| {
+                let (start, len) = (panels.start * PANEL, panels.len() * PANEL);
+                for (row, sums) in sums.chunks_exact(half * 2).enumerate() {
+                    let (gate, up) = sums.split_at(half);
+                    // SAFETY: the columns belong to one task.
+                    let out = unsafe { out.slice(row * inner + start, len) };
+                    elementwise::silu_mul(isa, &gate[..len], &up[..len], out);
+                }
+            });
+        }
+        let both = wide.get(rows * inner * 2)?;
+        let to = Output { data: Disjoint::new(both), stride: inner * 2, column: 0 };
+        gemm::multiply(isa, pool, &acts, weight, bias, &to)?;
+        let grain = (GRAIN / inner).max(1);
+        pool.run_ranges(rows, grain, &|range, _| {
+            for row in range {
+                let (gate, up) = both[row * inner * 2..][..inner * 2].split_at(inner);
+                // SAFETY: every row belongs to one task.
+                let out = unsafe { out.slice(row * inner, inner) };
                 elementwise::silu_mul(isa, gate, up, out);
             }
-        };
-        let bias = bias.map(|bias| &**bias);
-        if inner.is_multiple_of(PANEL) {
-            // Gate and up panels in one task, so that their product finds them in the cache.
-            let pair = Some((inner / PANEL, &finish as &(dyn Fn(_, _) + Sync)));
-            return gemm::multiply(isa, pool, &acts, weight, bias, &both, pair);
-        }
-        gemm::multiply(isa, pool, &acts, weight, bias, &both, None)?;
-        let grain = (GRAIN / inner).max(1);
-        pool.run_ranges(rows, grain, &|range, _| finish(range, 0..inner))
+        })
     }
 
     fn lm_head(

@@ -29,6 +29,7 @@ mod group;
 pub mod launch;
 pub mod libraries;
 mod matmul;
+pub mod measure;
 pub mod memory;
 pub mod module;
 pub mod nccl;

@@ -1,7 +1,8 @@
 //! Newtypes for everything that is identified across processes.
 //!
 //! All are plain integers on the wire. None is ever reused within a cluster's life, except
-//! [`BlockId`], which names a place rather than a thing.
+//! [`BlockId`] and [`ReplicaId`], which name places rather than things: what happens in a replica
+//! has an [`Epoch`].
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

@@ -3,6 +3,7 @@
 //!
 //! - [`ledger`]: bytes that the leader leaves for the next one
 //! - [`view`]: PURE: what is known of the cluster, from lists and events
+//! - [`desired`]: PURE: what operators told the leader, which the next one goes by
 //! - [`connect`]: how etcd is reached
 //! - [`keeper`]: PURE: a process's lease, registration and candidacy
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
@@ -10,6 +11,7 @@
 //! etcd is asked for nothing on the way of a request. While it cannot be reached, everybody goes on
 //! with the last view; only joining and a change of the leader wait.
 pub mod connect;
+pub mod desired;
 pub mod etcd;
 pub mod keeper;
 pub mod ledger;
@@ -20,8 +22,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-pub use self::connect::{EtcdOptions, Tls};
-pub use self::etcd::EtcdMembership;
+pub use self::connect::{EtcdOptions, ProbeError, Tls};
+pub use self::desired::Desired;
+pub use self::etcd::{Desires, EtcdMembership};
 pub use self::view::View;
 
 /// What a process is.

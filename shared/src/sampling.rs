@@ -4,6 +4,13 @@
 //! them index out of bounds.
 use serde::{Deserialize, Serialize};
 
+/// Most alternatives that log-probabilities are reported of.
+pub const LOGPROBS_MAX: u32 = 128;
+/// Most entries of `logit_bias`.
+pub const LOGIT_BIAS_MAX: usize = 1024;
+/// Most tokens that end a sequence, and so most of `suppress_until_min`.
+pub const SUPPRESSED_MAX: usize = 256;
+
 /// How the next token of one sequence is chosen. Field names and meanings are vLLM's.
 ///
 /// Randomness is counter-based (Philox4x32-10): the key is `seed`, the counter is the token's
@@ -67,5 +74,84 @@ impl SamplingParams {
     #[must_use]
     pub fn greedy() -> Self {
         Self { temperature: 0.0, ..Self::default() }
+    }
+
+    /// Whether a rank can compute with them, for a vocabulary of so many tokens. What a client may
+    /// ask for is narrower, and checked where requests enter.
+    ///
+    /// # Errors
+    /// The field, its value and the bound, in one sentence.
+    pub fn check(&self, vocab: u32) -> Result<(), String> {
+        let floats = [
+            ("temperature", self.temperature, self.temperature >= 0.0),
+            ("top_p", self.top_p, self.top_p > 0.0),
+            ("min_p", self.min_p, self.min_p >= 0.0),
+            ("presence_penalty", self.presence_penalty, true),
+            ("frequency_penalty", self.frequency_penalty, true),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0),
+        ];
+        if let Some((name, value, _)) =
+            floats.into_iter().find(|(_, value, fits)| !value.is_finite() || !fits)
+        {
+            return Err(format!("{name} is {value}, which nothing can be computed with"));
+        }
+        let logprobs = [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)];
+        if let Some((name, value)) = logprobs.into_iter().find(|it| it.1 > Some(LOGPROBS_MAX)) {
+            let value = value.unwrap_or_default();
+            return Err(format!("{name} is {value}, at most {LOGPROBS_MAX} are reported"));
+        }
+        let lists = [
+            ("logit_bias", self.logit_bias.len(), LOGIT_BIAS_MAX),
+            ("suppress_until_min", self.suppress_until_min.len(), SUPPRESSED_MAX),
+        ];
+        if let Some((name, len, max)) = lists.into_iter().find(|(_, len, max)| len > max) {
+            return Err(format!("{name} has {len} entries, at most {max} are taken"));
+        }
+        if let Some((token, bias)) = self.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
+            return Err(format!("the bias of token {token} is {bias}, which is no number"));
+        }
+        let biased = self.logit_bias.iter().map(|(token, _)| *token);
+        let mut tokens = biased.chain(self.suppress_until_min.iter().copied());
+        match tokens.find(|token| *token >= vocab) {
+            Some(token) => Err(format!("token {token} is not below the vocabulary's {vocab}")),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_rank_can_compute_with_is_named() {
+        let fits = SamplingParams {
+            logit_bias: vec![(9, -100.0); LOGIT_BIAS_MAX],
+            suppress_until_min: vec![9; SUPPRESSED_MAX],
+            logprobs: Some(LOGPROBS_MAX),
+            prompt_logprobs: Some(0),
+            ..SamplingParams::default()
+        };
+        assert_eq!(fits.check(10), Ok(()));
+        let wrong = |named: &str, change: fn(&mut SamplingParams)| {
+            let mut params = fits.clone();
+            change(&mut params);
+            let error = params.check(10).unwrap_err();
+            assert!(error.contains(named), "{error} without {named}");
+        };
+        wrong("temperature is NaN", |it| it.temperature = f32::NAN);
+        wrong("temperature is -1", |it| it.temperature = -1.0);
+        wrong("top_p is 0", |it| it.top_p = 0.0);
+        wrong("min_p is inf", |it| it.min_p = f32::INFINITY);
+        wrong("presence_penalty is -inf", |it| it.presence_penalty = f32::NEG_INFINITY);
+        wrong("frequency_penalty is NaN", |it| it.frequency_penalty = f32::NAN);
+        wrong("repetition_penalty is 0", |it| it.repetition_penalty = 0.0);
+        wrong("logprobs is 129, at most 128", |it| it.logprobs = Some(129));
+        wrong("prompt_logprobs is 129", |it| it.prompt_logprobs = Some(129));
+        wrong("logit_bias has 1025", |it| it.logit_bias.push((1, 0.0)));
+        wrong("suppress_until_min has 257", |it| it.suppress_until_min.push(1));
+        wrong("bias of token 9 is NaN", |it| it.logit_bias[0].1 = f32::NAN);
+        wrong("token 10 is not below", |it| it.logit_bias[7].0 = 10);
+        wrong("token 11 is not below", |it| it.suppress_until_min[7] = 11);
     }
 }

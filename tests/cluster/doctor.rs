@@ -5,6 +5,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 
 use serde_json::Value;
+use testkit::certificates::Certificates;
+use testkit::etcd::Etcd;
 use testkit::fleet::{Fleet, free_port};
 use testkit::local_cluster::tutti_binary;
 use testkit::models::{demo, repository};
@@ -170,20 +172,96 @@ async fn a_coordinator_without_a_secret_takes_no_doctor_for_a_worker() {
 }
 
 #[test]
-fn etcds_own_word_counts() {
-    let answer = |body: &'static str| {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        std::thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let _ = stream.read(&mut [0; 1024]);
-            let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len());
-            let _ = stream.write_all((head + body).as_bytes());
-        });
-        let (_, found) = doctor(&["--etcd", &format!("http://{address}")]);
+fn an_etcd_that_is_not_well_is_believed() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let _ = stream.read(&mut [0; 1024]);
+        let body = "{\"health\":\"false\",\"reason\":\"RAFT NO LEADER\"}";
+        let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len());
+        let _ = stream.write_all((head + body).as_bytes());
+    });
+    let (_, found) = doctor(&["--etcd", &format!("http://{address}")]);
+    let (level, said, _) = finding(&found, "etcd");
+    assert!(level == "fail" && said.contains("RAFT NO LEADER"), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_etcd_with_users_is_asked_as_the_node_would_ask_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(etcd) = Etcd::start(folder.path()).await.unwrap() else { return };
+    let endpoint = etcd.endpoint();
+    let (_, found) = doctor(&["--etcd", &endpoint]);
+    assert_eq!(finding(&found, "etcd").0, "ok", "{found}");
+    let mut client = etcd_client::Client::connect([&endpoint], None).await.unwrap();
+    for user in ["root", "tutti"] {
+        client.user_add(user, "password", None).await.unwrap();
+        client.role_add(user).await.unwrap();
+        client.user_grant_role(user, user).await.unwrap();
+    }
+    for prefix in ["/tutti/", "/tutti:totals/"] {
+        let permission = etcd_client::Permission::read_write(prefix).with_prefix();
+        client.role_grant_permission("tutti", permission).await.unwrap();
+    }
+    client.auth_enable().await.unwrap();
+    let password = |name: &str, text: &str| {
+        let file = folder.path().join(name);
+        std::fs::write(&file, text).unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+        file.to_str().unwrap().to_owned()
+    };
+    let (right, wrong) = (password("right", "password\n"), password("wrong", "passwort"));
+    let with = |args: &[&str]| {
+        let (_, found) = doctor(&[&["--etcd", &endpoint], args].concat());
         finding(&found, "etcd")
     };
-    assert_eq!(answer("{\"health\":\"true\"}").0, "ok");
-    let (level, said, _) = answer("{\"health\":\"false\",\"reason\":\"RAFT NO LEADER\"}");
-    assert!(level == "fail" && said.contains("RAFT NO LEADER"), "{said}");
+    let user = ["--etcd-user", "tutti", "--etcd-password-file"];
+    let (level, said, _) = with(&[&user[..], &[&right]].concat());
+    assert!(level == "ok" && said.contains("as tutti"), "{said}");
+    let elsewhere = ["--cluster-name", "other"];
+    for refused in
+        [&[&user[..], &[&wrong]].concat()[..], &[&user[..], &[&right], &elsewhere].concat(), &[]]
+    {
+        let (level, said, fix) = with(refused);
+        assert!(level == "fail" && fix.contains("--etcd-user"), "{refused:?}: {said} | {fix}");
+        assert!(!said.contains("passwor") || said.contains("invalid"), "{said}");
+    }
+    let root = [("root", "password")].map(|(user, word)| (user.to_owned(), word.to_owned()));
+    let [(user, word)] = root;
+    let options = etcd_client::ConnectOptions::new().with_user(user, word);
+    let mut client = etcd_client::Client::connect([&endpoint], Some(options)).await.unwrap();
+    let all = etcd_client::GetOptions::new().with_prefix().with_count_only();
+    assert_eq!(client.get("/", Some(all)).await.unwrap().count(), 0, "it wrote something");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_etcd_with_tls_is_asked_over_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(certificates) = Certificates::make(folder.path()).unwrap() else { return };
+    let Some(etcd) = Etcd::start_secure(folder.path(), &certificates).await.unwrap() else {
+        return;
+    };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let other = Certificates::make(elsewhere.path()).unwrap().unwrap();
+    let path = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
+    let (certificate, key) = certificates.pair("client");
+    std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let (certificate, key) = (path(certificate), path(key));
+    let (authority, stranger) = (path(certificates.authority()), path(other.authority()));
+    let endpoint = etcd.endpoint();
+    let with = |args: &[&str]| {
+        let (_, found) = doctor(&[&["--etcd", &endpoint], args].concat());
+        finding(&found, "etcd")
+    };
+    let own = ["--etcd-cert", &certificate, "--etcd-key", &key];
+    let (level, said, _) = with(&[&["--etcd-ca", &authority][..], &own].concat());
+    assert!(level == "ok" && said.contains("over TLS"), "{said}");
+    for refused in
+        [&["--etcd-ca", &authority][..], &[&["--etcd-ca", &stranger][..], &own].concat(), &own, &[]]
+    {
+        let (level, said, fix) = with(refused);
+        assert_eq!(level, "fail", "{refused:?}: {said}");
+        assert!(said.contains("--etcd-ca") || fix.contains("--etcd-ca"), "{said} | {fix}");
+    }
 }

@@ -1,6 +1,6 @@
 //! Front ends of their own processes: any number of them serve one cluster, and no total depends on
 //! how many there are.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt as _;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::fleet::Fleet;
 use testkit::local_cluster::LocalCluster;
-use testkit::scrape::Scrape;
+use testkit::scrape::{Sample, Scrape};
 
 use crate::counters::check_invariants;
 use crate::{STORY, greedy, text, text_goldens};
@@ -149,7 +149,7 @@ async fn totals_and_answers_are_the_same_for_1_and_16_front_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_front_end_serves_the_whole_api_and_not_the_metrics() {
+async fn a_front_end_serves_the_whole_api_and_its_own_metrics() {
     let fleet = Fleet::start(&["--tensor-parallel", "2"], 2, 1).await.unwrap();
     let client = fleet.frontends[0].client().unwrap();
     for golden in text_goldens() {
@@ -167,9 +167,23 @@ async fn a_front_end_serves_the_whole_api_and_not_the_metrics() {
     assert_eq!(models["data"][0]["id"], "demo");
     let bad = client.post("/v1/completions", &json!({"prompt": "a", "n": 99})).await.unwrap();
     assert_eq!((bad.status, &bad.body["error"]["param"]), (400, &json!("n")));
-    let metrics = client.get("/metrics").await.unwrap();
-    assert_eq!(metrics.status, 404);
-    assert!(metrics.body.to_string().contains("coordinator's /metrics"), "{}", metrics.body);
+    let own = client.scrape().await.unwrap();
+    assert_eq!(own.sum("tutti_frontend_requests_rejected_total", &[]), 1.0);
+    assert!(own.has("process_resident_memory_bytes", &[]), "its process's own");
+    let names: BTreeSet<&str> = own.samples().iter().map(|sample| sample.name.as_str()).collect();
+    let of_the_cluster: Vec<_> =
+        names.iter().filter(|name| !name.starts_with("tutti_frontend_")).collect();
+    assert!(of_the_cluster.iter().all(|name| name.starts_with("process_")), "{of_the_cluster:?}");
+    // The coordinator has the same under other names: who scrapes both counts nothing twice.
+    let route = [("route", "/v1/completions")];
+    let part = own.sum("tutti_frontend_http_requests_total", &route);
+    let all = |s: &Scrape| s.sum("tutti_http_requests_total", &route);
+    let both = |s: &Scrape| all(s) == 2.0 * part - 1.0;
+    let scrape = fleet.client().unwrap().scrape_until(PATIENCE, both).await.unwrap();
+    assert_eq!(all(&scrape), 2.0 * part - 1.0, "as often here as there, but for what was refused");
+    let theirs: Vec<_> = scrape.samples().iter().map(|it| it.name.as_str()).collect();
+    let twice = names.iter().filter(|it| it.starts_with("tutti_") && theirs.contains(it));
+    assert_eq!(twice.count(), 0);
     let rejected = |s: &Scrape| s.sum("tutti_requests_rejected_total", &[("reason", "invalid")]);
     let scrape = fleet.client().unwrap().scrape_until(PATIENCE, |s| rejected(s) == 1.0).await;
     let scrape = scrape.unwrap();
@@ -220,7 +234,8 @@ async fn read(response: reqwest::Response) -> (Vec<String>, bool) {
 
 /// Slots of the front ends that are linked.
 fn slots(scrape: &Scrape) -> Vec<String> {
-    let up = scrape.samples().iter().filter(|sample| sample.name == "tutti_frontend_up");
+    let is_up = |sample: &&Sample| sample.name == "tutti_frontend_up" && sample.value == 1.0;
+    let up = scrape.samples().iter().filter(is_up);
     up.filter_map(|sample| sample.labels.get("frontend").cloned()).collect()
 }
 
@@ -286,7 +301,9 @@ async fn killing_a_front_end_and_a_worker_leaves_exact_totals() {
     assert_eq!(scrape.sum("tutti_time_to_first_token_seconds_count", &[]), 12.0);
     assert_eq!(scrape.sum("tutti_frontend_up", &[]), 2.0);
     let left = slots(&scrape);
-    assert_eq!(left.len(), 2, "dead gauges vanish");
+    assert_eq!(left.len(), 2);
+    let known = scrape.samples().iter().filter(|sample| sample.name == "tutti_frontend_up");
+    assert_eq!(known.count(), 3, "the one that was killed is missed");
     assert_eq!(scrape.sum("tutti_kv_cache_used_blocks", &[]), 0.0, "nothing leaked");
     // The same front end again takes its old slot, and its totals go on.
     let mut again = fleet.spawn_frontend("frontend-1").unwrap();

@@ -1,7 +1,9 @@
 //! Real processes on loopback: what a user of `tutti up` sees.
 //!
 //! - [`actors`]: named actors across processes
+//! - [`api`]: what operators choose of the HTTP API
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
+//! - [`commands`]: what operators said outlives the coordinator that they said it to
 //! - [`counters`]: `/metrics` equals what the client itself counted
 //! - [`dead_ranks`]: what is left of workers that are gone
 //! - [`doctor`]: what a host needs to become a node
@@ -27,7 +29,9 @@
 )]
 
 mod actors;
+mod api;
 mod by_hand;
+mod commands;
 mod counters;
 mod dead_ranks;
 mod doctor;

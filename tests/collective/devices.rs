@@ -51,8 +51,10 @@ impl Ranks {
         for (rank, collective) in (0..count).zip(group) {
             let (sender, receiver): (Sender<Work>, Receiver<Work>) = channel();
             work.push(sender);
+            // Here, since it may have to compile the stand-in: no rank is waited for meanwhile.
+            let options = options(rank);
             threads.push(std::thread::spawn(move || {
-                let mut backend = CudaBackend::new(options(rank), collective).unwrap();
+                let mut backend = CudaBackend::new(options, collective).unwrap();
                 for work in receiver {
                     work(&mut backend);
                 }

@@ -149,7 +149,8 @@ async fn every_query_has_an_answer() {
             .unwrap();
     frontend.wait_ready().await.unwrap();
     let target = cluster.base().trim_start_matches("http://");
-    let Some(server) = Prometheus::start(target, &files::rule_files()).await else { return };
+    let [config, ..] = &files::prometheus_configs()[..] else { panic!("no configuration") };
+    let Some(server) = Prometheus::start(target, config).await else { return };
     load(&cluster.client().unwrap()).await;
     wait_recorded(&server).await;
 
@@ -173,8 +174,31 @@ async fn every_query_has_an_answer() {
         }
     }
     problems.extend(rule_health(&server).await);
+    problems.extend(identity_problems(&server).await);
     crate::assert_none("queries", &problems);
     the_checks_can_fail(&server).await;
+}
+
+/// The cluster's series go on under the next leader, a process's are its own.
+async fn identity_problems(server: &Prometheus) -> Vec<String> {
+    let mut problems = Vec::new();
+    for (name, of_process) in [
+        ("tutti_requests_accepted_total", false),
+        ("process_start_time_seconds", true),
+        ("up", true),
+    ] {
+        for (matcher, wanted) in [("instance!=\"\"", of_process), ("instance=\"\"", !of_process)] {
+            let found = server.query(&format!("{name}{{{matcher}}}")).await.unwrap_or_default();
+            if found.is_empty() == wanted {
+                problems.push(format!("{name}{{{matcher}}}: {} series", found.len()));
+            }
+        }
+        let helper = server.query(&format!("{name}{{__tmp_instance!=\"\"}}")).await;
+        if helper.is_ok_and(|found| !found.is_empty()) {
+            problems.push(format!("{name} has a label that is none"));
+        }
+    }
+    problems
 }
 
 /// Each check finds what it is there for, with the server that the test has anyway.

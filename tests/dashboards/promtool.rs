@@ -12,11 +12,22 @@ use crate::files;
 const FIRING: &[(&str, &[(&str, &str)])] = &[
     ("TuttiCoordinatorDown", &[("up{job=\"tutti\", instance=\"a\"}", "0+0")]),
     (
+        "TuttiCoordinatorRedundancyLost",
+        &[
+            ("up{job=\"tutti\", instance=\"a\"}", "0+0"),
+            ("up{job=\"tutti\", instance=\"b\"}", "1+0"),
+        ],
+    ),
+    (
         "TuttiNoReplicaUp",
         &[
             ("up{job=\"tutti\", instance=\"a\"}", "1+0"),
-            ("tutti_replica_up{job=\"tutti\", instance=\"a\", replica=\"0\"}", "0+0"),
+            ("tutti_replica_up{job=\"tutti\", replica=\"0\"}", "0+0"),
         ],
+    ),
+    (
+        "TuttiReplicasMissing",
+        &[("tutti_replica_up{replica=\"0\"}", "1+0"), ("tutti_replicas_wanted", "2+0")],
     ),
     ("TuttiWorkerDown", &[("tutti_worker_up{worker=\"0\"}", "0+0")]),
     (
@@ -26,6 +37,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
             ("tutti_worker_last_report_timestamp_seconds{worker=\"0\"}", "60+0"),
         ],
     ),
+    ("TuttiFrontendDown", &[("tutti_frontend_up{frontend=\"1\"}", "0+0")]),
     ("TuttiFailoversRepeated", &[("tutti_failovers_total{replica=\"0\"}", "0+1")]),
     ("TuttiWorkerRestartsRepeated", &[("tutti_worker_restarts_total{worker=\"0\"}", "0+1")]),
     ("TuttiSlowRank", &[("tutti_slow_ranks{worker=\"0\"}", "1+0")]),
@@ -33,12 +45,20 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ("TuttiReportsRefused", &[("tutti_reports_refused_total{reason=\"malformed\"}", "0+1")]),
     ("TuttiNobodyLeads", &[("tutti_membership_leading{instance=\"a\"}", "0+0")]),
     ("TuttiMembershipUnconfirmed", &[("tutti_membership_connected{instance=\"a\"}", "0+0")]),
+    ("TuttiTotalsNotWritten", &[("tutti_totals_checkpoint_timestamp_seconds", "60+0")]),
     ("TuttiQueueBuildingUp", &[("tutti_requests_waiting{reason=\"capacity\"}", "0+2")]),
     (
         "TuttiKvCacheNearlyFull",
         &[
             ("tutti_kv_cache_used_blocks{replica=\"0\"}", "99+0"),
             ("tutti_kv_cache_blocks{replica=\"0\"}", "100+0"),
+        ],
+    ),
+    (
+        "TuttiPreemptionsRepeated",
+        &[
+            ("tutti_preemptions_total{replica=\"0\"}", "0+9"),
+            ("tutti_request_success_total{finished_reason=\"stop\"}", "0+1"),
         ],
     ),
     (
@@ -60,8 +80,8 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     (
         "TuttiHttpServerErrors",
         &[
-            ("tutti_http_requests_total{status=\"500\"}", "0+1"),
-            ("tutti_http_requests_total{status=\"200\"}", "0+9"),
+            ("tutti_http_requests_total{route=\"/v1/completions\", status=\"500\"}", "0+1"),
+            ("tutti_http_requests_total{route=\"/v1/completions\", status=\"200\"}", "0+9"),
         ],
     ),
     ("TuttiGpuTooHot", &[("tutti_gpu_temperature_celsius{gpu=\"0\", host=\"a\"}", "90+0")]),

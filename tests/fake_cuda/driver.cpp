@@ -14,7 +14,9 @@
 // - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
-//   700 on break the context: every later call gives it too.
+//   700 on break the context: every later call gives it too. -1: it never returns; -2: it ends the
+//   process.
+// - FAKE_CUDA_ONCE: a file that is made when FAKE_CUDA_FAIL does something: once, over all processes
 // - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -29,6 +31,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -58,8 +61,10 @@ struct Item {
     fake_cuda::Run run;
 };
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100,
-              INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT_FOUND = 500,
-              NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
+              INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
+              NOT_READY = 600, OUT_OF_RESOURCES = 701,
+              CONTEXT_IS_DESTROYED = 709, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
+              CAPTURED_EVENT = 907;
 
 std::recursive_mutex driver_lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
@@ -74,6 +79,8 @@ struct Kernel {
     const char* name;
     std::vector<size_t> sizes;
     std::function<void(const std::vector<uint64_t>&)> call;
+    // Of the real one: threads of a block at most, registers of each, static shared memory.
+    unsigned threads, registers, shared;
 };
 
 template <class T>
@@ -87,12 +94,13 @@ void call(void (*kernel)(A...), const std::vector<uint64_t>& raw, std::index_seq
     kernel(argument<A>(raw[I])...);
 }
 template <class... A>
-Kernel entry(const char* name, void (*kernel)(A...)) {
+Kernel entry(const char* name, void (*kernel)(A...), unsigned threads, unsigned registers,
+             unsigned shared) {
     return {name, {sizeof(A)...}, [kernel](const std::vector<uint64_t>& raw) {
                 call(kernel, raw, std::index_sequence_for<A...>{});
-            }};
+            }, threads, registers, shared};
 }
-#define ENTRY(name) entry(#name, name)
+#define ENTRY(name, ...) entry(#name, name, __VA_ARGS__)
 const std::vector<Kernel>& kernels() {
     static const std::vector<Kernel> all = {
 #include "entries.inc"
@@ -100,7 +108,16 @@ const std::vector<Kernel>& kernels() {
     return all;
 }
 
+// A GPU and its primary context, which is there while it is retained.
+struct Gpu {
+    int retained = 0;
+    size_t used = 0;
+};
+Gpu gpus[64];
+thread_local Gpu* current = nullptr;
+
 struct Stream {
+    Gpu* gpu = current;
     std::vector<Item> queue;
     std::thread::id owner = std::this_thread::get_id();
     bool captures = false;
@@ -108,6 +125,9 @@ struct Stream {
     std::vector<Work> captured;
 };
 struct Event {
+    Gpu* gpu = current;
+    bool timed = false;
+    bool captured = false;  // Recorded within a capture: not to be asked.
     Stream* stream = nullptr;
     size_t mark = 0;  // Work before it, counted from the stream's beginning.
     bool asked = false;
@@ -118,12 +138,18 @@ struct Graph {
 
 std::map<Stream*, size_t> done;  // Work finished, per stream.
 thread_local Stream* capturing = nullptr;
-thread_local bool has_context = false;
 bool initialised = false;
+// The kernels that are on the GPU. Loading at first launch may wait for whatever runs.
+std::set<const Kernel*> loaded;
+// Dynamic shared memory that was asked for, where it is more than the usual.
+std::map<const Kernel*, unsigned> dynamic_shared;
 int broken = SUCCESS;
-std::map<uint64_t, std::pair<size_t, size_t>> allocations;  // Address: bytes, bytes mapped.
+struct Allocation {
+    size_t bytes, mapped;
+    Gpu* gpu;
+};
+std::map<uint64_t, Allocation> allocations;  // By address.
 std::map<uint64_t, size_t> pinned;
-size_t used = 0;
 thread_local const char* running = "";
 // Memory of other processes: address, bytes.
 std::map<uint64_t, size_t> opened;
@@ -162,6 +188,16 @@ int injected(const char* function) {
         }
         if (std::string(at, colon) == function && atoi(colon + 1) == count) {
             const int code = atoi(equals + 1);
+            const char* once = getenv("FAKE_CUDA_ONCE");
+            if (once != nullptr && open(once, O_CREAT | O_EXCL, 0600) < 0) {
+                return broken;
+            }
+            if (code == -2) {
+                abort();
+            }
+            while (code == -1) {
+                pause();
+            }
             if (code >= 700 && code < 800) {
                 broken = code;
             }
@@ -179,8 +215,17 @@ int injected(const char* function) {
         return code;                                                                               \
     }
 #define NEEDS_CONTEXT                                                                              \
-    if (!has_context) {                                                                            \
+    if (current == nullptr) {                                                                      \
         return INVALID_CONTEXT;                                                                    \
+    }                                                                                              \
+    if (current->retained == 0) {                                                                  \
+        return CONTEXT_IS_DESTROYED;                                                               \
+    }
+// What is called on a stream is called with its GPU's context.
+#define NEEDS_CONTEXT_OF(thing)                                                                    \
+    NEEDS_CONTEXT                                                                                  \
+    if ((thing)->gpu != current) {                                                                 \
+        return INVALID_HANDLE;                                                                     \
     }
 // Calls that may wait end a capture on their thread.
 #define NO_CAPTURE                                                                                 \
@@ -280,7 +325,7 @@ bool is_pinned(const void* at) {
 // Whether the device may touch these bytes.
 bool is_device(uint64_t at, size_t bytes) {
     auto found = allocations.upper_bound(at);
-    return found != allocations.begin() && at + bytes <= (--found)->first + found->second.first;
+    return found != allocations.begin() && at + bytes <= (--found)->first + found->second.bytes;
 }
 
 }  // namespace
@@ -297,7 +342,7 @@ bool captures(void* stream) {
     LOCKED;
     return static_cast<Stream*>(stream)->captures;
 }
-bool is_ready() { return initialised && has_context; }
+bool is_ready() { return initialised && current != nullptr && current->retained > 0; }
 bool is_memory(const void* at, size_t bytes) {
     LOCKED;
     return is_device(reinterpret_cast<uint64_t>(at), bytes);
@@ -364,27 +409,34 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         default: return INVALID_VALUE;
     }
 }
-int cuDevicePrimaryCtxRetain(void** context, int) {
+int cuDevicePrimaryCtxRetain(Gpu** context, int device) {
     ENTER("cuDevicePrimaryCtxRetain");
     watch_faults();
-    static int the_context;
-    *context = &the_context;
+    *context = &gpus[device];
+    gpus[device].retained++;
     return SUCCESS;
 }
-int cuDevicePrimaryCtxRelease_v2(int) {
+int cuDevicePrimaryCtxRelease_v2(int device) {
     ENTER("cuDevicePrimaryCtxRelease_v2");
+    if (gpus[device].retained == 0) {
+        return INVALID_CONTEXT;
+    }
+    gpus[device].retained--;
     return SUCCESS;
 }
-int cuCtxSetCurrent(void* context) {
+int cuCtxSetCurrent(Gpu* context) {
     ENTER("cuCtxSetCurrent");
-    has_context = context != nullptr;
+    if (context != nullptr && context->retained == 0) {
+        return CONTEXT_IS_DESTROYED;
+    }
+    current = context;
     return SUCCESS;
 }
 int cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
     ENTER("cuMemGetInfo_v2");
     NEEDS_CONTEXT;
     *total = setting("FAKE_CUDA_MEMORY", 4ull << 30);
-    *free_bytes = *total - used;
+    *free_bytes = *total - current->used;
     return SUCCESS;
 }
 int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
@@ -395,7 +447,7 @@ int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
     if (bytes == 0) {
         return INVALID_VALUE;
     }
-    if (used + bytes > setting("FAKE_CUDA_MEMORY", 4ull << 30)) {
+    if (current->used + bytes > setting("FAKE_CUDA_MEMORY", 4ull << 30)) {
         return OUT_OF_MEMORY;
     }
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -411,8 +463,8 @@ int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
         memset(base, 0xff, size);
     }
     *at = reinterpret_cast<uint64_t>(base + size - rounded);
-    allocations[*at] = {bytes, size + page};
-    used += bytes;
+    allocations[*at] = {bytes, size + page, current};
+    current->used += bytes;
     return SUCCESS;
 }
 int cuMemFree_v2(uint64_t at) {
@@ -424,8 +476,8 @@ int cuMemFree_v2(uint64_t at) {
     }
     drain_all();
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    munmap(reinterpret_cast<void*>(at / page * page), found->second.second);
-    used -= found->second.first;
+    munmap(reinterpret_cast<void*>(at / page * page), found->second.mapped);
+    found->second.gpu->used -= found->second.bytes;
     allocations.erase(found);
     return SUCCESS;
 }
@@ -447,7 +499,7 @@ int cuIpcGetMemHandle(IpcHandle* handle, uint64_t at) {
     drain_all();
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const uint64_t base = at / page * page;
-    const size_t size = found->second.second - page;
+    const size_t size = found->second.mapped - page;
     const int file = memfd_create("fake-cuda", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, static_cast<off_t>(size)) != 0) {
         return OUT_OF_MEMORY;
@@ -465,8 +517,8 @@ int cuIpcGetMemHandle(IpcHandle* handle, uint64_t at) {
         return OUT_OF_MEMORY;
     }
     memset(handle, 0, sizeof *handle);
-    *handle = IpcHandle{getpid(), file, found->second.first, size, at - base, {}};
-    log_line("ipc give %zu", found->second.first);
+    *handle = IpcHandle{getpid(), file, found->second.bytes, size, at - base, {}};
+    log_line("ipc give %zu", found->second.bytes);
     return SUCCESS;
 }
 int cuIpcOpenMemHandle_v2(uint64_t* at, IpcHandle handle, unsigned flags) {
@@ -532,21 +584,26 @@ int cuMemFreeHost(void* at) {
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* stream) {
     ENTER("cuMemcpyHtoDAsync_v2");
-    NEEDS_CONTEXT;
+    NEEDS_CONTEXT_OF(stream);
     log_line("upload %zu %s", bytes, is_pinned(from) ? "pinned" : "pageable");
     if (!is_device(to, bytes)) {
         return INVALID_VALUE;
     }
+    // The graph would read it again whenever it runs.
+    if (!is_pinned(from) && stream->captures) {
+        stream->invalid = true;
+        return CAPTURE_UNSUPPORTED;
+    }
     auto copy = [=] { memcpy(reinterpret_cast<void*>(to), from, bytes); };
     const int status = enqueue(stream, copy);
-    if (!is_pinned(from) && !stream->captures) {
+    if (!is_pinned(from)) {
         drain(stream);
     }
     return status;
 }
 int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) {
     ENTER("cuMemcpyDtoHAsync_v2");
-    NEEDS_CONTEXT;
+    NEEDS_CONTEXT_OF(stream);
     log_line("download %zu", bytes);
     if (!is_device(from, bytes) || !is_pinned(to)) {
         return INVALID_VALUE;
@@ -555,6 +612,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) 
 }
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
     ENTER("cuMemcpyDtoDAsync_v2");
+    NEEDS_CONTEXT_OF(stream);
     if (!is_device(from, bytes) || !is_device(to, bytes)) {
         return INVALID_VALUE;
     }
@@ -564,6 +622,7 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* strea
 }
 int cuMemsetD8Async(uint64_t at, unsigned char byte, size_t bytes, Stream* stream) {
     ENTER("cuMemsetD8Async");
+    NEEDS_CONTEXT_OF(stream);
     if (!is_device(at, bytes)) {
         return INVALID_VALUE;
     }
@@ -609,6 +668,7 @@ int cuStreamQuery(Stream* stream) {
 }
 int cuStreamBeginCapture_v2(Stream* stream, int) {
     ENTER("cuStreamBeginCapture_v2");
+    NEEDS_CONTEXT_OF(stream);
     if (stream->captures) {
         return INVALID_VALUE;
     }
@@ -653,17 +713,18 @@ int cuGraphExecDestroy(Graph* graph) {
 }
 int cuGraphLaunch(Graph* graph, Stream* stream) {
     ENTER("cuGraphLaunch");
-    NEEDS_CONTEXT;
+    NEEDS_CONTEXT_OF(stream);
     log_line("graph %zu", graph->work.size());
     for (const Work& work : graph->work) {
         enqueue_work(stream, work);
     }
     return SUCCESS;
 }
-int cuEventCreate(Event** event, unsigned) {
+int cuEventCreate(Event** event, unsigned flags) {
     ENTER("cuEventCreate");
     NEEDS_CONTEXT;
     *event = new Event;
+    (*event)->timed = (flags & 2) == 0;
     return SUCCESS;
 }
 int cuEventDestroy_v2(Event* event) {
@@ -673,13 +734,23 @@ int cuEventDestroy_v2(Event* event) {
 }
 int cuEventRecord(Event* event, Stream* stream) {
     ENTER("cuEventRecord");
-    *event = Event{stream, done[stream] + stream->queue.size(), false};
+    NEEDS_CONTEXT_OF(stream);
+    if (event->gpu != stream->gpu) {
+        return INVALID_HANDLE;
+    }
+    event->captured = stream->captures;
+    event->stream = stream;
+    event->mark = done[stream] + stream->queue.size();
+    event->asked = false;
     return SUCCESS;
 }
 // Not ready at first: who does not ask again would go on too early.
 int cuEventQuery(Event* event) {
     ENTER("cuEventQuery");
     NO_CAPTURE;
+    if (event->captured) {
+        return CAPTURED_EVENT;
+    }
     if (event->stream == nullptr || done.count(event->stream) == 0 ||
         done[event->stream] >= event->mark) {
         return SUCCESS;
@@ -697,8 +768,16 @@ int cuEventSynchronize(Event* event) {
     }
     return SUCCESS;
 }
-int cuEventElapsedTime_v2(float* milliseconds, Event*, Event*) {
+int cuEventElapsedTime_v2(float* milliseconds, Event* from, Event* to) {
     ENTER("cuEventElapsedTime_v2");
+    for (const Event* event : {from, to}) {
+        if (!event->timed || event->stream == nullptr) {
+            return INVALID_HANDLE;
+        }
+        if (done.count(event->stream) != 0 && done[event->stream] < event->mark) {
+            return NOT_READY;
+        }
+    }
     *milliseconds = 1.0f;
     return SUCCESS;
 }
@@ -727,19 +806,44 @@ int cuModuleGetFunction(const Kernel** function, void*, const char* name) {
     }
     return NOT_FOUND;
 }
-int cuFuncSetAttribute(const Kernel*, int attribute, int) {
+int cuFuncLoad(const Kernel* kernel) {
+    ENTER("cuFuncLoad");
+    NEEDS_CONTEXT;
+    NO_CAPTURE;
+    loaded.insert(kernel);
+    return SUCCESS;
+}
+int cuFuncSetAttribute(const Kernel* kernel, int attribute, int value) {
     ENTER("cuFuncSetAttribute");
-    return attribute == 8 ? SUCCESS : INVALID_VALUE;
+    if (attribute != 8 || value < 0 || static_cast<unsigned>(value) + kernel->shared > 227u * 1024) {
+        return INVALID_VALUE;
+    }
+    dynamic_shared[kernel] = static_cast<unsigned>(value);
+    return SUCCESS;
 }
 int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, unsigned threads,
                    unsigned threads_y, unsigned threads_z, unsigned shared, Stream* stream,
                    void** params, void** extra) {
     ENTER("cuLaunchKernel");
-    NEEDS_CONTEXT;
+    NEEDS_CONTEXT_OF(stream);
+    if (loaded.count(kernel) == 0) {
+        NO_CAPTURE;
+        return LAUNCH_FAILED;
+    }
     log_line("launch %s %u %u %u %u %u", kernel->name, x, y, z, threads, shared);
     if (x == 0 || y == 0 || z == 0 || threads == 0 || threads > 1024 || threads_y != 1 ||
         threads_z != 1 || extra != nullptr || y > 65535 || z > 65535) {
         return INVALID_VALUE;
+    }
+    // Static shared memory counts towards the usual 48 KiB.
+    const unsigned usual = 48u * 1024 - kernel->shared;
+    const unsigned allowed = dynamic_shared.count(kernel) == 0 ? usual : dynamic_shared[kernel];
+    if (threads > kernel->threads || shared > allowed) {
+        return INVALID_VALUE;
+    }
+    const unsigned warps = (threads + 31) / 32;
+    if ((kernel->registers * 32 + 255) / 256 * 256 * warps > 65536) {
+        return OUT_OF_RESOURCES;
     }
     std::vector<uint64_t> raw;
     for (size_t i = 0; i < kernel->sizes.size(); i++) {
@@ -771,7 +875,8 @@ struct LaunchConfig {
 int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** params, void** extra) {
     for (unsigned i = 0; i < config->count; i++) {
         // Programmatic stream serialization, which the emulation does not need.
-        if (config->attributes[i].id != 6 || config->attributes[i].value != 1) {
+        if (config->attributes[i].id != 6 || config->attributes[i].value != 1 ||
+            setting("FAKE_CUDA_CAPABILITY", 90) < 90) {
             return INVALID_VALUE;
         }
     }
@@ -781,6 +886,8 @@ int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** pa
 }
 
 /* ---- cuBLASLt: column-major D = op(A) B, bf16 to f32, as much of it as is asked for. ---- */
+
+constexpr int NOT_SUPPORTED = 15;
 
 struct Layout {
     int type;
@@ -819,24 +926,42 @@ int cublasLtMatrixLayoutDestroy(Layout* layout) {
     delete layout;
     return SUCCESS;
 }
-int cublasLtMatmulPreferenceCreate(void** preference) {
-    *preference = malloc(1);
+// What operands are aligned to: of A, B, C and D.
+struct Preference {
+    uint32_t alignment[4] = {256, 256, 256, 256};
+};
+int cublasLtMatmulPreferenceCreate(Preference** preference) {
+    *preference = new Preference;
     return SUCCESS;
 }
-int cublasLtMatmulPreferenceDestroy(void* preference) {
-    free(preference);
+int cublasLtMatmulPreferenceDestroy(Preference* preference) {
+    delete preference;
     return SUCCESS;
 }
-int cublasLtMatmulPreferenceSetAttribute(void*, int attribute, const void*, size_t bytes) {
+int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value,
+                                         size_t bytes) {
+    if (attribute >= 5 && attribute <= 8 && bytes == 4) {
+        memcpy(&preference->alignment[attribute - 5], value, bytes);
+        return SUCCESS;
+    }
     return attribute == 1 && bytes == 8 ? SUCCESS : 7;
 }
-int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, Layout* d, void*, int,
-                                   uint64_t* result, int* count) {
+int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, Layout* d,
+                                   const Preference* preference, int, uint64_t* result, int* count) {
     ENTER("cublasLtMatmulAlgoGetHeuristic");
     log_line("plan %zu %zu %zu", static_cast<size_t>(b->columns), static_cast<size_t>(a->columns),
              static_cast<size_t>(a->rows));
+    // As a library that has no kernel for results whose rows are not aligned.
+    if (d->stride % 4 != 0) {
+        *count = 0;
+        return NOT_SUPPORTED;
+    }
     memset(result, 0, 8 * 8);
     result[0] = d->rows;
+    // An algorithm that makes use of what it is promised.
+    for (size_t i = 0; i < 4; i++) {
+        result[1 + i] = preference->alignment[i];
+    }
     *count = 1;
     return SUCCESS;
 }
@@ -844,6 +969,7 @@ int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* 
                    const uint16_t* b, Layout* b_layout, const float* beta, const float*, Layout*, float* d,
                    Layout* d_layout, const uint64_t* algorithm, void*, size_t, Stream* stream) {
     ENTER("cublasLtMatmul");
+    NEEDS_CONTEXT_OF(stream);
     const Layout la = *a_layout, lb = *b_layout, ld = *d_layout;
     if (*description != 1 || la.type != 14 || lb.type != 14 || ld.type != 0 || *alpha != 1.0f ||
         *beta != 0.0f || la.rows != lb.rows || ld.rows != la.columns || ld.columns != lb.columns ||
@@ -855,6 +981,10 @@ int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* 
     if (!is_device(address(a), ((n - 1) * static_cast<uint64_t>(la.stride) + k) * 2) ||
         !is_device(address(b), ((m - 1) * static_cast<uint64_t>(lb.stride) + k) * 2) ||
         !is_device(address(d), ((m - 1) * static_cast<uint64_t>(ld.stride) + n) * 4)) {
+        return 13;
+    }
+    if (address(a) % algorithm[1] != 0 || address(b) % algorithm[2] != 0 ||
+        address(d) % algorithm[3] != 0 || address(d) % algorithm[4] != 0) {
         return 13;
     }
     log_line("product %zu %zu %zu", static_cast<size_t>(m), static_cast<size_t>(n), static_cast<size_t>(k));

@@ -1,5 +1,5 @@
 //! Every model folder's golden log-probabilities and greedy tokens, with graphs and without.
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use kernels::Backend as _;
 use kernels::cuda::CudaBackend;
@@ -15,7 +15,7 @@ use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights;
 
-use crate::{Options, Table};
+use crate::{Options, Step};
 
 const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
@@ -142,26 +142,31 @@ pub(crate) fn follow(
     Ok((worst, compared))
 }
 
-pub(crate) fn check(options: &Options, ordinal: u32, table: &mut Table) {
+/// One model, with graphs or without.
+fn whole(options: &Options, ordinal: u32, graphs: bool, model: &Path) -> Result<String, String> {
     let (prompts, output) = if options.quick { (1, 5) } else { (usize::MAX, usize::MAX) };
-    let variants = VARIANTS.map(|name| options.root.join("tests/models").join(name));
-    for model in variants.into_iter().chain([options.root.join("models/demo")]) {
-        for graphs in [true, false] {
-            let run = || -> Result<String, String> {
-                let mut engine =
-                    engine(options, ordinal, graphs, &model).map_err(|error| error.to_string())?;
-                let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
-                for golden in goldens(&model).iter().take(prompts) {
-                    let (error, tokens) = follow(&mut engine, golden, &mut number, output)?;
-                    worst = worst.max(error);
-                    compared += tokens;
-                }
-                let made = engine.backend().num_graphs();
-                Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
-            };
-            let name = model.file_name().unwrap_or_default().to_string_lossy();
-            let how = if graphs { "graphs" } else { "calls" };
-            table.add(format!("goldens {name}, {how}"), run());
-        }
+    let mut engine = engine(options, ordinal, graphs, model).map_err(|error| error.to_string())?;
+    let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
+    for golden in goldens(model).iter().take(prompts) {
+        let (error, tokens) = follow(&mut engine, golden, &mut number, output)?;
+        worst = worst.max(error);
+        compared += tokens;
     }
+    let made = engine.backend().num_graphs();
+    Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
+}
+
+pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
+    let variants = VARIANTS.map(|name| options.root.join("tests/models").join(name));
+    let models = variants.into_iter().chain([options.root.join("models/demo")]);
+    let both = models.flat_map(|model| [(model.clone(), false), (model, true)]);
+    let step = |(model, graphs): (PathBuf, bool)| {
+        let name = model.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let how = if graphs { "graphs" } else { "calls" };
+        let name = format!("goldens {name}, {how}");
+        Step::new(name.clone(), move |table| {
+            table.add(name, whole(options, ordinal, graphs, &model));
+        })
+    };
+    both.map(step).collect()
 }

@@ -3,32 +3,41 @@
 //!
 //! - `operations`: every operation against the float32 reference, outputs poisoned before
 //! - `goldens`: every model folder's golden values
-//! - `ranks`: two ranks that see each other's memory, on one GPU or two, and one that is killed or
-//!   frozen; NCCL with one rank, and with two on two GPUs or, where NCCL can, on one
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
+//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one that is killed
+//!   or frozen
+//! - `ranks-nccl`: one rank, and two on two GPUs or, where NCCL can, on one
+//! - `ranks-threads`: how long a sum takes where both ranks run at once on one GPU
+//!
+//! Each part is a process of its own with a time limit (`supervisor`): a kernel that hangs or leaves
+//! its memory costs the step that it is in. Lines are printed as they come, and appended to
+//! `$OUT/gpu-check.txt` where `OUT` names a folder.
 //!
 //! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
 //! `--require-gpu`: on a host without a GPU it then checks itself, in small sizes (`--quick`), on the
 //! stand-in of `tests/fake_cuda`. `--no-overlap` has every kernel begin when those before it are
-//! complete; `--only PART` runs one part.
+//! complete; `--only PART` runs the parts whose names contain this.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod goldens;
+mod head;
 mod operations;
 mod ranks;
+mod selfcheck;
 mod speed;
+mod supervisor;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use kernels::KernelError;
 use kernels::collective::single_rank;
 use kernels::cuda::devices::{Survey, survey};
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange};
-use kernels::{Backend as _, KernelError};
 
 /// What to do, and where things are.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Options {
     root: PathBuf,
     folders: Vec<PathBuf>,
@@ -39,6 +48,8 @@ struct Options {
     /// How such a process exchanges data, and whether it does so until the other is gone.
     exchange: Exchange,
     endless: bool,
+    /// The model folder whose golden values such a process follows.
+    golden: Option<PathBuf>,
     /// Up to which sizes which of this project's exchanges is used; measured when none are given.
     thresholds: Option<Thresholds>,
     ordinal: Option<u32>,
@@ -48,6 +59,12 @@ struct Options {
     require_gpu: bool,
     /// Only parts whose name contains this.
     only: Option<String>,
+    /// To be one part, from this step on, and whether it goes on in the same process when one fails.
+    part: Option<String>,
+    skip: usize,
+    keep_going: bool,
+    /// Seconds that a step may take, if not the usual ones.
+    step_limit: Option<u64>,
 }
 
 impl Options {
@@ -60,12 +77,17 @@ impl Options {
             child: None,
             exchange: Exchange::Nccl,
             endless: false,
+            golden: None,
             thresholds: None,
             ordinal: None,
             quick: false,
             overlap: true,
             require_gpu: false,
             only: None,
+            part: None,
+            skip: 0,
+            keep_going: false,
+            step_limit: None,
         };
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or_else(|| format!("{arg} wants a value"));
@@ -82,12 +104,17 @@ impl Options {
                     options.exchange = known.ok_or("--exchange wants a name")?.1;
                 }
                 "--endless" => options.endless = true,
+                "--golden" => options.golden = Some(PathBuf::from(value()?)),
                 "--child" => {
                     let rank = value()?.parse().map_err(|_| "--child wants a rank")?;
                     options.child = Some((rank, value()?, PathBuf::from(value()?)));
                 }
                 "--gpu" => options.ordinal = value()?.parse().ok(),
                 "--only" => options.only = Some(value()?),
+                "--part" => options.part = Some(value()?),
+                "--skip" => options.skip = value()?.parse().map_err(|_| "--skip wants a number")?,
+                "--step-limit" => options.step_limit = value()?.parse().ok(),
+                "--keep-going" => options.keep_going = true,
                 "--no-overlap" => options.overlap = false,
                 "--quick" => options.quick = true,
                 "--require-gpu" => options.require_gpu = true,
@@ -103,52 +130,111 @@ impl Options {
         self.only.as_ref().is_none_or(|only| part.contains(only.as_str()))
     }
 
-    fn backend(&self, ordinal: u32, graphs: bool) -> Result<CudaBackend, KernelError> {
-        let options = CudaOptions {
-            graphs,
-            overlap: self.overlap,
-            ..Survey::options(ordinal, &self.folders, self.kernels.as_deref())
+    /// What another process of this program is told, besides what it is to do.
+    fn common(&self) -> Vec<std::ffi::OsString> {
+        let mut args: Vec<std::ffi::OsString> = Vec::new();
+        let mut pair = |name: &str, value: &std::ffi::OsStr| {
+            args.extend([name.into(), value.to_owned()]);
         };
-        CudaBackend::new(options, single_rank())
+        pair("--root", self.root.as_os_str());
+        for folder in &self.folders {
+            pair("--cuda-lib-dir", folder.as_os_str());
+        }
+        if let Some(kernels) = &self.kernels {
+            pair("--cuda-kernels", kernels.as_os_str());
+        }
+        if let Some(nccl) = &self.nccl_lib {
+            pair("--nccl-lib", nccl.as_os_str());
+        }
+        for (is_set, flag) in [(self.quick, "--quick"), (!self.overlap, "--no-overlap")] {
+            if is_set {
+                args.push(flag.into());
+            }
+        }
+        args
+    }
+
+    fn cuda(&self, ordinal: u32) -> CudaOptions {
+        CudaOptions {
+            overlap: self.overlap,
+            thresholds: self.thresholds,
+            nccl_lib: self.nccl_lib.clone(),
+            ..Survey::options(ordinal, &self.folders, self.kernels.as_deref())
+        }
+    }
+
+    fn backend(&self, ordinal: u32, graphs: bool) -> Result<CudaBackend, KernelError> {
+        CudaBackend::new(CudaOptions { graphs, ..self.cuda(ordinal) }, single_rank())
+    }
+
+    fn survey(&self) -> Survey {
+        survey(&self.folders, self.kernels.as_deref(), self.nccl_lib.as_deref())
     }
 }
 
-/// One line of the table.
-#[derive(Debug)]
-struct Row {
-    what: String,
-    /// What was measured, in words.
-    figure: String,
-    /// What is wrong, if anything.
-    fault: Option<String>,
-}
-
-/// The lines so far; each is printed as soon as it is known.
+/// The lines of a part so far: told to the supervisor as soon as each is known.
 #[derive(Debug, Default)]
 struct Table {
-    rows: Vec<Row>,
+    faults: usize,
 }
+
+/// Marks of what a part tells its supervisor; whatever else it prints is passed on as it is.
+const STEP: &str = "@step ";
+const ROW: &str = "@row ";
 
 impl Table {
     fn add(&mut self, what: impl Into<String>, result: Result<String, String>) {
-        let (figure, fault) = match result {
-            Ok(figure) => (figure, None),
-            Err(fault) => (String::new(), Some(fault)),
+        let (state, words) = match result {
+            Ok(figure) => ("ok", figure),
+            Err(fault) => ("FAILED", fault),
         };
-        let row = Row { what: what.into(), figure, fault };
-        let state = if row.fault.is_some() { "FAILED" } else { "ok" };
-        let words = row.fault.as_ref().unwrap_or(&row.figure);
-        println!("{:<44} {state:<7} {words}", row.what);
-        self.rows.push(row);
-    }
-
-    fn faults(&self) -> usize {
-        self.rows.iter().filter(|row| row.fault.is_some()).count()
+        self.faults += usize::from(state == "FAILED");
+        let words = words.split_whitespace().collect::<Vec<_>>().join(" ");
+        println!("{ROW}{state}\t{}\t{words}", what.into());
     }
 }
 
+/// A step of a part: what it is called, and what it does.
+struct Step<'a> {
+    name: String,
+    run: Box<dyn FnOnce(&mut Table) + 'a>,
+}
+
+impl<'a> Step<'a> {
+    fn new(name: impl Into<String>, run: impl FnOnce(&mut Table) + 'a) -> Self {
+        Self { name: name.into(), run: Box::new(run) }
+    }
+}
+
+/// The parts, in the order of what they need to be right before them.
+const PARTS: [&str; 6] =
+    ["operations", "goldens", "speed", "ranks-peers", "ranks-nccl", "ranks-threads"];
+/// A part ended before its last step, since one failed, and is to be begun again behind it.
+const AGAIN: u8 = 3;
+
+/// Is one part: a failed step ends the process, for it may have broken the context.
+fn part(options: &Options, name: &str) -> ExitCode {
+    let ordinal = options.ordinal.unwrap_or(0);
+    let steps = match name {
+        "operations" => operations::steps(options, ordinal),
+        "goldens" => goldens::steps(options, ordinal),
+        "speed" => speed::steps(options, ordinal),
+        _ => ranks::steps(options, ordinal, name),
+    };
+    let count = steps.len();
+    let mut table = Table::default();
+    for (index, step) in steps.into_iter().enumerate().skip(options.skip) {
+        println!("{STEP}{}", step.name);
+        (step.run)(&mut table);
+        if table.faults > 0 && !options.keep_going && index + 1 < count {
+            return ExitCode::from(AGAIN);
+        }
+    }
+    if table.faults > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
 fn main() -> ExitCode {
-    let mut options = match Options::parse(std::env::args().skip(1)) {
+    let options = match Options::parse(std::env::args().skip(1)) {
         Ok(options) => options,
         Err(message) => {
             println!("{message}");
@@ -160,67 +246,9 @@ fn main() -> ExitCode {
         println!("{}", said.as_ref().unwrap_or_else(|error| error));
         return if said.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
-    let mut found =
-        survey(&options.folders, options.kernels.as_deref(), options.nccl_lib.as_deref());
-    let mut stand_in = false;
-    let mut ordinal = options.ordinal.or_else(|| found.roomiest()).unwrap_or(0);
-    if let Some(reason) = found.refusal(ordinal) {
-        println!("no GPU: {reason}");
-        if options.require_gpu {
-            return ExitCode::from(2);
-        }
-        if found.driver.is_ok() {
-            // Its library is loaded, and the stand-in's cannot be any more.
-            return ExitCode::SUCCESS;
-        }
-        let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
-        let fakes = testkit::fake_cuda::fake_cuda_of(folder, 4).and_then(|fake| {
-            let nccl = testkit::fake_cuda::fake_nccl(folder, &fake, None)?;
-            Ok((fake, nccl))
-        });
-        match fakes {
-            Ok((fake, nccl)) => {
-                println!("checking the check itself, on a stand-in for the driver");
-                options.folders = vec![fake.libraries];
-                options.kernels = Some(fake.kernels);
-                options.nccl_lib = Some(nccl);
-                options.quick = true;
-                stand_in = options.only.is_none();
-                options.only.get_or_insert_with(|| "operations".to_owned());
-                ordinal = 0;
-                found = survey(
-                    &options.folders,
-                    options.kernels.as_deref(),
-                    options.nccl_lib.as_deref(),
-                );
-            }
-            Err(error) => {
-                println!("the stand-in for the driver does not compile: {error}");
-                return ExitCode::FAILURE;
-            }
-        }
+    match options.part.as_deref() {
+        Some("head") => head::print(&options),
+        Some(name) => part(&options, name),
+        None => supervisor::run(options),
     }
-    let mut table = Table::default();
-    match options.backend(ordinal, true) {
-        Ok(backend) => println!("{}", backend.describe()),
-        Err(error) => {
-            println!("no GPU: {error}");
-            return ExitCode::from(2);
-        }
-    }
-    if options.wants("operations") {
-        operations::check(&options, ordinal, &mut table);
-    }
-    if options.wants("goldens") {
-        goldens::check(&options, ordinal, &mut table);
-    }
-    if stand_in || options.wants("ranks") {
-        ranks::check(&options, ordinal, &found, &mut table);
-    }
-    if options.wants("speed") {
-        speed::measure(&options, ordinal, &mut table);
-    }
-    let (all, faults) = (table.rows.len(), table.faults());
-    println!("{all} lines, {faults} failed");
-    if faults > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }

@@ -1,5 +1,8 @@
 //! Every operation against the reference backend, which computes the same inputs in f32. Inputs are
 //! exact in bf16; outputs that are stored in bf16 may be off by their rounding.
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use kernels::backend::{
     AttentionShape, Batch, Buffer as _, DType, HostMatrix, KvShape, QkvWeights, RopeTable, SeqRows,
 };
@@ -8,7 +11,7 @@ use kernels::cuda::CudaBackend;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError, ReferenceBackend};
 
-use crate::{Options, Table};
+use crate::{Options, Step, Table};
 
 /// Relative error of one rounding to bf16, and some.
 const ROUNDING: f32 = 1.0 / 128.0;
@@ -124,25 +127,72 @@ trait Case {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError>;
 }
 
-fn compare<C: Case>(case: &C, cuda: &mut CudaBackend, table: &mut Table) {
+/// What is wrong with values, if anything: how many, where, the first ones.
+fn difference(
+    got: &[f32],
+    expected: &[f32],
+    (relative, absolute): (f32, f32),
+) -> Result<f32, String> {
+    if got.len() != expected.len() {
+        return Err(format!("{} values, not {}", got.len(), expected.len()));
+    }
+    let error = |i: usize| (got[i] - expected[i]).abs();
+    let is_wrong = |i: &usize| {
+        let error = error(*i);
+        error.is_nan() || error > absolute + relative * expected[*i].abs()
+    };
+    let wrong: Vec<usize> = (0..got.len()).filter(is_wrong).collect();
+    let (Some(first), Some(last)) = (wrong.first(), wrong.last()) else {
+        return Ok((0..got.len()).map(error).fold(0.0, f32::max));
+    };
+    let nan = wrong.iter().filter(|i| got[**i].is_nan()).count();
+    let some: Vec<String> = wrong
+        .iter()
+        .take(4)
+        .map(|i| format!("[{i}] is {} not {}", got[*i], expected[*i]))
+        .collect();
+    Err(format!(
+        "{} of {} values wrong ({nan} NaN), from {first} to {last}: {}",
+        wrong.len(),
+        got.len(),
+        some.join(", ")
+    ))
+}
+
+/// The backend that is checked, made when it is first needed.
+struct Checked<'a> {
+    options: &'a Options,
+    ordinal: u32,
+    backend: Option<CudaBackend>,
+}
+
+impl Checked<'_> {
+    fn get(&mut self) -> Result<&mut CudaBackend, KernelError> {
+        if self.backend.is_none() {
+            self.backend = Some(self.options.backend(self.ordinal, false)?);
+        }
+        self.backend.as_mut().ok_or_else(|| KernelError::Device("no backend".to_owned()))
+    }
+}
+
+fn compare<C: Case>(case: &C, checked: &RefCell<Checked<'_>>, table: &mut Table) {
     let mut reference = ReferenceBackend::new(single_rank());
+    let words = |error: KernelError| error.to_string();
     let mut run = || -> Result<String, String> {
-        let words = |error: KernelError| error.to_string();
         let expected = case.run(&mut reference).map_err(words)?;
-        let got = case.run(cuda).map_err(words)?;
-        let (relative, absolute) = case.tolerance();
-        if got.len() != expected.len() {
-            return Err(format!("{} values, not {}", got.len(), expected.len()));
-        }
-        let mut worst = 0.0f32;
-        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
-            let error = (got - expected).abs();
-            if error.is_nan() || error > absolute + relative * expected.abs() {
-                return Err(format!("value {i}: {got}, not {expected}"));
-            }
-            worst = worst.max(error);
-        }
-        Ok(format!("{} values, worst error {worst:.1e}", got.len()))
+        let mut checked = checked.borrow_mut();
+        let judge = |got: Vec<f32>| {
+            let worst = difference(&got, &expected, case.tolerance())?;
+            Ok(format!("{} values, worst error {worst:.1e}", got.len()))
+        };
+        let first = checked.get().and_then(|cuda| case.run(cuda)).map_err(words).and_then(judge);
+        let Err(fault) = first else { return first };
+        // Kernels that begin early are the first thing to suspect.
+        let plain = Options { overlap: false, ..checked.options.clone() };
+        let second = plain.backend(checked.ordinal, false);
+        let second = second.and_then(|mut cuda| case.run(&mut cuda)).map_err(words).and_then(judge);
+        let again = second.unwrap_or_else(|fault| fault);
+        Err(format!("{fault}; without overlap: {again}"))
     };
     let result = run();
     table.add(case.name(), result);
@@ -433,53 +483,75 @@ fn flatten(sampled: &Sampled) -> Vec<f32> {
     all
 }
 
-pub(crate) fn check(options: &Options, ordinal: u32, table: &mut Table) {
-    let mut backend = match options.backend(ordinal, false) {
-        Ok(backend) => backend,
-        Err(error) => return table.add("operations", Err(error.to_string())),
-    };
-    let cuda = &mut backend;
-    compare(&Embed, cuda, table);
-    let widths: &[usize] = if options.quick { &[64, 200] } else { &[64, 200, 4096, 8192] };
-    for &width in widths {
-        for has_delta in [false, true] {
-            compare(&Norm { rows: 3, width, has_delta }, cuda, table);
+/// One step for each case.
+pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
+    let checked = Rc::new(RefCell::new(Checked { options, ordinal, backend: None }));
+    let mut cases = Cases { checked, steps: Vec::new() };
+    cases.all(options.quick);
+    cases.steps
+}
+
+struct Cases<'a> {
+    checked: Rc<RefCell<Checked<'a>>>,
+    steps: Vec<Step<'a>>,
+}
+
+impl<'a> Cases<'a> {
+    fn add(&mut self, case: impl Case + 'a) {
+        let checked = self.checked.clone();
+        let name = case.name();
+        self.steps.push(Step::new(name, move |table| compare(&case, &checked, table)));
+    }
+
+    fn all(&mut self, quick: bool) {
+        self.add(Embed);
+        let widths: &[usize] = if quick { &[64, 200] } else { &[64, 200, 4096, 8192] };
+        for &width in widths {
+            for has_delta in [false, true] {
+                self.add(Norm { rows: 3, width, has_delta });
+            }
         }
-    }
-    let rows: &[usize] = match options.quick {
-        true => &[1, 9, 65],
-        false => &[1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 1030],
-    };
-    let (k, n) = if options.quick { (96, 80) } else { (1000, 520) };
-    for &rows in rows {
-        let has_bias = rows % 2 == 1;
-        compare(&Linear { rows, k, n, first: 0, has_bias }, cuda, table);
-        compare(&GateUp { rows, k, inner: n / 2, has_bias }, cuda, table);
-    }
-    for first in [8, 3] {
-        compare(&Linear { rows: 5, k: 64, n: 40, first, has_bias: false }, cuda, table);
-    }
-    compare(&Head { rows: vec![199, 0, 7] }, cuda, table);
-    compare(&Head { rows: (0..150).rev().collect() }, cuda, table);
-    let heads: &[(usize, usize, usize)] = match options.quick {
-        true => &[(4, 2, 32), (4, 1, 48)],
-        false => {
-            &[(4, 4, 16), (8, 2, 32), (6, 2, 64), (4, 2, 96), (32, 8, 128), (20, 1, 64), (4, 2, 80)]
+        let rows: &[usize] = match quick {
+            true => &[1, 9, 65],
+            false => &[1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 1030],
+        };
+        let (k, n) = if quick { (96, 80) } else { (1000, 520) };
+        for &rows in rows {
+            let has_bias = rows % 2 == 1;
+            self.add(Linear { rows, k, n, first: 0, has_bias });
+            self.add(GateUp { rows, k, inner: n / 2, has_bias });
         }
-    };
-    for &(num_heads, num_kv_heads, head_dim) in heads {
-        for (sliding_window, extras) in [(None, false), (Some(33), true)] {
-            let shape = AttentionShape {
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                norm_eps: 1e-6,
-                sliding_window,
-            };
-            compare(&Attention { shape, extras }, cuda, table);
+        for (rows, first) in [(5, 8), (5, 3), (70, 8), (70, 3)] {
+            self.add(Linear { rows, k: 64, n: 40, first, has_bias: false });
         }
-    }
-    for vocab in if options.quick { vec![300] } else { vec![300, 32_000, 151_936] } {
-        compare(&Sample { vocab }, cuda, table);
+        self.add(Head { rows: vec![199, 0, 7] });
+        self.add(Head { rows: (0..150).rev().collect() });
+        let heads: &[(usize, usize, usize)] = match quick {
+            true => &[(4, 2, 32), (4, 1, 48)],
+            false => &[
+                (4, 4, 16),
+                (8, 2, 32),
+                (6, 2, 64),
+                (4, 2, 96),
+                (32, 8, 128),
+                (20, 1, 64),
+                (4, 2, 80),
+            ],
+        };
+        for &(num_heads, num_kv_heads, head_dim) in heads {
+            for (sliding_window, extras) in [(None, false), (Some(33), true)] {
+                let shape = AttentionShape {
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    norm_eps: 1e-6,
+                    sliding_window,
+                };
+                self.add(Attention { shape, extras });
+            }
+        }
+        for vocab in if quick { vec![300] } else { vec![300, 32_000, 151_936] } {
+            self.add(Sample { vocab });
+        }
     }
 }

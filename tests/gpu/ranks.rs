@@ -2,10 +2,11 @@
 //! takes; by NCCL, and by this project's own kernels on GPUs that see each other's memory, one rank of
 //! which is then killed or frozen. Each rank has a GPU of its own where there are enough, else they
 //! share one, which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
+use std::ffi::OsStr;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::sync::Barrier;
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kernels::backend::{AttentionShape, Batch, Buffer as _, SeqRows, StepInputs};
@@ -13,15 +14,14 @@ use kernels::collective::{
     Collective, SharedMemoryOptions, local_group, shared_memory, single_rank,
 };
 use kernels::cuda::choice::NCCL_SHARING_MIN;
-use kernels::cuda::devices::Survey;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup, Relay};
 use kernels::sampling::{SampleParams, SampleRow};
 use kernels::{Backend, CollectiveError, KernelError};
 use testkit::models::goldens;
 use testkit::relay::SharedRelay;
 
-use crate::goldens::{engine_over, follow};
-use crate::{Options, Table};
+use crate::goldens::{VARIANTS, engine_over, follow};
+use crate::{Options, Step};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// How long ranks wait for one that is gone.
@@ -57,13 +57,7 @@ fn joined(
     collective: Box<dyn Collective>,
     relay: &mut dyn Relay,
 ) -> Result<CudaBackend, KernelError> {
-    let cuda = CudaOptions {
-        overlap: options.overlap,
-        exchange,
-        thresholds: options.thresholds,
-        nccl_lib: options.nccl_lib.clone(),
-        ..Survey::options(ordinal, &options.folders, options.kernels.as_deref())
-    };
+    let cuda = CudaOptions { exchange, ..options.cuda(ordinal) };
     let mut backend = CudaBackend::new(cuda, collective)?;
     backend.join(GroupSetup {
         timeout,
@@ -136,93 +130,125 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
     Ok(format!("{} graphs", backend.num_graphs()))
 }
 
-/// How long sums of several sizes take, one after the other and not waited for in between.
+/// How long sums of several sizes take, one after the other and not waited for in between. Nothing
+/// is allocated or freed from the first sum to the last: on a GPU that both ranks share, as threads,
+/// that may wait for the other's kernel, which waits for this rank's.
 fn latencies(
     backend: &mut CudaBackend,
+    meeting: &Meeting,
     quick: bool,
-) -> Result<Vec<(usize, Duration)>, KernelError> {
+) -> Result<Vec<(usize, Duration)>, String> {
+    let words = |error: KernelError| error.to_string();
     let sizes: &[usize] = if quick { &[4, 64] } else { &[4, 16, 64, 256, 1024, 4096, 16384] };
     let times = if quick { 2 } else { 50 };
-    let mut found = Vec::new();
+    let mut buffers = Vec::new();
     for kib in sizes {
-        let mut data = backend.new_buffer(1, kib * 256)?;
-        data.set_rows(1)?;
-        backend.all_reduce(&mut data)?;
-        backend.settle()?;
+        let mut data = backend.new_buffer(1, kib * 256).map_err(words)?;
+        data.set_rows(1).map_err(words)?;
+        buffers.push((*kib, data));
+    }
+    backend.settle().map_err(words)?;
+    let mut found = Vec::new();
+    for (kib, data) in &mut buffers {
+        meeting.wait()?;
+        backend.all_reduce(data).map_err(words)?;
+        backend.settle().map_err(words)?;
+        meeting.wait()?;
         let began = Instant::now();
         for _ in 0..times {
-            backend.all_reduce(&mut data)?;
+            backend.all_reduce(data).map_err(words)?;
         }
-        backend.settle()?;
+        backend.settle().map_err(words)?;
         found.push((*kib, began.elapsed() / times));
     }
+    meeting.wait()?;
     Ok(found)
 }
 
-/// Where two ranks meet when it is dropped: before what they compute with, since that frees memory,
-/// which may wait for the other's kernels on the same GPU.
-struct Meeting<'a>(&'a Barrier);
+/// Where two ranks wait for each other, for so long.
+#[derive(Default)]
+struct Meeting {
+    came: Mutex<usize>,
+    changed: Condvar,
+}
 
-impl Drop for Meeting<'_> {
-    fn drop(&mut self) {
-        self.0.wait();
+impl Meeting {
+    fn wait(&self) -> Result<(), String> {
+        let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
+        *came += 1;
+        let wanted = came.next_multiple_of(2);
+        self.changed.notify_all();
+        let waited = self.changed.wait_timeout_while(came, TIMEOUT, |came| *came < wanted);
+        let (came, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if *came < wanted { Err("the other rank does not come".to_owned()) } else { Ok(()) }
     }
 }
 
-/// Runs `work` on a thread for each of two ranks; what rank 0 says, or what went wrong.
-fn two<T: Send>(
+/// Sums of two ranks that are threads: on one GPU their kernels run at the same time, which those of
+/// two processes do not.
+fn sums(
     options: &Options,
     exchange: Exchange,
     gpus: [u32; 2],
-    work: impl Fn(u32, CudaBackend, Meeting<'_>) -> Result<T, String> + Sync,
-) -> Result<T, String> {
+) -> Result<Vec<(usize, Duration)>, String> {
     let group = local_group(2, TIMEOUT).map_err(|error| error.to_string())?;
     let relay = SharedRelay::default();
-    let (work, meeting) = (&work, &Barrier::new(2));
-    let results: Vec<Result<T, String>> = std::thread::scope(|scope| {
+    let meeting = &Meeting::default();
+    let results: Vec<Result<_, String>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0u32..)
             .zip(group)
             .map(|(rank, collective)| {
                 let mut relay = relay.clone();
                 scope.spawn(move || {
-                    let (how, gpu) = ((exchange, TIMEOUT), gpus[rank as usize]);
-                    let meeting = Meeting(meeting);
+                    let (how, gpu) = ((exchange, SHORT), gpus[rank as usize]);
                     let backend = joined(options, how, gpu, collective, &mut relay);
-                    work(rank, backend.map_err(|error| error.to_string())?, meeting)
+                    let mut backend = backend.map_err(|error| error.to_string())?;
+                    let found = latencies(&mut backend, meeting, options.quick);
+                    // Nothing is freed before both are done.
+                    let _ = meeting.wait();
+                    found
                 })
             })
             .collect();
         let panicked = || Err("a rank panicked".to_owned());
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| panicked())).collect()
     });
-    let mut first = None;
-    for (rank, result) in results.into_iter().enumerate() {
-        let said = result.map_err(|error| format!("rank {rank}: {error}"))?;
-        first.get_or_insert(said);
-    }
-    first.ok_or_else(|| "no ranks".to_owned())
+    first_of(results)
 }
 
-fn golden_pair(
+/// What rank 0 says, or what went wrong on which ranks.
+fn first_of<T>(results: Vec<Result<T, String>>) -> Result<T, String> {
+    let (mut said, mut faults) = (Vec::new(), Vec::new());
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Ok(words) => said.push(words),
+            Err(fault) => faults.push(format!("rank {rank}: {fault}")),
+        }
+    }
+    match said.into_iter().next() {
+        Some(first) if faults.is_empty() => Ok(first),
+        _ => Err(faults.join("; ")),
+    }
+}
+
+/// One of two ranks' golden values.
+fn golden(
     options: &Options,
-    exchange: Exchange,
-    gpus: [u32; 2],
+    rank: u32,
+    backend: CudaBackend,
     model: &Path,
 ) -> Result<String, String> {
-    let (prompts, output) = if options.quick { (1, 5) } else { (usize::MAX, usize::MAX) };
-    two(options, exchange, gpus, |rank, backend, meeting| {
-        let engine = engine_over(backend, model, (rank, 2), !options.quick);
-        let mut engine = engine.map_err(|error| error.to_string())?;
-        let _meeting = meeting;
-        let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
-        for golden in goldens(model).iter().take(prompts) {
-            let (error, tokens) = follow(&mut engine, golden, &mut number, output)?;
-            worst = worst.max(error);
-            compared += tokens;
-        }
-        let made = engine.backend().num_graphs();
-        Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
-    })
+    let (prompts, output) = if options.quick { (1, 5) } else { (2, 16) };
+    let engine = engine_over(backend, model, (rank, 2), !options.quick);
+    let mut engine = engine.map_err(|error| error.to_string())?;
+    let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
+    for golden in goldens(model).iter().take(prompts) {
+        let (error, tokens) = follow(&mut engine, golden, &mut number, output)?;
+        worst = worst.max(error);
+        compared += tokens;
+    }
+    let made = engine.backend().num_graphs();
+    Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
 }
 
 /// One of two processes, the other of which is this program again.
@@ -243,6 +269,9 @@ pub(crate) fn child(
     let mut backend = joined(options, how, ordinal, collective, &mut relay).map_err(words)?;
     if options.endless {
         return Ok(until_the_other_is_gone(&mut backend));
+    }
+    if let Some(model) = &options.golden {
+        return golden(options, rank, backend, model);
     }
     exchange(&mut backend).map_err(words)
 }
@@ -271,29 +300,17 @@ fn start(
     options: &Options,
     exchange: Exchange,
     gpus: [u32; 2],
-    (relay, endless): (&Path, bool),
+    relay: &Path,
+    task: &[&OsStr],
 ) -> std::io::Result<Vec<Child>> {
     let name = format!("tutti-gpu-{}", std::process::id());
     let program = std::env::current_exe()?;
     (0..2)
         .map(|rank| {
             let mut command = Command::new(&program);
-            command.args(["--child", &rank.to_string(), &name]).arg(relay);
-            command.args(["--exchange", exchange.name()]);
-            if endless {
-                command.arg("--endless");
-            }
+            command.args(options.common()).args(["--child", &rank.to_string(), &name]).arg(relay);
+            command.args(["--exchange", exchange.name()]).args(task);
             command.args(["--gpu", &gpus[rank].to_string()]);
-            for folder in &options.folders {
-                command.arg("--cuda-lib-dir").arg(folder);
-            }
-            for (option, path) in
-                [("--cuda-kernels", &options.kernels), ("--nccl-lib", &options.nccl_lib)]
-            {
-                if let Some(path) = path {
-                    command.arg(option).arg(path);
-                }
-            }
             command.stdout(std::process::Stdio::piped()).spawn()
         })
         .collect()
@@ -305,8 +322,9 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
     let words = |error: std::io::Error| error.to_string();
     let folder = tempfile::tempdir().map_err(words)?;
     let relay = folder.path().join("id");
-    let mut children =
-        start(options, Exchange::Peers, gpus, (&relay, true)).map_err(words)?.into_iter();
+    let mut children = start(options, Exchange::Peers, gpus, &relay, &["--endless".as_ref()])
+        .map_err(words)?
+        .into_iter();
     let (Some(mut survivor), Some(mut victim)) = (children.next(), children.next()) else {
         return Err("no processes".to_owned());
     };
@@ -331,92 +349,140 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
     Ok(format!("the other ended after {:.1} s: {said}", took.as_secs_f64()))
 }
 
-fn processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Result<String, String> {
+fn processes(
+    options: &Options,
+    exchange: Exchange,
+    gpus: [u32; 2],
+    task: &[&OsStr],
+) -> Result<String, String> {
     let words = |error: std::io::Error| error.to_string();
     let folder = tempfile::tempdir().map_err(words)?;
     let relay = folder.path().join("id");
-    let children = start(options, exchange, gpus, (&relay, false)).map_err(words)?;
-    let mut first = None;
-    for child in children {
+    let children = start(options, exchange, gpus, &relay, task).map_err(words)?;
+    let said = |child: Child| {
         let output = child.wait_with_output().map_err(words)?;
         let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        if !output.status.success() {
-            return Err(said);
+        match output.status.success() {
+            true => Ok(said),
+            false => Err(format!("{} {said}", output.status)),
         }
-        first.get_or_insert(said);
-    }
-    Ok(first.unwrap_or_default())
+    };
+    first_of(children.into_iter().map(said).collect())
 }
 
-pub(crate) fn check(options: &Options, ordinal: u32, found: &Survey, table: &mut Table) {
+/// One rank by NCCL: its calls, and their place in graphs.
+fn alone(options: &Options, ordinal: u32) -> Result<String, String> {
+    struct Nobody;
+    impl Relay for Nobody {
+        fn send(&mut self, _: &[u8]) -> Result<(), CollectiveError> {
+            Ok(())
+        }
+        fn receive(&mut self, _: Duration) -> Result<Vec<u8>, CollectiveError> {
+            Err(CollectiveError::Setup("there is one rank".to_owned()))
+        }
+    }
+    let words = |error: KernelError| error.to_string();
+    let how = (Exchange::Nccl, TIMEOUT);
+    let mut backend = joined(options, how, ordinal, single_rank(), &mut Nobody).map_err(words)?;
+    exchange(&mut backend).map_err(words)
+}
+
+/// The steps of one part about several ranks.
+pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<Step<'a>> {
+    let found = options.survey();
     let other = found.usable().map(|device| device.info.ordinal).find(|other| *other != ordinal);
-    // Threads have one GPU, or they do not see each other's memory.
-    pairs(options, Exchange::Peers, [ordinal, ordinal], table);
+    let gpus = [ordinal, other.unwrap_or(ordinal)];
+    let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
+    let pairs = match &found.nccl {
+        Err(reason) => Err(reason.clone()),
+        Ok(version) if other.is_none() && (*version < NCCL_SHARING_MIN || !shares) => {
+            let rule = "ranks share a GPU from NCCL 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1";
+            Err(format!("one GPU and NCCL {}: {rule}", found.nccl_text()))
+        }
+        Ok(_) => Ok(()),
+    };
+    match part {
+        "ranks-peers" => peers(options, ordinal, other),
+        "ranks-nccl" => {
+            let mut steps = Vec::new();
+            if found.nccl.is_ok() {
+                let name = format!("NCCL {}, one rank", found.nccl_text());
+                steps.push(Step::new(name.clone(), move |table| {
+                    table.add(name, alone(options, ordinal));
+                }));
+            }
+            match pairs {
+                Ok(()) => steps.extend(by_processes(options, Exchange::Nccl, gpus)),
+                Err(reason) => steps.push(unchecked("NCCL, two ranks", reason)),
+            }
+            steps
+        }
+        _ => {
+            // Threads have one GPU, or they do not see each other's memory.
+            let mut steps = vec![sums_step(options, Exchange::Peers, [ordinal; 2])];
+            match pairs {
+                Ok(()) => steps.push(sums_step(options, Exchange::Nccl, gpus)),
+                Err(reason) => steps.push(unchecked("nccl: sums", reason)),
+            }
+            steps
+        }
+    }
+}
+
+fn unchecked<'a>(what: &'static str, reason: String) -> Step<'a> {
+    Step::new(what, move |table| table.add(what, Ok(format!("not checked: {reason}"))))
+}
+
+fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
+    let mut steps = by_processes(options, Exchange::Peers, [ordinal; 2]);
+    if let Some(other) = other {
+        steps.extend(by_processes(options, Exchange::Peers, [ordinal, other]));
+    }
     let gpus = [ordinal, other.unwrap_or(ordinal)];
     for signal in ["-KILL", "-STOP"] {
-        table.add(format!("peers: a rank gets {signal}"), lost(options, gpus, signal));
+        let name = format!("peers: a rank gets {signal}");
+        steps.push(Step::new(name.clone(), move |table| {
+            table.add(name, lost(options, gpus, signal));
+        }));
     }
-    if other.is_some() {
-        let own = processes(options, Exchange::Peers, gpus);
-        table.add("peers: two processes on two GPUs", own);
-    }
-    let version = match &found.nccl {
-        Ok(version) => *version,
-        Err(reason) => return table.add("ranks", Ok(format!("not checked: {reason}"))),
-    };
-    let alone = || -> Result<String, String> {
-        struct Nobody;
-        impl Relay for Nobody {
-            fn send(&mut self, _: &[u8]) -> Result<(), CollectiveError> {
-                Ok(())
-            }
-            fn receive(&mut self, _: Duration) -> Result<Vec<u8>, CollectiveError> {
-                Err(CollectiveError::Setup("there is one rank".to_owned()))
-            }
-        }
-        let words = |error: KernelError| error.to_string();
-        let how = (Exchange::Nccl, TIMEOUT);
-        let mut backend =
-            joined(options, how, ordinal, single_rank(), &mut Nobody).map_err(words)?;
-        exchange(&mut backend).map_err(words)
-    };
-    table.add(format!("NCCL {}, one rank", found.nccl_text()), alone());
-    let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
-    if other.is_none() && (version < NCCL_SHARING_MIN || !shares) {
-        let why = "not checked: one GPU, which ranks share from NCCL 2.30 on, with \
-                   NCCL_MULTI_RANK_GPU_ENABLE=1";
-        return table.add("two ranks", Ok(why.to_owned()));
-    }
-    pairs(options, Exchange::Nccl, gpus, table);
+    steps
 }
 
-/// All that two ranks do by one way of exchanging data.
-fn pairs(options: &Options, exchange: Exchange, gpus: [u32; 2], table: &mut Table) {
+/// What two processes do by one way of exchanging data.
+fn by_processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Vec<Step<'_>> {
     let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
     let by = exchange.name();
-    let threads = two(options, exchange, gpus, |_, mut backend, meeting| {
-        let _meeting = meeting;
-        self::exchange(&mut backend).map_err(|error| error.to_string())
-    });
-    table.add(format!("{by}: two threads on {how}"), threads);
-    table.add(format!("{by}: two processes on {how}"), processes(options, exchange, gpus));
-    let sums = two(options, exchange, gpus, |_, mut backend, meeting| {
-        let _meeting = meeting;
-        latencies(&mut backend, options.quick).map_err(|error| error.to_string())
-    });
-    match sums {
+    let name = format!("{by}: two processes on {how}");
+    let mut steps = vec![Step::new(name.clone(), move |table| {
+        table.add(name, processes(options, exchange, gpus, &[]));
+    })];
+    // On one GPU every sum waits for the other process's turn.
+    let models: &[&str] = match (options.quick, gpus[0] == gpus[1]) {
+        (true, _) => &VARIANTS[..1],
+        (false, true) => &["llama-gqa-sharded", "qwen2", "qwen3"],
+        (false, false) => &VARIANTS,
+    };
+    for model in models {
+        let name = format!("{by}: goldens {model}, two ranks on {how}");
+        steps.push(Step::new(name.clone(), move |table| {
+            let folder = options.root.join("tests/models").join(model);
+            let task: [&OsStr; 2] = ["--golden".as_ref(), folder.as_os_str()];
+            table.add(name, processes(options, exchange, gpus, &task));
+        }));
+    }
+    steps
+}
+
+fn sums_step(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Step<'_> {
+    let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
+    let by = exchange.name();
+    Step::new(format!("{by}: sums"), move |table| match sums(options, exchange, gpus) {
         Err(error) => table.add(format!("{by}: sums"), Err(error)),
         Ok(sums) => {
             for (kib, took) in sums {
                 let figure = format!("{:.1} us", took.as_secs_f64() * 1e6);
-                table.add(format!("{by}: sum of {kib} KiB, two ranks on {how}"), Ok(figure));
+                table.add(format!("{by}: sum of {kib} KiB, two threads on {how}"), Ok(figure));
             }
         }
-    }
-    let models = if options.quick { 1 } else { crate::goldens::VARIANTS.len() };
-    for name in &crate::goldens::VARIANTS[..models] {
-        let model = options.root.join("tests/models").join(name);
-        let golden = golden_pair(options, exchange, gpus, &model);
-        table.add(format!("{by}: goldens {name}, two ranks"), golden);
-    }
+    })
 }

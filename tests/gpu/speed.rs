@@ -5,8 +5,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
-use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable};
+use kernels::KernelError;
+use kernels::backend::{AttentionShape, Backend, DType, HostMatrix, QkvWeights, RopeTable};
 use kernels::cuda::CudaBackend;
+use kernels::cuda::measure::{COLD, Multiplier};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
@@ -20,7 +22,7 @@ use worker::model::size;
 use worker::model::weights::{LayerWeights, Weights};
 use worker::rank::StepSource;
 
-use crate::{Options, Table};
+use crate::{Options, Step, Table};
 
 const BLOCK_SIZE: u32 = 16;
 
@@ -37,7 +39,7 @@ struct Shape {
 }
 
 /// As Llama 3.1 8B and Llama 3.2 1B.
-const SHAPES: [Shape; 2] = [
+static SHAPES: [Shape; 2] = [
     Shape {
         name: "1B",
         hidden: 2048,
@@ -61,7 +63,7 @@ const SHAPES: [Shape; 2] = [
         tied: false,
     },
 ];
-const TINY: Shape = Shape {
+static TINY: [Shape; 1] = [Shape {
     name: "tiny",
     hidden: 64,
     inner: 96,
@@ -71,7 +73,7 @@ const TINY: Shape = Shape {
     head_dim: 16,
     vocab: 300,
     tied: false,
-};
+}];
 
 /// What a case measures.
 struct Sizes {
@@ -80,6 +82,20 @@ struct Sizes {
     context: u32,
     prefill: u32,
     steps: u32,
+}
+
+impl Sizes {
+    /// Blocks of one decoded sequence.
+    fn decoded(&self) -> u32 {
+        (self.context + self.steps + 2).div_ceil(BLOCK_SIZE)
+    }
+
+    /// Blocks of all sequences of any case: not of as many of the longest, which is more than a GPU
+    /// holds.
+    fn blocks(&self) -> u32 {
+        let batch = self.batches.iter().copied().max().unwrap_or(1);
+        (self.decoded() * batch).max(self.prefill.div_ceil(BLOCK_SIZE))
+    }
 }
 
 impl Shape {
@@ -101,6 +117,7 @@ impl Shape {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            is_bf16: true,
         }
     }
 
@@ -114,17 +131,16 @@ impl Shape {
         ModelError,
     > {
         let config = self.config();
-        let largest = [self.vocab, 2 * self.inner, self.hidden].into_iter().max().unwrap_or(1);
-        let count = largest * self.hidden.max(self.inner.min(self.hidden * 4));
+        let widths = [self.vocab, 2 * self.inner, (self.heads + 2 * self.kv_heads) * self.head_dim];
+        let count = widths.into_iter().max().unwrap_or(1) * self.hidden;
         let mut state = 1u64;
         // Sign and mantissa at random, exponents of about 1/32: sums stay small.
-        let data: Vec<u8> = (0..count)
-            .flat_map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                let bits = (state >> 48) as u16;
-                (0x3c80 ^ (bits & 0x80ff)).to_le_bytes()
-            })
-            .collect();
+        let mut data = vec![0u8; count * 2];
+        for element in data.chunks_exact_mut(2) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let bits = (state >> 48) as u16;
+            element.copy_from_slice(&(0x3c80 ^ (bits & 0x80ff)).to_le_bytes());
+        }
         let mut matrix = |rows: usize, cols: usize| {
             let part = HostMatrix {
                 data: &data,
@@ -197,7 +213,7 @@ impl Shape {
         let mut engine = Engine::new(backend, decoder, config);
         engine.profile()?;
         engine.backend().settle()?;
-        engine.start(longest.div_ceil(BLOCK_SIZE) * batch)?;
+        engine.start(sizes.blocks())?;
         Ok(engine)
     }
 }
@@ -215,7 +231,6 @@ impl StepSource for Plans {
 struct Driver<'a> {
     engine: &'a mut Engine<CudaBackend>,
     vocab: u32,
-    blocks_each: u32,
     step: u64,
     next_seq: u64,
 }
@@ -228,8 +243,13 @@ impl Driver<'_> {
         self.engine.step(&plan, &mut Vec::new()).map(|_| ()).map_err(|error| error.to_string())
     }
 
-    /// Computes the prompts of `batch` sequences, as many together as a step takes.
-    fn prefill(&mut self, batch: u32, tokens: u32, together: u32) -> Result<Vec<SeqId>, String> {
+    /// Computes the prompts of `batch` sequences of some blocks each, as many together as a step takes.
+    fn prefill(
+        &mut self,
+        batch: u32,
+        (tokens, blocks): (u32, u32),
+        together: u32,
+    ) -> Result<Vec<SeqId>, String> {
         let first = self.next_seq;
         self.next_seq += u64::from(batch);
         let seqs: Vec<SeqId> = (first..self.next_seq).map(SeqId).collect();
@@ -244,7 +264,7 @@ impl Driver<'_> {
                     num_prompt: tokens,
                     sampling: SamplingParams::greedy(),
                 });
-                let own = slot * self.blocks_each..(slot + 1) * self.blocks_each;
+                let own = slot * blocks..(slot + 1) * blocks;
                 plan.sequences.push(SequenceStep {
                     seq: *seq,
                     start: 0,
@@ -304,12 +324,11 @@ fn cases(
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
     let weights = size::weight_bytes(&config, &shard) - if shape.tied { 0 } else { embedding };
     let token = 4 * (shape.layers * shape.kv_heads * shape.head_dim) as u64;
-    let blocks_each = engine.config().max_model_len.div_ceil(BLOCK_SIZE);
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
-    let mut driver = Driver { engine, vocab, blocks_each, step: 0, next_seq: 1 };
+    let mut driver = Driver { engine, vocab, step: 0, next_seq: 1 };
     let together = (sizes.prefill / sizes.context).max(1);
     for &batch in sizes.batches {
-        let seqs = driver.prefill(batch, sizes.context, together)?;
+        let seqs = driver.prefill(batch, (sizes.context, sizes.decoded()), together)?;
         // Warm, captured, and one replay.
         let (first, warm) = (sizes.context, sizes.context + 3);
         driver.decode(&seqs, first..warm)?;
@@ -334,7 +353,7 @@ fn cases(
     let mut took = 0.0;
     for _ in 0..2 {
         let began = Instant::now();
-        let seqs = driver.prefill(1, sizes.prefill, 1)?;
+        let seqs = driver.prefill(1, (sizes.prefill, sizes.prefill.div_ceil(BLOCK_SIZE)), 1)?;
         took = began.elapsed().as_secs_f64();
         driver.forget(seqs)?;
     }
@@ -350,32 +369,107 @@ fn cases(
     Ok(())
 }
 
-pub(crate) fn measure(options: &Options, ordinal: u32, table: &mut Table) {
+/// Bytes per second: of a copy, and read.
+fn bandwidth(options: &Options, ordinal: u32) -> Result<(f64, f64), String> {
     let bytes = if options.quick { 1 << 20 } else { 8 << 30 };
-    let bandwidth = options
+    options
         .backend(ordinal, false)
         .and_then(|mut backend| backend.measure_bandwidth(bytes))
-        .map_err(|error| error.to_string());
-    let best = bandwidth.as_ref().map_or(f64::NAN, |(copy, read)| copy.max(*read));
-    table.add(
-        "memory bandwidth",
-        bandwidth.map(|(copy, read)| {
-            format!("copy {:.2} TB/s (read + write), read {:.2} TB/s", copy / 1e12, read / 1e12)
-        }),
-    );
+        .map_err(|error| error.to_string())
+}
+
+fn measure(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     let quick = Sizes { batches: &[1, 3], context: 20, prefill: 80, steps: 6 };
     let full = Sizes { batches: &[1, 8, 64, 256], context: 512, prefill: 4096, steps: 67 };
-    let (shapes, sizes): (&[Shape], _) =
-        if options.quick { (&[TINY], quick) } else { (&SHAPES, full) };
-    for shape in shapes {
-        let run = options
-            .backend(ordinal, true)
-            .map_err(ModelError::from)
-            .and_then(|backend| shape.engine(backend, &sizes))
-            .map_err(|error| error.to_string())
-            .and_then(|mut engine| cases(shape, &mut engine, &sizes, best, table));
-        if let Err(fault) = run {
-            table.add(shape.name, Err(fault));
+    let sizes = if options.quick { quick } else { full };
+    let best = bandwidth(options, ordinal).map_or(f64::NAN, |(copy, read)| copy.max(read));
+    let run = options
+        .backend(ordinal, true)
+        .map_err(ModelError::from)
+        .and_then(|backend| shape.engine(backend, &sizes))
+        .map_err(|error| error.to_string())
+        .and_then(|mut engine| cases(shape, &mut engine, &sizes, best, table));
+    if let Err(fault) = run {
+        table.add(shape.name, Err(fault));
+    }
+}
+
+fn cold(options: &Options) -> usize {
+    if options.quick { 1 << 16 } else { COLD }
+}
+
+/// The products of a layer and of the logits, by this project's kernels and by cuBLASLt: where the
+/// second is quicker at few rows, the first are to be improved (or `SKINNY_MAX` to be lowered).
+fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
+    let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let matrices = [
+        ("qkv", q + 2 * kv, shape.hidden),
+        ("output", shape.hidden, q),
+        ("gate_up", 2 * shape.inner, shape.hidden),
+        ("down", shape.hidden, shape.inner),
+        ("lm_head", shape.vocab, shape.hidden),
+    ];
+    let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 64, 128] };
+    let mut backend = match options.backend(ordinal, true) {
+        Ok(backend) => backend,
+        Err(error) => return table.add("products", Err(error.to_string())),
+    };
+    for (what, n, k) in matrices {
+        for &rows in all {
+            let mut figure = |by| {
+                let took = backend.measure_product((rows, n, k), by, cold(options))?.as_secs_f64();
+                let rate = (2 * n * k) as f64 / took / 1e12;
+                Ok(format!("{:.1} us {rate:.2} TB/s", took * 1e6))
+            };
+            let own = figure(Multiplier::Own);
+            let library = figure(Multiplier::Library);
+            let both = own.and_then(|own| Ok(format!("own {own}, cuBLASLt {}", library?)));
+            let name = format!("{} {what} {n} x {k}, {rows} rows", shape.name);
+            table.add(name, both.map_err(|error: KernelError| error.to_string()));
         }
     }
+}
+
+fn attention(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
+    let cases: &[(usize, usize)] = match options.quick {
+        true => &[(2, 100)],
+        false => &[(1, 512), (1, 8192), (8, 2048), (64, 512), (64, 4096)],
+    };
+    let heads = AttentionShape {
+        num_heads: shape.heads,
+        num_kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        norm_eps: 1e-5,
+        sliding_window: None,
+    };
+    for &(batch, context) in cases {
+        let run = || -> Result<String, KernelError> {
+            let mut backend = options.backend(ordinal, true)?;
+            let took =
+                backend.measure_attention(&heads, batch, context, cold(options))?.as_secs_f64();
+            let bytes = 4 * batch * context * shape.kv_heads * shape.head_dim;
+            Ok(format!("{:.1} us {:.2} TB/s", took * 1e6, bytes as f64 / took / 1e12))
+        };
+        let name = format!("{} decode attention, {batch} x {context} tokens", shape.name);
+        table.add(name, run().map_err(|error| error.to_string()));
+    }
+}
+
+pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
+    let memory = Step::new("memory bandwidth", move |table| {
+        let found = bandwidth(options, ordinal).map(|(copy, read)| {
+            format!("copy {:.2} TB/s (read + write), read {:.2} TB/s", copy / 1e12, read / 1e12)
+        });
+        table.add("memory bandwidth", found);
+    });
+    let shapes: &'static [Shape] = if options.quick { &TINY } else { &SHAPES };
+    let mut steps = vec![memory];
+    for shape in shapes {
+        steps.push(Step::new(shape.name, move |table| measure(options, ordinal, shape, table)));
+    }
+    if let Some(shape) = shapes.last() {
+        steps.push(Step::new("products", move |table| products(options, ordinal, shape, table)));
+        steps.push(Step::new("attention", move |table| attention(options, ordinal, shape, table)));
+    }
+    steps
 }

@@ -4,10 +4,18 @@
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
 //! - [`bounds`]: every bad request gets a 4xx that names the field
+//! - [`fields`]: no field is ignored that would change the answer
+//! - [`conversations`]: what templates are given of a chat request
+//! - [`options`]: API keys, origins, limits that an operator chooses
+//! - [`tokens`]: `/tokenize` and `/detokenize`
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
 mod bounds;
+mod conversations;
+mod fields;
+mod options;
 mod rig;
 mod shapes;
 mod streams;
+mod tokens;

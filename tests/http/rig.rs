@@ -8,12 +8,14 @@ use coordinator::engine::{
     GenerateRequest,
 };
 use coordinator::http::metrics::MetricsPage;
+use coordinator::http::options::ApiOptions;
 use coordinator::http::params::Limits;
 use coordinator::http::server;
 use coordinator::http::state::{AppState, Readiness};
 use coordinator::metrics::Hub;
 use coordinator::metrics::exposition::PageOptions;
 use coordinator::text::model::TextModel;
+use coordinator::text::template::ChatTemplate;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
 use shared::protocol::TokenLogprobs;
@@ -52,9 +54,30 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) fn new(script: Script) -> Self {
+        Self::of(script, TextModel::load(&demo()).unwrap())
+    }
+
+    /// A rig with this chat template.
+    pub(crate) fn with_template(source: &str) -> Self {
+        let mut text = TextModel::load(&demo()).unwrap();
+        text.template = Some(ChatTemplate::new(source, String::new(), String::new()).unwrap());
+        Self::of(Script { text: "x".to_owned(), ..Script::default() }, text)
+    }
+
+    /// A rig of which an operator chose something.
+    pub(crate) fn with_api(api: &ApiOptions) -> Self {
+        let script = Script { text: "a b c d e f g h".to_owned(), ..Script::default() };
+        Self::chosen(script, TextModel::load(&demo()).unwrap(), api)
+    }
+
+    fn of(script: Script, text: TextModel) -> Self {
+        Self::chosen(script, text, &ApiOptions::default())
+    }
+
+    fn chosen(script: Script, text: TextModel, api: &ApiOptions) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let text = Arc::new(TextModel::load(&demo()).unwrap());
+        let text = Arc::new(text);
         let seen = Arc::new(Mutex::new(Seen::default()));
         let script = Arc::new(Mutex::new(script));
         let (engine, commands) = EngineHandle::channel();
@@ -71,6 +94,7 @@ impl Rig {
             Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),
             7,
         )
+        .with_api(api)
         .with_metrics(Arc::new(page));
         let (model, log, told) = (text.clone(), seen.clone(), script.clone());
         std::thread::spawn(move || {

@@ -1,6 +1,7 @@
 //! Server-Sent Events, stop strings, failures, disconnects.
 use coordinator::engine::EngineError;
 use serde_json::{Value, json};
+use testkit::scrape::Scrape;
 
 use crate::rig::{Rig, Script};
 
@@ -21,9 +22,14 @@ async fn a_completion_stream_gives_the_same_text_in_whole_characters() {
     assert_eq!(usage["choices"], json!([]));
     let tokens = rig.text.encode(TEXT, false).unwrap().len();
     assert_eq!(usage["usage"]["completion_tokens"], tokens);
-    let id = &streamed.events[0]["id"];
+    let (id, created) = (&streamed.events[0]["id"], &streamed.events[0]["created"]);
+    assert!(created.as_u64().is_some_and(|seconds| seconds > 1_700_000_000), "{created}");
+    for event in &streamed.events {
+        // As in OpenAI's API: when the request was taken, in all events alike.
+        assert_eq!((&event["id"], &event["created"]), (id, created));
+    }
     for event in pieces {
-        assert_eq!((&event["id"], &event["usage"]), (id, &Value::Null));
+        assert_eq!(event["usage"], Value::Null);
         assert!(!event["choices"][0]["text"].as_str().unwrap().contains('\u{fffd}'));
     }
     let reasons: Vec<&Value> =
@@ -127,4 +133,72 @@ async fn a_client_that_leaves_cancels_its_request_streaming_or_not() {
         drop(task.await);
         assert!(rig.cancelled().await, "stream = {stream}");
     }
+}
+
+#[tokio::test]
+async fn prompts_of_one_request_share_a_stream_each_whole() {
+    let rig = Rig::saying(TEXT);
+    let prompts = ["a", "b", "c", "d", "e"];
+    let body = json!({"prompt": prompts, "n": 2, "max_tokens": 200, "stream": true});
+    let streamed = rig.client.stream("/v1/completions", &body).await.unwrap();
+    assert!(streamed.done);
+    for index in 0..2 * prompts.len() {
+        let own = streamed.events.iter().map(|event| &event["choices"][0]);
+        let own: Vec<&Value> = own.filter(|choice| choice["index"] == index).collect();
+        let text: String = own.iter().filter_map(|choice| choice["text"].as_str()).collect();
+        assert_eq!(text, TEXT, "choice {index}");
+        assert_eq!(own.last().unwrap()["finish_reason"], "length");
+    }
+}
+
+/// The sum of the series of the page with these labels.
+async fn sum(rig: &Rig, name: &str, labels: &[(&str, &str)]) -> f64 {
+    let page = rig.client.get("/metrics").await.unwrap().body;
+    Scrape::parse(page.as_str().unwrap()).unwrap().sum(name, labels)
+}
+
+/// Requests for completions that were counted with this status.
+async fn counted(rig: &Rig, status: &str) -> f64 {
+    let labels = [("route", "/v1/completions"), ("status", status)];
+    sum(rig, "tutti_http_requests_total", &labels).await
+}
+
+/// Waits until nothing but the scrape itself is being answered.
+async fn idle(rig: &Rig) {
+    while sum(rig, "tutti_http_requests_in_flight", &[]).await > 1.0 {
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_stream_is_being_answered_until_its_last_event() {
+    let rig = Rig::new(Script { text: TEXT.to_owned(), hang: true, ..Script::default() });
+    let body = json!({"prompt": "x", "max_tokens": 50, "stream": true});
+    let mut response = rig.client.open("/v1/completions", &body).await.unwrap();
+    assert!(response.chunk().await.unwrap().is_some(), "the first event is here");
+    assert_eq!(sum(&rig, "tutti_http_requests_in_flight", &[]).await, 2.0);
+    assert_eq!(counted(&rig, "200").await, 0.0);
+    drop(response);
+    assert!(rig.cancelled().await);
+    idle(&rig).await;
+    assert_eq!((counted(&rig, "499").await, counted(&rig, "200").await), (1.0, 0.0));
+    rig.script(|script| script.hang = false);
+    assert!(rig.client.stream("/v1/completions", &body).await.unwrap().done);
+    let reply = rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
+    assert_eq!(reply.status, 200);
+    idle(&rig).await;
+    assert_eq!((counted(&rig, "499").await, counted(&rig, "200").await), (1.0, 2.0));
+}
+
+#[tokio::test]
+async fn a_refused_request_is_counted_once_by_who_refuses_it() {
+    let rig = Rig::saying(TEXT);
+    let bad = rig.client.post("/v1/completions", &json!({"prompt": ""})).await.unwrap();
+    assert_eq!(bad.status, 400);
+    let refuse = EngineError::TooLarge { needed: 9, available: 4 };
+    rig.script(|script| script.refuse = Some(refuse));
+    let large = rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
+    assert_eq!(large.status, 400);
+    let invalid = sum(&rig, "tutti_requests_rejected_total", &[("reason", "invalid")]).await;
+    assert_eq!(invalid, 1.0);
 }

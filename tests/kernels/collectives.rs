@@ -1,12 +1,12 @@
 //! How the backend hands buffers to its collective, with pretended ranks.
 use kernels::KernelError;
 use kernels::backend::{Backend, Buffer};
-use kernels::cpu::CpuBackend;
+use kernels::cpu::{CpuBackend, Precision};
 
 use crate::support::{Pretend, Random, bits, buffer, poisoned};
 
 fn backend(world: u32) -> CpuBackend {
-    CpuBackend::new(1, Box::new(Pretend { world })).unwrap()
+    CpuBackend::new(1, Precision::Float32, Box::new(Pretend { world })).unwrap()
 }
 
 #[test]

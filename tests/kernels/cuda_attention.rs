@@ -1,7 +1,7 @@
 //! Emulated attention kernels against softmax in f64, on a cache that is NaN wherever no token of
 //! the batch is; and against themselves: bits depend neither on the batch nor on how a prompt is cut.
 use crate::cuda_emulation::{
-    Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, read_u32, rounded_all, u32s,
+    Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, u32s,
 };
 use crate::support::{Random, assert_close, bits};
 
@@ -226,30 +226,10 @@ impl Device {
         ]
     }
 
-    /// In one launch: the result, and the counters behind it.
-    fn decode_fused(
-        &self,
-        items: &[u32],
-        max_splits: usize,
-        grid: usize,
-        live: &Arg,
-    ) -> (Vec<u8>, Vec<u32>) {
-        let (name, grid) = self.decode_launch("tutti_decode_fused", items, grid);
-        let mut args = self.decode_args(items, max_splits, live);
-        args.extend([self.out(), u32s(&vec![0; grid[1] * grid[2]])]);
-        let mut results = launch(&name, grid, 128).run(&args);
-        let counters = read_u32(&results.pop().unwrap());
-        (results.pop().unwrap(), counters)
-    }
-
-    /// Rows of the sequences named in `items`; `grid` splits are launched. In two launches, and in
-    /// one, which gives the same bits.
+    /// Rows of the sequences named in `items`; `grid` splits are launched.
     fn decode(&self, items: &[u32], max_splits: usize, grid: usize, live: Option<u32>) -> Vec<f32> {
         let Shape { heads, head_dim, window, .. } = self.shape;
         let live = live.map_or(Arg::Null, |live| u32s(&[live]));
-        let (fused, counters) = self.decode_fused(items, max_splits, grid, &live);
-        assert!(counters.iter().all(|&count| count == 0), "counters are left behind");
-
         let (name, grid) = self.decode_launch("tutti_decode_attention", items, grid);
         let parts = launch(&name, grid, 128).run(&self.decode_args(items, max_splits, &live));
         let args = [
@@ -266,7 +246,6 @@ impl Device {
         ];
         let reduce = launch("tutti_decode_reduce", [heads, items.len(), 1], 128);
         let out = reduce.run(&args).swap_remove(4);
-        assert!(out == fused, "in one launch other bits");
         read_bf16(&out)
     }
 
@@ -425,18 +404,6 @@ fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
             assert_eq!(bits(&out), bits(&all[i * row..][..row]), "{} tokens", seq.context);
         }
     }
-}
-
-#[test]
-fn only_the_last_block_puts_the_parts_together() {
-    let mut random = Random(37);
-    let shape = shape(4, 2, 32, 4, 0);
-    let seq = Seq::random(&mut random, &shape, 1, 150);
-    let device = Device::new(&mut random, shape, &[seq]);
-    // 3 splits, of which only 2 are launched: nobody is the last.
-    let (out, counters) = device.decode_fused(&[0], 4, 2, &Arg::Null);
-    assert!(out.iter().all(|&byte| byte == 0xff), "a block that was not the last one wrote");
-    assert_eq!(counters, [2, 2]);
 }
 
 #[test]

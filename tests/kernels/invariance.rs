@@ -2,21 +2,21 @@
 use kernels::backend::Backend;
 
 use crate::attention::{Case, Rows, shape, shuffled};
-use crate::support::{Random, Weight, backend, bits, buffer, isas, poisoned};
+use crate::support::{Random, Weight, backend, backend_in, bits, buffer, isas, poisoned, variants};
 
 #[test]
 fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
     let mut random = Random(41);
-    for isa in isas() {
+    for (isa, precision) in variants() {
         // The long one is cut into blocks of inputs when there are several tiles of rows.
         for (cols, rows) in [(67, 190), (2306, 384)] {
             let weight = Weight::random(&mut random, rows, cols);
-            let x = random.vec(33 * cols);
+            let x = random.vec(67 * cols);
             let mut reference: Option<(Vec<u32>, Vec<u32>)> = None;
             for threads in [1, 2, 3] {
-                let mut backend = backend(isa, threads);
+                let mut backend = backend_in(isa, precision, threads);
                 let packed = weight.load(&mut backend);
-                for m in [1, 2, 3, 5, 7, 12, 33] {
+                for m in [1, 2, 3, 5, 7, 12, 16, 33, 67] {
                     let (mut linear, mut gated) = (vec![], vec![]);
                     for x in x.chunks(m * cols) {
                         let input = buffer(&mut backend, x, cols);
@@ -29,7 +29,10 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
                     }
                     let got = (linear, gated);
                     let same = *reference.get_or_insert_with(|| got.clone()) == got;
-                    assert!(same, "{isa} {cols}x{rows}, {m} rows at a time, {threads} threads");
+                    assert!(
+                        same,
+                        "{isa} {precision} {cols}x{rows}, {m} rows at a time, {threads} threads"
+                    );
                 }
             }
         }

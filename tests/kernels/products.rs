@@ -2,10 +2,15 @@
 use kernels::KernelError;
 use kernels::backend::{Backend, Buffer};
 
-use crate::support::{Random, Weight, assert_close, backend, bits, buffer, isas, poisoned};
+use kernels::cpu::Precision;
 
-/// Per unit of the sum of absolute terms. Rounding activations to one bf16 would be off by some
-/// 1e-3 of a term.
+use crate::support::{
+    Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, isas, poisoned,
+    variants,
+};
+
+/// Per unit of the sum of absolute terms. Rounding activations to one bf16 where the whole f32 is
+/// wanted, or otherwise than to the nearest one where a bf16 is, would be off by some 1e-3 of a term.
 const TOLERANCE: f64 = 1.5e-5;
 
 /// `[in, out]`: not multiples of 2, 16 or 64, one, and long enough for several blocks of inputs.
@@ -15,8 +20,8 @@ const SHAPES: [(usize, usize); 8] =
 #[test]
 fn linear_matches_the_naive_product() {
     let mut random = Random(1);
-    for isa in isas() {
-        let mut backend = backend(isa, 2);
+    for (isa, precision) in variants() {
+        let mut backend = backend_in(isa, precision, 2);
         for (cols, rows) in SHAPES {
             let weight = Weight::random(&mut random, rows, cols);
             let packed = weight.load(&mut backend);
@@ -31,9 +36,10 @@ fn linear_matches_the_naive_product() {
                     backend.linear(&input, &packed, vector, &mut out).unwrap();
                     let out = backend.read_buffer(&out).unwrap();
                     for (i, (x, out)) in x.chunks(cols).zip(out.chunks(rows)).enumerate() {
-                        let want = weight.product(x, biased.then_some(&bias[..]));
+                        let x = as_taken(precision, x);
+                        let want = weight.product(&x, biased.then_some(&bias[..]));
                         for (j, (&got, (want, size))) in out.iter().zip(want).enumerate() {
-                            let what = format!("{isa} {m}x{cols}x{rows} [{i},{j}]");
+                            let what = format!("{isa} {precision} {m}x{cols}x{rows} [{i},{j}]");
                             assert_close(got, want, TOLERANCE * size + 1e-7, what);
                         }
                     }
@@ -62,10 +68,43 @@ fn large_activations_keep_their_precision() {
 }
 
 #[test]
+fn bfloat16_rounds_activations_to_the_nearest_ties_to_even() {
+    // One output of weight 1 per input, so that the result is the activation as it was taken.
+    let taken = [
+        (1.0, 1.0),
+        // 1 + 2^-8 is halfway between 1 and 1 + 2^-7; 1 + 3 * 2^-8 between that and 1 + 2^-6.
+        (1.0 + 1.0 / 256.0, 1.0),
+        (1.0 + 1.0 / 256.0 + f32::EPSILON, 1.0 + 1.0 / 128.0),
+        (1.0 + 3.0 / 256.0, 1.0 + 1.0 / 64.0),
+        (-1.0 - 3.0 / 256.0, -1.0 - 1.0 / 64.0),
+        (-1.0 - 3.0 / 256.0 + f32::EPSILON, -1.0 - 1.0 / 128.0),
+        // Rounding carries into the exponent.
+        (1.998_046_9, 2.0),
+        (3.0e38, f32::from_bits(0x7F62_0000)),
+        (1.2e-38, f32::from_bits(0x0083_0000)),
+    ];
+    let mut weight = Weight::random(&mut Random(7), taken.len(), taken.len());
+    weight.set(|row, column| if row == column { 1.0 } else { 0.0 });
+    let x: Vec<f32> = taken.iter().map(|(x, _)| *x).collect();
+    let want: Vec<f32> = taken.iter().map(|(_, want)| *want).collect();
+    assert_eq!(bits(&as_taken(Precision::Bfloat16, &x)), bits(&want), "the oracle");
+    for isa in isas() {
+        let mut backend = backend_in(isa, Precision::Bfloat16, 1);
+        let packed = weight.load(&mut backend);
+        for rows in [1, 2] {
+            let input = buffer(&mut backend, &x.repeat(rows), x.len());
+            let mut out = poisoned(&mut backend, rows, taken.len());
+            backend.linear(&input, &packed, None, &mut out).unwrap();
+            assert_eq!(bits(out.values()), bits(&want.repeat(rows)), "{isa} {rows}");
+        }
+    }
+}
+
+#[test]
 fn gate_up_silu_matches_the_naive_version() {
     let mut random = Random(3);
-    for isa in isas() {
-        let mut backend = backend(isa, 2);
+    for (isa, precision) in variants() {
+        let mut backend = backend_in(isa, precision, 2);
         for (cols, inner) in [(9, 1), (16, 5), (33, 64), (20, 70), (40, 192)] {
             let weight = Weight::random(&mut random, inner * 2, cols);
             let packed = weight.load(&mut backend);
@@ -78,13 +117,15 @@ fn gate_up_silu_matches_the_naive_version() {
                 let vector = biased.then_some(&bias_vector);
                 backend.gate_up_silu(&input, &packed, vector, &mut out).unwrap();
                 for (x, out) in x.chunks(cols).zip(out.values().chunks(inner)) {
-                    let both = weight.product(x, biased.then_some(&bias[..]));
+                    let x = as_taken(precision, x);
+                    let both = weight.product(&x, biased.then_some(&bias[..]));
                     for (j, &got) in out.iter().enumerate() {
                         let ((gate, gate_size), (up, up_size)) = (both[j], both[inner + j]);
                         let want = gate / (1.0 + (-gate).exp()) * up;
                         let bound = TOLERANCE
                             * (gate_size * (up.abs() + 1.0) * 1.2 + up_size * (gate.abs() + 1.0));
-                        assert_close(got, want, bound + 1e-6, format!("{isa} {m}x{cols}x{inner}"));
+                        let what = format!("{isa} {precision} {m}x{cols}x{inner}");
+                        assert_close(got, want, bound + 1e-6, what);
                     }
                 }
             }
@@ -95,8 +136,8 @@ fn gate_up_silu_matches_the_naive_version() {
 #[test]
 fn lm_head_takes_the_rows_named() {
     let mut random = Random(4);
-    for isa in isas() {
-        let mut backend = backend(isa, 1);
+    for (isa, precision) in variants() {
+        let mut backend = backend_in(isa, precision, 1);
         let (cols, vocab) = (24, 150);
         let weight = Weight::random(&mut random, vocab, cols);
         let packed = weight.load(&mut backend);
@@ -107,8 +148,8 @@ fn lm_head_takes_the_rows_named() {
             backend.lm_head(&input, rows, &packed, &mut out).unwrap();
             assert_eq!(out.rows(), rows.len());
             for (&row, out) in rows.iter().zip(out.values().chunks(vocab)) {
-                let x = &x[row as usize * cols..][..cols];
-                for (&got, (want, size)) in out.iter().zip(weight.product(x, None)) {
+                let x = as_taken(precision, &x[row as usize * cols..][..cols]);
+                for (&got, (want, size)) in out.iter().zip(weight.product(&x, None)) {
                     assert_close(got, want, TOLERANCE * size, isa);
                 }
             }

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use kernels::backend::{Backend, Buffer, DType, HostMatrix};
 use kernels::collective::{AbortHandle, Collective};
-use kernels::cpu::{CpuBackend, CpuBuffer, CpuMatrix, Isa};
+use kernels::cpu::{CpuBackend, CpuBuffer, CpuMatrix, Isa, Precision};
 use kernels::error::CollectiveError;
 
 /// A collective that pretends: rank 0 of `world`, the other ranks' data being known multiples of
@@ -69,8 +69,35 @@ impl Collective for Pretend {
     }
 }
 
+/// With products of f32 precision.
 pub(crate) fn backend(isa: Isa, threads: usize) -> CpuBackend {
-    CpuBackend::with_isa(threads, isa, Box::new(Pretend { world: 1 })).unwrap()
+    backend_in(isa, Precision::Float32, threads)
+}
+
+pub(crate) fn backend_in(isa: Isa, precision: Precision, threads: usize) -> CpuBackend {
+    CpuBackend::with_isa(threads, isa, precision, Box::new(Pretend { world: 1 })).unwrap()
+}
+
+/// Every instruction set of this machine in every precision.
+pub(crate) fn variants() -> impl Iterator<Item = (Isa, Precision)> {
+    isas().flat_map(|isa| [(isa, Precision::Float32), (isa, Precision::Bfloat16)])
+}
+
+/// The activations that a product of this precision has to take: rounded, in f64 and on the number's
+/// own terms, not by its bits. Values are normal.
+pub(crate) fn as_taken(precision: Precision, x: &[f32]) -> Vec<f32> {
+    let round = |&x: &f32| {
+        if x == 0.0 {
+            return x;
+        }
+        // A bf16 has 8 significant bits: its last one is worth 2^(exponent - 7).
+        let unit = 2f64.powi(f64::from(x).abs().log2().floor() as i32 - 7);
+        ((f64::from(x) / unit).round_ties_even() * unit) as f32
+    };
+    match precision {
+        Precision::Float32 => x.to_vec(),
+        Precision::Bfloat16 => x.iter().map(round).collect(),
+    }
 }
 
 /// Every instruction set that this machine has.
@@ -120,6 +147,13 @@ impl Weight {
             .collect();
         let bytes = values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect();
         Self { rows, cols, values, bytes }
+    }
+
+    /// Other values, exactly representable in bf16.
+    pub(crate) fn set(&mut self, value: impl Fn(usize, usize) -> f32) {
+        let cols = self.cols;
+        self.values = (0..self.rows * cols).map(|i| value(i / cols, i % cols)).collect();
+        self.bytes = self.values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect();
     }
 
     pub(crate) fn row(&self, row: usize) -> &[f32] {

@@ -323,6 +323,38 @@ async fn an_etcd_with_users_gives_each_what_is_theirs() {
 }
 
 #[tokio::test]
+async fn what_is_there_outlives_a_writer_that_cannot_read_it() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    let leader = join(&etcd, coordinator("c", 1));
+    let seen = until(&mut leader.view(), "it leads", |v| v.leading).await;
+    let epoch = seen.leader.unwrap().epoch;
+    Ledger::new(options(&etcd)).save(epoch, b"first").await.unwrap();
+    // Another writer may see who leads and write what is not the head: its first answer is an
+    // error, and so are some that follow.
+    let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
+    for user in ["root", "tutti"] {
+        client.user_add(user, "secret", None).await.unwrap();
+        client.role_add(user).await.unwrap();
+        client.user_grant_role(user, user).await.unwrap();
+    }
+    let leads = Permission::read("/test/").with_prefix();
+    client.role_grant_permission("tutti", leads).await.unwrap();
+    for pieces in ["/test:totals/0/", "/test:totals/1/"] {
+        let pieces = Permission::read_write(pieces).with_prefix();
+        client.role_grant_permission("tutti", pieces).await.unwrap();
+    }
+    client.auth_enable().await.unwrap();
+    let user = |name: &str| EtcdOptions {
+        user: Some((name.to_owned(), "secret".to_owned())),
+        ..options(&etcd)
+    };
+    let saved = Ledger::new(user("tutti")).save(epoch, b"second").await;
+    assert!(matches!(saved, Err(LedgerError::Etcd(_))), "{saved:?}");
+    let loaded = Ledger::new(user("root")).load().await;
+    assert_eq!(loaded.unwrap(), Some(b"first".to_vec()));
+}
+
+#[tokio::test]
 async fn one_of_three_leads_and_the_next_takes_over_under_a_larger_epoch() {
     let Some((_folder, etcd)) = etcd().await else { return };
     let mut all: Vec<(u64, EtcdMembership)> =

@@ -1,16 +1,21 @@
 //! Totals that outlive the coordinator: what the next one makes of a checkpoint. That no sequence of
 //! events loses or doubles anything is in [`crate::merge_laws`].
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use shared::ids::{Incarnation, WorkerId};
+use coordinator::checkpoint::Publication;
+use coordinator::metrics::Hub;
+use coordinator::metrics::observe::{RequestSummary, StepTokens};
+use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::application::Metrics;
 use shared::metrics::catalogue::{
-    ACTOR_MESSAGES, HTTP_REQUESTS, PROCESS_CPU, RANK_STEP, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
-    REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN,
+    ACTOR_MESSAGES, HTTP_REQUESTS, PROCESS_CPU, RANK_STEP, REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS,
+    REQUEST_SUCCESS, REQUESTS_ACCEPTED, REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN,
 };
 use shared::metrics::labels::FinishedReason;
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
-use shared::metrics::{LocalStats, Merger, Source, Value};
+use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, Value};
 use shared::protocol::FrontendId;
 
 const OWN: (Source, Incarnation) = (Source::Coordinator, Incarnation(1));
@@ -31,9 +36,11 @@ fn requests_in_flight_end_with_the_coordinator_that_had_them() {
     let failed = stats.counter(REQUEST_SUCCESS, ["error"]);
     let in_flight = stats.gauge(REQUESTS_IN_FLIGHT, []);
     let ttft = stats.histogram(TIME_TO_FIRST_TOKEN, []);
+    let prompts = stats.histogram(REQUEST_PROMPT_TOKENS, []);
     stats.add(accepted, 10);
     stats.add(stopped, 6);
     stats.add(failed, 1);
+    stats.observe_n(prompts, 100.0, 7);
     stats.set(in_flight, 3.0);
     stats.observe_duration(ttft, Duration::from_millis(30));
     let mut merger = Merger::default();
@@ -46,7 +53,90 @@ fn requests_in_flight_end_with_the_coordinator_that_had_them() {
         assert_eq!(merged.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error), 4);
         assert_eq!(merged.gauge(REQUESTS_IN_FLIGHT, []), None, "gauges do not outlive anybody");
         assert_eq!(merged.histogram(TIME_TO_FIRST_TOKEN, []).unwrap().count(), 1);
+        let prompts = merged.histogram(REQUEST_PROMPT_TOKENS, []).unwrap();
+        assert_eq!((prompts.count(), prompts.sum()), (10, 700.0), "one for each that ended");
+        assert_eq!(merged.histogram(REQUEST_PARAMS_N, []).unwrap().count(), 3);
     }
+}
+
+/// Every counter, and every histogram's count, by series.
+fn totals(merged: &Merged) -> BTreeMap<String, u64> {
+    let mut totals = BTreeMap::new();
+    for (definition, family) in merged.families() {
+        for (labels, value) in family {
+            let total = match value {
+                Value::Counter(total) => *total,
+                Value::Histogram(totals) => totals.count(),
+                Value::Gauge(_) => continue,
+            };
+            totals.insert(format!("{}{labels:?}", definition.name), total);
+        }
+    }
+    totals
+}
+
+/// Leaders that die at any point of their lives, between a scrape and a checkpoint, too.
+#[test]
+fn nothing_that_was_scraped_dies_with_the_leader() {
+    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+    let mut random = 7_u64;
+    let mut dice = |sides: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 33) % sides
+    };
+    let (mut kept, mut seen, mut lost) = (None::<Vec<u8>>, BTreeMap::new(), 0_u64);
+    for leader in 1..40 {
+        let hub = Arc::new(Hub::new(Incarnation(leader), Limits::default()));
+        if let Some(bytes) = &kept {
+            assert_eq!(hub.restore(Checkpoint::decode(bytes).unwrap()), 0);
+        }
+        // Never live: etcd always answers.
+        let publication = Publication::new(hub.clone(), Duration::from_secs(3600));
+        publication.restored();
+        let mut writing = None;
+        for _ in 0..dice(60) {
+            match dice(4) {
+                0 => {
+                    let merged = &publication.shown().merged;
+                    let now = totals(merged);
+                    for (series, total) in &seen {
+                        let now = now.get(series);
+                        assert!(now.is_some_and(|now| now >= total), "{series}: {total}, {now:?}");
+                    }
+                    let of = |series: &str| now.get(series).copied().unwrap_or(0);
+                    assert_eq!(
+                        of("tutti_iteration_tokens[\"0\"]"),
+                        of("tutti_engine_steps_total[\"0\"]"),
+                        "a page is of one moment"
+                    );
+                    seen = now;
+                }
+                1 => match writing.take() {
+                    None => writing = Some(publication.writing().encode().unwrap()),
+                    Some(bytes) => {
+                        kept = Some(bytes);
+                        publication.written(true);
+                    }
+                },
+                _ => {
+                    let mut recording = hub.observer().record();
+                    let track = recording.accepted(Duration::ZERO, 1, &"cmpl-1".into());
+                    let tokens = StepTokens { generated: 3, ..StepTokens::default() };
+                    recording.step(ReplicaId(0), tokens);
+                    recording.finished(track, FinishedReason::Stop, summary, Duration::ZERO);
+                }
+            }
+        }
+        let all = hub.merged().counter_sum(REQUESTS_ACCEPTED);
+        let known = kept.as_ref().map_or(0, |bytes| {
+            let mut merger = Merger::default();
+            merger.restore(Checkpoint::decode(bytes).unwrap());
+            merger.merged().counter_sum(REQUESTS_ACCEPTED)
+        });
+        lost += all - known;
+    }
+    assert!(lost > 100, "requests that no checkpoint had: {lost}");
+    assert!(seen["tutti_requests_accepted_total[]"] > 100);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::catalogue::{self, CATALOGUE};
 use shared::metrics::compat::Compat;
 use shared::metrics::labels::{ActorState, FinishedReason, Method};
-use shared::metrics::{RankStats, Source};
+use shared::metrics::{Merged, RankStats, Source};
 use shared::protocol::StepTimings;
 
 use crate::observing::{config, hub, id, ms, text};
@@ -22,6 +22,7 @@ fn full() -> Hub {
     let mut record = hub.observer().record();
     record.started("1.2.3", ms(1_700_000_000_000));
     record.actors(ActorState::Alive, 2);
+    record.replicas_wanted(1);
     record.worker_up(WorkerId(0), true);
     record.worker_reported(WorkerId(0), ms(1_700_000_000_000));
     record.replica_ready(replica, &config(100));
@@ -200,11 +201,8 @@ fn other_servers_names_come_from_the_same_totals() {
     };
     let merged = hub.merged();
     let mut page = String::new();
-    Page { merged: &merged, exemplars: &Vec::new(), gathered: &[] }.render(
-        Format::Text,
-        &options,
-        &mut page,
-    );
+    Page { merged: &merged, own: &Merged::default(), exemplars: &Vec::new(), gathered: &[] }
+        .render(Format::Text, &options, &mut page);
     let scrape = Scrape::read(&page);
     scrape.check_identities();
     for (series, value) in [

@@ -4,10 +4,10 @@ use std::time::Duration;
 use coordinator::metrics::interval::Intervals;
 use coordinator::metrics::log_line::Field;
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
-use coordinator::metrics::{JsonLines, LogLine, StatLogger};
+use coordinator::metrics::{Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges};
 use shared::ids::{Incarnation, ReplicaId};
 use shared::metrics::labels::FinishedReason;
-use shared::metrics::{LocalStats, Merged, Merger, Source, catalogue};
+use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, catalogue};
 
 use crate::observing::{config, hub, id, ms};
 
@@ -163,4 +163,26 @@ fn json_lines_say_the_same_in_numbers() {
         (&line["interval_seconds"], &line["prompt_tokens_per_second"]),
         (&10.0.into(), &0.0.into())
     );
+}
+
+#[test]
+fn totals_of_a_leader_before_are_of_no_interval() {
+    let before = Hub::new(Incarnation(1), Limits::default());
+    let tokens = StepTokens { generated: 1000, prompt_computed: 500, ..StepTokens::default() };
+    before.observer().record().step(ReplicaId(0), tokens);
+    let hub = Hub::new(Incarnation(2), Limits::default());
+    hub.restore(before.checkpoint());
+
+    let gauges: Box<dyn StatLogger> =
+        Box::new(ThroughputGauges::new(Duration::ZERO, hub.observer().clone()));
+    let seconds = Duration::from_secs;
+    let mut loggers = StatLoggers::new(vec![gauges], seconds(10), Duration::ZERO);
+    loggers.begin(Duration::ZERO, &hub.merged());
+    hub.observer().record().step(ReplicaId(0), StepTokens { generated: 20, ..tokens });
+    loggers.tick(seconds(10), || hub.merged());
+    let merged = hub.merged();
+    assert_eq!(merged.counter_sum(catalogue::GENERATION_TOKENS), 1020);
+    assert_eq!(merged.gauge_sum(catalogue::GENERATION_THROUGHPUT), 2.0);
+    assert_eq!(merged.gauge_sum(catalogue::PROMPT_THROUGHPUT), 50.0);
+    assert_eq!(hub.restorations(), 1);
 }

@@ -9,8 +9,8 @@ use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, RequestTrack,
 use proptest::prelude::*;
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::labels::{ActorState, FinishedReason, Method, RejectReason};
-use shared::metrics::{Limits, RankStats, Source};
-use shared::protocol::{EngineConfig, StepTimings, WorkerStats};
+use shared::metrics::{Limits, Merged, RankStats, Source, catalogue};
+use shared::protocol::{EngineConfig, FrontendId, StepTimings, WorkerStats};
 
 use crate::scrape::Scrape;
 
@@ -31,7 +31,8 @@ pub(crate) fn text(hub: &Hub, format: Format) -> String {
     };
     let (merged, exemplars) = (hub.merged(), hub.exemplars());
     let mut text = String::new();
-    let page = Page { merged: &merged, exemplars: &exemplars, gathered: &[] };
+    let page =
+        Page { merged: &merged, own: &Merged::default(), exemplars: &exemplars, gathered: &[] };
     page.render(format, &options, &mut text);
     text
 }
@@ -480,4 +481,33 @@ fn identities_hold_in_scrapes_under_load() {
         last.get("tutti_request_generation_tokens_sum"),
         last.sum("tutti_generation_tokens_total")
     );
+}
+
+#[test]
+fn a_front_end_that_is_lost_is_missed_for_a_while_and_one_that_says_goodbye_is_not() {
+    let hub = hub();
+    let up = |of: u32| hub.merged().gauge(catalogue::FRONTEND_UP, [&of.to_string()]);
+    let (first, second) = (FrontendId(1), FrontendId(2));
+    let patience = ms(600);
+    hub.observer().record().frontend_up(first);
+    hub.observer().record().frontend_up(second);
+    hub.observer().record().frontend_down(first, ms(100));
+    hub.observer().record().frontend_leaves(second);
+    hub.observer().record().frontend_down(second, ms(100));
+    assert_eq!((up(1), up(2)), (Some(0.0), None));
+    hub.observer().record().forget_frontends(ms(699), patience);
+    assert_eq!(up(1), Some(0.0));
+    hub.observer().record().forget_frontends(ms(700), patience);
+    assert_eq!(up(1), None);
+    // Back in time, it is up for as long as it is.
+    hub.observer().record().frontend_up(first);
+    hub.observer().record().frontend_down(first, ms(1000));
+    hub.observer().record().frontend_up(first);
+    hub.observer().record().forget_frontends(ms(9000), patience);
+    assert_eq!(up(1), Some(1.0));
+    // A goodbye counts for the link it was said on.
+    hub.observer().record().frontend_leaves(first);
+    hub.observer().record().frontend_up(first);
+    hub.observer().record().frontend_down(first, ms(9100));
+    assert_eq!(up(1), Some(0.0));
 }

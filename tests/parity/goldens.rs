@@ -9,17 +9,29 @@ use crate::rig::{On, Rig};
 /// How far a log-probability may be off.
 const TOLERANCE: f64 = 1e-3;
 
+/// The same where products take bf16. Rounding is off by at most 2^-9 of an activation; over a model's
+/// layers that makes errors of about 1e-2 in the mean, and the worst of some thousand log-probabilities
+/// is several times that (7.8e-2 here; other instructions round other sums). A layer that is wrong is
+/// off by 1 and more.
+const BF16_TOLERANCE: f64 = 0.15;
+/// The mean error of the greedy tokens, much the same whatever rounds: 1.0e-2 at most was seen.
+const BF16_MEAN: f64 = 0.02;
+
 fn check(model: &Path) {
-    check_on(On::Cpu, model, &[1, 2, 4]);
-    check_on(On::Reference, model, &[1, 2]);
+    check_on(On::Cpu, model, &[1, 2, 4], TOLERANCE);
+    check_on(On::Reference, model, &[1, 2], TOLERANCE);
+    check_on(On::CpuBf16, model, &[1, 2], BF16_TOLERANCE);
 }
 
-fn check_on(backend: On, model: &Path, degrees: &[u32]) {
+/// `tolerance` is for log-probabilities, and for how far apart the best two may be where a greedy token
+/// differs.
+fn check_on(backend: On, model: &Path, degrees: &[u32], tolerance: f64) {
     let goldens = goldens(model);
     assert!(goldens.len() >= 6);
     for degree in degrees {
         let mut rig = Rig::on(backend, model, *degree);
-        let (mut worst, mut compared) = (0.0f64, 0);
+        let (mut worst, mut total, mut differ) = (0.0f64, 0.0f64, vec![]);
+        let mut compared = 0u32;
         for golden in &goldens {
             let at = format!("{} at tp {degree}", golden.name);
             let sampling = SamplingParams {
@@ -35,28 +47,38 @@ fn check_on(backend: On, model: &Path, degrees: &[u32]) {
                 assert_eq!(*token, prompt[i + 1], "{at}");
                 let expected = golden.prompt_logprobs[i + 1].unwrap();
                 let error = (f64::from(*logprob) - expected).abs();
-                assert!(error < TOLERANCE, "{at}: prompt token {i}: {logprob} for {expected}");
+                assert!(error < tolerance, "{at}: prompt token {i}: {logprob} for {expected}");
                 worst = worst.max(error);
             }
             for (i, expected) in golden.greedy_ids.iter().enumerate() {
                 if seq.output()[i] != *expected {
                     let gap = golden.greedy_top1_top2_gap[i];
-                    assert!(gap < TOLERANCE, "{at}: token {i} differs, with a gap of {gap}");
+                    assert!(gap < tolerance, "{at}: token {i} differs, with a gap of {gap}");
+                    differ.push(format!("{} at {i}, gap {gap:.1e}", golden.name));
                     break;
                 }
                 let (logprob, expected) = (f64::from(seq.logprobs[i]), golden.greedy_logprobs[i]);
                 let error = (logprob - expected).abs();
-                assert!(error < TOLERANCE, "{at}: token {i}: {logprob} for {expected}");
+                assert!(error < tolerance, "{at}: token {i}: {logprob} for {expected}");
                 worst = worst.max(error);
+                total += error;
                 compared += 1;
             }
             rig.forget(&[&seq]);
         }
         println!(
-            "{} on {backend:?} tp {degree}: {compared} tokens, worst error {worst:.1e}",
-            model.display()
+            "{} on {backend:?} tp {degree}: {compared} tokens, worst error {worst:.1e}, mean {:.1e}; \
+             others than the golden ones: {differ:?}",
+            model.display(),
+            total / f64::from(compared)
         );
-        assert!(compared >= goldens.len() * 30, "{compared} tokens compared");
+        let mean = total / f64::from(compared);
+        assert!(mean < tolerance.min(BF16_MEAN), "mean error {mean}");
+        // What was to be rounded was rounded: this one would hold for f32 as well.
+        assert!(!matches!(backend, On::CpuBf16) || mean > 1e-4, "mean error {mean}");
+        // Rounding may turn the tokens of a few prompts, early even; not of many.
+        let enough = if tolerance > TOLERANCE { 20 } else { 30 };
+        assert!(compared as usize >= goldens.len() * enough, "{compared} tokens compared");
     }
 }
 

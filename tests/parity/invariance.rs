@@ -4,6 +4,9 @@ use testkit::models::{demo, goldens, variant};
 
 use crate::rig::{On, Rig, Seq};
 
+const ON_AND_DEGREES: [(On, u32); 4] =
+    [(On::Cpu, 1), (On::Cpu, 2), (On::CpuBf16, 1), (On::CpuBf16, 2)];
+
 fn sampled(seed: u64) -> SamplingParams {
     SamplingParams {
         temperature: 0.9,
@@ -30,8 +33,8 @@ fn same(a: &Seq, b: &Seq, what: &str) {
 #[test]
 fn chunked_prefill_gives_the_same_bits() {
     for model in [demo(), variant("mistral-swa"), variant("qwen3")] {
-        for degree in [1, 2] {
-            let mut rig = Rig::new(&model, degree);
+        for (on, degree) in ON_AND_DEGREES {
+            let mut rig = Rig::on(on, &model, degree);
             let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
             let prompt = &golden.prompt_ids;
             let mut whole = rig.sequence(prompt, prompt.len(), greedy());
@@ -39,7 +42,7 @@ fn chunked_prefill_gives_the_same_bits() {
             for chunk in [1, 5, 16, 33] {
                 let mut chunked = rig.sequence(prompt, prompt.len(), greedy());
                 rig.run(&mut chunked, 16, chunk);
-                same(&whole, &chunked, &format!("chunks of {chunk} at tp {degree}"));
+                same(&whole, &chunked, &format!("chunks of {chunk} on {on:?} at tp {degree}"));
                 rig.forget(&[&chunked]);
             }
         }
@@ -49,8 +52,8 @@ fn chunked_prefill_gives_the_same_bits() {
 #[test]
 fn a_request_in_a_batch_of_32_gets_the_same_bits_as_alone() {
     let prompts: Vec<Vec<u32>> = goldens(&demo()).into_iter().map(|g| g.prompt_ids).collect();
-    for degree in [1, 2] {
-        let mut rig = Rig::new(&demo(), degree);
+    for (on, degree) in ON_AND_DEGREES {
+        let mut rig = Rig::on(on, &demo(), degree);
         let request = |i: usize| {
             let sampling = if i.is_multiple_of(2) { greedy() } else { sampled(i as u64) };
             (prompts[i % prompts.len()].clone(), sampling)
@@ -78,23 +81,26 @@ fn a_request_in_a_batch_of_32_gets_the_same_bits_as_alone() {
             rig.step(&mut step, 24);
         }
         for (i, (alone, together)) in alone.iter().zip(&batch).enumerate() {
-            same(alone, together, &format!("request {i} at tp {degree}"));
+            same(alone, together, &format!("request {i} on {on:?} at tp {degree}"));
         }
     }
 }
 
 #[test]
 fn a_sequence_admitted_again_with_its_accepted_tokens_goes_on_identically() {
-    let mut rig = Rig::new(&demo(), 2);
     let prompt = goldens(&demo())[0].prompt_ids.clone();
-    for sampling in [greedy(), sampled(7), sampled(8)] {
+    let cases = [greedy(), sampled(7), sampled(8)];
+    for (on, sampling) in
+        [On::Cpu, On::CpuBf16].into_iter().flat_map(|on| cases.clone().map(|it| (on, it)))
+    {
+        let mut rig = Rig::on(on, &demo(), 2);
         let mut whole = rig.sequence(&prompt, prompt.len(), sampling.clone());
         rig.run(&mut whole, 24, u32::MAX);
         for accepted in [1, 7, 23] {
             let tokens = &whole.tokens[..prompt.len() + accepted];
             let mut again = rig.sequence(tokens, prompt.len(), sampling.clone());
             rig.run(&mut again, 24, 10);
-            assert_eq!(again.tokens, whole.tokens, "after {accepted} tokens");
+            assert_eq!(again.tokens, whole.tokens, "after {accepted} tokens on {on:?}");
             rig.forget(&[&again]);
         }
     }
@@ -123,16 +129,18 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
     for model in [demo(), variant("qwen3"), variant("mistral-swa"), variant("qwen2")] {
         let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
         let prompt = &golden.prompt_ids;
-        for sampling in [greedy(), sampled(3)] {
+        for (on, sampling) in
+            [(On::Cpu, greedy()), (On::Cpu, sampled(3)), (On::CpuBf16, sampled(3))]
+        {
             let run = |degrees| {
-                let mut rig = Rig::reducing(On::Cpu, &model, degrees);
+                let mut rig = Rig::reducing(on, &model, degrees);
                 let mut seq = rig.sequence(prompt, prompt.len(), sampling.clone());
                 rig.run(&mut seq, 24, 33);
                 seq
             };
             let whole = run((4, 4));
             for degree in [2, 1] {
-                let what = format!("{}: {degree} ranks as 4", model.display());
+                let what = format!("{} on {on:?}: {degree} ranks as 4", model.display());
                 same(&run((degree, 4)), &whole, &what);
             }
             // Unless told so, a degree makes its own sums: this test can fail.

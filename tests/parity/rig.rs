@@ -5,6 +5,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kernels::collective::{Collective, local_group};
+use kernels::cpu::Precision;
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
 use kernels::reference::ReferenceBackend;
@@ -60,8 +61,10 @@ impl Seq {
 /// Which backend computes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum On {
-    /// The fast one, with the instructions of this machine.
+    /// The fast one, with the instructions of this machine and products of f32 precision.
     Cpu,
+    /// The same with activations of products rounded to bf16.
+    CpuBf16,
     /// The oracle.
     Reference,
     /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
@@ -173,7 +176,7 @@ pub(crate) fn engine(
     degree: u32,
     collective: Box<dyn Collective>,
 ) -> Result<Engine<CpuBackend>, ModelError> {
-    engine_on(model, rank, (degree, degree), CpuBackend::new(1, collective)?)
+    engine_on(model, rank, (degree, degree), CpuBackend::new(1, Precision::Float32, collective)?)
 }
 
 fn engine_on<B: Backend>(
@@ -267,14 +270,14 @@ impl Rig {
             let model = model.to_owned();
             let (sender, relay) = (sender.clone(), relay.clone());
             threads.push(std::thread::spawn(move || match backend {
-                On::Cpu => {
-                    serve(
-                        rank,
-                        engine_on(&model, rank, degrees, CpuBackend::new(1, collective).unwrap())
-                            .unwrap(),
-                        plan_receiver,
-                        &sender,
-                    );
+                On::Cpu | On::CpuBf16 => {
+                    let precision = match backend {
+                        On::CpuBf16 => Precision::Bfloat16,
+                        _ => Precision::Float32,
+                    };
+                    let backend = CpuBackend::new(1, precision, collective).unwrap();
+                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeCuda => {
                     let backend = fake_cuda_backend(true, collective);

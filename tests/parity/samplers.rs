@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 
 use kernels::backend::{DType, HostMatrix};
 use kernels::collective::single_rank;
+use kernels::cpu::Precision;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, CpuBackend, ReferenceBackend};
 use proptest::prelude::*;
@@ -87,7 +88,7 @@ fn sample<B: Backend>(backend: &mut B, case: &Case) -> [Sampled; 2] {
 
 #[test]
 fn both_backends_choose_the_same() {
-    let fast = RefCell::new(CpuBackend::new(1, single_rank()).unwrap());
+    let fast = RefCell::new(CpuBackend::new(1, Precision::Float32, single_rank()).unwrap());
     let oracle = RefCell::new(ReferenceBackend::new(single_rank()));
     let (random, lower) = (Cell::new(0), Cell::new(0));
     // Always the same cases: one sampler adds in f32's weights, the other in f64's, so about one draw in a million falls

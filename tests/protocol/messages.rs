@@ -5,7 +5,7 @@ use shared::log::LogLines;
 use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::{
-    CollectiveSpec, DeviceKind, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
+    CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
     FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
     GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NewSequence, NodeResources, Rejoin,
     SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult,
@@ -86,6 +86,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         collective,
         collective_timeout_ms: 30_000,
         model: "/models/\u{e9}".to_owned(),
+        dtype: Dtype::Bfloat16,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,

@@ -7,8 +7,8 @@ use coordinator::metrics::{Hub, Observer};
 use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
 use coordinator::replica::operation::{Operation, Outside};
 use coordinator::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
-use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, WorkerId};
-use shared::metrics::catalogue::RANK_DISAGREEMENTS;
+use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, StepId, WorkerId};
+use shared::metrics::catalogue::{FENCED_FRAMES, RANK_DISAGREEMENTS};
 use shared::protocol::{SequenceOutput, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats};
 use tokio::sync::mpsc;
 
@@ -129,4 +129,54 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
             assert_eq!(accepted(&mut tokens), 1);
         }
     }
+}
+
+/// A rank answers what it was sent, step by step. Anything else ends the epoch, once.
+#[test]
+fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
+    let now = Duration::from_millis(1);
+    // Two steps were sent: one answers a third, one none, one leaves the first out.
+    for (rank, step) in [(0, 3), (1, 3), (0, u64::MAX), (1, u64::MAX), (0, 2), (1, 2)] {
+        let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+        let mut operation = operation(hub.observer());
+        let mut sent = Sent::default();
+        let (events, mut tokens) = mpsc::channel(64);
+        operation.submit(now, request(), EventSender::Local(events), &mut sent);
+        operation.ready(now, Epoch(3), 8, WORKERS.to_vec(), &mut sent);
+        assert_eq!(sent.plans.len(), 2);
+        let wrong = StepPlan { step: StepId(step), ..sent.plans[1].clone() };
+        for _ in 0..3 {
+            operation.step_done(now, WORKERS[rank], result(&wrong, 5), &mut sent);
+        }
+        let who = WORKERS[rank];
+        assert_eq!(sent.ends, [format!("{who} answers step-{step} behind step-0")]);
+        for who in WORKERS {
+            operation.step_done(now, who, result(&sent.plans[0].clone(), 5), &mut sent);
+        }
+        assert!(tokens.try_recv().is_err(), "nothing more of it counts");
+        assert_eq!(sent.ends.len(), 1);
+    }
+}
+
+#[test]
+fn what_a_rank_says_again_counts_once() {
+    let now = Duration::from_millis(1);
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let mut operation = operation(hub.observer());
+    let mut sent = Sent::default();
+    let (events, mut tokens) = mpsc::channel(64);
+    operation.submit(now, request(), EventSender::Local(events), &mut sent);
+    operation.ready(now, Epoch(3), 8, WORKERS.to_vec(), &mut sent);
+    for step in 0..2 {
+        let plan = sent.plans[step].clone();
+        for who in [0, 0, 1, 0, 1, 1] {
+            operation.step_done(now, WORKERS[who], result(&plan, 5), &mut sent);
+        }
+    }
+    let mut count = 0;
+    while let Ok(EngineEvent::Token { .. }) = tokens.try_recv() {
+        count += 1;
+    }
+    assert_eq!((count, sent.ends.len()), (2, 0));
+    assert_eq!(hub.merged().counter_sum(FENCED_FRAMES), 8);
 }

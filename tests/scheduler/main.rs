@@ -4,6 +4,8 @@
 //! - [`worker`]: applies plans exactly as the protocol says, and refuses any other
 //! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
 //! - [`agreement`]: what a replica does when its ranks say different things
+//! - [`frames`]: plans as they travel
+//! - [`placement`]: what a large cluster costs
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 #![allow(
@@ -15,6 +17,8 @@
 )]
 
 mod agreement;
+mod frames;
+mod placement;
 mod random;
 mod rig;
 mod scenarios;

@@ -8,6 +8,7 @@ use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
 use shared::sampling::SamplingParams;
 
+use crate::frames::travels;
 use crate::worker::{FakeWorker, next_token};
 
 /// A request as its client sees it.
@@ -205,6 +206,7 @@ impl Rig {
     fn run_plan(&mut self) {
         let worker = self.worker.as_mut().expect("plans are made only while a replica is ready");
         assert_eq!(self.plan.epoch, Epoch(self.epoch));
+        travels(&self.plan);
         let outputs = worker.run(&self.plan);
         self.in_flight.push_back((self.plan.step, outputs));
     }

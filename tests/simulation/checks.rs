@@ -77,6 +77,13 @@ impl LifeChecks {
         self.last = last.last;
     }
 
+    /// What is lower in these totals than in those that were left before.
+    pub(crate) fn fallen_since(&self, before: &Self) -> Option<String> {
+        let (before, now) = (before.last.as_ref()?, self.last.as_ref()?);
+        let fallen = fallen(before, now);
+        (!fallen.is_empty()).then(|| fallen.join("; "))
+    }
+
     pub(crate) fn serves(&mut self, epoch: Epoch, now: Time) {
         self.serving.insert(epoch, now);
     }

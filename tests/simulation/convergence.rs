@@ -40,6 +40,9 @@ impl World {
         if self.coordinator.lives().len() > 1 {
             return Err(format!("coordinators serve: {:?}", self.coordinator.lives()));
         }
+        if let Some(run) = self.undrained() {
+            return Err(format!("process run {run} was drained, and stays"));
+        }
         let alive = self.processes.iter().filter(|process| process.alive).count();
         let connected = self.coordinator.num_connected();
         let core = &self.coordinator.core;

@@ -15,7 +15,7 @@ use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::membership::View;
 use shared::metrics::Limits;
 use shared::metrics::merger::checkpoint::Checkpoint;
-use shared::protocol::{StepResult, WorkerStats};
+use shared::protocol::{Dtype, StepResult, WorkerStats};
 use shared::wire::auth::Secret;
 
 use crate::checks::LifeChecks;
@@ -74,6 +74,7 @@ impl Coordinator {
             reshard_after: Duration::from_micros(scenario.reshard_after),
             max_replicas: scenario.max_replicas,
             model: MODEL.to_owned(),
+            dtype: Dtype::Auto,
             engine: scenario.engine.clone(),
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             worker_stats: true,
@@ -238,6 +239,10 @@ impl World {
         let tokens = self.coordinator.tokens_before + self.clients.accepted_tokens(life);
         let checks = self.coordinator.checks.for_the_next(self.coordinator.hub.merged());
         let saved = Saved { bytes, tally, tokens, checks };
-        self.etcd.save(epoch, saved, !self.switches.saves_unfenced);
+        let now = saved.checks.clone();
+        let before = self.etcd.save(epoch, saved, !self.switches.saves_unfenced);
+        if let Some(fallen) = before.and_then(|before| now.fallen_since(&before.checks)) {
+            self.fail(format!("the totals that are left to the next leader: {fallen}"));
+        }
     }
 }

@@ -63,6 +63,10 @@ impl World {
                         self.coordinator.orphanage.expect();
                     }
                 }
+                Effect::Desire(desired) => {
+                    let who = self.member_of(self.coordinator.seat);
+                    self.desire(who, desired);
+                }
                 Effect::Unservable { replica, reason } => {
                     self.say(|| format!("{replica} cannot be formed: {reason}"));
                 }

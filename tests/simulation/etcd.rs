@@ -2,9 +2,9 @@
 //! lost of it is in [`crate::membership`]; this is the part that keeps its promises.
 use std::collections::BTreeMap;
 
-use shared::membership::Record;
 use shared::membership::keeper::{Change, Event, EventKind, Held};
-use shared::membership::view::{Entry, LEADER_KEY};
+use shared::membership::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
+use shared::membership::{Desired, Record};
 
 use crate::coordinator::Saved;
 use crate::scenario::{S, Time};
@@ -27,10 +27,16 @@ pub(crate) enum Request {
         seen: i64,
         lease: i64,
     },
-    /// Write the leader's key on condition that it is not there.
+    /// Write the leader's key on condition that it is not there, and that nobody led meanwhile.
     Lead {
         record: Record,
         lease: i64,
+        led_at: i64,
+    },
+    /// Write what operators said on condition of the leader's epoch.
+    Store {
+        desired: Desired,
+        epoch: i64,
     },
 }
 
@@ -54,9 +60,12 @@ pub(crate) enum Said {
     Change(Change),
 }
 
+/// Of keys that no lease ends.
+const NO_LEASE: i64 = 0;
+
 #[derive(Clone, Debug)]
 struct Key {
-    record: Record,
+    value: Value,
     created: i64,
     modified: i64,
     lease: i64,
@@ -83,8 +92,13 @@ pub(crate) struct Etcd {
     pub(crate) news: Vec<(MemberId, Change)>,
     /// The condition on the leader's key is not looked at.
     pub(crate) any_leads: bool,
+    /// Who led last is not written.
+    pub(crate) no_led: bool,
+    /// Nobody looks at the condition of who stores what operators said.
+    pub(crate) any_stores: bool,
     /// What the last leader left.
     pub(crate) ledger: Option<Saved>,
+    last_led: Option<u64>,
 }
 
 impl Etcd {
@@ -104,7 +118,7 @@ impl Etcd {
             Request::Get(key) => Answer::Held(
                 self.keys
                     .get(&key)
-                    .map(|key| Held { revision: key.modified, record: Some(key.record.clone()) }),
+                    .map(|key| Held { revision: key.modified, record: key.process().cloned() }),
             ),
             Request::Register { lease, .. } | Request::Lead { lease, .. }
                 if !self.leases.contains_key(&lease) =>
@@ -114,19 +128,33 @@ impl Etcd {
             Request::Register { key, record, seen, lease } => {
                 let unchanged = self.keys.get(&key).map_or(0, |key| key.modified) == seen;
                 if unchanged {
-                    self.put(key, record, lease);
+                    self.put(&[(&key, Value::Process(record), lease)]);
                 }
                 Answer::Written(unchanged)
             }
-            Request::Lead { record, lease } => {
+            Request::Lead { record, lease, led_at } => {
+                let modified = self.keys.get(LED_KEY).map_or(0, |key| key.modified);
+                let missed_nobody = modified == led_at;
                 let vacant = self.any_leads || !self.keys.contains_key(LEADER_KEY);
                 if self.any_leads {
                     self.keys.remove(LEADER_KEY);
                 }
-                if vacant {
-                    self.put(LEADER_KEY.to_owned(), record, lease);
+                let leads = vacant && missed_nobody;
+                if leads {
+                    let led = Led { record: record.clone(), ended: false, revision: 0 };
+                    let leader = (LEADER_KEY, Value::Process(record.clone()), lease);
+                    let both = [leader, (LED_KEY, Value::Led(led), NO_LEASE)];
+                    self.put(if self.no_led { &both[..1] } else { &both });
+                    self.last_led = Some(record.incarnation);
                 }
-                Answer::Written(vacant)
+                Answer::Written(leads)
+            }
+            Request::Store { desired, epoch } => {
+                let leads = self.any_stores || self.leads_since(epoch);
+                if leads {
+                    self.put(&[(DESIRED_KEY, Value::Desired(desired), NO_LEASE)]);
+                }
+                Answer::Written(leads)
             }
         }
     }
@@ -141,7 +169,7 @@ impl Etcd {
     fn entries(&self) -> Vec<Entry> {
         let entry = |(key, of): (&String, &Key)| Entry {
             key: key.clone(),
-            record: of.record.clone(),
+            value: of.value(),
             created: of.created,
         };
         self.keys.iter().map(entry).collect()
@@ -193,13 +221,20 @@ impl Etcd {
         }
     }
 
-    fn put(&mut self, key: String, record: Record, lease: i64) {
+    /// Writes keys, all at one revision.
+    fn put(&mut self, all: &[(&str, Value, i64)]) {
         self.revision += 1;
-        let created = self.keys.get(&key).map_or(self.revision, |held| held.created);
         let modified = self.revision;
-        self.keys.insert(key.clone(), Key { record: record.clone(), created, modified, lease });
-        let kind = EventKind::Put(Entry { key, record, created });
-        self.tell(vec![Event { revision: self.revision, kind }]);
+        let mut events = Vec::new();
+        for (key, value, lease) in all {
+            let created = self.keys.get(*key).map_or(modified, |held| held.created);
+            let held = Key { value: value.clone(), created, modified, lease: *lease };
+            let kind =
+                EventKind::Put(Entry { key: (*key).to_owned(), value: held.value(), created });
+            self.keys.insert((*key).to_owned(), held);
+            events.push(Event { revision: modified, kind });
+        }
+        self.tell(events);
     }
 
     fn tell(&mut self, events: Vec<Event>) {
@@ -244,22 +279,62 @@ impl Etcd {
 
     /// Who leads: which process run, since which revision.
     pub(crate) fn leader(&self) -> Option<(u64, i64)> {
-        self.keys.get(LEADER_KEY).map(|key| (key.record.incarnation, key.created))
+        let key = self.keys.get(LEADER_KEY)?;
+        Some((key.process()?.incarnation, key.created))
     }
 
-    /// All keys but the leader's, and whose they are.
+    /// The process run that led last, whether it is written or not.
+    pub(crate) fn led(&self) -> Option<u64> {
+        self.last_led
+    }
+
+    fn leads_since(&self, epoch: i64) -> bool {
+        self.leader().is_some_and(|(_, since)| since == epoch)
+    }
+
+    /// Who leads says that it ends.
+    pub(crate) fn led_ends(&mut self, incarnation: u64) {
+        let Some(key) = self.keys.get(LEADER_KEY) else { return };
+        let Some(record) = key.process().filter(|it| it.incarnation == incarnation) else { return };
+        let led = Led { record: record.clone(), ended: true, revision: 0 };
+        if self.no_led {
+            return;
+        }
+        self.put(&[(LED_KEY, Value::Led(led), NO_LEASE)]);
+    }
+
+    /// All that processes say of themselves but the leader's, and whose it is.
     pub(crate) fn registered(&self) -> BTreeMap<String, u64> {
         let keys = self.keys.iter().filter(|(key, _)| *key != LEADER_KEY);
-        keys.map(|(key, of)| (key.clone(), of.record.incarnation)).collect()
+        keys.filter_map(|(key, of)| Some((key.clone(), of.process()?.incarnation))).collect()
     }
 
     /// Leaves the totals, as the leader since `epoch`; the bytes alone if it is not and nobody
-    /// looks.
-    pub(crate) fn save(&mut self, epoch: i64, saved: Saved, fenced: bool) {
-        if self.leader().is_some_and(|(_, since)| since == epoch) {
-            self.ledger = Some(saved);
-        } else if let Some(ledger) = self.ledger.as_mut().filter(|_| !fenced) {
+    /// looks. Returns what was there before, if it is replaced.
+    pub(crate) fn save(&mut self, epoch: i64, saved: Saved, fenced: bool) -> Option<Saved> {
+        if self.leads_since(epoch) {
+            return self.ledger.replace(saved);
+        }
+        if let Some(ledger) = self.ledger.as_mut().filter(|_| !fenced) {
             ledger.bytes = saved.bytes;
+        }
+        None
+    }
+}
+
+impl Key {
+    fn process(&self) -> Option<&Record> {
+        match &self.value {
+            Value::Process(record) => Some(record),
+            Value::Led(_) | Value::Desired(_) => None,
+        }
+    }
+
+    /// As a process reads it.
+    fn value(&self) -> Value {
+        match &self.value {
+            Value::Led(led) => Value::Led(Led { revision: self.modified, ..led.clone() }),
+            value => value.clone(),
         }
     }
 }

@@ -29,6 +29,7 @@ pub(crate) enum Event {
     ReplicaMail(Life, ReplicaId),
     ClusterMail(Life),
     Checkpoint(Life),
+    Scale(Life, u32),
     SeatStart { seat: usize },
     Load { seat: usize, incarnation: u64 },
     EtcdOpen { who: MemberId, session: u64 },

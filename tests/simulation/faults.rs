@@ -132,10 +132,13 @@ impl World {
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });
             }
             Fault::Scale { max } => {
-                let mut effects = Vec::new();
-                let now = self.time();
-                self.coordinator.core.set_max_replicas(now, max, &mut effects);
-                self.carry_out(effects);
+                for life in self.coordinator.lives() {
+                    // Operators may still reach one that is not the leader any more, with another
+                    // wish.
+                    let leads = Some(life) == leading;
+                    let max = if leads { max } else { max.xor(Some(1)) };
+                    self.schedule(1, Event::Scale(life, max.unwrap_or(0)));
+                }
             }
             Fault::Drain { slot, back_after } => self.drain(slot, back_after),
             Fault::Twin { twin, lasts } => {
@@ -181,7 +184,6 @@ impl World {
             Heal::Thaw { seat, incarnation } => self.thaw(seat, incarnation),
             Heal::EtcdBack => {
                 self.etcd_away -= 1;
-                self.etcd_back = self.now;
                 self.trouble_again(self.etcd_went);
                 if !self.etcd_counts {
                     self.etcd.restarted(self.now);

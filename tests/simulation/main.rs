@@ -9,7 +9,7 @@
 //!   and the workers find each other
 //! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: one that leads: the cores, and what
 //!   the actors do between them
-//! - [`clients`], [`tally`]: requests and what they were promised
+//! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: commands, likewise
 //! - [`checks`], [`convergence`]: what must hold at every moment, after the faults and at the end
 //! - [`switches`]: guards that can be taken away, to show that this is noticed
 //!
@@ -37,6 +37,7 @@ mod faults;
 mod membership;
 mod model;
 mod network;
+mod operators;
 mod process;
 mod random;
 mod replicas;
@@ -50,6 +51,7 @@ mod world;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::events::Report;
+use crate::scenario::{Fault, S, Scenario};
 use crate::switches::Switches;
 use crate::world::World;
 
@@ -120,7 +122,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 39] = [
+const MUTATIONS: [Mutation; 42] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -160,6 +162,9 @@ const MUTATIONS: [Mutation; 39] = [
     ("anybody_runs", |it| it.anybody_runs = true),
     ("saves_unfenced", |it| it.saves_unfenced = true),
     ("leader_key_is_overwritten", |it| it.leader_key_is_overwritten = true),
+    ("who_led_is_not_known", |it| it.who_led_is_not_known = true),
+    ("commands_are_forgotten", |it| it.commands_are_forgotten = true),
+    ("commands_stored_unfenced", |it| it.commands_stored_unfenced = true),
 ];
 
 #[test]
@@ -181,6 +186,32 @@ fn every_guard_that_is_taken_away_is_missed() {
         }
     }
     assert!(unnoticed.is_empty(), "no seed of {GUARD_SEEDS} notices: {unnoticed:?}");
+}
+
+/// A leader freezes; the next one leads, leaves totals and crashes; when its lease has ended, the
+/// first one goes on and knows nothing of it.
+#[test]
+fn one_that_missed_another_leader_does_not_write_over_its_totals() {
+    let story = |seed: u64, switches: Switches| {
+        let mut scenario = Scenario::new(seed);
+        (scenario.seats, scenario.checkpoint) = (2, S);
+        let (seat, back_after) = (None, 30 * S);
+        scenario.faults = vec![
+            (6 * S, Fault::FreezeCoordinator { seat, lasts: 19 * S }),
+            (17 * S, Fault::CrashCoordinator { seat, back_after }),
+        ];
+        let world = World::of(scenario, seed, switches, false);
+        world.run()
+    };
+    let blind = Switches { who_led_is_not_known: true, ..Switches::default() };
+    let mut missed = 0;
+    for seed in 0..20 {
+        let report = story(seed, Switches::default());
+        assert!(report.as_ref().is_ok_and(|it| it.superseded == 1), "seed {seed}: {report:?}");
+        let fell = |why: &String| why.contains("the totals that are left to the next leader");
+        missed += u32::from(story(seed, blind).err().as_ref().is_some_and(fell));
+    }
+    assert!(missed > 0, "that it writes over them is not noticed");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use shared::membership::keeper::{
     Change, DEADLINE, Due, INCUMBENT_FIRST, Keeper, RETRY_MAX, RETRY_MIN,
 };
-use shared::membership::{LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
+use shared::membership::{Desired, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
 
 use crate::etcd::{Answer, MemberId, Request, Said};
 use crate::events::Event;
@@ -70,6 +70,12 @@ impl World {
     pub(crate) fn leave_etcd(&mut self, who: MemberId, in_order: bool) {
         self.drop_session(who);
         let keeper = self.members[who].keeper.take();
+        if let Some(keeper) = keeper.as_ref().filter(|_| in_order)
+            && keeper.view().own().is_some()
+            && self.reaches_etcd(who)
+        {
+            self.etcd.led_ends(keeper.record().incarnation);
+        }
         if let Some(lease) = keeper.and_then(|keeper| keeper.lease()).filter(|_| in_order)
             && self.reaches_etcd(who)
         {
@@ -327,7 +333,9 @@ impl World {
                 keeper.registered();
                 return self.ask(who, Request::List);
             }
-            (Request::Lead { .. }, Answer::Written(_)) => return self.ask(who, Request::List),
+            (Request::Lead { .. } | Request::Store { .. }, Answer::Written(_)) => {
+                return self.ask(who, Request::List);
+            }
             (_, Answer::Refused) => return self.etcd_broken(who, "no such lease"),
             _ => {}
         }
@@ -346,7 +354,9 @@ impl World {
 
     fn view_changed(&mut self, who: MemberId) {
         if self.is_coordinator(who) {
-            self.seat_sees(who - self.processes.len());
+            let seat = who - self.processes.len();
+            self.hear_stored(seat);
+            self.seat_sees(seat);
         } else {
             self.follow(who);
         }
@@ -379,6 +389,15 @@ impl World {
         Ok(())
     }
 
+    /// Operators said something to a process that leads.
+    pub(crate) fn desire(&mut self, who: MemberId, desired: Desired) {
+        let Some(keeper) = &mut self.members[who].keeper else { return };
+        keeper.desire(desired);
+        if self.members[who].serving && self.members[who].request.is_none() {
+            self.take_place(who);
+        }
+    }
+
     /// As `Member::take_place`.
     fn take_place(&mut self, who: MemberId) {
         let ahead = if self.switches.anybody_runs { INCUMBENT_FIRST } else { Duration::ZERO };
@@ -390,8 +409,13 @@ impl World {
                 self.ask(who, Request::Get(key));
             }
             (Some(Due::Lead), Some(lease)) => {
-                let record = keeper.record().clone();
-                self.ask(who, Request::Lead { record, lease });
+                let (record, led_at) = (keeper.record().clone(), keeper.led_at());
+                self.ask(who, Request::Lead { record, lease, led_at });
+            }
+            (Some(Due::Store), _) => {
+                let Some((epoch, desired)) = keeper.to_store() else { return };
+                let desired = desired.clone();
+                self.ask(who, Request::Store { desired, epoch });
             }
             _ => {}
         }

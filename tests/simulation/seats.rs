@@ -2,7 +2,6 @@
 //! started again. As `tutti coordinator --etcd`.
 use std::collections::BTreeSet;
 
-use shared::membership::keeper::INCUMBENT_FIRST;
 use shared::membership::{LEADER_LEASE_TTL, Record, Role};
 
 use crate::coordinator::Life;
@@ -63,10 +62,6 @@ impl World {
     pub(crate) fn start_seat(&mut self, seat: usize) {
         if self.seats[seat].alive {
             return;
-        }
-        if self.now < self.etcd_back + micros(INCUMBENT_FIRST) {
-            // It cannot know that etcd was away, and may lead before the one that led is back.
-            (0..self.seats.len()).for_each(|seat| self.trouble(seat, 0));
         }
         let incarnation = self.random.next();
         let troubled = self.seats[seat].troubled;
@@ -185,7 +180,9 @@ impl World {
         let workers = self.view(who).into_iter().flat_map(|view| view.records.values());
         let workers = workers.filter(|record| record.role == Role::Worker);
         let workers: BTreeSet<String> = workers.map(|record| record.node.clone()).collect();
+        let told = self.view(who).and_then(|view| view.desired.clone());
         let life = self.begin_life(seat, workers);
+        self.go_by(told);
         self.seats[seat].life = Some(life);
         self.disturb_all(0);
         if reaches {

@@ -81,4 +81,10 @@ pub(crate) struct Switches {
     pub(crate) saves_unfenced: bool,
     /// Whoever runs for leader becomes it, also where there is one.
     pub(crate) leader_key_is_overwritten: bool,
+    /// Nobody looks who led last: one that led leads again although another did meanwhile.
+    pub(crate) who_led_is_not_known: bool,
+    /// The next leader does not know what operators told the last one.
+    pub(crate) commands_are_forgotten: bool,
+    /// Whoever thinks it leads stores what operators told it.
+    pub(crate) commands_stored_unfenced: bool,
 }

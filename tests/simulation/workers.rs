@@ -93,6 +93,8 @@ impl World {
         if done.is_ok() {
             self.processes[slot].back_after = back_after;
             self.report.drained += 1;
+            let told = self.coordinator.core.member(worker).map(|it| it.incarnation.0);
+            told.into_iter().for_each(|run| self.drained(run));
         }
     }
 

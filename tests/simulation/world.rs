@@ -11,6 +11,7 @@ use crate::events::{Event, Report};
 use crate::executor::Meeting;
 use crate::membership::Member;
 use crate::network::{Link, LinkId, Packet, Path, Side};
+use crate::operators::Operators;
 use crate::process::Process;
 use crate::random::{Random, mix};
 use crate::scenario::{MS, S, Scenario, Time};
@@ -46,9 +47,8 @@ pub(crate) struct World {
     pub(crate) etcd: Etcd,
     /// How many faults keep everybody from etcd.
     pub(crate) etcd_away: u32,
-    /// When it went away last, and when it was back.
+    /// When it went away last.
     pub(crate) etcd_went: Time,
-    pub(crate) etcd_back: Time,
     /// While it is away leases end.
     pub(crate) etcd_counts: bool,
     pub(crate) members: Vec<Member>,
@@ -57,6 +57,7 @@ pub(crate) struct World {
     pub(crate) leaderless: Time,
     pub(crate) seed: u64,
     pub(crate) clients: Clients,
+    pub(crate) operators: Operators,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
     /// By slot: no process of it is started any more.
@@ -75,7 +76,11 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(seed: u64, switches: Switches, verbose: bool) -> Self {
-        let scenario = Scenario::new(seed);
+        Self::of(Scenario::new(seed), seed, switches, verbose)
+    }
+
+    /// Of a scenario that not the seed alone decides.
+    pub(crate) fn of(scenario: Scenario, seed: u64, switches: Switches, verbose: bool) -> Self {
         let slots = scenario.hosts.len();
         let mut world = Self {
             switches,
@@ -92,13 +97,13 @@ impl World {
             etcd: Etcd::default(),
             etcd_away: 0,
             etcd_went: 0,
-            etcd_back: 0,
             etcd_counts: true,
             members: (0..slots + scenario.seats).map(|_| Member::default()).collect(),
             seats: (0..scenario.seats).map(|_| Seat::default()).collect(),
             leaderless: 0,
             seed,
             clients: Clients::new(scenario.clients.clone()),
+            operators: Operators::new(scenario.max_replicas),
             checks: Checks::default(),
             last_fault: 0,
             ended: vec![false; slots],
@@ -126,6 +131,8 @@ impl World {
             world.last_fault = world.last_fault.max(world.scenario.faults[index].0);
         }
         world.etcd.any_leads = switches.leader_key_is_overwritten;
+        world.etcd.no_led = switches.who_led_is_not_known;
+        world.etcd.any_stores = switches.commands_stored_unfenced;
         for seat in 0..world.seats.len() {
             let at = world.random.range(0, 300 * MS);
             world.schedule_at(at, Event::SeatStart { seat });
@@ -267,9 +274,10 @@ impl World {
     /// Which coordinator something happens at.
     fn life_of(&self, event: Event) -> Option<Life> {
         match event {
-            Event::ReplicaMail(life, _) | Event::ClusterMail(life) | Event::Checkpoint(life) => {
-                Some(life)
-            }
+            Event::ReplicaMail(life, _)
+            | Event::ClusterMail(life)
+            | Event::Checkpoint(life)
+            | Event::Scale(life, _) => Some(life),
             Event::Arrive { link, to: side }
             | Event::Poll { link, side }
             | Event::Closed { link, side } => {
@@ -322,6 +330,7 @@ impl World {
             Event::ReplicaMail(_, replica) => self.replica_mail(replica),
             Event::ClusterMail(_) => self.cluster_mail(),
             Event::Checkpoint(_) => self.checkpoint(),
+            Event::Scale(_, replicas) => self.scale(replicas),
             Event::SeatStart { seat } => self.start_seat(seat),
             Event::Load { seat, incarnation } => self.load(seat, incarnation),
             Event::EtcdOpen { who, .. } => self.etcd_open(who),

@@ -128,12 +128,21 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     }
 }
 
-/// One line per kernel that the header declares.
+/// One line per kernel that the header declares, with what it takes of sm_90: threads of a block at
+/// most, registers, bytes of static shared memory.
 fn entries(cuda: &Path) -> Result<String, String> {
-    let header =
-        std::fs::read_to_string(cuda.join("kernels.h")).map_err(|error| error.to_string())?;
+    let read = |name| std::fs::read_to_string(cuda.join(name)).map_err(|error| error.to_string());
+    let (header, resources) = (read("kernels.h")?, read("resources.txt")?);
     let names = header.split("__global__ void ").skip(1).filter_map(|rest| rest.split('(').next());
-    Ok(names.map(|name| format!("ENTRY({name}),\n")).collect())
+    let line = |name: &str| {
+        let of = |line: &&str| line.split(' ').next() == Some(name);
+        let numbers: Vec<&str> = resources.lines().find(of)?.split(' ').collect();
+        let [_, threads, _, _, registers, shared] = numbers[..] else { return None };
+        Some(format!("ENTRY({name}, {threads}, {registers}, {shared}),\n"))
+    };
+    let missing =
+        |name: &str| format!("{name} is not in resources.txt: kernels/cuda/check --update");
+    names.map(|name| line(name).ok_or_else(|| missing(name))).collect()
 }
 
 fn compile(

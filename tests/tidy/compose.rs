@@ -1,5 +1,5 @@
 //! The compose file and the image, which no test can start: the host paths that they name exist,
-//! and the program has the options that they give it.
+//! the image has all that its build reads, and the program has the options that they give it.
 use saphyr::{LoadableYamlNode as _, Yaml};
 
 use crate::program;
@@ -37,10 +37,22 @@ fn compose_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
                 report(format!("{source} does not exist"));
             }
         }
-        for other in strings("depends_on") {
-            if !services.keys().any(|key| key.as_str() == Some(other)) {
+        let waits = value(service, "depends_on").and_then(Yaml::as_mapping);
+        for (other, wait) in waits.into_iter().flatten() {
+            let other = other.as_str().unwrap();
+            let found = services.iter().find(|(key, _)| key.as_str() == Some(other));
+            let Some((_, found)) = found else {
                 report(format!("depends on {other}, which is no service"));
+                continue;
+            };
+            let healthy =
+                wait.as_mapping_get("condition").and_then(Yaml::as_str) == Some("service_healthy");
+            if healthy && value(found, "healthcheck").is_none() {
+                report(format!("waits for {other} to be healthy, which nobody checks"));
             }
+        }
+        for other in strings("depends_on") {
+            report(format!("depends on {other} without saying what it waits for"));
         }
         if let Some(build) = value(service, "build") {
             let text = |key: &str| build.as_mapping_get(key).and_then(Yaml::as_str);
@@ -50,7 +62,8 @@ fn compose_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
                 report(format!("{file} does not exist"));
             }
         }
-        if value(service, "image").and_then(Yaml::as_str) == Some(NAME) {
+        let runs_other = value(service, "entrypoint").is_some();
+        if value(service, "image").and_then(Yaml::as_str) == Some(NAME) && !runs_other {
             match value(service, "command").and_then(Yaml::as_str) {
                 Some(command) => program::command_line_problems(&format!("tutti {command}"))
                     .into_iter()
@@ -62,15 +75,28 @@ fn compose_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
     problems
 }
 
-/// What is wrong with a Dockerfile whose context is the repository.
-fn image_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
+/// What `cargo build` reads at the root of the repository: its own configuration, too.
+fn needed_by_the_build() -> Vec<String> {
+    let manifest: toml::Table = tree::read("Cargo.toml").unwrap().text.parse().unwrap();
+    let members = manifest["workspace"]["members"].as_array().unwrap().iter();
+    let mut needed = vec!["Cargo.toml".to_owned(), "Cargo.lock".to_owned()];
+    needed.extend(members.map(|member| member.as_str().unwrap().to_owned()));
+    let optional = [".cargo", "rust-toolchain", "rust-toolchain.toml"].map(str::to_owned);
+    needed.extend(optional.into_iter().filter(|path| tree::exists(path)));
+    needed
+}
+
+/// What is wrong with a Dockerfile whose context is the repository, and whose build reads `needed`.
+fn image_problems(text: &str, needed: &[String], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let mut problems = Vec::new();
+    let mut copied = Vec::new();
     for line in text.lines() {
         if let Some(paths) = line.strip_prefix("COPY ") {
             let paths: Vec<&str> = paths.split_whitespace().collect();
             let (_, sources) = paths.split_last().unwrap();
             let from_stage = sources.first().is_some_and(|first| first.starts_with("--from="));
             for source in sources.iter().filter(|source| !from_stage && **source != ".") {
+                copied.push(*source);
                 if !exists(source) {
                     problems.push(format!("COPY {source}: does not exist"));
                 }
@@ -82,6 +108,8 @@ fn image_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
             problems.extend(program::command_line_problems(&command));
         }
     }
+    let missing = needed.iter().filter(|path| !copied.contains(&path.as_str()));
+    problems.extend(missing.map(|path| format!("the build reads {path}, which is not copied")));
     problems
 }
 
@@ -95,7 +123,7 @@ fn the_compose_file_names_what_there_is() {
 #[test]
 fn the_image_is_made_of_what_there_is() {
     let text = tree::read(IMAGE).unwrap().text;
-    crate::assert_kept(IMAGE, &image_problems(&text, tree::exists));
+    crate::assert_kept(IMAGE, &image_problems(&text, &needed_by_the_build(), tree::exists));
 }
 
 #[test]
@@ -106,17 +134,25 @@ fn the_compose_and_image_rules_can_fail() {
     };
     assert_eq!(compose("volumes: ['./there:/a:ro', 'named:/b']"), 0);
     assert_eq!(compose("volumes: ['./gone:/a']"), 1);
-    assert_eq!(compose("depends_on: [a]"), 0);
-    assert_eq!(compose("depends_on: [b]"), 1);
+    assert_eq!(compose("depends_on: {a: {condition: service_started}}"), 0);
+    assert_eq!(compose("depends_on: {b: {condition: service_started}}"), 1);
+    assert_eq!(compose("depends_on: {a: {condition: service_healthy}}"), 1);
+    assert_eq!(compose("depends_on: {a: {condition: service_healthy}}\n    healthcheck: {}"), 0);
+    assert_eq!(compose("depends_on: [a]"), 1);
     assert_eq!(compose("build: {dockerfile: Dockerfile}"), 0);
     assert_eq!(compose("build: {context: ./gone}"), 1);
     assert_eq!(compose("command: up --wrokers 2\n    <<: *x"), 1);
     assert_eq!(compose("command: up --workers 2\n    <<: *x"), 0);
     assert_eq!(compose("image: tutti"), 1);
+    assert_eq!(compose("image: tutti\n    entrypoint: [bash]"), 0);
     assert_eq!(compose("image: other"), 0);
 
-    let image = |text: &str| image_problems(text, |path| path == "there").len();
+    let image = |text: &str| image_problems(text, &[], |path| path == "there").len();
     assert_eq!(image("COPY there gone a/\nCOPY --from=b /gone /a"), 1);
     assert_eq!(image("CMD [\"up\", \"--wrokers\"]"), 1);
     assert_eq!(image("CMD [\"up\", \"--workers\", \"2\"]"), 0);
+    let needed = ["there".to_owned(), "also".to_owned()];
+    assert_eq!(image_problems("COPY there a/", &needed, |_| true).len(), 1);
+    assert_eq!(image_problems("COPY there also a/", &needed, |_| true).len(), 0);
+    assert!(needed_by_the_build().contains(&"coordinator".to_owned()));
 }

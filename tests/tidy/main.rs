@@ -15,6 +15,7 @@ mod compose;
 mod configs;
 mod dependencies;
 mod documents;
+mod kubernetes;
 mod licences;
 mod metric_names;
 mod program;

@@ -546,26 +546,30 @@ async fn shake_hands(
     hello: &Hello,
 ) -> Result<(Connection, Welcome), HandshakeError> {
     let retry = |error: &dyn std::fmt::Display| HandshakeError::Retry(error.to_string());
+    let failed = |reason: CloseReason| match reason.lasts() {
+        true => HandshakeError::Refused(reason.to_string()),
+        false => HandshakeError::Retry(reason.to_string()),
+    };
     let mut connection =
         Connection::dial(&to.address, HANDSHAKE_DEADLINE).await.map_err(|error| retry(&error))?;
     if let Some(secret) = &config.secret {
-        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(|reason| {
-            match reason {
-                CloseReason::Auth(error) => HandshakeError::Refused(error.to_string()),
-                reason => retry(&reason),
-            }
-        })?;
+        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(failed)?;
     }
     let hello = codec::encode(hello).map_err(|error| retry(&error))?;
-    connection.send(FrameKind::Hello, &hello).await.map_err(|error| retry(&error))?;
-    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(|error| retry(&error))?;
+    connection.send(FrameKind::Hello, &hello).await.map_err(failed)?;
+    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(failed)?;
     match frame.kind {
         FrameKind::Welcome => codec::decode_message(&frame.body)
             .map(|welcome| (connection, welcome))
             .map_err(|error| retry(&error)),
-        FrameKind::Refused => Err(HandshakeError::Refused(
-            codec::decode_message(&frame.body).unwrap_or_else(|_| "no reason given".to_owned()),
-        )),
+        kind @ (FrameKind::Refused | FrameKind::NotYet) => {
+            let reason: Result<String, _> = codec::decode_message(&frame.body);
+            let reason = reason.unwrap_or_else(|_| "no reason given".to_owned());
+            Err(match kind {
+                FrameKind::NotYet => HandshakeError::Retry(reason),
+                _ => HandshakeError::Refused(reason),
+            })
+        }
         kind => Err(HandshakeError::Retry(format!("expected a welcome, got {kind:?}"))),
     }
 }

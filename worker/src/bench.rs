@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kernels::collective::{Collective, local_group};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{Dtype, EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::device::{Device, DeviceChoice};
@@ -29,6 +29,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub struct BenchOptions {
     /// The model folder.
     pub model: PathBuf,
+    /// How matrix products are computed.
+    pub dtype: Dtype,
     /// Ranks.
     pub tensor_parallel: u32,
     /// What each rank computes on; rank r on GPU i + r.
@@ -52,6 +54,8 @@ pub struct BenchFigures {
     pub empty_step_us: f64,
     /// What computed, in words.
     pub backend: String,
+    /// What matrix products took of their activations.
+    pub dtype: String,
 }
 
 /// Runs all cases once.
@@ -80,14 +84,19 @@ pub fn run(options: &BenchOptions) -> Result<BenchFigures, String> {
         decode,
         empty_step_us: began.elapsed().as_secs_f64() * 1e6 / 1000.0,
         backend: replica.backend.clone(),
+        dtype: replica.dtype.clone(),
     })
 }
+
+/// What computes, and what products take of their activations.
+type Described = (String, String);
 
 struct Replica {
     plans: Vec<SyncSender<StepPlan>>,
     results: Receiver<Result<(), String>>,
     threads: Vec<JoinHandle<()>>,
     backend: String,
+    dtype: String,
     vocab: u32,
     step: u64,
     next_seq: u64,
@@ -104,6 +113,7 @@ impl Replica {
             results,
             threads: Vec::new(),
             backend: String::new(),
+            dtype: String::new(),
             vocab: u32::try_from(config.vocab_size).unwrap_or(u32::MAX),
             step: 0,
             next_seq: 0,
@@ -126,7 +136,8 @@ impl Replica {
             replica.threads.push(std::thread::spawn(thread));
         }
         for _ in 0..ranks {
-            replica.backend = descriptions.recv().map_err(|error| error.to_string())??;
+            (replica.backend, replica.dtype) =
+                descriptions.recv().map_err(|error| error.to_string())??;
         }
         Ok(replica)
     }
@@ -211,7 +222,7 @@ fn serve<D: Device>(
     collective: Box<dyn Collective>,
     plans: Receiver<StepPlan>,
     results: &SyncSender<Result<(), String>>,
-    described: &SyncSender<Result<String, String>>,
+    described: &SyncSender<Result<Described, String>>,
 ) {
     let engine = engine(device, options, rank, collective).map_err(|error| error.to_string());
     let _ = described.send(engine.as_ref().map(|e| e.1.clone()).map_err(String::clone));
@@ -231,13 +242,14 @@ fn engine<D: Device>(
     options: &BenchOptions,
     rank: u32,
     collective: Box<dyn Collective>,
-) -> Result<(Engine<D::Backend>, String), ModelError> {
+) -> Result<(Engine<D::Backend>, Described), ModelError> {
     let model: &Path = &options.model;
     let config = ModelConfig::load(model)?;
     let shard = Shard::new(&config, rank, options.tensor_parallel)?;
     let files = WeightFiles::open(model)?;
-    let mut backend = device.backend(collective)?;
-    let described = kernels::Backend::describe(&backend);
+    let precision = device.precision(options.dtype, &config)?;
+    let mut backend = device.backend(precision, collective)?;
+    let described = (kernels::Backend::describe(&backend), precision.to_string());
     let longest = options.prompt_tokens.max(32) + options.decode_steps.max(WARM_UP_STEPS) + 1;
     let positions = config.max_positions.min(longest as usize);
     let seqs = options.batches.iter().copied().max().unwrap_or(1);

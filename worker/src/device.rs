@@ -1,7 +1,7 @@
 //! What a rank computes on: how its backend is made, how its memory is divided.
 use std::fmt::Debug;
 
-pub use kernels::cpu::Isa;
+pub use kernels::cpu::{Isa, Precision};
 pub use kernels::cuda::Exchange;
 pub use kernels::cuda::capacity::bytes_text;
 use kernels::cuda::capacity::{Measured, Need, check_fit};
@@ -9,7 +9,7 @@ pub use kernels::cuda::devices::{Survey, survey};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use kernels::{Backend, Collective, CpuBackend, KernelError};
-use shared::protocol::EngineConfig;
+use shared::protocol::{Dtype, EngineConfig};
 
 use crate::engine::Engine;
 use crate::model::ModelError;
@@ -25,11 +25,27 @@ pub trait Device: Debug {
     /// Its backend.
     type Backend: Backend;
 
+    /// What matrix products take of their activations when the coordinator asks for `asked`.
+    ///
+    /// # Errors
+    /// [`ModelError::Dtype`] when the device has no such products.
+    fn precision(&self, asked: Dtype, config: &ModelConfig) -> Result<Precision, ModelError> {
+        Ok(match asked {
+            Dtype::Auto if config.is_bf16 => Precision::Bfloat16,
+            Dtype::Auto | Dtype::Float32 => Precision::Float32,
+            Dtype::Bfloat16 => Precision::Bfloat16,
+        })
+    }
+
     /// Makes a backend on the executor's thread.
     ///
     /// # Errors
     /// [`KernelError`].
-    fn backend(&self, collective: Box<dyn Collective>) -> Result<Self::Backend, KernelError>;
+    fn backend(
+        &self,
+        precision: Precision,
+        collective: Box<dyn Collective>,
+    ) -> Result<Self::Backend, KernelError>;
 
     /// Exchanges data through `collective` from now on.
     ///
@@ -111,8 +127,14 @@ pub struct CpuDevice {
 impl Device for CpuDevice {
     type Backend = CpuBackend;
 
-    fn backend(&self, collective: Box<dyn Collective>) -> Result<CpuBackend, KernelError> {
-        CpuBackend::new(self.threads, collective)
+    fn backend(
+        &self,
+        precision: Precision,
+        collective: Box<dyn Collective>,
+    ) -> Result<CpuBackend, KernelError> {
+        let backend = CpuBackend::new(self.threads, precision, collective)?;
+        tracing::info!(device = backend.describe(), "computing");
+        Ok(backend)
     }
 
     fn set_collective(
@@ -151,7 +173,20 @@ impl CudaDevice {
 impl Device for CudaDevice {
     type Backend = CudaBackend;
 
-    fn backend(&self, collective: Box<dyn Collective>) -> Result<CudaBackend, KernelError> {
+    fn precision(&self, asked: Dtype, _: &ModelConfig) -> Result<Precision, ModelError> {
+        if asked == Dtype::Float32 {
+            let message = "--dtype float32: matrix products on GPUs are bfloat16; choose auto or \
+                           bfloat16, or compute on CPUs (--device cpu)";
+            return Err(ModelError::Dtype(message.to_owned()));
+        }
+        Ok(Precision::Bfloat16)
+    }
+
+    fn backend(
+        &self,
+        _: Precision,
+        collective: Box<dyn Collective>,
+    ) -> Result<CudaBackend, KernelError> {
         let backend = CudaBackend::new(self.options.clone(), collective)?;
         tracing::info!(device = backend.describe(), "computing");
         Ok(backend)

@@ -249,6 +249,9 @@ impl<B: Backend> Engine<B> {
             if new.num_prompt as usize > new.tokens.len() {
                 return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
             }
+            new.sampling
+                .check(self.decoder.config().vocab_size as u32)
+                .map_err(|message| fault(format!("{}: {message}", new.seq)))?;
             if self.sequences.len() >= held_max {
                 return Err(fault(format!("{held_max} sequences are held, the bound is reached")));
             }

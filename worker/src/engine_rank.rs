@@ -14,7 +14,7 @@ use kernels::collective::{
 use kernels::cuda::{GroupSetup, Relay};
 use kernels::{Backend as _, Collective, CollectiveError, KernelError};
 use shared::ids::Epoch;
-use shared::protocol::{CollectiveSpec, Form, SequenceOutput, StepPlan, StepTimings};
+use shared::protocol::{CollectiveSpec, Dtype, Form, SequenceOutput, StepPlan, StepTimings};
 
 use crate::device::Device;
 use crate::engine::{Engine, EngineError};
@@ -42,9 +42,9 @@ pub struct EngineRank<D: Device> {
     unfinished: u64,
 }
 
-/// What was loaded: model folder, rank, degree and that of its sums, and the sizes the buffers were
-/// made for.
-type Key = (String, u32, (u32, u32), u32, u32, u32);
+/// What was loaded: model folder, precision, rank, degree and that of its sums, and the sizes the
+/// buffers were made for.
+type Key = (String, Dtype, u32, (u32, u32), u32, u32, u32);
 
 struct Loaded<D: Device> {
     engine: Engine<D::Backend>,
@@ -111,7 +111,8 @@ impl<D: Device> EngineRank<D> {
         let shard = Shard::new(&config, form.rank, form.world_size)?
             .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
-        let mut backend = self.device.backend(collective)?;
+        let precision = self.device.precision(form.dtype, &config)?;
+        let mut backend = self.device.backend(precision, collective)?;
         // Now, for those that have loaded wait for this one. What becomes of them while it loads, it
         // finds when it first needs them: what it has loaded is good for the next epoch.
         join::<D>(&mut backend, form, all, abort, news)?;
@@ -207,6 +208,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let sizes = &form.engine;
         let key = (
             form.model.clone(),
+            form.dtype,
             form.rank,
             (form.world_size, form.reduction_ranks),
             sizes.max_model_len,

@@ -2,9 +2,10 @@
 //!
 //! It owns order and epochs: a command of an epoch that is over does nothing. It does no network IO
 //! beyond handing messages to the [`Outbox`]; it never waits for the link.
+mod queue;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,11 +15,9 @@ use shared::protocol::{
     StepPlan, StepResult, WorkerStats,
 };
 
+use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
 use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
 
-/// Commands waiting for the executor. The coordinator keeps two steps in flight, so a queue this
-/// long is full only if something is badly wrong.
-const COMMANDS_MAX: usize = 32;
 /// How long the thread may take to end when its owner does.
 const END_PATIENCE: Duration = Duration::from_millis(200);
 /// Load progress is reported at most this often.
@@ -53,6 +52,8 @@ pub trait Outbox: Send {
     }
     /// Records a finished load.
     fn loaded(&mut self, form: &Form, formed: &Formed);
+    /// The rank is in no epoch any more.
+    fn released(&mut self) {}
     /// The cumulative stats now.
     fn report(&mut self) -> WorkerStats;
     /// The device computes no more, and why: nothing is sent after this.
@@ -64,7 +65,7 @@ pub trait Outbox: Send {
 /// A handle on the executor thread. Dropping it ends the thread after the command in progress.
 #[derive(Debug)]
 pub struct Executor {
-    commands: Option<SyncSender<(u64, ExecutorCommand)>>,
+    commands: Option<Commands>,
     thread: Option<JoinHandle<()>>,
     abort: AbortSlot,
     /// The present link's number: commands carry it, since they may wait longer than it lasts.
@@ -95,7 +96,7 @@ impl Executor {
         R: Rank,
         M: FnOnce() -> R + Send + 'static,
     {
-        let (commands, receiver) = sync_channel(COMMANDS_MAX);
+        let (commands, receiver) = queue();
         let abort = AbortSlot::default();
         let slot = abort.clone();
         let report_waits = Arc::new(AtomicBool::new(false));
@@ -115,11 +116,7 @@ impl Executor {
     /// [`ExecutorError`].
     pub fn command(&self, command: ExecutorCommand) -> Result<(), ExecutorError> {
         let Some(commands) = &self.commands else { return Err(ExecutorError::Ended) };
-        commands.try_send((self.link.load(Ordering::Relaxed), command)).map_err(|error| match error
-        {
-            TrySendError::Full(_) => ExecutorError::Full,
-            TrySendError::Disconnected(_) => ExecutorError::Ended,
-        })
+        commands.push(self.link.load(Ordering::Relaxed), command)
     }
 
     /// Queues a report, unless one waits already: a long step or load must not fill the queue.
@@ -140,7 +137,8 @@ impl Executor {
     /// Ends `epoch`: frees the executor from its collective at once, then drops it.
     pub fn abort(&self, epoch: Epoch) {
         self.abort.abort(epoch);
-        // When the queue is full the next Form releases what is held.
+        // When the queue is full the next Form releases what is held; what waits of this epoch is
+        // gone from the queue by that.
         let _ = self.command(ExecutorCommand::Release(epoch));
     }
 
@@ -183,13 +181,13 @@ impl Drop for Executor {
 
 /// Commands in their order; the next may be looked at before it is taken.
 struct Inbox<'a> {
-    commands: &'a Receiver<(u64, ExecutorCommand)>,
-    held: Option<(u64, ExecutorCommand)>,
+    commands: &'a Receiver,
+    held: Option<Queued>,
 }
 
 impl Inbox<'_> {
-    fn take(&mut self) -> Option<(u64, ExecutorCommand)> {
-        self.held.take().or_else(|| self.commands.recv().ok())
+    fn take(&mut self) -> Option<Queued> {
+        self.held.take().or_else(|| self.commands.take())
     }
 }
 
@@ -203,7 +201,7 @@ struct EpochSteps<'a, 'b> {
 impl StepSource for EpochSteps<'_, '_> {
     fn peek(&mut self) -> Option<&StepPlan> {
         if self.inbox.held.is_none() {
-            self.inbox.held = self.inbox.commands.try_recv().ok();
+            self.inbox.held = self.inbox.commands.try_take();
         }
         let (link, epoch) = self.term;
         match &self.inbox.held {
@@ -254,7 +252,7 @@ struct Loop<R, O> {
 }
 
 impl<R: Rank, O: Outbox> Loop<R, O> {
-    fn run(mut self, commands: &Receiver<(u64, ExecutorCommand)>) {
+    fn run(mut self, commands: &Receiver) {
         let mut idle_since = Instant::now();
         let mut inbox = Inbox { commands, held: None };
         while let Some((link, command)) = inbox.take() {
@@ -289,6 +287,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         self.rank.release();
         self.abort.clear();
         self.epoch = None;
+        self.outbox.released();
     }
 
     fn form(&mut self, form: &Form) {

@@ -49,6 +49,9 @@ pub enum ModelError {
     /// The device has too little memory.
     #[error("{0}")]
     Fit(String),
+    /// The device has no products of the precision asked for.
+    #[error("{0}")]
+    Dtype(String),
     /// The device failed.
     #[error(transparent)]
     Kernel(#[from] kernels::KernelError),

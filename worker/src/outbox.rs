@@ -148,6 +148,12 @@ impl Outbox for LinkOutbox {
         self.stats().formed(form.replica, form.rank, formed.weight_bytes, load);
     }
 
+    fn released(&mut self) {
+        if let Some((_, stats)) = &mut self.stats {
+            stats.released();
+        }
+    }
+
     fn device_lost(&mut self, reason: &str) {
         if let Some(lost) = self.lost.take() {
             let _ = lost.send(reason.to_owned());
@@ -166,7 +172,7 @@ impl Outbox for LinkOutbox {
 #[cfg(test)]
 mod tests {
     use shared::ids::ReplicaId;
-    use shared::metrics::catalogue::RANK_STEP;
+    use shared::metrics::catalogue::{RANK_COLLECTIVE_ABORTS, RANK_STEP, RANK_WEIGHTS};
     use shared::metrics::{Limits, Merger, Source, decode_snapshot};
     use shared::protocol::StepTimings;
 
@@ -192,5 +198,29 @@ mod tests {
             }
         }
         assert_eq!(merger.merged().histogram_sum(RANK_STEP).count(), 6);
+    }
+
+    #[test]
+    fn what_describes_a_rank_vanishes_with_its_epoch_and_what_it_counted_stays() {
+        let uplink = Uplink::default();
+        let mut outbox = LinkOutbox::new(uplink.clone(), Metrics::new(), None);
+        let mut merger = Merger::new(Limits::default());
+        uplink.joined(WorkerId(0));
+        let mut seen = |outbox: &mut LinkOutbox| {
+            let report = outbox.report();
+            let snapshot = decode_snapshot(&report.snapshot).unwrap();
+            let run = shared::ids::Incarnation(1);
+            merger.apply(Source::Worker(WorkerId(0)), run, report.sequence, snapshot).unwrap();
+            let merged = merger.merged();
+            let weights = merged.family(RANK_WEIGHTS.series()).map_or(0, |family| family.len());
+            (weights, merged.counter_sum(RANK_COLLECTIVE_ABORTS))
+        };
+        outbox.stats().formed(ReplicaId(3), 0, 7, Duration::ZERO);
+        assert_eq!(seen(&mut outbox), (1, 0));
+        outbox.released();
+        outbox.stats().broken_off(2);
+        assert_eq!(seen(&mut outbox), (0, 2));
+        outbox.stats().formed(ReplicaId(1), 0, 7, Duration::ZERO);
+        assert_eq!(seen(&mut outbox), (1, 2));
     }
 }

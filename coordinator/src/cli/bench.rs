@@ -14,6 +14,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));
     let options = BenchOptions {
         model,
+        dtype: args.dtype,
         tensor_parallel: args.tensor_parallel,
         device: devices::choose(&args.compute, threads)?,
         prompt_tokens: args.prompt_tokens,
@@ -29,6 +30,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     line.insert("empty_step_us".to_owned(), json!(round(figures.empty_step_us)));
     line.insert("tensor_parallel".to_owned(), json!(args.tensor_parallel));
     line.insert("threads".to_owned(), json!(threads));
+    line.insert("dtype".to_owned(), json!(figures.dtype));
     line.insert("backend".to_owned(), json!(figures.backend));
     print_line(&Value::Object(line).to_string());
     Ok(())

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::json;
 
-use super::etcd::parse_address;
+use super::etcd::{EtcdArgs, parse_address};
 use super::options::parse_bytes;
 use super::output::print_line;
 use super::work::cores;
@@ -41,9 +41,8 @@ pub(crate) struct DoctorArgs {
     /// Where workers shall dial in
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8001")]
     pub(crate) cluster_listen: SocketAddr,
-    /// etcd's client addresses, comma separated, when membership shall come from there
-    #[arg(long, value_name = "URLS", value_delimiter = ',')]
-    pub(crate) etcd: Vec<String>,
+    #[command(flatten)]
+    pub(crate) etcd: EtcdArgs,
     /// File with the cluster's secret
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,

@@ -39,7 +39,7 @@ pub(crate) async fn run(
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;
-    let view = membership.view();
+    let (view, desires) = (membership.view(), membership.desires());
     let standby = Standby::start(&prepared, &view).map_err(failed)?;
     print_line(&format!("tutti coordinator: http://{}", prepared.http_addr()));
     let mut membership = Some(membership);
@@ -62,11 +62,13 @@ pub(crate) async fn run(
                     } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
                     error = etcd::failed(&mut membership) => Err(error),
+                    reason = coordinator.failed() => Err(CliError::Failed(reason.to_owned())),
                 }
             };
             let totals = checkpoints.map(|interval| (etcd, interval));
             let hint = format!("waiting for {degree} workers: tutti worker --etcd {endpoints}");
-            lead(prepared, view.clone(), totals, &hint, ends).await
+            let leadership = Leadership { view: view.clone(), desires, publication: None };
+            lead(prepared, leadership, totals, &hint, ends).await
         }
         Ok(None) => Ok(()),
         Err(error) => Err(error),
@@ -81,7 +83,7 @@ pub(crate) async fn run(
 /// Serves until `ends`, from the totals of who led before and to those of who leads next.
 async fn lead(
     prepared: Prepared,
-    view: watch::Receiver<View>,
+    mut leadership: Leadership,
     totals: Option<(EtcdOptions, Duration)>,
     hint: &str,
     ends: impl AsyncFnOnce(&Coordinator) -> Result<(), CliError>,
@@ -89,7 +91,7 @@ async fn lead(
     let mut checkpoints = match totals {
         Some((etcd, interval)) => {
             let hub = prepared.hub().clone();
-            let started = Checkpoints::start(hub, view.clone(), etcd, interval);
+            let started = Checkpoints::start(hub, leadership.view.clone(), etcd, interval);
             Some(started.map_err(|error| {
                 CliError::Failed(format!("cannot start the checkpoints' thread: {error}"))
             })?)
@@ -99,7 +101,8 @@ async fn lead(
     if let Some(checkpoints) = &mut checkpoints {
         checkpoints.loaded().await;
     }
-    let coordinator = Coordinator::serve(prepared, Some(Leadership { view })).map_err(failed)?;
+    leadership.publication = checkpoints.as_ref().map(Checkpoints::publication);
+    let coordinator = Coordinator::serve(prepared, Some(leadership)).map_err(failed)?;
     print_line(hint);
     let end = ends(&coordinator).await;
     coordinator.stop(false).await;
@@ -115,7 +118,8 @@ fn failed(error: StartError) -> CliError {
 
 fn superseded(leader: &Leader) -> CliError {
     CliError::Superseded(format!(
-        "the coordinator at {} leads now (epoch {}); start this one again and it stands by",
+        "the coordinator at {} leads now, or did since this one (epoch {}); started again, this one \
+         stands by",
         leader.record.address, leader.epoch
     ))
 }
@@ -143,12 +147,12 @@ async fn election(mut view: watch::Receiver<View>) -> Leader {
     }
 }
 
-/// Resolves when a process other than `incarnation` leads. That nobody leads, or that etcd cannot
-/// be asked, is no reason to stop.
+/// Resolves when a process other than `incarnation` leads, or has led since. That nobody leads, or
+/// that etcd cannot be asked, is no reason to stop.
 async fn other_leader(mut view: watch::Receiver<View>, incarnation: u64) -> Leader {
     loop {
         if let Some(leader) = view.borrow_and_update().other_than(incarnation) {
-            return leader.clone();
+            return leader;
         }
         if view.changed().await.is_err() {
             std::future::pending::<()>().await;

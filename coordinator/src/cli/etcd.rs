@@ -1,7 +1,6 @@
 //! The options by which coordinators, workers and front ends find each other through etcd.
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use shared::membership::{
 };
 use worker::run::address_towards;
 
-use super::CliError;
+use super::{CliError, secret};
 
 /// The variable that holds the password where there is no file.
 const PASSWORD: &str = "TUTTI_ETCD_PASSWORD";
@@ -167,10 +166,7 @@ fn read(option: &str, file: &Path) -> Result<Vec<u8>, CliError> {
 /// Reads what nobody else may read.
 fn private_text(option: &str, file: &Path) -> Result<String, CliError> {
     let at = |problem: String| CliError::Usage(format!("{option} {}: {problem}", file.display()));
-    let mode = fs::metadata(file).map_err(|error| at(error.to_string()))?.mode() & 0o777;
-    if mode & 0o077 != 0 {
-        return Err(at(format!("others may read it (mode {mode:o}): chmod 600 it")));
-    }
+    secret::check_private(file).map_err(at)?;
     String::from_utf8(read(option, file)?).map_err(|_| at("it is not text".to_owned()))
 }
 

@@ -12,7 +12,7 @@ use shared::metrics::application::Metrics;
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, default_node, random};
-use super::{CliError, FrontendArgs, etcd, logging, secret};
+use super::{CliError, FrontendArgs, api, etcd, logging, secret};
 
 pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
     logging::init(&args.common.log_level);
@@ -27,6 +27,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         node,
         listen: args.listen,
         model: args.model.clone(),
+        api: api::options(&args.api)?,
         http_threads: args.http_threads.unwrap_or_else(|| cores().clamp(1, 8)) as usize,
         nvml: args.common.nvml_lib.clone(),
         secret,

@@ -66,15 +66,27 @@ fn log_text(logs: &NodeLogs) -> Vec<String> {
 }
 
 pub(crate) fn scale(args: &ScaleArgs) -> Result<(), CliError> {
-    let request = ScaleRequest { replicas: args.replicas, workers: args.workers };
+    let request =
+        ScaleRequest { replicas: args.replicas, reset: args.reset, workers: args.workers };
     let body = serde_json::to_value(request).unwrap_or_default();
-    ask(&args.operator, "/admin/scale", &[], Some(body)).map(drop)
+    ask(&args.operator, "/admin/scale", &[], Some(body))?;
+    if let Some(workers) = args.workers {
+        print_line(&format!("{workers} local workers shall run; see tutti status"));
+    }
+    match args.replicas {
+        None => {}
+        Some(0) => print_line("as many replicas as the workers allow"),
+        Some(replicas) => print_line(&format!("at most {replicas} replicas from now on")),
+    }
+    Ok(())
 }
 
 pub(crate) fn drain(args: &DrainArgs) -> Result<(), CliError> {
     let request = DrainRequest { node: args.node.clone() };
     let body = serde_json::to_value(request).unwrap_or_default();
-    ask(&args.operator, "/admin/drain", &[], Some(body)).map(drop)
+    ask(&args.operator, "/admin/drain", &[], Some(body))?;
+    print_line(&format!("{} finishes and leaves; see tutti status", args.node));
+    Ok(())
 }
 
 /// Asks the coordinator; POSTs when there is a body.
@@ -89,7 +101,9 @@ fn ask(
         .http_status_as_error(false)
         .build()
         .into();
-    let url = format!("{}{path}", args.server.trim_end_matches('/'));
+    let server = args.server.trim_end_matches('/');
+    let scheme = if server.contains("://") { "" } else { "http://" };
+    let url = format!("{scheme}{server}{path}");
     let failed = |error: ureq::Error| CliError::Failed(format!("{url}: {error}"));
     let token = secret::read_file(args.cluster_secret_file.as_deref())?
         .map(|secret| format!("Bearer {}", secret.token(TOKEN_PURPOSE)));
@@ -123,14 +137,19 @@ fn ask(
 
 fn table(status: &Status) -> Vec<String> {
     let ready = if status.ready { "ready" } else { "not ready" };
-    let bound = status.max_replicas.map(|max| format!(", at most {max} replicas"));
+    let by = match (status.commands.scaled, status.commands.stored) {
+        (false, _) => "",
+        (true, Some(false)) => " (by tutti scale; not stored for the next leader yet)",
+        (true, _) => " (by tutti scale)",
+    };
+    let bound = match status.max_replicas {
+        Some(max) => format!(", at most {max} replicas{by}"),
+        None if status.commands.scaled => format!(", any number of replicas{by}"),
+        None => String::new(),
+    };
     let mut lines = vec![format!(
         "tutti {}: {}, tensor parallel {}{}: {ready} ({})",
-        status.version,
-        status.model,
-        status.tensor_parallel,
-        bound.unwrap_or_default(),
-        status.message
+        status.version, status.model, status.tensor_parallel, bound, status.message
     )];
     lines.push(format!(
         "\n{:<10} {:<10} {:>6} {:>9}  {:<20} last failure",

@@ -4,8 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
+use shared::protocol::Dtype;
 use worker::device::Exchange;
 
+use super::api::ApiArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
 use super::resources::{PlacementArgs, ResourceArgs};
@@ -147,8 +149,8 @@ pub(crate) struct CoordinatorArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=600))]
     pub(crate) leader_lease: u64,
     /// With --etcd: write the totals of /metrics there every so many seconds, so that the next
-    /// leader goes on from them; 0 for never
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    /// leader goes on from them, and show what is written; 0 for never
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) checkpoint_interval: u64,
 }
 
@@ -165,7 +167,7 @@ pub(crate) struct WorkerArgs {
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
-    /// This worker's name, unique in the cluster [default: HOSTNAME-PID]
+    /// This worker's name, unique in the cluster [default: HOSTNAME-PID-RANDOM]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
     /// Where this worker accepts other ranks of its replica (TCP collective), as other hosts reach
@@ -194,12 +196,14 @@ pub(crate) struct FrontendArgs {
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
-    /// This front end's name, unique among front ends [default: HOSTNAME-PID]
+    /// This front end's name, unique among front ends [default: HOSTNAME-PID-RANDOM]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
     /// Where HTTP is served
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8010")]
     pub(crate) listen: SocketAddr,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
     /// Model folder, for its tokenizer and chat template [default: where the coordinator has it]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
@@ -214,7 +218,7 @@ pub(crate) struct FrontendArgs {
 /// Options of the commands that talk to a running coordinator.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OperatorArgs {
-    /// The coordinator's HTTP address
+    /// The coordinator's HTTP address, with or without http://
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     pub(crate) server: String,
     /// File with the cluster's secret, where it has one
@@ -259,13 +263,17 @@ pub(crate) struct LogsArgs {
 
 /// Options of `tutti scale`.
 #[derive(Args, Clone, Debug)]
-#[group(required = true, multiple = true, args = ["replicas", "workers"])]
+#[group(required = true, multiple = true, args = ["replicas", "reset", "workers"])]
 pub(crate) struct ScaleArgs {
     #[command(flatten)]
     pub(crate) operator: OperatorArgs,
     /// At most so many replicas; 0 for as many as the workers allow
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
     pub(crate) replicas: Option<u32>,
+    /// As many replicas as the coordinator was started with (its --replicas), whatever was said
+    /// since
+    #[arg(long, conflicts_with = "replicas")]
+    pub(crate) reset: bool,
     /// So many local workers (of `tutti up`)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
@@ -287,6 +295,9 @@ pub(crate) struct BenchArgs {
     /// Model folder [default: models/demo]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
+    /// What matrix products take of their activations: auto, float32 or bfloat16, as when serving
+    #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
+    pub(crate) dtype: Dtype,
     /// Ranks, as threads of this process
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
@@ -348,6 +359,11 @@ pub(crate) struct ServingArgs {
     /// The model's name in the API [default: the folder's name]
     #[arg(long, value_name = "NAME")]
     pub(crate) served_model_name: Option<String>,
+    /// What matrix products take of their activations: bfloat16 (rounded to it; twice as fast where
+    /// the CPU has bf16 instructions), float32, or auto: bfloat16 when the model's config.json says
+    /// so, and on GPUs, else float32
+    #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
+    pub(crate) dtype: Dtype,
     /// Workers per replica: each holds 1/N of every layer
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
@@ -388,6 +404,8 @@ pub(crate) struct ServingArgs {
     /// Compute every prompt whole, also where the KV cache still has its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
     /// Most requests waiting for their first step; beyond it clients get 429
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,
@@ -482,6 +500,22 @@ pub(crate) struct ComputeArgs {
     /// Compute threads per worker [default: the cores, shared among this host's workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
+}
+
+/// Parses `auto`, `float32`, `bfloat16`.
+fn parse_dtype(text: &str) -> Result<Dtype, String> {
+    if let "float16" | "half" = text {
+        return Err(
+            "float16 is not computed in: choose bfloat16 or float32 (checkpoints in float16 \
+                    are fine)"
+                .to_owned(),
+        );
+    }
+    let found = Dtype::ALL.into_iter().find(|dtype| dtype.name() == text);
+    found.ok_or_else(|| {
+        let names = Dtype::ALL.map(Dtype::name).join(", ");
+        format!("it must be one of: {names}")
+    })
 }
 
 /// Parses `1073741824`, `512MiB`, `2GiB`.

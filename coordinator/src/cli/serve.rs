@@ -14,7 +14,7 @@ use super::options::{CommonArgs, CompatArg, ServingArgs};
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, random, random_secret};
-use super::{CliError, CoordinatorArgs, elected, etcd, logging, secret};
+use super::{CliError, CoordinatorArgs, api, elected, etcd, logging, secret};
 
 /// Where workers dial in, unless told otherwise.
 const CLUSTER_LISTEN: SocketAddr =
@@ -48,10 +48,15 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
             "waiting for {degree} workers: tutti worker --coordinator {}",
             coordinator.cluster_addr()
         ));
-        signals.next().await;
-        finish(&coordinator, patience, &mut signals).await;
+        let end = tokio::select! {
+            () = async {
+                signals.next().await;
+                finish(&coordinator, patience, &mut signals).await;
+            } => Ok(()),
+            reason = coordinator.failed() => Err(CliError::Failed(reason.to_owned())),
+        };
         coordinator.stop(false).await;
-        Ok(())
+        end
     })
 }
 
@@ -83,6 +88,7 @@ pub(crate) fn coordinator_options(
     Ok(CoordinatorOptions {
         served_model_name: name.unwrap_or_else(|| "model".to_owned()),
         model,
+        dtype: args.dtype,
         tensor_parallel: args.tensor_parallel,
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(args.tensor_parallel),
         max_replicas: args.replicas,
@@ -97,6 +103,7 @@ pub(crate) fn coordinator_options(
         // 0 leaves it to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         prefix_caching: !args.no_enable_prefix_caching,
+        api: api::options(&args.api)?,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {
             step_timeout: Duration::from_secs(args.step_timeout),

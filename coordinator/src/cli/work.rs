@@ -160,9 +160,10 @@ fn hostname() -> String {
         .map_or_else(|_| "host".to_owned(), |name| name.trim().to_owned())
 }
 
-/// A process's name where none is given.
+/// A process's name where none is given. In containers all processes have one id, and hosts may have
+/// one name.
 pub(crate) fn default_node() -> String {
-    format!("{}-{}", hostname(), std::process::id())
+    format!("{}-{}-{:04x}", hostname(), std::process::id(), random() as u16)
 }
 
 /// Resolves when stdin reaches its end.

@@ -16,14 +16,15 @@ use shared::actor::exchange::PeerId;
 use shared::actor::link::LinkHandle;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::membership::{Desired, Desires};
 use shared::protocol::{EngineConfig, ToWorker};
 use tokio::sync::watch;
 
 pub use self::names::Supervised;
-pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, SetReplicas};
+pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, Refusal};
-use super::absence::Absences;
+use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
 use super::orphanage::Orphanage;
 use super::records::Records;
@@ -99,6 +100,8 @@ pub struct ClusterActor {
     /// How often each replica broke while it served.
     broken: BTreeMap<ReplicaId, u32>,
     affinity: Affinity,
+    /// Where operators' words are left for the next leader, where there may be one.
+    desires: Option<Desires>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -144,6 +147,7 @@ impl ClusterActor {
             restarts: BTreeMap::new(),
             broken: BTreeMap::new(),
             affinity: Affinity::new(max_num_seqs),
+            desires: None,
         }
     }
 
@@ -151,6 +155,19 @@ impl ClusterActor {
     #[must_use]
     pub fn expecting(mut self, nodes: BTreeSet<String>) -> Self {
         self.core.expect(nodes);
+        self
+    }
+
+    /// Of several coordinators: goes by what operators told the last leader, and leaves what they
+    /// say to the next one.
+    #[must_use]
+    pub fn desiring(mut self, told: Option<Desired>, desires: Desires) -> Self {
+        if let Some(told) = told {
+            // It is written again, so that an etcd which lost its data has it, too.
+            desires.send_replace(Some(told.clone()));
+            self.core.go_by(told);
+        }
+        self.desires = Some(desires);
         self
     }
 
@@ -192,6 +209,11 @@ impl ClusterActor {
                 Effect::Pace { worker, slow } => {
                     self.hub.observer().record().rank_slow(worker, slow);
                 }
+                Effect::Desire(desired) => {
+                    if let Some(desires) = &self.desires {
+                        desires.send_replace(Some(desired));
+                    }
+                }
                 Effect::Unservable { replica, reason } => {
                     tracing::error!(%replica, %reason, "the replica cannot be formed");
                     self.unservable = Some(reason);
@@ -230,6 +252,15 @@ impl ClusterActor {
             return;
         }
         tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, "serving");
+        let tokens = u64::from(num_blocks) * u64::from(self.engine.block_size);
+        let max = self.engine.max_model_len;
+        if tokens < u64::from(max) {
+            tracing::warn!(
+                replica = %id,
+                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests beyond are \
+                 refused; give more --kv-cache-memory, or say --max-model-len {tokens}"
+            );
+        }
         self.unservable = None;
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let config = ReplicaConfig { engine: self.engine.clone(), num_blocks, tensor_parallel };
@@ -257,6 +288,25 @@ impl ClusterActor {
                 self.replicas.insert(id, RunningReplica { addr, load, serving: None });
             }
             Err(error) => self.unservable = Some(error.to_string()),
+        }
+    }
+
+    /// An actor that panicked is gone, with its requests, whose clients see their end. Its ranks form
+    /// anew, for another one.
+    fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let gone: Vec<ReplicaId> = self
+            .replicas
+            .iter()
+            .filter(|(_, running)| !running.addr.connected())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in gone {
+            tracing::error!(replica = %id, "the replica's actor has ended; it begins anew");
+            self.affinity.forget(id);
+            let serving = self.replicas.remove(&id).and_then(|running| running.serving);
+            if let Some((epoch, _)) = serving {
+                self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
+            }
         }
     }
 
@@ -295,6 +345,8 @@ impl Actor for ClusterActor {
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
             }
+            actor.miss_replicas(now, &mut effects);
+            actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
             if effects.is_empty() {
                 return;
@@ -366,3 +418,6 @@ impl Handler<Stop> for ClusterActor {
 fn since_1970() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,6 +4,7 @@
 //! returning worker into its own rank first; a replica whose ranks stay away is given to others or
 //! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again when spares allow; spares become
 //! new replicas; what is complete and due is formed.
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use shared::ids::{ReplicaId, WorkerId};
@@ -14,9 +15,11 @@ use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
-    /// How many replicas there shall be at most; as many as the members allow without a bound.
-    pub fn set_max_replicas(&mut self, now: Duration, max: Option<u32>, effects: &mut Vec<Effect>) {
-        self.config.max_replicas = max;
+    /// An operator wants at most so many replicas; 0: as many as the members allow; without a
+    /// number: as this coordinator was started with.
+    pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
+        self.desired.scale(replicas);
+        effects.push(Effect::Desire(self.desired.clone()));
         self.reconcile(now, effects);
     }
 
@@ -26,10 +29,13 @@ impl Cluster {
         &self.config.placement
     }
 
-    /// How many replicas there shall be at most.
+    /// How many replicas there shall be at most; as many as the members allow without a number.
     #[must_use]
     pub fn max_replicas(&self) -> Option<u32> {
-        self.config.max_replicas
+        match self.desired.replicas {
+            Some(said) => Some(said).filter(|said| *said > 0),
+            None => self.config.max_replicas,
+        }
     }
 
     /// A worker shall leave: its replica goes on without it, then it is told to end.
@@ -45,7 +51,7 @@ impl Cluster {
         let Some(member) = self.members.get(&worker) else {
             return Err(format!("{worker} is not a member"));
         };
-        let node = member.node.clone();
+        let (node, incarnation) = (member.node.clone(), member.incarnation);
         let able = |m: &Member| self.config.placement.lacks(m).is_none();
         let member_able = able(member);
         let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
@@ -56,6 +62,8 @@ impl Cluster {
                 "without {node} {others} workers are left, and a replica needs {least}"
             ));
         }
+        self.desired.drain(&node, incarnation.0);
+        effects.push(Effect::Desire(self.desired.clone()));
         self.let_go(now, worker, &format!("{worker} ({node}) is drained"), effects);
         Ok(())
     }
@@ -72,13 +80,13 @@ impl Cluster {
             member.draining = true;
             self.let_go.insert(worker, (member.incarnation, reason.to_owned()));
         }
-        if let Some(id) = self.replica_of(worker) {
+        if let Some(id) = self.replicas.of(worker) {
             self.break_replica(now, id, EpochEnd::Planned, reason, effects);
-            if let Some(replica) = self.replicas.get_mut(&id) {
+            self.replicas.change(id, |replica| {
                 replica.vacate(now, worker);
                 replica.form_at_once();
                 replica.do_not_wait();
-            }
+            });
         }
         let message = ToWorker::Shutdown { reason: reason.to_owned() };
         effects.push(Effect::Send { worker, epoch: self.epoch, message });
@@ -87,6 +95,7 @@ impl Cluster {
 
     /// See the module's documentation.
     pub(super) fn reconcile(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        self.seen = self.replicas.revision();
         self.remove_surplus(now, effects);
         self.fill_vacancies();
         self.shrink(now, effects);
@@ -97,17 +106,36 @@ impl Cluster {
             .replicas
             .iter()
             .filter(|(_, replica)| replica.may_form(now))
-            .map(|(id, _)| *id)
+            .map(|(id, _)| id)
             .collect();
         for id in due {
             self.form(id, effects);
         }
+        self.due = self.next_due(now);
+    }
+
+    /// Whether a pass may find something to do: the one before changed something, something has
+    /// happened since, or a wait is over. A pass that finds nothing to do would find nothing before
+    /// one of these either, for members, replicas and what waits are over are all it looks at.
+    pub(super) fn is_due(&self, now: Duration) -> bool {
+        self.seen != self.replicas.revision() || self.due.is_some_and(|due| now >= due)
+    }
+
+    /// When the next of the waits that now run is over.
+    fn next_due(&self, now: Duration) -> Option<Duration> {
+        let grace = self.config.reshard_after;
+        let replicas = self.replicas.iter().flat_map(|(_, replica)| replica.waits(grace));
+        let joining = [self.settling_since, self.short_since].into_iter().flatten();
+        replicas
+            .chain(joining.map(|since| since.saturating_add(grace)))
+            .filter(|due| *due > now)
+            .min()
     }
 
     /// Members that hold no rank and may take one.
     fn free(&self) -> Vec<&Member> {
-        let holds = |member: &Member| self.replicas.values().any(|r| r.has(member.worker));
         let able = |member: &Member| self.config.placement.lacks(member).is_none();
+        let holds = |member: &Member| self.replicas.of(member.worker).is_some();
         let free = |member: &&Member| !member.draining && !holds(member) && able(member);
         let mut free: Vec<&Member> = self.members.values().filter(free).collect();
         // In the order of their slots, but slow ones last.
@@ -117,35 +145,32 @@ impl Cluster {
 
     /// Slow ranks are replaced by spares, where there are some that are not known to be slow.
     fn relieve(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        if self.slow.is_empty() {
-            return;
-        }
         let slow: Vec<WorkerId> = self.slow.iter().copied().collect();
         for worker in slow {
-            let spare = self.free().first().is_some_and(|it| !self.slow.contains(&it.worker));
-            let serving = |id: &ReplicaId| self.replicas.get(id).is_some_and(Replica::is_serving);
-            let Some(id) = self.replica_of(worker).filter(|id| spare && serving(id)) else {
-                continue;
-            };
+            let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
+            let Some(id) = self.replicas.of(worker).filter(serving) else { continue };
+            if self.free().first().is_none_or(|it| self.slow.contains(&it.worker)) {
+                return;
+            }
             let reason = format!("{worker} is slow and is replaced");
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
-            if let Some(replica) = self.replicas.get_mut(&id) {
+            self.replicas.change(id, |replica| {
                 replica.dismiss(now, worker);
                 replica.form_at_once();
-            }
+            });
             self.fill_vacancies();
         }
     }
 
     fn remove_surplus(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        let max = self.config.max_replicas.map_or(usize::MAX, |max| max as usize);
+        let max = self.max_replicas().map_or(usize::MAX, |max| max as usize);
         while self.replicas.len() > max {
             // One that does not serve first, then the youngest.
             let surplus = self
                 .replicas
                 .iter()
-                .max_by_key(|(id, replica)| (!replica.is_serving(), **id))
-                .map(|(id, _)| *id);
+                .max_by_key(|(id, replica)| (!replica.is_serving(), *id))
+                .map(|(id, _)| id);
             let Some(id) = surplus else { return };
             self.remove(now, id, "fewer replicas are wanted", effects);
         }
@@ -153,22 +178,33 @@ impl Cluster {
 
     fn remove(&mut self, now: Duration, id: ReplicaId, reason: &str, effects: &mut Vec<Effect>) {
         self.break_replica(now, id, EpochEnd::Planned, reason, effects);
-        self.replicas.remove(&id);
+        self.replicas.remove(id);
         effects.push(Effect::ReplicaRemoved { replica: id });
     }
 
     fn fill_vacancies(&mut self) {
+        let gap = |(_, replica): &(ReplicaId, &Replica)| !replica.is_live() && replica.has_gap();
+        let gaps: Vec<ReplicaId> = self.replicas.iter().filter(gap).map(|(id, _)| id).collect();
+        if gaps.is_empty() {
+            return;
+        }
         let free: Vec<Member> = self.free().into_iter().cloned().collect();
-        let gaps = |replica: &&mut Replica| !replica.is_live() && replica.has_gap();
         // Slow ones only where nobody else is left, however near they are.
         for slow in [false, true] {
             let mut free: Vec<&Member> =
                 free.iter().filter(|it| self.slow.contains(&it.worker) == slow).collect();
-            for replica in self.replicas.values_mut().filter(gaps) {
+            for id in &gaps {
+                let Some(replica) = self.replicas.get(*id).filter(|it| it.has_gap()) else {
+                    continue;
+                };
+                if free.is_empty() {
+                    break;
+                }
                 let present = replica.ranks();
                 let present: Vec<Member> =
                     present.iter().filter_map(|worker| self.members.get(worker).cloned()).collect();
-                replica.fill(&mut free, &present, &self.config.placement);
+                let rules = &self.config.placement;
+                self.replicas.change(*id, |replica| replica.fill(&mut free, &present, rules));
             }
         }
     }
@@ -179,20 +215,20 @@ impl Cluster {
         let waits = |replica: &Replica| replica.incomplete_for(now).is_some_and(|t| t >= grace);
         loop {
             let waiting: Vec<ReplicaId> =
-                self.replicas.iter().filter(|(_, r)| waits(r)).map(|(id, _)| *id).collect();
+                self.replicas.iter().filter(|(_, r)| waits(r)).map(|(id, _)| id).collect();
             let Some((id, present)) = waiting
                 .iter()
-                .filter_map(|id| Some((*id, self.replicas.get(id)?.ranks().len())))
+                .filter_map(|id| Some((*id, self.replicas.get(*id)?.ranks().len())))
                 .max_by_key(|(id, present)| (*present, std::cmp::Reverse(*id)))
             else {
                 return;
             };
             let fits = |degree: &&u32| **degree as usize <= present;
             if let Some(degree) = self.config.degrees.iter().find(fits).copied() {
-                if let Some(replica) = self.replicas.get_mut(&id) {
+                self.replicas.change(id, |replica| {
                     replica.resize(now, degree as usize);
                     replica.form_at_once();
-                }
+                });
                 self.fill_vacancies();
                 continue;
             }
@@ -208,10 +244,15 @@ impl Cluster {
 
     /// Replicas at a smaller degree take spares as soon as those make a larger degree whole.
     fn grow(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        let ids: Vec<ReplicaId> = self.replicas.keys().copied().collect();
+        let largest = self.config.degrees.iter().max().map_or(0, |degree| *degree as usize);
+        let small = |(_, replica): &(ReplicaId, &Replica)| replica.degree() < largest;
+        let ids: Vec<ReplicaId> = self.replicas.iter().filter(small).map(|(id, _)| id).collect();
+        if ids.is_empty() {
+            return;
+        }
+        let mut free = self.free().len();
         for id in ids {
-            let free = self.free().len();
-            let Some(replica) = self.replicas.get(&id) else { continue };
+            let Some(replica) = self.replicas.get(id) else { continue };
             let (degree, present) = (replica.degree(), replica.ranks().len());
             let larger = self
                 .config
@@ -222,24 +263,31 @@ impl Cluster {
             let Some(larger) = larger else { continue };
             let reason = format!("it grows to {larger} ranks");
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
-            if let Some(replica) = self.replicas.get_mut(&id) {
+            self.replicas.change(id, |replica| {
                 replica.resize(now, larger);
                 replica.form_at_once();
-            }
+            });
             self.fill_vacancies();
+            free = self.free().len();
         }
     }
 
     fn add_replicas(&mut self, now: Duration) {
-        let max = self.config.max_replicas.map_or(usize::MAX, |max| max as usize);
+        let max = self.max_replicas().map_or(usize::MAX, |max| max as usize);
         let room = max.saturating_sub(self.replicas.len());
         if self.is_settling(now) {
             return;
         }
+        if room == 0 && !self.replicas.is_empty() {
+            self.short_since = None;
+            return;
+        }
         let degree = self.config.tensor_parallel as usize;
-        let (rules, free) = (&self.config.placement, self.free().len());
-        let mut groups = self.place(degree);
-        groups.truncate(rules.affordable(free, degree, groups.len(), self.replicas.len()));
+        let free = self.free().len();
+        let rules = &self.config.placement;
+        let most = rules.affordable(free, degree, free / degree.max(1), self.replicas.len());
+        let mut groups = if most == 0 { Vec::new() } else { self.place(degree) };
+        groups.truncate(most);
         if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
             // Better a small replica than none.
             let free = self.free();
@@ -248,10 +296,12 @@ impl Cluster {
             groups = degree.map(|degree| self.place(degree as usize)).unwrap_or_default();
             groups.truncate(1);
         }
-        let next = self.next_replica;
-        for (id, group) in (next..).zip(groups.into_iter().take(room)) {
+        // The number of one that was given up is given again: its totals go on, and scaling down and
+        // up makes no new series for ever. Whatever is still said of the old one has its epoch.
+        let taken: BTreeSet<u32> = self.replicas.keys().map(|id| id.0).collect();
+        let vacant = (0u32..).filter(|id| !taken.contains(id));
+        for (id, group) in vacant.zip(groups.into_iter().take(room)) {
             self.replicas.insert(ReplicaId(id), Replica::new(group));
-            self.next_replica = id + 1;
         }
         if !self.replicas.is_empty() {
             self.short_since = None;

@@ -134,10 +134,6 @@ impl Replica {
         self.phase == ReplicaPhase::Serving
     }
 
-    pub(super) fn has(&self, worker: WorkerId) -> bool {
-        self.slots.iter().any(|slot| slot.worker == Some(worker))
-    }
-
     /// Whether a rank is missing.
     pub(super) fn has_gap(&self) -> bool {
         self.slots.iter().any(|slot| slot.worker.is_none())
@@ -157,6 +153,16 @@ impl Replica {
     pub(super) fn incomplete_for(&self, now: Duration) -> Option<Duration> {
         let since = self.incomplete_since.filter(|_| !self.is_live())?;
         Some(if self.left_on_purpose { Duration::MAX } else { now.saturating_sub(since) })
+    }
+
+    /// When it may be formed, and when ranks have stayed away for `grace`: as far as it waits for
+    /// either.
+    pub(super) fn waits(&self, grace: Duration) -> impl Iterator<Item = Duration> {
+        let idle = !self.is_live();
+        let backoff = idle.then_some(self.not_before);
+        let absence =
+            self.incomplete_since.filter(|_| idle).map(|since| since.saturating_add(grace));
+        backoff.into_iter().chain(absence)
     }
 
     /// Takes another degree. Present ranks stay, in order; the last of them are let go when there

@@ -17,6 +17,9 @@ pub struct Status {
     pub tensor_parallel: u32,
     /// Most replicas; absent without a bound.
     pub max_replicas: Option<u32>,
+    /// What operators said while coordinators ran.
+    #[serde(default)]
+    pub commands: Commands,
     /// Linked processes: workers, then front ends; then the coordinators, where there may be
     /// several.
     pub nodes: Vec<Node>,
@@ -28,6 +31,17 @@ pub struct Status {
     pub actors: Vec<Actor>,
     /// Processes that are gone, newest first, a bounded number of them.
     pub dead: Vec<Dead>,
+}
+
+/// What operators said while coordinators ran: scaling and draining.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commands {
+    /// How many there were, over all leaders.
+    pub count: u64,
+    /// The bound of replicas is what an operator said, not what the coordinator was started with.
+    pub scaled: bool,
+    /// Whether the next leader knows of all; absent where no other can lead.
+    pub stored: Option<bool>,
 }
 
 /// One linked process.

@@ -1,5 +1,9 @@
 //! The replica life cycle, event by event.
+mod operators;
+
 use super::*;
+
+mod passes;
 
 fn config(tensor_parallel: u32) -> ClusterConfig {
     ClusterConfig {
@@ -8,6 +12,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         reshard_after: secs(2),
         max_replicas: None,
         model: "m".into(),
+        dtype: Dtype::Bfloat16,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,
@@ -406,72 +411,18 @@ fn two_broken_replicas_complete_one() {
     cluster.tick(secs(5), &mut effects);
     assert_eq!(world_sizes(&effects), [(0, 0, 2), (2, 1, 2)]);
     assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }));
-    // And four again: the lost ones make a replica of their own, under a number never used.
+    // And four again: the lost ones make a replica of their own, under the number that was given up.
     effects.clear();
     bring_up(&mut cluster, secs(6), 3, &[0, 2]);
     cluster.worker_joined(secs(7), member(1, 2, "a"), &mut effects);
     cluster.worker_joined(secs(7), member(3, 2, "a"), &mut effects);
     assert_eq!(world_sizes(&effects), [(1, 0, 2), (3, 1, 2)]);
     let ids: Vec<u32> = cluster.replicas().map(|replica| replica.id.0).collect();
-    assert_eq!(ids, [0, 2]);
-}
-
-#[test]
-fn scaling_removes_the_youngest_and_makes_new_ones_of_spares() {
-    let (mut cluster, mut effects) = cluster_of(config(1), 3);
-    for (epoch, worker) in [(1, 0), (2, 1), (3, 2)] {
-        bring_up(&mut cluster, secs(1), epoch, &[worker]);
-    }
+    assert_eq!(ids, [0, 1]);
+    // What is still said of the epoch that the number had before changes nothing.
     effects.clear();
-    cluster.set_max_replicas(secs(2), Some(1), &mut effects);
-    let removed: Vec<&Effect> =
-        effects.iter().filter(|e| matches!(e, Effect::ReplicaRemoved { .. })).collect();
-    assert_eq!(removed.len(), 2);
-    assert!(!effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(0) }));
-    // A spare takes over at once when the last one breaks.
-    effects.clear();
-    cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "killed", &mut effects);
-    cluster.tick(secs(4), &mut effects);
-    assert_eq!(world_sizes(&effects), [(1, 0, 1)]);
-    effects.clear();
-    cluster.set_max_replicas(secs(5), None, &mut effects);
-    assert_eq!(world_sizes(&effects), [(2, 0, 1)]);
-}
-
-#[test]
-fn a_drained_worker_is_replaced_and_told_to_end() {
-    let (mut cluster, mut effects) = cluster_of(config(2), 3);
-    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
-    effects.clear();
-    cluster.drain(secs(2), WorkerId(0), &mut effects).unwrap();
-    assert_eq!(world_sizes(&effects), [(2, 0, 2), (1, 1, 2)], "the spare has its rank");
-    let told = |worker: u32| shut_down(&effects).iter().any(|(to, _)| *to == worker);
-    assert!(told(0) && !told(1) && !told(2));
-    let mut effects = Vec::new();
-    cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "goodbye", &mut effects);
-    let refused = cluster.drain(secs(4), WorkerId(1), &mut effects).unwrap_err();
-    assert!(refused.contains("1 workers are left") && refused.contains("needs 2"), "{refused}");
-    assert!(cluster.drain(secs(4), WorkerId(9), &mut effects).is_err());
-    assert!(effects.is_empty(), "a refusal changes nothing: {effects:?}");
-}
-
-#[test]
-fn a_drain_outlives_a_link_that_broke_before_the_worker_heard_of_it() {
-    let (mut cluster, mut effects) = cluster_of(config(1), 2);
-    cluster.drain(secs(1), WorkerId(0), &mut effects).unwrap();
-    cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "the link broke", &mut effects);
-    effects.clear();
-    cluster.worker_joined(secs(3), member(0, 1, "a"), &mut effects);
-    let told = |effects: &[Effect]| {
-        shut_down(effects).iter().any(|(to, reason)| *to == 0 && reason.contains("drained"))
-    };
-    assert!(told(&effects) && world_sizes(&effects).is_empty(), "{effects:?}");
-    assert!(cluster.member(WorkerId(0)).is_some_and(|member| member.draining));
-    // Another process of that name is another matter.
-    effects.clear();
-    cluster.worker_joined(secs(4), member(0, 2, "a"), &mut effects);
-    assert!(!told(&effects));
-    assert!(cluster.member(WorkerId(0)).is_some_and(|member| !member.draining));
+    cluster.epoch_failed(secs(8), ReplicaId(1), Epoch(2), "late", &mut effects);
+    assert!(effects.is_empty(), "{effects:?}");
 }
 
 #[test]

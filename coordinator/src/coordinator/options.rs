@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
+use shared::protocol::Dtype;
 use shared::wire::auth::Secret;
 use tokio::sync::mpsc;
 
 use crate::cluster::PlacementRules;
 use crate::http::admin::ScaleWorkers;
+use crate::http::options::ApiOptions;
 use crate::metrics::log_line::Field;
 use crate::replica::driver::DriverLimits;
 use crate::scheduler::ConfigError;
@@ -21,6 +23,8 @@ use crate::text::model::TextModelError;
 pub struct CoordinatorOptions {
     /// The model folder, as workers see it too.
     pub model: PathBuf,
+    /// How its matrix products are computed.
+    pub dtype: Dtype,
     /// The model's name in the API.
     pub served_model_name: String,
     /// Ranks per replica.
@@ -49,6 +53,8 @@ pub struct CoordinatorOptions {
     pub prefix_caching: bool,
     /// Most requests waiting.
     pub max_queued_requests: u32,
+    /// What is chosen of the HTTP API.
+    pub api: ApiOptions,
     /// How long is waited for what.
     pub limits: DriverLimits,
     /// How statistics are logged.

@@ -57,26 +57,32 @@ pub(super) async fn join(
     fn retry(error: impl std::fmt::Display) -> JoinError {
         JoinError::Retry(error.to_string())
     }
+    fn failed(reason: CloseReason) -> JoinError {
+        match reason.lasts() {
+            true => JoinError::Refused(reason.to_string()),
+            false => JoinError::Retry(reason.to_string()),
+        }
+    }
     let mut connection = Connection::dial(coordinator, HANDSHAKE_DEADLINE).await.map_err(retry)?;
     if let Some(secret) = secret {
-        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(|reason| {
-            match reason {
-                CloseReason::Auth(error) => JoinError::Refused(error.to_string()),
-                reason => retry(reason),
-            }
-        })?;
+        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(failed)?;
     }
     let body = codec::encode(hello).map_err(retry)?;
-    connection.send(FrameKind::FrontendHello, &body).await.map_err(retry)?;
-    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(retry)?;
+    connection.send(FrameKind::FrontendHello, &body).await.map_err(failed)?;
+    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(failed)?;
     match frame.kind {
         FrameKind::Welcome => {
             let welcome = codec::decode_message(&frame.body).map_err(retry)?;
             Ok((connection, welcome))
         }
-        FrameKind::Refused => Err(JoinError::Refused(
-            codec::decode_message(&frame.body).unwrap_or_else(|_| "no reason given".to_owned()),
-        )),
+        kind @ (FrameKind::Refused | FrameKind::NotYet) => {
+            let reason: Result<String, _> = codec::decode_message(&frame.body);
+            let reason = reason.unwrap_or_else(|_| "no reason given".to_owned());
+            Err(match kind {
+                FrameKind::NotYet => JoinError::Retry(reason),
+                _ => JoinError::Refused(reason),
+            })
+        }
         kind => Err(retry(format!("expected a welcome, got {kind:?}"))),
     }
 }
@@ -181,7 +187,7 @@ impl Uplink {
                 },
                 _ = &mut stop => return None,
             };
-            if welcome.serving != self.serving {
+            if !welcome.serving.is_same(&self.serving) {
                 return Some(FrontendError::OtherModel(welcome.serving.served_model_name));
             }
         }

@@ -1,13 +1,15 @@
 //! The operator's side of the API: who is there, how many replicas, who shall leave.
 //!
 //! With a cluster secret a request shows a token that only its holders can make; without one only
-//! this host is answered.
+//! this host is answered, and nobody for whom a proxy or a browser on it speaks.
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix::Addr;
-use actix_web::http::header::AUTHORIZATION;
-use actix_web::web::{self, Data, ServiceConfig};
+use actix_web::error::JsonPayloadError;
+use actix_web::http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN};
+use actix_web::web::{self, Data, JsonConfig, ServiceConfig};
 use actix_web::{HttpRequest, HttpResponse};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -19,7 +21,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
 use super::state::AppState;
-use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, SetReplicas};
+use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};
 use crate::cluster::records::WhichProcess;
 use crate::cluster::status::{Node, NodeLogs};
 use crate::frontends::Frontends;
@@ -44,6 +46,8 @@ pub struct Admin {
     pub actors: ActorRuntime,
     /// The cluster as etcd says, where it is asked.
     pub membership: Option<watch::Receiver<View>>,
+    /// This process run, as etcd knows it.
+    pub run: u64,
 }
 
 /// So many worker processes shall run; the answer says why they cannot.
@@ -62,6 +66,9 @@ pub struct ScaleRequest {
     /// At most so many replicas; 0 takes the bound away.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
+    /// As many replicas as the coordinator was started with, whatever was said since.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reset: bool,
     /// So many local workers, of `tutti up`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<u32>,
@@ -79,6 +86,8 @@ pub struct DrainRequest {
 pub const OWN_NODE: &str = "coordinator";
 /// How long a worker that runs has to tell its newest lines.
 const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
+/// How long an operator waits until what was said is in etcd.
+const STORED_DEADLINE: Duration = Duration::from_secs(4);
 /// Most lines of one answer of `GET /admin/logs`.
 const LOG_LINES_MAX: usize = 1000;
 
@@ -101,7 +110,12 @@ pub struct LogsQuery {
 
 /// Declares the routes.
 pub(super) fn routes(config: &mut ServiceConfig) {
+    let wrong = |error: JsonPayloadError, _: &HttpRequest| match error {
+        JsonPayloadError::ContentType => ApiError::content_type("another").into(),
+        error => ApiError::body(format!("The body cannot be read: {error}")).into(),
+    };
     config
+        .app_data(JsonConfig::default().error_handler(wrong))
         .route("/admin/status", web::get().to(status))
         .route("/admin/logs", web::get().to(logs))
         .route("/admin/scale", web::post().to(scale))
@@ -113,15 +127,54 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
     let Some(admin) = &state.admin else {
         return Err(ApiError::not_here("This is a front end: ask the coordinator"));
     };
-    let allowed = match &admin.secret {
+    match &admin.secret {
         Some(secret) => {
             let header = request.headers().get(AUTHORIZATION).and_then(|v| v.to_str().ok());
             let token = header.and_then(|header| header.strip_prefix("Bearer "));
-            token.is_some_and(|token| secret.verify_token(TOKEN_PURPOSE, token))
+            let known = token.is_some_and(|token| secret.verify_token(TOKEN_PURPOSE, token));
+            if known { Ok(admin) } else { Err(ApiError::no_token()) }
         }
-        None => request.peer_addr().is_some_and(|peer| peer.ip().is_loopback()),
+        None => match stranger(request.peer_addr(), request.headers()) {
+            None => Ok(admin),
+            Some(why) => Err(ApiError::forbidden(format!(
+                "Without a cluster secret only the operator on this host is answered here, and \
+                 {why}: start the coordinator with --cluster-secret-file, and use it here too"
+            ))),
+        },
+    }
+}
+
+/// Why a request does not come from an operator of this host, as far as it can be told: a proxy or a
+/// browser of this host speaks for others.
+fn stranger(peer: Option<SocketAddr>, headers: &HeaderMap) -> Option<String> {
+    if !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
+        return Some("this comes from elsewhere".to_owned());
+    }
+    let told = |name: &&HeaderName| {
+        let name = name.as_str();
+        name.starts_with("x-forwarded-") || ["forwarded", "via", "x-real-ip"].contains(&name)
     };
-    if allowed { Ok(admin) } else { Err(ApiError::forbidden(admin.secret.is_some())) }
+    if let Some(name) = headers.keys().find(told) {
+        return Some(format!("this comes through a proxy (it has the header {name})"));
+    }
+    if headers.contains_key(ORIGIN) {
+        return Some("this comes from a web page (it has the header origin)".to_owned());
+    }
+    // A name that resolves to this host is how a web page would reach it.
+    let host = headers.get(HOST)?;
+    let host = host.to_str().unwrap_or_default();
+    (!is_loopback(host)).then(|| format!("this was sent to `{host}`, no name of loopback"))
+}
+
+/// Whether a `Host` header names loopback.
+fn is_loopback(host: &str) -> bool {
+    let bare = match host.rsplit_once(':') {
+        Some((bare, port)) if port.bytes().all(|b| b.is_ascii_digit()) => bare,
+        _ => host,
+    };
+    let bare = bare.trim_start_matches('[').trim_end_matches(']');
+    bare.eq_ignore_ascii_case("localhost")
+        || bare.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
 fn gone(_: actix::MailboxError) -> ApiError {
@@ -134,6 +187,10 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
     let readiness = (state.readiness)();
     (status.ready, status.message) = (readiness.ready, readiness.message);
     status.model = state.model_name.to_string();
+    status.commands.stored = admin.membership.as_ref().map(|view| {
+        let count = status.commands.count;
+        count == 0 || is_stored(&view.borrow(), admin.run, count)
+    });
     status.nodes.extend(admin.frontends.linked().into_iter().map(|(node, slot, pid)| Node {
         node,
         role: "frontend".to_owned(),
@@ -203,6 +260,9 @@ async fn scale(
     body: web::Json<ScaleRequest>,
 ) -> Result<HttpResponse, ApiError> {
     let admin = allowed(&state, &request)?;
+    if body.reset && body.replicas.is_some() {
+        return Err(ApiError::field("reset", "`reset` and `replicas` exclude each other"));
+    }
     if let Some(workers) = body.workers {
         let Some(scaler) = &admin.workers else {
             return Err(ApiError::field(
@@ -218,9 +278,9 @@ async fn scale(
         };
         outcome.map_err(|reason| ApiError::field("workers", reason))?;
     }
-    if let Some(replicas) = body.replicas {
-        let max = Some(replicas).filter(|replicas| *replicas > 0);
-        admin.cluster.send(SetReplicas(max)).await.map_err(gone)?;
+    if body.replicas.is_some() || body.reset {
+        let commands = admin.cluster.send(Scale(body.replicas)).await.map_err(gone)?;
+        stored(admin, commands).await?;
     }
     Ok(HttpResponse::Ok().json(json!({"scaled": *body})))
 }
@@ -232,6 +292,62 @@ async fn drain(
 ) -> Result<HttpResponse, ApiError> {
     let admin = allowed(&state, &request)?;
     let drained = admin.cluster.send(Drain(body.node.clone())).await.map_err(gone)?;
-    drained.map_err(|reason| ApiError::field("node", reason))?;
+    stored(admin, drained.map_err(|reason| ApiError::field("node", reason))?).await?;
     Ok(HttpResponse::Ok().json(json!({"drained": body.node})))
+}
+
+/// Waits until the next leader would know of this many commands, where there may be one.
+async fn stored(admin: &Admin, commands: u64) -> Result<(), ApiError> {
+    let Some(mut view) = admin.membership.clone() else { return Ok(()) };
+    let is_stored = view.wait_for(|view| is_stored(view, admin.run, commands));
+    match tokio::time::timeout(STORED_DEADLINE, is_stored).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(_)) | Err(_) => Err(ApiError::overloaded(
+            "it is in force, but not known to be stored: etcd does not answer, or another \
+             coordinator leads. This coordinator stores it when etcd is back; one that takes over \
+             before that does not know of it",
+        )),
+    }
+}
+
+fn is_stored(view: &View, run: u64, commands: u64) -> bool {
+    view.desired.as_ref().is_some_and(|desired| desired.has(run, commands))
+}
+
+#[cfg(test)]
+mod tests {
+    use actix_web::test::TestRequest;
+
+    use super::*;
+
+    #[test]
+    fn without_a_secret_only_an_operator_of_this_host_is_known() {
+        let stranger_from = |peer: &str, headers: &[(&str, &str)]| {
+            let mut request = TestRequest::default().peer_addr(peer.parse().unwrap());
+            for header in headers {
+                request = request.insert_header(*header);
+            }
+            let request = request.to_http_request();
+            stranger(request.peer_addr(), request.headers())
+        };
+        let local = "127.0.0.1:5";
+        for host in
+            ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.3.2.1", "[::1]:8000", "[::1]"]
+        {
+            assert_eq!(stranger_from(local, &[("host", host)]), None, "{host}");
+        }
+        assert_eq!(stranger_from("[::ffff:127.0.0.1]:5", &[]), None);
+        for host in
+            ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1:8000", ""]
+        {
+            assert!(stranger_from(local, &[("host", host)]).is_some(), "{host}");
+        }
+        assert!(stranger_from("10.0.0.1:5", &[("host", "localhost")]).is_some());
+        for header in
+            ["forwarded", "via", "x-forwarded-for", "x-forwarded-proto", "x-real-ip", "origin"]
+        {
+            let why = stranger_from(local, &[("host", "localhost"), (header, "x")]);
+            assert!(why.unwrap().contains(header), "{header}");
+        }
+    }
 }

@@ -2,14 +2,18 @@
 use std::sync::Arc;
 
 use actix_web::HttpResponse;
+use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::conversation::{self, Told};
+use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::chat_logprob;
-use super::params::{Common, Fields, messages};
-use super::sse::{self, EventSource};
-use super::state::{AppState, since_1970};
+use super::params::{Common, Fields};
+use super::refused::{self, Endpoint};
+use super::sse::{self, EventSource, Events};
+use super::state::AppState;
 
 /// Answers a request.
 ///
@@ -19,44 +23,34 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     let arrived = state.clock.now();
     let limits = &state.limits;
     let mut common = Common::read(fields, limits, &state.text, &state.model_name)?;
-    let none = [json!("none"), json!([])];
-    for unsupported in ["tools", "tool_choice", "functions", "function_call"] {
-        fields.refuse(unsupported, &none)?;
-    }
-    fields.refuse("response_format", &[json!({"type": "text"})])?;
+    refused::check(fields, Endpoint::Chat)?;
     let wanted = fields.boolean("logprobs", false)?;
     let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
-    if top.is_some() && !wanted {
+    if top.is_some_and(|top| top > 0) && !wanted {
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
     common.sampling.logprobs = wanted.then_some(top.unwrap_or(0));
     let max_tokens = fields.count("max_tokens", 1, limits.max_model_len)?;
     common.max_tokens =
         fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
-    let messages = messages(fields, limits)?;
-    if state.text.template.is_none() {
-        return Err(ApiError::field(
-            "model",
-            "this model has no chat template; use /v1/completions",
-        ));
-    }
-    let tokens = state
-        .with_text(move |text| {
-            let template = text.template.as_ref();
-            let rendered = template.map_or(Ok(String::new()), |t| t.render(&messages));
-            let rendered = rendered.map_err(|error| ApiError::field("messages", error))?;
-            text.encode(&rendered, false).map_err(|error| ApiError::field("messages", error))
-        })
-        .await?;
+    let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
+    let conversation = conversation::read(fields, limits, template, Told::AndCalled)?;
+    let special = fields.boolean("add_special_tokens", false)?;
+    let id: Arc<str> = fields.response_id("chatcmpl", limits)?.into();
+    let (bytes, fit) = (conversation.bytes(), common.fit(limits));
+    let encode = move |text: &_| conversation::encode_within(text, &conversation, special, fit);
+    let mut tokens = state.with_text(bytes, encode).await?;
     if tokens.is_empty() {
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));
     }
-    let max_tokens = common.output_tokens(tokens.len(), limits)?;
-    let id: Arc<str> = state.response_id("chatcmpl", state.next_request()).into();
+    common.truncate(&mut tokens, limits);
+    let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
+    let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
+    let envelope = Envelope::new(state, id, object);
     let choices = vec![Choice::default(); common.n as usize];
-    let mut chat =
-        Chat { state: state.clone(), common, id, running, choices, greeted: false, ended: false };
+    let state = state.clone();
+    let mut chat = Chat { state, common, envelope, running, choices, greeted: false, ended: false };
     if chat.common.stream {
         return sse::respond(chat).await;
     }
@@ -65,7 +59,7 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
             chat.take(&piece);
         }
     }
-    Ok(HttpResponse::Ok().json(chat.whole()))
+    Ok(chat.respond_whole())
 }
 
 #[derive(Clone, Debug, Default)]
@@ -79,12 +73,30 @@ struct Choice {
 struct Chat {
     state: AppState,
     common: Common,
-    id: Arc<str>,
+    envelope: Envelope,
     running: RunningPrompt,
     choices: Vec<Choice>,
     /// The first event of each choice, which names the role, was sent.
     greeted: bool,
     ended: bool,
+}
+
+/// A choice of an event.
+#[derive(Serialize)]
+struct ChunkChoice<'a> {
+    index: u32,
+    delta: Delta<'a>,
+    logprobs: Option<Value>,
+    finish_reason: Option<&'static str>,
+}
+
+/// What an event adds to a choice's message.
+#[derive(Serialize)]
+struct Delta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
 }
 
 impl Chat {
@@ -101,14 +113,7 @@ impl Chat {
         usage(prompt, self.running.cached_tokens, completion)
     }
 
-    fn envelope(&self, object: &str, choices: Value) -> Value {
-        json!({
-            "id": &*self.id, "object": object, "created": since_1970(),
-            "model": &*self.state.model_name, "system_fingerprint": null, "choices": choices,
-        })
-    }
-
-    fn whole(&self) -> Value {
+    fn respond_whole(&self) -> HttpResponse {
         let wanted = self.common.sampling.logprobs.is_some();
         let choices: Vec<Value> = self
             .choices
@@ -123,68 +128,63 @@ impl Chat {
                 })
             })
             .collect();
-        let mut answer = self.envelope("chat.completion", Value::Array(choices));
-        answer["usage"] = self.usage();
-        answer
+        HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
     }
 
-    fn event(&self, index: u32, delta: &Value, logprobs: &Value, finish: Option<&str>) -> Value {
-        let choice = json!({
-            "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish,
-        });
-        let mut event = self.envelope("chat.completion.chunk", json!([choice]));
-        if self.common.include_usage {
-            event["usage"] = Value::Null;
+    fn push(&self, choice: ChunkChoice<'_>, out: &mut Events) -> Result<(), ApiError> {
+        let usage = self.common.include_usage.then_some(&Value::Null);
+        out.push(&self.envelope.with(&[choice], usage))
+    }
+
+    /// The first event of each choice, which names the role.
+    fn greet(&mut self, out: &mut Events) -> Result<(), ApiError> {
+        if std::mem::replace(&mut self.greeted, true) {
+            return Ok(());
         }
-        event
+        (0..self.common.n).try_for_each(|index| {
+            let delta = Delta { role: Some("assistant"), content: Some("") };
+            self.push(ChunkChoice { index, delta, logprobs: None, finish_reason: None }, out)
+        })
     }
 
     /// The event of a piece; none for a piece that only holds text back.
-    fn event_of(&self, piece: &Piece) -> Option<Value> {
+    fn push_piece(&self, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
-        let logprobs =
-            entry.map_or(Value::Null, |entry| json!({"content": [entry], "refusal": null}));
-        if piece.text.is_empty() && logprobs.is_null() && piece.finish_reason.is_none() {
-            return None;
+        let logprobs = entry.map(|entry| json!({"content": [entry], "refusal": null}));
+        if piece.text.is_empty() && logprobs.is_none() && piece.finish_reason.is_none() {
+            return Ok(());
         }
-        let delta = if piece.text.is_empty() { json!({}) } else { json!({"content": piece.text}) };
-        Some(self.event(piece.choice, &delta, &logprobs, piece.finish_reason))
+        let content = Some(piece.text.as_str()).filter(|text| !text.is_empty());
+        let (index, finish_reason) = (piece.choice, piece.finish_reason);
+        let delta = Delta { role: None, content };
+        self.push(ChunkChoice { index, delta, logprobs, finish_reason }, out)
     }
 }
 
 impl EventSource for Chat {
-    async fn next(&mut self) -> Option<Result<Vec<Value>, ApiError>> {
+    async fn next(&mut self, out: &mut Events) -> Option<Result<(), ApiError>> {
         while !self.ended {
-            let next = self.running.next().await;
-            let mut events = Vec::new();
-            match next {
-                Some(Err(error)) => {
-                    self.ended = true;
-                    return Some(Err(error));
-                }
+            let pushed = match self.running.next().await {
+                Some(Err(error)) => Err(error),
                 Some(Ok(Next::Piece(piece))) => {
-                    if !self.greeted {
-                        self.greeted = true;
-                        let delta = json!({"role": "assistant", "content": ""});
-                        events.extend(
-                            (0..self.common.n)
-                                .map(|index| self.event(index, &delta, &Value::Null, None)),
-                        );
-                    }
-                    events.extend(self.event_of(&piece));
+                    self.greet(out).and_then(|()| self.push_piece(&piece, out))
                 }
-                Some(Ok(Next::Prompt(_))) => {}
+                Some(Ok(Next::Prompt(_))) => Ok(()),
                 None => {
                     self.ended = true;
                     if self.common.include_usage {
-                        let mut last = self.envelope("chat.completion.chunk", json!([]));
-                        last["usage"] = self.usage();
-                        events.push(last);
+                        out.push(&self.envelope.with::<Value>(&[], Some(&self.usage())))
+                    } else {
+                        Ok(())
                     }
                 }
+            };
+            if let Err(error) = pushed {
+                self.ended = true;
+                return Some(Err(error));
             }
-            if !events.is_empty() {
-                return Some(Ok(events));
+            if !out.is_empty() {
+                return Some(Ok(()));
             }
         }
         None

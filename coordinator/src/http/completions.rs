@@ -1,16 +1,21 @@
 //! `POST /v1/completions`.
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use actix_web::HttpResponse;
-use futures_util::future::select_all;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
+use super::conversation;
+use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::CompletionLogprobs;
 use super::params::{Common, Fields, Limits, token_id};
-use super::sse::{self, EventSource};
-use super::state::{AppState, since_1970};
+use super::refused::{self, Endpoint};
+use super::sse::{self, EventSource, Events};
+use super::state::AppState;
 use crate::text::model::TextModel;
 
 /// One prompt as the client gave it.
@@ -28,43 +33,61 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     let arrived = state.clock.now();
     let limits = &state.limits;
     let mut common = Common::read(fields, limits, &state.text, &state.model_name)?;
+    refused::check(fields, Endpoint::Completions)?;
     let echo = fields.boolean("echo", false)?;
+    let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
-    fields.refuse("suffix", &[json!("")])?;
     let least = u32::from(!echo);
     let max_tokens = fields.count("max_tokens", least, limits.max_model_len)?;
     common.max_tokens = Some(max_tokens.unwrap_or(16));
     common.sampling.logprobs = logprobs;
     common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
     let prompts = prompts(fields, limits, &state.text)?;
-    let encoded = state.with_text(move |text| encode(text, prompts, echo)).await?;
+    let choices = prompts.len() * common.n as usize;
+    if choices > limits.choices {
+        let message = format!(
+            "`n`: {} prompts of {} choices are {choices}, the bound is {}",
+            prompts.len(),
+            common.n,
+            limits.choices
+        );
+        return Err(ApiError::field("n", message));
+    }
+    let id: Arc<str> = fields.response_id("cmpl", limits)?.into();
+    let fit = common.fit(limits);
+    let encode = move |text: &_| encode(text, prompts, echo, special, fit);
+    let encoded = state.with_text(fields.bytes(), encode).await?;
     let mut choices = Vec::new();
     let mut running = Vec::new();
-    for (text, tokens) in encoded {
+    for (mut text, mut tokens) in encoded {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "`prompt` is empty: it has no tokens"));
         }
-        let max_tokens = common.output_tokens(tokens.len(), limits)?;
+        if common.truncate(&mut tokens, limits) && echo {
+            text = Some(state.text.decode(&tokens));
+        }
+        let max_tokens = common.output_tokens("prompt", tokens.len(), limits)?;
         for _ in 0..common.n {
             choices.push(Choice::new(&tokens, text.as_deref(), logprobs.is_some()));
         }
         running.push((tokens, max_tokens));
     }
     // Nothing runs before everything is known to be valid.
-    let id: Arc<str> = state.response_id("cmpl", state.next_request()).into();
     let running = running
         .into_iter()
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
+    let envelope = Envelope::new(state, id, "text_completion");
+    let state = state.clone();
     let mut completion =
-        Completion { state: state.clone(), common, id, running, choices, ended: false };
+        Completion { state, common, envelope, running, turn: 0, choices, ended: false };
     if completion.common.stream {
         return sse::respond(completion).await;
     }
     while let Some(next) = completion.advance().await {
         next?;
     }
-    Ok(HttpResponse::Ok().json(completion.whole()))
+    Ok(completion.respond_whole())
 }
 
 fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Prompt>, ApiError> {
@@ -104,13 +127,20 @@ fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Pro
 /// Prompts to tokens, and to the text to echo.
 type Encoded = Vec<(Option<String>, Vec<u32>)>;
 
-fn encode(model: &TextModel, prompts: Vec<Prompt>, echo: bool) -> Result<Encoded, ApiError> {
+fn encode(
+    model: &TextModel,
+    prompts: Vec<Prompt>,
+    echo: bool,
+    special: bool,
+    max_tokens: Option<u32>,
+) -> Result<Encoded, ApiError> {
     let encode = |prompt| match prompt {
         Prompt::Text(text) if text.is_empty() => {
             Err(ApiError::field("prompt", "`prompt` is empty: it must have at least one token"))
         }
         Prompt::Text(text) => {
-            let tokens = model.encode(&text, true).map_err(|e| ApiError::field("prompt", e))?;
+            conversation::check_fits(model, "prompt", &text, max_tokens)?;
+            let tokens = model.encode(&text, special).map_err(|e| ApiError::field("prompt", e))?;
             Ok((echo.then_some(text), tokens))
         }
         Prompt::Tokens(tokens) => Ok((echo.then(|| model.decode(&tokens)), tokens)),
@@ -146,8 +176,10 @@ impl Choice {
 struct Completion {
     state: AppState,
     common: Common,
-    id: Arc<str>,
+    envelope: Envelope,
     running: Vec<RunningPrompt>,
+    /// The prompt that is looked at first.
+    turn: usize,
     choices: Vec<Choice>,
     ended: bool,
 }
@@ -157,19 +189,8 @@ impl Completion {
     /// and what is new.
     async fn advance(&mut self) -> Option<Result<Option<(usize, Piece)>, ApiError>> {
         loop {
-            let unfinished: Vec<usize> =
-                (0..self.running.len()).filter(|prompt| !self.is_finished(*prompt)).collect();
-            if unfinished.is_empty() {
-                return None;
-            }
-            let waiting = self
-                .running
-                .iter_mut()
-                .enumerate()
-                .filter(|(prompt, _)| unfinished.contains(prompt))
-                .map(|(prompt, running)| Box::pin(async move { (prompt, running.next().await) }));
-            let ((prompt, next), _, _) = select_all(waiting).await;
-            match next? {
+            let (prompt, next) = poll_fn(|context| self.poll_prompts(context)).await?;
+            match next {
                 Err(error) => {
                     self.ended = true;
                     return Some(Err(error));
@@ -180,13 +201,30 @@ impl Completion {
         }
     }
 
+    /// The next event of any prompt. They take turns, so that none waits for the others' ends.
+    fn poll_prompts(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<(usize, Result<Next, ApiError>)>> {
+        let count = self.running.len();
+        let mut over = 0;
+        for offset in 0..count {
+            let prompt = (self.turn + offset) % count;
+            match self.running[prompt].poll_next(context) {
+                Poll::Ready(Some(next)) => {
+                    self.turn = prompt + 1;
+                    return Poll::Ready(Some((prompt, next)));
+                }
+                Poll::Ready(None) => over += 1,
+                Poll::Pending => {}
+            }
+        }
+        if over == count { Poll::Ready(None) } else { Poll::Pending }
+    }
+
     fn of_prompt(&self, prompt: usize) -> std::ops::Range<usize> {
         let n = self.common.n as usize;
         prompt * n..(prompt + 1) * n
-    }
-
-    fn is_finished(&self, prompt: usize) -> bool {
-        self.choices[self.of_prompt(prompt)].iter().all(|choice| choice.finish_reason.is_some())
     }
 
     fn take_prompt(&mut self, prompt: usize, logprobs: &[shared::protocol::TokenLogprobs]) {
@@ -205,7 +243,9 @@ impl Completion {
     fn take_piece(&mut self, prompt: usize, piece: Piece) -> Option<(usize, Piece)> {
         let index = self.of_prompt(prompt).start + piece.choice as usize;
         let choice = self.choices.get_mut(index)?;
-        choice.text.push_str(&piece.text);
+        if !self.common.stream {
+            choice.text.push_str(&piece.text);
+        }
         choice.finish_reason = piece.finish_reason;
         if let Some(gathered) = &mut choice.logprobs
             && let Some(token) = &piece.logprobs
@@ -226,76 +266,72 @@ impl Completion {
         usage(prompt, cached, completion)
     }
 
-    fn envelope(&self, choices: Value) -> Value {
-        json!({
-            "id": &*self.id, "object": "text_completion", "created": since_1970(),
-            "model": &*self.state.model_name, "system_fingerprint": null, "choices": choices,
-        })
-    }
-
-    /// The whole answer.
-    fn whole(&self) -> Value {
-        let choices: Vec<Value> = self
+    fn respond_whole(&self) -> HttpResponse {
+        let choices: Vec<ChoiceBody<'_>> = self
             .choices
             .iter()
             .enumerate()
-            .map(|(index, choice)| {
-                json!({
-                    "index": index, "text": choice.text,
-                    "logprobs": choice.logprobs.as_ref().map(CompletionLogprobs::json),
-                    "finish_reason": choice.finish_reason,
-                })
+            .map(|(index, choice)| ChoiceBody {
+                index,
+                text: &choice.text,
+                logprobs: choice.logprobs.as_ref().map(CompletionLogprobs::json),
+                finish_reason: choice.finish_reason,
             })
             .collect();
-        let mut answer = self.envelope(Value::Array(choices));
-        answer["usage"] = self.usage();
-        answer
+        HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
     }
 
-    fn event(&mut self, index: usize, piece: &Piece) -> Value {
+    /// The event of a piece; none for a piece that only holds text back.
+    fn push(&mut self, index: usize, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
         let choice = &mut self.choices[index];
-        let mut text = choice.echo.take().unwrap_or_default();
-        text.push_str(&piece.text);
+        let echo = choice.echo.take();
+        let silent = piece.text.is_empty() && piece.finish_reason.is_none();
+        if silent && piece.logprobs.is_none() && echo.is_none() {
+            return Ok(());
+        }
+        let text = echo.map(|echo| echo + &piece.text);
         let logprobs = choice.logprobs.as_mut().map(|gathered| {
             let rest = CompletionLogprobs::new(gathered.offset());
             std::mem::replace(gathered, rest).json()
         });
-        let choice = json!({
-            "index": index, "text": text, "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-        });
-        let mut event = self.envelope(json!([choice]));
-        if self.common.include_usage {
-            event["usage"] = Value::Null;
-        }
-        event
+        let text = text.as_deref().unwrap_or(&piece.text);
+        let choice = ChoiceBody { index, text, logprobs, finish_reason: piece.finish_reason };
+        let usage = self.common.include_usage.then_some(&Value::Null);
+        out.push(&self.envelope.with(&[choice], usage))
     }
 }
 
+/// A choice of an event or of the whole answer.
+#[derive(Serialize)]
+struct ChoiceBody<'a> {
+    index: usize,
+    text: &'a str,
+    logprobs: Option<Value>,
+    finish_reason: Option<&'static str>,
+}
+
 impl EventSource for Completion {
-    async fn next(&mut self) -> Option<Result<Vec<Value>, ApiError>> {
+    async fn next(&mut self, out: &mut Events) -> Option<Result<(), ApiError>> {
         while !self.ended {
-            match self.advance().await {
-                Some(Err(error)) => return Some(Err(error)),
-                Some(Ok(Some((index, piece)))) => {
-                    // What only holds text back says nothing.
-                    let silent = piece.text.is_empty()
-                        && piece.finish_reason.is_none()
-                        && piece.logprobs.is_none()
-                        && self.choices[index].echo.is_none();
-                    if !silent {
-                        return Some(Ok(vec![self.event(index, &piece)]));
-                    }
-                }
-                Some(Ok(None)) => {}
+            let pushed = match self.advance().await {
+                Some(Err(error)) => Err(error),
+                Some(Ok(Some((index, piece)))) => self.push(index, &piece, out),
+                Some(Ok(None)) => Ok(()),
                 None => {
                     self.ended = true;
                     if self.common.include_usage {
-                        let mut last = self.envelope(json!([]));
-                        last["usage"] = self.usage();
-                        return Some(Ok(vec![last]));
+                        out.push(&self.envelope.with::<Value>(&[], Some(&self.usage())))
+                    } else {
+                        Ok(())
                     }
                 }
+            };
+            if let Err(error) = pushed {
+                self.ended = true;
+                return Some(Err(error));
+            }
+            if !out.is_empty() {
+                return Some(Ok(()));
             }
         }
         None

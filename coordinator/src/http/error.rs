@@ -2,7 +2,7 @@
 use std::fmt;
 
 use actix_web::http::StatusCode;
-use actix_web::http::header::{ALLOW, HeaderValue, RETRY_AFTER};
+use actix_web::http::header::{ALLOW, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use actix_web::{HttpResponse, ResponseError};
 use serde_json::{Value, json};
 
@@ -18,12 +18,25 @@ pub struct ApiError {
     code: Option<&'static str>,
     retry_after_s: Option<u32>,
     allow: Option<&'static str>,
+    /// The engine refused it, and has counted that.
+    by_engine: bool,
+    /// Says how to prove who one is.
+    challenge: bool,
 }
 
 impl ApiError {
     fn new(status: StatusCode, message: impl Into<String>) -> Self {
         let message = message.into();
-        Self { status, message, param: None, code: None, retry_after_s: None, allow: None }
+        Self {
+            status,
+            message,
+            param: None,
+            code: None,
+            retry_after_s: None,
+            allow: None,
+            by_engine: false,
+            challenge: false,
+        }
     }
 
     /// A field has a bad value: 400.
@@ -61,21 +74,42 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, format!("Unknown request URL: {method} {path}"))
     }
 
-    /// Not for this client: 401 when a token would do, 403 otherwise.
+    /// No API key, or none that is known: 401.
     #[must_use]
-    pub fn forbidden(token_helps: bool) -> Self {
-        let (status, message) = if token_helps {
-            (StatusCode::UNAUTHORIZED, "This needs a token made of the cluster's secret")
-        } else {
-            (StatusCode::FORBIDDEN, "Without a cluster secret only this host is answered here")
-        };
-        Self::new(status, message)
+    pub fn unknown_key() -> Self {
+        let message = "This needs a known API key: `Authorization: Bearer KEY`";
+        Self {
+            code: Some("invalid_api_key"),
+            challenge: true,
+            ..Self::new(StatusCode::UNAUTHORIZED, message)
+        }
+    }
+
+    /// Only for those who know the cluster's secret: 401.
+    #[must_use]
+    pub fn no_token() -> Self {
+        let message = "This needs a token made of the cluster's secret: say --cluster-secret-file \
+                       FILE, with the coordinator's file";
+        Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, message) }
+    }
+
+    /// Not for this client: 403.
+    #[must_use]
+    pub fn forbidden(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::FORBIDDEN, message)
     }
 
     /// Not at this process: 404.
     #[must_use]
     pub fn not_here(message: &str) -> Self {
         Self::new(StatusCode::NOT_FOUND, message)
+    }
+
+    /// The body is compressed in a way that is not read: 415.
+    #[must_use]
+    pub fn content_encoding(found: &str) -> Self {
+        let message = format!("Content-Encoding is `{found}`, bodies are not decompressed here");
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 
     /// Not with this method: 405.
@@ -110,16 +144,23 @@ impl ApiError {
         )
     }
 
+    /// The server's own fault: 500.
+    #[must_use]
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+    }
+
     /// The server is at its bound: 503.
     #[must_use]
     pub fn overloaded(message: impl Into<String>) -> Self {
         Self { retry_after_s: Some(1), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
     }
 
-    /// Whether the request was at fault.
+    /// Whether the request itself was found to be at fault, here and not by the engine, which
+    /// counts what it refuses.
     #[must_use]
-    pub fn is_clients(&self) -> bool {
-        self.status.is_client_error() && self.status != StatusCode::TOO_MANY_REQUESTS
+    pub fn is_invalid(&self) -> bool {
+        self.status.is_client_error() && !self.by_engine
     }
 
     /// The body, also sent as the last event of a stream that fails.
@@ -140,7 +181,7 @@ impl ApiError {
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
         let message = error.to_string();
-        match error {
+        let error = match error {
             EngineError::QueueFull { retry_after_s, .. } => Self {
                 retry_after_s: Some(retry_after_s),
                 code: Some("queue_full"),
@@ -153,7 +194,8 @@ impl From<EngineError> for ApiError {
             EngineError::Corrupted | EngineError::Quarantined { .. } => {
                 Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
             }
-        }
+        };
+        Self { by_engine: true, ..error }
     }
 }
 
@@ -172,6 +214,9 @@ impl ResponseError for ApiError {
         let mut response = HttpResponse::build(self.status);
         if let Some(seconds) = self.retry_after_s {
             response.insert_header((RETRY_AFTER, seconds.to_string()));
+        }
+        if self.challenge {
+            response.insert_header((WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
         }
         if let Some(allow) = self.allow {
             response.insert_header((ALLOW, HeaderValue::from_static(allow)));

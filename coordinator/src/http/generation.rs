@@ -1,5 +1,7 @@
 //! A running request as a sequence of text pieces: one prompt, its `n` choices.
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use shared::protocol::TokenLogprobs;
 
@@ -63,6 +65,7 @@ impl RunningPrompt {
             stops: common.stops.clone(),
             end_tokens: common.end_tokens.clone(),
             min_tokens: common.sampling.min_tokens,
+            include_stop: common.include_stop,
         });
         let stream = TextStream::new(state.text.tokenizer.clone(), rules);
         let mut sampling = common.sampling.clone();
@@ -101,8 +104,13 @@ impl RunningPrompt {
     /// # Errors
     /// When the request failed; nothing comes after that.
     pub async fn next(&mut self) -> Option<Result<Next, ApiError>> {
-        let event = self.generation.next().await?;
-        Some(self.take(event))
+        poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// As [`RunningPrompt::next`], for callers that wait for several at once.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Next, ApiError>>> {
+        let event = ready!(self.generation.poll_next(context));
+        Poll::Ready(event.map(|event| self.take(event)))
     }
 
     fn take(&mut self, event: EngineEvent) -> Result<Next, ApiError> {

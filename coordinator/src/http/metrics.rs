@@ -1,4 +1,5 @@
-//! `GET /metrics`: the whole cluster, in the format asked for.
+//! `GET /metrics`: at the coordinator the whole cluster, at a front end of its own process what that
+//! one counts itself; in the format asked for.
 use std::net::TcpListener;
 use std::sync::Arc;
 
@@ -8,41 +9,106 @@ use actix_web::middleware::Compress;
 use actix_web::web::{self, Data};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
 use shared::clock::Clock;
+use shared::ids::Incarnation;
+use shared::membership::View;
+use shared::metrics::{Limits, Merged, Merger, Source};
+use shared::protocol::FrontendId;
+use tokio::sync::watch;
 
 use super::error::ApiError;
 use super::state::AppState;
-use crate::metrics::Hub;
+use crate::checkpoint::Publication;
 use crate::metrics::exposition::{Format, Page, PageOptions};
+use crate::metrics::hub::process_registry;
+use crate::metrics::{FrontendStats, Hub, membership};
 
 /// What a scrape is made of.
 #[derive(Debug)]
 pub struct MetricsPage {
-    hub: Arc<Hub>,
+    of: Of,
     clock: Arc<dyn Clock>,
     options: PageOptions,
+    /// What to show, where it is not simply the present.
+    publication: Option<Arc<Publication>>,
+    /// Who leads, where that can change.
+    view: Option<(watch::Receiver<View>, Incarnation)>,
+}
+
+/// Whose metrics a page shows.
+#[derive(Debug)]
+enum Of {
+    /// The cluster's.
+    Cluster(Arc<Hub>),
+    /// Those of one front end, and its process's.
+    Frontend(FrontendStats, prometheus::Registry),
 }
 
 impl MetricsPage {
     /// A page of everything in `hub`.
     #[must_use]
     pub fn new(hub: Arc<Hub>, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
-        Self { hub, clock, options }
+        Self { of: Of::Cluster(hub), clock, options, publication: None, view: None }
+    }
+
+    /// A page of what a front end of its own process counts in `stats`.
+    #[must_use]
+    pub fn frontend(stats: FrontendStats, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
+        let options = PageOptions { frontend: true, ..options };
+        let of = Of::Frontend(stats, process_registry());
+        Self { of, clock, options, publication: None, view: None }
+    }
+
+    /// A leader's page: of moments that `publication` chooses, and of the membership alone once
+    /// another process than `incarnation` leads, whose page the cluster's series are on then.
+    #[must_use]
+    pub fn of_leader(
+        self,
+        publication: Option<Arc<Publication>>,
+        view: watch::Receiver<View>,
+        incarnation: Incarnation,
+    ) -> Self {
+        Self { publication, view: Some((view, incarnation)), ..self }
     }
 
     /// Merges and renders; takes milliseconds with thousands of series.
     #[must_use]
     pub fn render(&self, format: Format) -> String {
         let began = self.clock.now();
-        let merged = self.hub.merged();
-        let exemplars = match format {
-            Format::OpenMetrics => self.hub.exemplars(),
-            Format::Text => Vec::new(),
-        };
-        let gathered = self.hub.registry().gather();
-        let page = Page { merged: &merged, exemplars: &exemplars, gathered: &gathered };
         let mut text = String::new();
-        page.render(format, &self.options, &mut text);
-        self.hub.observer().record().scraped(self.clock.now().saturating_sub(began));
+        match &self.of {
+            Of::Cluster(hub) => {
+                let gathered = hub.registry().gather();
+                if let Some((view, incarnation)) = &self.view {
+                    let view = view.borrow();
+                    if view.other_than(incarnation.0).is_some() {
+                        return membership::page(&view, &gathered, format);
+                    }
+                }
+                let moment = match &self.publication {
+                    Some(publication) => publication.shown(),
+                    None => Arc::new(hub.moment()),
+                };
+                let own = Merged::of(&hub.membership().snapshot());
+                let (merged, exemplars) = (&moment.merged, &moment.exemplars);
+                let page = Page { merged, own: &own, exemplars, gathered: &gathered };
+                page.render(format, &self.options, &mut text);
+                hub.observer().record().scraped(self.clock.now().saturating_sub(began));
+            }
+            Of::Frontend(stats, registry) => {
+                let mut merger = Merger::new(Limits::default());
+                let (sequence, snapshot) = stats.report();
+                let own = Source::Frontend(FrontendId(0));
+                if let Err(error) = merger.apply(own, Incarnation(0), sequence, snapshot) {
+                    tracing::error!(%error, "this front end's own metrics cannot be shown");
+                }
+                let (merged, gathered) = (merger.merged(), registry.gather());
+                let own = Merged::default();
+                let exemplars = Vec::new();
+                let page =
+                    Page { merged: &merged, own: &own, exemplars: &exemplars, gathered: &gathered };
+                page.render(format, &self.options, &mut text);
+            }
+        }
         text
     }
 }
@@ -67,10 +133,7 @@ pub(super) async fn respond(
 ) -> Result<HttpResponse, ApiError> {
     match state.metrics.clone() {
         Some(page) => answer(page, request).await,
-        None => Err(ApiError::not_here(
-            "This is a front end: the metrics of the whole cluster, its own among them, are at the \
-             coordinator's /metrics",
-        )),
+        None => Err(ApiError::not_here("Metrics are turned off here (--disable-metrics)")),
     }
 }
 

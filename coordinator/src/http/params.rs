@@ -1,15 +1,16 @@
-//! Request bodies to validated requests: every field, its bound, its error.
+//! Request bodies to validated requests: the bounds, and what completions and chat have in common.
 //!
-//! Fields are read one by one from the JSON, so that an error names the field and the bound. `null`
-//! is the same as absent. Unknown fields are ignored, as OpenAI's own servers and vLLM do.
+//! Fields that OpenAI or vLLM know and this server does not are refused ([`super::refused`]); fields
+//! that nobody knows are ignored, as OpenAI's own servers and vLLM do.
 use std::hash::Hasher as _;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use shared::sampling::SamplingParams;
 
 use super::error::ApiError;
+pub use super::fields::Fields;
+use super::options::{ApiOptions, MAX_LOGPROBS};
 use crate::text::model::TextModel;
-use crate::text::template::Message;
 
 /// Every bound of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,8 +21,14 @@ pub struct Limits {
     pub json_depth: usize,
     /// Prompts of one completions request.
     pub prompts: usize,
-    /// Messages of one conversation.
+    /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
+    pub choices: usize,
+    /// Messages of one conversation, and documents beside it.
     pub messages: usize,
+    /// Tools that a model is told of.
+    pub tools: usize,
+    /// Bytes of a request's id.
+    pub request_id_bytes: usize,
     /// Choices of one prompt.
     pub n: u32,
     /// Stop strings.
@@ -42,156 +49,48 @@ pub struct Limits {
     pub max_model_len: u32,
 }
 
+/// Bodies of so many bytes are taken whatever the model.
+const BODY_BYTES_MIN: usize = 1 << 20;
+/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than 16.
+const BODY_BYTES_PER_TOKEN: usize = 16;
+
 impl Limits {
+    /// With what the operator chose.
+    #[must_use]
+    pub fn chosen(self, options: &ApiOptions) -> Self {
+        let body_bytes = options.max_body_bytes.and_then(|bytes| usize::try_from(bytes).ok());
+        Self {
+            body_bytes: body_bytes.unwrap_or(self.body_bytes),
+            logprobs: options.max_logprobs,
+            top_logprobs: options.max_logprobs,
+            ..self
+        }
+    }
+
     /// The default bounds, for sequences of `max_model_len` tokens.
     #[must_use]
     pub fn new(max_model_len: u32) -> Self {
         Self {
-            body_bytes: 1 << 20,
-            json_depth: 32,
-            prompts: 64,
+            body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
+            // Schemas of tools nest deeper than anything else.
+            json_depth: 64,
+            prompts: 512,
+            choices: 512,
             messages: 1024,
-            n: 8,
-            stops: 4,
+            tools: 128,
+            // OpenMetrics allows an exemplar 128 characters, with its label's name.
+            request_id_bytes: 100,
+            n: 128,
+            stops: 16,
             stop_bytes: 256,
             stop_token_ids: 64,
             logit_bias: 1024,
-            logprobs: 5,
-            top_logprobs: 20,
+            logprobs: MAX_LOGPROBS,
+            top_logprobs: MAX_LOGPROBS,
             user_bytes: 256,
             max_model_len,
         }
     }
-}
-
-/// A body's fields.
-#[derive(Clone, Debug)]
-pub struct Fields {
-    map: Map<String, Value>,
-}
-
-impl Fields {
-    /// Parses a body.
-    ///
-    /// # Errors
-    /// 400 when it is no JSON object within the bounds.
-    pub fn parse(body: &[u8], limits: &Limits) -> Result<Self, ApiError> {
-        if depth(body) > limits.json_depth {
-            let max = limits.json_depth;
-            return Err(ApiError::body(format!("The JSON is nested deeper than {max} levels")));
-        }
-        match serde_json::from_slice(body) {
-            Ok(Value::Object(map)) => Ok(Self { map }),
-            Ok(_) => Err(ApiError::body("The body must be a JSON object")),
-            Err(error) => Err(ApiError::body(format!("The body is not valid JSON: {error}"))),
-        }
-    }
-
-    /// A field that is there and not null.
-    #[must_use]
-    pub fn get(&self, name: &str) -> Option<&Value> {
-        self.map.get(name).filter(|value| !value.is_null())
-    }
-
-    fn wrong(name: &str, value: &Value, expected: &str) -> ApiError {
-        let mut found = value.to_string();
-        if found.chars().count() > 60 {
-            found = found.chars().take(60).chain("...".chars()).collect();
-        }
-        ApiError::field(name, format!("`{name}` must be {expected}, not {found}"))
-    }
-
-    /// A boolean.
-    ///
-    /// # Errors
-    /// 400 naming the field.
-    pub fn boolean(&self, name: &str, default: bool) -> Result<bool, ApiError> {
-        match self.get(name) {
-            None => Ok(default),
-            Some(Value::Bool(value)) => Ok(*value),
-            Some(other) => Err(Self::wrong(name, other, "true or false")),
-        }
-    }
-
-    /// An integer in `min..=max`.
-    ///
-    /// # Errors
-    /// 400 naming the field and the bounds.
-    pub fn integer(&self, name: &str, min: i64, max: i64) -> Result<Option<i64>, ApiError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        match value.as_i64().filter(|number| (min..=max).contains(number)) {
-            Some(number) => Ok(Some(number)),
-            None => Err(Self::wrong(name, value, &format!("an integer from {min} to {max}"))),
-        }
-    }
-
-    /// As [`Fields::integer`], for what is counted.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn count(&self, name: &str, min: u32, max: u32) -> Result<Option<u32>, ApiError> {
-        let number = self.integer(name, i64::from(min), i64::from(max))?;
-        Ok(number.and_then(|number| u32::try_from(number).ok()))
-    }
-
-    /// A finite number in `min..=max`.
-    ///
-    /// # Errors
-    /// 400 naming the field and the bounds.
-    pub fn number(&self, name: &str, min: f64, max: f64) -> Result<Option<f32>, ApiError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        match value.as_f64().filter(|number| *number >= min && *number <= max) {
-            Some(number) => Ok(Some(number as f32)),
-            None => Err(Self::wrong(name, value, &format!("a number from {min} to {max}"))),
-        }
-    }
-
-    /// A string of at most `max` bytes.
-    ///
-    /// # Errors
-    /// 400 naming the field and the bound.
-    pub fn string(&self, name: &str, max: usize) -> Result<Option<&str>, ApiError> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(Value::String(text)) if text.len() <= max => Ok(Some(text)),
-            Some(other) => {
-                Err(Self::wrong(name, other, &format!("a string of at most {max} bytes")))
-            }
-        }
-    }
-
-    /// Refuses a field whose value asks for what is not there.
-    ///
-    /// # Errors
-    /// 400 naming the field.
-    pub fn refuse(&self, name: &str, harmless: &[Value]) -> Result<(), ApiError> {
-        match self.get(name) {
-            Some(value) if !harmless.contains(value) => {
-                Err(ApiError::field(name, format!("`{name}` is not supported")))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-/// Greatest nesting of arrays and objects, outside of strings.
-fn depth(json: &[u8]) -> usize {
-    let (mut depth, mut deepest) = (0usize, 0usize);
-    let (mut in_string, mut escaped) = (false, false);
-    for byte in json {
-        match byte {
-            _ if escaped => escaped = false,
-            b'\\' if in_string => escaped = true,
-            b'"' => in_string = !in_string,
-            b'[' | b'{' if !in_string => {
-                depth += 1;
-                deepest = deepest.max(depth);
-            }
-            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-    }
-    deepest
 }
 
 /// What completions and chat have in common.
@@ -215,6 +114,30 @@ pub struct Common {
     pub stream: bool,
     /// End the stream with a usage event.
     pub include_usage: bool,
+    /// The stop string that ends a choice is part of its text.
+    pub include_stop: bool,
+    /// What is kept of a prompt that is too long.
+    pub truncation: Option<Truncation>,
+}
+
+/// Refuses another model's requests.
+///
+/// # Errors
+/// 404 for another model.
+pub fn check_model(fields: &Fields, model_name: &str) -> Result<(), ApiError> {
+    match fields.string("model", 4096)? {
+        Some(model) if model != model_name => Err(ApiError::unknown_model(model)),
+        _ => Ok(()),
+    }
+}
+
+/// How much of a prompt is kept: its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Truncation {
+    /// So many tokens.
+    To(u32),
+    /// As many as fit with the output.
+    Fit,
 }
 
 impl Common {
@@ -228,11 +151,7 @@ impl Common {
         text: &TextModel,
         model_name: &str,
     ) -> Result<Self, ApiError> {
-        if let Some(model) = fields.string("model", 4096)?
-            && model != model_name
-        {
-            return Err(ApiError::unknown_model(model));
-        }
+        check_model(fields, model_name)?;
         fields.string("user", limits.user_bytes)?;
         let n = fields.count("n", 1, limits.n)?.unwrap_or(1);
         if let Some(best_of) = fields.count("best_of", 1, limits.n)?
@@ -284,14 +203,42 @@ impl Common {
             end_tokens,
             stream,
             include_usage,
+            include_stop: fields.boolean("include_stop_str_in_output", false)?,
+            truncation: truncation(fields, limits)?,
         })
     }
 
-    /// Tokens per choice for a prompt of `prompt` tokens.
+    /// Most tokens of a prompt that is not truncated.
+    #[must_use]
+    pub fn fit(&self, limits: &Limits) -> Option<u32> {
+        self.truncation.is_none().then_some(limits.max_model_len)
+    }
+
+    /// Takes away the beginning of a prompt that is longer than the client wants it; returns
+    /// whether anything was.
+    pub fn truncate(&self, tokens: &mut Vec<u32>, limits: &Limits) -> bool {
+        let max = match self.truncation {
+            None => return false,
+            Some(Truncation::To(max)) => max,
+            Some(Truncation::Fit) => {
+                limits.max_model_len.saturating_sub(self.max_tokens.unwrap_or(1)).max(1)
+            }
+        };
+        let over = tokens.len().saturating_sub(max as usize);
+        tokens.drain(..over);
+        over > 0
+    }
+
+    /// Tokens per choice for a prompt of `prompt` tokens, which came in this field.
     ///
     /// # Errors
     /// 400 naming both when prompt and output do not fit.
-    pub fn output_tokens(&self, prompt: usize, limits: &Limits) -> Result<u32, ApiError> {
+    pub fn output_tokens(
+        &self,
+        field: &str,
+        prompt: usize,
+        limits: &Limits,
+    ) -> Result<u32, ApiError> {
         let context = limits.max_model_len;
         let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
         let asked = self.max_tokens.unwrap_or_else(|| context.saturating_sub(prompt).max(1));
@@ -304,7 +251,7 @@ impl Common {
              prompt; or completion length.",
             u64::from(prompt) + u64::from(asked)
         );
-        let param = if prompt >= context { "prompt" } else { "max_tokens" };
+        let param = if prompt >= context { field } else { "max_tokens" };
         Err(ApiError::context_length(param, message))
     }
 }
@@ -325,6 +272,16 @@ fn include_usage(fields: &Fields, stream: bool) -> Result<bool, ApiError> {
         },
         Some(other) => Err(Fields::wrong(name, other, "an object")),
     }
+}
+
+fn truncation(fields: &Fields, limits: &Limits) -> Result<Option<Truncation>, ApiError> {
+    let name = "truncate_prompt_tokens";
+    Ok(match fields.integer(name, -1, i64::from(limits.max_model_len))? {
+        None => None,
+        Some(-1) => Some(Truncation::Fit),
+        Some(0) => return Err(ApiError::field(name, format!("`{name}` must be -1 or above 0"))),
+        Some(tokens) => Some(Truncation::To(u32::try_from(tokens).unwrap_or(u32::MAX))),
+    })
 }
 
 fn stops(fields: &Fields, limits: &Limits) -> Result<Vec<String>, ApiError> {
@@ -406,47 +363,4 @@ fn logit_bias(
         );
         Fields::wrong(name, value, &expected)
     })
-}
-
-/// Reads a conversation.
-///
-/// # Errors
-/// 400 naming the message and what it must be.
-pub fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Message>, ApiError> {
-    let name = "messages";
-    let list = match fields.get(name) {
-        Some(Value::Array(list)) if (1..=limits.messages).contains(&list.len()) => list,
-        Some(other) => {
-            let expected = format!("a list of 1 to {} messages", limits.messages);
-            return Err(Fields::wrong(name, other, &expected));
-        }
-        None => return Err(ApiError::field(name, "`messages` is required")),
-    };
-    list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
-}
-
-fn message(index: usize, value: &Value) -> Result<Message, ApiError> {
-    let at = |part: &str| format!("messages[{index}]{part}");
-    let wrong = |part: &str, expected: &str| {
-        let message = format!("`{}` must be {expected}", at(part));
-        ApiError::field("messages", message)
-    };
-    let fields = value.as_object().ok_or_else(|| wrong("", "an object"))?;
-    let role = fields.get("role").and_then(Value::as_str).unwrap_or_default();
-    if !["system", "developer", "user", "assistant", "tool"].contains(&role) {
-        return Err(wrong(".role", "one of system, developer, user, assistant and tool"));
-    }
-    let role = if role == "developer" { "system" } else { role };
-    let part = |part: &Value| {
-        let text = part.get("type").and_then(Value::as_str) == Some("text");
-        part.get("text").and_then(Value::as_str).filter(|_| text).map(str::to_owned)
-    };
-    let content = match fields.get("content") {
-        Some(Value::String(text)) => Some(text.clone()),
-        Some(Value::Array(parts)) => parts.iter().map(part).collect::<Option<String>>(),
-        None | Some(Value::Null) if role == "assistant" => Some(String::new()),
-        _ => None,
-    };
-    let content = content.ok_or_else(|| wrong(".content", "a string or a list of text parts"))?;
-    Ok(Message { role: role.to_owned(), content })
 }

@@ -1,14 +1,17 @@
 //! Routes, connection limits, start and stop.
 use std::net::TcpListener;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use actix_web::body::MessageBody;
+use actix_cors::Cors;
+use actix_web::body::{BodySize, MessageBody};
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::ConnectionType;
-use actix_web::http::header::CONTENT_TYPE;
-use actix_web::middleware::{Compress, Next, from_fn};
+use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use actix_web::middleware::{Compress, Condition, Next, from_fn};
 use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
-use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route};
+use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route, guard, http};
 use futures_util::StreamExt as _;
 use serde_json::json;
 use shared::metrics::labels::{Method, RejectReason};
@@ -17,27 +20,31 @@ use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
-use super::{admin, chat, completions, metrics, models};
+use super::{access, admin, chat, completions, keys, metrics, models, pool, tokenize};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 const BODY_DEADLINE_S: u64 = 10;
-/// Connections at a time.
+/// Connections at a time, of all threads together.
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 10] = [
+const ROUTES: [(&str, &str); 14] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
-    ("/v1/models", "GET"),
-    ("/v1/models/{id}", "GET"),
-    ("/health", "GET"),
-    ("/live", "GET"),
-    ("/ready", "GET"),
-    ("/metrics", "GET"),
-    ("/version", "GET"),
-    ("/", "GET"),
+    ("/v1/models", "GET, HEAD"),
+    ("/v1/models/{id}", "GET, HEAD"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/health", "GET, HEAD"),
+    ("/live", "GET, HEAD"),
+    ("/ready", "GET, HEAD"),
+    ("/metrics", "GET, HEAD"),
+    ("/load", "GET, HEAD"),
+    ("/ping", "GET, HEAD, POST"),
+    ("/version", "GET, HEAD"),
+    ("/", "GET, HEAD"),
 ];
 
 /// Starts the server; it runs until its handle stops it.
@@ -47,11 +54,16 @@ const ROUTES: [(&str, &str); 10] = [
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
     let server = HttpServer::new(move || {
         let state = state.clone();
-        App::new().wrap(from_fn(observe)).configure(move |config| routes(config, &state))
+        App::new()
+            .wrap(from_fn(keys::authenticate))
+            .wrap(cors(&state.allowed_origins))
+            .wrap(from_fn(observe))
+            .wrap(from_fn(access::identify))
+            .configure(move |config| routes(config, &state))
     });
     Ok(server
         .workers(threads)
-        .max_connections(CONNECTIONS_MAX)
+        .max_connections(CONNECTIONS_MAX.div_ceil(threads.max(1)))
         .client_request_timeout(HEAD_DEADLINE)
         .keep_alive(Duration::from_secs(75))
         // A client that closes its side is gone: its request is cancelled, streaming or not.
@@ -69,23 +81,23 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         let route: Route = match path {
             "/v1/completions" => web::post().to(post_completions),
             "/v1/chat/completions" => web::post().to(post_chat),
-            "/v1/models" => web::get().to(get_models),
-            "/v1/models/{id}" => web::get().to(get_model),
-            "/ready" => web::get().to(get_ready),
-            "/metrics" => web::get().to(metrics::respond),
-            "/version" | "/" => web::get().to(get_version),
-            _ => web::get().to(get_health),
+            "/tokenize" => web::post().to(post_tokenize),
+            "/detokenize" => web::post().to(post_detokenize),
+            "/ping" => {
+                any([http::Method::GET, http::Method::HEAD, http::Method::POST]).to(get_health)
+            }
+            "/load" => get().to(get_load),
+            "/v1/models" => get().to(get_models),
+            "/v1/models/{id}" => get().to(get_model),
+            "/ready" => get().to(get_ready),
+            "/metrics" => get().to(metrics::respond),
+            "/version" | "/" => get().to(get_version),
+            _ => get().to(get_health),
         };
         let refuse = move |request: HttpRequest| async move {
             Err::<HttpResponse, _>(ApiError::method(request.method().as_str(), allow))
         };
         let resource = web::resource(pattern(path)).route(route).default_service(web::to(refuse));
-        // Gateways ask for heads.
-        let resource = if path == "/health" || path == "/live" {
-            resource.route(web::head().to(get_health))
-        } else {
-            resource
-        };
         if path == "/metrics" {
             // Alone: compressing a stream would hold its events back.
             config.service(resource.wrap(Compress::default()));
@@ -97,6 +109,27 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     config.default_service(web::to(|request: HttpRequest| async move {
         Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))
     }));
+}
+
+/// Takes any of these methods.
+fn any<const N: usize>(methods: [http::Method; N]) -> Route {
+    web::route().guard(guard::fn_guard(move |it| methods.contains(&it.head().method)))
+}
+
+/// Takes GET, and HEAD, by which gateways ask.
+fn get() -> Route {
+    any([http::Method::GET, http::Method::HEAD])
+}
+
+/// Lets scripts of these web pages use the API; with none, browsers keep all of them out.
+fn cors(origins: &[String]) -> Condition<Cors> {
+    let allow = |cors: Cors, origin: &String| match origin.as_str() {
+        "*" => cors.allow_any_origin().send_wildcard(),
+        origin => cors.allowed_origin(origin),
+    };
+    let cors = origins.iter().fold(Cors::default(), allow);
+    let cors = cors.allow_any_method().allow_any_header().expose_any_header().max_age(600);
+    Condition::new(!origins.is_empty(), cors)
 }
 
 /// The pattern of a path: a model's name may have slashes (`organisation/model`).
@@ -132,6 +165,29 @@ async fn post_chat(
     answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
 }
 
+async fn post_tokenize(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let fields = read(&state, &request, body).await?;
+    Ok(HttpResponse::Ok().json(tokenize::tokenize(&state, &fields).await?))
+}
+
+async fn post_detokenize(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let fields = read(&state, &request, body).await?;
+    Ok(HttpResponse::Ok().json(tokenize::detokenize(&state, &fields).await?))
+}
+
+/// How many requests are being answered, as vLLM says it.
+async fn get_load(state: Data<AppState>) -> HttpResponse {
+    HttpResponse::Ok().json(json!({"server_load": state.gate.inside()}))
+}
+
 /// Lets a request in, unless the server is told to end.
 fn enter(state: &AppState) -> Result<Visit, ApiError> {
     state.gate.enter().ok_or_else(|| {
@@ -141,7 +197,7 @@ fn enter(state: &AppState) -> Result<Visit, ApiError> {
 }
 
 fn count_invalid(state: &AppState, error: &ApiError) {
-    if error.is_clients() {
+    if error.is_invalid() {
         state.stats.rejected(RejectReason::Invalid);
     }
 }
@@ -153,12 +209,23 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
     if !essence.eq_ignore_ascii_case("application/json") {
         return Err(ApiError::content_type(found));
     }
+    let encoding = request.headers().get(CONTENT_ENCODING);
+    if let Some(encoding) = encoding.filter(|it| !it.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        return Err(ApiError::content_encoding(&String::from_utf8_lossy(encoding.as_bytes())));
+    }
     let bytes = collect(body, &state.limits);
     let deadline = Duration::from_secs(BODY_DEADLINE_S);
     let bytes = tokio::time::timeout(deadline, bytes)
         .await
         .map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??;
-    Fields::parse(&bytes, &state.limits)
+    let id = access::request_id(request);
+    let fields = if bytes.len() > pool::LARGE {
+        let limits = state.limits.clone();
+        state.with_text(bytes.len(), move |_| Fields::parse(&bytes, &limits)).await
+    } else {
+        Fields::parse(&bytes, &state.limits)
+    };
+    Ok(fields?.of_request(&id))
 }
 
 async fn collect(mut body: Payload, limits: &Limits) -> Result<Bytes, ApiError> {
@@ -200,37 +267,57 @@ async fn get_version() -> HttpResponse {
     HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
 }
 
-/// Counts every HTTP request by route, method and status, and times it to its head.
+/// Counts every HTTP request by route, method and status, and times it to the end of its answer.
 async fn observe(
     request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, actix_web::Error> {
     let state = request.app_data::<Data<AppState>>().cloned();
-    let method = method(request.method().as_str());
-    let Some(state) = state else { return next.call(request).await };
-    let began = state.clock.now();
-    state.stats.http_started();
-    let mut counted = Counted { state, method, began, route: "other", status: 499 };
-    let mut response = next.call(request).await;
-    if let Ok(response) = &mut response
-        && counted.state.gate.is_closed()
-    {
-        // Its next request shall find another server.
-        response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
-    }
-    match &response {
-        Ok(response) => {
-            counted.status = response.status().as_u16();
-            let matched = response.request().match_pattern();
-            let known = ROUTES.iter().find(|(path, _)| matched.as_deref() == Some(pattern(path)));
-            counted.route = known.map_or("other", |(path, _)| path);
+    let counted = state.map(|state| {
+        let matched = request.match_pattern();
+        let known = ROUTES.iter().find(|(path, _)| matched.as_deref() == Some(pattern(path)));
+        Counted {
+            method: method(request.method().as_str()),
+            began: state.clock.now(),
+            route: known.map_or("other", |(path, _)| path),
+            status: CLIENT_LEFT,
+            state,
         }
-        Err(error) => counted.status = error.as_response_error().status_code().as_u16(),
+    });
+    if let Some(counted) = &counted {
+        counted.state.stats.http_started();
     }
-    response
+    match next.call(request).await {
+        Ok(mut response) => {
+            let is_closed = counted.as_ref().is_some_and(|counted| counted.state.gate.is_closed());
+            if is_closed {
+                // Its next request shall find another server.
+                response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
+            }
+            let status = response.status().as_u16();
+            Ok(response.map_body(|_, body| {
+                let is_empty = matches!(body.size(), BodySize::None | BodySize::Sized(0));
+                let mut body = CountedBody { body: Box::pin(body), counted, status };
+                if is_empty {
+                    // Nobody asks for its end.
+                    body.ended();
+                }
+                body
+            }))
+        }
+        Err(error) => {
+            if let Some(mut counted) = counted {
+                counted.status = error.as_response_error().status_code().as_u16();
+            }
+            Err(error)
+        }
+    }
 }
 
-/// Counts the request when it is answered, or when its client left before (status 499).
+/// What is counted for a request whose client left before the end of its answer.
+const CLIENT_LEFT: u16 = 499;
+
+/// Counts the request when it is dropped.
 struct Counted {
     state: Data<AppState>,
     method: Method,
@@ -243,6 +330,41 @@ impl Drop for Counted {
     fn drop(&mut self) {
         let duration = self.state.clock.now().saturating_sub(self.began);
         self.state.stats.http_finished(self.route, self.method, self.status, duration);
+    }
+}
+
+/// An answer's body, which knows whether it was taken to its end.
+struct CountedBody<B> {
+    body: Pin<Box<B>>,
+    counted: Option<Counted>,
+    status: u16,
+}
+
+impl<B> CountedBody<B> {
+    /// The client has all of it.
+    fn ended(&mut self) {
+        if let Some(mut counted) = self.counted.take() {
+            counted.status = self.status;
+        }
+    }
+}
+
+impl<B: MessageBody> MessageBody for CountedBody<B> {
+    type Error = B::Error;
+
+    fn size(&self) -> BodySize {
+        self.body.size()
+    }
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, Self::Error>>> {
+        let next = ready!(self.body.as_mut().poll_next(context));
+        if next.is_none() {
+            self.ended();
+        }
+        Poll::Ready(next)
     }
 }
 

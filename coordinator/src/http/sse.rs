@@ -1,37 +1,125 @@
-//! Server-Sent Events from a sequence of JSON values, with pings in silence.
+//! Server-Sent Events, written as they travel, with pings in silence.
 use std::convert::Infallible;
 use std::future::Future;
+use std::pin::Pin;
 use std::time::Duration;
 
 use actix_web::HttpResponse;
 use actix_web::http::header::{CACHE_CONTROL, HeaderValue};
 use actix_web::web::Bytes;
 use futures_util::stream;
-use serde_json::Value;
-use tokio::time::error::Elapsed;
-use tokio::time::timeout;
+use serde::Serialize;
+use tokio::time::{Instant, Sleep, sleep};
 
 use super::error::ApiError;
 
 /// A comment is sent after this much silence, so that proxies keep the connection.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 
+/// Events in the form in which they travel.
+#[derive(Debug, Default)]
+pub struct Events {
+    bytes: Vec<u8>,
+}
+
+impl Events {
+    /// Appends an event.
+    ///
+    /// # Errors
+    /// When it is no JSON, which is a fault of this program; it is left out then.
+    pub fn push(&mut self, event: &impl Serialize) -> Result<(), ApiError> {
+        let before = self.bytes.len();
+        self.bytes.extend_from_slice(b"data: ");
+        if let Err(error) = serde_json::to_writer(&mut self.bytes, event) {
+            self.bytes.truncate(before);
+            return Err(ApiError::internal(error.to_string()));
+        }
+        self.bytes.extend_from_slice(b"\n\n");
+        Ok(())
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// Takes all, with `more` behind them; the memory is kept for the next ones.
+    fn take(&mut self, more: &[u8]) -> Bytes {
+        self.bytes.extend_from_slice(more);
+        let bytes = Bytes::copy_from_slice(&self.bytes);
+        self.bytes.clear();
+        bytes
+    }
+}
+
 /// Where a stream's events come from.
 pub trait EventSource {
-    /// The next events, at least one; `None` after the last. A failure is the last.
-    fn next(&mut self) -> impl Future<Output = Option<Result<Vec<Value>, ApiError>>>;
+    /// Appends the next events, at least one; `None` after the last. A failure is the last. Dropped
+    /// while it waits, it has taken nothing.
+    fn next(&mut self, out: &mut Events) -> impl Future<Output = Option<Result<(), ApiError>>>;
+}
+
+/// What waiting for events gave.
+enum Outcome {
+    Events,
+    Failed(ApiError),
+    End,
+    Silence,
+}
+
+/// A stream as far as it has come.
+struct Body<S> {
+    source: S,
+    events: Events,
+    /// Fires at the end of a silence or earlier. It is set anew only when it fires: an event costs
+    /// no timer.
+    timer: Pin<Box<Sleep>>,
+    heard: Instant,
+}
+
+impl<S: EventSource> Body<S> {
+    fn new(source: S) -> Self {
+        let timer = Box::pin(sleep(PING_INTERVAL));
+        Self { source, events: Events::default(), timer, heard: Instant::now() }
+    }
+
+    async fn next(&mut self) -> Outcome {
+        let Self { source, events, timer, heard } = self;
+        loop {
+            let next = tokio::select! {
+                biased;
+                next = source.next(events) => next,
+                () = timer.as_mut() => {
+                    let now = Instant::now();
+                    let is_silent = now >= *heard + PING_INTERVAL;
+                    if is_silent {
+                        *heard = now;
+                    }
+                    timer.as_mut().reset(*heard + PING_INTERVAL);
+                    if is_silent {
+                        return Outcome::Silence;
+                    }
+                    continue;
+                }
+            };
+            *heard = Instant::now();
+            return match next {
+                Some(Ok(())) => Outcome::Events,
+                Some(Err(error)) => Outcome::Failed(error),
+                None => Outcome::End,
+            };
+        }
+    }
 }
 
 /// What the next piece of the body is made of.
 enum Phase<S> {
     /// What was waited for before the response began.
-    Begun(Outcome, S),
-    Events(S),
+    Begun(Outcome, Body<S>),
+    Events(Body<S>),
     Over,
 }
-
-/// What waiting for events gave: `Err` is silence.
-type Outcome = Result<Option<Result<Vec<Value>, ApiError>>, Elapsed>;
 
 /// Streams the source's events; ends with `[DONE]`, or with the error alone.
 ///
@@ -40,32 +128,33 @@ type Outcome = Result<Option<Result<Vec<Value>, ApiError>>, Elapsed>;
 ///
 /// # Errors
 /// The failure that came first.
-pub async fn respond<S: EventSource + 'static>(mut source: S) -> Result<HttpResponse, ApiError> {
-    let first = match timeout(PING_INTERVAL, source.next()).await {
-        Ok(Some(Err(error))) => return Err(error),
+pub async fn respond<S: EventSource + 'static>(source: S) -> Result<HttpResponse, ApiError> {
+    let mut body = Body::new(source);
+    let first = match body.next().await {
+        Outcome::Failed(error) => return Err(error),
         first => first,
     };
-    let body = stream::unfold(Phase::Begun(first, source), |phase| async {
-        let (outcome, source) = match phase {
-            Phase::Begun(outcome, source) => (outcome, source),
-            Phase::Events(mut source) => (timeout(PING_INTERVAL, source.next()).await, source),
+    let pieces = stream::unfold(Phase::Begun(first, body), |phase| async {
+        let (outcome, mut body) = match phase {
+            Phase::Begun(outcome, body) => (outcome, body),
+            Phase::Events(mut body) => (body.next().await, body),
             Phase::Over => return None,
         };
-        let (text, phase) = match outcome {
-            Err(_) => (": ping\n\n".to_owned(), Phase::Events(source)),
-            Ok(Some(Ok(events))) => {
-                let text = events.iter().map(|event| format!("data: {event}\n\n")).collect();
-                (text, Phase::Events(source))
-            }
+        let (bytes, phase) = match outcome {
+            Outcome::Silence => (body.events.take(b": ping\n\n"), Phase::Events(body)),
+            Outcome::Events => (body.events.take(b""), Phase::Events(body)),
             // No [DONE]: the client must see that this is no regular end.
-            Ok(Some(Err(error))) => (format!("data: {}\n\n", error.json()), Phase::Over),
-            Ok(None) => ("data: [DONE]\n\n".to_owned(), Phase::Over),
+            Outcome::Failed(error) => {
+                let event = format!("data: {}\n\n", error.json());
+                (body.events.take(event.as_bytes()), Phase::Over)
+            }
+            Outcome::End => (body.events.take(b"data: [DONE]\n\n"), Phase::Over),
         };
-        Some((Ok::<_, Infallible>(Bytes::from(text)), phase))
+        Some((Ok::<_, Infallible>(bytes), phase))
     });
     Ok(HttpResponse::Ok()
         .content_type("text/event-stream")
         .insert_header((CACHE_CONTROL, HeaderValue::from_static("no-cache")))
         .insert_header(("X-Accel-Buffering", "no"))
-        .streaming(body))
+        .streaming(pieces))
 }

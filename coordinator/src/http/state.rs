@@ -1,23 +1,23 @@
 //! What handlers share.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use shared::clock::Clock;
 use shared::ids::RequestId;
-use tokio::sync::Semaphore;
 
 use super::admin::Admin;
 use super::error::ApiError;
+use super::fields::Fields;
 use super::gate::Gate;
+use super::keys::ApiKeys;
 use super::metrics::MetricsPage;
-use super::params::Limits;
+use super::options::ApiOptions;
+use super::params::{Limits, check_model};
+use super::pool::TextPool;
 use crate::engine::EngineHandle;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
-
-/// Longest wait for the tokenizer.
-const TOKENIZE_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Whether requests can be served now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,8 +68,14 @@ pub struct AppState {
     next_request: Arc<AtomicU64>,
     /// Tells this process's response ids from others'.
     run: u64,
-    /// Bounds the work on the blocking pool.
-    tokenizers: Arc<Semaphore>,
+    /// Who may use the API.
+    pub keys: ApiKeys,
+    /// Web pages whose scripts may use it.
+    pub allowed_origins: Arc<[String]>,
+    /// Whether each request is logged.
+    pub access_log: bool,
+    /// Where work on text is done.
+    texts: TextPool,
 }
 
 impl std::fmt::Debug for AppState {
@@ -105,8 +111,31 @@ impl AppState {
             created: since_1970(),
             next_request: Arc::new(AtomicU64::new(1)),
             run,
-            tokenizers: Arc::new(Semaphore::new(256)),
+            keys: ApiKeys::default(),
+            allowed_origins: Arc::default(),
+            access_log: false,
+            texts: TextPool::default(),
         }
+    }
+
+    /// With what the operator chose.
+    #[must_use]
+    pub fn with_api(self, options: &ApiOptions) -> Self {
+        Self {
+            limits: Arc::new((*self.limits).clone().chosen(options)),
+            keys: options.keys.clone(),
+            allowed_origins: options.allowed_origins.as_slice().into(),
+            access_log: options.access_log,
+            ..self
+        }
+    }
+
+    /// Refuses another model's requests.
+    ///
+    /// # Errors
+    /// 404 for another model.
+    pub fn check_model(&self, fields: &Fields) -> Result<(), ApiError> {
+        check_model(fields, &self.model_name)
     }
 
     /// With a gate that others close or watch.
@@ -133,10 +162,10 @@ impl AppState {
         RequestId(self.next_request.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// A response's id, such as `cmpl-18c3f0a2b4d5e6f7-12`.
+    /// An id for a request whose client gives none, such as `18c3f0a2b4d5e6f7-12`.
     #[must_use]
-    pub fn response_id(&self, prefix: &str, request: RequestId) -> String {
-        format!("{prefix}-{:016x}-{}", self.run, request.0)
+    pub fn request_id(&self) -> String {
+        format!("{:016x}-{}", self.run, self.next_request().0)
     }
 
     /// A random number, for requests that name no seed.
@@ -149,27 +178,18 @@ impl AppState {
         z ^ (z >> 31)
     }
 
-    /// Runs work on text off the threads that serve connections, in bounded number and time.
+    /// Runs work on a text of so many bytes off the threads that serve connections, in bounded
+    /// number.
     ///
     /// # Errors
     /// The work's own, and 503 when there is too much of it.
     pub async fn with_text<R: Send + 'static>(
         &self,
+        bytes: usize,
         work: impl FnOnce(&TextModel) -> Result<R, ApiError> + Send + 'static,
     ) -> Result<R, ApiError> {
-        let busy = || ApiError::overloaded("the tokenizer is overloaded");
-        let permit =
-            tokio::time::timeout(TOKENIZE_DEADLINE, self.tokenizers.clone().acquire_owned());
-        let permit = permit.await.map_err(|_| busy())?.map_err(|_| busy())?;
         let text = self.text.clone();
-        let work = actix_web::web::block(move || {
-            let _permit = permit;
-            work(&text)
-        });
-        tokio::time::timeout(TOKENIZE_DEADLINE, work)
-            .await
-            .map_err(|_| busy())?
-            .map_err(|_| busy())?
+        self.texts.run(bytes, move || work(&text)).await
     }
 }
 

@@ -11,9 +11,10 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use prometheus::proto::{MetricFamily, MetricType};
+use shared::metrics::catalogue::FRONTEND_PAGE;
 use shared::metrics::compat::Compat;
 use shared::metrics::labels::MODEL_NAME;
-use shared::metrics::{Exemplars, Kind, Merged, application};
+use shared::metrics::{Definition, Exemplars, Kind, Merged, application};
 
 use self::writer::{Family, Writer};
 use super::logger::StatLogger;
@@ -78,6 +79,19 @@ pub struct PageOptions {
     pub compat: Vec<Compat>,
     /// The wall clock's time, since 1970, when the process's clock was at 0.
     pub clock_start: Duration,
+    /// The page is a front end's: what it counts itself, under names of its own, and no more.
+    pub frontend: bool,
+}
+
+impl PageOptions {
+    /// What a series is called on this page, if it is there.
+    fn name(&self, of: &Definition) -> Option<&'static str> {
+        if !self.frontend {
+            return Some(of.name);
+        }
+        let own = FRONTEND_PAGE.iter().find(|(_, series)| series.definition().name == of.name);
+        own.map(|(name, _)| *name)
+    }
 }
 
 /// Everything that is published at one moment.
@@ -85,6 +99,8 @@ pub struct PageOptions {
 pub struct Page<'a> {
     /// The cluster's totals.
     pub merged: &'a Merged,
+    /// What the process that is scraped says of itself; no series of `merged`.
+    pub own: &'a Merged,
     /// Requests behind latencies; written where the format can.
     pub exemplars: &'a Exemplars,
     /// What the `prometheus` crate's registry of this process has.
@@ -96,14 +112,15 @@ impl Page<'_> {
     pub fn render(&self, format: Format, options: &PageOptions, text: &mut String) {
         text.clear();
         let mut writer = Writer::new(format, options.clock_start, text);
-        let mut families: Vec<_> = self.merged.families().collect();
+        let mut families: Vec<_> = self.merged.families().chain(self.own.families()).collect();
         families.sort_unstable_by_key(|(definition, _)| definition.name);
         for (definition, series) in families {
+            let Some(name) = options.name(definition) else { continue };
             let labels: Vec<&str> = definition.labels.iter().map(|label| label.name).collect();
             let constant = definition.model.then_some((MODEL_NAME, options.model_name.as_str()));
             writer.family(
                 &Family {
-                    name: definition.name,
+                    name,
                     help: definition.help,
                     kind: word(definition.kind),
                     bounds: definition.buckets(),
@@ -215,7 +232,8 @@ impl Exposition {
 
 impl StatLogger for Exposition {
     fn log(&mut self, _now: Duration, merged: &Merged) {
-        let page = Page { merged, exemplars: &Vec::new(), gathered: &[] };
+        let own = Merged::default();
+        let page = Page { merged, own: &own, exemplars: &Vec::new(), gathered: &[] };
         page.render(Format::Text, &self.options, &mut self.text);
     }
 }

@@ -1,4 +1,5 @@
 //! Own observations and all reports behind one door.
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use shared::ids::Incarnation;
@@ -12,6 +13,7 @@ use shared::protocol::{FrontendId, WorkerStats};
 
 use super::frontend::FrontendStats;
 use super::observe::Observer;
+use crate::checkpoint::Moment;
 
 /// Gathers the cluster's metrics. Shared by the actors that receive reports and whoever publishes.
 ///
@@ -28,6 +30,7 @@ pub struct Hub {
     membership: SharedStats,
     application: Metrics,
     incarnation: Incarnation,
+    restorations: AtomicU64,
 }
 
 impl Hub {
@@ -44,6 +47,7 @@ impl Hub {
             membership: SharedStats::default(),
             application: Metrics::new(),
             incarnation,
+            restorations: AtomicU64::new(0),
         }
     }
 
@@ -71,7 +75,8 @@ impl Hub {
         let _ = self.actors.set(actors);
     }
 
-    /// Where the membership is recorded, in a process that has one.
+    /// Where the membership is recorded, in a process that has one. It is no part of the merged
+    /// totals: each process says for itself, and of the present, what it knows of the others.
     #[must_use]
     pub fn membership(&self) -> &SharedStats {
         &self.membership
@@ -144,16 +149,40 @@ impl Hub {
         self.refreshed().merged()
     }
 
+    /// All that a page shows now.
+    #[must_use]
+    pub fn moment(&self) -> Moment {
+        Moment { merged: self.merged(), exemplars: self.exemplars() }
+    }
+
     /// What the coordinator after this one goes on from.
     #[must_use]
     pub fn checkpoint(&self) -> Checkpoint {
         self.refreshed().checkpoint()
     }
 
+    /// Both, of the same moment.
+    #[must_use]
+    pub fn moment_and_checkpoint(&self) -> (Moment, Checkpoint) {
+        let (merged, checkpoint) = {
+            let merger = self.refreshed();
+            (merger.merged(), merger.checkpoint())
+        };
+        (Moment { merged, exemplars: self.exemplars() }, checkpoint)
+    }
+
     /// Goes on from what an earlier coordinator counted. Returns how many series are not known
     /// here.
     pub fn restore(&self, checkpoint: Checkpoint) -> usize {
-        self.merger().restore(checkpoint)
+        let unknown = self.merger().restore(checkpoint);
+        self.restorations.fetch_add(1, Ordering::Relaxed);
+        unknown
+    }
+
+    /// How often totals have come in that others counted before: they are of no interval here.
+    #[must_use]
+    pub fn restorations(&self) -> u64 {
+        self.restorations.load(Ordering::Relaxed)
     }
 
     /// The merger, with this process's own totals of this moment.
@@ -165,7 +194,6 @@ impl Hub {
         if let Some(actors) = self.actors.get() {
             snapshot.add(actors.snapshot());
         }
-        snapshot.add(self.membership.snapshot());
         snapshot.application = self.application.snapshot();
         let own = [
             (Source::Coordinator, (sequence, snapshot)),
@@ -186,7 +214,8 @@ impl Hub {
     }
 }
 
-fn process_registry() -> prometheus::Registry {
+/// The series that the `prometheus` crate has of this process.
+pub(crate) fn process_registry() -> prometheus::Registry {
     let registry = prometheus::Registry::new();
     #[cfg(target_os = "linux")]
     {

@@ -23,6 +23,20 @@ struct Totals {
     e2e: HistogramTotals,
 }
 
+impl Totals {
+    fn of(merged: &Merged) -> Self {
+        Self {
+            prompt: merged.counter_sum_of(PROMPT_TOKENS_BY_SOURCE, PromptSource::LocalCompute),
+            generation: merged.counter_sum(GENERATION_TOKENS),
+            preemptions: merged.counter_sum(PREEMPTIONS),
+            finished: merged.counter_sum(REQUEST_SUCCESS),
+            ttft: merged.histogram_sum(TIME_TO_FIRST_TOKEN),
+            inter_token: merged.histogram_sum(INTER_TOKEN_LATENCY),
+            e2e: merged.histogram_sum(E2E_REQUEST_LATENCY),
+        }
+    }
+}
+
 /// Remembers the last look.
 #[derive(Clone, Debug)]
 pub struct Intervals {
@@ -87,22 +101,18 @@ impl Intervals {
         Self { at: now, last: Totals::default() }
     }
 
+    /// Begins an interval at `now`, behind what is in `merged`.
+    pub fn begin(&mut self, now: Duration, merged: &Merged) {
+        *self = Self { at: now, last: Totals::of(merged) };
+    }
+
     /// Ends the interval at `now` and begins the next; `None` when no time has passed.
     pub fn next(&mut self, now: Duration, merged: &Merged) -> Option<Interval> {
         let seconds = now.saturating_sub(self.at).as_secs_f64();
         if seconds <= 0.0 {
             return None;
         }
-        let totals = Totals {
-            prompt: merged.counter_sum_of(PROMPT_TOKENS_BY_SOURCE, PromptSource::LocalCompute),
-            generation: merged.counter_sum(GENERATION_TOKENS),
-            preemptions: merged.counter_sum(PREEMPTIONS),
-            finished: merged.counter_sum(REQUEST_SUCCESS),
-            ttft: merged.histogram_sum(TIME_TO_FIRST_TOKEN),
-            inter_token: merged.histogram_sum(INTER_TOKEN_LATENCY),
-            e2e: merged.histogram_sum(E2E_REQUEST_LATENCY),
-        };
-        let last = std::mem::replace(&mut self.last, totals);
+        let last = std::mem::replace(&mut self.last, Totals::of(merged));
         let now_totals = &self.last;
         self.at = now;
         let grown = |now: u64, before: u64| now.saturating_sub(before);

@@ -59,6 +59,10 @@ impl JsonLines {
 }
 
 impl StatLogger for JsonLines {
+    fn begin(&mut self, now: Duration, merged: &Merged) {
+        self.intervals.begin(now, merged);
+    }
+
     fn log(&mut self, now: Duration, merged: &Merged) {
         let Some(object) = self.object(now, merged) else { return };
         let written = writeln!(self.out, "{object}").and_then(|()| self.out.flush());

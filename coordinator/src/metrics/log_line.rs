@@ -150,6 +150,10 @@ fn speculation(of: Speculation) -> String {
 }
 
 impl StatLogger for LogLine {
+    fn begin(&mut self, now: Duration, merged: &Merged) {
+        self.intervals.begin(now, merged);
+    }
+
     fn log(&mut self, now: Duration, merged: &Merged) {
         for line in self.lines(now, merged) {
             tracing::info!("{line}");

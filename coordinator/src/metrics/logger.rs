@@ -8,6 +8,12 @@ pub trait StatLogger: std::fmt::Debug + Send {
     /// Takes the totals at `now`. Called by timer, also when nothing happens: rates must fall to
     /// 0 without a step.
     fn log(&mut self, now: Duration, merged: &Merged);
+
+    /// Begins anew at `now`: what is in `merged` happened in no interval of this logger, but came
+    /// from a coordinator before this one.
+    fn begin(&mut self, now: Duration, merged: &Merged) {
+        let _ = (now, merged);
+    }
 }
 
 /// Calls its loggers once per interval.
@@ -32,6 +38,14 @@ impl StatLoggers {
     #[must_use]
     pub fn next(&self) -> Duration {
         self.next
+    }
+
+    /// Begins a new interval for every logger.
+    pub fn begin(&mut self, now: Duration, merged: &Merged) {
+        self.next = now.saturating_add(self.interval);
+        for logger in &mut self.loggers {
+            logger.begin(now, merged);
+        }
     }
 
     /// Calls every logger if the interval is over; `merged` is only computed then. Intervals that

@@ -1,7 +1,7 @@
 //! The catalogue as documentation: `docs/metrics.md`, checked by a test to be this text.
 use std::fmt::Write;
 
-use shared::metrics::catalogue::CATALOGUE;
+use shared::metrics::catalogue::{CATALOGUE, FRONTEND_PAGE};
 use shared::metrics::compat::Compat;
 use shared::metrics::labels::MODEL_NAME;
 use shared::metrics::{Definition, Kind};
@@ -61,6 +61,17 @@ pub fn markdown() -> String {
             // Writing to a String cannot fail.
             let _ = writeln!(page, "| `{}` | {} |", definition.name, bounds.join(" "));
         }
+    }
+    page.push_str(
+        "\n## At a front end\n\nA front end of its own process (`tutti frontend`) has a `/metrics` of \
+         its own, for whoever scrapes each process behind a load balancer: its `process_*` series and \
+         what it counts itself. That is in the coordinator's totals already, so it has other names: a \
+         server that scrapes the coordinator and front ends counts nothing twice.\n\n\
+         | name at a front end | its part of |\n| --- | --- |\n",
+    );
+    for (name, of) in FRONTEND_PAGE {
+        // Writing to a String cannot fail.
+        let _ = writeln!(page, "| `{name}` | `{}` |", of.definition().name);
     }
     page.push_str(
         "\n## Names of other servers\n\nPublished beside ours from the same totals with \

@@ -1,11 +1,14 @@
 //! The membership's series, of a process that has one.
+use prometheus::proto::MetricFamily;
 use shared::membership::{Role, View};
 use shared::metrics::catalogue::{
     MEMBERSHIP_CONFIRMED, MEMBERSHIP_CONNECTED, MEMBERSHIP_LEADING, MEMBERSHIP_MEMBERS,
 };
 use shared::metrics::labels::{LabelValue as _, MemberRole};
-use shared::metrics::{LocalStats, SharedStats};
+use shared::metrics::{LocalStats, Merged, SharedStats};
 use tokio::sync::watch;
+
+use super::exposition::{Format, Page, PageOptions};
 
 /// Records `view`.
 pub fn record(stats: &mut LocalStats, view: &View) {
@@ -40,4 +43,17 @@ pub async fn observe(stats: SharedStats, mut view: watch::Receiver<View>) {
             return;
         }
     }
+}
+
+/// The page of a coordinator that does not lead: its membership, and what its process has of its
+/// own. Totals are on the leader's page; here they would begin at zero.
+#[must_use]
+pub fn page(view: &View, gathered: &[MetricFamily], format: Format) -> String {
+    let mut stats = LocalStats::new();
+    record(&mut stats, view);
+    let own = Merged::of(&stats.snapshot());
+    let page = Page { merged: &Merged::default(), own: &own, exemplars: &Vec::new(), gathered };
+    let mut text = String::new();
+    page.render(format, &PageOptions::default(), &mut text);
+    text
 }

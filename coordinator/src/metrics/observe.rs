@@ -11,7 +11,7 @@
 mod cluster;
 mod request;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -22,6 +22,7 @@ use shared::metrics::labels::{
 };
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Exemplars, Gauge, Histogram, LocalStats, PartialSnapshot};
+use shared::protocol::FrontendId;
 
 pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
@@ -54,6 +55,10 @@ struct Cells {
     waiting_for_replica: Level,
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
     workers: BTreeMap<WorkerId, WorkerCells>,
+    /// Front ends whose links ended, and when.
+    lost_frontends: BTreeMap<FrontendId, Duration>,
+    /// Front ends that said goodbye and are still linked.
+    leaving_frontends: BTreeSet<FrontendId>,
 }
 
 /// Series that exist once.
@@ -159,6 +164,8 @@ impl Observer {
             waiting_for_replica,
             replicas: BTreeMap::new(),
             workers: BTreeMap::new(),
+            lost_frontends: BTreeMap::new(),
+            leaving_frontends: BTreeSet::new(),
         };
         Self { cells: Some(Arc::new(Mutex::new(cells))) }
     }

@@ -25,6 +25,10 @@ impl ThroughputGauges {
 }
 
 impl StatLogger for ThroughputGauges {
+    fn begin(&mut self, now: Duration, merged: &Merged) {
+        self.intervals.begin(now, merged);
+    }
+
     fn log(&mut self, now: Duration, merged: &Merged) {
         if let Some(interval) = self.intervals.next(now, merged) {
             let (prompt, generation) = (interval.prompt_throughput, interval.generation_throughput);

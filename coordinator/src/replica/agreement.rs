@@ -50,7 +50,8 @@ impl Agreement {
         self.open.clear();
     }
 
-    /// A rank has finished a step. What it says twice counts once.
+    /// A rank has finished a step. What it says twice counts once. That it is a step which was sent,
+    /// and the rank's next, is for the caller to see to: what is open has no other bound.
     pub fn say(&mut self, rank: usize, step: StepId, word: Word) {
         let known = self.open.iter().position(|it| it.step == step);
         let index = known.unwrap_or_else(|| {

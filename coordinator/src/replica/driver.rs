@@ -276,6 +276,11 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
+    /// A result came that counts for nothing.
+    pub fn fenced(&mut self) {
+        self.observer.record().fenced_frames(1);
+    }
+
     /// The ranks of a step did not say the same of its tokens.
     pub fn ranks_disagreed(&mut self) {
         self.observer.record().ranks_disagreed(self.id);

@@ -52,8 +52,8 @@ pub struct Operation {
     load: Arc<ReplicaLoad>,
     /// What the ranks say of the same steps.
     agreement: Agreement,
-    /// They said different things: nothing more of this epoch counts.
-    disagreed: bool,
+    /// They said different things, or what none can say: nothing more of this epoch counts.
+    over: bool,
     /// Rank 0's results that are not accepted yet, oldest first.
     held: VecDeque<StepResult>,
     stragglers: Stragglers,
@@ -78,7 +78,7 @@ impl Operation {
             epoch: None,
             ranks: Vec::new(),
             agreement: Agreement::default(),
-            disagreed: false,
+            over: false,
             held: VecDeque::new(),
             stragglers: Stragglers::default(),
             plan: StepPlan::default(),
@@ -127,7 +127,7 @@ impl Operation {
         self.last_step_sent = None;
         self.agreement.begin(self.ranks.len());
         self.stragglers.begin(self.ranks.len());
-        self.disagreed = false;
+        self.over = false;
         self.held.clear();
         self.drive(now, outside);
         self.tick(now, outside);
@@ -178,7 +178,17 @@ impl Operation {
             return self.driver.apply(now, result);
         }
         let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else { return };
-        self.ranks[index].done = self.ranks[index].done.max(result.step);
+        let done = self.ranks[index].done;
+        if self.over || result.step <= done {
+            // A step is done once, whatever else a rank says.
+            return self.driver.fenced();
+        }
+        if result.step > self.driver.last_step() || result.step.0 - done.0 > 1 {
+            self.over = true;
+            let reason = format!("{worker} answers {} behind {done}", result.step);
+            return self.end_epoch(reason, outside);
+        }
+        self.ranks[index].done = result.step;
         if self.ranks.len() > 1 {
             self.note(now, index, &result, outside);
         }
@@ -262,8 +272,8 @@ impl Operation {
                     outside.pace(epoch, rank.worker, slow, times);
                 }
             }
-            if !odd.is_empty() && !self.disagreed {
-                self.disagreed = true;
+            if !odd.is_empty() && !self.over {
+                self.over = true;
                 self.driver.ranks_disagreed();
                 let workers = odd.iter().filter_map(|rank| self.ranks.get(*rank));
                 let workers: Vec<String> = workers.map(|it| it.worker.to_string()).collect();
@@ -279,7 +289,7 @@ impl Operation {
     /// depends on the tokens that every rank has of the one before.
     fn apply_agreed(&mut self, now: Duration, outside: &mut impl Outside) {
         let mut applied = false;
-        while !self.disagreed
+        while !self.over
             && let Some(result) = self.held.pop_front_if(|result| {
                 self.ranks.iter().all(|rank| rank.done.0 + 1 >= result.step.0)
             })

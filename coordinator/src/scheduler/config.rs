@@ -1,4 +1,5 @@
 //! The scheduler's bounds.
+use super::weight;
 
 /// What bounds one replica's scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +23,7 @@ pub struct SchedulerConfig {
 /// Bounds that cannot hold together.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct ConfigError(String);
+pub struct ConfigError(pub(super) String);
 
 impl SchedulerConfig {
     /// Checks the bounds against each other.
@@ -48,7 +49,7 @@ impl SchedulerConfig {
                 self.max_num_batched_tokens, self.max_num_seqs
             )));
         }
-        Ok(())
+        weight::check(self)
     }
 
     /// Blocks that hold `tokens` tokens.

@@ -2,7 +2,7 @@
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 
-use super::{Effect, Scheduler, keep_full};
+use super::{Effect, Scheduler, keep_full, weight};
 
 /// A step that was sent and not answered.
 #[derive(Debug, Default)]
@@ -109,16 +109,18 @@ impl Scheduler {
                 continue;
             }
             let count = wanted.min(*budget);
+            // What is preempted to make room stands behind this one or is this one, so nobody
+            // moves up to where others were.
             if self.make_room(slot, count, plan, effects) {
                 self.plan_sequence(slot, count, plan, step);
                 *budget -= count;
             }
-            // Making room may have preempted sequences behind this one, or this one.
-            index = self.running.iter().position(|s| *s == slot).map_or(index - 1, |at| at + 1);
         }
     }
 
-    /// Admits from the queue while sequences, budget and blocks last. Nobody is overtaken.
+    /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is found
+    /// in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody is
+    /// overtaken.
     fn plan_waiting(
         &mut self,
         plan: &mut StepPlan,
@@ -126,6 +128,7 @@ impl Scheduler {
         budget: &mut u32,
         effects: &mut Vec<Effect>,
     ) {
+        let mut admitted = 0;
         while let Some(slot) = self.waiting.front().copied() {
             if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
@@ -135,7 +138,10 @@ impl Scheduler {
                 continue;
             };
             let (length, request) = (seq.tokens.len() as u32, seq.request);
-            if self.would_blur_blame(request) {
+            // One fits always: `SchedulerConfig::validate`.
+            admitted += weight::of(seq, &self.config);
+            let full = admitted > weight::ADMITTED_MAX && !plan.admitted.is_empty();
+            if full || self.would_blur_blame(request) {
                 return;
             }
             self.look_up(slot);

@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
+use super::bound;
 use super::template::ChatTemplate;
 
 /// A model folder cannot be served. One sentence naming the file and the reason.
@@ -55,6 +56,8 @@ pub struct TextModel {
     pub max_positions: u32,
     /// Of all files that the above came from: equal on hosts that turn text into tokens alike.
     pub fingerprint: u64,
+    /// Bytes of text that one token stands for at most, where that can be told.
+    pub bytes_per_token: Option<usize>,
     /// The tokenizer writes bytes as printable characters (byte-level BPE).
     byte_level: bool,
 }
@@ -65,6 +68,14 @@ impl TextModel {
     /// # Errors
     /// [`TextModelError`].
     pub fn load(folder: &Path) -> Result<Self, TextModelError> {
+        Self::load_with(folder, None)
+    }
+
+    /// Reads a model folder, and the chat template of this file instead of its own.
+    ///
+    /// # Errors
+    /// [`TextModelError`].
+    pub fn load_with(folder: &Path, chat_template: Option<&Path>) -> Result<Self, TextModelError> {
         if !folder.is_dir() {
             return Err(TextModelError::new(folder, "there is no such model folder"));
         }
@@ -105,7 +116,9 @@ impl TextModel {
             .filter(|id| *id < vocab_size)
             .collect();
         let defaults = serde_json::from_value(generation).unwrap_or_default();
-        let template = load_template(folder)?;
+        let bytes_per_token = serde_json::from_slice(&bytes).ok();
+        let bytes_per_token = bytes_per_token.as_ref().and_then(bound::bytes_per_token);
+        let template = load_template(folder, chat_template)?;
         let tokenizer = Arc::new(tokenizer);
         Ok(Self {
             tokenizer,
@@ -115,7 +128,8 @@ impl TextModel {
             vocab_size,
             max_positions,
             byte_level,
-            fingerprint: fingerprint(folder),
+            bytes_per_token,
+            fingerprint: fingerprint(folder, chat_template),
         })
     }
 
@@ -153,7 +167,7 @@ impl TextModel {
 
 /// The byte that byte-level BPE writes as this character: printable Latin-1 stands for itself, the
 /// other 68 bytes are moved behind U+0100.
-fn byte_of(c: char) -> Option<u8> {
+pub(super) fn byte_of(c: char) -> Option<u8> {
     let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let code = u32::from(c);
     if code < 256 {
@@ -162,7 +176,10 @@ fn byte_of(c: char) -> Option<u8> {
     (0..=255u32).filter(|b| !printable(*b)).nth(code.checked_sub(256)? as usize).map(|b| b as u8)
 }
 
-fn load_template(folder: &Path) -> Result<Option<ChatTemplate>, TextModelError> {
+fn load_template(
+    folder: &Path,
+    chosen: Option<&Path>,
+) -> Result<Option<ChatTemplate>, TextModelError> {
     let config_file = folder.join("tokenizer_config.json");
     let config = optional_json(&config_file)?;
     let token = |key: &str| match config.get(key) {
@@ -173,7 +190,8 @@ fn load_template(folder: &Path) -> Result<Option<ChatTemplate>, TextModelError> 
         _ => String::new(),
     };
     let jinja = folder.join("chat_template.jinja");
-    let (file, source) = if jinja.is_file() {
+    let jinja = chosen.map_or(jinja, Path::to_owned);
+    let (file, source) = if chosen.is_some() || jinja.is_file() {
         let text = std::fs::read_to_string(&jinja).map_err(|e| TextModelError::new(&jinja, e))?;
         (jinja, Some(text))
     } else {
@@ -188,16 +206,21 @@ fn load_template(folder: &Path) -> Result<Option<ChatTemplate>, TextModelError> 
         };
         (config_file, source)
     };
-    source
+    let template = source
         .map(|source| {
-            ChatTemplate::new(source, token("bos_token"), token("eos_token"))
+            ChatTemplate::new(&source, token("bos_token"), token("eos_token"))
                 .map_err(|message| TextModelError::new(&file, message))
         })
-        .transpose()
+        .transpose()?;
+    if let Some(Err(error)) = template.as_ref().map(ChatTemplate::probe) {
+        // It may be meant for other conversations than the plainest.
+        tracing::warn!(file = %file.display(), %error, "a plain conversation has no prompt");
+    }
+    Ok(template)
 }
 
-/// FNV-1a over the names and contents of the folder's files about text.
-fn fingerprint(folder: &Path) -> u64 {
+/// FNV-1a over the names and contents of the files about text.
+fn fingerprint(folder: &Path, chat_template: Option<&Path>) -> u64 {
     let files = [
         "config.json",
         "generation_config.json",
@@ -207,9 +230,11 @@ fn fingerprint(folder: &Path) -> u64 {
         "chat_template.json",
     ];
     let mut state = 0xcbf2_9ce4_8422_2325u64;
-    for name in files {
+    let files = files.into_iter().map(|name| (name, folder.join(name)));
+    let chosen = chat_template.map(|file| ("chat-template", file.to_owned()));
+    for (name, file) in files.chain(chosen) {
         // A file that cannot be read is as good as none: what needs it has said so before.
-        let content = std::fs::read(folder.join(name)).unwrap_or_default();
+        let content = std::fs::read(file).unwrap_or_default();
         let length = (content.len() as u64).to_le_bytes();
         for byte in name.as_bytes().iter().chain(&length).chain(&content) {
             state = (state ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);

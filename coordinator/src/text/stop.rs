@@ -6,26 +6,36 @@ pub struct StopMatcher {
     stops: Vec<String>,
     /// Text not released yet: a beginning of some stop string.
     held: String,
+    /// The text includes the stop string that ends it.
+    including: bool,
 }
 
 impl StopMatcher {
     /// A matcher of these strings, none of which may be empty.
     #[must_use]
     pub fn new(stops: Vec<String>) -> Self {
-        Self { stops, held: String::new() }
+        Self { stops, held: String::new(), including: false }
+    }
+
+    /// Whether the stop string that is found is part of the text.
+    #[must_use]
+    pub fn including(self, including: bool) -> Self {
+        Self { including, ..self }
     }
 
     /// Takes a piece; appends to `text` what cannot be part of a stop string. Returns true when one
-    /// is complete: `text` ends right before it then. Unless `may_stop`, stop strings are text.
+    /// is complete: `text` ends right before it then, or behind it if it is included. Unless `may_stop`, stop strings are text.
     pub fn push(&mut self, piece: &str, may_stop: bool, text: &mut String) -> bool {
         if self.stops.is_empty() {
             text.push_str(piece);
             return false;
         }
         self.held.push_str(piece);
-        let found = self.stops.iter().filter_map(|stop| self.held.find(stop)).min();
-        if may_stop && let Some(at) = found {
-            text.push_str(&self.held[..at]);
+        let found = self.stops.iter().filter_map(|stop| Some((self.held.find(stop)?, stop.len())));
+        let found = found.min();
+        if may_stop && let Some((at, length)) = found {
+            let end = if self.including { at + length } else { at };
+            text.push_str(&self.held[..end]);
             self.held.clear();
             return true;
         }
@@ -81,6 +91,16 @@ mod tests {
         assert_eq!(run(&["</end>"], &["ab<", "/en", "ough"]), ("ab</enough".to_owned(), false));
         assert_eq!(run(&["é!"], &["caf", "é", "?"]), ("café?".to_owned(), false));
         assert_eq!(run(&["b", "abc"], &["xab"]), ("xa".to_owned(), true));
+    }
+
+    #[test]
+    fn a_stop_string_is_part_of_the_text_where_that_is_wanted() {
+        let mut matcher = StopMatcher::new(vec!["</end>".to_owned()]).including(true);
+        let mut text = String::new();
+        assert!(!matcher.push("ab</e", true, &mut text));
+        assert_eq!(text, "ab");
+        assert!(matcher.push("nd>cd", true, &mut text));
+        assert_eq!(text, "ab</end>");
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub struct StopRules {
     pub end_tokens: Vec<u32>,
     /// Nothing ends the sequence before it has so many tokens.
     pub min_tokens: u32,
+    /// The stop string is part of the text, though not what its last token has behind it.
+    pub include_stop: bool,
 }
 
 /// One choice's text.
@@ -48,7 +50,7 @@ impl TextStream {
     pub fn new(tokenizer: Arc<Tokenizer>, rules: Arc<StopRules>) -> Self {
         Self {
             decoder: IncrementalDecoder::new(tokenizer),
-            matcher: StopMatcher::new(rules.stops.clone()),
+            matcher: StopMatcher::new(rules.stops.clone()).including(rules.include_stop),
             rules,
             num_tokens: 0,
             piece: String::new(),

@@ -1,23 +1,97 @@
-//! Chat messages to a prompt, by the model's own Jinja template, in a sandbox: no files, no
-//! includes, bounded steps and output.
+//! Conversations to prompts, by the model's own Jinja template, in a sandbox: no files, no includes,
+//! bounded steps and output. What templates may use beyond Jinja is what transformers gives them.
+mod date;
+mod json;
+
+use std::error::Error as _;
+use std::fmt;
+
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
-use minijinja::{Environment, Error, ErrorKind, Value, context};
-use serde::Serialize;
+use minijinja::{Environment, Error, ErrorKind, Value};
+use serde_json::{Map, json};
 
 /// Steps a template may take; a long conversation takes some thousands.
 const FUEL: u64 = 1_000_000;
-/// Longest prompt text.
-const OUTPUT_MAX: usize = 4 << 20;
+/// Longest prompt text: a million tokens take a quarter of it.
+const OUTPUT_MAX: usize = 16 << 20;
 
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Message {
-    /// system, user, assistant or tool.
-    pub role: String,
-    /// Its text.
-    pub content: String,
+/// What a template is given.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Conversation {
+    /// The messages: objects with a `role`, most with a `content`.
+    pub messages: Vec<serde_json::Value>,
+    /// Functions that the model is told of.
+    pub tools: Option<serde_json::Value>,
+    /// Texts that the model is told of.
+    pub documents: Option<serde_json::Value>,
+    /// Goes on to where the assistant speaks next.
+    pub add_generation_prompt: bool,
+    /// Ends within the last message, for the model to go on with it.
+    pub continue_final_message: bool,
+    /// Variables of the client's.
+    pub variables: Map<String, serde_json::Value>,
 }
+
+impl Conversation {
+    /// A conversation in which the assistant speaks next.
+    #[must_use]
+    pub fn new(messages: Vec<serde_json::Value>) -> Self {
+        Self {
+            messages,
+            tools: None,
+            documents: None,
+            add_generation_prompt: true,
+            continue_final_message: false,
+            variables: Map::new(),
+        }
+    }
+
+    /// About how many bytes it has.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let content = |message: &serde_json::Value| {
+            message.get("content").and_then(|it| it.as_str()).map_or(64, |it| it.len() + 64)
+        };
+        self.messages.iter().map(content).sum()
+    }
+}
+
+/// Variables that every template is given, or that mean something to transformers: no client's.
+pub const RESERVED: [&str; 9] = [
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "bos_token",
+    "eos_token",
+];
+
+/// Why a conversation has no prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RenderError {
+    /// The template objects to the conversation, or its prompt is over a bound.
+    Conversation(String),
+    /// The template itself fails.
+    Template(String),
+}
+
+impl fmt::Display for RenderError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Conversation(message) | Self::Template(message) => f.write_str(message),
+        }
+    }
+}
+
+/// What `raise_exception` was called with: the source of the error it makes, which tells it from
+/// the template's own faults.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
 
 /// A model's chat template.
 #[derive(Debug)]
@@ -35,7 +109,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// The template's mistake, with its line.
-    pub fn new(source: String, bos_token: String, eos_token: String) -> Result<Self, String> {
+    pub fn new(source: &str, bos_token: String, eos_token: String) -> Result<Self, String> {
         let mut environment = Environment::new();
         environment.set_fuel(Some(FUEL));
         environment.set_recursion_limit(64);
@@ -45,30 +119,120 @@ impl ChatTemplate {
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
+            let error = Error::new(ErrorKind::InvalidOperation, message.clone());
+            Err(error.with_source(Raised(message)))
         });
-        environment.add_template_owned(NAME, source).map_err(|error| describe(&error))?;
+        environment.add_function("strftime_now", date::strftime_now);
+        environment.add_filter("tojson", json::tojson);
+        environment
+            .add_template_owned(NAME, without_generation_blocks(source))
+            .map_err(|error| describe(&error))?;
         Ok(Self { environment, bos_token, eos_token })
     }
 
-    /// Renders a conversation up to where the assistant speaks next.
+    /// Whether the template reads a variable of this name.
+    #[must_use]
+    pub fn knows(&self, variable: &str) -> bool {
+        let template = self.environment.get_template(NAME);
+        template.is_ok_and(|template| template.undeclared_variables(false).contains(variable))
+    }
+
+    /// Renders a plain conversation, to find out before the first request what is wrong.
     ///
     /// # Errors
-    /// What the template objects to.
-    pub fn render(&self, messages: &[Message]) -> Result<String, String> {
-        let template = self.environment.get_template(NAME).map_err(|error| describe(&error))?;
-        let context = context! {
-            messages => Serde(messages),
-            add_generation_prompt => true,
-            bos_token => self.bos_token.as_str(),
-            eos_token => self.eos_token.as_str(),
+    /// As [`ChatTemplate::render`].
+    pub fn probe(&self) -> Result<(), RenderError> {
+        let messages = vec![json!({"role": "user", "content": "Hello"})];
+        self.render(&Conversation::new(messages)).map(drop)
+    }
+
+    /// Renders a conversation.
+    ///
+    /// # Errors
+    /// [`RenderError`].
+    pub fn render(&self, conversation: &Conversation) -> Result<String, RenderError> {
+        let failed = |error: Error| {
+            let mut source = error.source();
+            let mut raised = false;
+            while let Some(error) = source {
+                raised |= error.is::<Raised>();
+                source = error.source();
+            }
+            // A conversation that takes too many steps is too long.
+            if raised || error.kind() == ErrorKind::OutOfFuel {
+                RenderError::Conversation(describe(&error))
+            } else {
+                RenderError::Template(describe(&error))
+            }
         };
-        let text = template.render(context).map_err(|error| describe(&error))?;
+        let template = self.environment.get_template(NAME).map_err(failed)?;
+        let mut variables = conversation.variables.clone();
+        for (name, value) in [
+            ("messages", json!(conversation.messages)),
+            ("tools", json!(conversation.tools)),
+            ("documents", json!(conversation.documents)),
+            ("add_generation_prompt", json!(conversation.add_generation_prompt)),
+            ("bos_token", json!(self.bos_token)),
+            ("eos_token", json!(self.eos_token)),
+        ] {
+            variables.insert(name.to_owned(), value);
+        }
+        let text = template.render(Serde(variables)).map_err(failed)?;
         if text.len() > OUTPUT_MAX {
-            return Err(format!("the prompt has {} bytes, the bound is {OUTPUT_MAX}", text.len()));
+            return Err(RenderError::Conversation(format!(
+                "the prompt has {} bytes, the bound is {OUTPUT_MAX}",
+                text.len()
+            )));
+        }
+        if conversation.continue_final_message {
+            return open_ended(text, conversation.messages.last());
         }
         Ok(text)
     }
+}
+
+/// The prompt up to where its last message's content ends, as transformers cuts it.
+fn open_ended(mut text: String, last: Option<&serde_json::Value>) -> Result<String, RenderError> {
+    let content = last.and_then(|message| message.get("content")?.as_str()).unwrap_or_default();
+    let at = Some(content.trim()).filter(|it| !it.is_empty()).and_then(|it| text.rfind(it));
+    let Some(at) = at else {
+        return Err(RenderError::Conversation(
+            "`continue_final_message`: the last message's content is empty or the chat template \
+             leaves it out"
+                .to_owned(),
+        ));
+    };
+    // Unless the template trims it, the content ends with the white space the client wrote.
+    let whole = content.trim_start();
+    let length = if text[at..].starts_with(whole) { whole.len() } else { content.trim().len() };
+    text.truncate(at + length);
+    Ok(text)
+}
+
+/// The source with `{% generation %}` blocks, which mark what training counts, as blocks that are
+/// always rendered: whitespace is trimmed around them as the source says.
+fn without_generation_blocks(source: &str) -> String {
+    let mut text = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at);
+        text.push_str(before);
+        let Some(end) = tag.find("%}") else {
+            rest = tag;
+            break;
+        };
+        let (tag, after) = tag.split_at(end + 2);
+        let inner = &tag[2..tag.len() - 2];
+        let word = inner.trim_matches(['-', '+']).trim();
+        match word {
+            "generation" => text.push_str(&tag.replace("generation", "if true")),
+            "endgeneration" => text.push_str(&tag.replace("endgeneration", "endif")),
+            _ => text.push_str(tag),
+        }
+        rest = after;
+    }
+    text.push_str(rest);
+    text
 }
 
 fn describe(error: &Error) -> String {
@@ -77,3 +241,6 @@ fn describe(error: &Error) -> String {
         None => format!("chat template: {error}"),
     }
 }
+
+#[cfg(test)]
+mod tests;

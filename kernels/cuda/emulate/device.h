@@ -186,8 +186,6 @@ uint32_t __ballot_sync(uint32_t mask, bool vote);
 inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline bool __all_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
 void __syncwarp();
-inline void __threadfence() {}
-inline float __ldcg(const float* at) { return *at; }
 
 namespace tutti {
 

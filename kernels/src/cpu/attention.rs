@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::isa::Isa;
 use super::kv::CpuKvCache;
-use super::math::{exp, sum_by};
+use super::math::{LANES, exp, sum_by};
 use super::memory::{Disjoint, Scratch};
 use super::simd::{Plain, Simd};
 use crate::backend::{AttentionShape, Batch, SeqRows};
@@ -144,6 +144,13 @@ struct Columns {
     stride: usize,
 }
 
+/// `e^(score - max)` of several queries.
+#[derive(Clone, Copy)]
+struct Weights<'a> {
+    rows: &'a [f32],
+    columns: Columns,
+}
+
 /// Computes a tile with the vectors of an instruction set.
 fn run_tile(
     attention: &Attention<'_>,
@@ -219,29 +226,92 @@ fn run_queries<S: Simd, const Q: usize>(
         base: first_block * view.block_size,
         stride: (last_block + 1 - first_block) * view.block_size,
     };
-    for index in first_block..=last_block {
-        let (keys, _) = view.block(index);
-        let at = (index - first_block) * view.block_size;
-        score_block::<S, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
+    if view.block_size.is_multiple_of(S::LANES) {
+        // Two vectors of neighbouring tokens at a time: a query's element is read once for both.
+        let mut at = 0;
+        while at < columns.stride {
+            let keys = |at: usize| {
+                let (keys, _) = view.block(first_block + at / view.block_size);
+                &keys[at % view.block_size..]
+            };
+            if columns.stride - at >= 2 * S::LANES {
+                let keys = [keys(at), keys(at + S::LANES)];
+                score_vectors::<S, Q, 2>(scaled, keys, view.block_size, scores, columns.stride, at);
+                at += 2 * S::LANES;
+            } else {
+                let keys = [keys(at)];
+                score_vectors::<S, Q, 1>(scaled, keys, view.block_size, scores, columns.stride, at);
+                at += S::LANES;
+            }
+        }
+    } else {
+        for index in first_block..=last_block {
+            let (keys, _) = view.block(index);
+            let at = (index - first_block) * view.block_size;
+            score_block::<S, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
+        }
     }
 
     let mut inverse = [0.0; Q];
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * columns.stride..][..columns.stride];
-        inverse[i] = softmax::<S>(&mut row[query.start - columns.base..query.end - columns.base]);
+        inverse[i] = softmax::<S>(&mut row[query.start - columns.base..], query.end - query.start);
     }
 
+    let weights = Weights { rows: scores, columns };
     let mut dim = 0;
     while dim < view.head_dim {
-        if view.head_dim - dim >= 2 * S::LANES {
-            mix::<S, Q, 2>(attention, view, &queries, scores, columns, inverse, dim);
+        let left = view.head_dim - dim;
+        // The squarer the tile of sums, the fewer loads.
+        if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
+            for first in (0..Q).step_by(4) {
+                let (mut four, mut four_inverse) = ([queries[0]; 4], [0.0; 4]);
+                four.copy_from_slice(&queries[first..first + 4]);
+                four_inverse.copy_from_slice(&inverse[first..first + 4]);
+                mix::<S, 4, 4>(attention, view, &four, weights, first, four_inverse, dim);
+            }
+            dim += 4 * S::LANES;
+        } else if left >= 2 * S::LANES {
+            mix::<S, Q, 2>(attention, view, &queries, weights, 0, inverse, dim);
             dim += 2 * S::LANES;
         } else {
-            mix::<S, Q, 1>(attention, view, &queries, scores, columns, inverse, dim);
+            mix::<S, Q, 1>(attention, view, &queries, weights, 0, inverse, dim);
             dim += S::LANES;
         }
     }
     Q
+}
+
+/// Scores of `W` vectors of tokens, from column `at` on: `keys[w]` begins with the first element of
+/// its first token, and has the next element `block_size` further on. Those that a query does not
+/// attend to are computed too and not looked at.
+#[inline(always)]
+fn score_vectors<S: Simd, const Q: usize, const W: usize>(
+    queries: &[[f32; Q]],
+    keys: [&[f32]; W],
+    block_size: usize,
+    scores: &mut [f32],
+    stride: usize,
+    at: usize,
+) {
+    let mut sums = [[S::splat(0.0); W]; Q];
+    for (d, query) in queries.iter().enumerate() {
+        let mut vectors = [S::splat(0.0); W];
+        for (vector, keys) in vectors.iter_mut().zip(&keys) {
+            *vector = S::load(&keys[d * block_size..]);
+        }
+        for (sums, &x) in sums.iter_mut().zip(query) {
+            let x = S::splat(x);
+            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
+                *sum = x.mul_add(keys, *sum);
+            }
+        }
+    }
+    for (i, sums) in sums.iter().enumerate() {
+        for (w, sum) in sums.iter().enumerate() {
+            sum.store(&mut scores[i * stride + at + w * S::LANES..]);
+        }
+    }
 }
 
 /// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
@@ -272,9 +342,14 @@ fn score_block<S: Simd, const Q: usize>(
     }
 }
 
-/// Replaces scores by `e^(score - max)` and returns 1 / their sum.
+/// Replaces the first `len` scores by `e^(score - max)` and returns 1 / their sum. What is behind them
+/// may change.
 #[inline(always)]
-fn softmax<S: Simd>(scores: &mut [f32]) -> f32 {
+fn softmax<S: Simd>(row: &mut [f32], len: usize) -> f32 {
+    // Whole vectors where there is room: e^-inf is 0, and adding 0 changes no bit.
+    let padded = Some(len.next_multiple_of(LANES)).filter(|&padded| padded <= row.len());
+    let scores = &mut row[..padded.unwrap_or(len)];
+    scores[len..].fill(f32::NEG_INFINITY);
     let mut largest = S::splat(f32::NEG_INFINITY);
     let chunks = scores.chunks_exact(S::LANES);
     let rest = chunks.remainder();
@@ -291,24 +366,28 @@ fn softmax<S: Simd>(scores: &mut [f32]) -> f32 {
     1.0 / sum_by(scores, |x| x)
 }
 
-/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for all queries.
+/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for `Q` queries, the first of
+/// which has row `first` of the weights.
 #[inline(always)]
 fn mix<S: Simd, const Q: usize, const W: usize>(
     attention: &Attention<'_>,
     view: &View<'_>,
     queries: &[Query; Q],
-    weights: &[f32],
-    columns: Columns,
+    weights: Weights<'_>,
+    first: usize,
     inverse: [f32; Q],
     dim: usize,
 ) {
+    let Weights { rows: weights, columns } = weights;
     let mut sums = [[S::splat(0.0); W]; Q];
     // The positions that all queries attend to are read once for all. A query's own positions
     // before and after come before and after, so that each sum is in ascending order.
     let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
     let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
-    let rows: [&[f32]; Q] =
-        std::array::from_fn(|i| &weights[i * columns.stride..][..columns.stride]);
+    let mut rows: [&[f32]; Q] = [&[]; Q];
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = &weights[(first + i) * columns.stride..][..columns.stride];
+    }
     for (i, query) in queries.iter().enumerate() {
         let own = query.start..start.min(query.end);
         add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
@@ -342,21 +421,35 @@ fn add_values<S: Simd, const Q: usize, const W: usize>(
     if positions.is_empty() {
         return;
     }
-    // A copy that stays in registers.
-    let mut sums: [[S; W]; Q] = std::array::from_fn(|q| all_sums[q]);
+    // A copy that stays in registers. Loops instead of functions of arrays: those are not always
+    // inlined here, and a call has every sum in memory.
+    let mut sums = [[S::splat(0.0); W]; Q];
+    sums.copy_from_slice(all_sums);
+    let width = (view.head_dim - dim).min(W * S::LANES);
     let mut position = positions.start;
     while position < positions.end {
         let (_, values) = view.block(position / view.block_size);
         let offset = position % view.block_size;
         let count = (view.block_size - offset).min(positions.end - position);
-        let weights = weights.map(|row| &row[position - base..][..count]);
-        let values = values[offset * view.head_dim..].chunks_exact(view.head_dim);
-        for (i, values) in values.take(count).enumerate() {
-            let values: [S; W] =
-                std::array::from_fn(|w| S::load_some(&values[dim + w * S::LANES..]));
-            for (sums, weights) in sums.iter_mut().zip(&weights) {
-                let weight = S::splat(weights[i]);
-                for (sum, &value) in sums.iter_mut().zip(&values) {
+        let mut rows = weights;
+        for row in &mut rows {
+            *row = &row[position - base..][..count];
+        }
+        for i in 0..count {
+            let values = &values[(offset + i) * view.head_dim + dim..][..width];
+            let mut vectors = [S::splat(0.0); W];
+            if width == W * S::LANES {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load(&values[w * S::LANES..]);
+                }
+            } else {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load_some(&values[(w * S::LANES).min(width)..]);
+                }
+            }
+            for (sums, row) in sums.iter_mut().zip(&rows) {
+                let weight = S::splat(row[i]);
+                for (sum, &value) in sums.iter_mut().zip(&vectors) {
                     *sum = weight.mul_add(value, *sum);
                 }
             }

@@ -6,8 +6,8 @@
 //! changes a bit of it.
 use std::ops::Range;
 
-use super::isa::{Isa, multiversion};
-use super::memory::{Disjoint, Scratch};
+use super::isa::Isa;
+use super::memory::Disjoint;
 use super::pack::{CpuMatrix, PANEL, PairRow};
 use super::pool::Pool;
 use crate::error::KernelError;
@@ -18,7 +18,14 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
+mod layout;
+#[cfg(target_arch = "x86_64")]
+mod one_term;
 mod portable;
+
+pub(crate) use layout::{Activations, prepare};
+
+use layout::Layout;
 
 /// Most rows of a tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
@@ -27,6 +34,18 @@ const WIDE: usize = 4;
 /// Pairs of inputs per block when there are several tiles: the block's weights (128 KiB) stay in
 /// the L2 cache from tile to tile.
 const BLOCK_PAIRS: usize = 512;
+/// As `BLOCK_PAIRS` for activations of one term, which take half the time: a block (32 KiB) stays in
+/// the L1 cache.
+const ONE_TERM_BLOCK: usize = 128;
+/// The same for few tiles, where memory is the limit: besides the block in use there is room for the
+/// next one, which is on its way.
+const SMALL_BLOCK: usize = 64;
+/// Most tiles that count as few.
+const FEW_TILES: usize = 8;
+/// Pairs of inputs times rows of a panel that are worth a task of their own: some 15 microseconds.
+const TASK_COST: usize = 32 * 1024;
+/// How far ahead of a single tile its weights are fetched, in pairs.
+const AHEAD: usize = 16;
 
 /// One pair of inputs for the `M` rows of a tile: two words per row. With split activations they
 /// are the pair's high and low bf16 terms, otherwise the two f32.
@@ -34,19 +53,14 @@ type ActPair<const M: usize> = [[u32; M]; 2];
 /// Sums of one row over a panel.
 type Acc = [[f32; 16]; 4];
 
-/// Activations in the layout that the inner loops read.
-#[derive(Debug)]
-pub(crate) struct Activations<'a> {
-    words: &'a [u32],
-    rows: usize,
-}
-
 /// Where one product goes.
 pub(crate) struct Output<'a> {
-    /// `[rows, stride]`, written at columns 0..out.
+    /// `[rows, stride]`.
     pub(crate) data: Disjoint<'a, f32>,
     /// Elements per row.
     pub(crate) stride: usize,
+    /// Where the first of the product's panels begins in a row.
+    pub(crate) column: usize,
 }
 
 /// How many tiles `rows` rows are cut into, and the rows of tile `index`: as even as can be.
@@ -60,86 +74,7 @@ fn tile_rows(rows: usize, index: usize) -> Range<usize> {
     start(index)..start(index + 1)
 }
 
-/// Lays out `rows` rows for the inner loops; row `i` is `source(i)`, `cols` elements.
-pub(crate) fn prepare<'s, 'a>(
-    isa: Isa,
-    pool: &mut Pool,
-    scratch: &'a mut Scratch<u32>,
-    rows: usize,
-    cols: usize,
-    source: &(dyn Fn(usize) -> &'s [f32] + Sync),
-) -> Result<Activations<'a>, KernelError> {
-    let pairs = cols.div_ceil(2);
-    let words = scratch.get(rows * pairs * 2)?;
-    let all = Disjoint::new(words);
-    // About 20 microseconds of work per range.
-    let grain = (32 * 1024 / (cols * TILE_ROWS).max(1)).max(1);
-    pool.run_ranges(num_tiles(rows), grain, &|range, _| {
-        for tile in range {
-            let tile_rows = tile_rows(rows, tile);
-            // SAFETY: tiles are disjoint in rows and so in words.
-            let words =
-                unsafe { all.slice(tile_rows.start * pairs * 2, tile_rows.len() * pairs * 2) };
-            for (lane, row) in tile_rows.clone().enumerate() {
-                lay_out_row(isa, source(row), isa == Isa::Avx512Bf16, lane, tile_rows.len(), words);
-            }
-        }
-    })?;
-    Ok(Activations { words, rows })
-}
-
-multiversion! {
-    /// Writes one row to its lane of a tile of `lanes` rows.
-    fn lay_out_row(row: &[f32], split: bool, lane: usize, lanes: usize, words: &mut [u32]) = lay_out_row_body
-}
-
-#[inline(always)]
-fn lay_out_row_body<const FMA: bool>(
-    row: &[f32],
-    split: bool,
-    lane: usize,
-    lanes: usize,
-    words: &mut [u32],
-) {
-    let (chunks, rest) = row.as_chunks::<2>();
-    let last = rest.first().map(|&even| [even, 0.0]);
-    let words = words.chunks_exact_mut(2 * lanes);
-    for (&[even, odd], words) in chunks.iter().chain(last.as_ref()).zip(words) {
-        if split {
-            let (even_hi, even_lo) = split_bf16(even);
-            let (odd_hi, odd_lo) = split_bf16(odd);
-            words[lane] = even_hi >> 16 | odd_hi;
-            words[lanes + lane] = even_lo >> 16 | odd_lo;
-        } else {
-            words[lane] = even.to_bits();
-            words[lanes + lane] = odd.to_bits();
-        }
-    }
-}
-
-/// `x` as the sum of two bf16, each as the bits of an f32 with an empty low half. What is left is
-/// below 2^-17 of `x`. Infinities become NaN.
-#[inline(always)]
-fn split_bf16(x: f32) -> (u32, u32) {
-    let hi = round_bf16(x);
-    (hi, round_bf16(x - f32::from_bits(hi)))
-}
-
-/// To nearest, ties to even.
-#[inline(always)]
-fn round_bf16(x: f32) -> u32 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
-    // A NaN must not be rounded up to an infinity or beyond.
-    (if x.is_nan() { bits | 0x0040_0000 } else { rounded }) & 0xFFFF_0000
-}
-
-/// What becomes of the sums of two panels that belong together.
-type Finish<'a> = &'a (dyn Fn(Range<usize>, Range<usize>) + Sync);
-
-/// `out = acts weight^T + bias`. With `pair = Some((offset, finish))`, panel `p` is followed by
-/// panel `p + offset` in the same task, then `finish(rows, columns of p)` is called; `weight` then
-/// has `2 * offset` panels.
+/// `out = acts weight^T + bias`.
 pub(crate) fn multiply(
     isa: Isa,
     pool: &mut Pool,
@@ -147,23 +82,90 @@ pub(crate) fn multiply(
     weight: &CpuMatrix,
     bias: Option<&[f32]>,
     out: &Output<'_>,
-    pair: Option<(usize, Finish<'_>)>,
 ) -> Result<(), KernelError> {
     if acts.rows == 0 {
         return Ok(());
     }
-    let job = Product { isa, acts, weight, bias, out };
-    let panels = pair.map_or(weight.num_panels(), |(offset, _)| offset);
-    // A task of less than 64 KiB of weights is not worth waking a thread for.
-    let panel_bytes = weight.num_pairs() * PANEL * 4 * acts.rows.div_ceil(8);
-    let grain = (64 * 1024 / panel_bytes).max(if acts.rows == 1 { WIDE } else { 1 });
-    pool.run_ranges(panels, grain, &|range, _| {
-        job.panels(range.clone());
-        if let Some((offset, finish)) = pair {
-            job.panels(range.start + offset..range.end + offset);
-            finish(0..acts.rows, range.start * PANEL..range.end * PANEL);
+    let product = Product { isa, acts, weight, bias, out, first_panel: 0 };
+    run_panels(pool, acts.rows, weight, weight.num_panels(), &|range, _| product.panels(range))
+}
+
+/// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
+/// those that are as far into the second. `[rows, 2 * PANEL * pair_panels(rows)]`, each half's in one
+/// half of a row.
+type Finish<'a> = &'a (dyn Fn(Range<usize>, &[f32]) + Sync);
+
+/// Panels of each half of a matrix that [`multiply_pairs`] multiplies before they are finished: few,
+/// so that their sums are still in the cache.
+pub(crate) fn pair_panels(rows: usize) -> usize {
+    if rows == 1 { WIDE } else { 1 }
+}
+
+/// As [`multiply`] by a matrix whose halves belong together, both a whole number of panels: `finish`
+/// gets what belongs together. `sums` has room for what every thread of the pool gives to `finish`.
+pub(crate) fn multiply_pairs(
+    isa: Isa,
+    pool: &mut Pool,
+    acts: &Activations<'_>,
+    weight: &CpuMatrix,
+    bias: Option<&[f32]>,
+    sums: &mut [f32],
+    finish: Finish<'_>,
+) -> Result<(), KernelError> {
+    let half = weight.num_panels() / 2;
+    let step = pair_panels(acts.rows);
+    let stride = 2 * PANEL * step;
+    if acts.rows == 0 {
+        return Ok(());
+    }
+    let sums = Disjoint::new(sums);
+    run_panels(pool, acts.rows, weight, half, &|range, worker| {
+        // SAFETY: no two running tasks have the same worker.
+        let own = unsafe { sums.slice(worker * acts.rows * stride, acts.rows * stride) };
+        for start in range.clone().step_by(step) {
+            let panels = start..(start + step).min(range.end);
+            let (first, second) = (Disjoint::new(own), panels.start + half..panels.end + half);
+            let out = Output { data: first, stride, column: 0 };
+            let first_panel = panels.start;
+            Product { isa, acts, weight, bias, out: &out, first_panel }.panels(panels.clone());
+            let out = Output { data: out.data, stride, column: PANEL * step };
+            let first_panel = second.start;
+            Product { isa, acts, weight, bias, out: &out, first_panel }.panels(second);
+            finish(panels, own);
         }
     })
+}
+
+/// Runs `task(range, worker)` over all panels.
+fn run_panels(
+    pool: &mut Pool,
+    rows: usize,
+    weight: &CpuMatrix,
+    panels: usize,
+    task: &(dyn Fn(Range<usize>, usize) + Sync),
+) -> Result<(), KernelError> {
+    let cost = weight.num_pairs() * rows;
+    if cost >= TASK_COST && pool.num_threads() > 1 {
+        // So that threads end at about the same time.
+        return pool.run(panels, &|panel, worker| task(panel..panel + 1, worker));
+    }
+    // A task of less than 64 KiB of weights is not worth waking a thread for.
+    let panel_bytes = weight.num_pairs() * PANEL * 4 * rows.div_ceil(8);
+    let grain = (64 * 1024 / panel_bytes).max(if rows == 1 { WIDE } else { 1 });
+    pool.run_ranges(panels, grain, task)
+}
+
+/// A tile of activations of one term.
+#[cfg(target_arch = "x86_64")]
+struct OneTermTile {
+    stride: usize,
+    pairs: Range<usize>,
+    panel: usize,
+    /// All of the panel's outputs exist.
+    is_whole: bool,
+    /// Which of the `tiles` tiles.
+    index: usize,
+    tiles: usize,
 }
 
 struct Product<'a> {
@@ -172,11 +174,17 @@ struct Product<'a> {
     weight: &'a CpuMatrix,
     bias: Option<&'a [f32]>,
     out: &'a Output<'a>,
+    /// The panel that goes to the output's first column.
+    first_panel: usize,
 }
 
 impl Product<'_> {
     /// All rows for these panels.
     fn panels(&self, range: Range<usize>) {
+        #[cfg(target_arch = "x86_64")]
+        if let Layout::Rows { stride } = self.acts.layout {
+            return self.one_term_panels(range, stride);
+        }
         if self.acts.rows == 1 {
             let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
             for group in 0..wide {
@@ -201,6 +209,117 @@ impl Product<'_> {
         wide(self.isa, acts, &panels, &mut acc);
         for (i, acc) in acc.iter().enumerate() {
             self.store(0, first + i, acc, true);
+        }
+    }
+
+    /// As [`Product::panels`] for activations of one bf16 term.
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_panels(&self, range: Range<usize>, stride: usize) {
+        let pairs = self.weight.num_pairs();
+        if self.acts.rows == 1 {
+            let row = &self.acts.words[..pairs];
+            let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
+            for group in 0..wide {
+                self.one_term_row::<WIDE>(row, range.start + group * WIDE);
+            }
+            for panel in range.end - rest..range.end {
+                self.one_term_row::<1>(row, panel);
+            }
+            return;
+        }
+        for panel in range {
+            self.one_term_tiles(panel, stride);
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_row<const P: usize>(&self, row: &[u32], first: usize) {
+        let pairs = self.weight.num_pairs();
+        let panels: [&[PairRow]; P] =
+            std::array::from_fn(|i| self.weight.panel(first + i, 0..pairs));
+        let mut acc = [[[0.0; 16]; 4]; P];
+        // SAFETY: only an instruction set that this machine has lays out rows.
+        unsafe { one_term::wide(row, &panels, &mut acc) };
+        for (i, acc) in acc.iter().enumerate() {
+            self.store(0, first + i, acc, true);
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_tiles(&self, panel: usize, stride: usize) {
+        let pairs = self.weight.num_pairs();
+        let tiles = num_tiles(self.acts.rows);
+        let is_whole = (panel + 1) * PANEL <= self.weight.rows();
+        let block = match tiles {
+            _ if !is_whole => pairs,
+            1 => pairs,
+            2..=FEW_TILES => SMALL_BLOCK,
+            _ => ONE_TERM_BLOCK,
+        };
+        let mut start = 0;
+        while start < pairs {
+            let range = start..(start + block).min(pairs);
+            for index in 0..tiles {
+                let rows = tile_rows(self.acts.rows, index);
+                let pairs = range.clone();
+                let tile = OneTermTile { stride, pairs, panel, is_whole, index, tiles };
+                match rows.len() {
+                    1 => self.one_term_tile::<1>(rows, &tile),
+                    2 => self.one_term_tile::<2>(rows, &tile),
+                    3 => self.one_term_tile::<3>(rows, &tile),
+                    4 => self.one_term_tile::<4>(rows, &tile),
+                    5 => self.one_term_tile::<5>(rows, &tile),
+                    _ => self.one_term_tile::<6>(rows, &tile),
+                }
+            }
+            start = range.end;
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn one_term_tile<const M: usize>(&self, rows: Range<usize>, tile: &OneTermTile) {
+        let OneTermTile { stride, ref pairs, panel, is_whole, index, tiles } = *tile;
+        let weights = self.weight.panel(panel, pairs.clone());
+        let acts: [&[u32]; M] =
+            std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
+        let first = pairs.start == 0;
+        let run = |acc: &mut [&mut Acc; M]| {
+            use one_term::tile;
+            let behind = weights.len();
+            // Each of a block's tiles fetches its part of the next block, so that memory is read
+            // all the time.
+            // SAFETY: only an instruction set that this machine has lays out rows.
+            unsafe {
+                match (tiles, index) {
+                    (1, _) => tile::<M, 4>(&acts, weights, acc, first, 0, AHEAD),
+                    (2, _) => tile::<M, 2>(&acts, weights, acc, first, index * 2, behind),
+                    (3, 0) => tile::<M, 2>(&acts, weights, acc, first, 0, behind),
+                    (3, _) => tile::<M, 1>(&acts, weights, acc, first, index + 1, behind),
+                    (_, 0..4) => tile::<M, 1>(&acts, weights, acc, first, index, behind),
+                    _ => tile::<M, 0>(&acts, weights, acc, first, 0, 0),
+                }
+            }
+        };
+        let is_last = pairs.end == self.weight.num_pairs();
+        if !is_whole {
+            let mut sums = [[[0.0; 16]; 4]; M];
+            run(&mut sums.each_mut());
+            for (row, sums) in rows.zip(&sums) {
+                self.store(row, panel, sums, is_last);
+            }
+            return;
+        }
+        run(&mut std::array::from_fn(|i| {
+            let columns = self.columns(rows.start + i, panel);
+            &mut columns.as_chunks_mut().0.as_chunks_mut().0[0]
+        }));
+        if let Some(bias) = self.bias.filter(|_| is_last) {
+            for row in rows {
+                let bias = &bias[panel * PANEL..];
+                for (out, &bias) in self.columns(row, panel).iter_mut().zip(bias) {
+                    *out += bias;
+                }
+            }
         }
     }
 
@@ -253,9 +372,9 @@ impl Product<'_> {
     /// The outputs of a panel in a row; fewer than 64 in the last panel.
     #[allow(clippy::mut_from_ref, reason = "see SAFETY")]
     fn columns(&self, row: usize, panel: usize) -> &mut [f32] {
-        let start = panel * PANEL;
-        let len = PANEL.min(self.weight.rows() - start);
-        // SAFETY: a panel belongs to one task, which holds one such slice at a time.
+        let len = PANEL.min(self.weight.rows() - panel * PANEL);
+        let start = (panel - self.first_panel) * PANEL + self.out.column;
+        // SAFETY: a panel belongs to one task, which holds one such slice of a row at a time.
         unsafe { self.out.data.slice(row * self.out.stride + start, len) }
     }
 
@@ -328,21 +447,5 @@ mod tests {
             }
             assert_eq!(next, rows);
         }
-    }
-
-    #[test]
-    fn two_bf16_terms_are_close_to_one_f32() {
-        for i in 0..100_000u32 {
-            let x = f32::from_bits(0x3000_0000 + i * 5347);
-            for x in [x, -x] {
-                let (hi, lo) = split_bf16(x);
-                assert_eq!((hi | lo) & 0xFFFF, 0);
-                let error =
-                    f64::from(x) - f64::from(f32::from_bits(hi)) - f64::from(f32::from_bits(lo));
-                assert!(error.abs() <= f64::from(x.abs()) * (0.5f64).powi(17), "{x}");
-            }
-        }
-        let (hi, _) = split_bf16(f32::from_bits(0x7FFF_FFFF));
-        assert!(f32::from_bits(hi).is_nan());
     }
 }

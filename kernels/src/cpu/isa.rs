@@ -7,7 +7,7 @@ use std::fmt;
 /// operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
-    /// AVX-512 with bf16 dot products: activations are split in two bf16 terms.
+    /// AVX-512 with bf16 dot products: activations are one bf16 term, or two for f32 precision.
     Avx512Bf16,
     /// AVX-512: bf16 weights are widened, sums are fused in f32.
     Avx512,

@@ -11,7 +11,6 @@ use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::peer::Retired;
 use super::sample::Sampling;
 use super::step::Step;
-use super::stream::Event;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element, Uploader};
 use crate::backend::{AttentionShape, Backend, Batch, Buffer};
 use crate::collective::{Collective, Tally};
@@ -247,8 +246,14 @@ impl CudaBackend {
             out_stride: small(out.stride)?,
         };
         // SAFETY: as above.
-        unsafe { self.device.multiply(&product, x.ptr, weight.at().ptr, out.ptr) }?;
+        let done = unsafe { self.device.multiply(&product, x.ptr, weight.at().ptr, out.ptr) }?;
         match bias {
+            _ if !done => {
+                // Slower, and right for all shapes.
+                let call = launch::skinny((x, None), weight.at(), bias, out, (rows, n, k), live);
+                // SAFETY: as above.
+                unsafe { self.device.launch(call) }
+            }
             None => Ok(()),
             Some(bias) => {
                 let call = launch::add_bias(out.ptr, bias, n, rows, live);
@@ -381,7 +386,7 @@ pub(super) enum Exchanged {
     Best,
 }
 
-fn small(n: usize) -> Result<u32, KernelError> {
+pub(super) fn small(n: usize) -> Result<u32, KernelError> {
     u32::try_from(n).map_err(|_| KernelError::Shape {
         op: "product",
         message: format!("{n} is more than a kernel can count"),
@@ -392,55 +397,6 @@ impl CudaBackend {
     /// Puts row numbers into the scratch for them.
     pub(super) fn index_upload(&mut self, rows: &[u32]) -> Result<(), KernelError> {
         self.index.upload(&self.device, rows)
-    }
-}
-
-impl CudaBackend {
-    /// Bytes per second of the GPU's memory, over `bytes` of it: of a copy (read and written bytes
-    /// together), and of a kernel that only reads.
-    ///
-    /// # Errors
-    /// [`KernelError`].
-    pub fn measure_bandwidth(&mut self, bytes: usize) -> Result<(f64, f64), KernelError> {
-        const TIMES: usize = 5;
-        let Device { context, stream, .. } = &self.device;
-        // As rows of logits.
-        let width = (1 << 20).min(bytes / 16);
-        let rows = bytes / (4 * width);
-        let from = DeviceMemory::zeroed(context, stream, bytes, "memory to be read")?;
-        let to = DeviceMemory::zeroed(context, stream, bytes, "memory to be written")?;
-        let found = DeviceMemory::new(context, rows * 8, "results")?;
-        let (began, ended) = (Event::new(context, true)?, Event::new(context, true)?);
-        let mut rates = [0.0; 2];
-        for (reads, rate) in rates.iter_mut().enumerate() {
-            for time in 0..=TIMES {
-                if time == 1 {
-                    // The first is not measured.
-                    began.record(stream)?;
-                }
-                if reads == 0 {
-                    to.copy_from(stream, &from, bytes)?;
-                } else {
-                    let logits = Rows { ptr: from.ptr(), stride: width };
-                    // SAFETY: there are as many rows, and a result for each.
-                    unsafe {
-                        self.device.launch(launch::argmax(
-                            logits,
-                            found.ptr(),
-                            (width, 0),
-                            rows,
-                            None,
-                        ))
-                    }?;
-                }
-            }
-            ended.record(stream)?;
-            ended.wait(self.options.patience)?;
-            let passes = if reads == 0 { 2 } else { 1 };
-            *rate = (TIMES * passes * rows * width * 4) as f64
-                / ended.since(&began)?.as_secs_f64().max(1e-9);
-        }
-        Ok((rates[0], rates[1]))
     }
 }
 

@@ -2,6 +2,8 @@
 //! do and decides for itself; since all decide by the same facts, they decide alike.
 use std::fmt;
 
+use super::launch::PEER_BLOCKS;
+
 /// What an operator wants ranks on GPUs to exchange data by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Exchange {
@@ -53,10 +55,12 @@ pub struct Capability {
     pub batch_invariant: bool,
     /// Its process: a number that no other has.
     pub process: u64,
+    /// Multiprocessors of its GPU.
+    pub multiprocessors: u32,
 }
 
 /// Bytes of a capability.
-pub const CAPABILITY_BYTES: usize = 48;
+pub const CAPABILITY_BYTES: usize = 52;
 
 impl Capability {
     /// As bytes: all ranks are of one build, so this form is nobody else's.
@@ -71,7 +75,8 @@ impl Capability {
         bytes[37] = u8::from(self.nccl_shares);
         bytes[38] = u8::from(self.graphs);
         bytes[39] = u8::from(self.batch_invariant);
-        bytes[40..].copy_from_slice(&self.process.to_le_bytes());
+        bytes[40..48].copy_from_slice(&self.process.to_le_bytes());
+        bytes[48..].copy_from_slice(&self.multiprocessors.to_le_bytes());
         bytes
     }
 
@@ -88,6 +93,7 @@ impl Capability {
             graphs: *bytes.get(38)? == 1,
             batch_invariant: *bytes.get(39)? == 1,
             process: u64::from_le_bytes(bytes.get(40..48)?.try_into().ok()?),
+            multiprocessors: u32::from_le_bytes(bytes.get(48..52)?.try_into().ok()?),
         })
     }
 }
@@ -174,8 +180,25 @@ fn peers_obstacle(ranks: &[Capability]) -> Option<String> {
         if let Some(sibling) = sibling {
             return Some(format!("ranks {sibling} and {rank} are one process on different GPUs"));
         }
+        if let Some(obstacle) = crowded(ranks, rank) {
+            return Some(obstacle);
+        }
     }
     None
+}
+
+/// Why this rank's GPU is too small for all ranks on it. Blocks of one wait for blocks of another, so
+/// all must find room at once: a multiprocessor each, as they are compiled. Processes that take turns
+/// would do with less, but whether they do is not known (MPS).
+fn crowded(ranks: &[Capability], rank: usize) -> Option<String> {
+    let Capability { gpu, multiprocessors: has, .. } = ranks[rank];
+    let sharing = ranks.iter().filter(|other| other.gpu == gpu).count();
+    let needs = sharing * PEER_BLOCKS;
+    (sharing > 1 && needs > has as usize).then(|| {
+        format!(
+            "{sharing} ranks share rank {rank}'s GPU, which has {has} multiprocessors, not {needs}"
+        )
+    })
 }
 
 fn least(ranks: &[Capability]) -> u32 {
@@ -227,7 +250,14 @@ mod tests {
 
     fn rank(gpu: u8) -> Capability {
         let process = u64::from(gpu);
-        Capability { gpu: [gpu; 16], process, nccl: 22_809, graphs: true, ..Capability::default() }
+        Capability {
+            gpu: [gpu; 16],
+            process,
+            nccl: 22_809,
+            graphs: true,
+            multiprocessors: 132,
+            ..Capability::default()
+        }
     }
 
     #[test]
@@ -241,6 +271,7 @@ mod tests {
             graphs: false,
             batch_invariant: true,
             process: 0x1234_5678_9abc_def0,
+            multiprocessors: 0x0102_0304,
         };
         for one in [full.clone(), rank(3)] {
             assert_eq!(Capability::from_bytes(&one.to_bytes()), Some(one));
@@ -296,6 +327,10 @@ mod tests {
         let twin = Capability { process: 9, ..rank(0) };
         assert!(choose(&[rank(0), twin]).unwrap().peers);
         assert!(choose(&[rank(0), rank(0)]).unwrap().peers);
+        assert!(choose(&vec![rank(0); 4]).unwrap().peers);
+        // A small GPU is no obstacle to a rank that has it for itself: blocks come one after another.
+        let small = |gpu| Capability { multiprocessors: 16, ..rank(gpu) };
+        assert!(choose(&[small(0), small(1)]).unwrap().peers);
         let chosen = choose(&[rank(0), wants(Exchange::Peers, 1)]).unwrap();
         assert_eq!((chosen.choice, chosen.peers, chosen.graphs), (Choice::Host, true, true));
         for wish in [Exchange::Host, Exchange::Nccl] {
@@ -305,6 +340,8 @@ mod tests {
             (vec![rank(0), rank(1), rank(2)], "3 ranks"),
             (vec![rank(0), Capability { host: [1; 16], ..rank(1) }], "another host"),
             (vec![rank(0), Capability { process: 0, ..rank(1) }], "one process"),
+            (vec![Capability { multiprocessors: 16, ..rank(0) }; 2], "16 multiprocessors, not 64"),
+            (vec![rank(0); 8], "8 ranks share rank 0's GPU"),
         ];
         for (ranks, words) in cases {
             assert!(!choose(&ranks).unwrap().peers);

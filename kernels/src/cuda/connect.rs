@@ -216,6 +216,7 @@ impl CudaBackend {
             graphs: self.step.can_capture(),
             batch_invariant: self.options.batch_invariant,
             process: process_id(),
+            multiprocessors: self.device.context.info().multiprocessors,
         };
         (capability, nccl.err().map(|missing| missing.to_string()))
     }

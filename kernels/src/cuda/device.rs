@@ -106,7 +106,7 @@ impl Device {
         unsafe { kernel.launch(&self.stream, call.launch, &mut call.args) }
     }
 
-    /// A product of many rows.
+    /// A product of many rows; false, with nothing queued, where the library cannot.
     ///
     /// # Safety
     /// As [`Matmul::run`].
@@ -116,7 +116,7 @@ impl Device {
         x: DevicePtr,
         w: DevicePtr,
         out: DevicePtr,
-    ) -> Result<(), KernelError> {
+    ) -> Result<bool, KernelError> {
         match &mut self.matmul {
             // SAFETY: this function's contract.
             Ok(matmul) => unsafe { matmul.run(&self.stream, product, x, w, out) },

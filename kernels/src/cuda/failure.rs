@@ -38,6 +38,11 @@ const DRIVER: &[Known] = &[
         "the embedded kernels are newer than the driver: update it",
     ),
     (
+        400,
+        "CUDA_ERROR_INVALID_HANDLE",
+        "something of another GPU's, or that is gone, was used: a bug in this program",
+    ),
+    (
         500,
         "CUDA_ERROR_NOT_FOUND",
         "a kernel that this program wants is not among the embedded ones",

@@ -121,9 +121,9 @@ fn call(entry: Entry, grid: (usize, usize, usize), block: u32, args: Args) -> Ca
     Call { entry, launch: Launch { grid, block: (block, 1, 1), shared: 0 }, args }
 }
 
-/// Elements across, rows down.
+/// Rows across, since there may be more than a grid is high; elements down.
 fn wide(entry: Entry, width: usize, rows: usize, args: Args) -> Call {
-    call(entry, (width.div_ceil(1024), rows, 1), 256, args)
+    call(entry, (rows, width.div_ceil(1024), 1), 256, args)
 }
 
 fn word(args: Args, n: usize) -> Args {
@@ -245,7 +245,7 @@ pub fn interleave_ranks(
 ) -> Call {
     let args = Args::new().ptr(gathered).ptr(full.ptr);
     let args = words(args, [rows, width, full.stride]).ptr(live);
-    call(INTERLEAVE, (width.div_ceil(1024), rows, ranks), 256, args)
+    call(INTERLEAVE, (rows, width.div_ceil(1024), ranks), 256, args)
 }
 
 /// Elements to blocks that exchange them with other ranks: 4 per thread, or more.

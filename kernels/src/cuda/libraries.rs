@@ -62,6 +62,7 @@ const DRIVER_SYMBOLS: &[&str] = &[
     "cuEventQuery",
     "cuEventRecord",
     "cuEventSynchronize",
+    "cuFuncLoad",
     "cuFuncSetAttribute",
     "cuGraphDestroy",
     "cuGraphExecDestroy",

@@ -22,8 +22,12 @@ use crate::error::KernelError;
 const WORKSPACE: usize = 32 << 20;
 /// `CUBLAS_OP_T`, which the bindings of cuBLASLt alone do not have.
 const TRANSPOSED: i32 = 1;
+/// What the library takes every operand to be aligned to unless it is told otherwise, in bytes.
+const ALIGNMENT_MOST: u64 = 256;
 /// Plans kept: some twenty row counts for a handful of matrix shapes.
 const PLANS_MAX: usize = 512;
+/// `CUBLAS_STATUS_NOT_SUPPORTED`
+const NOT_SUPPORTED: u32 = 15;
 
 /// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -43,17 +47,35 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// The key of its plan.
-    pub(super) fn key(&self) -> Self {
-        Self { rows: product_bucket(self.rows), ..*self }
+    /// The key of its plan, for operands at these addresses.
+    fn key(&self, operands: [DevicePtr; 3]) -> Key {
+        Key {
+            product: Self { rows: product_bucket(self.rows), ..*self },
+            alignment: alignment(operands),
+        }
     }
+}
+
+/// What a plan is good for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    product: Product,
+    /// Bytes that all operands are aligned to.
+    alignment: u32,
+}
+
+/// Bytes that all of these are aligned to: a power of two, as large as matters.
+fn alignment(operands: [DevicePtr; 3]) -> u32 {
+    let bits = operands.into_iter().fold(ALIGNMENT_MOST, |bits, ptr| bits | ptr.0);
+    1 << bits.trailing_zeros()
 }
 
 /// cuBLASLt on one stream.
 pub(super) struct Matmul {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceMemory,
-    plans: HashMap<Product, sys::cublasLtMatmulAlgo_t>,
+    /// None where the library has no algorithm.
+    plans: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
     version: usize,
     context: Rc<Context>,
 }
@@ -88,7 +110,8 @@ impl Matmul {
         self.version
     }
 
-    /// Computes a product in stream order.
+    /// Computes a product in stream order; false, with nothing queued, where the library has no
+    /// algorithm for it (rows of an odd number of elements, say).
     ///
     /// # Safety
     /// The pointers lead to as many elements as the shape says, alive until the stream has come so
@@ -103,24 +126,29 @@ impl Matmul {
         x: DevicePtr,
         w: DevicePtr,
         out: DevicePtr,
-    ) -> Result<(), KernelError> {
+    ) -> Result<bool, KernelError> {
+        let key = product.key([x, w, out]);
+        let planned = self.plans.get(&key);
+        if let Some(None) = planned {
+            return Ok(false);
+        }
         let shape = Shape::new(product)?;
-        let key = product.key();
-        if let Some(algorithm) = self.plans.get(&key) {
+        if let Some(Some(algorithm)) = planned {
             // SAFETY: this function's contract.
             let launched = unsafe { self.launch(stream, &shape, algorithm, x, w, out) };
             if launched.is_ok() {
-                return Ok(());
+                return Ok(true);
             }
         }
         // No plan yet, or one that these rows are too few for.
-        let algorithm = self.choose(&shape)?;
+        let algorithm = self.choose(&shape, key.alignment)?;
         if self.plans.len() >= PLANS_MAX {
             self.plans.clear();
         }
         self.plans.insert(key, algorithm);
+        let Some(algorithm) = algorithm else { return Ok(false) };
         // SAFETY: this function's contract.
-        unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }
+        unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }.map(|()| true)
     }
 
     /// Runs one algorithm.
@@ -162,9 +190,13 @@ impl Matmul {
         check(status, "a matrix product")
     }
 
-    /// The library's own first choice.
-    fn choose(&self, shape: &Shape) -> Result<sys::cublasLtMatmulAlgo_t, KernelError> {
-        let preference = Preference::new(WORKSPACE)?;
+    /// The library's own first choice for operands that are aligned to so many bytes, if it has any.
+    fn choose(
+        &self,
+        shape: &Shape,
+        alignment: u32,
+    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, KernelError> {
+        let preference = Preference::new(WORKSPACE, alignment)?;
         let mut found = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut count = 0;
         // SAFETY: all descriptions are alive; one result is written at most.
@@ -182,12 +214,12 @@ impl Matmul {
                 &raw mut count,
             )
         };
-        check(status, "choose an algorithm for a matrix product")?;
-        if count < 1 {
-            return Err(failure::cublas(15, "choose an algorithm for a matrix product"));
+        if status as u32 == NOT_SUPPORTED {
+            return Ok(None);
         }
-        // SAFETY: all-zero is a value of the type, and the library wrote one.
-        Ok(unsafe { found.assume_init() }.algo)
+        check(status, "choose an algorithm for a matrix product")?;
+        // SAFETY: all-zero is a value of the type, and the library wrote one if it says so.
+        Ok((count > 0).then(|| unsafe { found.assume_init() }.algo))
     }
 }
 
@@ -276,23 +308,36 @@ impl Drop for Shape {
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Preference {
-    fn new(workspace: usize) -> Result<Self, KernelError> {
+    fn new(workspace: usize, alignment: u32) -> Result<Self, KernelError> {
         let what = "choose an algorithm for a matrix product";
         let mut made = Self(std::ptr::null_mut());
         // SAFETY: writes a handle, destroyed when `made` is dropped.
         check(unsafe { sys::cublasLtMatmulPreferenceCreate(&raw mut made.0) }, what)?;
-        use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        made.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
+        for operand in [
+            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ] {
+            made.set(operand, &alignment)?;
+        }
+        Ok(made)
+    }
+
+    /// Sets an attribute whose type is `T`.
+    fn set<T>(
+        &self,
+        attribute: sys::cublasLtMatmulPreferenceAttributes_t,
+        value: &T,
+    ) -> Result<(), KernelError> {
+        let value = (&raw const *value).cast();
         // SAFETY: the attribute is of the size given.
         let status = unsafe {
-            sys::cublasLtMatmulPreferenceSetAttribute(
-                made.0,
-                CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const workspace).cast(),
-                size_of_val(&workspace),
-            )
+            sys::cublasLtMatmulPreferenceSetAttribute(self.0, attribute, value, size_of::<T>())
         };
-        check(status, what)?;
-        Ok(made)
+        check(status, "choose an algorithm for a matrix product")
     }
 }
 
@@ -313,7 +358,8 @@ mod tests {
     fn like_products_share_a_plan_and_unlike_ones_do_not() {
         let product =
             Product { rows: 100, n: 512, k: 64, x_stride: 64, w_stride: 64, out_stride: 512 };
-        assert_eq!(product.key(), Product { rows: 120, ..product }.key());
+        let at = [DevicePtr(0x1000), DevicePtr(0x2000), DevicePtr(0x3000)];
+        assert_eq!(product.key(at), Product { rows: 120, ..product }.key(at));
         for other in [
             Product { rows: 129, ..product },
             Product { n: 513, ..product },
@@ -321,7 +367,18 @@ mod tests {
             Product { x_stride: 72, ..product },
             Product { out_stride: 1024, ..product },
         ] {
-            assert_ne!(product.key(), other.key(), "{other:?}");
+            assert_ne!(product.key(at), other.key(at), "{other:?}");
         }
+        // What was chosen for aligned operands is not used for others.
+        let less = [DevicePtr(0x1000), DevicePtr(0x2010), DevicePtr(0x3000)];
+        assert_ne!(product.key(at), product.key(less));
+    }
+
+    #[test]
+    fn the_least_aligned_operand_counts() {
+        let of = |a, b, c| alignment([DevicePtr(a), DevicePtr(b), DevicePtr(c)]);
+        assert_eq!(of(0x1000, 0x2000, 0), 256);
+        assert_eq!(of(0x1000, 0x2010, 0x40), 16);
+        assert_eq!(of(0x1002, 0x2010, 0x40), 2);
     }
 }

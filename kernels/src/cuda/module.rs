@@ -146,6 +146,10 @@ impl Module {
         // SAFETY: the module is loaded; the name ends with a zero.
         let status = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, wanted.as_ptr()) };
         check(status, name)?;
+        // Now, not when it is first launched: the driver may wait for all that runs before it loads
+        // a kernel, also for one that waits for another rank, and does not load within a capture.
+        // SAFETY: the function belongs to the loaded module.
+        check(unsafe { sys::cuFuncLoad(raw) }, name)?;
         let shared_max = shared.max(48 << 10);
         let overlaps = self.overlaps;
         let kernel = Kernel { raw, name, shared_max, overlaps, module: self.clone() };

@@ -7,8 +7,10 @@
 //!
 //! - `connection`: what comes before: dialling, authentication, the handshake
 //! - `queue`: the sending side
+//! - [`refusal`]: what a peer is told that is not taken
 mod connection;
 mod queue;
+pub mod refusal;
 
 use std::io;
 use std::sync::Arc;
@@ -60,6 +62,9 @@ pub enum CloseReason {
     /// The peer did not authenticate.
     #[error("{0}")]
     Auth(#[from] AuthError),
+    /// The peer does not take this side, and says why.
+    #[error("{0}")]
+    Refused(String),
     /// The peer was silent for too long.
     #[error("nothing was heard for {:.1} s", silent.as_secs_f64())]
     Silent {

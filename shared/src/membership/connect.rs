@@ -1,7 +1,10 @@
-//! How etcd is reached: addresses, user, certificates.
+//! How etcd is reached: addresses, user, certificates; and whether it can be, so.
 use std::time::Duration;
 
-use etcd_client::{Certificate, Client, ConnectOptions, Error, Identity, TlsOptions};
+use etcd_client::{
+    Certificate, Client, Compare, CompareOp, ConnectOptions, Error, GetOptions, Identity,
+    TlsOptions, Txn, TxnOp,
+};
 
 /// How often an idle connection is asked whether it still is one.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -70,5 +73,58 @@ impl EtcdOptions {
             options = options.with_tls(with);
         }
         Client::connect(&self.endpoints, Some(options)).await
+    }
+
+    /// Whether a process with these options could be a member: etcd is reached, knows its
+    /// certificate and user, and lets it read and write where it will. Writes nothing.
+    ///
+    /// # Errors
+    /// What is in the way.
+    pub async fn probe(&self, deadline: Duration) -> Result<(), ProbeError> {
+        let mut client = self.connect(deadline).await?;
+        let prefixes = [format!("/{}/", self.cluster), format!("/{}:totals/", self.cluster)];
+        for prefix in &prefixes {
+            let count = GetOptions::new().with_prefix().with_count_only();
+            client.get(prefix.as_str(), Some(count)).await?;
+        }
+        // No key has this revision. etcd looks whether all of it would be allowed before that.
+        let never = Compare::create_revision(prefixes[0].as_str(), CompareOp::Equal, -1);
+        let puts = prefixes.each_ref().map(|prefix| TxnOp::put(format!("{prefix}probe"), "", None));
+        client.txn(Txn::new().when([never]).and_then(puts)).await?;
+        Ok(())
+    }
+}
+
+/// A process with these options could not be a member.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ProbeError {
+    /// etcd does not know the user, or does not let it do what it needs to.
+    #[error("{0}")]
+    NotAllowed(String),
+    /// No connection that both sides trust, or no answer.
+    #[error("{0}")]
+    Unreachable(String),
+}
+
+impl From<Error> for ProbeError {
+    fn from(error: Error) -> Self {
+        // InvalidArgument is a wrong password's code.
+        const AUTH: [&str; 4] =
+            ["InvalidArgument", "PermissionDenied", "Unauthenticated", "FailedPrecondition"];
+        let mut text = error.to_string();
+        let code = match &error {
+            Error::GRpcStatus(status) => format!("{:?}", status.code()),
+            _ => String::new(),
+        };
+        // What TLS says is at the end of the chain.
+        let mut source = std::error::Error::source(&error);
+        while let Some(cause) = source {
+            let cause_text = cause.to_string();
+            if !text.contains(&cause_text) {
+                text = format!("{text}: {cause_text}");
+            }
+            source = cause.source();
+        }
+        if AUTH.contains(&code.as_str()) { Self::NotAllowed(text) } else { Self::Unreachable(text) }
     }
 }

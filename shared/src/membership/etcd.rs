@@ -16,17 +16,21 @@ use tokio::sync::{oneshot, watch};
 use super::keeper::{
     Broken, Change, DEADLINE, Due, Event, EventKind, Held, Keeper, RETRY_MAX, RETRY_MIN,
 };
-use super::view::{Entry, LEADER_KEY};
-use super::{EtcdOptions, FatalError, Record, View};
+use super::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
+use super::{Desired, EtcdOptions, FatalError, Record, View};
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
 /// notice when the lease ends.
 #[derive(Debug)]
 pub struct EtcdMembership {
     view: watch::Receiver<View>,
+    desires: Desires,
     leave: Option<oneshot::Sender<oneshot::Sender<()>>>,
     fatal: Option<oneshot::Receiver<FatalError>>,
 }
+
+/// Where a leader says what operators told it; the view shows when it is stored.
+pub type Desires = watch::Sender<Option<Desired>>;
 
 impl EtcdMembership {
     /// Registers `record`, and campaigns to lead if asked to. Returns at once; whether etcd answers
@@ -38,18 +42,25 @@ impl EtcdMembership {
         let (publish, view) = watch::channel(View::default());
         let (leave, left) = oneshot::channel();
         let (die, fatal) = oneshot::channel();
+        let (desires, desired) = watch::channel(None);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("membership".into()).spawn(move || {
-            let member = Member::new(options, record, campaign, publish);
+            let member = Member::new(options, record, campaign, publish, desired);
             runtime.block_on(member.run(left, die));
         })?;
-        Ok(Self { view, leave: Some(leave), fatal: Some(fatal) })
+        Ok(Self { view, desires, leave: Some(leave), fatal: Some(fatal) })
     }
 
     /// The cluster, as it changes.
     #[must_use]
     pub fn view(&self) -> watch::Receiver<View> {
         self.view.clone()
+    }
+
+    /// Where to say what operators told this process, while it leads.
+    #[must_use]
+    pub fn desires(&self) -> Desires {
+        self.desires.clone()
     }
 
     /// Resolves when membership cannot go on.
@@ -111,6 +122,7 @@ struct Member {
     /// When etcd last confirmed the view, in seconds since 1970.
     confirmed: u64,
     publish: watch::Sender<View>,
+    desired: watch::Receiver<Option<Desired>>,
 }
 
 impl Member {
@@ -119,9 +131,10 @@ impl Member {
         record: Record,
         campaign: bool,
         publish: watch::Sender<View>,
+        desired: watch::Receiver<Option<Desired>>,
     ) -> Self {
         let keeper = Keeper::new(record, campaign, options.lease_ttl);
-        Self { options, keeper, start: Instant::now(), confirmed: 0, publish }
+        Self { options, keeper, start: Instant::now(), confirmed: 0, publish, desired }
     }
 
     fn now(&self) -> Duration {
@@ -233,14 +246,14 @@ impl Member {
     /// Writes this process's key, if nobody else has it.
     async fn register(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some(lease) = self.keeper.lease() else { return Ok(()) };
-        let key = format!("{}{}", self.prefix(), self.keeper.key());
+        let key = self.key(self.keeper.key());
         let got = session.client.get(key.as_str(), None).await?;
         let held = got.kvs().first();
         let held = held.map(|kv| Held { revision: kv.mod_revision(), record: decode(kv) });
         let Some(seen) = self.keeper.found(self.now(), held).map_err(Ended::Fatal)? else {
             return Ok(());
         };
-        let value = self.value()?;
+        let value = json(self.keeper.record())?;
         let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, seen);
         let put = PutOptions::new().with_lease(lease);
         let put = TxnOp::put(key.as_str(), value, Some(put));
@@ -251,10 +264,6 @@ impl Member {
             self.list(&mut session.client).await?;
         }
         Ok(())
-    }
-
-    fn value(&self) -> Result<Vec<u8>, Ended> {
-        serde_json::to_vec(self.keeper.record()).map_err(|error| Ended::Broken(error.to_string()))
     }
 
     /// Gets everything; also returns as of which revision.
@@ -274,7 +283,8 @@ impl Member {
 
     fn entry(&self, kv: &KeyValue) -> Option<Entry> {
         let key = std::str::from_utf8(kv.key()).ok()?.strip_prefix(&self.prefix())?.to_owned();
-        Some(Entry { key, record: decode(kv)?, created: kv.create_revision() })
+        let value = Value::decode(&key, kv.value(), kv.mod_revision())?;
+        Some(Entry { key, value, created: kv.create_revision() })
     }
 
     async fn serve(
@@ -300,12 +310,14 @@ impl Member {
                     Ok(None) => Err(Ended::Broken("etcd ended the watch".to_owned())),
                     Err(error) => Err(error.into()),
                 },
+                desired = told(&mut self.desired) => {
+                    self.keeper.desire(desired);
+                    Ok(())
+                }
                 done = &mut *left => {
                     let Ok(done) = done else { return Ended::Dropped };
-                    if let Some(lease) = self.keeper.lease() {
-                        // One that is gone already is as good.
-                        let _ = tokio::time::timeout(DEADLINE, session.client.lease_revoke(lease)).await;
-                    }
+                    // What is gone already is as good.
+                    let _ = tokio::time::timeout(DEADLINE, self.hand_over(session)).await;
                     return Ended::Left(done);
                 }
             };
@@ -325,6 +337,9 @@ impl Member {
         }
         if self.keeper.due(self.now()) == Some(Due::Lead) {
             self.run_for_leader(session).await?;
+        }
+        if self.keeper.due(self.now()) == Some(Due::Store) {
+            self.store(session).await?;
         }
         Ok(())
     }
@@ -364,17 +379,73 @@ impl Member {
         Ok(changed?)
     }
 
-    /// Takes the leader's key if nobody has it.
+    /// Takes the leader's key if nobody has it, and nobody had it whom this process has missed.
     async fn run_for_leader(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some(lease) = self.keeper.lease() else { return Ok(()) };
-        let key = format!("{}{LEADER_KEY}", self.prefix());
-        let value = self.value()?;
+        let (key, led) = (self.key(LEADER_KEY), self.key(LED_KEY));
         let vacant = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
-        let put = TxnOp::put(key.as_str(), value, Some(PutOptions::new().with_lease(lease)));
-        session.client.txn(Txn::new().when([vacant]).and_then([put])).await?;
+        let missed_nobody =
+            Compare::mod_revision(led.as_str(), CompareOp::Equal, self.keeper.led_at());
+        let value = json(self.keeper.record())?;
+        let lead = TxnOp::put(key, value, Some(PutOptions::new().with_lease(lease)));
+        let led = TxnOp::put(led, self.led(false)?, None);
+        let run = Txn::new().when([vacant, missed_nobody]).and_then([lead, led]);
+        session.client.txn(run).await?;
         // Whoever it is now: the list says so at once, the watch would a little later.
         self.list(&mut session.client).await
     }
+
+    /// Leaves what operators said to the next leader, if this process still leads.
+    async fn store(&mut self, session: &mut Session) -> Result<(), Ended> {
+        let Some((epoch, desired)) = self.keeper.to_store() else { return Ok(()) };
+        let put = TxnOp::put(self.key(DESIRED_KEY), json(desired)?, None);
+        session.client.txn(Txn::new().when([self.leads(epoch)]).and_then([put])).await?;
+        // Stored, or written by nobody as another leads: the list says which.
+        self.list(&mut session.client).await
+    }
+
+    /// Gives up the lease, and all keys with it. Who leads says before that it will not come back,
+    /// so that nobody waits for it.
+    async fn hand_over(&mut self, session: &mut Session) -> Result<(), Ended> {
+        if let Some(epoch) = self.keeper.view().own().map(|leader| leader.epoch) {
+            let put = TxnOp::put(self.key(LED_KEY), self.led(true)?, None);
+            session.client.txn(Txn::new().when([self.leads(epoch)]).and_then([put])).await?;
+        }
+        if let Some(lease) = self.keeper.lease() {
+            session.client.lease_revoke(lease).await?;
+        }
+        Ok(())
+    }
+
+    fn key(&self, rest: &str) -> String {
+        format!("{}{rest}", self.prefix())
+    }
+
+    /// The condition that this process still leads as it did from `epoch` on.
+    fn leads(&self, epoch: i64) -> Compare {
+        Compare::create_revision(self.key(LEADER_KEY), CompareOp::Equal, epoch)
+    }
+
+    fn led(&self, ended: bool) -> Result<Vec<u8>, Ended> {
+        json(&Led { record: self.keeper.record().clone(), ended, revision: 0 })
+    }
+}
+
+/// The next that operators said.
+async fn told(desired: &mut watch::Receiver<Option<Desired>>) -> Desired {
+    loop {
+        if desired.changed().await.is_err() {
+            // Nobody can say anything any more.
+            std::future::pending::<()>().await;
+        }
+        if let Some(desired) = desired.borrow_and_update().clone() {
+            return desired;
+        }
+    }
+}
+
+fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Ended> {
+    serde_json::to_vec(value).map_err(|error| Ended::Broken(error.to_string()))
 }
 
 fn decode(kv: &KeyValue) -> Option<Record> {

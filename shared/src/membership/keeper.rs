@@ -7,8 +7,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::view::{Entry, View};
-use super::{FatalError, Record};
+use super::view::{Entry, Led, View};
+use super::{Desired, FatalError, Record};
 
 /// Longest wait for an answer of etcd.
 pub const DEADLINE: Duration = Duration::from_secs(3);
@@ -22,8 +22,9 @@ const WATCH_SILENCE: Duration = Duration::from_secs(30);
 const RELIST: Duration = Duration::from_secs(60);
 
 /// When etcd is back and nobody leads, whoever led before has so long to lead again before others
-/// run: it still serves, and a change would end its streams for nothing. Others are also those that
-/// were started while etcd was away; one that is started right after its return cannot know.
+/// run: it still serves, and a change would end its streams for nothing. One that is started cannot
+/// know whether etcd was away, so it waits likewise: but for a leader that has ended in order, or
+/// had its own name, for nobody.
 pub const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
 
 /// A session cannot go on; the next one may.
@@ -36,8 +37,13 @@ pub struct Broken(pub String);
 pub enum Due {
     /// Registered: say with [`Keeper::found`] what has its key.
     Register,
-    /// Leader: its record under [`LEADER_KEY`](super::view::LEADER_KEY) if that is not there, then a list.
+    /// Leader: its record under [`LEADER_KEY`](super::view::LEADER_KEY) and, without the lease,
+    /// under [`LED_KEY`](super::view::LED_KEY), if the first is not there and the second as
+    /// [`Keeper::led_at`] says; then a list.
     Lead,
+    /// Sure that the next leader knows what this one was told: [`Keeper::to_store`] under
+    /// [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then a list.
+    Store,
 }
 
 /// What has a process's key.
@@ -94,7 +100,9 @@ struct Session {
     /// When keepalives without an answer yet were sent.
     sent: VecDeque<Duration>,
     opened: Duration,
+    /// When the watch said something last, and when etcd did at all.
     heard: Duration,
+    spoke: Duration,
     listed: Duration,
 }
 
@@ -118,6 +126,10 @@ pub struct Keeper {
     missed: bool,
     /// This process was the last that led.
     led_last: bool,
+    /// It has led at some time.
+    has_led: bool,
+    /// What it was told as the leader, to be kept for the next one.
+    desired: Option<Desired>,
     /// Not to run for leader before.
     run_after: Option<Duration>,
 }
@@ -140,6 +152,8 @@ impl Keeper {
             taken_since: None,
             missed: false,
             led_last: false,
+            has_led: false,
+            desired: None,
             run_after: None,
         }
     }
@@ -184,10 +198,10 @@ impl Keeper {
         // While etcd was away no lease ended: what has the key may be this one's own last run.
         self.taken_since = None;
         let sent = VecDeque::new();
-        self.session = Some(Session { sent, opened: now, heard: now, listed: now });
+        self.session = Some(Session { sent, opened: now, heard: now, spoke: now, listed: now });
         self.view.list_anew(revision, entries);
         self.confirmed();
-        if self.missed && !self.led_last {
+        if !self.led_last && (self.missed || self.view.led.is_some()) {
             self.run_after = Some(now + INCUMBENT_FIRST);
         }
     }
@@ -223,6 +237,7 @@ impl Keeper {
     /// # Errors
     /// When it does not.
     pub fn kept(&mut self, now: Duration, ttl: Duration) -> Result<(), Broken> {
+        self.hears(now);
         if ttl.is_zero() {
             self.lease = None;
             return Err(Broken("the lease has ended".to_owned()));
@@ -249,6 +264,7 @@ impl Keeper {
     /// # Errors
     /// When it is over, or the process's own key is gone: someone took the lease away.
     pub fn changed(&mut self, now: Duration, change: Change) -> Result<(), Broken> {
+        self.hears(now);
         if let Some(session) = &mut self.session {
             session.heard = now;
         }
@@ -285,8 +301,43 @@ impl Keeper {
         if !self.registered {
             return Some(Due::Register);
         }
-        let may_run = self.run_after.is_none_or(|at| at <= now);
-        (self.campaign && self.view.leader.is_none() && may_run).then_some(Due::Lead)
+        let first = self.run_after.is_none_or(|at| at <= now) || self.nobody_goes_on();
+        let may_run = first && !self.is_replaced();
+        if self.campaign && self.view.leader.is_none() && may_run {
+            return Some(Due::Lead);
+        }
+        self.to_store().map(|_| Due::Store)
+    }
+
+    /// What operators told this process, which leads, is to outlive it.
+    pub fn desire(&mut self, desired: Desired) {
+        self.desired = Some(Desired { by: self.record.incarnation, ..desired });
+    }
+
+    /// What is not stored yet, and under which epoch it may be.
+    #[must_use]
+    pub fn to_store(&self) -> Option<(i64, &Desired)> {
+        let epoch = self.view.own()?.epoch;
+        let desired = self.desired.as_ref().filter(|it| self.view.desired.as_ref() != Some(it))?;
+        Some((epoch, desired))
+    }
+
+    /// The revision of the key of who led last, as far as this process knows; 0: there is none.
+    /// Whoever takes the lead on this condition has missed nobody who led.
+    #[must_use]
+    pub fn led_at(&self) -> i64 {
+        self.view.led.as_ref().map_or(0, |led| led.revision)
+    }
+
+    /// Somebody has led after this process did: it has to end, not to lead again.
+    fn is_replaced(&self) -> bool {
+        self.has_led && self.view.other_than(self.record.incarnation).is_some()
+    }
+
+    /// Whoever led last has ended: nobody serves who might lead again.
+    fn nobody_goes_on(&self) -> bool {
+        let gone = |led: &Led| led.ended || led.record.node == self.record.node;
+        self.view.led.as_ref().is_some_and(gone)
     }
 
     /// This has the process's key. A process run other than this one is waited for: it is most
@@ -316,6 +367,16 @@ impl Keeper {
         self.registered = true;
     }
 
+    /// etcd says something. If it was silent for so long that leases may have ended by that alone,
+    /// it was away, though the session has outlived it.
+    fn hears(&mut self, now: Duration) {
+        let Some(session) = &mut self.session else { return };
+        let silent = now.saturating_sub(std::mem::replace(&mut session.spoke, now));
+        if silent > self.lease_ttl / 2 && !self.led_last {
+            self.run_after = Some(now + INCUMBENT_FIRST);
+        }
+    }
+
     fn is_mine(&self, record: &Record) -> bool {
         record.incarnation == self.record.incarnation
     }
@@ -328,6 +389,7 @@ impl Keeper {
         if self.view.leader.is_some() {
             self.led_last = self.view.leading;
         }
+        self.has_led |= self.view.leading;
     }
 }
 

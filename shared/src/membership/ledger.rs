@@ -1,7 +1,7 @@
 //! Bytes that the leader leaves in etcd for the next one.
 //!
-//! Every write is a transaction on condition that the writer still leads, under the epoch it began
-//! with: one that has been replaced without knowing it changes nothing. The bytes are cut into
+//! Every write is a transaction on condition that the writer still leads: one that has been replaced
+//! without knowing it changes nothing, and it does not lead again after that. The bytes are cut into
 //! pieces below etcd's bound of a request; a head names the pieces that belong together, and is
 //! written last, so that whoever reads finds the old ones or the new ones.
 use std::time::Duration;
@@ -102,13 +102,15 @@ impl Ledger {
             return Ok(None);
         };
         let damaged = |problem: String| LedgerError::Damaged(problem);
+        // One that cannot be read is followed by any other.
+        self.generation = Some(0);
         let head: Head =
             serde_json::from_slice(head.value()).map_err(|error| damaged(error.to_string()))?;
+        // Whatever becomes of the pieces: the next ones go elsewhere.
+        self.generation = Some(head.generation);
         if head.pieces > PIECES_MAX {
             return Err(damaged(format!("it has {} pieces", head.pieces)));
         }
-        // Whatever becomes of the pieces: the next ones go elsewhere.
-        self.generation = Some(head.generation);
         let mut bytes = Vec::new();
         for piece in 0..head.pieces {
             let got = client.get(self.piece_key(head.generation, piece), None).await?;
@@ -142,15 +144,14 @@ impl Ledger {
         epoch: i64,
         bytes: &[u8],
     ) -> Result<(), LedgerError> {
-        let last = match self.generation {
-            Some(generation) => generation,
-            None => {
-                // A head that cannot be read is followed by any other.
-                let _ = self.read(client).await;
-                self.generation.unwrap_or(0)
+        if self.generation.is_none() {
+            // Which pieces are there is not known: those of the head must not be written over.
+            match self.read(client).await {
+                Ok(_) | Err(LedgerError::Damaged(_)) => {}
+                Err(error) => return Err(error),
             }
-        };
-        let generation = last + 1;
+        }
+        let generation = self.generation.unwrap_or(0).wrapping_add(1);
         let pieces: Vec<&[u8]> = bytes.chunks(PIECE_BYTES).collect();
         for (at, piece) in pieces.iter().enumerate() {
             self.put(client, epoch, self.piece_key(generation, at), piece.to_vec()).await?;

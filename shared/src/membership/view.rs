@@ -2,7 +2,9 @@
 //! times; what is newer by its revision wins.
 use std::collections::BTreeMap;
 
-use super::{Destination, Record};
+use serde::{Deserialize, Serialize};
+
+use super::{Desired, Destination, Record};
 
 /// The cluster, as far as this process knows.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -11,6 +13,10 @@ pub struct View {
     pub records: BTreeMap<String, Record>,
     /// Who leads.
     pub leader: Option<Leader>,
+    /// Who led last, also when nobody leads.
+    pub led: Option<Led>,
+    /// What operators told those who led.
+    pub desired: Option<Desired>,
     /// etcd answers.
     pub connected: bool,
     /// This process leads, as far as it knows.
@@ -30,19 +36,63 @@ pub struct Leader {
     pub epoch: i64,
 }
 
+/// Who led last. No lease ends this key: whoever leads writes it with the leader's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Led {
+    /// Who.
+    #[serde(flatten)]
+    pub record: Record,
+    /// It ended in order, and will not lead again.
+    #[serde(default)]
+    pub ended: bool,
+    /// When this was written.
+    #[serde(skip)]
+    pub revision: i64,
+}
+
 /// One key as a list shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// Without the cluster's prefix.
     pub key: String,
-    /// What a process wrote.
-    pub record: Record,
+    /// What it says.
+    pub value: Value,
     /// When the key came to be.
     pub created: i64,
 }
 
+/// See [`Entry`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Value {
+    /// What a process says of itself.
+    Process(Record),
+    /// Under [`LED_KEY`].
+    Led(Led),
+    /// Under [`DESIRED_KEY`].
+    Desired(Desired),
+}
+
+impl Value {
+    /// What is under a key, as of its last revision; `None` when it is not ours.
+    #[must_use]
+    pub fn decode(key: &str, bytes: &[u8], revision: i64) -> Option<Self> {
+        match key {
+            LED_KEY => {
+                let led: Led = serde_json::from_slice(bytes).ok()?;
+                Some(Self::Led(Led { revision, ..led }))
+            }
+            DESIRED_KEY => serde_json::from_slice(bytes).ok().map(Self::Desired),
+            _ => serde_json::from_slice(bytes).ok().map(Self::Process),
+        }
+    }
+}
+
 /// The leader's key, without the cluster's prefix.
 pub const LEADER_KEY: &str = "leader";
+/// That of who led last.
+pub const LED_KEY: &str = "led";
+/// That of what operators want.
+pub const DESIRED_KEY: &str = "desired";
 
 impl View {
     /// A whole list, as of `revision`: what is not in it is not there. An older list than what is
@@ -52,7 +102,7 @@ impl View {
             return;
         }
         self.records.clear();
-        self.leader = None;
+        (self.leader, self.led, self.desired) = (None, None, None);
         for entry in entries {
             self.insert(entry);
         }
@@ -78,10 +128,11 @@ impl View {
         if revision <= self.revision {
             return;
         }
-        if key == LEADER_KEY {
-            self.leader = None;
-        } else {
-            self.records.remove(key);
+        match key {
+            LEADER_KEY => self.leader = None,
+            LED_KEY => self.led = None,
+            DESIRED_KEY => self.desired = None,
+            _ => drop(self.records.remove(key)),
         }
     }
 
@@ -105,18 +156,25 @@ impl View {
         self.leader.as_ref().filter(|_| self.leading)
     }
 
-    /// The leader, if it is another process run than this one: then this one has to stop. That
-    /// nobody leads, or that etcd cannot be asked, is no reason.
+    /// Another process run than this one that leads, or led last: then this one, which led before,
+    /// has to stop, for the other one has left totals and commands that this one does not know.
+    /// That nobody leads, or that etcd cannot be asked, is no reason.
     #[must_use]
-    pub fn other_than(&self, incarnation: u64) -> Option<&Leader> {
-        self.leader.as_ref().filter(|leader| leader.record.incarnation != incarnation)
+    pub fn other_than(&self, incarnation: u64) -> Option<Leader> {
+        let other = |record: &Record| record.incarnation != incarnation;
+        let leads = self.leader.as_ref().filter(|leader| other(&leader.record)).cloned();
+        let led = self.led.as_ref().filter(|led| other(&led.record));
+        leads.or_else(|| led.map(|it| Leader { record: it.record.clone(), epoch: it.revision }))
     }
 
     fn insert(&mut self, entry: Entry) {
-        if entry.key == LEADER_KEY {
-            self.leader = Some(Leader { record: entry.record, epoch: entry.created });
-        } else {
-            self.records.insert(entry.key, entry.record);
+        match entry.value {
+            Value::Process(record) if entry.key == LEADER_KEY => {
+                self.leader = Some(Leader { record, epoch: entry.created });
+            }
+            Value::Process(record) => drop(self.records.insert(entry.key, record)),
+            Value::Led(led) => self.led = Some(led),
+            Value::Desired(desired) => self.desired = Some(desired),
         }
     }
 }
@@ -136,7 +194,7 @@ mod tests {
             pid: 1,
             version: String::new(),
         };
-        Entry { key: key.to_owned(), record, created }
+        Entry { key: key.to_owned(), value: Value::Process(record), created }
     }
 
     fn keys(view: &View) -> Vec<&str> {
@@ -185,5 +243,43 @@ mod tests {
         view.put(7, entry(LEADER_KEY, 8, 7));
         view.reached(7);
         assert_eq!(view.leader.as_ref().map(|l| (l.record.incarnation, l.epoch)), Some((8, 7)));
+    }
+
+    fn led(incarnation: u64, revision: i64) -> Entry {
+        let Value::Process(record) = entry("", incarnation, 0).value else { panic!("a process") };
+        let bytes = serde_json::to_vec(&Led { record, ended: false, revision: 0 }).unwrap();
+        let value = Value::decode(LED_KEY, &bytes, revision).unwrap();
+        Entry { key: LED_KEY.to_owned(), value, created: 1 }
+    }
+
+    #[test]
+    fn one_that_led_is_other_than_who_led_last() {
+        let mut view = View::default();
+        view.list(5, vec![entry(LEADER_KEY, 7, 5), led(7, 5)]);
+        assert_eq!(view.other_than(7), None);
+        assert_eq!(view.other_than(8).map(|it| it.epoch), Some(5));
+        // Its lease ended; another led, and is gone.
+        view.delete(6, LEADER_KEY);
+        view.reached(6);
+        assert_eq!(view.other_than(7), None, "that nobody leads is no reason");
+        view.put(7, led(8, 7));
+        view.reached(7);
+        assert_eq!(view.other_than(7).map(|it| (it.record.incarnation, it.epoch)), Some((8, 7)));
+        assert!(view.records.is_empty());
+    }
+
+    #[test]
+    fn what_operators_want_is_known_until_it_is_deleted() {
+        let desired = Desired { by: 1, generation: 2, replicas: Some(3), ..Desired::default() };
+        let bytes = serde_json::to_vec(&desired).unwrap();
+        let value = Value::decode(DESIRED_KEY, &bytes, 4).unwrap();
+        let entry = Entry { key: DESIRED_KEY.to_owned(), value, created: 4 };
+        let mut view = View::default();
+        view.put(4, entry);
+        view.reached(4);
+        assert_eq!(view.desired, Some(desired));
+        view.delete(5, DESIRED_KEY);
+        assert_eq!(view.desired, None);
+        assert_eq!(Value::decode(DESIRED_KEY, b"{", 5), None);
     }
 }

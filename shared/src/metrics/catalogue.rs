@@ -16,6 +16,9 @@ use super::labels::{
 };
 
 mod buckets;
+mod frontend_page;
+
+pub use self::frontend_page::FRONTEND_PAGE;
 
 use self::buckets::{
     CHOICES, REQUEST_SECONDS, REQUEST_TOKENS, STEP_SECONDS, STEP_TOKENS, TOKEN_SECONDS,
@@ -136,7 +139,7 @@ catalogue! {
 
     // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there are.
     counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, model [REPLICA], Coordinator,
-        "Prompt tokens processed for the first time, computed or from a cache.";
+        "Prompt tokens processed for the first time, computed or from a cache; for each choice (n).";
     counter PROMPT_TOKENS_BY_SOURCE: "tutti_prompt_tokens_by_source_total", Tokens,
         model [REPLICA, PromptSource::LABEL], Coordinator,
         "Prompt tokens by where their keys and values came from; adds up to the prompt tokens.";
@@ -225,7 +228,7 @@ catalogue! {
 
     // Sizes and parameters of requests.
     histogram(REQUEST_TOKENS) REQUEST_PROMPT_TOKENS: "tutti_request_prompt_tokens", Tokens,
-        model [], Coordinator, "Prompt tokens of a request, once when it ends for any reason.";
+        model [], Coordinator, "Prompt tokens of a request, once when it ends; 0 of one that ended with its coordinator.";
     histogram(REQUEST_TOKENS) REQUEST_GENERATION_TOKENS: "tutti_request_generation_tokens", Tokens,
         model [], Coordinator,
         "Tokens accepted over all choices of a request, once when it ends for any reason.";
@@ -293,6 +296,8 @@ catalogue! {
     // Cluster.
     gauge(Max) REPLICA_UP: "tutti_replica_up", Items, model [REPLICA], Coordinator,
         "1 while a replica serves, 0 while it is being formed again.";
+    gauge(Max) REPLICAS_WANTED: "tutti_replicas_wanted", Items, model [], Coordinator,
+        "What --replicas or tutti scale says; without it the replicas there are, serving or not.";
     counter FAILOVERS: "tutti_failovers_total", Events, model [REPLICA], Coordinator,
         "Times a serving replica broke and its requests were moved.";
     counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [], Coordinator,
@@ -308,7 +313,7 @@ catalogue! {
     gauge(Max) WORKER_LAST_REPORT: "tutti_worker_last_report_timestamp_seconds", Seconds, [WORKER],
         Coordinator, "When a worker's stats last arrived, in seconds since 1970.";
     gauge(Max) FRONTEND_UP: "tutti_frontend_up", Items, [FRONTEND], Coordinator,
-        "1 while a front end of its own process is linked.", when "front ends join";
+        "1 while a front end of its own process is linked, 0 for ten minutes after it was lost.", when "front ends join";
     gauge(Max) FRONTEND_LAST_REPORT: "tutti_frontend_last_report_timestamp_seconds", Seconds,
         [FRONTEND], Coordinator, "When a front end's stats last arrived, in seconds since 1970.",
         when "front ends join";
@@ -343,12 +348,13 @@ catalogue! {
 
     // HTTP.
     counter HTTP_REQUESTS: "tutti_http_requests_total", Requests, [Method::LABEL, ROUTE, STATUS],
-        Frontend, "HTTP requests answered.";
+        Frontend,
+        "HTTP requests answered; status 499: the client left before the end of its answer.";
     histogram(REQUEST_SECONDS) HTTP_REQUEST_DURATION: "tutti_http_request_duration_seconds",
         Seconds, [Method::LABEL, ROUTE], Frontend,
-        "HTTP request received to the last byte of its answer handed over.";
+        "HTTP request received to the end of its answer, of a stream its last event.";
     gauge(Sum) HTTP_REQUESTS_IN_FLIGHT: "tutti_http_requests_in_flight", Requests, [], Frontend,
-        "HTTP requests being answered now.";
+        "HTTP requests whose answers, streams included, have not ended.";
 
     // Processes, hosts and devices. Processes of one host see the same host: maximum, not sum.
     counter PROCESS_CPU: "tutti_process_cpu_seconds_total", Seconds, [PROCESS], Process,

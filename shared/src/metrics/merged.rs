@@ -5,7 +5,7 @@ use super::application::MergedFamily;
 use super::catalogue::CATALOGUE;
 use super::definition::{CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, SeriesId};
 use super::labels::LabelValue;
-use super::snapshot::{HistogramTotals, LabelValues, Value};
+use super::snapshot::{HistogramTotals, LabelValues, PartialSnapshot, Value};
 
 /// Merged totals. Everything in it was taken under one lock: what holds between two series at any
 /// moment holds here.
@@ -16,6 +16,18 @@ pub struct Merged {
 }
 
 impl Merged {
+    /// What one process has recorded, merged with nothing.
+    #[must_use]
+    pub fn of(snapshot: &PartialSnapshot) -> Self {
+        let mut merged = Self::default();
+        for series in &snapshot.series {
+            if let Some(id) = SeriesId::from_index(series.id) {
+                merged.add(id, &series.labels, &series.value);
+            }
+        }
+        merged
+    }
+
     /// Every series that exists, by catalogue position, then label values.
     pub fn families(
         &self,

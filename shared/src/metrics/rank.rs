@@ -102,9 +102,16 @@ impl RankStats {
 
     /// The worker is no rank of a replica any more.
     pub fn left(&mut self) {
-        if let Some(old) = self.rank.take() {
-            self.stats.clear(old.weights);
-            self.stats.clear(old.load);
+        self.released();
+        self.rank = None;
+    }
+
+    /// The epoch is over, perhaps for good: what describes the rank vanishes until it is formed
+    /// again. What is still to be counted of it counts as its own.
+    pub fn released(&mut self) {
+        if let Some(rank) = &self.rank {
+            self.stats.clear(rank.weights);
+            self.stats.clear(rank.load);
         }
     }
 

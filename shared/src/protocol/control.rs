@@ -169,6 +169,35 @@ pub struct EngineConfig {
     pub kv_cache_bytes: u64,
 }
 
+/// What matrix products take of their activations, named as vLLM does. Weights are bf16 always, and
+/// everything that is not a matrix product is f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Dtype {
+    /// What the checkpoint says in its `config.json`: bfloat16 where it is bfloat16, else float32; on
+    /// GPUs bfloat16.
+    #[default]
+    Auto,
+    /// About f32's precision. Not on GPUs.
+    Float32,
+    /// Activations rounded to bf16.
+    Bfloat16,
+}
+
+impl Dtype {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Float32, Self::Bfloat16];
+
+    /// Its name on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Float32 => "float32",
+            Self::Bfloat16 => "bfloat16",
+        }
+    }
+}
+
 /// Asks a worker to become one rank of a replica.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Form {
@@ -189,6 +218,8 @@ pub struct Form {
     pub collective_timeout_ms: u64,
     /// The model folder, as a path on the worker's host.
     pub model: String,
+    /// How its matrix products are computed.
+    pub dtype: Dtype,
     /// The sizes.
     pub engine: EngineConfig,
 }

@@ -68,6 +68,16 @@ pub struct Serving {
     pub text_fingerprint: u64,
 }
 
+impl Serving {
+    /// Whether requests for one are requests for the other: where the folder lies on a coordinator's
+    /// host does not matter.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
+        self.served_model_name == other.served_model_name && of(self) == of(other)
+    }
+}
+
 /// A request on its way to the engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SubmitRequest {
@@ -219,5 +229,27 @@ impl RemoteMessage for ToFrontend {
             Self::Events(_) => FrameKind::Events,
             Self::Readiness { .. } => FrameKind::Control,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_is_served_wherever_its_folder_lies() {
+        let serving = Serving {
+            model: "/models/m".into(),
+            served_model_name: "m".into(),
+            max_model_len: 64,
+            text_fingerprint: 7,
+        };
+        assert!(serving.is_same(&Serving { model: "/data/m".into(), ..serving.clone() }));
+        let others = [
+            Serving { served_model_name: "n".into(), ..serving.clone() },
+            Serving { max_model_len: 65, ..serving.clone() },
+            Serving { text_fingerprint: 8, ..serving.clone() },
+        ];
+        assert!(others.iter().all(|other| !serving.is_same(other)));
     }
 }

@@ -45,8 +45,10 @@ pub fn decode<T: DeserializeOwned, const LIMIT: usize>(bytes: &[u8]) -> Result<T
     }
 }
 
-/// Most bytes that the value of a frame may claim while it is decoded.
-pub const MESSAGE_MAX: usize = super::frame::BODY_MAX as usize;
+/// Most bytes of memory that the value of a frame may claim while it is decoded. Numbers take more
+/// there than on the wire, up to eight times as much (a byte of a `u64`, or of a length), so that
+/// whatever fits into a frame can be read.
+pub const MESSAGE_MAX: usize = 16 * super::frame::BODY_MAX as usize;
 
 /// Decodes the body of a frame.
 ///

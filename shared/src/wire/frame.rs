@@ -25,8 +25,7 @@ pub const MAGIC: [u8; 4] = *b"TUTI";
 pub const HEADER_LEN: usize = 32;
 /// The flag of frames with a tag.
 const AUTHENTICATED: u8 = 1;
-/// Largest body of any kind. A plan may admit `max_num_seqs` sequences in full: 4,096 sequences of
-/// 1,000 tokens fit.
+/// Largest body of any kind. The coordinator's scheduler sees to it that a step plan fits.
 pub const BODY_MAX: u32 = 16 << 20;
 /// Largest body of the handshake.
 pub const HANDSHAKE_MAX: u32 = 4 << 10;
@@ -41,7 +40,7 @@ pub enum FrameKind {
     Hello = 1,
     /// The coordinator takes it: `protocol::Welcome`.
     Welcome = 2,
-    /// The coordinator does not: a sentence, as a string.
+    /// The coordinator does not: a sentence, as a string. The same in all versions of the protocol.
     Refused = 3,
     /// Are you there? No body.
     Ping = 4,
@@ -59,6 +58,8 @@ pub enum FrameKind {
     Events = 10,
     /// Between named actors: `protocol::actors::ActorFrame`.
     Actor = 11,
+    /// The coordinator does not take it now, it may dial again: a sentence, as a string.
+    NotYet = 12,
 }
 
 impl FrameKind {
@@ -66,7 +67,9 @@ impl FrameKind {
     #[must_use]
     pub const fn body_max(self) -> u32 {
         match self {
-            Self::Hello | Self::FrontendHello | Self::Welcome | Self::Refused => HANDSHAKE_MAX,
+            Self::Hello | Self::FrontendHello | Self::Welcome | Self::Refused | Self::NotYet => {
+                HANDSHAKE_MAX
+            }
             Self::Ping | Self::Pong => 0,
             Self::Control | Self::Actor => CONTROL_MAX,
             Self::Step | Self::Request | Self::Events => BODY_MAX,
@@ -86,6 +89,7 @@ impl FrameKind {
             9 => Self::Request,
             10 => Self::Events,
             11 => Self::Actor,
+            12 => Self::NotYet,
             _ => return None,
         })
     }
@@ -160,9 +164,17 @@ pub enum FrameError {
 pub struct FrameEncoder {
     sequence: u64,
     key: Option<MacKey>,
+    /// Another version than this one's.
+    version: Option<u16>,
 }
 
 impl FrameEncoder {
+    /// For a peer of another version, whose kinds and bodies are its own.
+    #[must_use]
+    pub fn of_version(version: u16) -> Self {
+        Self { version: Some(version), ..Self::default() }
+    }
+
     /// Authenticates every frame from now on.
     pub fn set_key(&mut self, key: MacKey) {
         self.key = Some(key);
@@ -187,7 +199,8 @@ impl FrameEncoder {
         self.sequence += 1;
         let start = out.len();
         out.extend_from_slice(&MAGIC);
-        out.extend_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+        let version = self.version.unwrap_or(PROTOCOL_VERSION);
+        out.extend_from_slice(&version.to_le_bytes());
         out.extend_from_slice(&[kind as u8, if self.key.is_some() { AUTHENTICATED } else { 0 }]);
         out.extend_from_slice(&len.to_le_bytes());
         out.extend_from_slice(&epoch.to_le_bytes());

@@ -2,6 +2,7 @@
 //! the device has them. The device feeds its own last tokens in, so it never waits for its host.
 //!
 //! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use kernels::Backend;
@@ -92,15 +93,22 @@ impl<B: Backend> Engine<B> {
     /// Whether every token that the plan computes is one that the last begun step samples.
     fn follows(&self, plan: &StepPlan) -> bool {
         let Some(last) = self.queued.back() else { return false };
+        if self.queued.len() >= QUEUED_MAX || !plan.admitted.is_empty() {
+            return false;
+        }
+        let forgotten: HashSet<SeqId> = plan.finished.iter().copied().collect();
+        // Most plans name their sequences in the order of the one before.
+        let (count, mut at) = (last.entries.len(), 0);
         let is_fed = |entry: &SequenceStep| {
-            let ends =
-                |other: &Entry| other.step.seq == entry.seq && other.place == entry.start as usize;
-            !plan.finished.contains(&entry.seq) && last.entries.iter().any(ends)
+            let ends = |index: &usize| {
+                let other = &last.entries[*index % count];
+                other.step.seq == entry.seq && other.place == entry.start as usize
+            };
+            let found = (at..at + count).find(ends);
+            at = found.map_or(at, |index| index % count + 1);
+            found.is_some() && !forgotten.contains(&entry.seq)
         };
-        self.queued.len() < QUEUED_MAX
-            && plan.admitted.is_empty()
-            && plan.sequences.iter().all(is_fed)
-            && self.can_queue(plan)
+        plan.sequences.iter().all(is_fed) && self.can_queue(plan)
     }
 
     /// Begins the next step behind the one that runs.
@@ -122,9 +130,12 @@ impl<B: Backend> Engine<B> {
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<(), EngineError> {
         let began = Instant::now();
+        // One that does not follow now does not before this step is finished.
+        let mut looked_at = None;
         // At least once: the device may be quicker than its host.
         loop {
             if let Some(next) = source.peek()
+                && looked_at.replace((next.epoch, next.step)) != Some((next.epoch, next.step))
                 && self.follows(next)
             {
                 self.begin_ahead(next)?;

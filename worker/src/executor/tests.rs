@@ -3,7 +3,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, StepId};
-use shared::protocol::{CollectiveSpec, EngineConfig, SequenceOutput, StepTimings};
+use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, SequenceOutput, StepTimings};
 
 use super::*;
 use crate::rank::{FormError, RankReady};
@@ -18,11 +18,13 @@ impl AbortHandle for Flag {
     }
 }
 
-/// A rank whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
+/// A rank that loads `large` for long, and whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
 /// computes for long and fails then; its step 21 says in its timings which step waits behind it.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
+    /// Set when step 13 begins; `large` is loaded once it is set.
+    sign: Arc<AtomicBool>,
 }
 
 impl Rank for ScriptedRank {
@@ -37,6 +39,12 @@ impl Rank for ScriptedRank {
                 message: "model.safetensors: truncated".into(),
                 permanent: true,
             });
+        }
+        if form.model == "large" {
+            news.progress(0, 10);
+            while !self.sign.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
@@ -54,6 +62,7 @@ impl Rank for ScriptedRank {
         _outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
         if plan.step == StepId(13) {
+            self.sign.store(true, Ordering::Relaxed);
             let mut aborted = self.flag.0.lock().unwrap();
             while !*aborted {
                 aborted = self.flag.1.wait(aborted).unwrap();
@@ -111,11 +120,17 @@ impl Outbox for ChannelOutbox {
     }
 }
 
-fn executor() -> (Executor, Receiver<(u64, FromWorker)>) {
+fn executor() -> (Executor, mpsc::Receiver<(u64, FromWorker)>) {
+    executor_with(Arc::default())
+}
+
+/// With the rank's sign.
+fn executor_with(sign: Arc<AtomicBool>) -> (Executor, mpsc::Receiver<(u64, FromWorker)>) {
     let (sender, receiver) = mpsc::channel();
     let make = || ScriptedRank {
         flag: Arc::new(Flag(Mutex::new(false), Condvar::new())),
         released: Arc::new(Mutex::new(0)),
+        sign,
     };
     (Executor::spawn(make, ChannelOutbox(sender)).unwrap(), receiver)
 }
@@ -127,6 +142,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         rank: 0,
         world_size: 1,
         reduction_ranks: 1,
+        dtype: Dtype::Auto,
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
         model: model.into(),
@@ -145,11 +161,11 @@ fn step(epoch: u64, step: u64) -> ExecutorCommand {
     ExecutorCommand::Step(plan)
 }
 
-fn next(receiver: &Receiver<(u64, FromWorker)>) -> FromWorker {
+fn next(receiver: &mpsc::Receiver<(u64, FromWorker)>) -> FromWorker {
     next_over(receiver).1
 }
 
-fn next_over(receiver: &Receiver<(u64, FromWorker)>) -> (u64, FromWorker) {
+fn next_over(receiver: &mpsc::Receiver<(u64, FromWorker)>) -> (u64, FromWorker) {
     receiver.recv_timeout(Duration::from_secs(5)).expect("a message within 5 s")
 }
 
@@ -168,11 +184,18 @@ fn forms_starts_and_steps_with_stats_riding_along() {
 
 #[test]
 fn an_abort_frees_a_hanging_step_and_the_next_epoch_works() {
-    let (executor, messages) = executor();
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
     executor.command(form(1, "m")).unwrap();
     executor.command(step(1, 13)).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    // One that has not begun would be mute.
+    let began = Instant::now();
+    while !sign.load(Ordering::Relaxed) {
+        assert!(began.elapsed() < Duration::from_secs(5), "it never begins");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     executor.abort(Epoch(1));
     assert!(matches!(next(&messages), FromWorker::StepFailed(f) if f.step == StepId(13)));
     executor.command(step(1, 14)).unwrap();
@@ -181,6 +204,38 @@ fn an_abort_frees_a_hanging_step_and_the_next_epoch_works() {
     assert!(matches!(next(&messages), FromWorker::Progress(_)), "step 14 of the old epoch is mute");
     assert!(matches!(next(&messages), FromWorker::Formed(f) if f.epoch == Epoch(2)));
     assert!(matches!(next(&messages), FromWorker::Step(r) if r.epoch == Epoch(2)));
+}
+
+/// A load cannot be interrupted, and the cluster does not wait for it.
+#[test]
+fn epochs_that_come_and_go_during_a_load_do_not_fill_the_queue() {
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
+    executor.command(form(1, "large")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(it) if it.bytes_done == 0));
+    assert!(executor.report().is_ok());
+    let last = 200;
+    for epoch in 2..=last {
+        executor.abort(Epoch(epoch - 1));
+        executor.command(form(epoch, "m")).unwrap();
+        executor
+            .command(ExecutorCommand::Start(Start { epoch: Epoch(epoch), num_blocks: 5 }))
+            .unwrap();
+        executor.command(step(epoch, 1)).unwrap();
+        executor.command(step(epoch, 2)).unwrap();
+    }
+    // What is of no epoch that is over still has a bound: the form, the start and steps.
+    let queued = (3..100).map(|id| executor.command(step(last, id)));
+    assert_eq!(queued.filter(Result::is_ok).count(), 32 - 6, "beside five and the report");
+    sign.store(true, Ordering::Relaxed);
+    let mut said = Vec::new();
+    while !matches!(said.last(), Some(FromWorker::Step(r)) if r.step == StepId(2)) {
+        said.push(next(&messages));
+    }
+    let formed = |it: &FromWorker| matches!(it, FromWorker::Formed(f) if f.epoch == Epoch(last));
+    assert!(said.iter().any(formed), "the last one is formed: {said:?}");
+    assert!(said.iter().any(|it| matches!(it, FromWorker::Stats(_))), "a report is made");
+    assert!(said.len() < 20, "the others are not: {said:?}");
 }
 
 #[test]

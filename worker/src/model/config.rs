@@ -46,6 +46,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// q and k heads are normalised before the rotary embedding.
     pub qk_norm: bool,
+    /// The checkpoint is bfloat16, as `dtype` or `torch_dtype` says; false where neither does.
+    pub is_bf16: bool,
 }
 
 /// The file, as it is. Unknown keys are other people's business.
@@ -74,6 +76,8 @@ struct Raw {
     layer_types: Option<Vec<String>>,
     partial_rotary_factor: Option<f64>,
     quantization_config: Option<serde::de::IgnoredAny>,
+    dtype: Option<String>,
+    torch_dtype: Option<String>,
 }
 
 #[derive(Clone, Deserialize)]
@@ -170,6 +174,7 @@ impl ModelConfig {
             output_bias: attention_bias,
             mlp_bias: architecture == "LlamaForCausalLM" && raw.mlp_bias.unwrap_or(false),
             qk_norm: qwen3,
+            is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
         })
     }
 }
@@ -327,6 +332,17 @@ mod tests {
         );
         assert_eq!(four.rope, five.unwrap().rope);
         assert_eq!(check("").unwrap().rope.scaling, RopeScaling::None);
+    }
+
+    #[test]
+    fn both_dialects_name_the_dtype_and_the_newer_one_wins() {
+        let is_bf16 = |more| check(more).unwrap().is_bf16;
+        assert!(is_bf16(r#", "torch_dtype": "bfloat16""#));
+        assert!(is_bf16(r#", "dtype": "bfloat16""#));
+        assert!(!is_bf16(r#", "dtype": "float32", "torch_dtype": "bfloat16""#));
+        assert!(!is_bf16(r#", "torch_dtype": "float16""#));
+        assert!(!is_bf16(r#", "torch_dtype": null"#));
+        assert!(!is_bf16(""));
     }
 
     #[test]

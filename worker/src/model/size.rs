@@ -67,6 +67,7 @@ mod tests {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            is_bf16: true,
         }
     }
 

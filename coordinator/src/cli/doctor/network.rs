@@ -5,11 +5,13 @@ use std::time::{Duration, SystemTime};
 use actix_web::http::header::HttpDate;
 use serde_json::Value;
 use shared::actor::link::{CloseReason, Connection};
+use shared::membership::{EtcdOptions, LEASE_TTL, ProbeError};
 use shared::wire::auth::{AuthError, Secret};
 use shared::wire::codec;
 use shared::wire::frame::{FrameError, FrameKind};
 use ureq::Agent;
 
+use super::super::etcd::EtcdArgs;
 use super::{DoctorArgs, Finding};
 
 /// How long a peer may take to answer.
@@ -35,7 +37,7 @@ pub(super) fn check(args: &DoctorArgs, secret: Option<&Secret>) -> Vec<Finding> 
             }
         }
     }
-    findings.extend(args.etcd.iter().map(|url| etcd(url)));
+    findings.extend(etcd(&args.etcd));
     findings
 }
 
@@ -102,8 +104,7 @@ async fn probe(address: &str, secret: Option<&Secret>) -> Result<(), Refusal> {
         FrameKind::Pong => Ok(()),
         FrameKind::Refused => {
             let reason: Result<String, _> = codec::decode_message(&frame.body);
-            let fix = "--cluster-secret-file FILE, the coordinator's own file";
-            Err(Refusal::new(reason.unwrap_or_else(|error| error.to_string()), fix))
+            Err(refusal(CloseReason::Refused(reason.unwrap_or_else(|error| error.to_string()))))
         }
         kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it of this version?")),
     }
@@ -124,6 +125,13 @@ fn refusal(reason: CloseReason) -> Refusal {
         CloseReason::Frame(FrameError::BadMagic(_)) => {
             "that is no cluster port: give the coordinator's --cluster-listen"
         }
+        CloseReason::Refused(said) if said.contains("version") => {
+            "install the same version on both"
+        }
+        CloseReason::Refused(said) if said.contains("runs without") => {
+            "give the coordinator the secret too, or this node none"
+        }
+        CloseReason::Refused(_) => "--cluster-secret-file FILE, the coordinator's own file",
         CloseReason::PeerClosed => {
             "look into the coordinator's log: it may be of another version, or busy"
         }
@@ -185,40 +193,76 @@ fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Find
     Finding::ok(CLOCK, "agrees with the coordinator's within 2 s")
 }
 
-/// Does etcd answer, and does it think that it is well?
-fn etcd(url: &str) -> Finding {
-    const CHECK: &str = "etcd";
-    let fix = "start etcd, or name its client address (http://HOST:2379)";
-    if url.starts_with("https://") {
-        let address = url.trim_start_matches("https://").trim_end_matches('/');
-        return match std::net::ToSocketAddrs::to_socket_addrs(address)
-            .and_then(|mut all| all.next().ok_or_else(|| std::io::Error::other("no address")))
-            .and_then(|address| std::net::TcpStream::connect_timeout(&address, DEADLINE))
-        {
-            Ok(_) => Finding::warn(
-                CHECK,
-                format!("{url} accepts connections; over TLS it is not asked more"),
-                "etcdctl endpoint health",
-            ),
-            Err(error) => Finding::fail(CHECK, format!("{url}: {error}"), fix),
-        };
-    }
-    let base = if url.contains("://") { url.to_owned() } else { format!("http://{url}") };
-    let health = format!("{}/health", base.trim_end_matches('/'));
-    match agent().get(&health).call() {
-        Ok(mut answer) => {
-            let body: Value = answer.body_mut().read_json().unwrap_or_default();
-            if body["health"] == "true" {
-                return Finding::ok(CHECK, format!("{url} is healthy"));
-            }
-            let reason = body["reason"].as_str().unwrap_or("it does not say why").to_owned();
-            Finding::fail(
-                CHECK,
-                format!("{url} is not healthy: {reason}"),
-                "etcdctl endpoint status",
-            )
+const ETCD: &str = "etcd";
+
+/// Would each of etcd's members serve a node with these options?
+fn etcd(args: &EtcdArgs) -> Vec<Finding> {
+    let options = match super::super::etcd::options(args, LEASE_TTL) {
+        Ok(Some(options)) => options,
+        Ok(None) => return Vec::new(),
+        Err(error) => {
+            let fix = "give the node's own --etcd options, as the line says";
+            return vec![Finding::fail(ETCD, error.to_string(), fix)];
         }
-        Err(error) => Finding::fail(CHECK, format!("{url}: {error}"), fix),
+    };
+    let member = |url: &String| {
+        let of_http = url.strip_prefix("http://").and_then(|_| health(url));
+        let one = EtcdOptions { endpoints: vec![url.clone()], ..options.clone() };
+        of_http.unwrap_or_else(|| access(url, &one))
+    };
+    options.endpoints.iter().map(member).collect()
+}
+
+/// Why a member that speaks HTTP says that it is not well, if it does.
+fn health(url: &str) -> Option<Finding> {
+    let fix = "start etcd, or name its client address (http://HOST:2379)";
+    let mut answer = match agent().get(format!("{url}/health")).call() {
+        Ok(answer) => answer,
+        Err(error) => return Some(Finding::fail(ETCD, format!("{url}: {error}"), fix)),
+    };
+    let body: Value = answer.body_mut().read_json().unwrap_or_default();
+    if body["health"] == "true" {
+        return None;
+    }
+    let reason = body["reason"].as_str().unwrap_or("it does not say why").to_owned();
+    let found = format!("{url} is not healthy: {reason}");
+    Some(Finding::fail(ETCD, found, "etcdctl endpoint status"))
+}
+
+/// Does it let a node in: by its certificate and user, to read and write what it will?
+fn access(url: &str, options: &EtcdOptions) -> Finding {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let probed = match runtime {
+        Ok(runtime) => runtime.block_on(options.probe(DEADLINE)),
+        Err(error) => Err(ProbeError::Unreachable(error.to_string())),
+    };
+    let cluster = &options.cluster;
+    match probed {
+        Ok(()) => {
+            let tls = if options.tls.is_some() { " over TLS" } else { "" };
+            let user = options.user.as_ref();
+            let user = user.map(|(user, _)| format!(" as {user}")).unwrap_or_default();
+            Finding::ok(ETCD, format!("{url} answers{tls}; /{cluster}/ is ours to write{user}"))
+        }
+        Err(error @ ProbeError::NotAllowed(_)) => Finding::fail(
+            ETCD,
+            format!("{url}: {error}"),
+            format!(
+                "--etcd-user and --etcd-password-file of a user that may read and write keys under \
+                 /{cluster}/ and /{cluster}:totals/"
+            ),
+        ),
+        Err(error @ ProbeError::Unreachable(_)) if options.tls.is_some() => Finding::fail(
+            ETCD,
+            format!("{url}: {error}"),
+            "start etcd; --etcd-ca is the authority that signed its certificate, which names this \
+             host, and --etcd-cert with --etcd-key one that it trusts, if it wants one",
+        ),
+        Err(error @ ProbeError::Unreachable(_)) => Finding::fail(
+            ETCD,
+            format!("{url}: {error}"),
+            "start etcd, or name its client address; https:// if it speaks TLS",
+        ),
     }
 }
 

@@ -119,7 +119,10 @@ impl ClusterActor {
     /// Actors of the cluster by state, as `/metrics` shows them.
     fn count_actors(&self) {
         let lives = self.actors.lives();
+        let wanted = self.core.max_replicas().map(|most| most as usize);
+        let wanted = wanted.unwrap_or_else(|| self.core.replicas().count());
         let mut recording = self.hub.observer().record();
+        recording.replicas_wanted(wanted);
         for (life, count) in lives {
             let state = match life {
                 ActorLife::Pending => ActorState::Pending,

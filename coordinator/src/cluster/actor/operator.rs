@@ -13,14 +13,15 @@ use super::{ClusterActor, since_1970};
 #[rtype(result = "status::Status")]
 pub struct GetStatus;
 
-/// At most so many replicas from now on; without a bound when absent.
+/// At most so many replicas from now on, 0: without a bound; as the coordinator was started with
+/// when absent. Answers how many commands there were so far.
 #[derive(Clone, Copy, Debug, Message)]
-#[rtype(result = "()")]
-pub struct SetReplicas(pub Option<u32>);
+#[rtype(result = "u64")]
+pub struct Scale(pub Option<u32>);
 
-/// A node shall leave; the error says why it cannot.
+/// A node shall leave. Answers how many commands there were so far, or why it cannot.
 #[derive(Clone, Debug, Message)]
-#[rtype(result = "Result<(), String>")]
+#[rtype(result = "Result<u64, String>")]
 pub struct Drain(pub String);
 
 impl Handler<GetStatus> for ClusterActor {
@@ -62,6 +63,11 @@ impl Handler<GetStatus> for ClusterActor {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             tensor_parallel: self.tensor_parallel,
             max_replicas: self.core.max_replicas(),
+            commands: status::Commands {
+                count: self.core.desired().generation,
+                scaled: self.core.desired().replicas.is_some(),
+                stored: None,
+            },
             nodes: nodes.collect(),
             replicas: replicas
                 .iter()
@@ -114,18 +120,19 @@ impl Handler<GetLogs> for ClusterActor {
     }
 }
 
-impl Handler<SetReplicas> for ClusterActor {
-    type Result = ();
+impl Handler<Scale> for ClusterActor {
+    type Result = u64;
 
-    fn handle(&mut self, SetReplicas(max): SetReplicas, ctx: &mut Self::Context) {
+    fn handle(&mut self, Scale(replicas): Scale, ctx: &mut Self::Context) -> u64 {
         let mut effects = Vec::new();
-        self.core.set_max_replicas(self.clock.now(), max, &mut effects);
+        self.core.scale(self.clock.now(), replicas, &mut effects);
         self.carry_out(ctx, effects);
+        self.core.desired().generation
     }
 }
 
 impl Handler<Drain> for ClusterActor {
-    type Result = Result<(), String>;
+    type Result = Result<u64, String>;
 
     fn handle(&mut self, Drain(node): Drain, ctx: &mut Self::Context) -> Self::Result {
         let found = self.connected.iter().find(|(_, connected)| connected.node == node);
@@ -135,6 +142,6 @@ impl Handler<Drain> for ClusterActor {
         let mut effects = Vec::new();
         let result = self.core.drain(self.clock.now(), *worker, &mut effects);
         self.carry_out(ctx, effects);
-        result
+        result.map(|()| self.core.desired().generation)
     }
 }

@@ -9,6 +9,7 @@ use tokio::net::TcpListener;
 
 use super::*;
 use crate::engine::EngineHandle;
+use crate::http::options::ApiOptions;
 
 /// For what has to happen at all, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -67,6 +68,7 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
         http_threads: 1,
         nvml: None,
         secret: None,
+        api: ApiOptions::default(),
         run: 1,
         application: Metrics::new(),
         actors: ActorRuntime::spoke("f", 1 << 40, clock.clone()),

@@ -140,19 +140,55 @@ impl Recording<'_> {
         }
     }
 
-    /// A front end of its own process is linked, or was.
-    pub fn frontend_up(&mut self, frontend: FrontendId, up: bool) {
+    /// A front end of its own process is linked.
+    pub fn frontend_up(&mut self, frontend: FrontendId) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.lost_frontends.remove(&frontend);
+        cells.leaving_frontends.remove(&frontend);
+        let gauge = cells.stats.gauge(catalogue::FRONTEND_UP, [&frontend.0.to_string()]);
+        cells.stats.set(gauge, 1.0);
+    }
+
+    /// A front end says goodbye: it is not missed when its link ends.
+    pub fn frontend_leaves(&mut self, frontend: FrontendId) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.leaving_frontends.insert(frontend);
+    }
+
+    /// A front end's link ended.
+    pub fn frontend_down(&mut self, frontend: FrontendId, now: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let name = frontend.0.to_string();
-        let stats = &mut cells.stats;
-        let gauge = stats.gauge(catalogue::FRONTEND_UP, [&name]);
-        let last_report = stats.gauge(catalogue::FRONTEND_LAST_REPORT, [&name]);
-        if up {
-            stats.set(gauge, 1.0);
+        let last_report = cells.stats.gauge(catalogue::FRONTEND_LAST_REPORT, [&name]);
+        cells.stats.clear(last_report);
+        let gauge = cells.stats.gauge(catalogue::FRONTEND_UP, [&name]);
+        if cells.leaving_frontends.remove(&frontend) {
+            cells.stats.clear(gauge);
         } else {
-            stats.clear(gauge);
-            stats.clear(last_report);
+            cells.stats.set(gauge, 0.0);
+            cells.lost_frontends.insert(frontend, now);
         }
+    }
+
+    /// Front ends that have been missed for `patience` are so no more.
+    pub fn forget_frontends(&mut self, now: Duration, patience: Duration) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let Cells { stats, lost_frontends, .. } = cells;
+        lost_frontends.retain(|frontend, since| {
+            let missed = now.saturating_sub(*since) < patience;
+            if !missed {
+                let gauge = stats.gauge(catalogue::FRONTEND_UP, [&frontend.0.to_string()]);
+                stats.clear(gauge);
+            }
+            missed
+        });
+    }
+
+    /// How many replicas there shall be.
+    pub fn replicas_wanted(&mut self, count: usize) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let gauge = cells.stats.gauge(catalogue::REPLICAS_WANTED, []);
+        cells.stats.set(gauge, count as f64);
     }
 
     /// A front end's stats arrived, `since_1970` by the wall clock.

@@ -3,6 +3,8 @@ use std::collections::HashMap;
 
 use super::*;
 
+/// What each kernel takes, as the assembler says.
+const RESOURCES: &str = include_str!("../../../cuda/resources.txt");
 const HEADER: &str = include_str!("../../../cuda/kernels.h");
 
 /// Bytes of each parameter of every kernel that the header declares.
@@ -47,10 +49,26 @@ fn shape(head_dim: usize, num_heads: usize, num_kv_heads: usize) -> AttentionSha
     AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-5, sliding_window: None }
 }
 
-/// One call of every kernel.
-fn all() -> Vec<Call> {
+/// How much of everything a call is for.
+#[derive(Clone, Copy)]
+struct Sizes {
+    rows: usize,
+    seqs: usize,
+    width: usize,
+    vocab: usize,
+    heads: (usize, usize),
+}
+
+const SMALL: Sizes = Sizes { rows: 3, seqs: 3, width: 64, vocab: 100, heads: (8, 2) };
+/// As large as options let a step be, of a model beyond any known.
+const LARGE: Sizes =
+    Sizes { rows: 131_072, seqs: 4096, width: 65_536, vocab: 1 << 20, heads: (256, 64) };
+
+/// Calls of every kernel.
+fn all(sizes: Sizes) -> Vec<Call> {
+    let Sizes { rows: number, seqs, width, vocab, heads: (heads, kv_heads) } = sizes;
     let ptr = DevicePtr(0x1000);
-    let rows = Rows { ptr, stride: 64 };
+    let rows = Rows { ptr, stride: width };
     let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4 };
     let io = AttentionIo { q: ptr, cache, seqs: ptr, block_tables: ptr, out: ptr };
     let partials = Partials { out: ptr, ml: ptr };
@@ -81,41 +99,42 @@ fn all() -> Vec<Call> {
         residual: ptr,
         weight: ptr,
         out: rows,
-        width: 64,
+        width,
         eps: 1e-5,
-        rows: 3,
+        rows: seqs,
         live: ptr,
     };
     let mut calls = vec![
-        embed(ptr, (ptr, 9), rows, 64, 0, 3, ptr),
-        add_rmsnorm((ptr, None), ptr, rows, 64, 1e-5, 3, ptr),
-        silu_mul(ptr, None, rows, 64, 3, ptr),
-        add_bias(ptr, ptr, 64, 3, ptr),
-        add(ptr, ptr, 64, 3, ptr),
-        gather_rows(rows, ptr, rows, 64, 3, ptr),
-        copy_columns(rows, rows, 3, 64, 3, ptr),
-        to_f32(ptr, ptr, 3000),
-        qkv_finish(&qkv, &shape(64, 8, 2), 3, ptr),
-        attention_any(&io, &shape(80, 8, 2), ptr, 3, ptr),
-        sample(&sampling, 100, 3, None),
-        logprobs(rows, ptr, ptr, None, (100, 0, 3)),
-        peer_sum(ptr, ptr, 5000, false),
-        peer_sum(ptr, ptr, 5000, true),
-        peer_gather(ptr, ptr, ptr, 5000),
+        embed(ptr, (ptr, vocab), rows, width, 0, number, ptr),
+        add_rmsnorm((ptr, None), ptr, rows, width, 1e-5, number, ptr),
+        silu_mul(ptr, None, rows, width, number, ptr),
+        add_bias(ptr, ptr, width, number, ptr),
+        add(ptr, ptr, width, number, ptr),
+        gather_rows(rows, ptr, rows, width, number, ptr),
+        copy_columns(rows, rows, 3, width, number, ptr),
+        to_f32(ptr, ptr, number * width),
+        qkv_finish(&qkv, &shape(64, heads, kv_heads), number, ptr),
+        attention_any(&io, &shape(80, heads, kv_heads), ptr, number, ptr),
+        sample(&sampling, vocab, seqs, None),
+        logprobs(rows, ptr, ptr, None, (vocab, 0, seqs)),
+        peer_sum(ptr, ptr, number * width, false),
+        peer_sum(ptr, ptr, number * width, true),
+        peer_gather(ptr, ptr, ptr, number * width),
         peer_sum_add_rmsnorm(ptr, &fused),
-        argmax(rows, ptr, (100, 5), 3, Some(ptr)),
-        tree_sum(ptr, ptr, (2, 3, 100), ptr),
-        argmax_merge(ptr, ptr, (2, 3), ptr),
-        interleave_ranks(ptr, rows, (2, 3, 100), ptr),
+        argmax(rows, ptr, (vocab, 5), seqs, Some(ptr)),
+        tree_sum(ptr, ptr, (8, number, width), ptr),
+        argmax_merge(ptr, ptr, (8, seqs), ptr),
+        interleave_ranks(ptr, rows, (8, seqs, vocab), ptr),
     ];
     for head_dim in HEAD_DIMS {
-        let shape = shape(head_dim, 8, 2);
-        calls.extend(prefill_attention(&io, &shape, ptr, 3, ptr));
-        calls.extend(decode_attention(&io, &shape, (ptr, 3), partials, 64, ptr).unwrap());
+        let shape = shape(head_dim, heads, kv_heads);
+        let tiles = 2 * number * heads / kv_heads / 64 + seqs;
+        calls.extend(prefill_attention(&io, &shape, ptr, tiles, ptr));
+        calls.extend(decode_attention(&io, &shape, (ptr, seqs), partials, 64, ptr).unwrap());
     }
-    for count in SKINNY {
-        calls.push(skinny((rows, None), rows, None, rows, (count, 64, 64), ptr));
-        calls.push(skinny_gate_up(rows, rows, None, rows, (count, 64, 64), ptr));
+    for count in SKINNY.into_iter().chain([number]) {
+        calls.push(skinny((rows, None), rows, None, rows, (count, vocab, width), ptr));
+        calls.push(skinny_gate_up(rows, rows, None, rows, (count, width, width), ptr));
     }
     calls
 }
@@ -123,14 +142,56 @@ fn all() -> Vec<Call> {
 #[test]
 fn arguments_are_as_many_and_as_large_as_the_kernels_take() {
     let declared = declared();
-    assert!(declared.len() >= NAMES.len(), "{} kernels are declared", declared.len());
-    let calls = all();
+    // What is compiled is launched, but for what waits for the scheduler to swap.
+    let idle = ["tutti_copy_blocks", "tutti_blocks_out", "tutti_blocks_in"];
+    assert_eq!(declared.len(), NAMES.len() + idle.len());
+    assert!(idle.iter().all(|name| declared.contains_key(*name)));
+    let calls = all(SMALL);
     for name in NAMES {
         let sizes = declared.get(*name).unwrap_or_else(|| panic!("{name} is not declared"));
         let mut made = calls.iter().filter(|call| call.entry.name() == *name).peekable();
         assert!(made.peek().is_some(), "{name} is never called here");
         for call in made {
             assert_eq!(&call.args.sizes(), sizes, "{name}");
+        }
+    }
+}
+
+/// Threads at most; of each architecture registers and static shared memory.
+fn resources() -> HashMap<&'static str, (u32, [(u32, u32); 2])> {
+    let lines = RESOURCES.lines().filter(|line| !line.starts_with('#'));
+    lines
+        .map(|line| {
+            let (name, numbers) = line.split_once(' ').unwrap();
+            let numbers: Vec<u32> = numbers.split(' ').map(|n| n.parse().unwrap()).collect();
+            let [threads, a, b, c, d] = numbers[..] else { panic!("{line}") };
+            (name, (threads, [(a, b), (c, d)]))
+        })
+        .collect()
+}
+
+/// Rules of CUDA's programming guide for compute capability 8.0 and 9.0.
+#[test]
+fn no_launch_is_beyond_what_hardware_takes() {
+    let resources = resources();
+    for sizes in [SMALL, LARGE] {
+        for call in all(sizes) {
+            let (name, launch) = (call.entry.name(), call.launch);
+            let (threads_max, images) = resources[name];
+            let threads = launch.block.0 * launch.block.1 * launch.block.2;
+            assert!(threads <= threads_max, "{name}: {threads} threads, of {threads_max}");
+            let (x, y, z) = launch.grid;
+            assert!(x > 0 && y > 0 && z > 0, "{name}: {launch:?}");
+            assert!(x <= i32::MAX as u32 && y <= 65_535 && z <= 65_535, "{name}: {launch:?}");
+            assert!(launch.shared <= call.entry.shared(), "{name}: {launch:?}");
+            for ((registers, shared), most) in images.into_iter().zip([163 << 10, 227 << 10]) {
+                // Registers are given to warps, 256 at a time.
+                let registers = (registers * 32).next_multiple_of(256) * threads.div_ceil(32);
+                assert!(registers <= 65_536, "{name}: {registers} registers");
+                assert!(shared <= 48 << 10, "{name}: {shared} bytes of static shared memory");
+                // The system keeps a KiB of each block's.
+                assert!(shared + launch.shared + 1024 <= most, "{name}: {launch:?}");
+            }
         }
     }
 }

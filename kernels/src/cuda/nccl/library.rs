@@ -61,7 +61,8 @@ pub(super) struct UniqueId(pub(super) [u8; UNIQUE_ID_BYTES]);
 pub(super) type Comm = *mut c_void;
 
 /// `ncclConfig_t` as NCCL 2.19 had it. It only ever grew at its end, and NCCL takes what is missing
-/// for unset: so this form is good for every later version, too.
+/// for unset: so this form is good for every later version, too. `tests/fake_nccl/abi.cpp` holds it,
+/// and all that is called here, against NCCL's header.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Config {

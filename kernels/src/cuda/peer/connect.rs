@@ -157,7 +157,7 @@ impl PeerGroup {
             retired: retired.clone(),
             timeout,
         };
-        let said = group.try_out(device, rank, ranks).map_err(|error| words(&error));
+        let said = group.try_out(device, collective).map_err(|error| words(&error));
         let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
         if let Err(error) = agreed {
             // Nothing of it goes on; the other group does.

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use super::PeerGroup;
+use crate::collective::Collective;
 use crate::cuda::device::Device;
 use crate::cuda::group::DeviceGroup as _;
 use crate::cuda::launch::{self, PEER_BLOCKS};
@@ -35,48 +36,70 @@ fn wrong(came: &[f32], expected: impl Fn(usize) -> f32) -> Option<String> {
 }
 
 impl PeerGroup {
-    /// Sends known numbers every way, and looks at what comes.
+    /// Sends known numbers every way, and looks at what comes. All memory is there before the first
+    /// exchange, on every rank: on a GPU that ranks of one process share, asking for more may wait
+    /// for another rank's kernel, which waits for this one's.
     ///
     /// # Errors
     /// [`KernelError`], also when something else came.
     pub(super) fn try_out(
         &mut self,
         device: &Device,
-        rank: usize,
-        ranks: usize,
+        collective: &mut dyn Collective,
     ) -> Result<(), KernelError> {
-        let Device { context, stream, .. } = device;
-        let what = "a trial of the exchange between GPUs";
+        let (rank, ranks) = (collective.rank() as usize, collective.world_size() as usize);
+        let room = Room::new(device, ranks);
+        // Whether or not there is room, the others wait here.
+        collective.barrier()?;
+        let Room { data, all, mut host } = room?;
+        let stream = &device.stream;
         let own: Vec<f32> = (0..COUNT).map(|index| sent(rank, index)).collect();
-        let data = DeviceMemory::new(context, COUNT * 4, what)?;
         let sum = |index| (0..ranks).map(|rank| sent(rank, index)).sum();
         for two_shot in [false, true] {
             data.upload(stream, 0, &own)?;
             self.sum(device, two_shot, data.ptr(), COUNT)?;
-            self.compare(device, &data, COUNT, sum)?;
+            self.compare(device, &data, &mut host, COUNT, sum)?;
         }
-        let all = DeviceMemory::new(context, ranks * COUNT * 4, what)?;
         data.upload(stream, 0, &own)?;
         let call = launch::peer_gather(self.table.ptr(), data.ptr(), all.ptr(), COUNT);
         // SAFETY: both have as many elements; the table lives until the stream has come to its end.
         unsafe { device.launch(call) }?;
-        self.compare(device, &all, ranks * COUNT, |index| sent(index / COUNT, index % COUNT))
+        let gathered = |index| sent(index / COUNT, index % COUNT);
+        self.compare(device, &all, &mut host, ranks * COUNT, gathered)
     }
 
     fn compare(
         &mut self,
         device: &Device,
         data: &DeviceMemory,
+        host: &mut Pinned<f32>,
         count: usize,
         expected: impl Fn(usize) -> f32,
     ) -> Result<(), KernelError> {
-        let Device { context, stream, .. } = device;
-        let mut host = Pinned::<f32>::new(context, count, "pinned memory to read a trial")?;
-        data.download_pinned(stream, 0, &mut host, count)?;
-        stream.synchronize()?;
+        data.download_pinned(&device.stream, 0, host, count)?;
+        device.stream.synchronize()?;
         self.poll()?;
         wrong(&host.as_slice()[..count], expected)
             .map_or(Ok(()), |what| Err(KernelError::Device(what)))
+    }
+}
+
+/// What a trial needs.
+struct Room {
+    data: DeviceMemory,
+    all: DeviceMemory,
+    host: Pinned<f32>,
+}
+
+impl Room {
+    fn new(device: &Device, ranks: usize) -> Result<Self, KernelError> {
+        let Device { context, .. } = device;
+        let what = "a trial of the exchange between GPUs";
+        Ok(Self {
+            data: DeviceMemory::new(context, COUNT * 4, what)?,
+            all: DeviceMemory::new(context, ranks * COUNT * 4, what)?,
+            host: Pinned::new(context, ranks * COUNT, "pinned memory to read a trial")?,
+        })
     }
 }
 

@@ -21,9 +21,9 @@ use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameKind, MAGIC};
 
 /// A connection before its owner is known: used for the handshake, frame by frame.
 pub struct Connection {
-    stream: TcpStream,
+    pub(super) stream: TcpStream,
     encoder: FrameEncoder,
-    decoder: FrameDecoder,
+    pub(super) decoder: FrameDecoder,
     peer: SocketAddr,
 }
 
@@ -87,17 +87,19 @@ impl Connection {
         let exchange = async {
             self.stream.write_all(&greeting).await?;
             let mut challenge = [0; CHALLENGE_LEN];
-            // A peer without the secret answers with a frame, if at all, which is shorter.
+            // A peer that refuses this side answers with a frame, which is shorter.
             self.stream.read_exact(&mut challenge[..4]).await?;
             if challenge[..4] == MAGIC {
-                return Err(CloseReason::Auth(AuthError::NoGreeting));
+                return Ok(None);
             }
             self.stream.read_exact(&mut challenge[4..]).await?;
             let (proof, keys) = auth::prove(secret, &greeting, &challenge)?;
             self.stream.write_all(&proof).await?;
-            Ok(keys)
+            Ok(Some(keys))
         };
-        let keys = within(deadline, exchange).await?;
+        let Some(keys) = within(deadline, exchange).await? else {
+            return Err(self.refusal(&MAGIC, deadline).await);
+        };
         self.set_keys(keys);
         Ok(())
     }

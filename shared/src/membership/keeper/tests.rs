@@ -1,6 +1,6 @@
 //! What a process asks of etcd, and what it makes of answers, losses and time.
 use super::super::Role;
-use super::super::view::LEADER_KEY;
+use super::super::view::{DESIRED_KEY, LEADER_KEY, LED_KEY, Value};
 use super::*;
 
 const TTL: Duration = Duration::from_secs(10);
@@ -22,7 +22,18 @@ fn record(incarnation: u64) -> Record {
 }
 
 fn entry(key: &str, incarnation: u64, created: i64) -> Entry {
-    Entry { key: key.to_owned(), record: record(incarnation), created }
+    Entry { key: key.to_owned(), value: Value::Process(record(incarnation)), created }
+}
+
+/// Who led last, as written at `revision`.
+fn led(by: Record, ended: bool, revision: i64) -> Entry {
+    let value = Value::Led(Led { record: by, ended, revision });
+    Entry { key: LED_KEY.to_owned(), value, created: 1 }
+}
+
+fn desired(by: u64, generation: u64) -> Entry {
+    let value = Value::Desired(Desired { by, generation, ..Desired::default() });
+    Entry { key: DESIRED_KEY.to_owned(), value, created: 1 }
 }
 
 /// One that was registered at revision 5 and is in its first session since 0 s.
@@ -139,4 +150,91 @@ fn a_name_of_the_last_run_is_waited_for_and_that_of_another_process_is_not() {
     assert_eq!(keeper.found(at(25), held(1)), Ok(Some(3)));
     assert_eq!(keeper.found(at(30), held(9)), Ok(None), "counted anew");
     assert_eq!(keeper.found(at(60), None), Ok(Some(0)));
+}
+
+#[test]
+fn one_that_led_does_not_lead_again_after_another() {
+    let own = || entry("coordinators/n", 1, 5);
+    let mut keeper = registered();
+    keeper.listed(at(0), 6, vec![own(), entry(LEADER_KEY, 1, 6), led(record(1), false, 6)]);
+    assert_eq!(keeper.led_at(), 6);
+    // Its lease ended, and nobody led: then it does, on condition that this stays so.
+    keeper.listed(at(1), 7, vec![own(), led(record(1), false, 6)]);
+    assert_eq!((keeper.due(at(1)), keeper.led_at()), (Some(Due::Lead), 6));
+    assert_eq!(keeper.view().other_than(1), None);
+    // Another came and went.
+    keeper.listed(at(2), 9, vec![own(), led(record(2), true, 8)]);
+    assert_eq!(keeper.due(at(60)), None);
+    assert_eq!(keeper.view().other_than(1).map(|it| it.record.incarnation), Some(2));
+    // One that never led does not mind.
+    let mut keeper = registered();
+    keeper.listed(at(2), 9, vec![own(), led(record(2), false, 8)]);
+    assert_eq!((keeper.due(at(2)), keeper.led_at()), (Some(Due::Lead), 8));
+}
+
+#[test]
+fn one_that_begins_where_somebody_may_still_serve_lets_that_one_run_first() {
+    let other = || Record { node: "m".to_owned(), ..record(2) };
+    let begun = |led: Entry| {
+        let mut keeper = Keeper::new(record(1), true, TTL);
+        keeper.leased(at(0), 7);
+        keeper.opened(at(0), 9, vec![led]);
+        keeper.registered();
+        keeper
+    };
+    let waits = begun(led(other(), false, 8));
+    assert_eq!(waits.due(at(4)), None);
+    assert_eq!(waits.due(INCUMBENT_FIRST), Some(Due::Lead), "but not for ever");
+    // It said that it ends; it was this program's last run, whose name is free again.
+    assert_eq!(begun(led(other(), true, 8)).due(at(0)), Some(Due::Lead));
+    assert_eq!(begun(led(record(2), false, 8)).due(at(0)), Some(Due::Lead));
+}
+
+#[test]
+fn what_the_leader_was_told_is_stored_while_it_leads_and_until_it_is_there() {
+    let own = || entry("coordinators/n", 1, 5);
+    let leads = || vec![own(), entry(LEADER_KEY, 1, 6), led(record(1), false, 6)];
+    let mut keeper = registered();
+    // What it was told before it led counts from then on.
+    keeper.desire(Desired { generation: 4, ..Desired::default() });
+    keeper.listed(at(0), 5, vec![own(), entry(LEADER_KEY, 2, 3)]);
+    assert_eq!((keeper.due(at(0)), keeper.to_store()), (None, None));
+    keeper.listed(at(0), 6, leads());
+    assert_eq!(keeper.due(at(0)), Some(Due::Store));
+    let (epoch, stored) = keeper.to_store().unwrap();
+    assert_eq!((epoch, stored.by, stored.generation), (6, 1, 4));
+    keeper.listed(at(0), 7, [leads(), vec![desired(1, 4)]].concat());
+    assert_eq!(keeper.due(at(0)), None);
+    assert!(keeper.view().desired.as_ref().unwrap().has(1, 4));
+    // Another command; and an etcd that has lost its data, under another epoch.
+    keeper.desire(Desired { generation: 5, ..Desired::default() });
+    assert_eq!(keeper.to_store().map(|(epoch, it)| (epoch, it.generation)), Some((6, 5)));
+    keeper.closed();
+    keeper.leased(at(9), 8);
+    keeper.opened(at(9), 3, vec![entry("coordinators/n", 1, 2), entry(LEADER_KEY, 1, 3)]);
+    keeper.registered();
+    assert_eq!(keeper.to_store().map(|(epoch, it)| (epoch, it.generation)), Some((3, 5)));
+}
+
+#[test]
+fn an_etcd_that_was_silent_for_half_a_lease_was_away() {
+    let other = || Record { node: "m".to_owned(), ..record(2) };
+    let leaves = |silent: u64| {
+        let mut keeper = registered();
+        let leader = entry(LEADER_KEY, 2, 6);
+        keeper.listed(
+            at(0),
+            6,
+            vec![entry("coordinators/n", 1, 5), leader, led(other(), false, 6)],
+        );
+        assert_eq!(keeper.tick(at(3)), Ok(false));
+        assert_eq!(keeper.kept(at(3), TTL), Ok(()));
+        let kind = EventKind::Delete(LEADER_KEY.to_owned());
+        let gone = Change { events: vec![Event { revision: 7, kind }], ..Change::default() };
+        assert_eq!(keeper.changed(at(3 + silent), gone), Ok(()));
+        keeper
+    };
+    assert_eq!(leaves(5).due(at(8)), Some(Due::Lead), "its lease ended while etcd was there");
+    let keeper = leaves(6);
+    assert_eq!((keeper.due(at(9)), keeper.due(at(9) + INCUMBENT_FIRST)), (None, Some(Due::Lead)));
 }

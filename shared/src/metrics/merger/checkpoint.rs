@@ -11,18 +11,32 @@ use serde::{Deserialize, Serialize};
 use super::{Live, Merger, Source, check_labels, check_value};
 use crate::ids::Incarnation;
 use crate::metrics::application::Family;
-use crate::metrics::catalogue::{CATALOGUE, REPORTS_REFUSED, REQUEST_SUCCESS, REQUESTS_ACCEPTED};
-use crate::metrics::definition::{Kind, Owner, SeriesId};
+use crate::metrics::catalogue::{
+    CATALOGUE, REPORTS_REFUSED, REQUEST_GENERATION_TOKENS, REQUEST_MAX_NUM_GENERATION_TOKENS,
+    REQUEST_PARAMS_BEST_OF, REQUEST_PARAMS_MAX_TOKENS, REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS,
+    REQUEST_SUCCESS, REQUESTS_ACCEPTED,
+};
+use crate::metrics::definition::{HistogramId, Kind, Owner, SeriesId};
 use crate::metrics::labels::{
     FinishedReason, LabelValue as _, PROCESS_NAME, ReportRefusal, WORKER_NAME,
 };
 use crate::metrics::merged::merge;
-use crate::metrics::snapshot::{LabelValues, SeriesSnapshot, Value};
+use crate::metrics::snapshot::{HistogramTotals, LabelValues, SeriesSnapshot, Value};
 use crate::protocol::FrontendId;
 use crate::wire::codec::{self, CodecError};
 
 /// Raised when the form changes; checkpoints of another form are refused.
 const FORM: u16 = 1;
+
+/// Histograms with an observation for each request that has ended, however it did.
+const ONCE_PER_REQUEST: [HistogramId<0>; 6] = [
+    REQUEST_PROMPT_TOKENS,
+    REQUEST_GENERATION_TOKENS,
+    REQUEST_MAX_NUM_GENERATION_TOKENS,
+    REQUEST_PARAMS_N,
+    REQUEST_PARAMS_BEST_OF,
+    REQUEST_PARAMS_MAX_TOKENS,
+];
 
 /// Largest encoded checkpoint.
 pub const MAX_CHECKPOINT_BYTES: usize = 16 << 20;
@@ -215,10 +229,21 @@ impl Merger {
             })
         };
         let (accepted, ended) = (sum(REQUESTS_ACCEPTED.series()), sum(REQUEST_SUCCESS.series()));
+        let over = accepted.saturating_sub(ended);
         let labels = LabelValues::from([FinishedReason::Error.as_str().to_owned()]);
         let Some(id) = index_of(REQUEST_SUCCESS.series().definition().name) else { return };
-        let value = Value::Counter(accepted.saturating_sub(ended));
-        add(&mut self.retired, &SeriesSnapshot { id, labels, value });
+        add(&mut self.retired, &SeriesSnapshot { id, labels, value: Value::Counter(over) });
+        // Nobody knows any more what they were; that they were is counted.
+        for histogram in ONCE_PER_REQUEST {
+            let definition = histogram.series().definition();
+            let Some(id) = index_of(definition.name) else { continue };
+            let mut totals = HistogramTotals::empty(definition.buckets().len());
+            if let Some(lowest) = totals.buckets.first_mut() {
+                *lowest = over;
+            }
+            let value = Value::Histogram(totals);
+            add(&mut self.retired, &SeriesSnapshot { id, labels: LabelValues::default(), value });
+        }
     }
 
     /// What was restored counts for the bound of label sets, too.

@@ -1,0 +1,75 @@
+//! The pages of a leader whose totals outlive it: [`Published`] with the hub and a clock around it.
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use shared::clock::{Clock, SystemClock};
+use shared::metrics::merger::checkpoint::Checkpoint;
+use shared::metrics::{Exemplars, Merged};
+
+use super::published::Published;
+use crate::metrics::Hub;
+
+/// What a page shows of one moment.
+#[derive(Debug)]
+pub struct Moment {
+    /// The cluster's totals and gauges.
+    pub merged: Merged,
+    /// Requests behind latencies.
+    pub exemplars: Exemplars,
+}
+
+/// Which moment pages show. Shared by the thread that writes checkpoints and whoever is scraped.
+///
+/// Its lock is held while the hub is asked, so that no page can be newer than the checkpoint that
+/// it comes before.
+#[derive(Debug)]
+pub struct Publication {
+    hub: Arc<Hub>,
+    clock: SystemClock,
+    published: Mutex<Published<Moment>>,
+}
+
+impl Publication {
+    /// Pages of `hub`; of the present once nothing was acknowledged for `patience`.
+    #[must_use]
+    pub fn new(hub: Arc<Hub>, patience: Duration) -> Self {
+        let published = Mutex::new(Published::new(patience));
+        Self { hub, clock: SystemClock::start(), published }
+    }
+
+    /// What a page shows now.
+    #[must_use]
+    pub fn shown(&self) -> Arc<Moment> {
+        let published = self.published();
+        published.shown(self.clock.now()).unwrap_or_else(|| Arc::new(self.hub.moment()))
+    }
+
+    /// All that is in the hub comes from etcd: the last leader's totals have been restored.
+    pub fn restored(&self) {
+        let mut published = self.published();
+        published.acknowledged(self.clock.now(), Arc::new(self.hub.moment()));
+    }
+
+    /// A checkpoint of now, which is about to be written.
+    #[must_use]
+    pub fn writing(&self) -> Checkpoint {
+        let mut published = self.published();
+        let (moment, checkpoint) = self.hub.moment_and_checkpoint();
+        published.writing(self.clock.now(), Arc::new(moment));
+        checkpoint
+    }
+
+    /// Whether it is in etcd.
+    pub fn written(&self, acknowledged: bool) {
+        self.published().written(acknowledged);
+    }
+
+    /// etcd answers, but does not take what this process has: another may lead.
+    pub fn kept(&self) {
+        self.published().kept(self.clock.now());
+    }
+
+    fn published(&self) -> MutexGuard<'_, Published<Moment>> {
+        self.published.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,181 @@
+//! PURE: what a leader's page shows, so that nobody sees a total fall when another takes over.
+//!
+//! The next leader goes on from what etcd has. What a scrape saw and etcd has not would be taken
+//! back, and Prometheus takes a counter that falls for one that began anew: everything counted so
+//! far would count twice. So a page shows the totals of a moment that etcd has acknowledged, all of
+//! that moment, gauges too: what holds between series holds within a scrape.
+//!
+//! An etcd that does not answer lets nobody take over, either. After a while without an answer the
+//! page is of the present again, and while a write is under way of the moment that is written: it
+//! may be acknowledged, and must not be less than what was seen before.
+use std::sync::Arc;
+use std::time::Duration;
+
+/// See the module's documentation. `T` is all that a page shows at one moment.
+#[derive(Debug)]
+pub struct Published<T> {
+    /// How old the acknowledged moment may be.
+    patience: Duration,
+    acknowledged: Option<Taken<T>>,
+    writing: Option<Taken<T>>,
+}
+
+#[derive(Debug)]
+struct Taken<T> {
+    at: Duration,
+    moment: Arc<T>,
+}
+
+impl<T> Published<T> {
+    /// Nothing is acknowledged yet; pages are of the present.
+    #[must_use]
+    pub fn new(patience: Duration) -> Self {
+        Self { patience, acknowledged: None, writing: None }
+    }
+
+    /// `moment`, taken now, has nothing that etcd has not.
+    pub fn acknowledged(&mut self, now: Duration, moment: Arc<T>) {
+        self.acknowledged = Some(Taken { at: now, moment });
+    }
+
+    /// `moment`, taken now, goes to etcd.
+    pub fn writing(&mut self, now: Duration, moment: Arc<T>) {
+        self.writing = Some(Taken { at: now, moment });
+    }
+
+    /// The write has ended; whether etcd has acknowledged it.
+    pub fn written(&mut self, acknowledged: bool) {
+        let written = self.writing.take();
+        if acknowledged && written.is_some() {
+            self.acknowledged = written;
+        }
+    }
+
+    /// etcd answers, but this process does not lead just now: others may take over, so pages stay as
+    /// they are, unless they are of the present already.
+    pub fn kept(&mut self, now: Duration) {
+        let patience = self.patience;
+        if let Some(taken) = &mut self.acknowledged
+            && now.saturating_sub(taken.at) <= patience
+        {
+            taken.at = now;
+        }
+    }
+
+    /// What a page shows now; `None` for the present.
+    #[must_use]
+    pub fn shown(&self, now: Duration) -> Option<Arc<T>> {
+        let fresh = |taken: &&Taken<T>| now.saturating_sub(taken.at) <= self.patience;
+        let shown = self.acknowledged.as_ref().filter(fresh).or(self.writing.as_ref());
+        shown.map(|taken| taken.moment.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn seconds(count: u64) -> Duration {
+        Duration::from_secs(count)
+    }
+
+    #[test]
+    fn shows_what_is_acknowledged_and_nothing_newer() {
+        let mut published = Published::new(PATIENCE);
+        assert_eq!(published.shown(seconds(0)), None);
+        published.writing(seconds(1), Arc::new(1));
+        published.written(true);
+        published.writing(seconds(6), Arc::new(2));
+        assert_eq!(published.shown(seconds(6)).as_deref(), Some(&1));
+        published.written(false);
+        assert_eq!(published.shown(seconds(7)).as_deref(), Some(&1));
+        published.writing(seconds(8), Arc::new(3));
+        published.written(true);
+        assert_eq!(published.shown(seconds(8)).as_deref(), Some(&3));
+    }
+
+    #[test]
+    fn is_live_again_when_nothing_is_acknowledged_for_long() {
+        let mut published = Published::new(PATIENCE);
+        published.acknowledged(seconds(0), Arc::new(1));
+        assert_eq!(published.shown(seconds(10)).as_deref(), Some(&1));
+        assert_eq!(published.shown(seconds(11)), None);
+        // What is written now may be what counts in a moment.
+        published.writing(seconds(12), Arc::new(2));
+        assert_eq!(published.shown(seconds(12)).as_deref(), Some(&2));
+        published.written(false);
+        assert_eq!(published.shown(seconds(13)), None);
+    }
+
+    #[test]
+    fn stays_as_it_is_while_others_may_take_over() {
+        let mut published = Published::new(PATIENCE);
+        published.acknowledged(seconds(0), Arc::new(1));
+        published.kept(seconds(8));
+        assert_eq!(published.shown(seconds(18)).as_deref(), Some(&1));
+        // Of the present already: what was seen is not taken back.
+        published.kept(seconds(19));
+        assert_eq!(published.shown(seconds(19)), None);
+    }
+
+    /// A counter that grows at every step, scrapes, writes that etcd answers or not (having taken
+    /// them or not), leaders that die at any point: no scrape shows less than one before it, and
+    /// none of a leader that etcd answers shows what it would take along.
+    #[test]
+    fn no_total_falls_when_leaders_die() {
+        let mut random = 12_345_u64;
+        let mut dice = |sides: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 33) % sides
+        };
+        let (mut deaths, mut live) = (0, 0);
+        for _ in 0..300 {
+            let (mut kept, mut seen) = (0_u64, 0_u64);
+            let mut now = Duration::ZERO;
+            for _leader in 0..5 {
+                let mut published = Published::new(PATIENCE);
+                let mut count = kept;
+                published.acknowledged(now, Arc::new(count));
+                let mut away_until = Duration::ZERO;
+                loop {
+                    now += Duration::from_millis(100 * (1 + dice(10)));
+                    count += dice(5);
+                    let away = now < away_until;
+                    match dice(12) {
+                        0..=4 => {
+                            let shown = published.shown(now).map_or(count, |shown| *shown);
+                            live += u64::from(shown == count);
+                            assert!(shown >= seen, "{shown} after {seen}");
+                            seen = shown;
+                        }
+                        5..=7 => published.writing(now, Arc::new(count)),
+                        8..=10 => {
+                            // Nobody else leads: what is taken is taken, with an answer or without.
+                            if let Some(writing) = &published.writing {
+                                let (taken, answered) =
+                                    (!away && dice(4) > 0, !away && dice(4) > 0);
+                                if taken {
+                                    kept = *writing.moment;
+                                }
+                                published.written(taken && answered);
+                            }
+                        }
+                        _ if dice(4) == 0 => away_until = now + seconds(20),
+                        // Whoever dies while etcd is away is followed when it is back, by when it
+                        // would have been live: then a fall cannot be helped.
+                        _ => {
+                            let stale = published.acknowledged.as_ref();
+                            if stale.is_some_and(|taken| now - taken.at <= PATIENCE) {
+                                deaths += 1;
+                                break;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        assert!(deaths > 1000 && live > 1000, "{deaths} deaths, {live} live scrapes");
+    }
+}

@@ -1,0 +1,144 @@
+//! The options of the HTTP API, of every role that serves it.
+use std::fmt;
+use std::path::PathBuf;
+
+use clap::Args;
+use coordinator::http::keys::ApiKeys;
+use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
+
+use super::CliError;
+use super::options::parse_bytes;
+
+/// The variable that holds an API key where none is given otherwise.
+const VARIABLE: &str = "TUTTI_API_KEY";
+/// What a GPU's kernels report at most.
+const LOGPROBS_BOUND: i64 = 128;
+
+/// Options of the HTTP API.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ApiArgs {
+    /// Answer /v1, /tokenize and /detokenize only with `Authorization: Bearer KEY`, of any of these
+    /// keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in the environment, hides it
+    #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(key.to_owned())))]
+    pub(crate) api_key: Vec<Key>,
+    /// The same with the keys of this file, one per line
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_key_file: Option<PathBuf>,
+    /// Jinja file with the chat template, instead of the model's own; the same for the coordinator
+    /// and all front ends
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chat_template: Option<PathBuf>,
+    /// Most bytes of a request's body: bytes, or with a suffix KiB, MiB, GiB [default: 16 per token
+    /// of --max-model-len, at least 1MiB]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub(crate) max_body_bytes: Option<u64>,
+    /// Most alternatives per token that a request may ask for (logprobs, top_logprobs)
+    #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
+    pub(crate) max_logprobs: u32,
+    /// Web pages whose scripts may use the API, such as https://chat.example.com, comma separated;
+    /// * for all [default: none]
+    #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
+    pub(crate) allowed_origins: Vec<String>,
+    /// Log every HTTP request: its id, status and duration
+    #[arg(long)]
+    pub(crate) access_log: bool,
+}
+
+/// A key, which is never shown.
+#[derive(Clone)]
+pub(crate) struct Key(String);
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key")
+    }
+}
+
+/// Checks the options, and reads the file of keys.
+pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
+    for origin in &args.allowed_origins {
+        let page = ["http://", "https://"].iter().find_map(|scheme| origin.strip_prefix(scheme));
+        if origin != "*" && page.is_none_or(|page| page.is_empty() || page.contains('/')) {
+            return Err(CliError::Usage(format!(
+                "--allowed-origins {origin}: an origin is https://HOST or http://HOST:PORT, \
+                 without a path; or *"
+            )));
+        }
+    }
+    Ok(ApiOptions {
+        keys: keys(args)?,
+        chat_template: args.chat_template.clone(),
+        max_body_bytes: args.max_body_bytes,
+        max_logprobs: args.max_logprobs,
+        allowed_origins: args.allowed_origins.clone(),
+        access_log: args.access_log,
+    })
+}
+
+fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
+    let mut keys: Vec<String> = args.api_key.iter().map(|key| key.0.clone()).collect();
+    if let Some(file) = &args.api_key_file {
+        let at = |problem: String| {
+            CliError::Usage(format!("--api-key-file {}: {problem}", file.display()))
+        };
+        let text = std::fs::read_to_string(file).map_err(|error| at(error.to_string()))?;
+        let before = keys.len();
+        keys.extend(text.lines().map(str::trim).filter(|it| !it.is_empty()).map(str::to_owned));
+        // Nobody means to open the API by an empty file.
+        if keys.len() == before {
+            return Err(at("there is no key in it".to_owned()));
+        }
+    }
+    if keys.is_empty()
+        && let Ok(key) = std::env::var(VARIABLE)
+    {
+        keys.push(key);
+    }
+    ApiKeys::new(keys.iter().map(String::as_str)).map_err(|error| {
+        CliError::Usage(format!("--api-key, --api-key-file or {VARIABLE}: {error}"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        api: ApiArgs,
+    }
+
+    fn parse(words: &[&str]) -> Result<ApiOptions, String> {
+        let line = Line::try_parse_from([&["x"], words].concat()).map_err(|e| e.to_string())?;
+        assert!(!format!("{:?}", line.api).contains("hidden"), "keys are never shown");
+        options(&line.api).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn keys_come_from_the_line_and_a_file_and_bad_ones_are_not_shown() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&file, "hidden-a\n\n  hidden-b  \n").unwrap();
+        let path = file.path().to_str().unwrap();
+        let both = parse(&["--api-key", "hidden-c", "--api-key-file", path]).unwrap();
+        assert_eq!(format!("{:?}", both.keys), "ApiKeys { number: 3 }");
+        std::fs::write(&file, "\n").unwrap();
+        assert!(parse(&["--api-key-file", path]).unwrap_err().contains("no key"));
+        assert!(parse(&["--api-key-file", "/no/such"]).unwrap_err().contains("/no/such"));
+        let error = parse(&["--api-key", "hidden key"]).unwrap_err();
+        assert!(error.contains("--api-key") && !error.contains("hidden"), "{error}");
+    }
+
+    #[test]
+    fn origins_are_origins() {
+        let origins = parse(&["--allowed-origins", "https://a.example,http://b:8080"]).unwrap();
+        assert_eq!(origins.allowed_origins, ["https://a.example", "http://b:8080"]);
+        for wrong in ["a.example", "https://a.example/", "https://"] {
+            assert!(
+                parse(&["--allowed-origins", wrong]).unwrap_err().contains("--allowed-origins")
+            );
+        }
+    }
+}

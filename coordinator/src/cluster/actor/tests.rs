@@ -1,0 +1,157 @@
+//! Actors that panic are missed.
+use std::net::SocketAddr;
+
+use shared::clock::SystemClock;
+use shared::metrics::Limits;
+use shared::protocol::{Dtype, Formed, NodeResources, Started};
+use shared::wire::auth::Secret;
+
+use super::*;
+use crate::cluster::{Member, PlacementRules, ReplicaPhase};
+use crate::coordinator::ended;
+use crate::replica::driver::{DriverLimits, ReplicaDriver};
+use crate::scheduler::{Scheduler, SchedulerConfig};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Does something within an actor.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Within<A: Actor>(What<A>);
+
+type What<A> = Box<dyn FnOnce(&mut A, &mut <A as Actor>::Context) + Send>;
+
+impl Handler<Within<Self>> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, Within(what): Within<Self>, ctx: &mut Self::Context) {
+        what(self, ctx);
+    }
+}
+
+impl Handler<Within<Self>> for ReplicaActor {
+    type Result = ();
+
+    fn handle(&mut self, Within(what): Within<Self>, ctx: &mut Self::Context) {
+        what(self, ctx);
+    }
+}
+
+fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
+    let engine = EngineConfig {
+        block_size: 16,
+        max_model_len: 64,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 64,
+        kv_cache_bytes: 1 << 20,
+    };
+    let config = ClusterConfig {
+        tensor_parallel: 1,
+        degrees: vec![1],
+        reshard_after: Duration::from_secs(2),
+        max_replicas: None,
+        model: "m".into(),
+        dtype: Dtype::Float32,
+        engine,
+        collective_timeout: Duration::from_secs(5),
+        worker_stats: true,
+        collective_key: Secret::of_random([5; 32]),
+        placement: PlacementRules::default(),
+        run: 7,
+    };
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let hub = Arc::new(Hub::new(Incarnation(1), Limits::default()));
+    let (of_replicas, time) = (hub.clone(), clock.clone());
+    let make: ReplicaFactory = Box::new(move |id, cluster, load| {
+        let scheduler = Scheduler::new(SchedulerConfig {
+            block_size: 16,
+            max_model_len: 64,
+            max_num_seqs: 4,
+            max_num_batched_tokens: 64,
+            max_queued_requests: 4,
+            max_steps_in_flight: 2,
+            prefix_caching: true,
+        })?;
+        let limits = DriverLimits { step_timeout: PATIENCE, unavailable_timeout: PATIENCE };
+        let observer = of_replicas.observer().clone();
+        let driver = ReplicaDriver::new(time.now(), id, scheduler, observer, limits);
+        let (failed, orphans) = (cluster.clone().recipient(), cluster.clone().recipient());
+        let paces = cluster.recipient();
+        Ok(ReplicaActor::new(id, driver, time.clone(), load, failed, orphans, paces))
+    });
+    let (view, seen) = watch::channel(ClusterView::default());
+    let actors = ActorRuntime::hub("coordinator", 1, clock.clone());
+    (ClusterActor::new(config, clock, hub, make, view, actors).start(), seen)
+}
+
+async fn within<A, T>(
+    addr: &Addr<A>,
+    what: impl FnOnce(&mut A, &mut A::Context) -> T + Send + 'static,
+) -> T
+where
+    A: Actor<Context = Context<A>> + Handler<Within<A>>,
+    T: Send + 'static,
+{
+    let (answer, answered) = tokio::sync::oneshot::channel();
+    let what = Box::new(move |actor: &mut A, ctx: &mut A::Context| {
+        let _ = answer.send(what(actor, ctx));
+    });
+    addr.send(Within(what)).await.unwrap();
+    answered.await.unwrap()
+}
+
+#[test]
+fn the_end_of_the_cluster_is_noticed() {
+    actix::System::new().block_on(async {
+        let (cluster, view) = cluster();
+        let quiet = tokio::time::timeout(Duration::from_millis(200), ended(view.clone())).await;
+        assert!(quiet.is_err(), "it is there");
+        cluster.do_send(Within(Box::new(|_: &mut ClusterActor, _| panic!("a defect"))));
+        tokio::time::timeout(PATIENCE, ended(view)).await.expect("it is gone");
+    });
+}
+
+#[test]
+fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
+    actix::System::new().block_on(async {
+        let (cluster, _view) = cluster();
+        let id = ReplicaId(0);
+        let addr = within(&cluster, move |actor, ctx| {
+            let (now, worker, mut effects) = (actor.clock.now(), WorkerId(0), Vec::new());
+            let member = Member {
+                worker,
+                incarnation: Incarnation(1),
+                node: "node".into(),
+                host: "host".into(),
+                collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000)),
+                draining: false,
+                offer: NodeResources::default(),
+            };
+            actor.core.worker_joined(now, member, &mut effects);
+            let epoch = Epoch(1);
+            let formed = Formed { epoch, kv_blocks: 9, weight_bytes: 1, load_seconds: 0.0 };
+            actor.core.worker_formed(worker, formed, &mut effects);
+            actor.core.worker_started(now, worker, Started { epoch }, &mut effects);
+            actor.start_replica(ctx, id);
+            let running = actor.replicas.get_mut(&id).unwrap();
+            running.serving = Some((epoch, vec![worker]));
+            running.addr.clone()
+        })
+        .await;
+        let phase = |actor: &mut ClusterActor| {
+            let status = actor.core.replicas().next().unwrap();
+            (status.phase, status.epoch, actor.replicas.len())
+        };
+        let serving = within(&cluster, move |actor, _| phase(actor)).await;
+        assert_eq!(serving, (ReplicaPhase::Serving, Epoch(1), 1));
+        addr.do_send(Within(Box::new(|_: &mut ReplicaActor, _| panic!("a defect"))));
+        let anew = async {
+            while within(&cluster, move |actor, _| phase(actor)).await
+                != (ReplicaPhase::Forming, Epoch(2), 0)
+            {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, anew).await.expect("it forms anew");
+    });
+}

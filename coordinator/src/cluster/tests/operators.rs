@@ -1,0 +1,101 @@
+//! What operators say: scaling and draining, and that the next coordinator goes on from it.
+use super::*;
+
+/// The last that is to be left to the next leader.
+fn desired(effects: &[Effect]) -> Option<&Desired> {
+    effects.iter().rev().find_map(|effect| match effect {
+        Effect::Desire(desired) => Some(desired),
+        _ => None,
+    })
+}
+
+#[test]
+fn scaling_removes_the_youngest_and_makes_new_ones_of_spares() {
+    let (mut cluster, mut effects) = cluster_of(config(1), 3);
+    for (epoch, worker) in [(1, 0), (2, 1), (3, 2)] {
+        bring_up(&mut cluster, secs(1), epoch, &[worker]);
+    }
+    effects.clear();
+    cluster.scale(secs(2), Some(1), &mut effects);
+    let removed: Vec<&Effect> =
+        effects.iter().filter(|e| matches!(e, Effect::ReplicaRemoved { .. })).collect();
+    assert_eq!(removed.len(), 2);
+    assert!(!effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(0) }));
+    // A spare takes over at once when the last one breaks.
+    effects.clear();
+    cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(4), &mut effects);
+    assert_eq!(world_sizes(&effects), [(1, 0, 1)]);
+    effects.clear();
+    cluster.scale(secs(5), Some(0), &mut effects);
+    assert_eq!(world_sizes(&effects), [(2, 0, 1)]);
+}
+
+#[test]
+fn a_drained_worker_is_replaced_and_told_to_end() {
+    let (mut cluster, mut effects) = cluster_of(config(2), 3);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.drain(secs(2), WorkerId(0), &mut effects).unwrap();
+    assert_eq!(world_sizes(&effects), [(2, 0, 2), (1, 1, 2)], "the spare has its rank");
+    let told = |worker: u32| shut_down(&effects).iter().any(|(to, _)| *to == worker);
+    assert!(told(0) && !told(1) && !told(2));
+    let mut effects = Vec::new();
+    cluster.worker_left(secs(3), WorkerId(0), Incarnation(1), "goodbye", &mut effects);
+    let refused = cluster.drain(secs(4), WorkerId(1), &mut effects).unwrap_err();
+    assert!(refused.contains("1 workers are left") && refused.contains("needs 2"), "{refused}");
+    assert!(cluster.drain(secs(4), WorkerId(9), &mut effects).is_err());
+    assert!(effects.is_empty(), "a refusal changes nothing: {effects:?}");
+}
+
+#[test]
+fn a_drain_outlives_a_link_that_broke_before_the_worker_heard_of_it() {
+    let (mut cluster, mut effects) = cluster_of(config(1), 2);
+    cluster.drain(secs(1), WorkerId(0), &mut effects).unwrap();
+    cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "the link broke", &mut effects);
+    effects.clear();
+    cluster.worker_joined(secs(3), member(0, 1, "a"), &mut effects);
+    let told = |effects: &[Effect]| {
+        shut_down(effects).iter().any(|(to, reason)| *to == 0 && reason.contains("drained"))
+    };
+    assert!(told(&effects) && world_sizes(&effects).is_empty(), "{effects:?}");
+    assert!(cluster.member(WorkerId(0)).is_some_and(|member| member.draining));
+    // Another process of that name is another matter.
+    effects.clear();
+    cluster.worker_joined(secs(4), member(0, 2, "a"), &mut effects);
+    assert!(!told(&effects));
+    assert!(cluster.member(WorkerId(0)).is_some_and(|member| !member.draining));
+}
+
+#[test]
+fn the_next_coordinator_goes_by_what_the_last_one_was_told() {
+    let bounded = ClusterConfig { max_replicas: Some(3), ..config(1) };
+    let (mut cluster, mut effects) = cluster_of(bounded.clone(), 4);
+    assert_eq!((cluster.max_replicas(), desired(&effects)), (Some(3), None), "nobody said more");
+    cluster.scale(secs(1), Some(2), &mut effects);
+    cluster.drain(secs(1), WorkerId(3), &mut effects).unwrap();
+    let said = desired(&effects).unwrap().clone();
+    assert_eq!((said.generation, said.replicas, said.leaving.len()), (2, Some(2), 1));
+    let refused = cluster.drain(secs(1), WorkerId(9), &mut effects);
+    assert!(refused.is_err() && *cluster.desired() == said, "a refusal is not kept");
+
+    let (mut next, mut effects) = (Cluster::new(bounded), Vec::new());
+    next.go_by(said);
+    for worker in 0..4 {
+        next.worker_joined(secs(2), member(worker, 1, "b"), &mut effects);
+    }
+    assert_eq!((next.max_replicas(), next.replicas().count()), (Some(2), 2));
+    let told = shut_down(&effects);
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].0 == 3 && told[0].1.contains("is drained"), "{told:?}");
+    // Another process of that name was told nothing.
+    effects.clear();
+    next.worker_joined(secs(3), member(3, 2, "b"), &mut effects);
+    assert!(shut_down(&effects).is_empty());
+    // Without a bound; then as it was started.
+    next.scale(secs(4), Some(0), &mut effects);
+    assert_eq!((next.max_replicas(), next.replicas().count()), (None, 4));
+    next.scale(secs(5), None, &mut effects);
+    assert_eq!((next.max_replicas(), next.replicas().count()), (Some(3), 3));
+    assert_eq!(desired(&effects).map(|it| it.generation), Some(4), "over all coordinators");
+}

@@ -1,0 +1,243 @@
+//! PURE: which front end has which slot, and which process and link is the slot's present one.
+//!
+//! As with workers, another process under a name that is linked has to wait, or the two would
+//! displace each other for ever. A slot is its name's for good while there are enough; then those of
+//! front ends that have long been gone are given to others, and their totals are closed.
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use shared::ids::Incarnation;
+use shared::protocol::FrontendId;
+
+use crate::cluster::absence::EXPECTED_FOR;
+use crate::cluster::actor::Refusal;
+
+/// Front ends, linked or gone, that have a slot.
+pub(super) const SLOTS_MAX: usize = 4096;
+
+/// See the module's documentation; `L` is a link.
+#[derive(Debug)]
+pub(super) struct Slots<L> {
+    by_node: BTreeMap<String, FrontendId>,
+    slots: BTreeMap<FrontendId, Slot<L>>,
+    /// Processes whose totals were closed when their slots went to others, oldest first.
+    closed: VecDeque<Incarnation>,
+}
+
+#[derive(Debug)]
+struct Slot<L> {
+    /// The last process of it that was linked.
+    run: Option<Incarnation>,
+    link: Option<L>,
+    /// Since when nobody has been linked.
+    free_since: Duration,
+}
+
+/// A front end may join.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Admitted {
+    /// In this slot.
+    pub(super) frontend: FrontendId,
+    /// The process that had it before, which is not expected back.
+    pub(super) freed: Option<Incarnation>,
+}
+
+/// What a front end that joins follows on.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Before<L> {
+    /// Another process.
+    pub(super) run: Option<Incarnation>,
+    /// Its own link of before.
+    pub(super) link: Option<L>,
+}
+
+impl<L> Default for Slots<L> {
+    fn default() -> Self {
+        Self { by_node: BTreeMap::new(), slots: BTreeMap::new(), closed: VecDeque::new() }
+    }
+}
+
+impl<L> Slots<L> {
+    /// Linked front ends: name, slot, link.
+    pub(super) fn linked(&self) -> impl Iterator<Item = (&str, FrontendId, &L)> {
+        let link = |id: &FrontendId| self.slots.get(id).and_then(|slot| slot.link.as_ref());
+        self.by_node.iter().filter_map(move |(node, id)| Some((node.as_str(), *id, link(id)?)))
+    }
+
+    /// Whether this process may join, under which number. It may have brought one.
+    pub(super) fn admit(
+        &mut self,
+        now: Duration,
+        node: &str,
+        run: Incarnation,
+        brought: Option<FrontendId>,
+    ) -> Result<Admitted, Refusal> {
+        if self.closed.contains(&run) {
+            let reason = "it was away for so long that its totals are closed: start it again";
+            return Err(Refusal::Never(reason.to_owned()));
+        }
+        if let Some(frontend) = self.by_node.get(node).copied() {
+            let slot = self.slots.get(&frontend);
+            if slot.is_some_and(|slot| slot.link.is_some() && slot.run != Some(run)) {
+                let reason = format!("another process is linked as front end {node}");
+                return Err(Refusal::NotYet(reason));
+            }
+            return Ok(Admitted { frontend, freed: None });
+        }
+        let (frontend, freed) = if self.by_node.len() < SLOTS_MAX {
+            (self.vacant(brought), None)
+        } else {
+            self.free(now)?
+        };
+        self.by_node.insert(node.to_owned(), frontend);
+        self.slots.insert(frontend, Slot { run: None, link: None, free_since: now });
+        Ok(Admitted { frontend, freed })
+    }
+
+    /// The slot a front end brings from another coordinator, if nobody has it; else the first that
+    /// nobody has. Slot 0 is the coordinator's own.
+    fn vacant(&self, brought: Option<FrontendId>) -> FrontendId {
+        let taken: BTreeSet<u32> = self.by_node.values().map(|id| id.0).collect();
+        let most = SLOTS_MAX as u32;
+        let brought = brought.map(|id| id.0).filter(|slot| (1..=most).contains(slot));
+        let mut slots = brought.into_iter().chain(1..=most);
+        FrontendId(slots.find(|slot| !taken.contains(slot)).unwrap_or(most))
+    }
+
+    /// Takes the slot of whoever has been gone longest, and is not expected back.
+    fn free(&mut self, now: Duration) -> Result<(FrontendId, Option<Incarnation>), Refusal> {
+        let gone = |(id, slot): (&FrontendId, &Slot<L>)| {
+            let long = now.saturating_sub(slot.free_since) >= EXPECTED_FOR;
+            (slot.link.is_none() && long).then_some((slot.free_since, *id))
+        };
+        let Some((_, id)) = self.slots.iter().filter_map(gone).min() else {
+            return Err(Refusal::NotYet(format!(
+                "{SLOTS_MAX} front ends are linked or were within the last {} minutes, the most \
+                 there can be",
+                EXPECTED_FOR.as_secs() / 60
+            )));
+        };
+        self.by_node.retain(|_, slot| *slot != id);
+        let run = self.slots.remove(&id).and_then(|slot| slot.run);
+        self.closed.extend(run);
+        if self.closed.len() > SLOTS_MAX {
+            self.closed.pop_front();
+        }
+        Ok((id, run))
+    }
+
+    /// A front end has been welcomed: `link` is its present one.
+    ///
+    /// # Errors
+    /// `link` again, when the slot is another process's by now.
+    pub(super) fn joined(
+        &mut self,
+        node: &str,
+        id: FrontendId,
+        run: Incarnation,
+        link: L,
+    ) -> Result<Before<L>, L> {
+        let is_its = self.by_node.get(node) == Some(&id);
+        let Some(slot) = self.slots.get_mut(&id).filter(|_| is_its) else { return Err(link) };
+        let is_same = slot.run == Some(run);
+        if slot.link.is_some() && !is_same {
+            return Err(link);
+        }
+        let old = slot.link.replace(link);
+        let run = slot.run.replace(run).filter(|_| !is_same);
+        Ok(Before { run, link: old })
+    }
+
+    /// A link has ended. Returns whether it was its slot's present one, by `is_it`.
+    pub(super) fn left(
+        &mut self,
+        now: Duration,
+        id: FrontendId,
+        is_it: impl FnOnce(&L) -> bool,
+    ) -> bool {
+        let Some(slot) = self.slots.get_mut(&id) else { return false };
+        if !slot.link.as_ref().is_some_and(is_it) {
+            return false;
+        }
+        (slot.link, slot.free_since) = (None, now);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Incarnation = Incarnation(1);
+    const B: Incarnation = Incarnation(2);
+
+    fn secs(secs: u64) -> Duration {
+        Duration::from_secs(secs)
+    }
+
+    fn slot(admitted: Result<Admitted, Refusal>) -> u32 {
+        let Admitted { frontend, freed } = admitted.unwrap();
+        assert_eq!(freed, None);
+        frontend.0
+    }
+
+    #[test]
+    fn another_process_waits_until_the_present_one_is_gone() {
+        let mut slots = Slots::<u32>::default();
+        assert_eq!(slot(slots.admit(secs(0), "a", A, None)), 1);
+        let nobody = Before { run: None, link: None };
+        assert_eq!(slots.joined("a", FrontendId(1), A, 7), Ok(nobody));
+        let waits = slots.admit(secs(1), "a", B, None).unwrap_err();
+        assert!(matches!(waits, Refusal::NotYet(why) if why.contains("linked as front end a")));
+        // Its own next link takes the old one's place, which ends later.
+        assert_eq!(slot(slots.admit(secs(1), "a", A, None)), 1);
+        let own = Before { run: None, link: Some(7) };
+        assert_eq!(slots.joined("a", FrontendId(1), A, 8), Ok(own));
+        assert!(!slots.left(secs(2), FrontendId(1), |link| *link == 7));
+        assert!(slots.admit(secs(2), "a", B, None).is_err(), "it is linked still");
+        assert!(slots.left(secs(3), FrontendId(1), |link| *link == 8));
+        // Two that are admitted at once: one of them joins.
+        let both = [A, B].map(|run| slot(slots.admit(secs(3), "a", run, None)));
+        assert_eq!(both, [1, 1]);
+        let other = Before { run: Some(A), link: None };
+        assert_eq!(slots.joined("a", FrontendId(1), B, 9), Ok(other));
+        assert_eq!(slots.joined("a", FrontendId(1), A, 10), Err(10));
+        assert_eq!(slots.linked().collect::<Vec<_>>(), [("a", FrontendId(1), &9)]);
+    }
+
+    #[test]
+    fn a_slot_is_brought_where_nobody_has_it() {
+        let mut slots = Slots::<u32>::default();
+        let brings = |it| Some(FrontendId(it));
+        assert_eq!(slot(slots.admit(secs(0), "a", A, brings(5))), 5);
+        assert_eq!(slot(slots.admit(secs(0), "b", A, brings(5))), 1);
+        assert_eq!(slot(slots.admit(secs(0), "c", A, brings(0))), 2);
+        assert_eq!(slot(slots.admit(secs(0), "d", A, brings(u32::MAX))), 3);
+        assert_eq!(slot(slots.admit(secs(9), "a", B, brings(7))), 5, "its name's");
+    }
+
+    #[test]
+    fn names_that_never_return_give_their_slots_to_others() {
+        let mut slots = Slots::<u32>::default();
+        for i in 0..SLOTS_MAX as u32 {
+            let (node, run) = (format!("pod-{i}"), Incarnation(100 + u64::from(i)));
+            let now = secs(u64::from(i.min(2)));
+            let id = FrontendId(slot(slots.admit(now, &node, run, None)));
+            slots.joined(&node, id, run, i).unwrap();
+            if i < 2 {
+                assert!(slots.left(now, id, |link| *link == i));
+            }
+        }
+        let late = secs(0) + EXPECTED_FOR;
+        let full = slots.admit(late - secs(1), "new", A, None).unwrap_err();
+        assert!(matches!(full, Refusal::NotYet(why) if why.contains("4096 front ends")));
+        let freed = Admitted { frontend: FrontendId(1), freed: Some(Incarnation(100)) };
+        assert_eq!(slots.admit(late, "new", A, None), Ok(freed));
+        assert!(slots.admit(late, "newer", B, None).is_err(), "the next one is expected still");
+        // Whoever had it is another process by now, or none: its totals would count twice.
+        let back = slots.admit(late + secs(9), "pod-0", Incarnation(100), None).unwrap_err();
+        assert!(matches!(back, Refusal::Never(why) if why.contains("start it again")));
+        let freed = Admitted { frontend: FrontendId(2), freed: Some(Incarnation(101)) };
+        assert_eq!(slots.admit(late + secs(9), "pod-0", B, None), Ok(freed));
+    }
+}

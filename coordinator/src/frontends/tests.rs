@@ -1,0 +1,99 @@
+//! What a front end's link takes: nothing that a working front end would not send.
+use std::path::Path;
+
+use shared::clock::SystemClock;
+use shared::metrics::Limits as MetricLimits;
+use shared::sampling::{LOGPROBS_MAX, SamplingParams};
+
+use super::*;
+use crate::http::state::Readiness;
+
+fn receiver() -> (Receiver, mpsc::Receiver<EngineCommand>) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+    let text = Arc::new(TextModel::load(&folder).unwrap());
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let (commands, taken) = mpsc::channel(64);
+    let serving = Serving {
+        model: "m".into(),
+        served_model_name: "m".into(),
+        max_model_len: 100,
+        text_fingerprint: text.fingerprint,
+    };
+    let ready = || Readiness { ready: true, message: String::new() };
+    let frontends = Arc::new(Frontends::new(
+        Arc::new(Hub::new(Incarnation(1), MetricLimits::default())),
+        clock.clone(),
+        commands,
+        text,
+        serving,
+        Arc::new(ready),
+        ActorRuntime::hub("coordinator", 1, clock),
+        Gate::default(),
+    ));
+    let receiver = Receiver {
+        peer: frontends.actors.reserve_peer(),
+        frontends,
+        id: FrontendId(1),
+        incarnation: Incarnation(2),
+        link_number: 3,
+        queue: mpsc::channel(64).0,
+        open: Arc::new(AtomicBool::new(true)),
+        node: "a".into(),
+    };
+    (receiver, taken)
+}
+
+fn request() -> SubmitRequest {
+    SubmitRequest {
+        id: RequestId(7),
+        prompt: vec![1, 2, 3],
+        sampling: SamplingParams::greedy(),
+        n: 2,
+        stops: vec!["x".into(); 4],
+        max_tokens: 5,
+        cache_salt: 0,
+        end_tokens: vec![1; SUPPRESSED_MAX],
+        waited_us: 0,
+        response_id: "cmpl-1".into(),
+    }
+}
+
+#[test]
+fn requests_that_would_harm_a_rank_end_the_link() {
+    let (receiver, mut taken) = receiver();
+    let mut submit = |change: &dyn Fn(&mut SubmitRequest)| {
+        let mut submit = request();
+        change(&mut submit);
+        let kept = receiver.message(FromFrontend::Submit(Box::new(submit)));
+        assert_eq!(kept, taken.try_recv().is_ok(), "taken, or the link's end");
+        kept
+    };
+    assert!(submit(&|_| ()), "what is allowed");
+    let wrong: [(&str, &dyn Fn(&mut SubmitRequest)); 10] = [
+        ("no prompt", &|it| it.prompt.clear()),
+        ("a long prompt", &|it| it.prompt = vec![1; 101]),
+        ("no token", &|it| it.prompt[0] = u32::MAX),
+        ("another link's number", &|it| it.id = RequestId(1 << LINK_SHIFT)),
+        ("log-probabilities", &|it| it.sampling.logprobs = Some(LOGPROBS_MAX + 1)),
+        ("biases", &|it| it.sampling.logit_bias = vec![(1, 0.0); 1025]),
+        ("a temperature", &|it| it.sampling.temperature = f32::NAN),
+        ("end tokens", &|it| it.end_tokens.push(1)),
+        ("a long stop string", &|it| it.stops[3] = "x".repeat(257)),
+        ("an empty stop string", &|it| it.stops[3].clear()),
+    ];
+    for (what, change) in wrong {
+        assert!(!submit(change), "{what}");
+    }
+}
+
+#[test]
+fn a_front_end_cancels_its_own_requests_alone() {
+    let (receiver, mut taken) = receiver();
+    assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
+    let command = taken.try_recv().unwrap();
+    let own = RequestId(3 << LINK_SHIFT | 7);
+    assert!(matches!(command, EngineCommand::Cancel { id } if id == own), "{command:?}");
+    // Number 7 of link 4, from link 3's side.
+    assert!(!receiver.message(FromFrontend::Cancel(RequestId(1 << LINK_SHIFT | 7))));
+    assert!(taken.try_recv().is_err());
+}

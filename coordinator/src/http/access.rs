@@ -1,0 +1,128 @@
+//! Every request has an id: the client's `X-Request-Id`, or one made here. The answer's header and
+//! the response's `id` say it, and the access log, where that is wanted.
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use actix_web::body::{BodySize, BoxBody, EitherBody, MessageBody};
+use actix_web::dev::{ServiceRequest, ServiceResponse};
+use actix_web::http::Method;
+use actix_web::http::header::{HeaderName, HeaderValue};
+use actix_web::middleware::Next;
+use actix_web::web::{Bytes, Data};
+use actix_web::{Error, HttpMessage as _, HttpRequest};
+
+use super::fields::is_request_id;
+use super::state::AppState;
+
+const HEADER: HeaderName = HeaderName::from_static("x-request-id");
+
+/// A request's id, among its extensions.
+#[derive(Clone, Debug)]
+struct RequestName(String);
+
+/// The request's id.
+#[must_use]
+pub fn request_id(request: &HttpRequest) -> String {
+    request.extensions().get::<RequestName>().map(|name| name.0.clone()).unwrap_or_default()
+}
+
+/// Gives the request its id and the answer a header that says it; logs it.
+///
+/// # Errors
+/// The handler's own.
+pub async fn identify<B: MessageBody + 'static>(
+    request: ServiceRequest,
+    next: Next<B>,
+) -> Result<ServiceResponse<EitherBody<B>>, Error> {
+    let Some(state) = request.app_data::<Data<AppState>>().cloned() else {
+        return Ok(next.call(request).await?.map_into_left_body());
+    };
+    let given = request.headers().get(&HEADER).and_then(|value| value.to_str().ok());
+    let given = given.filter(|id| is_request_id(id, &state.limits)).map(str::to_owned);
+    let id = given.unwrap_or_else(|| state.request_id());
+    let header = HeaderValue::from_str(&id);
+    request.extensions_mut().insert(RequestName(id.clone()));
+    let mut line = state.access_log.then(|| Line {
+        began: state.clock.now(),
+        id,
+        method: request.method().clone(),
+        path: request.path().to_owned(),
+        status: None,
+        sent: false,
+        state: state.clone(),
+    });
+    let response = next.call(request).await;
+    if let Some(line) = &mut line {
+        line.status = Some(match &response {
+            Ok(response) => response.status().as_u16(),
+            Err(error) => error.as_response_error().status_code().as_u16(),
+        });
+        line.sent = response.is_err();
+    }
+    let mut response = response?;
+    if let Ok(header) = header {
+        response.headers_mut().insert(HEADER, header);
+    }
+    Ok(match line {
+        None => response.map_into_left_body(),
+        Some(mut line) => response.map_body(|_, body| {
+            let body = BoxBody::new(body);
+            // Nobody asks for pieces of an empty one.
+            line.sent = body.size().is_eof();
+            EitherBody::right(BoxBody::new(LoggedBody { body, line }))
+        }),
+    })
+}
+
+/// A line of the access log, written when the answer is sent or its client has left.
+#[derive(Debug)]
+struct Line {
+    state: Data<AppState>,
+    began: Duration,
+    id: String,
+    method: Method,
+    path: String,
+    /// None where the client left before there was one.
+    status: Option<u16>,
+    /// To its end.
+    sent: bool,
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        let duration = self.state.clock.now().saturating_sub(self.began);
+        tracing::info!(
+            request = %self.id,
+            method = %self.method,
+            path = %self.path,
+            status = self.status.unwrap_or(499),
+            whole = self.sent,
+            duration_ms = duration.as_millis() as u64,
+            "http"
+        );
+    }
+}
+
+/// A body whose end is logged.
+struct LoggedBody {
+    body: BoxBody,
+    line: Line,
+}
+
+impl MessageBody for LoggedBody {
+    type Error = <BoxBody as MessageBody>::Error;
+
+    fn size(&self) -> BodySize {
+        self.body.size()
+    }
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, Self::Error>>> {
+        let piece = Pin::new(&mut self.body).poll_next(context);
+        self.line.sent |= matches!(piece, Poll::Ready(None));
+        piece
+    }
+}

@@ -1,0 +1,279 @@
+//! The part of a chat request that its template is given: messages, tools, variables.
+use serde_json::{Map, Value};
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::params::Limits;
+use crate::text::model::TextModel;
+use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError};
+
+/// Variables that vLLM takes from fields of their own. A template that does not read one cannot
+/// heed it.
+const VARIABLES: [&str; 1] = ["reasoning_effort"];
+
+/// What becomes of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// The model may call them, unless the request says that it does not.
+    AndCalled,
+    /// Nothing is generated.
+    Only,
+}
+
+/// Reads a conversation.
+///
+/// # Errors
+/// 400 naming the field, the message and what it must be.
+pub fn read(
+    fields: &Fields,
+    limits: &Limits,
+    template: &ChatTemplate,
+    told: Told,
+) -> Result<Conversation, ApiError> {
+    let continue_final_message = fields.boolean("continue_final_message", false)?;
+    let add_generation_prompt = fields.boolean("add_generation_prompt", true)?;
+    if continue_final_message && add_generation_prompt {
+        return Err(ApiError::field(
+            "continue_final_message",
+            "`continue_final_message` needs `add_generation_prompt`: false",
+        ));
+    }
+    let mut variables = variables(fields)?;
+    for name in VARIABLES {
+        if let Some(value) = fields.string(name, 64)? {
+            known(template, name)?;
+            variables.insert(name.to_owned(), value.into());
+        }
+    }
+    let documents = objects(fields, "documents", limits.messages)?;
+    if documents.is_some() {
+        known(template, "documents")?;
+    }
+    Ok(Conversation {
+        messages: messages(fields, limits)?,
+        tools: tools(fields, limits, told)?,
+        documents,
+        add_generation_prompt,
+        continue_final_message,
+        variables,
+    })
+}
+
+/// Renders a conversation and turns it into tokens.
+///
+/// # Errors
+/// 400 for what the template objects to, 500 for its own faults.
+pub fn encode(
+    text: &TextModel,
+    conversation: &Conversation,
+    add_special_tokens: bool,
+) -> Result<Vec<u32>, ApiError> {
+    encode_within(text, conversation, add_special_tokens, None)
+}
+
+/// As [`encode`], of a prompt that has to fit so many tokens, if a number is given.
+///
+/// # Errors
+/// As there, and 400 for what cannot fit.
+pub fn encode_within(
+    text: &TextModel,
+    conversation: &Conversation,
+    add_special_tokens: bool,
+    max_tokens: Option<u32>,
+) -> Result<Vec<u32>, ApiError> {
+    let template = text.template.as_ref().ok_or_else(no_template)?;
+    let rendered = template.render(conversation).map_err(|error| match error {
+        RenderError::Conversation(message) => ApiError::field("messages", message),
+        // What a variable may be only the template knows.
+        RenderError::Template(message) if !conversation.variables.is_empty() => {
+            ApiError::field("chat_template_kwargs", message)
+        }
+        RenderError::Template(message) => {
+            tracing::warn!(%message, "the model's chat template fails");
+            ApiError::internal(format!("The model's chat template fails: {message}"))
+        }
+    })?;
+    check_fits(text, "messages", &rendered, max_tokens)?;
+    text.encode(&rendered, add_special_tokens).map_err(|error| ApiError::field("messages", error))
+}
+
+/// Refuses a text that cannot fit so many tokens, without making tokens of it.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn check_fits(
+    text: &TextModel,
+    field: &str,
+    prompt: &str,
+    max_tokens: Option<u32>,
+) -> Result<(), ApiError> {
+    let (Some(max), Some(bytes)) = (max_tokens, text.bytes_per_token) else { return Ok(()) };
+    let least = prompt.len().div_ceil(bytes);
+    if least <= max as usize {
+        return Ok(());
+    }
+    let message = format!(
+        "This model's maximum context length is {max} tokens. However, your prompt has at least \
+         {least} tokens. Please reduce your prompt."
+    );
+    Err(ApiError::context_length(field, message))
+}
+
+/// The refusal of a model that has no chat template.
+#[must_use]
+pub fn no_template() -> ApiError {
+    ApiError::field(
+        "model",
+        "this model has no chat template; use /v1/completions, or give the server one \
+         (--chat-template)",
+    )
+}
+
+fn known(template: &ChatTemplate, name: &str) -> Result<(), ApiError> {
+    if template.knows(name) {
+        return Ok(());
+    }
+    let message = format!("`{name}` is not supported: the model's chat template does not read it");
+    Err(ApiError::field(name, message))
+}
+
+fn variables(fields: &Fields) -> Result<Map<String, Value>, ApiError> {
+    let name = "chat_template_kwargs";
+    let map = match fields.get(name) {
+        None => return Ok(Map::new()),
+        Some(Value::Object(map)) => map,
+        Some(other) => return Err(Fields::wrong(name, other, "an object")),
+    };
+    match map.keys().find(|key| RESERVED.contains(&key.as_str())) {
+        Some(key) => {
+            let message = format!("`{name}.{key}` cannot be given here");
+            Err(ApiError::field(name, message))
+        }
+        None => Ok(map.clone()),
+    }
+}
+
+/// A list of at most `max` objects; `None` when it is absent or empty.
+fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<Value>, ApiError> {
+    match fields.get(name) {
+        None => Ok(None),
+        Some(Value::Array(list)) if list.is_empty() => Ok(None),
+        Some(value @ Value::Array(list))
+            if list.len() <= max && list.iter().all(Value::is_object) =>
+        {
+            Ok(Some(value.clone()))
+        }
+        Some(other) => Err(Fields::wrong(name, other, &format!("a list of at most {max} objects"))),
+    }
+}
+
+/// Tools, which only the template is told of: the model's calls of them are text.
+fn tools(fields: &Fields, limits: &Limits, told: Told) -> Result<Option<Value>, ApiError> {
+    let tools = objects(fields, "tools", limits.tools)?;
+    let choice = fields.get("tool_choice").map(|choice| choice.as_str().unwrap_or("a function"));
+    let Some(tools) = tools else {
+        return match choice {
+            None | Some("none" | "auto") => Ok(None),
+            Some(_) => Err(ApiError::field("tool_choice", "`tool_choice` needs `tools`")),
+        };
+    };
+    if told == Told::AndCalled && choice != Some("none") {
+        let (field, what) = match choice {
+            None => ("tools", "`tools` without `tool_choice`"),
+            Some(_) => ("tool_choice", "this `tool_choice`"),
+        };
+        let message = format!(
+            "{what} is not supported: calls of tools are not told from text; with `tool_choice`: \
+             \"none\" the model is told of the tools, and a call is part of the text"
+        );
+        return Err(ApiError::field(field, message));
+    }
+    for (index, tool) in tools.as_array().into_iter().flatten().enumerate() {
+        let name = tool.get("function").and_then(|it| it.get("name")).and_then(Value::as_str);
+        if tool.get("type").and_then(Value::as_str) != Some("function") || name.is_none() {
+            let message =
+                format!("`tools[{index}]` must have the type \"function\" and a `function.name`");
+            return Err(ApiError::field("tools", message));
+        }
+    }
+    Ok(Some(tools))
+}
+
+fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
+    let name = "messages";
+    let list = match fields.get(name) {
+        Some(Value::Array(list)) if (1..=limits.messages).contains(&list.len()) => list,
+        Some(other) => {
+            let expected = format!("a list of 1 to {} messages", limits.messages);
+            return Err(Fields::wrong(name, other, &expected));
+        }
+        None => return Err(ApiError::field(name, "`messages` is required")),
+    };
+    list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
+}
+
+/// One message, whole: templates read more of it than role and content.
+fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
+    let wrong = |part: &str, expected: &str| {
+        let message = format!("`messages[{index}]{part}` must be {expected}");
+        ApiError::field("messages", message)
+    };
+    let fields = value.as_object().ok_or_else(|| wrong("", "an object"))?;
+    let role = fields.get("role").and_then(Value::as_str).unwrap_or_default();
+    if !["system", "developer", "user", "assistant", "tool"].contains(&role) {
+        return Err(wrong(".role", "one of system, developer, user, assistant and tool"));
+    }
+    let part = |part: &Value| {
+        let text = part.get("type").and_then(Value::as_str) == Some("text");
+        part.get("text").and_then(Value::as_str).filter(|_| text).map(str::to_owned)
+    };
+    let content = match fields.get("content") {
+        Some(Value::String(text)) => Some(text.clone()),
+        Some(Value::Array(parts)) => parts.iter().map(part).collect::<Option<String>>(),
+        None | Some(Value::Null) if role == "assistant" => Some(String::new()),
+        _ => None,
+    };
+    let content = content.ok_or_else(|| wrong(".content", "a string or a list of text parts"))?;
+    for name in ["name", "tool_call_id", "reasoning_content"] {
+        if fields.get(name).is_some_and(|value| !value.is_string() && !value.is_null()) {
+            return Err(wrong(&format!(".{name}"), "a string"));
+        }
+    }
+    let mut message = fields.clone();
+    // What is null is as good as absent; to templates the two are not the same.
+    message.retain(|_, value| !value.is_null());
+    let role = if role == "developer" { "system" } else { role };
+    message.insert("role".to_owned(), role.into());
+    message.insert("content".to_owned(), content.into());
+    if let Some(calls) = message.get_mut("tool_calls") {
+        for (at, call) in calls.as_array_mut().into_iter().flatten().enumerate() {
+            let part = format!(".tool_calls[{at}]");
+            parse_arguments(call)
+                .map_err(|expected| wrong(&format!("{part}{}", expected.0), expected.1))?;
+        }
+        if !calls.is_array() {
+            return Err(wrong(".tool_calls", "a list"));
+        }
+    }
+    Ok(Value::Object(message))
+}
+
+/// Makes a call's arguments, JSON in a string, the object that templates expect.
+fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)> {
+    let function = call.get_mut("function").and_then(Value::as_object_mut);
+    let function = function.ok_or((".function", "an object"))?;
+    if !function.get("name").is_some_and(Value::is_string) {
+        return Err((".function.name", "a string"));
+    }
+    let arguments = match function.get("arguments") {
+        None | Some(Value::Null) => Value::Object(Map::new()),
+        Some(Value::String(text)) if text.trim().is_empty() => Value::Object(Map::new()),
+        Some(Value::String(text)) => serde_json::from_str(text).unwrap_or_default(),
+        Some(other) => other.clone(),
+    };
+    if !arguments.is_object() {
+        return Err((".function.arguments", "a JSON object, in a string"));
+    }
+    function.insert("arguments".to_owned(), arguments);
+    Ok(())
+}

@@ -1,0 +1,196 @@
+//! A request body's fields, read one by one, so that an error names the field and its bound.
+//!
+//! `null` is the same as absent. As vLLM, a number may be written as a string, and an integer with a
+//! fraction of zero.
+use serde_json::{Map, Value};
+
+use super::error::ApiError;
+use super::params::Limits;
+
+/// A body's fields.
+#[derive(Clone, Debug)]
+pub struct Fields {
+    map: Map<String, Value>,
+    /// The request's id, when its body has none.
+    request_id: String,
+    /// Bytes of the body.
+    bytes: usize,
+}
+
+impl Fields {
+    /// Parses a body.
+    ///
+    /// # Errors
+    /// 400 when it is no JSON object within the bounds.
+    pub fn parse(body: &[u8], limits: &Limits) -> Result<Self, ApiError> {
+        if depth(body) > limits.json_depth {
+            let max = limits.json_depth;
+            return Err(ApiError::body(format!("The JSON is nested deeper than {max} levels")));
+        }
+        match serde_json::from_slice(body) {
+            Ok(Value::Object(map)) => {
+                Ok(Self { map, request_id: String::new(), bytes: body.len() })
+            }
+            Ok(_) => Err(ApiError::body("The body must be a JSON object")),
+            Err(error) => Err(ApiError::body(format!("The body is not valid JSON: {error}"))),
+        }
+    }
+
+    /// With the id that the request has unless its body says another.
+    #[must_use]
+    pub fn of_request(self, request_id: &str) -> Self {
+        Self { request_id: request_id.to_owned(), ..self }
+    }
+
+    /// The id of the response: the request's, behind what kind of object it is.
+    ///
+    /// # Errors
+    /// 400 when the body's `request_id` is none.
+    pub fn response_id(&self, prefix: &str, limits: &Limits) -> Result<String, ApiError> {
+        let name = "request_id";
+        let id = match self.get(name) {
+            None => &self.request_id,
+            Some(Value::String(id)) if is_request_id(id, limits) => id,
+            Some(other) => {
+                let max = limits.request_id_bytes;
+                let expected = format!("a string of 1 to {max} letters, digits and -_.:/+=@~");
+                return Err(Self::wrong(name, other, &expected));
+            }
+        };
+        Ok(format!("{prefix}-{id}"))
+    }
+
+    /// Bytes of the body.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Refuses a field that is there.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn refuse(&self, name: &str) -> Result<(), ApiError> {
+        match self.get(name) {
+            Some(_) => Err(ApiError::field(name, format!("`{name}` is not supported"))),
+            None => Ok(()),
+        }
+    }
+
+    /// A field that is there and not null.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    pub(super) fn wrong(name: &str, value: &Value, expected: &str) -> ApiError {
+        let mut found = value.to_string();
+        if found.chars().count() > 60 {
+            found = found.chars().take(60).chain("...".chars()).collect();
+        }
+        ApiError::field(name, format!("`{name}` must be {expected}, not {found}"))
+    }
+
+    /// A boolean.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn boolean(&self, name: &str, default: bool) -> Result<bool, ApiError> {
+        match self.get(name) {
+            None => Ok(default),
+            Some(Value::Bool(value)) => Ok(*value),
+            Some(other) => Err(Self::wrong(name, other, "true or false")),
+        }
+    }
+
+    /// An integer in `min..=max`.
+    ///
+    /// # Errors
+    /// 400 naming the field and the bounds.
+    pub fn integer(&self, name: &str, min: i64, max: i64) -> Result<Option<i64>, ApiError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        match whole(value).filter(|number| (min..=max).contains(number)) {
+            Some(number) => Ok(Some(number)),
+            None => Err(Self::wrong(name, value, &format!("an integer from {min} to {max}"))),
+        }
+    }
+
+    /// As [`Fields::integer`], for what is counted.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn count(&self, name: &str, min: u32, max: u32) -> Result<Option<u32>, ApiError> {
+        let number = self.integer(name, i64::from(min), i64::from(max))?;
+        Ok(number.and_then(|number| u32::try_from(number).ok()))
+    }
+
+    /// A finite number in `min..=max`.
+    ///
+    /// # Errors
+    /// 400 naming the field and the bounds.
+    pub fn number(&self, name: &str, min: f64, max: f64) -> Result<Option<f32>, ApiError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let number = match value {
+            Value::String(text) => text.trim().parse().ok(),
+            other => other.as_f64(),
+        };
+        match number.filter(|number| *number >= min && *number <= max) {
+            Some(number) => Ok(Some(number as f32)),
+            None => Err(Self::wrong(name, value, &format!("a number from {min} to {max}"))),
+        }
+    }
+
+    /// A string of at most `max` bytes.
+    ///
+    /// # Errors
+    /// 400 naming the field and the bound.
+    pub fn string(&self, name: &str, max: usize) -> Result<Option<&str>, ApiError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::String(text)) if text.len() <= max => Ok(Some(text)),
+            Some(other) => {
+                Err(Self::wrong(name, other, &format!("a string of at most {max} bytes")))
+            }
+        }
+    }
+}
+
+/// Whether a client's request id can be shown in headers and logs.
+#[must_use]
+pub fn is_request_id(id: &str, limits: &Limits) -> bool {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.:/+=@~".contains(&b);
+    (1..=limits.request_id_bytes).contains(&id.len()) && id.bytes().all(plain)
+}
+
+/// An integer, also written as a string or with a fraction of zero.
+fn whole(value: &Value) -> Option<i64> {
+    match value {
+        Value::String(text) => text.trim().parse().ok(),
+        Value::Number(number) => number.as_i64().or_else(|| {
+            // Integers beyond 2^53 are not told apart in this form.
+            let exact = |it: &f64| it.fract() == 0.0 && it.abs() <= (1u64 << 53) as f64;
+            number.as_f64().filter(exact).map(|it| it as i64)
+        }),
+        _ => None,
+    }
+}
+
+/// Greatest nesting of arrays and objects, outside of strings.
+fn depth(json: &[u8]) -> usize {
+    let (mut depth, mut deepest) = (0usize, 0usize);
+    let (mut in_string, mut escaped) = (false, false);
+    for byte in json {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' if !in_string => {
+                depth += 1;
+                deepest = deepest.max(depth);
+            }
+            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    deepest
+}

@@ -1,0 +1,136 @@
+//! Fields of OpenAI's and vLLM's APIs that would change the answer and are not supported: refused by
+//! name, unless their value asks for nothing. Ignoring one would give an answer to another question.
+use serde_json::{Value, json};
+
+use super::error::ApiError;
+use super::fields::Fields;
+
+/// Which values of a field ask for nothing, besides `null`.
+#[derive(Clone, Copy, Debug)]
+enum Neutral {
+    /// No other.
+    Null,
+    /// `false`.
+    False,
+    /// `true`.
+    True,
+    /// `0`.
+    Zero,
+    /// `1`.
+    One,
+    /// An empty string, list or object.
+    Empty,
+    /// One of these strings.
+    Words(&'static [&'static str]),
+    /// The list with this one string.
+    Only(&'static str),
+    /// The object whose `type` is this.
+    Type(&'static str),
+}
+
+use Neutral::{Empty, False, Null, One, Only, True, Type, Words, Zero};
+
+/// Of both endpoints.
+const COMMON: &[(&str, Neutral)] = &[
+    ("allowed_token_ids", Null),
+    ("bad_words", Empty),
+    ("detokenize", True),
+    ("early_stopping", False),
+    ("guided_choice", Null),
+    ("guided_decoding_backend", Null),
+    ("guided_grammar", Null),
+    ("guided_json", Null),
+    ("guided_regex", Null),
+    ("guided_whitespace_pattern", Null),
+    ("kv_transfer_params", Null),
+    ("length_penalty", One),
+    ("logits_processors", Empty),
+    ("priority", Zero),
+    ("prompt_logprobs", Null),
+    ("repetition_detection", Null),
+    ("response_format", Type("text")),
+    ("return_token_ids", False),
+    ("return_tokens_as_token_ids", False),
+    ("skip_special_tokens", True),
+    ("structural_tag", Null),
+    ("structured_outputs", Null),
+    ("thinking_token_budget", Null),
+    ("use_beam_search", False),
+    ("vllm_xargs", Empty),
+];
+
+/// Of `/v1/completions` alone.
+const COMPLETIONS: &[(&str, Neutral)] = &[("prompt_embeds", Null), ("suffix", Empty)];
+
+/// Of `/v1/chat/completions` alone.
+const CHAT: &[(&str, Neutral)] = &[
+    ("audio", Null),
+    ("chat_template", Null),
+    ("echo", False),
+    ("function_call", Words(&["none"])),
+    ("functions", Empty),
+    ("include_reasoning", True),
+    ("mm_processor_kwargs", Empty),
+    ("modalities", Only("text")),
+    ("prediction", Null),
+    ("service_tier", Words(&["auto", "default"])),
+    ("store", False),
+    ("verbosity", Words(&["medium"])),
+    ("web_search_options", Null),
+];
+
+impl Neutral {
+    fn holds(self, value: &Value) -> bool {
+        match self {
+            Null => false,
+            False => *value == json!(false),
+            True => *value == json!(true),
+            Zero => value.as_f64() == Some(0.0),
+            One => value.as_f64() == Some(1.0),
+            Empty => match value {
+                Value::String(text) => text.is_empty(),
+                Value::Array(list) => list.is_empty(),
+                Value::Object(map) => map.is_empty(),
+                _ => false,
+            },
+            Words(words) => value.as_str().is_some_and(|value| words.contains(&value)),
+            Only(word) => *value == json!([word]),
+            Type(kind) => value.get("type").and_then(Value::as_str) == Some(kind),
+        }
+    }
+}
+
+/// The endpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// `/v1/completions`.
+    Completions,
+    /// `/v1/chat/completions`.
+    Chat,
+}
+
+/// Refuses what is not supported.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn check(fields: &Fields, endpoint: Endpoint) -> Result<(), ApiError> {
+    let own = if endpoint == Endpoint::Chat { CHAT } else { COMPLETIONS };
+    for (name, neutral) in COMMON.iter().chain(own) {
+        if fields.get(name).is_some_and(|value| !neutral.holds(value)) {
+            return Err(ApiError::field(name, format!("`{name}` is not supported")));
+        }
+    }
+    let option = "stream_options.continuous_usage_stats";
+    let value = fields.get("stream_options").and_then(|it| it.get("continuous_usage_stats"));
+    if value.is_some_and(|value| !value.is_null() && !False.holds(value)) {
+        return Err(ApiError::field("stream_options", format!("`{option}` is not supported")));
+    }
+    Ok(())
+}
+
+/// Every refused field of an endpoint: for the documentation's test.
+#[must_use]
+pub fn names(endpoint: Endpoint) -> Vec<&'static str> {
+    let own = if endpoint == Endpoint::Chat { CHAT } else { COMPLETIONS };
+    COMMON.iter().chain(own).map(|(name, _)| *name).collect()
+}

@@ -1,0 +1,75 @@
+//! PURE: how many bytes a plan takes, at most: it travels as one frame.
+use shared::sampling::{LOGIT_BIAS_MAX, SUPPRESSED_MAX};
+use shared::wire::frame::BODY_MAX;
+
+use super::config::{ConfigError, SchedulerConfig};
+use super::sequence::Sequence;
+
+/// Most bytes of an encoded number: one that says how wide it is, then all of its own.
+const U32: usize = 5;
+const U64: usize = 9;
+/// What a plan has but for its lists: the message's variant, epoch, step, lengths of the lists.
+const HEAD: usize = U32 + 5 * U64;
+/// A `SequenceStep` but for its blocks.
+const SHARE: usize = U64 + 2 * U32 + U64 + 1;
+/// A `NewSequence` but for its tokens and the lists of its sampling parameters.
+const NEW: usize = 2 * U64 + U32 + SAMPLING;
+/// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, two that
+/// may be absent.
+const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 2 * (1 + U32);
+const BIAS: usize = U32 + 4;
+
+/// Most bytes of what one plan admits. The rest is for the batch.
+pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 4 * 3;
+const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX;
+
+// Every model and batch in use fits: a million tokens of context, 4,096 sequences, 256 Ki tokens.
+const _: () = assert!(longest(1 << 20, 16) <= ADMITTED_MAX);
+const _: () = assert!(batch(4096, 256 << 10, 16) <= BATCH_MAX);
+
+/// Bytes of admitting a sequence: its tokens, and all the blocks that it may begin behind.
+const fn new_sequence(tokens: usize, block_size: usize, biases: usize, suppressed: usize) -> usize {
+    // One block more than full ones, for the token that comes next.
+    let blocks = (tokens + 1).div_ceil(block_size) + 1;
+    NEW + (tokens + blocks + suppressed) * U32 + biases * BIAS
+}
+
+const fn longest(max_model_len: usize, block_size: usize) -> usize {
+    new_sequence(max_model_len, block_size, LOGIT_BIAS_MAX, SUPPRESSED_MAX)
+}
+
+/// Bytes of a plan's batch: each sequence's share, the blocks that its tokens begin, and as many
+/// sequences that are forgotten twice, which were finished before and are preempted by the plan.
+const fn batch(sequences: usize, tokens: usize, block_size: usize) -> usize {
+    let blocks = tokens.div_ceil(block_size) + sequences;
+    HEAD + sequences * (SHARE + 2 * U64) + blocks * U32
+}
+
+/// Bytes of admitting this one.
+pub(super) fn of(seq: &Sequence, config: &SchedulerConfig) -> usize {
+    let sampling = &seq.sampling;
+    let (biases, suppressed) = (sampling.logit_bias.len(), sampling.suppress_until_min.len());
+    new_sequence(seq.tokens.len(), config.block_size as usize, biases, suppressed)
+}
+
+/// Whether every plan fits into a frame.
+pub(super) fn check(config: &SchedulerConfig) -> Result<(), ConfigError> {
+    let SchedulerConfig { max_model_len, max_num_seqs, max_num_batched_tokens, .. } = *config;
+    let block_size = config.block_size as usize;
+    let bytes = longest(max_model_len as usize, block_size);
+    if bytes > ADMITTED_MAX {
+        return Err(ConfigError(format!(
+            "max_model_len ({max_model_len}) is too long: a sequence takes up to {bytes} bytes of \
+             a step plan, which has {ADMITTED_MAX} for it"
+        )));
+    }
+    let bytes = batch(max_num_seqs as usize, max_num_batched_tokens as usize, block_size);
+    if bytes > BATCH_MAX {
+        return Err(ConfigError(format!(
+            "max_num_seqs ({max_num_seqs}) and max_num_batched_tokens ({max_num_batched_tokens}) \
+             are too many: a batch takes up to {bytes} bytes of a step plan, which has \
+             {BATCH_MAX} for it"
+        )));
+    }
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! What templates may use, against what transformers and Python give.
+use serde_json::json;
+
+use super::*;
+
+fn template(source: &str) -> ChatTemplate {
+    ChatTemplate::new(source, "<s>".to_owned(), "</s>".to_owned()).unwrap()
+}
+
+fn user(content: &str) -> Conversation {
+    Conversation::new(vec![json!({"role": "user", "content": content})])
+}
+
+/// Renders `source` with the client's variables.
+fn with(source: &str, variables: serde_json::Value) -> Result<String, RenderError> {
+    let variables = variables.as_object().unwrap().clone();
+    template(source).render(&Conversation { variables, ..user("hi") })
+}
+
+#[test]
+fn a_template_that_runs_away_or_objects_blames_the_conversation_and_one_that_fails_itself() {
+    let runs = "{% for a in range(10000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}";
+    let objects = "{% macro m() %}{{ raise_exception('roles must alternate') }}{% endmacro %}\
+                   {{ m() }}";
+    let mut many = "{% for a in range(17_000) %}".to_owned();
+    many.push_str(&"x".repeat(1000));
+    many.push_str("{% endfor %}");
+    for source in [runs, objects, &many] {
+        let error = template(source).render(&user("hi")).unwrap_err();
+        assert!(matches!(error, RenderError::Conversation(_)), "{error}");
+    }
+    assert!(template(objects).probe().unwrap_err().to_string().contains("roles must alternate"));
+    for source in ["{{ 1 / 'a' }}", "{{ nothing.of.this }}", "{{ strftime_now('%Q') }}"] {
+        let error = template(source).render(&user("hi")).unwrap_err();
+        assert!(matches!(error, RenderError::Template(_)), "{error}");
+        assert!(error.to_string().contains("line 1"), "{error}");
+    }
+    let broken = ChatTemplate::new("{% if %}", String::new(), String::new());
+    assert!(broken.unwrap_err().contains("line 1"));
+}
+
+#[test]
+fn generation_blocks_are_rendered_as_if_they_were_not_there() {
+    let plain = "{% for m in messages %}\n<{{ m.role }}>\n  {{- m.content -}}  \n{% endfor %}";
+    let marked = "{% for m in messages %}\n<{{ m.role }}>{% generation %}\n  {{- m.content -}}  \
+                  {%- endgeneration %}\n{% endfor %}";
+    let text = template(marked).render(&user("hi")).unwrap();
+    assert_eq!(text, template(plain).render(&user("hi")).unwrap());
+    assert_eq!(
+        template("a {%- generation -%} b {%+ endgeneration +%}").render(&user("")).unwrap(),
+        "ab "
+    );
+    assert_eq!(
+        template("generation {% set generation = 1 %}").render(&user("")).unwrap(),
+        "generation "
+    );
+}
+
+#[test]
+fn loops_can_be_left_and_objects_keep_their_order() {
+    let source = "{% for key in it %}{% if key == 'c' %}{% continue %}{% endif %}{% if key == 'd' %}\
+                  {% break %}{% endif %}{{ key }}{% endfor %}";
+    assert_eq!(
+        with(source, json!({"it": {"z": 1, "c": 2, "a": 3, "d": 4, "e": 5}})).unwrap(),
+        "za"
+    );
+}
+
+/// The expected texts are what Python's `json.dumps(it, ensure_ascii=False, ..)` prints.
+#[test]
+fn tojson_is_pythons() {
+    let it = json!({"type": "function", "a": [1, 2.5, true, null], "é<&>'": "\"\\\n\u{1}🦊", "e": {}, "f": []});
+    let cases = [
+        (
+            "{{ it | tojson }}",
+            "{\"type\": \"function\", \"a\": [1, 2.5, true, null], \"é<&>'\": \"\\\"\\\\\\n\\u0001🦊\", \"e\": {}, \"f\": []}",
+        ),
+        ("{{ it.a | tojson(indent=2) }}", "[\n  1,\n  2.5,\n  true,\n  null\n]"),
+        (
+            "{{ {'b': 1, 'a': {'c': 2}} | tojson(indent=4, sort_keys=true) }}",
+            "{\n    \"a\": {\n        \"c\": 2\n    },\n    \"b\": 1\n}",
+        ),
+        ("{{ it.a | tojson(separators=(',', ':')) }}", "[1,2.5,true,null]"),
+        ("{{ '🦊é' | tojson(ensure_ascii=true) }}", "\"\\ud83e\\udd8a\\u00e9\""),
+    ];
+    for (source, expected) in cases {
+        assert_eq!(with(source, json!({"it": it})).unwrap(), expected, "{source}");
+    }
+    assert!(with("{{ nothing | tojson }}", json!({})).is_err());
+    assert!(with("{{ 1 | tojson(indnt=2) }}", json!({})).is_err());
+}
+
+/// The expected texts are GNU date's.
+#[test]
+fn dates_are_as_strftime_writes_them() {
+    let cases = [
+        (0, "%d %b %Y", "01 Jan 1970"),
+        (951_782_400, "%A, %B %-d, %Y %j", "Tuesday, February 29, 2000 060"),
+        (1_735_689_599, "%F %T %a %y %I %p", "2024-12-31 23:59:59 Tue 24 11 PM"),
+        (1_772_323_200, "%e|%H:%M:%S|%D|%%|%Z", " 1|00:00:00|03/01/26|%|UTC"),
+        (4_107_542_400, "%Y-%m-%d %I", "2100-03-01 12"),
+    ];
+    for (seconds, format, expected) in cases {
+        assert_eq!(date::strftime(format, seconds).unwrap(), expected, "{seconds}");
+    }
+    let year: u32 =
+        template("{{ strftime_now('%Y') }}").render(&user("")).unwrap().parse().unwrap();
+    assert!((2024..2200).contains(&year));
+}
+
+#[test]
+fn a_final_message_is_left_open_where_its_content_ends() {
+    let source = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ bos_token }}";
+    let trimming = source.replace("m.content", "m.content | trim");
+    let cases = [("b ", "[a b ][b ", "[a b][b"), (" a", "[a b ][ a", "[a b][a")];
+    for (last, kept, trimmed) in cases {
+        let conversation = Conversation {
+            messages: vec![json!({"content": "a b "}), json!({"content": last})],
+            continue_final_message: true,
+            ..user("")
+        };
+        assert_eq!(template(source).render(&conversation).unwrap(), kept);
+        assert_eq!(template(&trimming).render(&conversation).unwrap(), trimmed);
+    }
+    let lost = Conversation { continue_final_message: true, ..user("gone") };
+    assert!(matches!(template("x").render(&lost), Err(RenderError::Conversation(_))));
+    let empty = Conversation { continue_final_message: true, ..user(" ") };
+    assert!(template(source).render(&empty).is_err());
+}
+
+#[test]
+fn what_a_template_reads_is_known() {
+    let template = template("{% if tools is defined and tools %}{{ tools }}{% endif %}{{ x.y }}");
+    assert!(template.knows("tools") && template.knows("x") && !template.knows("documents"));
+}

@@ -1,0 +1,217 @@
+//! How fast a GPU does what decode steps are made of: for `tests/gpu`, and for whoever chooses between
+//! kernels. What is read is not in the GPU's caches; launches are recorded and replayed, so that the host's time does not count.
+use std::time::Duration;
+
+use super::backend::{CudaBackend, small};
+use super::device::Device;
+use super::launch::{self, AttentionIo, LayerCache, Partials, Rows, decode_attention, splits};
+use super::matmul::Product;
+use super::memory::{DeviceMemory, DevicePtr};
+use super::stream::Event;
+use crate::backend::AttentionShape;
+use crate::error::KernelError;
+
+/// Launches that are measured together.
+const TIMES: usize = 5;
+/// Launches of a graph.
+const RECORDED: usize = 20;
+/// Enough for `cold`: several times any GPU's L2, in bytes.
+pub const COLD: usize = 512 << 20;
+/// What memory holds: small numbers, so that products neither overflow nor are all zero.
+const BYTE: u8 = 0x3c;
+
+/// What multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Multiplier {
+    /// This project's own kernels, for few rows.
+    Own,
+    /// cuBLASLt.
+    Library,
+}
+
+impl CudaBackend {
+    /// Bytes per second of the GPU's memory, over `bytes` of it: of a copy (read and written bytes
+    /// together), and of a kernel that only reads.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn measure_bandwidth(&mut self, bytes: usize) -> Result<(f64, f64), KernelError> {
+        let Device { context, stream, .. } = &self.device;
+        // As rows of logits.
+        let width = (1 << 20).min(bytes / 16);
+        let rows = bytes / (4 * width);
+        let from = DeviceMemory::zeroed(context, stream, bytes, "memory to be read")?;
+        let to = DeviceMemory::zeroed(context, stream, bytes, "memory to be written")?;
+        let found = DeviceMemory::new(context, rows * 8, "results")?;
+        let (began, ended) = (Event::new(context, true)?, Event::new(context, true)?);
+        let mut rates = [0.0; 2];
+        for (reads, rate) in rates.iter_mut().enumerate() {
+            for time in 0..=TIMES {
+                if time == 1 {
+                    // The first is not measured.
+                    began.record(stream)?;
+                }
+                if reads == 0 {
+                    to.copy_from(stream, &from, bytes)?;
+                } else {
+                    let logits = Rows { ptr: from.ptr(), stride: width };
+                    // SAFETY: there are as many rows, and a result for each.
+                    unsafe {
+                        self.device.launch(launch::argmax(
+                            logits,
+                            found.ptr(),
+                            (width, 0),
+                            rows,
+                            None,
+                        ))
+                    }?;
+                }
+            }
+            ended.record(stream)?;
+            ended.wait(self.options.patience)?;
+            let passes = if reads == 0 { 2 } else { 1 };
+            *rate = (TIMES * passes * rows * width * 4) as f64
+                / ended.since(&began)?.as_secs_f64().max(1e-9);
+        }
+        Ok((rates[0], rates[1]))
+    }
+
+    /// How long a product of `rows` rows with a matrix `[n, k]` takes, where matrices of `cold` bytes
+    /// at least are taken in turns.
+    ///
+    /// # Errors
+    /// [`KernelError`]; `Unsupported` without cuBLASLt where it is to multiply.
+    pub fn measure_product(
+        &mut self,
+        (rows, n, k): (usize, usize, usize),
+        by: Multiplier,
+        cold: usize,
+    ) -> Result<Duration, KernelError> {
+        let Device { context, stream, .. } = &self.device;
+        let (stride, what) = (k.next_multiple_of(8), "a product to be measured");
+        let matrix = n * stride * 2;
+        let copies = cold.div_ceil(matrix);
+        let weights = DeviceMemory::new(context, copies * matrix, what)?;
+        let x = DeviceMemory::new(context, rows * stride * 2, what)?;
+        let out = DeviceMemory::new(context, rows * n * 4, what)?;
+        weights.fill(stream, BYTE)?;
+        x.fill(stream, BYTE)?;
+        let product = Product {
+            rows: small(rows)?,
+            n: small(n)?,
+            k: small(k)?,
+            x_stride: small(stride)?,
+            w_stride: small(stride)?,
+            out_stride: small(n)?,
+        };
+        self.measure(|device, turn| {
+            let w = weights.ptr().offset(turn % copies * matrix);
+            match by {
+                Multiplier::Own => {
+                    let at = |ptr, stride| Rows { ptr, stride };
+                    let (x, w, out) = (at(x.ptr(), stride), at(w, stride), at(out.ptr(), n));
+                    let none = DevicePtr::default();
+                    let call = launch::skinny((x, None), w, None, out, (rows, n, k), none);
+                    // SAFETY: operands and result have the rows and columns that are named.
+                    unsafe { device.launch(call) }
+                }
+                Multiplier::Library => {
+                    // SAFETY: as above.
+                    let done = unsafe { device.multiply(&product, x.ptr(), w, out.ptr()) }?;
+                    let none = || KernelError::Unsupported("no algorithm".to_owned());
+                    if done { Ok(()) } else { Err(none()) }
+                }
+            }
+        })
+    }
+
+    /// How long decode attention of `batch` sequences of `context` tokens takes, of one layer, where
+    /// layers of `cold` bytes at least are taken in turns. Reads `4 * batch * context * num_kv_heads *
+    /// head_dim` bytes.
+    ///
+    /// # Errors
+    /// [`KernelError`]; `Unsupported` where no kernel is for these heads.
+    pub fn measure_attention(
+        &mut self,
+        shape: &AttentionShape,
+        batch: usize,
+        context: usize,
+        cold: usize,
+    ) -> Result<Duration, KernelError> {
+        const BLOCK_SHIFT: u32 = 4;
+        let what = "attention to be measured";
+        let blocks = context.div_ceil(1 << BLOCK_SHIFT);
+        let plane = batch * blocks * ((shape.num_kv_heads * shape.head_dim * 2) << BLOCK_SHIFT);
+        let layers = cold.div_ceil(2 * plane);
+        let mut words = Vec::new();
+        for seq in 0..batch {
+            words.extend([seq, 1, context, seq * blocks, blocks]);
+        }
+        let (items, tables) = (words.len(), words.len() + batch);
+        words.extend(0..batch);
+        words.extend(0..batch * blocks);
+        let words = words.into_iter().map(small).collect::<Result<Vec<u32>, _>>()?;
+        let Device { context: gpu, stream, .. } = &self.device;
+        let lists = DeviceMemory::new(gpu, words.len() * 4, what)?;
+        lists.upload(stream, 0, &words)?;
+        let cache = DeviceMemory::new(gpu, layers * 2 * plane, what)?;
+        cache.fill(stream, BYTE)?;
+        let rows = DeviceMemory::new(gpu, batch * shape.num_heads * shape.head_dim * 2, what)?;
+        rows.fill(stream, BYTE)?;
+        let result = DeviceMemory::new(gpu, rows.bytes(), what)?;
+        let (out, ml) = Partials::elements(shape, batch);
+        let (out, ml) =
+            (DeviceMemory::new(gpu, out * 4, what)?, DeviceMemory::new(gpu, ml * 4, what)?);
+        let splits = splits(small(context)?);
+        self.measure(|device, turn| {
+            let keys = cache.ptr().offset(turn % layers * 2 * plane);
+            let io = AttentionIo {
+                q: rows.ptr(),
+                cache: LayerCache { keys, values: keys.offset(plane), block_shift: BLOCK_SHIFT },
+                seqs: lists.ptr(),
+                block_tables: lists.ptr().offset(tables * 4),
+                out: result.ptr(),
+            };
+            let partials = Partials { out: out.ptr(), ml: ml.ptr() };
+            let items = (lists.ptr().offset(items * 4), batch);
+            let calls = decode_attention(&io, shape, items, partials, splits, DevicePtr::default());
+            let calls = calls.ok_or_else(|| {
+                KernelError::Unsupported(format!("heads of {} elements", shape.head_dim))
+            })?;
+            for call in calls {
+                // SAFETY: everything was made as large as these sequences need it.
+                unsafe { device.launch(call) }?;
+            }
+            Ok(())
+        })
+    }
+
+    /// The time of one `launch`, which is told the number of its turn.
+    fn measure(
+        &mut self,
+        mut launch: impl FnMut(&mut Device, usize) -> Result<(), KernelError>,
+    ) -> Result<Duration, KernelError> {
+        let device = &mut self.device;
+        // Chooses what is chosen at first use.
+        launch(device, 0)?;
+        device.stream.synchronize()?;
+        device.stream.begin_capture()?;
+        for turn in 0..RECORDED {
+            if let Err(error) = launch(device, turn) {
+                device.stream.abandon_capture();
+                return Err(error);
+            }
+        }
+        let graph = device.stream.end_capture()?;
+        let (began, ended) =
+            (Event::new(&device.context, true)?, Event::new(&device.context, true)?);
+        graph.launch(&device.stream)?;
+        began.record(&device.stream)?;
+        for _ in 0..TIMES {
+            graph.launch(&device.stream)?;
+        }
+        ended.record(&device.stream)?;
+        ended.wait(self.options.patience)?;
+        Ok(ended.since(&began)? / u32::try_from(TIMES * RECORDED).unwrap_or(u32::MAX))
+    }
+}

@@ -1,0 +1,90 @@
+//! PURE: what operators have told the coordinators while they ran. The leader leaves it in etcd, so
+//! that the next one knows.
+use serde::{Deserialize, Serialize};
+
+/// Most workers that are remembered as told to leave; the oldest are forgotten first.
+const LEAVING_MAX: usize = 256;
+
+/// All commands so far, added up. As JSON under its key.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Desired {
+    /// The process run that wrote it.
+    pub by: u64,
+    /// Commands so far, over all leaders.
+    pub generation: u64,
+    /// At most so many replicas; 0 is without a bound. Absent: as the leader's own options say.
+    #[serde(default)]
+    pub replicas: Option<u32>,
+    /// Workers that were told to leave, oldest first.
+    #[serde(default)]
+    pub leaving: Vec<Leaving>,
+}
+
+/// A worker that was told to leave. Its node may have another process later, which may stay.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leaving {
+    /// Its node's name.
+    pub node: String,
+    /// The process run.
+    pub incarnation: u64,
+}
+
+impl Desired {
+    /// Another bound of replicas; see [`Desired::replicas`].
+    pub fn scale(&mut self, replicas: Option<u32>) {
+        self.generation += 1;
+        self.replicas = replicas;
+    }
+
+    /// A worker shall leave.
+    pub fn drain(&mut self, node: &str, incarnation: u64) {
+        self.generation += 1;
+        self.leaving.retain(|it| it.node != node);
+        self.leaving.push(Leaving { node: node.to_owned(), incarnation });
+        let over = self.leaving.len().saturating_sub(LEAVING_MAX);
+        self.leaving.drain(..over);
+    }
+
+    /// Whether this process run of a node was told to leave.
+    #[must_use]
+    pub fn drains(&self, node: &str, incarnation: u64) -> bool {
+        self.leaving.iter().any(|it| it.node == node && it.incarnation == incarnation)
+    }
+
+    /// Whether all that the process run `by` was told up to `generation` is in here.
+    #[must_use]
+    pub fn has(&self, by: u64, generation: u64) -> bool {
+        self.by == by && self.generation >= generation
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_add_up_and_are_bounded() {
+        let mut desired = Desired { by: 7, ..Desired::default() };
+        desired.scale(Some(2));
+        desired.drain("a", 1);
+        desired.drain("a", 2);
+        assert!(desired.drains("a", 2) && !desired.drains("a", 1), "of a node its last process");
+        assert!(!desired.drains("b", 2), "of that node alone");
+        for incarnation in 10..10 + LEAVING_MAX as u64 {
+            desired.drain(&format!("n{incarnation}"), incarnation);
+        }
+        assert!(!desired.drains("a", 2) && desired.drains("n10", 10));
+        assert_eq!((desired.leaving.len(), desired.replicas), (LEAVING_MAX, Some(2)));
+        let generation = desired.generation;
+        assert!(desired.has(7, generation) && desired.has(7, 1));
+        assert!(!desired.has(7, generation + 1) && !desired.has(8, 1), "another's is not it");
+    }
+
+    #[test]
+    fn what_another_version_wrote_is_read_as_far_as_it_is_known() {
+        let read: Desired = serde_json::from_str(r#"{"by":1,"generation":2,"more":[3]}"#).unwrap();
+        assert_eq!(read, Desired { by: 1, generation: 2, ..Desired::default() });
+        let text = serde_json::to_string(&read).unwrap();
+        assert_eq!(serde_json::from_str::<Desired>(&text).unwrap(), read);
+    }
+}

@@ -1,0 +1,37 @@
+//! What a front end of its own process shows at its own `/metrics`, by which names.
+//!
+//! The coordinator publishes the totals of all front ends; the part of one has another name, so that
+//! a server which scrapes both adds up nothing twice.
+use super::{
+    HTTP_REQUEST_DURATION, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, SeriesId,
+};
+
+/// Names at a front end, and the series at the coordinator that they are a part of.
+pub const FRONTEND_PAGE: [(&str, SeriesId); 4] = [
+    ("tutti_frontend_http_requests_total", HTTP_REQUESTS.series()),
+    ("tutti_frontend_http_request_duration_seconds", HTTP_REQUEST_DURATION.series()),
+    ("tutti_frontend_http_requests_in_flight", HTTP_REQUESTS_IN_FLIGHT.series()),
+    ("tutti_frontend_requests_rejected_total", REQUESTS_REJECTED.series()),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::super::CATALOGUE;
+    use super::*;
+    use crate::metrics::definition::Owner;
+
+    #[test]
+    fn all_that_front_ends_count_has_a_name_of_its_own() {
+        for definition in CATALOGUE.iter().filter(|it| it.owner == Owner::Frontend) {
+            let own: Vec<_> = FRONTEND_PAGE
+                .iter()
+                .filter(|(_, of)| std::ptr::eq(of.definition(), definition))
+                .collect();
+            assert_eq!(own.len(), 1, "{}", definition.name);
+            let rest = definition.name.strip_prefix("tutti_").unwrap();
+            assert_eq!(own[0].0, format!("tutti_frontend_{rest}"));
+            assert!(CATALOGUE.iter().all(|it| it.name != own[0].0), "{}", own[0].0);
+        }
+        assert!(FRONTEND_PAGE.iter().all(|(_, of)| of.definition().owner == Owner::Frontend));
+    }
+}

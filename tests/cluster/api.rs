@@ -1,0 +1,120 @@
+//! What operators choose of the HTTP API, with real processes: keys, templates, the access log, and
+//! who is taken for an operator.
+use serde_json::{Value, json};
+use std::process::Command;
+use std::time::Duration;
+
+use testkit::fleet::free_port;
+use testkit::local_cluster::{LocalCluster, tutti_binary};
+use testkit::models::repository;
+
+/// A GET with headers: status and JSON.
+async fn get(base: &str, path: &str, headers: &[(&str, &str)]) -> (u16, Value) {
+    let mut request = reqwest::Client::new().get(format!("{base}{path}"));
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let response = request.send().await.unwrap();
+    (response.status().as_u16(), response.json().await.unwrap_or_default())
+}
+
+/// Runs `tutti ARGS` to its end; exit code and what it said.
+fn run(args: &[&str]) -> (Option<i32>, String) {
+    let output =
+        Command::new(tutti_binary()).args(args).current_dir(repository()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned()
+        + &String::from_utf8_lossy(&output.stdout);
+    (output.status.code(), said)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_alike() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        let file = folder.path().join(name);
+        std::fs::write(&file, text).unwrap();
+        file.to_str().unwrap().to_owned()
+    };
+    let keys = write("keys", "first-key\nsecond-key\n");
+    let template = write("template.jinja", "{{ messages[0].content }}!");
+    let cluster = format!("127.0.0.1:{}", free_port());
+    let api = ["--api-key-file", &keys, "--chat-template", &template, "--access-log"];
+    let up = ["--workers", "1", "--tensor-parallel", "1", "--cluster-listen", &cluster];
+    let coordinator = LocalCluster::up(&[&up[..], &api].concat()).await.unwrap();
+    let join = ["frontend", "--coordinator", &cluster, "--listen", "127.0.0.1:0"];
+    let (code, said) = run(&join);
+    assert_eq!(code, Some(1), "another template gives other prompts: {said}");
+    assert!(said.contains("--chat-template"), "{said}");
+    let mut front = LocalCluster::spawn_with(
+        &[],
+        &[&join[..], &["--chat-template", &template]].concat(),
+        &[("TUTTI_API_KEY", "third-key")],
+    )
+    .unwrap();
+    front.wait_ready().await.unwrap();
+    let asked = [
+        (&coordinator, "second-key", 200),
+        (&coordinator, "third-key", 401),
+        (&front, "third-key", 200),
+    ];
+    for (server, key, status) in asked {
+        assert_eq!(get(server.base(), "/v1/models", &[]).await.0, 401);
+        let bearer = format!("Bearer {key}");
+        let request = reqwest::Client::new().post(format!("{}/tokenize", server.base()));
+        let request = request.header("authorization", &bearer).header("x-request-id", "find-me");
+        let body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+        let response = request.json(&body).send().await.unwrap();
+        assert_eq!(response.status(), status, "{key}");
+        if status == 200 {
+            let tokens: Value = response.json().await.unwrap();
+            let request = reqwest::Client::new().post(format!("{}/detokenize", server.base()));
+            let request = request.header("authorization", &bearer);
+            let text = request.json(&json!({"tokens": tokens["tokens"]})).send().await.unwrap();
+            assert_eq!(text.json::<Value>().await.unwrap()["prompt"], "Hi!", "the chosen template");
+        }
+    }
+    let logged = |log: &str| {
+        log.lines().any(|line| {
+            ["find-me", "/tokenize", "status=200", "duration_ms="]
+                .iter()
+                .all(|it| line.contains(it))
+        })
+    };
+    for _ in 0..200 {
+        if !logged(&coordinator.log()) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    assert!(logged(&coordinator.log()), "{}", coordinator.log());
+    assert!(!front.log().contains("find-me"), "only where it is wanted");
+    for key in ["first-key", "second-key", "third-key"] {
+        assert!(!coordinator.log().contains(key) && !front.log().contains(key), "{key} is shown");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_secret_nobody_is_an_operator_through_a_proxy_or_a_browser() {
+    let cluster = LocalCluster::up(&["--workers", "1", "--tensor-parallel", "1"]).await.unwrap();
+    assert_eq!(get(cluster.base(), "/admin/status", &[]).await.0, 200);
+    for header in [
+        ("x-forwarded-for", "10.1.1.1"),
+        ("forwarded", "for=10.1.1.1"),
+        ("via", "1.1 x"),
+        ("host", "evil.example"),
+        ("origin", "https://evil.example"),
+    ] {
+        let (status, body) = get(cluster.base(), "/admin/status", &[header]).await;
+        assert_eq!(status, 403, "{header:?}");
+        let message = body["error"]["message"].as_str().unwrap();
+        assert!(message.contains("--cluster-secret-file"), "{message}");
+    }
+    let wrong =
+        cluster.client().unwrap().post("/admin/scale", &json!({"wrokers": 2})).await.unwrap();
+    assert_eq!(wrong.status, 400);
+    assert!(wrong.body["error"]["message"].as_str().unwrap().contains("wrokers"), "{}", wrong.body);
+    let server = cluster.base().trim_start_matches("http://");
+    let (code, said) = run(&["scale", "--replicas", "3", "--server", server]);
+    assert_eq!((code, said.trim()), (Some(0), "at most 3 replicas from now on"));
+    let (code, said) = run(&["status", "--server", server]);
+    assert!(code == Some(0) && said.contains("at most 3 replicas"), "{said}");
+}

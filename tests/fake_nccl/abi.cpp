@@ -1,0 +1,45 @@
+// What `kernels/src/cuda/nccl/library.rs` takes NCCL's interface to be, held against its own header:
+// never run, only compiled, and by hand, for the packages that have nccl.h are large (PyPI:
+// nvidia-nccl-cu12, nvidia-nccl-cu13). Done with 2.19.3, 2.28.9 and 2.32.3:
+//
+//   c++ -std=c++17 -fsyntax-only -I .../nvidia/nccl/include -I .../nvidia/cu13/include abi.cpp
+#include <nccl.h>
+
+#include <climits>
+#include <cstddef>
+#include <type_traits>
+
+static_assert(NCCL_VERSION_CODE >= 21900, "the oldest that is taken");
+static_assert(sizeof(ncclUniqueId) == 128 && alignof(ncclUniqueId) == 1, "ncclUniqueId");
+static_assert(sizeof(ncclResult_t) == 4 && sizeof(ncclDataType_t) == 4 && sizeof(ncclRedOp_t) == 4,
+              "enumerations are ints");
+static_assert(ncclSuccess == 0 && ncclUnhandledCudaError == 1 && ncclSystemError == 2 &&
+                  ncclInternalError == 3 && ncclInvalidArgument == 4 && ncclInvalidUsage == 5 &&
+                  ncclRemoteError == 6 && ncclInProgress == 7,
+              "statuses");
+static_assert(ncclInt8 == 0 && ncclFloat32 == 7 && ncclSum == 0, "types and operations");
+
+// The first 48 bytes; what later versions have behind them is unset for who says that he is older.
+static_assert(offsetof(ncclConfig_t, size) == 0 && offsetof(ncclConfig_t, magic) == 8 &&
+                  offsetof(ncclConfig_t, version) == 12 && offsetof(ncclConfig_t, blocking) == 16 &&
+                  offsetof(ncclConfig_t, cgaClusterSize) == 20 &&
+                  offsetof(ncclConfig_t, minCTAs) == 24 && offsetof(ncclConfig_t, maxCTAs) == 28 &&
+                  offsetof(ncclConfig_t, netName) == 32 && offsetof(ncclConfig_t, splitShare) == 40 &&
+                  sizeof(ncclConfig_t) >= 48,
+              "ncclConfig_t");
+static_assert(NCCL_CONFIG_UNDEF_INT == INT_MIN, "unset");
+constexpr ncclConfig_t unset = NCCL_CONFIG_INITIALIZER;
+static_assert(unset.magic == 0xcafebeef && unset.netName == nullptr, "NCCL_CONFIG_INITIALIZER");
+
+#define SIGNATURE(name, result, ...)                                                               \
+    static_assert(std::is_same<decltype(&name), result (*)(__VA_ARGS__)>::value, #name)
+SIGNATURE(ncclGetVersion, ncclResult_t, int*);
+SIGNATURE(ncclGetUniqueId, ncclResult_t, ncclUniqueId*);
+SIGNATURE(ncclCommInitRankConfig, ncclResult_t, ncclComm_t*, int, ncclUniqueId, int, ncclConfig_t*);
+SIGNATURE(ncclCommGetAsyncError, ncclResult_t, ncclComm_t, ncclResult_t*);
+SIGNATURE(ncclCommAbort, ncclResult_t, ncclComm_t);
+SIGNATURE(ncclGetLastError, const char*, ncclComm_t);
+SIGNATURE(ncclAllReduce, ncclResult_t, const void*, void*, size_t, ncclDataType_t, ncclRedOp_t,
+          ncclComm_t, cudaStream_t);
+SIGNATURE(ncclAllGather, ncclResult_t, const void*, void*, size_t, ncclDataType_t, ncclComm_t,
+          cudaStream_t);

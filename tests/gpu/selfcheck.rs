@@ -1,0 +1,46 @@
+//! The check of the check: a step that fails, crashes or hangs is told, and costs no other.
+use std::process::Command;
+
+use crate::Options;
+
+/// How a call of the stand-in ends badly, and words of the one line that must say so.
+const FAULTS: [(&str, &str); 3] =
+    [("700", "CUDA_ERROR_ILLEGAL_ADDRESS"), ("-2", "signal: 6"), ("-1", "not finished")];
+/// Long for a step in small sizes.
+const LIMIT: &str = "20";
+
+/// # Errors
+/// What was not told, in one line.
+pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    let mut counts = Vec::new();
+    for (code, told) in FAULTS {
+        let folder = tempfile::tempdir().map_err(words)?;
+        let output = Command::new(std::env::current_exe().map_err(words)?)
+            .args(options.common())
+            .args(["--require-gpu", "--only", "operations", "--gpu", "0", "--step-limit", LIMIT])
+            .env("FAKE_CUDA_FAIL", format!("cuLaunchKernel:7={code}"))
+            .env("FAKE_CUDA_ONCE", folder.path().join("done"))
+            .env("OUT", folder.path())
+            .output()
+            .map_err(words)?;
+        let table = String::from_utf8_lossy(&output.stdout);
+        let failed: Vec<&str> = table.lines().filter(|line| line.contains(" FAILED ")).collect();
+        if output.status.code() != Some(1) || !table.contains("FAIL: ") {
+            return Err(format!("a fault {code} ends with {}:\n{table}", output.status));
+        }
+        if failed.len() != 1 || !failed[0].contains(told) {
+            return Err(format!("a fault {code} is not told, or costs other steps:\n{table}"));
+        }
+        let file = std::fs::read_to_string(folder.path().join("gpu-check.txt")).map_err(words)?;
+        if file != table {
+            return Err(format!("the file is not the table:\n{file}\n{table}"));
+        }
+        counts.push(table.lines().filter(|line| line.contains(" ok ")).count());
+    }
+    // All steps but the one.
+    if counts.iter().any(|count| *count != counts[0] || *count < 10) {
+        return Err(format!("lines that are well, by fault: {counts:?}"));
+    }
+    Ok(())
+}

@@ -1,0 +1,311 @@
+//! Runs each part as a process of its own, within its time, and keeps the table. A part whose step
+//! fails, hangs or crashes goes on behind that step in a new process.
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use crate::{AGAIN, Options, PARTS, ROW, STEP, head};
+
+/// All of it, on a GPU: somebody waits for the table.
+const ALL: Duration = Duration::from_secs(570);
+/// One step, on a GPU; longer where it makes up a model of 16 GB.
+const EACH: Duration = Duration::from_secs(60);
+const EACH_OF_SPEED: Duration = Duration::from_secs(150);
+/// One step on a stand-in, which takes its time.
+const EACH_SLOWLY: Duration = Duration::from_secs(600);
+/// New processes of a part; after that it goes on in the same one, whatever fails.
+const RESTARTS: usize = 12;
+
+/// Where lines go.
+struct Report {
+    file: Option<File>,
+    rows: usize,
+    faults: usize,
+}
+
+impl Report {
+    fn new() -> Self {
+        let folder = std::env::var_os("OUT").map(PathBuf::from).filter(|folder| folder.is_dir());
+        let options = || File::options().create(true).append(true).clone();
+        let file = folder.and_then(|folder| options().open(folder.join("gpu-check.txt")).ok());
+        Self { file, rows: 0, faults: 0 }
+    }
+
+    fn line(&mut self, line: &str) {
+        println!("{line}");
+        if let Some(file) = &mut self.file {
+            let _ = writeln!(file, "{line}");
+            let _ = file.flush();
+        }
+    }
+
+    fn row(&mut self, state: &str, what: &str, words: &str) {
+        self.rows += 1;
+        self.faults += usize::from(state != "ok");
+        self.line(&format!("{what:<48} {state:<7} {words}"));
+    }
+}
+
+/// A part's process.
+struct Part {
+    process: Child,
+    lines: Receiver<String>,
+}
+
+/// What became of a part's process.
+#[derive(Debug)]
+enum End {
+    Exit(ExitStatus),
+    /// Not finished in time.
+    Late(Duration),
+}
+
+impl Part {
+    fn start(options: &Options, part: &str, extra: &[String]) -> std::io::Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(options.common()).args(["--part", part]).args(extra);
+        if let Some(ordinal) = options.ordinal {
+            command.args(["--gpu", &ordinal.to_string()]);
+        }
+        // A group of its own, so that its own processes end with it.
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
+        let mut process = command.spawn()?;
+        let (sender, lines) = channel();
+        let out = process.stdout.take();
+        std::thread::spawn(move || {
+            for line in out.into_iter().flat_map(|out| BufReader::new(out).split(b'\n')) {
+                let Ok(line) = line else { return };
+                if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Self { process, lines })
+    }
+
+    /// Hands each line to `on_line` until there are no more; a step may take `each`, all may last
+    /// until `deadline`.
+    fn follow(
+        &mut self,
+        each: Duration,
+        deadline: Instant,
+        mut on_line: impl FnMut(&str),
+    ) -> std::io::Result<End> {
+        let mut began = Instant::now();
+        loop {
+            let now = Instant::now();
+            let until = (began + each).min(deadline);
+            match self.lines.recv_timeout(until.saturating_duration_since(now)) {
+                Ok(line) => {
+                    if line.starts_with(STEP) {
+                        began = Instant::now();
+                    }
+                    on_line(&line);
+                }
+                Err(RecvTimeoutError::Disconnected) => return self.process.wait().map(End::Exit),
+                Err(RecvTimeoutError::Timeout) => return Ok(End::Late(began.elapsed())),
+            }
+        }
+    }
+
+    /// What the threads wait in, for whoever has to find out why they do.
+    fn threads(&self) -> String {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.process.id()));
+        let read = |path: PathBuf| std::fs::read_to_string(path).unwrap_or_default();
+        let words = |task: &Path| {
+            let (name, waits) = (read(task.join("comm")), read(task.join("wchan")));
+            let stat = read(task.join("stat"));
+            let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+            format!("{} {} {}", name.trim(), state.unwrap_or('?'), waits.trim())
+        };
+        let all = tasks.into_iter().flatten().flatten().map(|task| words(&task.path()));
+        all.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Ends it and whatever it started; says so if it cannot be ended.
+    fn kill(&mut self) -> Result<(), String> {
+        let group = format!("-{}", self.process.id());
+        let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
+        // Where there is no such program.
+        let _ = self.process.kill();
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(15) {
+            if matches!(self.process.try_wait(), Ok(Some(_)) | Err(_)) {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Err("; its process cannot be ended: the driver holds it".to_owned())
+    }
+}
+
+/// Runs one part to its end, in as many processes as it takes.
+fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Report) {
+    let usual = match (options.quick, part) {
+        (true, _) => EACH_SLOWLY,
+        (false, "speed") => EACH_OF_SPEED,
+        (false, _) => EACH,
+    };
+    let each = options.step_limit.map_or(usual, Duration::from_secs);
+    let mut skip = 0;
+    for restarts in 0.. {
+        let mut extra = vec!["--skip".to_owned(), skip.to_string()];
+        if restarts >= RESTARTS {
+            extra.push("--keep-going".to_owned());
+        }
+        let mut process = match Part::start(options, part, &extra) {
+            Ok(process) => process,
+            Err(error) => return report.row("FAILED", part, &format!("does not start: {error}")),
+        };
+        let (mut step, mut faults) = (format!("{part}: beginning"), 0);
+        let begun_at = skip;
+        let ended = process.follow(each, deadline, |line| {
+            if let Some(name) = line.strip_prefix(STEP) {
+                step = format!("{part}: {name}");
+                skip += 1;
+            } else if let Some(row) = line.strip_prefix(ROW) {
+                let mut fields = row.splitn(3, '\t');
+                let mut field = || fields.next().unwrap_or_default().to_owned();
+                let (state, what, words) = (field(), field(), field());
+                faults += usize::from(state != "ok");
+                report.row(&state, &what, &words);
+            } else {
+                report.line(&format!("  | {line}"));
+            }
+        });
+        match ended {
+            Ok(End::Exit(status)) if status.success() => return,
+            Ok(End::Exit(status)) if status.code() == Some(1) && faults > 0 => return,
+            Ok(End::Exit(status)) if status.code() == Some(i32::from(AGAIN)) => {}
+            Ok(End::Exit(status)) => {
+                report.row("FAILED", &step, &format!("its process ended: {status}"));
+            }
+            Ok(End::Late(waited)) => {
+                let threads = process.threads();
+                let killed = process.kill().err().unwrap_or_default();
+                let words = format!("not finished after {waited:.1?}{killed}; threads: {threads}");
+                report.row("FAILED", &step, &words);
+            }
+            Err(error) => report.row("FAILED", &step, &error.to_string()),
+        }
+        if Instant::now() >= deadline {
+            return report.row("FAILED", part, "not finished: the time is up");
+        }
+        if skip == begun_at {
+            // Not even its first step was begun: another time would end alike.
+            return;
+        }
+    }
+}
+
+/// Prints what the table is of; the GPU that is taken, or why there is none.
+fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
+    let words = |error: std::io::Error| error.to_string();
+    let mut process = Part::start(options, "head", &[]).map_err(words)?;
+    let (mut ordinal, mut last) = (None, String::new());
+    let ended = process.follow(EACH, Instant::now() + EACH, |line| {
+        match line.strip_prefix(head::GPU) {
+            Some(found) => ordinal = found.parse().ok(),
+            None => report.line(line),
+        }
+        line.clone_into(&mut last);
+    });
+    match (ended.map_err(words)?, ordinal) {
+        (End::Exit(_), Some(ordinal)) => Ok(ordinal),
+        (End::Exit(status), None) if status.code() == Some(2) => Err(last),
+        (End::Exit(status), None) => Err(format!("no GPU: looking for one ended: {status}")),
+        (End::Late(waited), _) => {
+            let threads = process.threads();
+            let killed = process.kill().err().unwrap_or_default();
+            Err(format!("no GPU: the driver does not answer in {waited:.1?}{killed}: {threads}"))
+        }
+    }
+}
+
+fn run_all(options: &Options, report: &mut Report) -> ExitCode {
+    let began = Instant::now();
+    let deadline = if options.quick { began + 6 * EACH_SLOWLY } else { began + ALL };
+    for part in PARTS.into_iter().filter(|part| options.wants(part)) {
+        let (rows, begun) = (report.rows, Instant::now());
+        if begun >= deadline {
+            report.row("FAILED", part, "not run: the time is up");
+            continue;
+        }
+        run_part(options, part, deadline, report);
+        let (rows, took) = (report.rows - rows, begun.elapsed().as_secs_f64());
+        report.line(&format!("-- {part}: {rows} lines in {took:.1} s"));
+    }
+    let (rows, faults, took) = (report.rows, report.faults, began.elapsed().as_secs_f64());
+    let verdict = if faults == 0 && rows > 0 { "PASS" } else { "FAIL" };
+    report.line(&format!("{verdict}: {rows} lines, {faults} failed, {took:.0} s"));
+    if verdict == "PASS" { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The whole check: on a GPU, or of itself on a stand-in.
+pub(crate) fn run(mut options: Options) -> ExitCode {
+    if !PARTS.into_iter().any(|part| options.wants(part)) {
+        println!("no such part; there are {}", PARTS.join(", "));
+        // Of `cargo test` with the name of another test.
+        return if options.require_gpu { ExitCode::from(2) } else { ExitCode::SUCCESS };
+    }
+    let mut report = Report::new();
+    match print_head(&options, &mut report) {
+        Ok(ordinal) => {
+            options.ordinal = Some(ordinal);
+            run_all(&options, &mut report)
+        }
+        Err(reason) => {
+            if !reason.starts_with("no GPU: ") || options.require_gpu {
+                report.line(&reason);
+            }
+            if options.require_gpu {
+                return ExitCode::from(2);
+            }
+            check_itself(options, &mut report)
+        }
+    }
+}
+
+/// On a host without a GPU: that every part is as it should be, as far as a stand-in shows, and that
+/// steps which fail, break the context or hang are told and cost no others.
+fn check_itself(mut options: Options, report: &mut Report) -> ExitCode {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let fakes = testkit::fake_cuda::fake_cuda_of(folder, 4).and_then(|fake| {
+        let nccl = testkit::fake_cuda::fake_nccl(folder, &fake, None)?;
+        Ok((fake, nccl))
+    });
+    let (fake, nccl) = match fakes {
+        Ok(fakes) => fakes,
+        Err(error) => {
+            report.line(&format!("the stand-in for the driver does not compile: {error}"));
+            return ExitCode::FAILURE;
+        }
+    };
+    report.line("checking the check itself, on a stand-in for the driver");
+    options.folders = vec![fake.libraries];
+    options.kernels = Some(fake.kernels);
+    options.nccl_lib = Some(nccl);
+    options.quick = true;
+    options.ordinal = Some(0);
+    let whole = options.only.is_some();
+    if whole {
+        return run_all(&options, report);
+    }
+    // Other tests show that models are right on the stand-in.
+    let mut all_well = ExitCode::SUCCESS;
+    for part in ["operations", "ranks"] {
+        options.only = Some(part.to_owned());
+        if run_all(&options, report) != ExitCode::SUCCESS {
+            all_well = ExitCode::FAILURE;
+        }
+    }
+    if let Err(fault) = crate::selfcheck::faults_are_told(&options) {
+        report.line(&fault);
+        all_well = ExitCode::FAILURE;
+    }
+    all_well
+}

@@ -1,0 +1,130 @@
+//! What templates are given of a chat request.
+use serde_json::{Value, json};
+
+use crate::rig::Rig;
+
+const CHAT: &str = "/v1/chat/completions";
+/// Shows all that it is given.
+const SHOWS: &str = "{{ messages | tojson }}|{{ tools | tojson }}|{{ documents | tojson }}|\
+    {{ add_generation_prompt }}|{{ style | default('none') }}|{{ reasoning_effort | default('none') }}";
+
+/// The text of the last prompt that the engine saw.
+async fn prompt(rig: &Rig, request: &Value) -> String {
+    let reply = rig.client.post(CHAT, request).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    let seen = rig.seen.lock().unwrap();
+    rig.text.decode(&seen.requests.last().unwrap().prompt)
+}
+
+#[tokio::test]
+async fn messages_reach_the_template_whole() {
+    let rig = Rig::with_template(SHOWS);
+    let request = json!({"messages": [
+        {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": null, "reasoning_content": "hm", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"z\": 1, \"a\": \"b\"}"}},
+            {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "c"}]});
+    let given = prompt(&rig, &request).await;
+    let messages = given.split('|').next().unwrap();
+    assert_eq!(
+        messages,
+        "[{\"role\": \"user\", \"name\": \"Ann\", \"content\": \"ab\"}, \
+        {\"role\": \"assistant\", \"reasoning_content\": \"hm\", \"tool_calls\": [\
+        {\"id\": \"1\", \"type\": \"function\", \"function\": {\"name\": \"f\", \"arguments\": {\"z\": 1, \"a\": \"b\"}}}, \
+        {\"id\": \"2\", \"type\": \"function\", \"function\": {\"name\": \"g\", \"arguments\": {}}}], \"content\": \"\"}, \
+        {\"role\": \"tool\", \"tool_call_id\": \"1\", \"content\": \"c\"}]"
+    );
+}
+
+#[tokio::test]
+async fn templates_are_given_tools_documents_and_variables() {
+    let rig = Rig::with_template(SHOWS);
+    let tool =
+        json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}});
+    let request = json!({"messages": [{"role": "user", "content": "x"}], "tools": [tool],
+        "tool_choice": "none", "documents": [{"title": "t", "text": "d"}], "add_generation_prompt": false,
+        "chat_template_kwargs": {"style": "brief"}, "reasoning_effort": "low"});
+    let given = prompt(&rig, &request).await;
+    let parts: Vec<&str> = given.split('|').skip(1).collect();
+    let tools = "[{\"type\": \"function\", \"function\": {\"name\": \"f\", \"parameters\": {\"type\": \"object\"}}}]";
+    let documents = "[{\"title\": \"t\", \"text\": \"d\"}]";
+    assert_eq!((parts[0], parts[1], parts[3], parts[4]), (tools, documents, "brief", "low"));
+    assert_eq!(parts[2].to_lowercase(), "false");
+    let plain = prompt(&rig, &json!({"messages": [{"role": "user", "content": "x"}]})).await;
+    let plain = plain.to_lowercase();
+    assert!(plain.ends_with("|null|null|true|none|none"), "{plain}");
+}
+
+#[tokio::test]
+async fn a_final_message_can_be_gone_on_with() {
+    let rig = Rig::saying("x");
+    let request = json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}],
+        "add_generation_prompt": false, "continue_final_message": true});
+    rig.client.post(CHAT, &request).await.unwrap();
+    let expected = "<|bos|><|user|>\nHi<|end|>\n<|assistant|>\nWell, ";
+    let seen = rig.seen.lock().unwrap();
+    assert_eq!(seen.requests[0].prompt, rig.text.encode(expected, false).unwrap());
+}
+
+#[tokio::test]
+async fn what_templates_cannot_be_given_is_refused_by_name() {
+    let rig = Rig::with_template(SHOWS);
+    let tool = json!({"type": "function", "function": {"name": "f"}});
+    let cases = [
+        ("tools", json!({"tools": [tool]})),
+        ("tool_choice", json!({"tools": [tool], "tool_choice": "auto"})),
+        ("tools", json!({"tools": [{"type": "function"}], "tool_choice": "none"})),
+        ("tools", json!({"tools": "f", "tool_choice": "none"})),
+        ("tool_choice", json!({"tool_choice": {"type": "function", "function": {"name": "f"}}})),
+        ("continue_final_message", json!({"continue_final_message": true})),
+        ("chat_template_kwargs", json!({"chat_template_kwargs": {"messages": []}})),
+        ("chat_template_kwargs", json!({"chat_template_kwargs": 1})),
+        ("documents", json!({"documents": ["a"]})),
+        (
+            "messages",
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}),
+        ),
+        ("messages", json!({"messages": [{"role": "assistant", "tool_calls": {}}]})),
+        ("messages", json!({"messages": [{"role": "assistant", "tool_calls": [1]}]})),
+        ("messages", json!({"messages": [{"role": "user", "content": "x", "name": 1}]})),
+    ];
+    for (field, change) in cases {
+        let mut request = json!({"messages": [{"role": "user", "content": "x"}]});
+        for (name, value) in change.as_object().unwrap() {
+            request[name] = value.clone();
+        }
+        let reply = rig.client.post(CHAT, &request).await.unwrap();
+        assert_eq!(
+            (reply.status, &reply.body["error"]["param"]),
+            (400, &json!(field)),
+            "{request}: {}",
+            reply.body
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_template_that_objects_is_the_clients_fault_and_one_that_fails_is_not() {
+    let objects =
+        "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}x";
+    let rig = Rig::with_template(objects);
+    let one = json!({"role": "user", "content": "x"});
+    let reply = rig.client.post(CHAT, &json!({"messages": [one, one]})).await.unwrap();
+    assert_eq!(
+        (reply.status, &reply.body["error"]["param"]),
+        (400, &json!("messages")),
+        "{}",
+        reply.body
+    );
+    assert!(reply.body["error"]["message"].as_str().unwrap().contains("one message only"));
+    let rig = Rig::with_template("{% if messages | length > 1 %}{{ nothing.at.all }}{% endif %}x");
+    assert_eq!(rig.client.post(CHAT, &json!({"messages": [one]})).await.unwrap().status, 200);
+    let reply = rig.client.post(CHAT, &json!({"messages": [one, one]})).await.unwrap();
+    assert_eq!((reply.status, &reply.body["error"]["type"]), (500, &json!("server_error")));
+    assert!(reply.body["error"]["message"].as_str().unwrap().contains("chat template"));
+    let context = json!({"messages": [{"role": "user", "content": "word ".repeat(3000)}]});
+    let reply = Rig::saying("x").client.post(CHAT, &context).await.unwrap();
+    assert_eq!(reply.body["error"]["code"], "context_length_exceeded", "{}", reply.body);
+    assert_eq!(reply.body["error"]["param"], "messages");
+}

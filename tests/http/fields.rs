@@ -1,0 +1,209 @@
+//! No field that would change the answer is ignored, and what is supported does what vLLM's does.
+use coordinator::http::refused::{self, Endpoint};
+use serde_json::{Value, json};
+use testkit::models::repository;
+
+use crate::rig::Rig;
+
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
+
+fn body(path: &str) -> Value {
+    if path == COMPLETIONS {
+        json!({"prompt": "x"})
+    } else {
+        json!({"messages": [{"role": "user", "content": "x"}]})
+    }
+}
+
+/// Field, a value that asks for something, a value that asks for nothing.
+fn refused() -> Vec<(&'static str, Value, Value)> {
+    vec![
+        ("allowed_token_ids", json!([1]), json!(null)),
+        ("bad_words", json!(["a"]), json!([])),
+        ("guided_choice", json!(["a"]), json!(null)),
+        ("guided_grammar", json!("a"), json!(null)),
+        ("guided_json", json!({}), json!(null)),
+        ("guided_regex", json!("a"), json!(null)),
+        ("kv_transfer_params", json!({}), json!(null)),
+        ("length_penalty", json!(1.5), json!(1)),
+        ("logits_processors", json!(["a"]), json!([])),
+        ("priority", json!(1), json!(0)),
+        ("prompt_logprobs", json!(0), json!(null)),
+        ("response_format", json!({"type": "json_object"}), json!({"type": "text"})),
+        ("return_token_ids", json!(true), json!(false)),
+        ("return_tokens_as_token_ids", json!(true), json!(false)),
+        ("skip_special_tokens", json!(false), json!(true)),
+        ("structured_outputs", json!({"json": {}}), json!(null)),
+        ("use_beam_search", json!(true), json!(false)),
+        ("vllm_xargs", json!({"a": 1}), json!({})),
+    ]
+}
+
+#[tokio::test]
+async fn known_fields_that_are_not_supported_are_refused_by_name() {
+    let rig = Rig::saying("x");
+    let completions = [
+        ("suffix", json!("a"), json!("")),
+        ("prompt_embeds", json!("a"), json!(null)),
+        ("spaces_between_special_tokens", json!(null), json!(false)),
+    ];
+    let chat = [
+        ("audio", json!({}), json!(null)),
+        ("chat_template", json!("a"), json!(null)),
+        ("documents", json!([{"text": "a"}]), json!([])),
+        ("echo", json!(true), json!(false)),
+        ("functions", json!([{}]), json!([])),
+        ("function_call", json!("auto"), json!("none")),
+        ("include_reasoning", json!(false), json!(true)),
+        ("mm_processor_kwargs", json!({"a": 1}), json!({})),
+        ("modalities", json!(["text", "audio"]), json!(["text"])),
+        ("prediction", json!({}), json!(null)),
+        ("reasoning_effort", json!("low"), json!(null)),
+        ("service_tier", json!("flex"), json!("auto")),
+        ("store", json!(true), json!(false)),
+        ("tool_choice", json!("required"), json!("auto")),
+        ("verbosity", json!("low"), json!("medium")),
+        ("web_search_options", json!({}), json!(null)),
+    ];
+    for (path, own) in [(COMPLETIONS, &completions[..]), (CHAT, &chat[..])] {
+        for (field, asking, neutral) in refused().iter().chain(own) {
+            let mut request = body(path);
+            if !asking.is_null() {
+                request[*field] = asking.clone();
+                let reply = rig.client.post(path, &request).await.unwrap();
+                assert_eq!(reply.status, 400, "{path} {field}: {}", reply.body);
+                assert_eq!(reply.body["error"]["param"], *field, "{}", reply.body);
+                let message = reply.body["error"]["message"].as_str().unwrap();
+                assert!(message.starts_with(&format!("`{field}` ")), "{message}");
+            }
+            for harmless in [neutral, &Value::Null] {
+                request[*field] = harmless.clone();
+                let reply = rig.client.post(path, &request).await.unwrap();
+                assert_eq!(reply.status, 200, "{path} {field} {harmless}: {}", reply.body);
+            }
+        }
+        let mut request = body(path);
+        request["stream"] = json!(true);
+        request["stream_options"] = json!({"continuous_usage_stats": true});
+        let reply = rig.client.post(path, &request).await.unwrap();
+        assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("stream_options")));
+    }
+}
+
+#[tokio::test]
+async fn fields_that_nobody_knows_and_hints_are_ignored() {
+    let rig = Rig::saying("x");
+    for path in [COMPLETIONS, CHAT] {
+        let mut request = body(path);
+        for (field, value) in [
+            ("my_own_field", json!({"a": 1})),
+            ("metadata", json!({"a": "b"})),
+            ("user", json!("me")),
+            ("prompt_cache_key", json!("k")),
+            ("parallel_tool_calls", json!(true)),
+        ] {
+            request[field] = value;
+        }
+        assert_eq!(rig.client.post(path, &request).await.unwrap().status, 200);
+    }
+}
+
+#[tokio::test]
+async fn numbers_may_be_strings_and_integers_may_have_a_fraction_of_zero() {
+    let rig = Rig::saying("a b c d e f g h i j");
+    let request = json!({"prompt": "x", "max_tokens": 5.0, "temperature": "0.5", "top_k": "7"});
+    let answer = rig.client.post(COMPLETIONS, &request).await.unwrap().body;
+    assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
+    let given = rig.seen.lock().unwrap().requests[0].sampling[0].clone();
+    assert_eq!((given.temperature, given.top_k), (0.5, 7));
+    let request = json!({"messages": [{"role": "user", "content": "x"}], "logprobs": false, "top_logprobs": 0});
+    assert_eq!(rig.client.post(CHAT, &request).await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn the_stop_string_can_be_part_of_the_text() {
+    let rig = Rig::saying("One. Two. Three.");
+    for stream in [false, true] {
+        let request = json!({"prompt": "x", "max_tokens": 50, "stop": ["Two"], "stream": stream,
+            "include_stop_str_in_output": true});
+        let text = if stream {
+            let events = rig.client.stream(COMPLETIONS, &request).await.unwrap().events;
+            events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect()
+        } else {
+            let answer = rig.client.post(COMPLETIONS, &request).await.unwrap().body;
+            answer["choices"][0]["text"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(text, "One. Two");
+    }
+}
+
+#[tokio::test]
+async fn special_tokens_are_added_where_that_is_wanted() {
+    let rig = Rig::saying("x");
+    for (path, with, without) in [(COMPLETIONS, 0, 1), (CHAT, 1, 0)] {
+        rig.seen.lock().unwrap().requests.clear();
+        for special in [json!(true), json!(false), Value::Null] {
+            let mut request = body(path);
+            request["add_special_tokens"] = special;
+            assert_eq!(rig.client.post(path, &request).await.unwrap().status, 200);
+        }
+        let seen = rig.seen.lock().unwrap();
+        let lengths: Vec<usize> = seen.requests.iter().map(|it| it.prompt.len()).collect();
+        assert_eq!(lengths[0], lengths[1] + 1, "{path}: the tokenizer adds <|bos|>");
+        assert_eq!(lengths[2], lengths[if path == COMPLETIONS { with } else { without + 1 }]);
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_too_long_can_lose_its_beginning() {
+    let rig = Rig::saying("x");
+    let long = "word ".repeat(3000);
+    let cases = [(json!(10), 10), (json!(-1), rig.text.max_positions as usize - 4)];
+    for (keep, tokens) in cases {
+        let request = json!({"prompt": long, "max_tokens": 4, "truncate_prompt_tokens": keep});
+        let reply = rig.client.post(COMPLETIONS, &request).await.unwrap();
+        assert_eq!(reply.body["usage"]["prompt_tokens"], tokens, "{}", reply.body);
+        let whole = rig.text.encode(&long, true).unwrap();
+        let seen = rig.seen.lock().unwrap();
+        assert_eq!(seen.requests.last().unwrap().prompt, whole[whole.len() - tokens..]);
+    }
+    for wrong in [json!(0), json!(-2), json!(1 << 20)] {
+        let request = json!({"prompt": "x", "truncate_prompt_tokens": wrong});
+        let reply = rig.client.post(COMPLETIONS, &request).await.unwrap();
+        assert_eq!(reply.body["error"]["param"], "truncate_prompt_tokens", "{}", reply.body);
+    }
+}
+
+#[tokio::test]
+async fn a_request_keeps_its_clients_id() {
+    let rig = Rig::saying("x");
+    let http = reqwest::Client::new();
+    let url = format!("http://{}{COMPLETIONS}", rig.address);
+    let send = |header: &'static str, request: Value| {
+        let sent = http.post(&url).header("x-request-id", header).json(&request).send();
+        async move {
+            let response = sent.await.unwrap();
+            let header = response.headers()["x-request-id"].to_str().unwrap().to_owned();
+            (header, response.json::<Value>().await.unwrap())
+        }
+    };
+    let (header, answer) = send("my-id", body(COMPLETIONS)).await;
+    assert_eq!((header.as_str(), answer["id"].as_str()), ("my-id", Some("cmpl-my-id")));
+    let (_, answer) = send("my-id", json!({"prompt": "x", "request_id": "other"})).await;
+    assert_eq!(answer["id"], "cmpl-other");
+    let (header, answer) = send("not one", body(COMPLETIONS)).await;
+    assert_eq!(answer["id"], format!("cmpl-{header}"), "one is made");
+    let (header, answer) = send("bad", json!({"prompt": "x", "request_id": 5})).await;
+    assert_eq!((header.as_str(), &answer["error"]["param"]), ("bad", &json!("request_id")));
+}
+
+#[test]
+fn the_documentation_lists_what_is_refused() {
+    let document = std::fs::read_to_string(repository().join("docs/api.md")).unwrap();
+    for endpoint in [Endpoint::Completions, Endpoint::Chat] {
+        for name in refused::names(endpoint) {
+            assert!(document.contains(&format!("`{name}`")), "docs/api.md lacks `{name}`");
+        }
+    }
+}

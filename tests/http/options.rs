@@ -1,0 +1,141 @@
+//! What an operator may choose: API keys, origins, limits; and the routes of probes.
+use coordinator::http::keys::ApiKeys;
+use coordinator::http::options::ApiOptions;
+use reqwest::{Method, Response};
+use serde_json::{Value, json};
+
+use crate::rig::Rig;
+
+const COMPLETIONS: &str = "/v1/completions";
+
+async fn send(rig: &Rig, method: Method, path: &str, headers: &[(&str, &str)]) -> Response {
+    let mut request =
+        reqwest::Client::new().request(method, format!("http://{}{path}", rig.address));
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    request.send().await.unwrap()
+}
+
+fn header(response: &Response, name: &str) -> Option<String> {
+    response.headers().get(name).map(|value| value.to_str().unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn with_keys_only_who_has_one_sees_the_models_work() {
+    let keys = ApiKeys::new(["sesame", "other"]).unwrap();
+    let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
+    let guarded = [
+        "/v1/models",
+        "/v1/models/demo",
+        "/v1/completions",
+        "/v1/nothing",
+        "/tokenize",
+        "/detokenize",
+    ];
+    for path in guarded {
+        for wrong in
+            [None, Some("Bearer"), Some("Bearer sesam"), Some("Basic sesame"), Some("sesame")]
+        {
+            let headers: Vec<(&str, &str)> =
+                wrong.map(|it| ("authorization", it)).into_iter().collect();
+            let response = send(&rig, Method::GET, path, &headers).await;
+            assert_eq!(response.status(), 401, "{path} {wrong:?}");
+            assert_eq!(header(&response, "www-authenticate").as_deref(), Some("Bearer"));
+            assert!(header(&response, "x-request-id").is_some());
+            let body: Value = response.json().await.unwrap();
+            assert_eq!(body["error"]["code"], "invalid_api_key", "{body}");
+        }
+    }
+    for key in ["sesame", "other"] {
+        let bearer = format!("Bearer {key}");
+        let response = send(&rig, Method::GET, "/v1/models", &[("authorization", &bearer)]).await;
+        assert_eq!(response.status(), 200, "{key}");
+    }
+    for path in ["/health", "/live", "/ready", "/version", "/ping", "/load", "/metrics", "/"] {
+        assert_eq!(send(&rig, Method::GET, path, &[]).await.status(), 200, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn scripts_of_the_allowed_pages_may_use_the_api_and_of_no_others() {
+    let page = "https://chat.example";
+    let keys = ApiKeys::new(["sesame"]).unwrap();
+    let allowed_origins = vec![page.to_owned()];
+    let rig = Rig::with_api(&ApiOptions { allowed_origins, keys, ..ApiOptions::default() });
+    let asks = |origin| {
+        [
+            ("origin", origin),
+            ("access-control-request-method", "POST"),
+            ("access-control-request-headers", "authorization,content-type"),
+        ]
+    };
+    let response = send(&rig, Method::OPTIONS, COMPLETIONS, &asks(page)).await;
+    assert_eq!(response.status(), 200, "browsers ask without a key");
+    assert_eq!(header(&response, "access-control-allow-origin").as_deref(), Some(page));
+    let other = send(&rig, Method::OPTIONS, COMPLETIONS, &asks("https://evil.example")).await;
+    assert_eq!(header(&other, "access-control-allow-origin"), None);
+    let refused = send(&rig, Method::GET, "/v1/models", &[("origin", page)]).await;
+    assert_eq!(refused.status(), 401);
+    assert_eq!(
+        header(&refused, "access-control-allow-origin").as_deref(),
+        Some(page),
+        "the page may read why"
+    );
+    let closed = send(&Rig::saying("x"), Method::OPTIONS, COMPLETIONS, &asks(page)).await;
+    assert_eq!(header(&closed, "access-control-allow-origin"), None, "off unless chosen");
+}
+
+#[tokio::test]
+async fn limits_follow_the_model_and_the_operator() {
+    let api = ApiOptions { max_body_bytes: Some(1000), max_logprobs: 3, ..ApiOptions::default() };
+    let rig = Rig::with_api(&api);
+    let long = rig.client.post(COMPLETIONS, &json!({"prompt": "a ".repeat(500)})).await.unwrap();
+    assert_eq!(long.status, 413, "{}", long.body);
+    for (logprobs, status) in [(3, 200), (4, 400)] {
+        let request = json!({"prompt": "x", "logprobs": logprobs});
+        assert_eq!(rig.client.post(COMPLETIONS, &request).await.unwrap().status, status);
+    }
+    let rig = Rig::with_api(&ApiOptions::default());
+    let many =
+        json!({"prompt": "x", "n": 128, "stop": vec!["q"; 16], "logprobs": 20, "max_tokens": 1});
+    let answer = rig.client.post(COMPLETIONS, &many).await.unwrap().body;
+    assert_eq!(answer["choices"].as_array().map(Vec::len), Some(128), "{answer}");
+    let more = json!({"prompt": vec!["x"; 5], "n": 128});
+    let answer = rig.client.post(COMPLETIONS, &more).await.unwrap();
+    assert_eq!((answer.status, &answer.body["error"]["param"]), (400, &json!("n")));
+}
+
+#[tokio::test]
+async fn probes_are_answered_and_heads_have_no_bodies() {
+    let rig = Rig::saying("x");
+    for path in
+        ["/health", "/live", "/ready", "/version", "/ping", "/v1/models", "/metrics", "/load"]
+    {
+        let response = send(&rig, Method::HEAD, path, &[]).await;
+        assert_eq!(response.status(), 200, "{path}");
+        assert_eq!(response.bytes().await.unwrap().len(), 0, "{path}");
+    }
+    assert_eq!(send(&rig, Method::POST, "/ping", &[]).await.status(), 200);
+    let load: Value = send(&rig, Method::GET, "/load", &[]).await.json().await.unwrap();
+    assert_eq!(load, json!({"server_load": 0}));
+    let wrong = send(&rig, Method::POST, "/health", &[]).await;
+    assert_eq!(
+        (wrong.status().as_u16(), header(&wrong, "allow").as_deref()),
+        (405, Some("GET, HEAD"))
+    );
+}
+
+#[tokio::test]
+async fn compressed_bodies_are_refused_as_such() {
+    let rig = Rig::saying("x");
+    let http = reqwest::Client::new();
+    for (encoding, status) in [("gzip", 415), ("identity", 200)] {
+        let request = http.post(format!("http://{}{COMPLETIONS}", rig.address));
+        let request = request.header("content-encoding", encoding).json(&json!({"prompt": "x"}));
+        let response = request.send().await.unwrap();
+        assert_eq!(response.status(), status, "{encoding}");
+        let text = response.text().await.unwrap();
+        assert!(status == 200 || text.contains("Content-Encoding"), "{text}");
+    }
+}

@@ -1,0 +1,106 @@
+//! `/tokenize` and `/detokenize` as vLLM's clients expect them, and texts that cannot fit.
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use crate::rig::Rig;
+
+#[tokio::test]
+async fn text_becomes_tokens_and_text_again() {
+    let rig = Rig::saying("x");
+    let tokens = rig.text.encode("Hello fox", true).unwrap();
+    let answer = rig
+        .client
+        .post("/tokenize", &json!({"model": "demo", "prompt": "Hello fox"}))
+        .await
+        .unwrap();
+    let expected = json!({"count": tokens.len(), "max_model_len": rig.text.max_positions, "tokens": tokens, "token_strs": null});
+    assert_eq!((answer.status, &answer.body), (200, &expected));
+    let request =
+        json!({"prompt": "Hello fox", "add_special_tokens": false, "return_token_strs": true});
+    let bare = rig.client.post("/tokenize", &request).await.unwrap().body;
+    assert_eq!(bare["tokens"], json!(tokens[1..]));
+    let strings: String =
+        bare["token_strs"].as_array().unwrap().iter().filter_map(|it| it.as_str()).collect();
+    assert_eq!(strings, "Hello\u{120}fox", "pieces as the vocabulary writes them");
+    let text = rig.client.post("/detokenize", &json!({"tokens": tokens})).await.unwrap().body;
+    assert_eq!(text, json!({"prompt": "<|bos|>Hello fox"}), "special tokens are shown");
+}
+
+#[tokio::test]
+async fn a_conversation_becomes_the_tokens_that_it_would_run_with() {
+    let rig = Rig::saying("x");
+    let mut request = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    rig.client.post("/v1/chat/completions", &request).await.unwrap();
+    let answer = rig.client.post("/tokenize", &request).await.unwrap().body;
+    assert_eq!(answer["tokens"], json!(rig.seen.lock().unwrap().requests[0].prompt));
+    request["add_generation_prompt"] = json!(false);
+    request["tools"] = json!([{"type": "function", "function": {"name": "f"}}]);
+    let answer = rig.client.post("/tokenize", &request).await.unwrap().body;
+    let rendered = rig.text.encode("<|bos|><|user|>\nHi<|end|>\n", false).unwrap();
+    assert_eq!(answer["tokens"], json!(rendered), "{answer}");
+}
+
+#[tokio::test]
+async fn wrong_requests_are_refused_by_field() {
+    let rig = Rig::saying("x");
+    let cases = [
+        ("/tokenize", json!({}), "prompt", 400),
+        ("/tokenize", json!({"prompt": ["a"]}), "prompt", 400),
+        ("/tokenize", json!({"prompt": "a", "messages": []}), "prompt", 400),
+        (
+            "/tokenize",
+            json!({"messages": [{"role": "user", "content": "x"}], "chat_template": "a"}),
+            "chat_template",
+            400,
+        ),
+        ("/tokenize", json!({"prompt": "a", "model": "other"}), "model", 404),
+        ("/detokenize", json!({}), "tokens", 400),
+        ("/detokenize", json!({"tokens": [2048]}), "tokens", 400),
+        ("/detokenize", json!({"tokens": "a"}), "tokens", 400),
+    ];
+    for (path, request, field, status) in cases {
+        let reply = rig.client.post(path, &request).await.unwrap();
+        assert_eq!(
+            (reply.status, &reply.body["error"]["param"]),
+            (status, &json!(field)),
+            "{request}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn large_texts_are_all_answered_and_hold_up_nobody() {
+    let rig = Rig::saying("x");
+    let text = "The quick fox jumps. ".repeat(45_000);
+    let large: Vec<_> = (0..6)
+        .map(|_| {
+            let (client, request) = (rig.client.clone(), json!({"prompt": text.clone()}));
+            tokio::spawn(async move { client.post("/tokenize", &request).await.unwrap() })
+        })
+        .collect();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let small = rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
+    assert_eq!(small.status, 200, "{}", small.body);
+    for reply in large {
+        let reply = reply.await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body["error"]);
+    }
+    // A prompt that cannot fit is refused without being turned into tokens.
+    let longest = rig.text.bytes_per_token.expect("the demo model's tokenizer leaves no byte out");
+    assert!(longest * (rig.text.max_positions as usize) < text.len());
+    let began = Instant::now();
+    let messages = json!([{"role": "user", "content": text}]);
+    for (path, field, value) in
+        [("/v1/completions", "prompt", json!(text)), ("/v1/chat/completions", "messages", messages)]
+    {
+        let reply = rig.client.post(path, &json!({field: value})).await.unwrap();
+        let error = &reply.body["error"];
+        assert_eq!(
+            (reply.status, &error["code"], &error["param"]),
+            (400, &json!("context_length_exceeded"), &json!(field))
+        );
+        assert!(error["message"].as_str().unwrap().contains("at least"), "{error}");
+    }
+    assert!(began.elapsed() < Duration::from_secs(30));
+}

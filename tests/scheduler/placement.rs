@@ -1,0 +1,89 @@
+//! What the cluster costs the one thread that decides, at a thousand workers: a measurement.
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRules};
+use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::protocol::{EngineConfig, Formed, NodeResources, Started, ToWorker};
+
+const WORKERS: u32 = 1000;
+
+fn cluster(tensor_parallel: u32) -> Cluster {
+    Cluster::new(ClusterConfig {
+        tensor_parallel,
+        degrees: vec![tensor_parallel],
+        reshard_after: Duration::from_secs(2),
+        max_replicas: None,
+        model: "m".into(),
+        engine: EngineConfig {
+            block_size: 16,
+            max_model_len: 1024,
+            max_num_seqs: 8,
+            max_num_batched_tokens: 64,
+            kv_cache_bytes: 1 << 20,
+        },
+        collective_timeout: Duration::from_secs(5),
+        worker_stats: true,
+        collective_key: 5,
+        placement: PlacementRules::default(),
+        run: 7,
+    })
+}
+
+fn member(worker: u32) -> Member {
+    Member {
+        worker: WorkerId(worker),
+        incarnation: Incarnation(1),
+        node: format!("node-{worker}"),
+        host: format!("host-{}", worker / 8),
+        collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000)),
+        draining: false,
+        offer: NodeResources::default(),
+    }
+}
+
+/// Run with `--release -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn time_of_a_pass_over_a_thousand_workers() {
+    for degree in [1, 2, 8] {
+        let (mut cluster, mut effects, now) = (cluster(degree), Vec::new(), Duration::ZERO);
+        let began = Instant::now();
+        for worker in 0..WORKERS {
+            cluster.worker_joined(now, member(worker), &mut effects);
+        }
+        let joining = began.elapsed();
+        let formed: Vec<(WorkerId, Epoch)> = effects
+            .drain(..)
+            .filter_map(|effect| match effect {
+                Effect::Send { worker, epoch, message: ToWorker::Form(_) } => Some((worker, epoch)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(formed.len() as u32, WORKERS / degree * degree);
+        for (worker, epoch) in &formed {
+            let done = Formed { epoch: *epoch, kv_blocks: 9, weight_bytes: 1, load_seconds: 0.0 };
+            cluster.worker_formed(*worker, done, &mut effects);
+        }
+        for (worker, epoch) in &formed {
+            cluster.worker_started(now, *worker, Started { epoch: *epoch }, &mut effects);
+        }
+        cluster.tick(now, &mut effects);
+        effects.clear();
+        // What changes nothing and is looked into all the same: a rank that keeps pace.
+        let (worker, epoch) = formed[0];
+        let passes = 100;
+        let began = Instant::now();
+        for _ in 0..passes {
+            cluster.rank_pace(now, ReplicaId(0), epoch, worker, false, &mut effects);
+        }
+        let pass = began.elapsed() / passes;
+        let began = Instant::now();
+        for tick in 0..u64::from(passes) {
+            cluster.tick(Duration::from_millis(50 * tick), &mut effects);
+        }
+        let tick = began.elapsed() / passes;
+        assert!(effects.is_empty());
+        println!("tp {degree}: {joining:?} for joining, {pass:?} a pass, {tick:?} an idle tick");
+    }
+}

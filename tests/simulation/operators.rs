@@ -1,0 +1,114 @@
+//! What operators tell coordinators, and what they were promised: whoever leads next goes by the
+//! last that was said to be stored, or by something that was said after it.
+use std::collections::BTreeMap;
+
+use shared::membership::Desired;
+
+use crate::coordinator::Life;
+use crate::world::World;
+
+/// A bound of replicas that a coordinator was told.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    life: Life,
+    /// Commands until then.
+    generation: u64,
+    bound: Option<u32>,
+    /// The one that was told was the last that led.
+    led: bool,
+}
+
+#[derive(Default)]
+pub(crate) struct Operators {
+    /// The last bound that is known to be stored.
+    promised: Option<u32>,
+    /// What was said since, and may be stored or not.
+    said: Vec<Said>,
+    /// Process runs that were told to leave, by whom, and after how many commands.
+    drained: BTreeMap<u64, (Life, u64)>,
+    /// Those of them that stay away, whoever leads.
+    pub(crate) gone: Vec<u64>,
+}
+
+impl Operators {
+    pub(crate) fn new(bound: Option<u32>) -> Self {
+        Self { promised: bound, ..Self::default() }
+    }
+}
+
+impl World {
+    /// The one that acts is told how many replicas there shall be.
+    pub(crate) fn scale(&mut self, replicas: u32) {
+        let (now, mut effects) = (self.time(), Vec::new());
+        let core = &mut self.coordinator.core;
+        core.scale(now, Some(replicas), &mut effects);
+        let (bound, generation) = (core.max_replicas(), core.desired().generation);
+        let life = self.coordinator.life;
+        let led = self.etcd.led() == Some(self.seats[self.coordinator.seat].incarnation);
+        self.say(|| format!("life {life} is told {bound:?}, its command {generation}"));
+        self.operators.said.push(Said { life, generation, bound, led });
+        self.carry_out(effects);
+    }
+
+    /// The one that acts has told a process run to leave.
+    pub(crate) fn drained(&mut self, incarnation: u64) {
+        let said = (self.coordinator.life, self.coordinator.core.desired().generation);
+        self.operators.drained.insert(incarnation, said);
+    }
+
+    /// An operator hears of the coordinator at `seat` that what was said to it is stored.
+    pub(crate) fn hear_stored(&mut self, seat: usize) {
+        let Some(life) = self.seats[seat].life else { return };
+        let run = self.seats[seat].incarnation;
+        let Some(desired) = self.view(self.member_of(seat)).and_then(|it| it.desired.clone())
+        else {
+            return;
+        };
+        let stored = |by: Life, generation| by == life && desired.has(run, generation);
+        let last = self.operators.said.iter().rposition(|it| stored(it.life, it.generation));
+        if let Some(last) = last {
+            let said = self.operators.said[last];
+            if !said.led {
+                self.fail(format!("life {life} stored {said:?} although another had led"));
+            }
+            self.operators.promised = said.bound;
+            self.operators.said.drain(..=last);
+        }
+        let heard = |(_, said): &(&u64, &(Life, u64))| stored(said.0, said.1);
+        let gone: Vec<u64> =
+            self.operators.drained.iter().filter(heard).map(|(run, _)| *run).collect();
+        self.operators.drained.retain(|run, _| !gone.contains(run));
+        self.operators.gone.extend(gone);
+    }
+
+    /// The one that acts begins to lead and goes by this. That has to be what was promised.
+    pub(crate) fn go_by(&mut self, told: Option<Desired>) {
+        if let Some(told) = told.filter(|_| !self.switches.commands_are_forgotten) {
+            let who = self.member_of(self.coordinator.seat);
+            self.coordinator.core.go_by(told.clone());
+            self.desire(who, told);
+        }
+        let run = self.seats[self.coordinator.seat].incarnation;
+        if self.etcd.leader().map(|(leader, _)| leader) != Some(run) {
+            // It has been replaced meanwhile, and ends.
+            return;
+        }
+        let bound = self.coordinator.core.max_replicas();
+        let operators = &self.operators;
+        let may_be = |it: &Said| it.led && it.bound == bound;
+        if bound != operators.promised && !operators.said.iter().any(may_be) {
+            let (promised, said) = (operators.promised, operators.said.clone());
+            return self.fail(format!(
+                "the next leader goes by {bound:?}, stored was {promised:?}, said {said:?}"
+            ));
+        }
+        self.operators.promised = bound;
+        self.operators.said.clear();
+    }
+
+    /// A process that is linked although it was told to leave, and that was stored.
+    pub(crate) fn undrained(&self) -> Option<u64> {
+        let mut connected = self.coordinator.connected.values().map(|it| it.incarnation);
+        connected.find(|run| self.operators.gone.contains(run))
+    }
+}
