@@ -3,7 +3,7 @@
 //!
 //! A name belongs to one actor as long as that lives. A watch ends with one notice: at the actor's
 //! death, at once when it is dead already or when another has its name now.
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::exchange::PeerId;
 use crate::protocol::actors::{ACTOR_NAME_MAX, ActorLife, ActorReport, REASON_MAX};
@@ -87,7 +87,9 @@ pub struct Registry {
     actors: BTreeMap<String, Known>,
     /// Names of dead actors, longest dead first.
     dead: VecDeque<String>,
-    watches: BTreeMap<Watcher, (String, u64)>,
+    watches: BTreeMap<Watcher, String>,
+    /// Who watches each name; nobody is not listed.
+    watchers: BTreeMap<String, BTreeSet<Watcher>>,
 }
 
 impl Registry {
@@ -164,7 +166,11 @@ impl Registry {
     /// A link is gone, and with it the actors and watches at its other end.
     pub fn peer_lost(&mut self, peer: PeerId, reason: &str, notices: &mut Vec<Notice>) {
         let home = Home::Peer(peer);
-        self.watches.retain(|(watcher, _), _| *watcher != home);
+        let watching: Vec<Watcher> =
+            self.watches.range((home, 0)..=(home, u64::MAX)).map(|(watcher, _)| *watcher).collect();
+        for watcher in watching {
+            self.unwatch(watcher);
+        }
         let mut lost = Vec::new();
         for (name, actor) in &mut self.actors {
             if actor.home == home && actor.report.life != ActorLife::Dead {
@@ -204,13 +210,21 @@ impl Registry {
         if self.watches.len() >= WATCHES_MAX && !self.watches.contains_key(&watcher) {
             return Err(RegistryError::Full(WATCHES_MAX));
         }
-        self.watches.insert(watcher, (name.to_owned(), present));
+        self.unwatch(watcher);
+        self.watches.insert(watcher, name.to_owned());
+        self.watchers.entry(name.to_owned()).or_default().insert(watcher);
         Ok(Watching::Alive { generation: present })
     }
 
     /// It does not want to know any more.
     pub fn unwatch(&mut self, watcher: Watcher) {
-        self.watches.remove(&watcher);
+        let Some(name) = self.watches.remove(&watcher) else { return };
+        if let Some(watchers) = self.watchers.get_mut(&name) {
+            watchers.remove(&watcher);
+            if watchers.is_empty() {
+                self.watchers.remove(&name);
+            }
+        }
     }
 
     /// Where a living actor is.
@@ -255,13 +269,10 @@ impl Registry {
     }
 
     fn tell_watchers(&mut self, name: &str, reason: &str, notices: &mut Vec<Notice>) {
-        self.watches.retain(|watcher, (watched, _)| {
-            let over = watched == name;
-            if over {
-                notices.push(Notice { watcher: *watcher, reason: reason.to_owned() });
-            }
-            !over
-        });
+        for watcher in self.watchers.remove(name).unwrap_or_default() {
+            self.watches.remove(&watcher);
+            notices.push(Notice { watcher, reason: reason.to_owned() });
+        }
     }
 }
 

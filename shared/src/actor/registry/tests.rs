@@ -165,9 +165,44 @@ proptest! {
             }
             prop_assert_eq!(registry.watches(), waiting.len());
             // Nobody waits for the dead.
-            for (name, _) in registry.watches.values() {
+            for name in registry.watches.values() {
                 prop_assert!(registry.find(name).is_some(), "{} is dead", name);
             }
         }
     }
+}
+
+#[test]
+fn a_watch_is_in_both_lists_or_in_none() {
+    let (mut registry, mut notices) = (Registry::default(), Vec::new());
+    let whole = |registry: &Registry| {
+        let listed: usize = registry.watchers.values().map(BTreeSet::len).sum();
+        assert_eq!(listed, registry.watches());
+        assert!(registry.watchers.values().all(|watchers| !watchers.is_empty()));
+        listed
+    };
+    let (peer, other) = (PeerId(1), PeerId(2));
+    for name in ["a", "b", "c"] {
+        registry.report(Home::Here, "n", report(name, 1, ActorLife::Alive), &mut notices).unwrap();
+        for id in 0..10 {
+            let watcher = (Home::Peer(peer), id + 10 * u64::from(name.as_bytes()[0]));
+            registry.watch(watcher, name, None).unwrap();
+            registry.watch(watcher, name, None).unwrap();
+            registry.watch((Home::Peer(other), watcher.1), name, None).unwrap();
+        }
+    }
+    assert_eq!(whole(&registry), 60);
+    // One number, now for another actor.
+    let number = (Home::Peer(peer), 10 * u64::from(b'a'));
+    registry.watch(number, "b", None).unwrap();
+    assert_eq!(whole(&registry), 60);
+    registry.unwatch(number);
+    registry.unwatch(number);
+    assert_eq!(whole(&registry), 59);
+    registry.report(Home::Here, "n", report("a", 1, ActorLife::Dead), &mut notices).unwrap();
+    assert_eq!((whole(&registry), notices.len()), (40, 19));
+    registry.peer_lost(peer, "gone", &mut notices);
+    assert_eq!((whole(&registry), notices.len()), (20, 19));
+    registry.peer_lost(other, "gone", &mut notices);
+    assert_eq!(whole(&registry), 0);
 }
