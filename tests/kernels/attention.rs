@@ -218,6 +218,7 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
         (shape(4, 2, 32, None), 16, true),
         (shape(8, 2, 64, None), 16, false),
         (shape(3, 3, 128, Some(5)), 4, true),
+        (shape(8, 1, 96, Some(20)), 32, false),
         (shape(16, 2, 20, Some(17)), 16, false),
         (shape(6, 2, 80, None), 5, true),
         (shape(4, 1, 2, Some(1)), 1, false),

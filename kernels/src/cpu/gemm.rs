@@ -26,6 +26,8 @@ mod portable;
 pub(crate) use layout::{Activations, prepare};
 
 use layout::Layout;
+#[cfg(target_arch = "x86_64")]
+use one_term::Ahead;
 
 /// Most rows of a tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
@@ -283,22 +285,21 @@ impl Product<'_> {
         let acts: [&[u32]; M] =
             std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
         let first = pairs.start == 0;
+        // Each of a block's tiles fetches its part of the next block, so that memory is read all the
+        // time.
+        let (line, lines) = match (tiles, index) {
+            (1, _) => (0, 4),
+            (2, _) => (index * 2, 2),
+            (3, 0) => (0, 2),
+            (3, _) => (index + 1, 1),
+            (_, 0..4) => (index, 1),
+            _ => (0, 0),
+        };
+        let distance = if tiles == 1 { AHEAD } else { weights.len() };
+        let ahead = Ahead { line, lines, distance };
         let run = |acc: &mut [&mut Acc; M]| {
-            use one_term::tile;
-            let behind = weights.len();
-            // Each of a block's tiles fetches its part of the next block, so that memory is read
-            // all the time.
             // SAFETY: only an instruction set that this machine has lays out rows.
-            unsafe {
-                match (tiles, index) {
-                    (1, _) => tile::<M, 4>(&acts, weights, acc, first, 0, AHEAD),
-                    (2, _) => tile::<M, 2>(&acts, weights, acc, first, index * 2, behind),
-                    (3, 0) => tile::<M, 2>(&acts, weights, acc, first, 0, behind),
-                    (3, _) => tile::<M, 1>(&acts, weights, acc, first, index + 1, behind),
-                    (_, 0..4) => tile::<M, 1>(&acts, weights, acc, first, index, behind),
-                    _ => tile::<M, 0>(&acts, weights, acc, first, 0, 0),
-                }
-            }
+            unsafe { one_term::tile(&acts, weights, acc, first, ahead) }
         };
         let is_last = pairs.end == self.weight.num_pairs();
         if !is_whole {

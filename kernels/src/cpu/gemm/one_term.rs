@@ -60,17 +60,39 @@ pub(super) fn round_row(row: &[f32], words: &mut [[u32; 16]]) {
     }
 }
 
+/// What a tile fetches while it computes: cache lines `line..line + lines` (0, 1, 2 or 4 of a pair's
+/// four) of the pairs that are `distance` pairs behind its own.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    pub(super) line: usize,
+    pub(super) lines: usize,
+    pub(super) distance: usize,
+}
+
 /// `acc[m] (+)= rows[m] * weights` over all pairs; begins at zero when `first`.
-///
-/// Meanwhile lines `line..line + LINES` of the pairs `distance` behind these are fetched.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) fn tile<const M: usize, const LINES: usize>(
+pub(super) fn tile<const M: usize>(
     rows: &[&[u32]; M],
     weights: &[PairRow],
     acc: &mut [&mut Acc; M],
     first: bool,
-    line: usize,
-    distance: usize,
+    ahead: Ahead,
+) {
+    match ahead.lines {
+        0 => fetching_tile::<M, 0>(rows, weights, acc, first, ahead),
+        1 => fetching_tile::<M, 1>(rows, weights, acc, first, ahead),
+        2 => fetching_tile::<M, 2>(rows, weights, acc, first, ahead),
+        _ => fetching_tile::<M, 4>(rows, weights, acc, first, ahead),
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn fetching_tile<const M: usize, const LINES: usize>(
+    rows: &[&[u32]; M],
+    weights: &[PairRow],
+    acc: &mut [&mut Acc; M],
+    first: bool,
+    Ahead { line, distance, .. }: Ahead,
 ) {
     // Before any sum is in a register.
     assert!(rows.iter().all(|row| row.len() >= weights.len()), "a row is too short");
