@@ -165,7 +165,7 @@ async fn a_front_end_serves_the_whole_api_and_its_own_metrics() {
     }
     let models = client.get("/v1/models").await.unwrap().body;
     assert_eq!(models["data"][0]["id"], "demo");
-    let bad = client.post("/v1/completions", &json!({"prompt": "a", "n": 99})).await.unwrap();
+    let bad = client.post("/v1/completions", &json!({"prompt": "a", "n": 999})).await.unwrap();
     assert_eq!((bad.status, &bad.body["error"]["param"]), (400, &json!("n")));
     let own = client.scrape().await.unwrap();
     assert_eq!(own.sum("tutti_frontend_requests_rejected_total", &[]), 1.0);

@@ -82,6 +82,8 @@ async fn scripts_of_the_allowed_pages_may_use_the_api_and_of_no_others() {
         Some(page),
         "the page may read why"
     );
+    let exposed = header(&refused, "access-control-expose-headers").unwrap_or_default();
+    assert!(exposed.to_lowercase().contains("x-request-id"), "{exposed}");
     let closed = send(&Rig::saying("x"), Method::OPTIONS, COMPLETIONS, &asks(page)).await;
     assert_eq!(header(&closed, "access-control-allow-origin"), None, "off unless chosen");
 }

@@ -147,8 +147,12 @@ async fn run_engine(
                     let _ = events.send(EngineEvent::Failed(error));
                     continue;
                 }
-                generate(&script, &model, &mut request, &events);
-                seen.lock().unwrap().requests.push(*request);
+                {
+                    // Whoever has the answer finds the request.
+                    let mut seen = seen.lock().unwrap();
+                    generate(&script, &model, &mut request, &events);
+                    seen.requests.push(*request);
+                }
                 held.push(events);
             }
         }

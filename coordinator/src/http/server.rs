@@ -128,7 +128,11 @@ fn cors(origins: &[String]) -> Condition<Cors> {
         origin => cors.allowed_origin(origin),
     };
     let cors = origins.iter().fold(Cors::default(), allow);
-    let cors = cors.allow_any_method().allow_any_header().expose_any_header().max_age(600);
+    let cors = cors
+        .allow_any_method()
+        .allow_any_header()
+        .expose_headers(["x-request-id", "retry-after"])
+        .max_age(600);
     Condition::new(!origins.is_empty(), cors)
 }
 
