@@ -36,7 +36,8 @@ impl Report {
     }
 
     fn line(&mut self, line: &str) {
-        println!("{line}");
+        // Whoever reads along may leave; the file goes on.
+        let _ = writeln!(std::io::stdout(), "{line}");
         if let Some(file) = &mut self.file {
             let _ = writeln!(file, "{line}");
             let _ = file.flush();
@@ -202,21 +203,19 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
     }
 }
 
-/// Prints what the table is of; the GPU that is taken, or why there is none.
+/// Prints what the table is of; the GPU that is taken, or why there is none, if it has not been said.
 fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
     let words = |error: std::io::Error| error.to_string();
     let mut process = Part::start(options, "head", &[]).map_err(words)?;
-    let (mut ordinal, mut last) = (None, String::new());
-    let ended = process.follow(EACH, Instant::now() + EACH, |line| {
-        match line.strip_prefix(head::GPU) {
+    let mut ordinal = None;
+    let ended =
+        process.follow(EACH, Instant::now() + EACH, |line| match line.strip_prefix(head::GPU) {
             Some(found) => ordinal = found.parse().ok(),
             None => report.line(line),
-        }
-        line.clone_into(&mut last);
-    });
+        });
     match (ended.map_err(words)?, ordinal) {
         (End::Exit(_), Some(ordinal)) => Ok(ordinal),
-        (End::Exit(status), None) if status.code() == Some(2) => Err(last),
+        (End::Exit(status), None) if status.code() == Some(2) => Err(String::new()),
         (End::Exit(status), None) => Err(format!("no GPU: looking for one ended: {status}")),
         (End::Late(waited), _) => {
             let threads = process.threads();
@@ -259,7 +258,7 @@ pub(crate) fn run(mut options: Options) -> ExitCode {
             run_all(&options, &mut report)
         }
         Err(reason) => {
-            if !reason.starts_with("no GPU: ") || options.require_gpu {
+            if !reason.is_empty() {
                 report.line(&reason);
             }
             if options.require_gpu {
