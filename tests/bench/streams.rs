@@ -326,7 +326,4 @@ async fn run(replicas: usize, streams: usize, pace: Duration, tokens: usize) {
         quantile(0.5),
         quantile(0.99),
     );
-    drop(coordinator);
-    // Executors and clients that still run would be waited for.
-    std::process::exit(0);
 }
