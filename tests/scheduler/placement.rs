@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRules};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
-use shared::protocol::{EngineConfig, Formed, NodeResources, Started, ToWorker};
+use shared::protocol::{Dtype, EngineConfig, Formed, NodeResources, Started, ToWorker};
+use shared::wire::auth::Secret;
 
 const WORKERS: u32 = 1000;
 
@@ -15,6 +16,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         reshard_after: Duration::from_secs(2),
         max_replicas: None,
         model: "m".into(),
+        dtype: Dtype::Float32,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,
@@ -24,7 +26,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         },
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
-        collective_key: 5,
+        collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),
         run: 7,
     })
