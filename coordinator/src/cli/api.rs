@@ -35,8 +35,8 @@ pub(crate) struct ApiArgs {
     /// Most alternatives per token that a request may ask for (logprobs, top_logprobs)
     #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
     pub(crate) max_logprobs: u32,
-    /// Web pages whose scripts may use the API, such as https://chat.example.com, comma separated;
-    /// * for all [default: none]
+    /// Origins (SCHEME://HOST) of web pages whose scripts may use the API, comma separated; * for all
+    /// [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
     /// Log every HTTP request: its id, status and duration
