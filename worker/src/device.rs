@@ -256,3 +256,38 @@ impl Device for CudaDevice {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn auto_is_the_checkpoints_precision_and_gpus_refuse_float32() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+        let bf16 = ModelConfig::load(&folder).unwrap();
+        assert!(bf16.is_bf16);
+        let other = ModelConfig { is_bf16: false, ..bf16.clone() };
+        let cpu = CpuDevice { threads: 1 };
+        let on_cpu = |asked, config| cpu.precision(asked, config).unwrap();
+        assert_eq!(on_cpu(Dtype::Auto, &bf16), Precision::Bfloat16);
+        assert_eq!(on_cpu(Dtype::Auto, &other), Precision::Float32);
+        for config in [&bf16, &other] {
+            assert_eq!(on_cpu(Dtype::Float32, config), Precision::Float32);
+            assert_eq!(on_cpu(Dtype::Bfloat16, config), Precision::Bfloat16);
+        }
+        let gpu = CudaDevice {
+            options: CudaOptions::default(),
+            memory_utilization: 0.9,
+            memory_free: 0,
+            uuid: String::new(),
+        };
+        assert_eq!(gpu.precision(Dtype::Auto, &other).unwrap(), Precision::Bfloat16);
+        assert_eq!(gpu.precision(Dtype::Bfloat16, &other).unwrap(), Precision::Bfloat16);
+        let error = gpu.precision(Dtype::Float32, &bf16).unwrap_err();
+        // No other attempt with the same model and order could succeed.
+        assert!(error.is_permanent());
+        assert!(error.to_string().contains("--dtype float32"), "{error}");
+    }
+}

@@ -62,6 +62,20 @@ fn a_bad_value_is_named_with_its_bound_and_file() {
 }
 
 #[test]
+fn a_dtype_is_one_of_three() {
+    use shared::protocol::Dtype;
+
+    assert_eq!(up(&[], "").unwrap().serving.dtype, Dtype::Auto);
+    assert_eq!(up(&[], "dtype = \"float32\"").unwrap().serving.dtype, Dtype::Float32);
+    let args = up(&["--dtype", "bfloat16"], "dtype = \"float32\"").unwrap();
+    assert_eq!(args.serving.dtype, Dtype::Bfloat16);
+    let error = up(&["--dtype", "float16"], "").unwrap_err();
+    assert!(error.contains("--dtype") && error.contains("choose bfloat16 or float32"), "{error}");
+    let error = up(&[], "dtype = \"int8\"").unwrap_err();
+    assert!(error.contains("auto, float32, bfloat16") && error.contains(".toml"), "{error}");
+}
+
+#[test]
 fn a_missing_file_is_named() {
     let error = parse_words(&["tutti", "worker", "--config", "/no/such.toml"]).unwrap_err();
     assert!(error.contains("/no/such.toml") && error.contains("cannot read"), "{error}");
