@@ -61,7 +61,7 @@ pub(crate) struct Switches {
     pub(crate) token_repeated: bool,
     /// What a worker has to say of an earlier link's epochs goes over the present one.
     pub(crate) old_words_pass: bool,
-    /// Collectives of different coordinators have one name if their epochs have one number.
+    /// Names of collectives come again: for other epochs, and for those of other coordinators.
     pub(crate) collectives_share_names: bool,
     /// The next coordinator does not know the totals of the last one.
     pub(crate) totals_are_forgotten: bool,
