@@ -3,6 +3,7 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use coordinator::http::params::Limits;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use serde_json::{Value, json};
@@ -243,4 +244,24 @@ fn no_json_gives_a_5xx_or_hangs() {
             Ok(())
         })
         .unwrap();
+}
+
+#[tokio::test]
+async fn what_every_choice_keeps_of_a_prompt_is_bounded() {
+    let rig = Rig::saying("x");
+    let prompt = vec![300; 500];
+    let ask = |n: u32, logprobs: u32| json!({"prompt": prompt, "n": n, "logprobs": logprobs, "echo": true, "max_tokens": 1});
+    // 500 tokens of 128 choices with 20 alternatives each and their own.
+    let refused = rig.client.post("/v1/completions", &ask(128, 20)).await.unwrap();
+    assert_eq!((refused.status, &refused.body["error"]["param"]), (400, &json!("logprobs")));
+    let message = refused.body["error"]["message"].as_str().unwrap();
+    assert!(message.contains("1344000") && message.contains("1048576"), "{message}");
+    for (n, logprobs) in [(1, 20), (64, 1)] {
+        let reply = rig.client.post("/v1/completions", &ask(n, logprobs)).await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+    }
+    let limits = Limits::new(131_072);
+    assert!(limits.check_prompts(8 * 131_072).is_ok());
+    let error = limits.check_prompts(8 * 131_072 + 1).unwrap_err();
+    assert!(error.to_string().contains("1048577"), "{error}");
 }

@@ -30,6 +30,11 @@ async fn with_keys_only_who_has_one_sees_the_models_work() {
         "/v1/models/demo",
         "/v1/completions",
         "/v1/nothing",
+        "/%76%31/completions",
+        "/v%31/models",
+        "/%74okenize",
+        "/health/%2e%2e/v1/models",
+        "//v1/models",
         "/tokenize",
         "/detokenize",
     ];

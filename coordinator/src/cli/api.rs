@@ -90,9 +90,11 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
         }
     }
     if keys.is_empty()
-        && let Ok(key) = std::env::var(VARIABLE)
+        && let Some(key) = std::env::var_os(VARIABLE)
     {
-        keys.push(key);
+        // One that cannot be read must not open the API.
+        let key = key.into_string();
+        keys.push(key.map_err(|_| CliError::Usage(format!("{VARIABLE} is not UTF-8")))?);
     }
     ApiKeys::new(keys.iter().map(String::as_str)).map_err(|error| {
         CliError::Usage(format!("--api-key, --api-key-file or {VARIABLE}: {error}"))

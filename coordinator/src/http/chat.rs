@@ -19,11 +19,11 @@ use super::state::AppState;
 ///
 /// # Errors
 /// Everything a client can do wrong, and what the engine refuses.
-pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, ApiError> {
+pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
-    let mut common = Common::read(fields, limits, &state.text, &state.model_name)?;
-    refused::check(fields, Endpoint::Chat)?;
+    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
+    refused::check(&fields, Endpoint::Chat)?;
     let wanted = fields.boolean("logprobs", false)?;
     let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
     if top.is_some_and(|top| top > 0) && !wanted {
@@ -34,10 +34,12 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     common.max_tokens =
         fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
-    let conversation = conversation::read(fields, limits, template, Told::AndCalled)?;
+    let conversation = conversation::read(&fields, limits, template, Told::AndCalled)?;
     let special = fields.boolean("add_special_tokens", false)?;
     let id: Arc<str> = fields.response_id("chatcmpl", limits)?.into();
-    let (bytes, fit) = (conversation.bytes(), common.fit(limits));
+    let (bytes, fit) = (fields.bytes(), common.fit(limits));
+    // It may be much larger than what is kept of it.
+    drop(fields);
     let encode = move |text: &_| conversation::encode_within(text, &conversation, special, fit);
     let mut tokens = state.with_text(bytes, encode).await?;
     if tokens.is_empty() {
@@ -45,6 +47,7 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     }
     common.truncate(&mut tokens, limits);
     let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
+    limits.check_prompts(tokens.len() * common.n as usize)?;
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
     let envelope = Envelope::new(state, id, object);

@@ -29,11 +29,11 @@ enum Prompt {
 ///
 /// # Errors
 /// Everything a client can do wrong, and what the engine refuses.
-pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, ApiError> {
+pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
-    let mut common = Common::read(fields, limits, &state.text, &state.model_name)?;
-    refused::check(fields, Endpoint::Completions)?;
+    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
+    refused::check(&fields, Endpoint::Completions)?;
     let echo = fields.boolean("echo", false)?;
     let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
@@ -42,7 +42,7 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     common.max_tokens = Some(max_tokens.unwrap_or(16));
     common.sampling.logprobs = logprobs;
     common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
-    let prompts = prompts(fields, limits, &state.text)?;
+    let prompts = prompts(&fields, limits, &state.text)?;
     let choices = prompts.len() * common.n as usize;
     if choices > limits.choices {
         let message = format!(
@@ -56,9 +56,13 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
     let id: Arc<str> = fields.response_id("cmpl", limits)?.into();
     let fit = common.fit(limits);
     let encode = move |text: &_| encode(text, prompts, echo, special, fit);
-    let encoded = state.with_text(fields.bytes(), encode).await?;
+    let bytes = fields.bytes();
+    // It may be much larger than what is kept of it.
+    drop(fields);
+    let encoded = state.with_text(bytes, encode).await?;
     let mut choices = Vec::new();
     let mut running = Vec::new();
+    let (mut prompt_tokens, mut echoed) = (0, 0);
     for (mut text, mut tokens) in encoded {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "`prompt` is empty: it has no tokens"));
@@ -67,6 +71,9 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
             text = Some(state.text.decode(&tokens));
         }
         let max_tokens = common.output_tokens("prompt", tokens.len(), limits)?;
+        prompt_tokens += tokens.len() * common.n as usize;
+        echoed += text.as_ref().map_or(0, String::len) * common.n as usize;
+        check_sizes(limits, prompt_tokens, echoed, common.sampling.prompt_logprobs)?;
         for _ in 0..common.n {
             choices.push(Choice::new(&tokens, text.as_deref(), logprobs.is_some()));
         }
@@ -88,6 +95,32 @@ pub async fn respond(state: &AppState, fields: &Fields) -> Result<HttpResponse, 
         next?;
     }
     Ok(completion.respond_whole())
+}
+
+/// Checks what is kept for all choices: tokens of prompts, what is echoed of them, and their
+/// log-probabilities with so many alternatives, where they are asked for.
+fn check_sizes(
+    limits: &Limits,
+    prompt_tokens: usize,
+    echoed: usize,
+    alternatives: Option<u32>,
+) -> Result<(), ApiError> {
+    limits.check_prompts(prompt_tokens)?;
+    if echoed > limits.echoed_bytes {
+        let max = limits.echoed_bytes;
+        let message = format!("`echo`: {echoed} bytes of all choices, the bound is {max}");
+        return Err(ApiError::field("echo", message));
+    }
+    let entries = alternatives.map_or(0, |each| prompt_tokens * (each as usize + 1));
+    if entries > limits.prompt_alternatives {
+        let max = limits.prompt_alternatives;
+        let message = format!(
+            "`logprobs` of echoed prompts: {entries} log-probabilities of all choices, the bound \
+             is {max}"
+        );
+        return Err(ApiError::field("logprobs", message));
+    }
+    Ok(())
 }
 
 fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Prompt>, ApiError> {

@@ -80,10 +80,15 @@ impl ApiKeys {
     }
 }
 
-/// Whether a path is for those with a key: all that shows the model's work. Probes and `/metrics`
-/// are for everybody, as at vLLM; `/admin` has its own secret.
+/// What everybody may ask: probes and `/metrics`, as at vLLM.
+const OPEN: [&str; 8] =
+    ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
+
+/// Whether a path, as it is in the request, is for those with a key: all that is not known to be for
+/// everybody. `/admin` has its own secret. Routes are found by the path with its percent-encoding
+/// undone, so what names no open path here letter by letter needs a key, however it is spelt.
 fn is_guarded(path: &str) -> bool {
-    path == "/v1" || path.starts_with("/v1/") || path == "/tokenize" || path == "/detokenize"
+    !OPEN.contains(&path) && !path.starts_with("/admin/")
 }
 
 /// Refuses requests without a key where one is needed. Browsers ask by OPTIONS, without one, whether

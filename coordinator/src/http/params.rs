@@ -47,6 +47,12 @@ pub struct Limits {
     pub user_bytes: usize,
     /// Tokens of prompt and output.
     pub max_model_len: u32,
+    /// Tokens of the prompts of all choices.
+    pub prompt_tokens: usize,
+    /// Bytes of prompts that are echoed, of all choices.
+    pub echoed_bytes: usize,
+    /// Log-probabilities of prompts that are echoed, alternatives included, of all choices.
+    pub prompt_alternatives: usize,
 }
 
 /// Bodies of so many bytes are taken whatever the model.
@@ -89,7 +95,26 @@ impl Limits {
             top_logprobs: MAX_LOGPROBS,
             user_bytes: 256,
             max_model_len,
+            prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
+            echoed_bytes: 64 << 20,
+            prompt_alternatives: 1 << 20,
         }
+    }
+
+    /// Checks what a request's prompts take, which every choice has a copy of: `tokens` of all
+    /// choices' prompts together.
+    ///
+    /// # Errors
+    /// Names `n`.
+    pub fn check_prompts(&self, tokens: usize) -> Result<(), ApiError> {
+        if tokens <= self.prompt_tokens {
+            return Ok(());
+        }
+        let max = self.prompt_tokens;
+        let message = format!(
+            "`n`: the prompts of all choices have {tokens} tokens together, the bound is {max}"
+        );
+        Err(ApiError::field("n", message))
     }
 }
 

@@ -123,11 +123,11 @@ fn get() -> Route {
 
 /// Lets scripts of these web pages use the API; with none, browsers keep all of them out.
 fn cors(origins: &[String]) -> Condition<Cors> {
-    let allow = |cors: Cors, origin: &String| match origin.as_str() {
-        "*" => cors.allow_any_origin().send_wildcard(),
-        origin => cors.allowed_origin(origin),
+    let cors = if origins.iter().any(|origin| origin == "*") {
+        Cors::default().allow_any_origin().send_wildcard()
+    } else {
+        origins.iter().fold(Cors::default(), |cors, origin| cors.allowed_origin(origin))
     };
-    let cors = origins.iter().fold(Cors::default(), allow);
     let cors = cors
         .allow_any_method()
         .allow_any_header()
@@ -149,7 +149,7 @@ async fn post_completions(
     let visit = enter(&state)?;
     let fields = read(&state, &request, body).await;
     let answer = match fields {
-        Ok(fields) => completions::respond(&state, &fields).await,
+        Ok(fields) => completions::respond(&state, fields).await,
         Err(error) => Err(error),
     };
     answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
@@ -163,7 +163,7 @@ async fn post_chat(
     let visit = enter(&state)?;
     let fields = read(&state, &request, body).await;
     let answer = match fields {
-        Ok(fields) => chat::respond(&state, &fields).await,
+        Ok(fields) => chat::respond(&state, fields).await,
         Err(error) => Err(error),
     };
     answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
@@ -278,7 +278,9 @@ async fn observe(
 ) -> Result<ServiceResponse<impl MessageBody>, actix_web::Error> {
     let state = request.app_data::<Data<AppState>>().cloned();
     let counted = state.map(|state| {
-        let matched = request.match_pattern();
+        // As routes are found: with percent-encoding undone.
+        let path = request.match_info().unprocessed();
+        let matched = request.resource_map().match_pattern(path);
         let known = ROUTES.iter().find(|(path, _)| matched.as_deref() == Some(pattern(path)));
         Counted {
             method: method(request.method().as_str()),

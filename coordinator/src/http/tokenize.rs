@@ -23,7 +23,7 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<Value, ApiErr
         let special = fields.boolean("add_special_tokens", false)?;
         let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
         let conversation = conversation::read(fields, &limits, template, Told::Only)?;
-        let bytes = conversation.bytes();
+        let bytes = fields.bytes();
         let encode = move |text: &_| conversation::encode(text, &conversation, special);
         state.with_text(bytes, encode).await?
     } else {

@@ -46,15 +46,6 @@ impl Conversation {
             variables: Map::new(),
         }
     }
-
-    /// About how many bytes it has.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        let content = |message: &serde_json::Value| {
-            message.get("content").and_then(|it| it.as_str()).map_or(64, |it| it.len() + 64)
-        };
-        self.messages.iter().map(content).sum()
-    }
 }
 
 /// Variables that every template is given, or that mean something to transformers: no client's.
