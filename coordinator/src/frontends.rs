@@ -6,7 +6,7 @@
 //! requests of a lost link are cancelled.
 mod slots;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -422,10 +422,15 @@ impl Receiver {
 
     fn submit(&self, submit: SubmitRequest) -> bool {
         let frontends = &self.frontends;
-        let visit = frontends.gate.enter().map(Arc::new);
+        let visit = frontends.gate.enter();
         let late = visit.is_none();
-        let (queue, open) = (self.queue.clone(), self.open.clone());
-        let events = RemoteEvents { id: submit.id, queue, open, _visit: visit };
+        let events = RemoteEvents(Arc::new(RemoteRequest {
+            id: submit.id,
+            queue: self.queue.clone(),
+            open: self.open.clone(),
+            choices_left: AtomicUsize::new(submit.n as usize),
+            _visit: visit,
+        }));
         if late {
             frontends.hub.observer().record().rejected(RejectReason::ShuttingDown);
             let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));
@@ -459,13 +464,18 @@ fn over(id: RequestId) -> String {
 
 /// Where the events of one request of a front end go.
 #[derive(Clone, Debug)]
-pub struct RemoteEvents {
+pub struct RemoteEvents(Arc<RemoteRequest>);
+
+#[derive(Debug)]
+struct RemoteRequest {
     /// The front end's number for it.
     id: RequestId,
     queue: mpsc::Sender<(RequestId, EngineEvent)>,
     open: Arc<AtomicBool>,
+    /// Choices whose ends the front end has not been told.
+    choices_left: AtomicUsize,
     /// The request is inside as long as the engine may send events.
-    _visit: Option<Arc<Visit>>,
+    _visit: Option<Visit>,
 }
 
 impl RemoteEvents {
@@ -477,26 +487,48 @@ impl RemoteEvents {
         if self.is_closed() {
             return Err(Gone);
         }
+        let left = &self.0.choices_left;
+        match &event {
+            EngineEvent::Failed(_) => left.store(0, Ordering::Relaxed),
+            EngineEvent::Finished { .. } => {
+                let less = |left: usize| Some(left.saturating_sub(1));
+                let _ = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+            }
+            EngineEvent::Token { .. } | EngineEvent::PromptLogprobs(_) => {}
+        }
         match event {
             EngineEvent::PromptLogprobs(all) if all.len() > PROMPT_LOGPROBS_PIECE => all
                 .chunks(PROMPT_LOGPROBS_PIECE)
-                .try_for_each(|piece| self.queue(EngineEvent::PromptLogprobs(piece.to_vec()))),
-            event => self.queue(event),
+                .try_for_each(|piece| self.0.queue(EngineEvent::PromptLogprobs(piece.to_vec()))),
+            event => self.0.queue(event),
         }
     }
 
     /// Whether the front end's link is gone.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        !self.open.load(Ordering::Acquire)
+        !self.0.open.load(Ordering::Acquire)
     }
+}
 
+impl RemoteRequest {
     fn queue(&self, event: EngineEvent) -> Result<(), Gone> {
         self.queue.try_send((self.id, event)).map_err(|_| {
             // The sending task sees it and ends the link.
             self.open.store(false, Ordering::Release);
             Gone
         })
+    }
+}
+
+impl Drop for RemoteRequest {
+    /// What the engine lets go of without an end (a client's own cancellation, or a defect of
+    /// whoever had it) ends nonetheless: the front end waits for it, unless it has forgotten it.
+    fn drop(&mut self) {
+        if *self.choices_left.get_mut() > 0 && self.open.load(Ordering::Acquire) {
+            let message = "the coordinator has lost this request".to_owned();
+            let _ = self.queue(EngineEvent::Failed(EngineError::Unavailable { message }));
+        }
     }
 }
 

@@ -100,3 +100,39 @@ fn a_front_end_cancels_its_own_requests_alone() {
     assert!(!receiver.message(FromFrontend::Cancel(RequestId(1 << LINK_SHIFT | 7))));
     assert!(taken.try_recv().is_err());
 }
+
+#[test]
+fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
+    let (queue, mut events) = mpsc::channel(16);
+    let remote = |choices: usize| {
+        RemoteEvents(Arc::new(RemoteRequest {
+            id: RequestId(7),
+            queue: queue.clone(),
+            open: Arc::new(AtomicBool::new(true)),
+            choices_left: AtomicUsize::new(choices),
+            _visit: None,
+        }))
+    };
+    let finished = |choice| EngineEvent::Finished {
+        choice,
+        reason: crate::engine::FinishReason::Length,
+        cached: 0,
+    };
+    // One of two choices ends; the last clone tells of the loss, once.
+    let lost = remote(2);
+    lost.send(finished(0)).unwrap();
+    let other = lost.clone();
+    drop(lost);
+    assert!(matches!(events.try_recv().unwrap(), (RequestId(7), EngineEvent::Finished { .. })));
+    assert!(events.try_recv().is_err());
+    drop(other);
+    assert!(matches!(events.try_recv().unwrap(), (RequestId(7), EngineEvent::Failed(_))));
+    // What has ended, well or badly, ends once.
+    let whole = remote(1);
+    whole.send(finished(0)).unwrap();
+    let failed = remote(3);
+    failed.send(EngineEvent::Failed(EngineError::Corrupted)).unwrap();
+    drop((whole, failed));
+    assert_eq!((events.try_recv().is_ok(), events.try_recv().is_ok()), (true, true));
+    assert!(events.try_recv().is_err());
+}

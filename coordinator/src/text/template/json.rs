@@ -3,6 +3,8 @@
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
+use super::OUTPUT_MAX;
+
 /// How a value is written.
 struct Form {
     /// Of one level, when values are written over several lines.
@@ -91,6 +93,11 @@ impl Form {
             empty = false;
             self.new_line(level + 1, text);
             write(item, text)?;
+            // Indentation makes much of little, within one step of the template.
+            if text.len() > OUTPUT_MAX {
+                let message = format!("tojson: more than {OUTPUT_MAX} bytes");
+                return Err(Error::new(ErrorKind::OutOfFuel, message));
+            }
         }
         if !empty {
             self.new_line(level, text);

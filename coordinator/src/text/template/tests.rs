@@ -133,3 +133,16 @@ fn what_a_template_reads_is_known() {
     let template = template("{% if tools is defined and tools %}{{ tools }}{% endif %}{{ x.y }}");
     assert!(template.knows("tools") && template.knows("x") && !template.knows("documents"));
 }
+
+#[test]
+fn indentation_makes_no_more_text_than_a_prompt_may_have() {
+    let template = template("{{ tools | tojson(indent=64) }}");
+    let mut tools = json!(vec![0; 10_000]);
+    for _ in 0..50 {
+        tools = json!([tools]);
+    }
+    // 10,000 lines of 50 levels are 32 MB.
+    let conversation = Conversation { tools: Some(tools), ..user("x") };
+    let error = template.render(&conversation).unwrap_err();
+    assert!(matches!(&error, RenderError::Conversation(it) if it.contains("tojson")), "{error:?}");
+}
