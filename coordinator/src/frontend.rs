@@ -2,8 +2,8 @@
 //! the other end of a link to the coordinator.
 //!
 //! It learns from the coordinator what is served, loads the same tokenizer, and serves the same
-//! API; any number of them serve one cluster. It has no `/metrics`: what it counts is in the
-//! coordinator's.
+//! API; any number of them serve one cluster. What it counts is in the coordinator's `/metrics`; its
+//! own shows its process, and its HTTP under names of their own.
 mod uplink;
 
 use std::net::{SocketAddr, TcpListener};
@@ -14,15 +14,17 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::actor::link::Connection;
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
 use shared::clock::{Clock, SystemClock};
 use shared::ids::Incarnation;
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::metrics::application::Metrics;
 use shared::protocol::{FrontendHello, FrontendWelcome};
 use shared::wire::auth::Secret;
+use shared::wire::frame::FrameKind;
 use tokio::sync::oneshot;
 
-use self::uplink::{JoinError, Uplink, join};
+use self::uplink::Uplink;
 use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
@@ -222,13 +224,13 @@ async fn dial_until_welcome(
     options: &FrontendOptions,
     hello: &FrontendHello,
 ) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
-    let mut wait = uplink::REDIAL_MIN;
+    let mut wait = REDIAL_MIN;
     let mut address = options.coordinator.clone();
     let mut to = address.other(None).await;
     loop {
         let coordinator = to.address.as_str();
         let joined = tokio::select! {
-            joined = join(coordinator, hello, options.secret.as_ref()) => joined,
+            joined = join(coordinator, options.secret.as_ref(), FrameKind::FrontendHello, hello) => joined,
             _ = address.other(Some(&to)) => {
                 Err(JoinError::Retry("another coordinator leads".to_owned()))
             }
@@ -237,12 +239,12 @@ async fn dial_until_welcome(
             Ok((connection, welcome)) => return Ok((to, connection, welcome)),
             Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
             Err(JoinError::Retry(reason)) => {
-                if wait == uplink::REDIAL_MIN {
+                if wait == REDIAL_MIN {
                     tracing::info!(coordinator, %reason, "cannot join yet; dialling until it answers");
                 }
             }
         }
-        wait = (wait * 2).min(uplink::REDIAL_MAX);
+        wait = (wait * 2).min(REDIAL_MAX);
         let other = tokio::time::timeout(wait, address.other(Some(&to))).await;
         to = other.unwrap_or(to);
     }

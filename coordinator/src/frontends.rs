@@ -359,11 +359,7 @@ impl Receiver {
     fn take(&self, event: LinkEvent) -> bool {
         match event {
             LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
-                let read = self.frontends.actors.frame(self.peer, &frame.body);
-                if let Err(error) = &read {
-                    tracing::error!(frontend = %self.id, %error, "sent what cannot be read");
-                }
-                read.is_ok()
+                self.frontends.actors.frame(self.peer, &frame.body)
             }
             LinkEvent::Frame(frame) => {
                 match codec::decode_message::<FromFrontend>(&frame.body) {

@@ -17,10 +17,12 @@
 //! - [`keys`]: who may use the API
 //! - [`options`]: what an operator may choose of it
 //! - [`pool`]: work on text, off the threads that serve connections
+//! - `body`: what lives as long as an answer's body
 //! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
 //! - [`error`]: every error a client can see, in one mapping
 pub mod access;
 pub mod admin;
+mod body;
 pub mod chat;
 pub mod completions;
 pub mod conversation;

@@ -12,7 +12,8 @@ use std::time::Duration;
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
 use shared::actor::ActorRuntime;
 use shared::actor::exchange::PeerId;
-use shared::actor::link::{CloseReason, Connection, LinkEvent, LinkHandle};
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
+use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
 use shared::clock::Clock;
@@ -27,11 +28,6 @@ use tokio::sync::oneshot;
 
 use crate::executor::{Executor, ExecutorCommand};
 
-/// How long dialling and each message of the handshake may take.
-const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
-/// Waits between two attempts to reach the coordinator.
-const REDIAL_MIN: Duration = Duration::from_millis(50);
-const REDIAL_MAX: Duration = Duration::from_secs(2);
 /// New log lines go to the coordinator this often, a bounded number of them at a time.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the last words may take to be delivered.
@@ -213,9 +209,9 @@ impl WorkerActor {
                 None => address.other(None).await,
             };
             let outcome = tokio::select! {
-                outcome = shake_hands(&config, &to, &hello) => outcome,
+                outcome = join(&to.address, config.secret.as_ref(), FrameKind::Hello, &hello) => outcome,
                 _ = address.other(Some(&to)) => {
-                    Err(HandshakeError::Retry("another coordinator leads".to_owned()))
+                    Err(JoinError::Retry("another coordinator leads".to_owned()))
                 }
             };
             addr.do_send(Dialled { to, outcome });
@@ -359,19 +355,11 @@ impl Actor for WorkerActor {
     }
 }
 
-/// How a handshake ended.
-enum HandshakeError {
-    /// Try again.
-    Retry(String),
-    /// Don't.
-    Refused(String),
-}
-
 #[derive(Message)]
 #[rtype(result = "()")]
 struct Dialled {
     to: Destination,
-    outcome: Result<(Connection, Welcome), HandshakeError>,
+    outcome: Result<(Connection, Welcome), JoinError>,
 }
 
 /// This coordinator leads now.
@@ -464,11 +452,7 @@ impl Handler<Dialled> for WorkerActor {
                     move |event| match event {
                         // At once: what actors say to each other takes no room from steps.
                         LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
-                            let read = actors.frame(peer, &frame.body);
-                            if let Err(error) = &read {
-                                tracing::error!(%error, "the coordinator sent an actor frame that cannot be read");
-                            }
-                            read.is_ok()
+                            actors.frame(peer, &frame.body)
                         }
                         event @ LinkEvent::Closed { .. } => {
                             addr.do_send(FromLink { generation, event });
@@ -482,7 +466,7 @@ impl Handler<Dialled> for WorkerActor {
                 // What led to this is known from the first moment on.
                 self.send_log();
             }
-            Err(HandshakeError::Retry(reason)) => {
+            Err(JoinError::Retry(reason)) => {
                 if self.redial == REDIAL_MIN {
                     tracing::info!(coordinator, %reason, "cannot join yet; dialling until it answers");
                 } else {
@@ -491,7 +475,7 @@ impl Handler<Dialled> for WorkerActor {
                 self.redial = (self.redial * 2).min(REDIAL_MAX);
                 self.dial(ctx, self.redial);
             }
-            Err(HandshakeError::Refused(reason)) => {
+            Err(JoinError::Refused(reason)) => {
                 self.finish(ctx, WorkerEnd::Refused { reason });
             }
         }
@@ -537,39 +521,5 @@ impl Handler<FromLink> for WorkerActor {
                 self.lost(ctx, &reason.to_string());
             }
         }
-    }
-}
-
-async fn shake_hands(
-    config: &WorkerConfig,
-    to: &Destination,
-    hello: &Hello,
-) -> Result<(Connection, Welcome), HandshakeError> {
-    let retry = |error: &dyn std::fmt::Display| HandshakeError::Retry(error.to_string());
-    let failed = |reason: CloseReason| match reason.lasts() {
-        true => HandshakeError::Refused(reason.to_string()),
-        false => HandshakeError::Retry(reason.to_string()),
-    };
-    let mut connection =
-        Connection::dial(&to.address, HANDSHAKE_DEADLINE).await.map_err(|error| retry(&error))?;
-    if let Some(secret) = &config.secret {
-        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(failed)?;
-    }
-    let hello = codec::encode(hello).map_err(|error| retry(&error))?;
-    connection.send(FrameKind::Hello, &hello).await.map_err(failed)?;
-    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(failed)?;
-    match frame.kind {
-        FrameKind::Welcome => codec::decode_message(&frame.body)
-            .map(|welcome| (connection, welcome))
-            .map_err(|error| retry(&error)),
-        kind @ (FrameKind::Refused | FrameKind::NotYet) => {
-            let reason: Result<String, _> = codec::decode_message(&frame.body);
-            let reason = reason.unwrap_or_else(|_| "no reason given".to_owned());
-            Err(match kind {
-                FrameKind::NotYet => HandshakeError::Retry(reason),
-                _ => HandshakeError::Refused(reason),
-            })
-        }
-        kind => Err(HandshakeError::Retry(format!("expected a welcome, got {kind:?}"))),
     }
 }

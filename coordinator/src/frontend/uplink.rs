@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use shared::actor::exchange::PeerId;
-use shared::actor::link::{CloseReason, Connection, LinkEvent, SendError};
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
+use shared::actor::link::{Connection, LinkEvent, SendError};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::{Encoded, PeerAddr};
 use shared::clock::Clock;
@@ -18,7 +19,6 @@ use shared::protocol::{
     EngineError, EngineEvent, FromFrontend, FrontendHello, FrontendWelcome, Serving, SubmitRequest,
     ToFrontend, WorkerStats,
 };
-use shared::wire::auth::Secret;
 use shared::wire::codec;
 use shared::wire::frame::FrameKind;
 use tokio::sync::{mpsc, oneshot};
@@ -29,63 +29,10 @@ use crate::http::gate::Gate;
 use crate::http::state::{Readiness, ReadinessCheck};
 use crate::metrics::FrontendStats;
 
-/// How long dialling and each message of the handshake may take.
-const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
-/// Waits between two attempts to reach the coordinator.
-pub(super) const REDIAL_MIN: Duration = Duration::from_millis(50);
-pub(super) const REDIAL_MAX: Duration = Duration::from_secs(2);
 /// How long the last words to clients may take.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Frames of events taken from the link and not handed to their requests yet.
 const INCOMING_MAX: usize = 1024;
-
-/// Why the coordinator was not joined.
-#[derive(Debug)]
-pub(super) enum JoinError {
-    /// Try again.
-    Retry(String),
-    /// Don't.
-    Refused(String),
-}
-
-/// Dials and shakes hands once.
-pub(super) async fn join(
-    coordinator: &str,
-    hello: &FrontendHello,
-    secret: Option<&Secret>,
-) -> Result<(Connection, FrontendWelcome), JoinError> {
-    fn retry(error: impl std::fmt::Display) -> JoinError {
-        JoinError::Retry(error.to_string())
-    }
-    fn failed(reason: CloseReason) -> JoinError {
-        match reason.lasts() {
-            true => JoinError::Refused(reason.to_string()),
-            false => JoinError::Retry(reason.to_string()),
-        }
-    }
-    let mut connection = Connection::dial(coordinator, HANDSHAKE_DEADLINE).await.map_err(retry)?;
-    if let Some(secret) = secret {
-        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await.map_err(failed)?;
-    }
-    let body = codec::encode(hello).map_err(retry)?;
-    connection.send(FrameKind::FrontendHello, &body).await.map_err(failed)?;
-    let frame = connection.receive(HANDSHAKE_DEADLINE).await.map_err(failed)?;
-    match frame.kind {
-        FrameKind::Welcome => {
-            let welcome = codec::decode_message(&frame.body).map_err(retry)?;
-            Ok((connection, welcome))
-        }
-        kind @ (FrameKind::Refused | FrameKind::NotYet) => {
-            let reason: Result<String, _> = codec::decode_message(&frame.body);
-            let reason = reason.unwrap_or_else(|_| "no reason given".to_owned());
-            Err(match kind {
-                FrameKind::NotYet => JoinError::Retry(reason),
-                _ => JoinError::Refused(reason),
-            })
-        }
-        kind => Err(retry(format!("expected a welcome, got {kind:?}"))),
-    }
-}
 
 /// A request that the coordinator has.
 #[derive(Debug)]
@@ -210,11 +157,7 @@ impl Uplink {
             move |event| match event {
                 // At once: what actors say to each other waits for no request's events.
                 LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
-                    let read = actors.frame(peer, &frame.body);
-                    if let Err(error) = &read {
-                        tracing::error!(%error, "sent an actor frame that cannot be read");
-                    }
-                    read.is_ok()
+                    actors.frame(peer, &frame.body)
                 }
                 event => incoming.try_send(event).is_ok(),
             }
@@ -295,7 +238,7 @@ impl Uplink {
                 let other = tokio::time::timeout(wait, address.other(Some(&last))).await;
                 let to = other.unwrap_or(last);
                 let joined = tokio::select! {
-                    joined = join(&to.address, &hello, secret.as_ref()) => joined,
+                    joined = join(&to.address, secret.as_ref(), FrameKind::FrontendHello, &hello) => joined,
                     _ = address.other(Some(&to)) => {
                         Err(JoinError::Retry("another coordinator leads".to_owned()))
                     }

@@ -1,17 +1,16 @@
 //! Every request has an id: the client's `X-Request-Id`, or one made here. The answer's header and
 //! the response's `id` say it, and the access log, where that is wanted.
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
-use actix_web::body::{BodySize, BoxBody, EitherBody, MessageBody};
+use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::Method;
 use actix_web::http::header::{HeaderName, HeaderValue};
 use actix_web::middleware::Next;
-use actix_web::web::{Bytes, Data};
+use actix_web::web::Data;
 use actix_web::{Error, HttpMessage as _, HttpRequest};
 
+use super::body::{Companion, accompanied};
 use super::fields::is_request_id;
 use super::state::AppState;
 
@@ -66,12 +65,7 @@ pub async fn identify<B: MessageBody + 'static>(
     }
     Ok(match line {
         None => response.map_into_left_body(),
-        Some(mut line) => response.map_body(|_, body| {
-            let body = BoxBody::new(body);
-            // Nobody asks for pieces of an empty one.
-            line.sent = body.size().is_eof();
-            EitherBody::right(BoxBody::new(LoggedBody { body, line }))
-        }),
+        Some(line) => response.map_body(|_, body| EitherBody::right(accompanied(body, line))),
     })
 }
 
@@ -104,25 +98,8 @@ impl Drop for Line {
     }
 }
 
-/// A body whose end is logged.
-struct LoggedBody {
-    body: BoxBody,
-    line: Line,
-}
-
-impl MessageBody for LoggedBody {
-    type Error = <BoxBody as MessageBody>::Error;
-
-    fn size(&self) -> BodySize {
-        self.body.size()
-    }
-
-    fn poll_next(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Bytes, Self::Error>>> {
-        let piece = Pin::new(&mut self.body).poll_next(context);
-        self.line.sent |= matches!(piece, Poll::Ready(None));
-        piece
+impl Companion for Line {
+    fn sent(&mut self) {
+        self.sent = true;
     }
 }

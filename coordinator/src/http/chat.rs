@@ -53,7 +53,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let envelope = Envelope::new(state, id, object);
     let choices = vec![Choice::default(); common.n as usize];
     let state = state.clone();
-    let mut chat = Chat { state, common, envelope, running, choices, greeted: false, ended: false };
+    let mut chat = Chat { state, common, envelope, running, choices, greeted: false };
     if chat.common.stream {
         return sse::respond(chat).await;
     }
@@ -81,7 +81,6 @@ struct Chat {
     choices: Vec<Choice>,
     /// The first event of each choice, which names the role, was sent.
     greeted: bool,
-    ended: bool,
 }
 
 /// A choice of an event.
@@ -166,30 +165,17 @@ impl Chat {
 
 impl EventSource for Chat {
     async fn next(&mut self, out: &mut Events) -> Option<Result<(), ApiError>> {
-        while !self.ended {
-            let pushed = match self.running.next().await {
-                Some(Err(error)) => Err(error),
-                Some(Ok(Next::Piece(piece))) => {
-                    self.greet(out).and_then(|()| self.push_piece(&piece, out))
-                }
-                Some(Ok(Next::Prompt(_))) => Ok(()),
-                None => {
-                    self.ended = true;
-                    if self.common.include_usage {
-                        out.push(&self.envelope.with::<Value>(&[], Some(&self.usage())))
-                    } else {
-                        Ok(())
-                    }
-                }
-            };
-            if let Err(error) = pushed {
-                self.ended = true;
-                return Some(Err(error));
+        let pushed = match self.running.next().await {
+            Some(Err(error)) => Err(error),
+            Some(Ok(Next::Piece(piece))) => {
+                self.greet(out).and_then(|()| self.push_piece(&piece, out))
             }
-            if !out.is_empty() {
-                return Some(Ok(()));
+            Some(Ok(Next::Prompt(_))) => Ok(()),
+            None if self.common.include_usage => {
+                return out.push_last(&self.envelope.with::<Value>(&[], Some(&self.usage())));
             }
-        }
-        None
+            None => return None,
+        };
+        Some(pushed)
     }
 }

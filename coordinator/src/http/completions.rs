@@ -86,8 +86,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .collect::<Result<Vec<_>, _>>()?;
     let envelope = Envelope::new(state, id, "text_completion");
     let state = state.clone();
-    let mut completion =
-        Completion { state, common, envelope, running, turn: 0, choices, ended: false };
+    let mut completion = Completion { state, common, envelope, running, turn: 0, choices };
     if completion.common.stream {
         return sse::respond(completion).await;
     }
@@ -214,7 +213,6 @@ struct Completion {
     /// The prompt that is looked at first.
     turn: usize,
     choices: Vec<Choice>,
-    ended: bool,
 }
 
 impl Completion {
@@ -224,10 +222,7 @@ impl Completion {
         loop {
             let (prompt, next) = poll_fn(|context| self.poll_prompts(context)).await?;
             match next {
-                Err(error) => {
-                    self.ended = true;
-                    return Some(Err(error));
-                }
+                Err(error) => return Some(Err(error)),
                 Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, &logprobs),
                 Ok(Next::Piece(piece)) => return Some(Ok(self.take_piece(prompt, piece))),
             }
@@ -345,28 +340,15 @@ struct ChoiceBody<'a> {
 
 impl EventSource for Completion {
     async fn next(&mut self, out: &mut Events) -> Option<Result<(), ApiError>> {
-        while !self.ended {
-            let pushed = match self.advance().await {
-                Some(Err(error)) => Err(error),
-                Some(Ok(Some((index, piece)))) => self.push(index, &piece, out),
-                Some(Ok(None)) => Ok(()),
-                None => {
-                    self.ended = true;
-                    if self.common.include_usage {
-                        out.push(&self.envelope.with::<Value>(&[], Some(&self.usage())))
-                    } else {
-                        Ok(())
-                    }
-                }
-            };
-            if let Err(error) = pushed {
-                self.ended = true;
-                return Some(Err(error));
+        let pushed = match self.advance().await {
+            Some(Err(error)) => Err(error),
+            Some(Ok(Some((index, piece)))) => self.push(index, &piece, out),
+            Some(Ok(None)) => Ok(()),
+            None if self.common.include_usage => {
+                return out.push_last(&self.envelope.with::<Value>(&[], Some(&self.usage())));
             }
-            if !out.is_empty() {
-                return Some(Ok(()));
-            }
-        }
-        None
+            None => return None,
+        };
+        Some(pushed)
     }
 }

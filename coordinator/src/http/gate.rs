@@ -1,16 +1,13 @@
 //! The gate of a server that may be told to end: once closed it lets no new request in, and tells
 //! when the last one that is inside has left.
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use actix_web::HttpResponse;
-use actix_web::body::{BodySize, BoxBody, MessageBody};
-use actix_web::web::Bytes;
 use tokio::sync::watch;
 
+use super::body::{Companion, accompanied};
 use super::error::ApiError;
 use crate::engine::EngineError;
 
@@ -84,7 +81,7 @@ impl Visit {
     /// A response whose request is inside until its body has been handed over whole, or dropped.
     #[must_use]
     pub fn until_sent(self, response: HttpResponse) -> HttpResponse {
-        response.map_body(|_, body| BoxBody::new(VisitBody { body, _visit: self }))
+        response.map_body(|_, body| accompanied(body, self))
     }
 }
 
@@ -94,28 +91,12 @@ pub fn closed() -> ApiError {
     EngineError::ShuttingDown.into()
 }
 
-struct VisitBody {
-    body: BoxBody,
-    _visit: Visit,
-}
-
-impl MessageBody for VisitBody {
-    type Error = <BoxBody as MessageBody>::Error;
-
-    fn size(&self) -> BodySize {
-        self.body.size()
-    }
-
-    fn poll_next(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Bytes, Self::Error>>> {
-        Pin::new(&mut self.body).poll_next(context)
-    }
-}
+impl Companion for Visit {}
 
 #[cfg(test)]
 mod tests {
+    use actix_web::body::{BodySize, MessageBody as _};
+
     use super::*;
 
     #[tokio::test]

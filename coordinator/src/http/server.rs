@@ -1,11 +1,9 @@
 //! Routes, connection limits, start and stop.
 use std::net::TcpListener;
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use actix_cors::Cors;
-use actix_web::body::{BodySize, MessageBody};
+use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::ConnectionType;
 use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
@@ -16,6 +14,7 @@ use futures_util::StreamExt as _;
 use serde_json::json;
 use shared::metrics::labels::{Method, RejectReason};
 
+use super::body::{Companion, accompanied};
 use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
@@ -301,15 +300,12 @@ async fn observe(
                 response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
             }
             let status = response.status().as_u16();
-            Ok(response.map_body(|_, body| {
-                let is_empty = matches!(body.size(), BodySize::None | BodySize::Sized(0));
-                let mut body = CountedBody { body: Box::pin(body), counted, status };
-                if is_empty {
-                    // Nobody asks for its end.
-                    body.ended();
-                }
-                body
-            }))
+            Ok(match counted {
+                None => response.map_into_left_body(),
+                Some(counted) => response.map_body(|_, body| {
+                    EitherBody::right(accompanied(body, Answered { counted, status }))
+                }),
+            })
         }
         Err(error) => {
             if let Some(mut counted) = counted {
@@ -339,38 +335,15 @@ impl Drop for Counted {
     }
 }
 
-/// An answer's body, which knows whether it was taken to its end.
-struct CountedBody<B> {
-    body: Pin<Box<B>>,
-    counted: Option<Counted>,
+/// A request that has an answer: with its status once the client has all of it.
+struct Answered {
+    counted: Counted,
     status: u16,
 }
 
-impl<B> CountedBody<B> {
-    /// The client has all of it.
-    fn ended(&mut self) {
-        if let Some(mut counted) = self.counted.take() {
-            counted.status = self.status;
-        }
-    }
-}
-
-impl<B: MessageBody> MessageBody for CountedBody<B> {
-    type Error = B::Error;
-
-    fn size(&self) -> BodySize {
-        self.body.size()
-    }
-
-    fn poll_next(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Bytes, Self::Error>>> {
-        let next = ready!(self.body.as_mut().poll_next(context));
-        if next.is_none() {
-            self.ended();
-        }
-        Poll::Ready(next)
+impl Companion for Answered {
+    fn sent(&mut self) {
+        self.counted.status = self.status;
     }
 }
 

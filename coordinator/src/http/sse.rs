@@ -38,6 +38,11 @@ impl Events {
         Ok(())
     }
 
+    /// Appends the last event: says what [`EventSource::next`] says then.
+    pub fn push_last(&mut self, event: &impl Serialize) -> Option<Result<(), ApiError>> {
+        self.push(event).err().map(Err)
+    }
+
     /// Whether there is none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -55,8 +60,8 @@ impl Events {
 
 /// Where a stream's events come from.
 pub trait EventSource {
-    /// Appends the next events, at least one; `None` after the last. A failure is the last. Dropped
-    /// while it waits, it has taken nothing.
+    /// Appends the next events, if what came makes any; `None` with the last, which may be none. A
+    /// failure is the last. Dropped while it waits, it has taken nothing.
     fn next(&mut self, out: &mut Events) -> impl Future<Output = Option<Result<(), ApiError>>>;
 }
 
@@ -103,6 +108,9 @@ impl<S: EventSource> Body<S> {
                     continue;
                 }
             };
+            if matches!(next, Some(Ok(()))) && events.is_empty() {
+                continue;
+            }
             *heard = Instant::now();
             return match next {
                 Some(Ok(())) => Outcome::Events,

@@ -22,6 +22,8 @@ mod layout;
 #[cfg(target_arch = "x86_64")]
 mod one_term;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod vector;
 
 pub(crate) use layout::{Activations, prepare};
 

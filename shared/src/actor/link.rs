@@ -7,8 +7,10 @@
 //!
 //! - `connection`: what comes before: dialling, authentication, the handshake
 //! - `queue`: the sending side
+//! - [`join`]: the side that dials, up to its welcome
 //! - [`refusal`]: what a peer is told that is not taken
 mod connection;
+pub mod join;
 mod queue;
 pub mod refusal;
 

@@ -3,22 +3,27 @@
 //! One lock around the pure [`Exchange`] and [`Registry`] and the tables that turn their effects
 //! into sends; nothing waits while it is held. A message that has no effect is counted, and who
 //! waits for one is told.
-use std::collections::{BTreeMap, VecDeque};
+//!
+//! - `state`: what is under the lock; `deadlines`: the thread that looks at those of asks
+//! - `waiting`: who waits for an outcome or a death
+mod deadlines;
+mod state;
+mod waiting;
+
+use std::collections::VecDeque;
 use std::fmt;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::task::{Context, Poll};
-use std::thread::Thread;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::exchange::{ASKS_PER_PEER, Effect, Exchange, Origin, Outgoing, PeerId, Route};
-use super::link::{ACTOR_QUEUE_MAX, LinkHandle, Queued, SendError};
+use self::state::{Mailbox, Peer, State, Watch};
+pub use self::waiting::DeathWatch;
+pub(super) use self::waiting::Dispatched;
+use super::exchange::{Effect, Origin, Outgoing, PeerId};
+use super::link::LinkHandle;
 use super::named::Envelope;
-use super::registry::{
-    ACTORS_MAX, Home, Known, Notice, Registry, RegistryError, WATCHES_MAX, Watching,
-};
+use super::registry::{Home, Known, Notice, RegistryError, Watching};
 use super::remote::{ActorMessage, RemoteAddr};
 use crate::clock::Clock;
 use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RESTARTS};
@@ -26,21 +31,7 @@ use crate::metrics::labels::MessageRefusal;
 use crate::metrics::local::PerValue;
 use crate::metrics::{Counter, SharedStats};
 use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
-use crate::wire::codec::{self, CodecError};
-use crate::wire::frame::FrameKind;
-
-/// How often deadlines are looked at: they may be late by as much.
-const TICK: Duration = Duration::from_millis(20);
-
-/// While so many frames, or so many bytes, wait for a link, actors' messages do not use it.
-const MESSAGES_BEHIND: Queued = Queued { frames: 128, bytes: 64 << 20 };
-/// While so many bytes wait for a link, errors are sent in the place of replies.
-const REPLIES_BEHIND: usize = 128 << 20;
-/// What a process may have to say in one moment: that its actors and watches are there, or that
-/// everything its peer waits for is over.
-const _: () = assert!(
-    ACTORS_MAX + 2 * WATCHES_MAX + ASKS_PER_PEER + MESSAGES_BEHIND.frames < ACTOR_QUEUE_MAX
-);
+use crate::wire::codec;
 
 /// What a mailbox, and whoever asks, gets.
 pub(super) type Outcome = Result<Vec<u8>, AskError>;
@@ -74,38 +65,6 @@ struct Counters {
     refused: PerValue<Counter>,
 }
 
-struct State {
-    node: String,
-    exchange: Exchange,
-    registry: Registry,
-    peers: BTreeMap<PeerId, Peer>,
-    mailboxes: BTreeMap<String, Mailbox>,
-    waiters: BTreeMap<u64, oneshot::Sender<Outcome>>,
-    watches: BTreeMap<u64, Watch>,
-    /// Numbers waiters, watches, links and generations.
-    last: u64,
-    /// Whether deadlines are looked at.
-    ticks: bool,
-    /// The thread that does so; it is parked while there are no asks.
-    ticker: Option<Thread>,
-}
-
-struct Peer {
-    node: String,
-    link: LinkHandle,
-}
-
-struct Mailbox {
-    generation: u64,
-    sender: mpsc::Sender<Envelope>,
-}
-
-struct Watch {
-    name: String,
-    generation: Option<u64>,
-    told: oneshot::Sender<String>,
-}
-
 impl fmt::Debug for ActorRuntime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ActorRuntime").field("role", &self.inner.role).finish_non_exhaustive()
@@ -134,19 +93,7 @@ impl ActorRuntime {
                 stats.counter(ACTOR_MESSAGES_REFUSED, [reason])
             }),
         });
-        let state = State {
-            node: node.to_owned(),
-            exchange: Exchange::default(),
-            registry: Registry::default(),
-            peers: BTreeMap::new(),
-            mailboxes: BTreeMap::new(),
-            waiters: BTreeMap::new(),
-            watches: BTreeMap::new(),
-            // Generations of two process runs differ.
-            last: run >> 1,
-            ticks: false,
-            ticker: None,
-        };
+        let state = State::new(node, run);
         Self { inner: Arc::new(Inner { role, clock, stats, counters, state: Mutex::new(state) }) }
     }
 
@@ -280,17 +227,23 @@ impl ActorRuntime {
         self.carry_out(&mut state, effects);
     }
 
-    /// A frame of a linked process.
-    ///
-    /// # Errors
-    /// When it cannot be read: the link is to be closed.
-    pub fn frame(&self, peer: PeerId, body: &[u8]) -> Result<(), CodecError> {
-        let frame = codec::decode_message::<ActorFrame>(body)?;
+    /// A frame of a linked process; false when it cannot be read: the link is to be closed.
+    #[must_use]
+    pub fn frame(&self, peer: PeerId, body: &[u8]) -> bool {
+        let frame = match codec::decode_message::<ActorFrame>(body) {
+            Ok(frame) => frame,
+            Err(error) => {
+                let node = self.state().peers.get(&peer).map(|peer| peer.node.clone());
+                let node = node.unwrap_or_default();
+                tracing::error!(node, %error, "sent an actor frame that cannot be read");
+                return false;
+            }
+        };
         let now = self.inner.clock.now();
         let (mut effects, mut notices) = (Vec::new(), Vec::new());
         let mut state = self.state();
         let Some(node) = state.peers.get(&peer).map(|peer| peer.node.clone()) else {
-            return Ok(());
+            return true;
         };
         let hub = self.inner.role == Role::Hub;
         let home = Home::Peer(peer);
@@ -343,7 +296,7 @@ impl ActorRuntime {
         if state.exchange.outstanding() > 0 {
             self.tick_from_now_on(&mut state);
         }
-        Ok(())
+        true
     }
 
     /// Sends a message on its way; the receiver gets its outcome. At once an error when there is
@@ -523,45 +476,6 @@ impl ActorRuntime {
         };
         self.inner.stats.with(|stats| stats.add(self.inner.counters.refused.get(reason), 1));
     }
-
-    /// Looks at deadlines as long as there are asks.
-    fn tick_from_now_on(&self, state: &mut State) {
-        if std::mem::replace(&mut state.ticks, true) {
-            return;
-        }
-        if let Some(ticker) = &state.ticker {
-            ticker.unpark();
-            return;
-        }
-        // A thread of its own: whoever asks may be on one that ends before the answer is there.
-        let runtime = self.downgrade();
-        let ticking = std::thread::Builder::new().name("actor-deadlines".to_owned());
-        match ticking.spawn(move || tick(&runtime)) {
-            Ok(thread) => state.ticker = Some(thread.thread().clone()),
-            // The next ask tries again.
-            Err(_) => state.ticks = false,
-        }
-    }
-}
-
-/// Looks at deadlines until the runtime is gone.
-fn tick(runtime: &WeakRuntime) {
-    loop {
-        std::thread::sleep(TICK);
-        let idle = {
-            let Some(runtime) = runtime.upgrade() else { return };
-            let (now, mut effects) = (runtime.inner.clock.now(), Vec::new());
-            let mut state = runtime.state();
-            state.exchange.tick(now, &mut effects);
-            runtime.carry_out(&mut state, effects);
-            state.ticks = state.exchange.outstanding() > 0;
-            !state.ticks
-        };
-        if idle {
-            // Until there is an ask, or the runtime goes.
-            std::thread::park();
-        }
-    }
 }
 
 impl Drop for Inner {
@@ -570,6 +484,12 @@ impl Drop for Inner {
         if let Some(ticker) = &state.ticker {
             ticker.unpark();
         }
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Inner")
     }
 }
 
@@ -586,153 +506,6 @@ impl WeakRuntime {
 impl fmt::Debug for WeakRuntime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("WeakRuntime")
-    }
-}
-
-impl State {
-    fn number(&mut self) -> u64 {
-        self.last += 1;
-        self.last
-    }
-
-    fn hub(&self) -> Option<PeerId> {
-        self.peers.last_key_value().map(|(peer, _)| *peer)
-    }
-
-    fn route(&self, name: &str, role: Role, here_alone: bool) -> Route {
-        if self.mailboxes.contains_key(name) {
-            return Route::Here;
-        }
-        let nobody = || Route::Nowhere(AskError::NoSuchActor(name.to_owned()));
-        match (role, self.registry.find(name)) {
-            (Role::Hub, Some(Home::Peer(peer))) => Route::Peer(peer),
-            (Role::Spoke, None) if !here_alone => match self.hub() {
-                Some(peer) => Route::Peer(peer),
-                None => Route::Nowhere(AskError::LinkLost("the coordinator".to_owned())),
-            },
-            _ => nobody(),
-        }
-    }
-
-    fn put(&self, name: &str, envelope: Envelope) -> Result<(), AskError> {
-        let Some(mailbox) = self.mailboxes.get(name) else {
-            envelope.forget();
-            return Err(AskError::NoSuchActor(name.to_owned()));
-        };
-        mailbox.sender.try_send(envelope).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(envelope) => {
-                envelope.forget();
-                AskError::MailboxFull(name.to_owned())
-            }
-            mpsc::error::TrySendError::Closed(envelope) => {
-                envelope.forget();
-                AskError::NoSuchActor(name.to_owned())
-            }
-        })
-    }
-
-    fn send(&self, peer: PeerId, frame: &ActorFrame) -> Result<(), AskError> {
-        let Some(peer) = self.peers.get(&peer) else {
-            return Err(AskError::LinkLost("a process".to_owned()));
-        };
-        let body = codec::encode(frame).map_err(|error| AskError::Malformed(error.to_string()))?;
-        let full = || AskError::MailboxFull(format!("the link to {}", peer.node));
-        let queued = peer.link.queued_of_actors();
-        let (refused, len) = match frame {
-            // Messages of applications leave room for what actors have to be told.
-            ActorFrame::Deliver { body, .. } => {
-                let Queued { frames, bytes } = MESSAGES_BEHIND;
-                (queued.frames >= frames || queued.bytes >= bytes, body.len())
-            }
-            ActorFrame::Answer { outcome: Ok(body), .. } => {
-                (queued.bytes >= REPLIES_BEHIND, body.len())
-            }
-            _ => (false, 0),
-        };
-        if refused {
-            return Err(full());
-        }
-        peer.link.tell(FrameKind::Actor, 0, body.into()).map_err(|error| match error {
-            SendError::TooLarge(_) => AskError::TooLarge(len as u64),
-            SendError::Closed => AskError::LinkLost(peer.node.clone()),
-            SendError::Full => full(),
-        })
-    }
-
-    fn tell(&mut self, watch: u64, reason: String) {
-        if let Some(watch) = self.watches.remove(&watch) {
-            let _ = watch.told.send(reason);
-        }
-    }
-}
-
-/// A message on its way, for whoever waits for its outcome. Dropped, nobody waits.
-pub(super) struct Dispatched {
-    runtime: Weak<Inner>,
-    waiter: u64,
-    outcome: oneshot::Receiver<Outcome>,
-    /// Why it was lost, when nobody waits and that is known.
-    pub(super) lost: Option<AskError>,
-}
-
-impl Dispatched {
-    pub(super) async fn outcome(mut self) -> Outcome {
-        let gone = || Err(AskError::Failed("its runtime is gone".to_owned()));
-        (&mut self.outcome).await.unwrap_or_else(|_| gone())
-    }
-}
-
-impl Drop for Dispatched {
-    fn drop(&mut self) {
-        if self.waiter == 0 {
-            return;
-        }
-        if let Some(inner) = self.runtime.upgrade() {
-            let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
-            if state.waiters.remove(&self.waiter).is_some() {
-                state.exchange.abandoned(self.waiter);
-            }
-        }
-    }
-}
-
-/// Resolves once, with the reason, when the watched actor is dead. Dropped, the watch is over.
-#[derive(Debug)]
-pub struct DeathWatch {
-    runtime: Weak<Inner>,
-    id: u64,
-    dead: oneshot::Receiver<String>,
-}
-
-impl fmt::Debug for Inner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Inner")
-    }
-}
-
-impl Future for DeathWatch {
-    type Output = String;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<String> {
-        Pin::new(&mut self.dead)
-            .poll(context)
-            .map(|reason| reason.unwrap_or_else(|_| "its runtime is gone".to_owned()))
-    }
-}
-
-impl Drop for DeathWatch {
-    fn drop(&mut self) {
-        let Some(inner) = self.runtime.upgrade() else { return };
-        let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.watches.remove(&self.id).is_none() {
-            return;
-        }
-        state.registry.unwatch((Home::Here, self.id));
-        if inner.role == Role::Spoke
-            && let Some(peer) = state.hub()
-        {
-            let _ = state.send(peer, &ActorFrame::Unwatch { id: self.id });
-        }
     }
 }
 

@@ -2,7 +2,7 @@
 //! the device has them. The device feeds its own last tokens in, so it never waits for its host.
 //!
 //! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kernels::Backend;
@@ -96,7 +96,6 @@ impl<B: Backend> Engine<B> {
         if self.queued.len() >= QUEUED_MAX || !plan.admitted.is_empty() {
             return false;
         }
-        let forgotten: HashSet<SeqId> = plan.finished.iter().copied().collect();
         // Most plans name their sequences in the order of the one before.
         let (count, mut at) = (last.entries.len(), 0);
         let is_fed = |entry: &SequenceStep| {
@@ -106,7 +105,8 @@ impl<B: Backend> Engine<B> {
             };
             let found = (at..at + count).find(ends);
             at = found.map_or(at, |index| index % count + 1);
-            found.is_some() && !forgotten.contains(&entry.seq)
+            // Few end in one step.
+            found.is_some() && !plan.finished.contains(&entry.seq)
         };
         plan.sequences.iter().all(is_fed) && self.can_queue(plan)
     }
@@ -114,7 +114,7 @@ impl<B: Backend> Engine<B> {
     /// Begins the next step behind the one that runs.
     fn begin_ahead(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         let last = self.queued.back().map_or(&[][..], |queued| &queued.entries);
-        let rows: std::collections::HashMap<SeqId, u32> =
+        let rows: HashMap<SeqId, u32> =
             (0u32..).zip(last).map(|(row, entry)| (entry.step.seq, row)).collect();
         self.admit(plan)?;
         self.prepare(plan)?;

@@ -273,11 +273,7 @@ impl Handler<Joined> for ClusterActor {
             move |event| match event {
                 // At once: what applications say takes no room from steps.
                 LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
-                    let read = actors.frame(peer, &frame.body);
-                    if let Err(error) = &read {
-                        tracing::error!(%worker, %error, "sent an actor frame that cannot be read");
-                    }
-                    read.is_ok()
+                    actors.frame(peer, &frame.body)
                 }
                 event => to.put(event),
             }

@@ -81,7 +81,8 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
         slot: None,
     };
     let to = options.coordinator.current().unwrap();
-    let (connection, welcome) = join(&address, &hello, None).await.unwrap();
+    let (connection, welcome) =
+        join(&address, None, FrameKind::FrontendHello, &hello).await.unwrap();
     let (engine, commands) = EngineHandle::channel();
     let uplink = Uplink::new(options, hello, serving(), clock, FrontendStats::new(), commands);
     let readiness = uplink.readiness();

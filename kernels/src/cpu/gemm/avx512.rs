@@ -1,11 +1,12 @@
 //! Inner loops for AVX-512 without bf16 instructions: weights are widened to f32 (a shift for even
 //! inputs, a mask for odd ones) and fused multiply-added.
 use std::arch::x86_64::{
-    __m512, __m512i, _mm512_and_si512, _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
-    _mm512_loadu_si512, _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_storeu_ps,
+    __m512, __m512i, _mm512_and_si512, _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_si512,
+    _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32,
 };
 
 use super::super::pack::PairRow;
+use super::vector::{load, store};
 use super::{Acc, ActPair};
 
 /// The even and odd inputs' weights of 16 outputs.
@@ -19,20 +20,6 @@ fn widen(words: &[u32; 16]) -> (__m512, __m512) {
         _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)),
         _mm512_castsi512_ps(_mm512_and_si512(words, high)),
     )
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn load(values: &[f32; 16]) -> __m512 {
-    // SAFETY: the array has 64 bytes.
-    unsafe { _mm512_loadu_ps(values.as_ptr()) }
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn store(values: &mut [f32; 16], vector: __m512) {
-    // SAFETY: the array has 64 bytes.
-    unsafe { _mm512_storeu_ps(values.as_mut_ptr(), vector) }
 }
 
 /// See [`super::tile`].

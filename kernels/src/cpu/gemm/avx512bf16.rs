@@ -2,44 +2,11 @@
 //!
 //! Two dot-product instructions per vector of weights keep 16 bits of the activations' mantissa at
 //! the price of f32 FMAs, without widening the weights.
-use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_set1_epi32, _mm512_storeu_ps,
-};
+use std::arch::x86_64::_mm512_dpbf16_ps;
 
 use super::super::pack::PairRow;
+use super::vector::{broadcast, load, load_bf16, store};
 use super::{Acc, ActPair};
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-#[inline]
-fn load_bf16(words: &[u32; 16]) -> __m512bh {
-    // SAFETY: the array has 64 bytes.
-    let vector: __m512i = unsafe { _mm512_loadu_si512(words.as_ptr().cast()) };
-    // SAFETY: both are 512 bits of plain data.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(vector) }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-#[inline]
-fn broadcast(word: u32) -> __m512bh {
-    let vector = _mm512_set1_epi32(word.cast_signed());
-    // SAFETY: both are 512 bits of plain data.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(vector) }
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn load(values: &[f32; 16]) -> __m512 {
-    // SAFETY: the array has 64 bytes.
-    unsafe { _mm512_loadu_ps(values.as_ptr()) }
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn store(values: &mut [f32; 16], vector: __m512) {
-    // SAFETY: the array has 64 bytes.
-    unsafe { _mm512_storeu_ps(values.as_mut_ptr(), vector) }
-}
 
 /// See [`super::tile`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]

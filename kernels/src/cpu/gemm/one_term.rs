@@ -4,44 +4,13 @@
 //! A pair's word is broadcast from the row, so rows need no layout of their own, and any number of
 //! them can be a tile.
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
-    _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
-    _mm512_storeu_si512,
+    __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
+    _mm512_setzero_ps, _mm512_storeu_si512,
 };
 
 use super::super::pack::PairRow;
 use super::Acc;
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-#[inline]
-fn load_bf16(words: &[u32; 16]) -> __m512bh {
-    // SAFETY: the array has 64 bytes.
-    let vector: __m512i = unsafe { _mm512_loadu_si512(words.as_ptr().cast()) };
-    // SAFETY: both are 512 bits of plain data.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(vector) }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-#[inline]
-fn broadcast(word: u32) -> __m512bh {
-    let vector = _mm512_set1_epi32(word.cast_signed());
-    // SAFETY: both are 512 bits of plain data.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(vector) }
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn load(values: &[f32; 16]) -> __m512 {
-    // SAFETY: the array has 64 bytes.
-    unsafe { _mm512_loadu_ps(values.as_ptr()) }
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn store(values: &mut [f32; 16], vector: __m512) {
-    // SAFETY: the array has 64 bytes.
-    unsafe { _mm512_storeu_ps(values.as_mut_ptr(), vector) }
-}
+use super::vector::{broadcast, load, load_bf16, store};
 
 /// Rounds a row to bf16 (to nearest, ties to even), two to a word; `words` beyond the row become 0.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]

@@ -49,7 +49,7 @@ fn start(
     let peer = actors.reserve_peer();
     let (runtime, ends) = (actors.clone(), ends.clone());
     let sink = move |event| match event {
-        LinkEvent::Frame(frame) => runtime.frame(peer, &frame.body).is_ok(),
+        LinkEvent::Frame(frame) => runtime.frame(peer, &frame.body),
         LinkEvent::Closed { reason } => {
             let _ = ends.send(reason.to_string());
             runtime.peer_lost(peer, &reason.to_string());

@@ -1,0 +1,72 @@
+//! How a process joins the coordinator: it dials, proves that it knows the secret, says hello, and is
+//! welcomed or not.
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{CloseReason, Connection};
+use crate::wire::auth::Secret;
+use crate::wire::codec;
+use crate::wire::frame::FrameKind;
+
+/// How long dialling and each message of the handshake may take.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
+/// Waits between two attempts to reach the coordinator: from this one, twice as long each time.
+pub const REDIAL_MIN: Duration = Duration::from_millis(50);
+/// The longest.
+pub const REDIAL_MAX: Duration = Duration::from_secs(2);
+
+/// Why the coordinator was not joined.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JoinError {
+    /// Try again.
+    #[error("{0}")]
+    Retry(String),
+    /// Trying again would end in the same way.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl From<CloseReason> for JoinError {
+    fn from(reason: CloseReason) -> Self {
+        match reason.lasts() {
+            true => Self::Refused(reason.to_string()),
+            false => Self::Retry(reason.to_string()),
+        }
+    }
+}
+
+/// Dials and shakes hands once; `kind` is what `hello` is sent as.
+///
+/// # Errors
+/// [`JoinError`].
+pub async fn join<W: DeserializeOwned>(
+    address: &str,
+    secret: Option<&Secret>,
+    kind: FrameKind,
+    hello: &impl Serialize,
+) -> Result<(Connection, W), JoinError> {
+    fn retry(error: impl std::fmt::Display) -> JoinError {
+        JoinError::Retry(error.to_string())
+    }
+    let mut connection = Connection::dial(address, HANDSHAKE_DEADLINE).await.map_err(retry)?;
+    if let Some(secret) = secret {
+        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await?;
+    }
+    connection.send(kind, &codec::encode(hello).map_err(retry)?).await?;
+    let frame = connection.receive(HANDSHAKE_DEADLINE).await?;
+    let reason = || {
+        let reason: Result<String, _> = codec::decode_message(&frame.body);
+        reason.unwrap_or_else(|_| "no reason given".to_owned())
+    };
+    match frame.kind {
+        FrameKind::Welcome => {
+            let welcome = codec::decode_message(&frame.body).map_err(retry)?;
+            Ok((connection, welcome))
+        }
+        FrameKind::NotYet => Err(JoinError::Retry(reason())),
+        FrameKind::Refused => Err(JoinError::Refused(reason())),
+        kind => Err(retry(format!("expected a welcome, got {kind:?}"))),
+    }
+}

@@ -1,0 +1,150 @@
+//! What a process's runtime knows, under its one lock, and how it sends: nothing waits here.
+use std::collections::BTreeMap;
+use std::thread::Thread;
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::{Outcome, Role};
+use crate::actor::exchange::{ASKS_PER_PEER, Exchange, PeerId, Route};
+use crate::actor::link::{ACTOR_QUEUE_MAX, LinkHandle, Queued, SendError};
+use crate::actor::named::Envelope;
+use crate::actor::registry::{ACTORS_MAX, Home, Registry, WATCHES_MAX};
+use crate::protocol::actors::{ActorFrame, AskError};
+use crate::wire::codec;
+use crate::wire::frame::FrameKind;
+
+/// While so many frames, or so many bytes, wait for a link, actors' messages do not use it.
+const MESSAGES_BEHIND: Queued = Queued { frames: 128, bytes: 64 << 20 };
+/// While so many bytes wait for a link, errors are sent in the place of replies.
+const REPLIES_BEHIND: usize = 128 << 20;
+/// What a process may have to say in one moment: that its actors and watches are there, or that
+/// everything its peer waits for is over.
+const _: () = assert!(
+    ACTORS_MAX + 2 * WATCHES_MAX + ASKS_PER_PEER + MESSAGES_BEHIND.frames < ACTOR_QUEUE_MAX
+);
+
+pub(super) struct State {
+    pub(super) node: String,
+    pub(super) exchange: Exchange,
+    pub(super) registry: Registry,
+    pub(super) peers: BTreeMap<PeerId, Peer>,
+    pub(super) mailboxes: BTreeMap<String, Mailbox>,
+    pub(super) waiters: BTreeMap<u64, oneshot::Sender<Outcome>>,
+    pub(super) watches: BTreeMap<u64, Watch>,
+    /// Numbers waiters, watches, links and generations.
+    pub(super) last: u64,
+    /// Whether deadlines are looked at.
+    pub(super) ticks: bool,
+    /// The thread that does so; it is parked while there are no asks.
+    pub(super) ticker: Option<Thread>,
+}
+
+pub(super) struct Peer {
+    pub(super) node: String,
+    pub(super) link: LinkHandle,
+}
+
+pub(super) struct Mailbox {
+    pub(super) generation: u64,
+    pub(super) sender: mpsc::Sender<Envelope>,
+}
+
+pub(super) struct Watch {
+    pub(super) name: String,
+    pub(super) generation: Option<u64>,
+    pub(super) told: oneshot::Sender<String>,
+}
+
+impl State {
+    /// Of a process that has this name; `run` differs for each process run.
+    pub(super) fn new(node: &str, run: u64) -> Self {
+        Self {
+            node: node.to_owned(),
+            exchange: Exchange::default(),
+            registry: Registry::default(),
+            peers: BTreeMap::new(),
+            mailboxes: BTreeMap::new(),
+            waiters: BTreeMap::new(),
+            watches: BTreeMap::new(),
+            // Generations of two process runs differ.
+            last: run >> 1,
+            ticks: false,
+            ticker: None,
+        }
+    }
+
+    pub(super) fn number(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    pub(super) fn hub(&self) -> Option<PeerId> {
+        self.peers.last_key_value().map(|(peer, _)| *peer)
+    }
+
+    pub(super) fn route(&self, name: &str, role: Role, here_alone: bool) -> Route {
+        if self.mailboxes.contains_key(name) {
+            return Route::Here;
+        }
+        let nobody = || Route::Nowhere(AskError::NoSuchActor(name.to_owned()));
+        match (role, self.registry.find(name)) {
+            (Role::Hub, Some(Home::Peer(peer))) => Route::Peer(peer),
+            (Role::Spoke, None) if !here_alone => match self.hub() {
+                Some(peer) => Route::Peer(peer),
+                None => Route::Nowhere(AskError::LinkLost("the coordinator".to_owned())),
+            },
+            _ => nobody(),
+        }
+    }
+
+    pub(super) fn put(&self, name: &str, envelope: Envelope) -> Result<(), AskError> {
+        let Some(mailbox) = self.mailboxes.get(name) else {
+            envelope.forget();
+            return Err(AskError::NoSuchActor(name.to_owned()));
+        };
+        mailbox.sender.try_send(envelope).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(envelope) => {
+                envelope.forget();
+                AskError::MailboxFull(name.to_owned())
+            }
+            mpsc::error::TrySendError::Closed(envelope) => {
+                envelope.forget();
+                AskError::NoSuchActor(name.to_owned())
+            }
+        })
+    }
+
+    pub(super) fn send(&self, peer: PeerId, frame: &ActorFrame) -> Result<(), AskError> {
+        let Some(peer) = self.peers.get(&peer) else {
+            return Err(AskError::LinkLost("a process".to_owned()));
+        };
+        let body = codec::encode(frame).map_err(|error| AskError::Malformed(error.to_string()))?;
+        let full = || AskError::MailboxFull(format!("the link to {}", peer.node));
+        let queued = peer.link.queued_of_actors();
+        let (refused, len) = match frame {
+            // Messages of applications leave room for what actors have to be told.
+            ActorFrame::Deliver { body, .. } => {
+                let Queued { frames, bytes } = MESSAGES_BEHIND;
+                (queued.frames >= frames || queued.bytes >= bytes, body.len())
+            }
+            ActorFrame::Answer { outcome: Ok(body), .. } => {
+                (queued.bytes >= REPLIES_BEHIND, body.len())
+            }
+            _ => (false, 0),
+        };
+        if refused {
+            return Err(full());
+        }
+        peer.link.tell(FrameKind::Actor, 0, body.into()).map_err(|error| match error {
+            SendError::TooLarge(_) => AskError::TooLarge(len as u64),
+            SendError::Closed => AskError::LinkLost(peer.node.clone()),
+            SendError::Full => full(),
+        })
+    }
+
+    pub(super) fn tell(&mut self, watch: u64, reason: String) {
+        if let Some(watch) = self.watches.remove(&watch) {
+            let _ = watch.told.send(reason);
+        }
+    }
+}

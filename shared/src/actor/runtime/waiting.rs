@@ -1,0 +1,74 @@
+//! Who waits for something: for a message's outcome, for an actor's death. Dropped, nobody does.
+use std::pin::Pin;
+use std::sync::{PoisonError, Weak};
+use std::task::{Context, Poll};
+
+use tokio::sync::oneshot;
+
+use super::{Inner, Outcome, Role};
+use crate::actor::registry::Home;
+use crate::protocol::actors::{ActorFrame, AskError};
+
+/// A message on its way, for whoever waits for its outcome. Dropped, nobody waits.
+pub(in crate::actor) struct Dispatched {
+    pub(super) runtime: Weak<Inner>,
+    pub(super) waiter: u64,
+    pub(super) outcome: oneshot::Receiver<Outcome>,
+    /// Why it was lost, when nobody waits and that is known.
+    pub(in crate::actor) lost: Option<AskError>,
+}
+
+impl Dispatched {
+    pub(in crate::actor) async fn outcome(mut self) -> Outcome {
+        let gone = || Err(AskError::Failed("its runtime is gone".to_owned()));
+        (&mut self.outcome).await.unwrap_or_else(|_| gone())
+    }
+}
+
+impl Drop for Dispatched {
+    fn drop(&mut self) {
+        if self.waiter == 0 {
+            return;
+        }
+        if let Some(inner) = self.runtime.upgrade() {
+            let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
+            if state.waiters.remove(&self.waiter).is_some() {
+                state.exchange.abandoned(self.waiter);
+            }
+        }
+    }
+}
+
+/// Resolves once, with the reason, when the watched actor is dead. Dropped, the watch is over.
+#[derive(Debug)]
+pub struct DeathWatch {
+    pub(super) runtime: Weak<Inner>,
+    pub(super) id: u64,
+    pub(super) dead: oneshot::Receiver<String>,
+}
+
+impl Future for DeathWatch {
+    type Output = String;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<String> {
+        Pin::new(&mut self.dead)
+            .poll(context)
+            .map(|reason| reason.unwrap_or_else(|_| "its runtime is gone".to_owned()))
+    }
+}
+
+impl Drop for DeathWatch {
+    fn drop(&mut self) {
+        let Some(inner) = self.runtime.upgrade() else { return };
+        let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.watches.remove(&self.id).is_none() {
+            return;
+        }
+        state.registry.unwatch((Home::Here, self.id));
+        if inner.role == Role::Spoke
+            && let Some(peer) = state.hub()
+        {
+            let _ = state.send(peer, &ActorFrame::Unwatch { id: self.id });
+        }
+    }
+}
