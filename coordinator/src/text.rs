@@ -2,6 +2,7 @@
 //!
 //! - [`model`]: what a model folder says about text: tokenizer, template, end tokens, defaults
 //! - [`bound`]: how many bytes of text one token can stand for
+//! - [`reply`]: what a reply says: reasoning, answer, calls of tools (pure)
 //! - [`detokenizer`]: tokens to text as they come, never half a character
 //! - [`stop`]: stop strings across token boundaries
 //! - [`stream`]: the two together: one choice's text, with its end
@@ -9,6 +10,7 @@
 pub mod bound;
 pub mod detokenizer;
 pub mod model;
+pub mod reply;
 pub mod stop;
 pub mod stream;
 pub mod template;

@@ -1,0 +1,384 @@
+//! PURE: what a model's text says: its reasoning, its answer, the tools it calls. Read as the text
+//! comes, in pieces of any size; how it is cut makes no difference.
+//!
+//! Models write calls in the form that their chat template taught them ([`CallFormat`]). What looks
+//! like a call at first and turns out to be none is text, and nothing of it is lost.
+mod format;
+mod json;
+#[cfg(test)]
+mod tests;
+mod xml;
+
+use std::sync::Arc;
+
+pub use self::format::CallFormat;
+use self::json::{CallObject, Taken};
+pub use self::xml::Parameters;
+
+/// What the text said next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Of the reasoning.
+    Reasoning(String),
+    /// Of the answer.
+    Content(String),
+    /// A call begins.
+    Call {
+        /// Which call of the reply; the first has the index 0.
+        index: u32,
+        /// The function.
+        name: String,
+    },
+    /// More of a call's arguments: all together a JSON object, if the model wrote one.
+    Arguments {
+        /// Which call of the reply.
+        index: u32,
+        /// More of it.
+        text: String,
+    },
+}
+
+/// What is looked for in a reply.
+#[derive(Clone, Debug, Default)]
+pub struct ReplyRules {
+    /// `<think>` .. `</think>` is reasoning.
+    pub reasoning: bool,
+    /// The prompt ends within the reasoning: the template has opened it.
+    pub begins_reasoning: bool,
+    /// How calls are written; none are looked for otherwise.
+    pub calls: Option<CallFormat>,
+    /// All calls but the first are left out.
+    pub single_call: bool,
+    /// The functions' parameters, for the format whose values have no types of their own.
+    pub parameters: Parameters,
+}
+
+const THINK: &str = "<think>";
+const THINK_END: &str = "</think>";
+/// Written by some before a call, where the tokenizer shows it.
+const PYTHON_TAG: &str = "<|python_tag|>";
+
+/// Reads one reply.
+#[derive(Clone, Debug)]
+pub struct ReplyReader {
+    rules: Arc<ReplyRules>,
+    state: State,
+    /// Text that is not understood yet.
+    held: String,
+    num_calls: u32,
+}
+
+#[derive(Clone, Debug)]
+enum State {
+    /// Nothing but white space was read.
+    Start,
+    /// Unless it has begun, white space is no part of it.
+    Reasoning { begun: bool },
+    /// Behind reasoning and calls, white space is no part of it.
+    Content { begun: bool },
+    /// Behind what opens calls of [`CallFormat::Mistral`].
+    Opened,
+    /// Within a call's object, behind text that opened it.
+    Call { opening: String, call: CallObject, listed: bool },
+    /// Within a call that is read whole.
+    Element,
+    /// Behind a call's object.
+    Closing { listed: bool },
+}
+
+impl ReplyReader {
+    /// A reader that has read nothing.
+    #[must_use]
+    pub fn new(rules: Arc<ReplyRules>) -> Self {
+        let begins = rules.reasoning && rules.begins_reasoning;
+        let state = if begins { State::Reasoning { begun: false } } else { State::Start };
+        Self { rules, state, held: String::new(), num_calls: 0 }
+    }
+
+    /// Takes more text; appends what it says, as far as that is certain.
+    pub fn push(&mut self, text: &str, parts: &mut Vec<Part>) {
+        self.held.push_str(text);
+        while !self.held.is_empty() && self.advance(parts) {}
+    }
+
+    /// The text is over: appends what was held back.
+    pub fn finish(&mut self, parts: &mut Vec<Part>) {
+        let held = std::mem::take(&mut self.held);
+        match std::mem::replace(&mut self.state, State::Content { begun: true }) {
+            State::Start | State::Content { begun: true } | State::Element => content(&held, parts),
+            State::Content { begun: false } => content(held.trim_start(), parts),
+            State::Reasoning { begun } => {
+                reasoning(if begun { &held } else { held.trim_start() }, parts);
+            }
+            State::Call { opening, call, .. } if !call.is_begun() => {
+                content(&(opening + call.text() + &held), parts);
+            }
+            State::Opened => content(&(format::MISTRAL.to_owned() + &held), parts),
+            State::Call { .. } | State::Closing { .. } => {}
+        }
+    }
+
+    /// Understands more of what is held; false if that takes more text.
+    fn advance(&mut self, parts: &mut Vec<Part>) -> bool {
+        match self.state {
+            State::Start => self.start(),
+            State::Reasoning { begun } => self.reason(begun, parts),
+            State::Content { begun } => self.answer(begun, parts),
+            State::Opened => self.opened(),
+            State::Call { .. } => self.call(parts),
+            State::Element => self.element(parts),
+            State::Closing { listed } => self.close(listed),
+        }
+    }
+
+    fn start(&mut self) -> bool {
+        let text = self.held.trim_start();
+        if text.is_empty() {
+            return false;
+        }
+        if self.rules.reasoning {
+            if let Some(rest) = text.strip_prefix(THINK) {
+                self.held = rest.to_owned();
+                self.state = State::Reasoning { begun: false };
+                return true;
+            }
+            if THINK.starts_with(text) {
+                return false;
+            }
+        }
+        if self.rules.calls == Some(CallFormat::Llama3Json) {
+            return self.bare_call();
+        }
+        self.state = State::Content { begun: true };
+        true
+    }
+
+    /// A reply that is a call begins with its object.
+    fn bare_call(&mut self) -> bool {
+        let text = self.held.trim_start();
+        if PYTHON_TAG.starts_with(text) {
+            return false;
+        }
+        let text = text.strip_prefix(PYTHON_TAG).unwrap_or(text).trim_start();
+        if text.is_empty() {
+            return false;
+        }
+        self.state = if text.starts_with('{') {
+            let opening = self.held[..self.held.len() - text.len()].to_owned();
+            self.held = text.to_owned();
+            let call = CallObject::with_arguments();
+            State::Call { opening, call, listed: false }
+        } else {
+            State::Content { begun: true }
+        };
+        true
+    }
+
+    fn reason(&mut self, begun: bool, parts: &mut Vec<Part>) -> bool {
+        if !begun {
+            self.skip_space();
+        }
+        if let Some(at) = self.held.find(THINK_END) {
+            reasoning(self.held[..at].trim_end(), parts);
+            self.held.drain(..at + THINK_END.len());
+            self.state = State::Content { begun: false };
+            return true;
+        }
+        let certain = self.held.len() - undecided(&self.held, &[THINK_END]);
+        if certain > 0 {
+            reasoning(&self.held[..certain], parts);
+            self.held.drain(..certain);
+            self.state = State::Reasoning { begun: true };
+        }
+        false
+    }
+
+    fn answer(&mut self, begun: bool, parts: &mut Vec<Part>) -> bool {
+        if !begun {
+            self.skip_space();
+        }
+        let openings = self.rules.calls.map_or(&[][..], CallFormat::openings);
+        let found = openings.iter().filter_map(|it| Some((self.held.find(it)?, *it))).min();
+        let Some((at, opening)) = found else {
+            let certain = self.held.len() - undecided(&self.held, openings);
+            if certain > 0 {
+                content(&self.held[..certain], parts);
+                self.held.drain(..certain);
+                self.state = State::Content { begun: true };
+            }
+            return false;
+        };
+        content(self.held[..at].trim_end(), parts);
+        self.held.drain(..at);
+        self.state = match self.rules.calls {
+            Some(CallFormat::Qwen3Coder) => State::Element,
+            Some(CallFormat::Mistral) => {
+                self.held.drain(..opening.len());
+                State::Opened
+            }
+            _ => {
+                self.held.drain(..opening.len());
+                let (opening, call) = (opening.to_owned(), CallObject::new());
+                State::Call { opening, call, listed: false }
+            }
+        };
+        true
+    }
+
+    /// `[{..}, {..}]`, or `name{..}` with marks between.
+    fn opened(&mut self) -> bool {
+        let text = self.held.trim_start();
+        if text.is_empty() || format::may_become_mark(text) {
+            return false;
+        }
+        let (call, at, listed) = if text.starts_with('[') && !format::is_mark(text) {
+            (CallObject::new(), self.held.len() - text.len() + 1, true)
+        } else {
+            let Some(at) = self.held.find('{') else { return false };
+            let name = format::without_marks(&self.held[..at]);
+            let call = if name.is_empty() { CallObject::new() } else { CallObject::of(name) };
+            (call, at, false)
+        };
+        let opening = format::MISTRAL.to_owned() + &self.held[..at];
+        self.held.drain(..at);
+        self.state = State::Call { opening, call, listed };
+        true
+    }
+
+    fn call(&mut self, parts: &mut Vec<Part>) -> bool {
+        let State::Call { opening, call, listed } = &mut self.state else { return false };
+        let (was_begun, listed) = (call.is_begun(), *listed);
+        let mut arguments = String::new();
+        let (taken, length) = call.push(&self.held, &mut arguments);
+        self.held.drain(..length);
+        let name = call.name().filter(|_| call.is_begun() && !was_begun).map(str::to_owned);
+        let text = if call.is_begun() { None } else { Some(format!("{opening}{}", call.text())) };
+        if let Some(name) = name {
+            self.begin(name, parts);
+        }
+        self.add(arguments, parts);
+        match (taken, text) {
+            (Taken::All, _) => return false,
+            (Taken::Whole, _) | (Taken::Broken, None) => self.state = State::Closing { listed },
+            (Taken::Broken, Some(text)) => {
+                content(&text, parts);
+                self.state = State::Content { begun: true };
+            }
+        }
+        true
+    }
+
+    fn element(&mut self, parts: &mut Vec<Part>) -> bool {
+        let Some(end) = xml::end(&self.held) else { return false };
+        let element: String = self.held.drain(..end).collect();
+        match xml::read(&element, &self.rules.parameters) {
+            Some((name, arguments)) => {
+                self.begin(name, parts);
+                self.add(arguments, parts);
+                self.state = State::Content { begun: false };
+            }
+            None => {
+                content(&element, parts);
+                self.state = State::Content { begun: true };
+            }
+        }
+        true
+    }
+
+    /// Leaves out what is between a call's object and what comes next.
+    fn close(&mut self, listed: bool) -> bool {
+        match self.rules.calls {
+            Some(CallFormat::Hermes) => {
+                let ends = [format::TOOL_CALL_END, format::TOOL_CALL];
+                let found = ends.iter().filter_map(|end| Some((self.held.find(end)?, *end))).min();
+                let Some((at, end)) = found else { return false };
+                let taken = if end == format::TOOL_CALL_END { at + end.len() } else { at };
+                self.held.drain(..taken);
+                self.state = State::Content { begun: false };
+            }
+            Some(CallFormat::Llama3Json) => {
+                self.skip(|it| it.is_whitespace() || it == ';');
+                if self.held.is_empty() {
+                    return false;
+                }
+                self.next_or_content('{', CallObject::with_arguments(), false);
+            }
+            _ if listed => {
+                self.skip(|it| it.is_whitespace() || it == ',');
+                if self.held.is_empty() {
+                    return false;
+                }
+                if self.held.starts_with(']') {
+                    self.held.drain(..1);
+                    self.state = State::Content { begun: false };
+                } else {
+                    self.next_or_content('{', CallObject::new(), true);
+                }
+            }
+            _ => self.state = State::Content { begun: false },
+        }
+        true
+    }
+
+    /// What is held begins the next call, or is text.
+    fn next_or_content(&mut self, begins: char, call: CallObject, listed: bool) {
+        self.state = if self.held.starts_with(begins) {
+            State::Call { opening: String::new(), call, listed }
+        } else {
+            State::Content { begun: false }
+        };
+    }
+
+    fn begin(&mut self, name: String, parts: &mut Vec<Part>) {
+        let index = self.num_calls;
+        self.num_calls += 1;
+        if index == 0 || !self.rules.single_call {
+            parts.push(Part::Call { index, name });
+        }
+    }
+
+    /// More arguments of the call that was begun last.
+    fn add(&mut self, text: String, parts: &mut Vec<Part>) {
+        let index = self.num_calls.saturating_sub(1);
+        if !text.is_empty() && (index == 0 || !self.rules.single_call) {
+            parts.push(Part::Arguments { index, text });
+        }
+    }
+
+    fn skip_space(&mut self) {
+        self.skip(char::is_whitespace);
+    }
+
+    fn skip(&mut self, which: impl Fn(char) -> bool) {
+        let rest = self.held.trim_start_matches(which).len();
+        self.held.drain(..self.held.len() - rest);
+    }
+}
+
+/// Bytes at the end of a text that what follows decides about: a beginning of one of `marks`, and the
+/// white space before it.
+fn undecided(text: &str, marks: &[&str]) -> usize {
+    if marks.is_empty() {
+        return 0;
+    }
+    let longest = marks.iter().map(|mark| mark.len()).max().unwrap_or(0);
+    let most = longest.saturating_sub(1).min(text.len());
+    let begun = (1..=most).rev().find(|length| {
+        let at = text.len() - length;
+        text.is_char_boundary(at) && marks.iter().any(|mark| mark.starts_with(&text[at..]))
+    });
+    let before = &text[..text.len() - begun.unwrap_or(0)];
+    text.len() - before.trim_end().len()
+}
+
+fn content(text: &str, parts: &mut Vec<Part>) {
+    if !text.is_empty() {
+        parts.push(Part::Content(text.to_owned()));
+    }
+}
+
+fn reasoning(text: &str, parts: &mut Vec<Part>) {
+    if !text.is_empty() {
+        parts.push(Part::Reasoning(text.to_owned()));
+    }
+}

@@ -1,0 +1,82 @@
+//! The forms in which models write calls of tools.
+
+/// A form, by the name of vLLM's parser of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallFormat {
+    /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Qwen 2.5 and 3, Hermes.
+    Hermes,
+    /// `{"name": .., "parameters": {..}}` as the whole reply, `;` between several: Llama 3.
+    Llama3Json,
+    /// `[TOOL_CALLS]` and a list of `{"name": .., "arguments": {..}}`, or a name and its arguments.
+    Mistral,
+    /// `<tool_call><function=..><parameter=..>..</parameter></function></tool_call>`: Qwen3-Coder.
+    Qwen3Coder,
+}
+
+pub(super) const TOOL_CALL: &str = "<tool_call>";
+pub(super) const TOOL_CALL_END: &str = "</tool_call>";
+pub(super) const MISTRAL: &str = "[TOOL_CALLS]";
+const ARGUMENTS: &str = "[ARGS]";
+const CALL_ID: &str = "[CALL_ID]";
+
+impl CallFormat {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Hermes, Self::Llama3Json, Self::Mistral, Self::Qwen3Coder];
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Hermes => "hermes",
+            Self::Llama3Json => "llama3_json",
+            Self::Mistral => "mistral",
+            Self::Qwen3Coder => "qwen3_coder",
+        }
+    }
+
+    /// The form that a chat template teaches, as far as its text tells.
+    #[must_use]
+    pub fn of_template(source: &str) -> Option<Self> {
+        // What each template tells its model to write, the more special first.
+        let marks = [
+            ("<function=", Self::Qwen3Coder),
+            (TOOL_CALL, Self::Hermes),
+            (MISTRAL, Self::Mistral),
+            ("\"parameters\": dictionary of argument name and its value", Self::Llama3Json),
+        ];
+        marks.iter().find(|(mark, _)| source.contains(mark)).map(|(_, format)| *format)
+    }
+
+    /// What opens a call; nothing does where a call is the whole reply.
+    pub(super) fn openings(self) -> &'static [&'static str] {
+        match self {
+            Self::Hermes => &[TOOL_CALL],
+            Self::Llama3Json => &[],
+            Self::Mistral => &[MISTRAL],
+            // The model at times forgets the first.
+            Self::Qwen3Coder => &[TOOL_CALL, super::xml::FUNCTION],
+        }
+    }
+
+    /// Whether tokens that are not text are part of the form.
+    #[must_use]
+    pub fn is_marked_by_special_tokens(self) -> bool {
+        self == Self::Mistral
+    }
+}
+
+/// Whether the text begins with a mark, not with a list.
+pub(super) fn is_mark(text: &str) -> bool {
+    [ARGUMENTS, CALL_ID].iter().any(|mark| text.starts_with(mark))
+}
+
+/// Whether more text tells.
+pub(super) fn may_become_mark(text: &str) -> bool {
+    [ARGUMENTS, CALL_ID].iter().any(|mark| mark.starts_with(text) && *mark != text)
+}
+
+/// A call's name without what may stand between it and its arguments.
+pub(super) fn without_marks(text: &str) -> String {
+    let end = [ARGUMENTS, CALL_ID].iter().filter_map(|mark| text.find(mark)).min();
+    text[..end.unwrap_or(text.len())].trim().to_owned()
+}

@@ -1,0 +1,272 @@
+//! A call's JSON object, read as it comes.
+
+/// How far an object has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Taken {
+    /// All of the text belongs to it, so far.
+    All,
+    /// It ends within the text.
+    Whole,
+    /// The text goes on as no call does.
+    Broken,
+}
+
+/// `{"name": "f", "arguments": {..}}` (or `parameters`), or the arguments alone.
+#[derive(Clone, Debug)]
+pub(super) struct CallObject {
+    /// What was read before it was certain that this is a call.
+    text: String,
+    needs_arguments: bool,
+    name: Option<String>,
+    /// The name is known, and so is that there are arguments.
+    begun: bool,
+    place: Place,
+    value: Value,
+    /// The key, or a value that counts when it is whole, as written.
+    written: String,
+    member: Member,
+    has_arguments: bool,
+    /// Arguments that came before the name.
+    early: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Before,
+    FirstKey,
+    Key,
+    InKey,
+    Colon,
+    BeforeValue,
+    InValue,
+    AfterValue,
+    /// Of arguments without an object around them.
+    Alone,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Member {
+    Name,
+    /// An object, most of the time.
+    Arguments,
+    /// JSON within a string, as some models write it.
+    ArgumentsInString,
+    Other,
+}
+
+/// Where in a value the text is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Value {
+    depth: u32,
+    in_string: bool,
+    escaped: bool,
+    /// Neither string nor object nor list: whatever follows it ends it.
+    bare: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ends {
+    No,
+    WithThis,
+    BeforeThis,
+}
+
+impl Value {
+    fn push(&mut self, c: char) -> Ends {
+        if self.escaped {
+            self.escaped = false;
+            return Ends::No;
+        }
+        if self.in_string {
+            match c {
+                '\\' => self.escaped = true,
+                '"' => self.in_string = false,
+                _ => {}
+            }
+            return if !self.in_string && self.depth == 0 { Ends::WithThis } else { Ends::No };
+        }
+        match c {
+            '"' => self.in_string = true,
+            '{' | '[' => self.depth += 1,
+            '}' | ']' if self.depth > 0 => {
+                self.depth -= 1;
+                if self.depth == 0 {
+                    return Ends::WithThis;
+                }
+            }
+            '}' | ']' | ',' if self.depth == 0 => return Ends::BeforeThis,
+            c if c.is_whitespace() && self.depth == 0 => return Ends::BeforeThis,
+            _ => self.bare |= self.depth == 0,
+        }
+        Ends::No
+    }
+}
+
+impl CallObject {
+    /// Nothing of the object was read; a call without arguments has none (`{}`).
+    pub(super) fn new() -> Self {
+        Self {
+            text: String::new(),
+            needs_arguments: false,
+            name: None,
+            begun: false,
+            place: Place::Before,
+            value: Value::default(),
+            written: String::new(),
+            member: Member::Other,
+            has_arguments: false,
+            early: String::new(),
+        }
+    }
+
+    /// As [`CallObject::new`]; an object without arguments is no call.
+    pub(super) fn with_arguments() -> Self {
+        Self { needs_arguments: true, ..Self::new() }
+    }
+
+    /// Arguments of a function whose name is known.
+    pub(super) fn of(name: String) -> Self {
+        Self { name: Some(name), place: Place::Alone, member: Member::Arguments, ..Self::new() }
+    }
+
+    /// Whether this is a call for certain.
+    pub(super) fn is_begun(&self) -> bool {
+        self.begun
+    }
+
+    /// The function, once known.
+    pub(super) fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
+    /// What was read while it was not certain.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Takes text, as much as belongs to the object: so many bytes. Appends to `arguments` what is
+    /// new of them.
+    pub(super) fn push(&mut self, text: &str, arguments: &mut String) -> (Taken, usize) {
+        for (at, c) in text.char_indices() {
+            let taken = self.take(c, arguments);
+            if !self.begun {
+                self.text.push(c);
+            }
+            match taken {
+                Taken::All => {}
+                taken => return (taken, at + c.len_utf8()),
+            }
+        }
+        (Taken::All, text.len())
+    }
+
+    fn take(&mut self, c: char, arguments: &mut String) -> Taken {
+        self.place = match (self.place, c) {
+            (Place::Alone, _) => return self.take_alone(c, arguments),
+            (Place::InKey, '"') if !self.value.escaped => {
+                self.member = self.member();
+                Place::Colon
+            }
+            (Place::InKey, c) => {
+                self.value.escaped = c == '\\' && !self.value.escaped;
+                self.written.push(c);
+                Place::InKey
+            }
+            (Place::InValue, c) => return self.take_value(c, arguments),
+            (place, c) if c.is_whitespace() => place,
+            (Place::Before, '{') => Place::FirstKey,
+            (Place::FirstKey | Place::Key, '"') => {
+                self.written.clear();
+                self.value = Value::default();
+                Place::InKey
+            }
+            (Place::FirstKey | Place::AfterValue, '}') => return self.end(arguments),
+            (Place::Colon, ':') => Place::BeforeValue,
+            (Place::BeforeValue, c) => {
+                self.written.clear();
+                self.value = Value::default();
+                self.begin_value(c, arguments);
+                self.place = Place::InValue;
+                return self.take_value(c, arguments);
+            }
+            (Place::AfterValue, ',') => Place::Key,
+            _ => return Taken::Broken,
+        };
+        Taken::All
+    }
+
+    /// The member that the key names. Only the first arguments count.
+    fn member(&self) -> Member {
+        match self.written.as_str() {
+            "name" if self.name.is_none() => Member::Name,
+            "arguments" | "parameters" if !self.has_arguments => Member::Arguments,
+            _ => Member::Other,
+        }
+    }
+
+    fn begin_value(&mut self, c: char, arguments: &mut String) {
+        if self.member == Member::Arguments {
+            self.has_arguments = true;
+            if c == '"' {
+                self.member = Member::ArgumentsInString;
+            }
+            self.begin(arguments);
+        }
+    }
+
+    /// It is a call as soon as both name and arguments are there.
+    fn begin(&mut self, arguments: &mut String) {
+        if self.name.is_some() && self.has_arguments && !self.begun {
+            self.begun = true;
+            arguments.push_str(&std::mem::take(&mut self.early));
+        }
+    }
+
+    fn take_value(&mut self, c: char, arguments: &mut String) -> Taken {
+        let ends = self.value.push(c);
+        if ends != Ends::BeforeThis {
+            match self.member {
+                Member::Arguments if self.begun => arguments.push(c),
+                Member::Arguments => self.early.push(c),
+                Member::Name | Member::ArgumentsInString => self.written.push(c),
+                Member::Other => {}
+            }
+        }
+        if ends == Ends::No {
+            return Taken::All;
+        }
+        self.place = Place::AfterValue;
+        let written: Result<String, _> = serde_json::from_str(&self.written);
+        match (self.member, written) {
+            (Member::Name, Ok(name)) => {
+                self.name = Some(name);
+                self.begin(arguments);
+            }
+            (Member::Name, Err(_)) => return Taken::Broken,
+            (Member::ArgumentsInString, Ok(text)) if self.begun => arguments.push_str(&text),
+            (Member::ArgumentsInString, Ok(text)) => self.early.push_str(&text),
+            _ => {}
+        }
+        if ends == Ends::BeforeThis { self.take(c, arguments) } else { Taken::All }
+    }
+
+    fn take_alone(&mut self, c: char, arguments: &mut String) -> Taken {
+        self.begun = true;
+        let ends = self.value.push(c);
+        if ends != Ends::BeforeThis {
+            arguments.push(c);
+        }
+        if ends == Ends::No { Taken::All } else { Taken::Whole }
+    }
+
+    fn end(&mut self, arguments: &mut String) -> Taken {
+        if self.name.is_none() || (self.needs_arguments && !self.has_arguments) {
+            return Taken::Broken;
+        }
+        if !self.has_arguments {
+            arguments.push_str("{}");
+        }
+        self.begun = true;
+        Taken::Whole
+    }
+}

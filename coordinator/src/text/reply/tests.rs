@@ -1,0 +1,316 @@
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+fn rules(calls: Option<CallFormat>) -> ReplyRules {
+    ReplyRules { calls, ..ReplyRules::default() }
+}
+
+/// What a reply says, in pieces that end at these bytes (as far as they are between characters).
+fn read_cut(rules: &ReplyRules, text: &str, cuts: &[usize]) -> Vec<Part> {
+    let mut reader = ReplyReader::new(Arc::new(rules.clone()));
+    let mut parts = Vec::new();
+    let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut % (text.len() + 1)).collect();
+    cuts.sort_unstable();
+    let mut from = 0;
+    for cut in cuts.into_iter().chain([text.len()]).filter(|cut| text.is_char_boundary(*cut)) {
+        reader.push(&text[from..cut], &mut parts);
+        from = cut;
+    }
+    reader.finish(&mut parts);
+    joined(parts)
+}
+
+fn read(rules: &ReplyRules, text: &str) -> Vec<Part> {
+    read_cut(rules, text, &[])
+}
+
+fn joined(parts: Vec<Part>) -> Vec<Part> {
+    let mut joined: Vec<Part> = Vec::new();
+    for part in parts {
+        match (joined.last_mut(), part) {
+            (Some(Part::Content(text)), Part::Content(more)) => text.push_str(&more),
+            (Some(Part::Reasoning(text)), Part::Reasoning(more)) => text.push_str(&more),
+            (
+                Some(Part::Arguments { index: a, text }),
+                Part::Arguments { index: b, text: more },
+            ) if *a == b => {
+                text.push_str(&more);
+            }
+            (_, part) => joined.push(part),
+        }
+    }
+    joined
+}
+
+fn said(text: &str) -> Part {
+    Part::Content(text.to_owned())
+}
+
+fn thought(text: &str) -> Part {
+    Part::Reasoning(text.to_owned())
+}
+
+fn call(index: u32, name: &str, arguments: &str) -> [Part; 2] {
+    [
+        Part::Call { index, name: name.to_owned() },
+        Part::Arguments { index, text: arguments.to_owned() },
+    ]
+}
+
+#[test]
+fn text_without_calls_is_text() {
+    for format in [None, Some(CallFormat::Hermes), Some(CallFormat::Llama3Json)] {
+        let text = "  A <tool of { mine } [TOOL] </tool_call> \n";
+        assert_eq!(read(&rules(format), text), [said(text)], "{format:?}");
+    }
+}
+
+#[test]
+fn hermes_calls_stand_between_tags() {
+    let text = "Let me look.\n\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"S}\\\"ão\"}}\n\
+                </tool_call>\n<tool_call>{\"arguments\": [1, {\"a\": null}], \"name\": \"b\"}</tool_call>\n";
+    let mut expected = vec![said("Let me look.")];
+    expected.extend(call(0, "weather", "{\"city\": \"S}\\\"ão\"}"));
+    expected.extend(call(1, "b", "[1, {\"a\": null}]"));
+    assert_eq!(read(&rules(Some(CallFormat::Hermes)), text), expected);
+}
+
+#[test]
+fn arguments_are_told_as_they_come() {
+    let mut reader = ReplyReader::new(Arc::new(rules(Some(CallFormat::Hermes))));
+    let mut parts = Vec::new();
+    reader.push("Yes. <tool_", &mut parts);
+    assert_eq!(parts, [said("Yes.")], "what may be a call is held back, with the space before it");
+    reader.push("call>{\"name\": \"write\", \"arguments\": {\"text\": \"Once", &mut parts);
+    assert_eq!(parts[1..], call(0, "write", "{\"text\": \"Once"));
+    parts.clear();
+    reader.push(" upon", &mut parts);
+    assert_eq!(parts, [Part::Arguments { index: 0, text: " upon".to_owned() }]);
+}
+
+#[test]
+fn arguments_may_be_absent_or_json_in_a_string() {
+    let text = "<tool_call>{\"name\": \"now\"}</tool_call><tool_call>{\"name\": \"f\", \"id\": 7, \
+                \"arguments\": \"{\\\"a\\\": 1}\", \"more\": [2]}</tool_call>";
+    let expected = [call(0, "now", "{}"), call(1, "f", "{\"a\": 1}")].concat();
+    assert_eq!(read(&rules(Some(CallFormat::Hermes)), text), expected);
+}
+
+#[test]
+fn what_is_no_call_in_the_end_is_text() {
+    let format = rules(Some(CallFormat::Hermes));
+    for text in [
+        "<tool_call>not JSON</tool_call>",
+        "<tool_call>{\"arguments\": {\"a\": 1}}</tool_call>",
+        "<tool_call>{\"name\": 5}</tool_call>",
+        "<tool_call>{\"name\": \"f\" \"arguments\"",
+        "<tool_call>{\"na",
+        "<tool_call>",
+        "<tool_cal",
+    ] {
+        assert_eq!(read(&format, text), [said(text)]);
+    }
+    // What was begun is a call, however it ends.
+    let cut = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"b";
+    assert_eq!(read(&format, cut), call(0, "f", "{\"a\": \"b"));
+}
+
+#[test]
+fn a_tag_that_is_not_closed_ends_with_the_next() {
+    let text = "<tool_call>{\"name\": \"a\", \"arguments\": {}} <tool_call>{\"name\": \"b\", \
+                \"arguments\": {}}";
+    let expected = [call(0, "a", "{}"), call(1, "b", "{}")].concat();
+    assert_eq!(read(&rules(Some(CallFormat::Hermes)), text), expected);
+}
+
+#[test]
+fn one_call_is_all_where_only_one_is_wanted() {
+    let text = "<tool_call>{\"name\": \"a\", \"arguments\": {}}</tool_call> and <tool_call>{\"name\": \
+                \"b\", \"arguments\": {}}</tool_call>";
+    let single = ReplyRules { single_call: true, ..rules(Some(CallFormat::Hermes)) };
+    let mut expected = call(0, "a", "{}").to_vec();
+    expected.push(said("and"));
+    assert_eq!(read(&single, text), expected);
+}
+
+#[test]
+fn llama_calls_are_the_whole_reply() {
+    let format = rules(Some(CallFormat::Llama3Json));
+    let text = "\n<|python_tag|>{\"name\": \"a\", \"parameters\": {\"x\": 1}}; {\"name\": \"b\", \
+                \"parameters\": {}}";
+    let expected = [call(0, "a", "{\"x\": 1}"), call(1, "b", "{}")].concat();
+    assert_eq!(read(&format, text), expected);
+    assert_eq!(read(&format, &text[text.find('{').unwrap()..]), expected);
+    for text in
+        ["{\"answer\": 42}", "{\"name\": \"Ada\"}", "Call {\"name\": \"a\", \"parameters\": {}}"]
+    {
+        assert_eq!(read(&format, text), [said(text)], "{text}");
+    }
+}
+
+#[test]
+fn mistral_calls_follow_their_mark() {
+    let format = rules(Some(CallFormat::Mistral));
+    let expected = [call(0, "a", "{\"x\": [1]}"), call(1, "b", "{}")].concat();
+    let list = "[TOOL_CALLS] [{\"name\": \"a\", \"arguments\": {\"x\": [1]}}, {\"name\": \"b\", \"arguments\": {}}]";
+    assert_eq!(read(&format, list), expected);
+    let named = "[TOOL_CALLS]a{\"x\": [1]}[TOOL_CALLS]b[CALL_ID]123456789[ARGS]{}";
+    assert_eq!(read(&format, named), expected);
+    assert_eq!(read(&format, "See [TOOLS]."), [said("See [TOOLS].")]);
+}
+
+#[test]
+fn coder_calls_have_values_of_their_schemas_types() {
+    let tools = json!([{"type": "function", "function": {"name": "edit", "parameters": {"properties": {
+        "path": {"type": "string"}, "line": {"type": "integer"}, "mode": {"enum": ["1", "2"]},
+    }}}}]);
+    let format =
+        ReplyRules { parameters: Parameters::of(&tools), ..rules(Some(CallFormat::Qwen3Coder)) };
+    let text = "Done:\n<tool_call>\n<function=edit>\n<parameter=path>\n42\n</parameter>\n<parameter=line>\n7\n\
+                </parameter>\n<parameter=mode>1</parameter>\n<parameter=other>\n{\"a\": [1]}\n</parameter>\n\
+                <parameter=text>\n two\n lines \n</parameter>\n</function>\n</tool_call>\n";
+    let parts = read(&format, text);
+    let [Part::Content(content), Part::Call { index: 0, name }, Part::Arguments { index: 0, text }] =
+        &parts[..]
+    else {
+        panic!("{parts:?}")
+    };
+    assert_eq!((content.as_str(), name.as_str()), ("Done:", "edit"));
+    let arguments: serde_json::Value = serde_json::from_str(text).unwrap();
+    let expected =
+        json!({"path": "42", "line": 7, "mode": "1", "other": {"a": [1]}, "text": " two\n lines "});
+    assert_eq!(arguments, expected);
+    let bare = "<function=now></function> then";
+    let mut expected = call(0, "now", "{}").to_vec();
+    expected.push(said("then"));
+    assert_eq!(read(&format, bare), expected);
+    assert_eq!(read(&format, "<tool_call>none</tool_call>"), [said("<tool_call>none</tool_call>")]);
+}
+
+#[test]
+fn reasoning_is_told_from_the_answer() {
+    let think = ReplyRules { reasoning: true, ..ReplyRules::default() };
+    let both = [thought("First a\n\nthen b"), said("The answer")];
+    assert_eq!(read(&think, "\n<think>\nFirst a\n\nthen b\n</think>\n\nThe answer"), both);
+    let inside = ReplyRules { begins_reasoning: true, ..think.clone() };
+    assert_eq!(read(&inside, "First a\n\nthen b</think>The answer"), both);
+    assert_eq!(read(&inside, "\nNo end </thin"), [thought("No end </thin")]);
+    assert_eq!(read(&think, "No <think> here</think>"), [said("No <think> here</think>")]);
+    assert_eq!(read(&think, "<think>\n\n</think>\n\nAt once"), [said("At once")]);
+    assert_eq!(read(&think, "<thi"), [said("<thi")]);
+    let calls = ReplyRules { calls: Some(CallFormat::Hermes), ..inside };
+    let text =
+        "Maybe <tool_call>?</think>\n<tool_call>{\"name\": \"a\", \"arguments\": {}}</tool_call>";
+    let mut expected = vec![thought("Maybe <tool_call>?")];
+    expected.extend(call(0, "a", "{}"));
+    assert_eq!(read(&calls, text), expected);
+}
+
+#[test]
+fn templates_tell_their_form() {
+    let of = CallFormat::of_template;
+    assert_eq!(of("{{ '<tool_call>' }}"), Some(CallFormat::Hermes));
+    assert_eq!(of("<tool_call>\n<function=f>"), Some(CallFormat::Qwen3Coder));
+    assert_eq!(of("[TOOL_CALLS]"), Some(CallFormat::Mistral));
+    let llama = "\"parameters\": dictionary of argument name and its value}.";
+    assert_eq!(of(llama), Some(CallFormat::Llama3Json));
+    assert_eq!(of("{{ messages }}"), None);
+}
+
+fn any_rules() -> impl Strategy<Value = ReplyRules> {
+    let calls = prop::option::of(prop::sample::select(CallFormat::ALL.to_vec()));
+    (calls, any::<bool>(), any::<bool>(), any::<bool>()).prop_map(
+        |(calls, reasoning, begins_reasoning, single_call)| ReplyRules {
+            calls,
+            reasoning,
+            begins_reasoning,
+            single_call,
+            parameters: Parameters::default(),
+        },
+    )
+}
+
+fn any_text() -> impl Strategy<Value = String> {
+    let pieces = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+        "<function=f>",
+        "</function>",
+        "<parameter=p>",
+        "</parameter>",
+        "{\"name\": \"f\", \"arguments\": {",
+        "{\"name\": \"g\", \"parameters\": ",
+        "{",
+        "}",
+        "[",
+        "]",
+        "\"",
+        "\\",
+        ",",
+        ":",
+        ";",
+        " ",
+        "\n",
+        "é",
+        "x",
+        "\"name\"",
+        "1",
+    ];
+    prop::collection::vec(prop::sample::select(pieces.to_vec()), 0..14)
+        .prop_map(|pieces| pieces.concat())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4096))]
+
+    /// However a reply is cut, it says the same.
+    #[test]
+    fn cuts_do_not_matter(
+        rules in any_rules(),
+        text in any_text(),
+        cuts in prop::collection::vec(0usize..200, 0..20),
+    ) {
+        prop_assert_eq!(read_cut(&rules, &text, &cuts), read(&rules, &text));
+        let every: Vec<usize> = (0..text.len()).collect();
+        prop_assert_eq!(read_cut(&rules, &text, &every), read(&rules, &text));
+    }
+
+    /// Where nothing is looked for, nothing is changed.
+    #[test]
+    fn text_is_whole_without_rules(text in any_text(), cuts in prop::collection::vec(0usize..200, 0..20)) {
+        let parts = read_cut(&ReplyRules::default(), &text, &cuts);
+        let expected = if text.is_empty() { Vec::new() } else { vec![said(&text)] };
+        prop_assert_eq!(parts, expected);
+    }
+
+    /// Any JSON is read as it is written.
+    #[test]
+    fn arguments_are_as_written(
+        text in "[a-z\\\\\"{}\\[\\], :é\n]{0,30}",
+        number in any::<i64>(),
+        cuts in prop::collection::vec(0usize..200, 0..20),
+        pretty in any::<bool>(),
+    ) {
+        let arguments = json!({"text": text, "list": [number, null, {"deep": [text]}]});
+        let written = if pretty {
+            serde_json::to_string_pretty(&arguments).unwrap()
+        } else {
+            arguments.to_string()
+        };
+        let objects = [
+            (CallFormat::Hermes, format!("<tool_call>{{\"name\": \"f\", \"arguments\": {written}}}</tool_call>")),
+            (CallFormat::Llama3Json, format!("{{\"name\": \"f\", \"parameters\": {written}}}")),
+            (CallFormat::Mistral, format!("[TOOL_CALLS]f[ARGS]{written}")),
+        ];
+        for (format, reply) in objects {
+            prop_assert_eq!(read_cut(&rules(Some(format)), &reply, &cuts), call(0, "f", &written));
+        }
+    }
+}
