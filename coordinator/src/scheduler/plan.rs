@@ -285,6 +285,7 @@ impl Scheduler {
             count,
             new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
+            allowed: None,
         });
         seq.told = seq.blocks.len() as u32;
         let admission = seq.admission.unwrap_or_default();

@@ -10,8 +10,8 @@ const U32: usize = 5;
 const U64: usize = 9;
 /// What a plan has but for its lists: the message's variant, epoch, step, lengths of the lists.
 const HEAD: usize = U32 + 5 * U64;
-/// A `SequenceStep` but for its blocks.
-const SHARE: usize = U64 + 2 * U32 + U64 + 1;
+/// A `SequenceStep` but for its blocks and its mask: one byte says that there is none.
+const SHARE: usize = U64 + 2 * U32 + U64 + 2;
 /// A `NewSequence` but for its tokens and the lists of its sampling parameters.
 const NEW: usize = 2 * U64 + U32 + SAMPLING;
 /// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, two that
