@@ -9,6 +9,7 @@
 pub mod actors;
 pub mod control;
 pub mod frontend;
+pub mod guide;
 pub mod mask;
 pub mod step;
 
@@ -21,6 +22,7 @@ pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
     FrontendWelcome, Serving, SubmitRequest, ToFrontend,
 };
+pub use guide::{GuideSpec, Whitespace};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{

@@ -19,9 +19,11 @@ const NEW: usize = 2 * U64 + U32 + SAMPLING;
 const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 2 * (1 + U32);
 const BIAS: usize = U32 + 4;
 
-/// Most bytes of what one plan admits. The rest is for the batch.
-pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 4 * 3;
-const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX;
+/// Most bytes of what one plan admits.
+pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 2;
+/// Most bytes of the masks of all guided sequences that are admitted. The rest is for the batch.
+pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 8 * 3;
+const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - MASKS_MAX;
 
 // Every model and batch in use fits: a million tokens of context, 4,096 sequences, 256 Ki tokens.
 const _: () = assert!(longest(1 << 20, 16) <= ADMITTED_MAX);
