@@ -179,6 +179,8 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         prompt: vec![1, 2, 3, 4],
         sampling: vec![SamplingParams::default()],
         stop_checks: Vec::new(),
+        guides: Vec::new(),
+        guide_spec: None,
         max_tokens,
         cache_salt: 0,
         end_tokens: Vec::new(),

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use shared::ids::RequestId;
 pub use shared::protocol::{EngineError, EngineEvent, FinishReason};
+use shared::protocol::{GuideSpec, TokenMask};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
@@ -24,6 +25,32 @@ pub trait StopCheck: Send + fmt::Debug {
     fn push(&mut self, token: u32) -> bool;
 }
 
+/// Decides which tokens a sequence may get, so that its text has the structure that was asked for.
+///
+/// One per choice; told of every accepted token in order. Pure: no IO, no clock.
+pub trait TokenGuide: Send + fmt::Debug {
+    /// The tokens that may come next; at least one. Asked for only while the guide goes on.
+    fn allowed(&self) -> &TokenMask;
+
+    /// Most bytes that its masks take in a plan.
+    fn mask_bytes_max(&self) -> usize;
+
+    /// Takes the next accepted token, which is an allowed one and no end token.
+    ///
+    /// # Errors
+    /// One sentence when it cannot go on; it is not asked again then.
+    fn accept(&mut self, token: u32) -> Result<Guided, String>;
+}
+
+/// Whether a guided sequence goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guided {
+    /// More tokens may come.
+    GoesOn,
+    /// The text is complete: nothing can come behind it.
+    IsOver,
+}
+
 /// One validated, tokenized request.
 #[derive(Debug)]
 pub struct GenerateRequest {
@@ -35,6 +62,10 @@ pub struct GenerateRequest {
     pub sampling: Vec<SamplingParams>,
     /// One entry per choice where the request has stop strings; empty otherwise.
     pub stop_checks: Vec<Box<dyn StopCheck>>,
+    /// One entry per choice where the request is guided; empty otherwise.
+    pub guides: Vec<Box<dyn TokenGuide>>,
+    /// What the guides were made of, for an engine in another process.
+    pub guide_spec: Option<Arc<GuideSpec>>,
     /// Most tokens to generate per choice. 0 is legal (echo with log-probabilities only).
     pub max_tokens: u32,
     /// Requests of another salt do not share what is cached of their prompts.

@@ -4,6 +4,7 @@
 //! happens to its requests and sends it, many events in one frame. Neither waits for the other: a
 //! full queue answers 429, a front end that does not take its events loses its link, and the
 //! requests of a lost link are cancelled.
+mod making;
 mod slots;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -29,11 +30,13 @@ use shared::wire::codec;
 use shared::wire::frame::FrameKind;
 use tokio::sync::mpsc;
 
+use self::making::Making;
 use self::slots::{Admitted, Before, Slots};
 use crate::cluster::actor::Refusal;
 use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, Gone, StopCheck};
 use crate::http::gate::{Gate, Visit};
 use crate::http::params::Limits;
+use crate::http::pool::TextPool;
 use crate::http::state::ReadinessCheck;
 use crate::metrics::Hub;
 use crate::text::model::TextModel;
@@ -68,6 +71,8 @@ pub struct Frontends {
     readiness: ReadinessCheck,
     gate: Gate,
     slots: Mutex<Slots<Linked>>,
+    /// Where grammars are made.
+    texts: TextPool,
     /// Links so far; link 0 is this process's own front end.
     links: AtomicU64,
 }
@@ -113,6 +118,7 @@ impl Frontends {
             readiness,
             gate,
             slots: Mutex::default(),
+            texts: TextPool::default(),
             links: AtomicU64::new(1),
         }
     }
@@ -178,6 +184,7 @@ impl Frontends {
             open: open.clone(),
             peer: self.actors.reserve_peer(),
             node: hello.node.clone(),
+            making: Making::default(),
         };
         let peer = receiver.peer;
         let sink = move |event| receiver.take(event);
@@ -298,6 +305,9 @@ impl Frontends {
             let len = submit.response_id.len();
             return Err(format!("a response id of {len} bytes, at most {RESPONSE_ID_MAX}"));
         }
+        if let Some(spec) = &submit.guide {
+            spec.check().map_err(|error| format!("what the output must be {error}"))?;
+        }
         submit.sampling.check(vocab)?;
         let waited = Duration::from_micros(submit.waited_us);
         let sampling = submit.sampling;
@@ -309,6 +319,8 @@ impl Frontends {
                 .map(|choice| shared::sampling::SamplingParams { choice, ..sampling.clone() })
                 .collect(),
             stop_checks,
+            guides: Vec::new(),
+            guide_spec: submit.guide.map(Arc::new),
             max_tokens: submit.max_tokens,
             cache_salt: submit.cache_salt,
             end_tokens: submit.end_tokens,
@@ -316,6 +328,24 @@ impl Frontends {
             arrived: self.clock.now().saturating_sub(waited),
             response_id: submit.response_id.into(),
         })
+    }
+
+    /// Hands a request to the engine.
+    fn enter(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
+        let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
+        if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command)
+            && let EngineCommand::Submit { events, .. } = command
+        {
+            let max = crate::engine::COMMAND_QUEUE_MAX as u32;
+            self.refuse(&events, EngineError::QueueFull { queued: max, max, retry_after_s: 1 });
+        }
+    }
+
+    /// Tells a front end that one of its requests does not run.
+    fn refuse(&self, events: &EventSender, error: EngineError) {
+        let reason = crate::replica::driver::reject_reason(&error);
+        self.hub.observer().record().rejected(reason);
+        let _ = events.send(EngineEvent::Failed(error));
     }
 
     fn stop_checks(
@@ -352,6 +382,8 @@ struct Receiver {
     /// The link, as named actors know it.
     peer: PeerId,
     node: String,
+    /// Its requests that a grammar is being made for.
+    making: Making,
 }
 
 impl Receiver {
@@ -389,6 +421,9 @@ impl Receiver {
             FromFrontend::Submit(submit) => self.submit(*submit),
             FromFrontend::Cancel(id) => {
                 let Some(id) = self.global(id) else { return self.impossible(&over(id)) };
+                if self.making.cancel(id) {
+                    return true;
+                }
                 // A full channel is no loss: what is not cancelled runs to its end.
                 let _ = self.frontends.commands.try_send(EngineCommand::Cancel { id });
                 true
@@ -440,15 +475,10 @@ impl Receiver {
             Ok(request) => Box::new(request),
             Err(reason) => return self.impossible(&reason),
         };
-        let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
-        if let Err(mpsc::error::TrySendError::Full(command)) = frontends.commands.try_send(command)
-            && let EngineCommand::Submit { events, .. } = command
-        {
-            let max = crate::engine::COMMAND_QUEUE_MAX as u32;
-            let error = EngineError::QueueFull { queued: max, max, retry_after_s: 1 };
-            let reason = crate::replica::driver::reject_reason(&error);
-            frontends.hub.observer().record().rejected(reason);
-            let _ = events.send(EngineEvent::Failed(error));
+        if request.guide_spec.is_some() {
+            self.making.make(self.frontends.clone(), request, events);
+        } else {
+            frontends.enter(request, events);
         }
         true
     }

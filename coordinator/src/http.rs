@@ -6,6 +6,7 @@
 //! - [`params`]: what completions and chat have in common, and every bound
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
+//! - [`structured`]: what the output must be
 //! - [`completions`], [`chat`], [`models`]: OpenAI's endpoints
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
@@ -42,4 +43,5 @@ pub mod refused;
 pub mod server;
 pub mod sse;
 pub mod state;
+pub mod structured;
 pub mod tokenize;

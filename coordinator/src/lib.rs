@@ -11,6 +11,7 @@
 //! - [`coordinator`]: puts everything together
 //! - [`checkpoint`]: totals that outlive the coordinator
 //! - [`standby`]: a coordinator that waits until it leads
+//! - [`guide`]: structured output: which tokens may come next
 //! - [`http`]: the API
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
@@ -22,6 +23,7 @@ pub mod coordinator;
 pub mod engine;
 pub mod frontend;
 pub mod frontends;
+pub mod guide;
 pub mod http;
 pub mod links;
 pub mod metrics;

@@ -8,7 +8,8 @@
 //! - `queue order`: requests are admitted in order of arrival. Out of blocks, the sequence admitted
 //!   last is preempted and returns to the front of the queue, so the oldest always makes progress.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
-//!   begin at the position of a token that only the workers know yet.
+//!   begin at the position of a token that only the workers know yet. A guided sequence's mask
+//!   depends on that token: no step is planned while one waits for it, for it would be left behind.
 //! - `freeing early`: a sequence that turns out to be finished while a later step with it is in
 //!   flight gives its blocks back at once. Workers run plans in order, so whoever gets the blocks
 //!   writes them after the late step has; the late output is ignored.
@@ -33,7 +34,7 @@ use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, TokenLogprobs};
 use std::collections::{HashMap, VecDeque};
 
-use crate::engine::{EngineError, FinishReason, GenerateRequest};
+use crate::engine::{EngineError, FinishReason, GenerateRequest, Guided};
 
 /// A request is given up when so many epochs in a row ended before a step with it was answered; all
 /// but the first of them it had for itself.
@@ -293,6 +294,7 @@ impl Scheduler {
         if too_long || needed > available {
             return Err(EngineError::TooLarge { needed, available });
         }
+        let mut guides = request.guides.into_iter();
         let mut live = Vec::with_capacity(request.sampling.len());
         let mut ids = Vec::with_capacity(request.sampling.len());
         for mut sampling in request.sampling {
@@ -311,6 +313,7 @@ impl Scheduler {
                 tokens,
                 num_prompt,
                 max_tokens: request.max_tokens,
+                guide: guides.next(),
                 blocks: Vec::with_capacity(needed as usize),
                 told: 0,
                 kept: 0,
@@ -480,11 +483,17 @@ impl Scheduler {
         // The check sees every token, also one that ends the sequence otherwise.
         let stops = stopped(id, token) && may_end;
         if ends {
-            self.finish(slot, FinishReason::EndToken(token), effects);
+            return self.finish(slot, FinishReason::EndToken(token), effects);
         } else if stops {
-            self.finish(slot, FinishReason::StopString, effects);
-        } else if full {
-            self.finish(slot, FinishReason::Length, effects);
+            return self.finish(slot, FinishReason::StopString, effects);
+        }
+        match seq.guide.as_mut().map(|guide| guide.accept(token)) {
+            Some(Ok(Guided::IsOver)) => self.finish(slot, FinishReason::Complete, effects),
+            _ if full => self.finish(slot, FinishReason::Length, effects),
+            Some(Err(message)) => {
+                self.end_request(request, Some(EngineError::Guide { message }), effects);
+            }
+            Some(Ok(Guided::GoesOn)) | None => {}
         }
     }
 

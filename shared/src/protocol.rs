@@ -9,6 +9,8 @@
 pub mod actors;
 pub mod control;
 pub mod frontend;
+pub mod guide;
+pub mod mask;
 pub mod step;
 
 pub use control::{
@@ -20,6 +22,8 @@ pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
     FrontendWelcome, Serving, SubmitRequest, ToFrontend,
 };
+pub use guide::{GuideSpec, Whitespace};
+pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
     NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings,
@@ -32,7 +36,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 7;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

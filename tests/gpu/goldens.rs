@@ -100,7 +100,14 @@ pub(crate) fn follow(
             new_blocks.push(BlockId(255 - blocks));
             blocks += 1;
         }
-        plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample: true });
+        plan.sequences.push(SequenceStep {
+            seq,
+            start,
+            count,
+            new_blocks,
+            sample: true,
+            allowed: None,
+        });
         let mut outputs = Vec::new();
         engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
         (start, count) = (start + count, 1);

@@ -271,6 +271,7 @@ impl Driver<'_> {
                     count: tokens,
                     new_blocks: own.map(BlockId).collect(),
                     sample: true,
+                    allowed: None,
                 });
                 slot += 1;
             }
@@ -297,6 +298,7 @@ impl Driver<'_> {
             count: 1,
             new_blocks: Vec::new(),
             sample: true,
+            allowed: None,
         };
         self.step += 1;
         StepPlan {

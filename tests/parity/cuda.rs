@@ -142,7 +142,14 @@ fn plan(number: &mut u64, running: &mut [&mut Running]) -> StepPlan {
             seq.blocks += 1;
         }
         let (start, count) = (seq.computed, len - seq.computed);
-        plan.sequences.push(SequenceStep { seq: seq.seq, start, count, new_blocks, sample: true });
+        plan.sequences.push(SequenceStep {
+            seq: seq.seq,
+            start,
+            count,
+            new_blocks,
+            sample: true,
+            allowed: None,
+        });
         seq.computed = len;
     }
     plan
@@ -293,6 +300,7 @@ pub(crate) fn plans() -> VecDeque<StepPlan> {
                 count: 1,
                 new_blocks,
                 sample: true,
+                allowed: None,
             });
         }
         plans.push_back(plan);

@@ -53,7 +53,14 @@ impl Request {
         }
         self.computed += count;
         let sample = self.computed == len;
-        plan.sequences.push(SequenceStep { seq: self.seq, start, count, new_blocks, sample });
+        plan.sequences.push(SequenceStep {
+            seq: self.seq,
+            start,
+            count,
+            new_blocks,
+            sample,
+            allowed: None,
+        });
     }
 }
 

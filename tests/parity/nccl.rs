@@ -176,7 +176,14 @@ fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
             }
             computed.insert(seq, start + count);
             let seq = SeqId(seq);
-            plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample: true });
+            plan.sequences.push(SequenceStep {
+                seq,
+                start,
+                count,
+                new_blocks,
+                sample: true,
+                allowed: None,
+            });
         }
         plans.push_back(plan);
     }

@@ -355,6 +355,7 @@ impl Rig {
                 count,
                 new_blocks,
                 sample: end == len,
+                allowed: None,
             });
             seq.computed = end;
         }

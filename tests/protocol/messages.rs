@@ -9,7 +9,7 @@ use shared::protocol::{
     FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
     GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NewSequence, NodeResources, Rejoin,
     SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult,
-    StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, WorkerStats,
+    StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, TokenMask, WorkerStats,
 };
 use shared::sampling::SamplingParams;
 use shared::wire::codec::{self, CodecError};
@@ -46,6 +46,7 @@ fn plan() -> StepPlan {
             count: 3,
             new_blocks: vec![BlockId(0), BlockId(77)],
             sample: true,
+            allowed: Some(TokenMask::Bits(vec![0x8000_0001, 0, u32::MAX])),
         }],
     }
 }
@@ -293,8 +294,16 @@ fn the_form_of_messages_is_pinned() {
         count: 1,
         new_blocks: vec![BlockId(7)],
         sample: true,
+        allowed: None,
     };
-    assert_eq!(hex(codec::encode(&entry).unwrap()), "090301010701");
+    assert_eq!(hex(codec::encode(&entry).unwrap()), "09030101070100");
+    let mask = |allowed| codec::encode(&SequenceStep { allowed, ..entry.clone() }).map(hex);
+    let only = mask(Some(TokenMask::Only(vec![5, 70_000])));
+    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc70110100");
+    let except = mask(Some(TokenMask::Except(vec![300])));
+    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c01");
+    let bits = mask(Some(TokenMask::Bits(vec![u32::MAX, 1])));
+    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff01");
 }
 
 #[test]

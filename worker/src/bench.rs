@@ -182,6 +182,7 @@ impl Replica {
                 count: prompt,
                 new_blocks: own.map(BlockId).collect(),
                 sample: true,
+                allowed: None,
             }];
             let began = Instant::now();
             self.run(StepPlan { admitted, sequences, ..StepPlan::default() })?;
@@ -195,6 +196,7 @@ impl Replica {
                 count: 1,
                 new_blocks: Vec::new(),
                 sample: true,
+                allowed: None,
             };
             let sequences = seqs.iter().map(entry).collect();
             self.run(StepPlan { sequences, ..StepPlan::default() })?;

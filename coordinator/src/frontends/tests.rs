@@ -39,6 +39,7 @@ fn receiver() -> (Receiver, mpsc::Receiver<EngineCommand>) {
         queue: mpsc::channel(64).0,
         open: Arc::new(AtomicBool::new(true)),
         node: "a".into(),
+        making: Making::default(),
     };
     (receiver, taken)
 }
@@ -50,6 +51,7 @@ fn request() -> SubmitRequest {
         sampling: SamplingParams::greedy(),
         n: 2,
         stops: vec!["x".into(); 4],
+        guide: None,
         max_tokens: 5,
         cache_salt: 0,
         end_tokens: vec![1; SUPPRESSED_MAX],

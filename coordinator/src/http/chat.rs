@@ -40,6 +40,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let (bytes, fit) = (fields.bytes(), common.fit(limits));
     // It may be much larger than what is kept of it.
     drop(fields);
+    state.make_guide(&mut common).await?;
     let encode = move |text: &_| conversation::encode_within(text, &conversation, special, fit);
     let mut tokens = state.with_text(bytes, encode).await?;
     if tokens.is_empty() {

@@ -59,6 +59,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let bytes = fields.bytes();
     // It may be much larger than what is kept of it.
     drop(fields);
+    state.make_guide(&mut common).await?;
     let encoded = state.with_text(bytes, encode).await?;
     let mut choices = Vec::new();
     let mut running = Vec::new();

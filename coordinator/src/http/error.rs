@@ -191,6 +191,7 @@ impl From<EngineError> for ApiError {
             EngineError::Unavailable { .. } | EngineError::ShuttingDown => {
                 Self::overloaded(message)
             }
+            EngineError::Guide { .. } => Self::new(StatusCode::BAD_REQUEST, message),
             EngineError::Corrupted | EngineError::Quarantined { .. } => {
                 Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
             }

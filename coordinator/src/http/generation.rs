@@ -85,6 +85,8 @@ impl RunningPrompt {
                 .map(|choice| shared::sampling::SamplingParams { choice, ..sampling.clone() })
                 .collect(),
             stop_checks,
+            guides: common.guides(),
+            guide_spec: common.guide.as_ref().map(|(spec, _)| spec.clone()),
             max_tokens,
             cache_salt: common.cache_salt,
             end_tokens: common.end_tokens.clone(),
@@ -134,7 +136,9 @@ impl RunningPrompt {
                     stream.finish(&mut text);
                 }
                 let finish_reason = Some(match reason {
-                    FinishReason::EndToken(_) | FinishReason::StopString => "stop",
+                    FinishReason::EndToken(_)
+                    | FinishReason::StopString
+                    | FinishReason::Complete => "stop",
                     FinishReason::Length => "length",
                 });
                 Ok(Next::Piece(Piece { choice, text, logprobs: None, finish_reason }))

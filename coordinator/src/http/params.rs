@@ -3,13 +3,18 @@
 //! Fields that OpenAI or vLLM know and this server does not are refused ([`super::refused`]); fields
 //! that nobody knows are ignored, as OpenAI's own servers and vLLM do.
 use std::hash::Hasher as _;
+use std::sync::Arc;
 
 use serde_json::Value;
+use shared::protocol::GuideSpec;
 use shared::sampling::SamplingParams;
 
 use super::error::ApiError;
 pub use super::fields::Fields;
 use super::options::{ApiOptions, MAX_LOGPROBS};
+use super::structured::{self, Asked};
+use crate::engine::TokenGuide;
+use crate::guide::Grammar;
 use crate::text::model::TextModel;
 
 /// Every bound of a request.
@@ -143,6 +148,10 @@ pub struct Common {
     pub include_stop: bool,
     /// What is kept of a prompt that is too long.
     pub truncation: Option<Truncation>,
+    /// What the output must be.
+    pub asked: Option<Asked>,
+    /// What was made of it.
+    pub guide: Option<(Arc<GuideSpec>, Arc<Grammar>)>,
 }
 
 /// Refuses another model's requests.
@@ -230,7 +239,16 @@ impl Common {
             include_usage,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
             truncation: truncation(fields, limits)?,
+            asked: structured::read(fields, text.vocab_size)?,
+            guide: None,
         })
+    }
+
+    /// A guide for each choice, where the output must be something.
+    #[must_use]
+    pub fn guides(&self) -> Vec<Box<dyn TokenGuide>> {
+        let Some((_, grammar)) = &self.guide else { return Vec::new() };
+        (0..self.n).map(|_| Box::new(grammar.guide()) as Box<dyn TokenGuide>).collect()
     }
 
     /// Most tokens of a prompt that is not truncated.

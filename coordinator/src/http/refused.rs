@@ -24,36 +24,26 @@ enum Neutral {
     Words(&'static [&'static str]),
     /// The list with this one string.
     Only(&'static str),
-    /// The object whose `type` is this.
-    Type(&'static str),
 }
 
-use Neutral::{Empty, False, Null, One, Only, True, Type, Words, Zero};
+use Neutral::{Empty, False, Null, One, Only, True, Words, Zero};
 
 /// Of both endpoints.
 const COMMON: &[(&str, Neutral)] = &[
-    ("allowed_token_ids", Null),
     ("bad_words", Empty),
     ("detokenize", True),
     ("early_stopping", False),
-    ("guided_choice", Null),
     ("guided_decoding_backend", Null),
-    ("guided_grammar", Null),
-    ("guided_json", Null),
-    ("guided_regex", Null),
-    ("guided_whitespace_pattern", Null),
     ("kv_transfer_params", Null),
     ("length_penalty", One),
     ("logits_processors", Empty),
     ("priority", Zero),
     ("prompt_logprobs", Null),
     ("repetition_detection", Null),
-    ("response_format", Type("text")),
     ("return_token_ids", False),
     ("return_tokens_as_token_ids", False),
     ("skip_special_tokens", True),
     ("structural_tag", Null),
-    ("structured_outputs", Null),
     ("thinking_token_budget", Null),
     ("use_beam_search", False),
     ("vllm_xargs", Empty),
@@ -95,7 +85,6 @@ impl Neutral {
             },
             Words(words) => value.as_str().is_some_and(|value| words.contains(&value)),
             Only(word) => *value == json!([word]),
-            Type(kind) => value.get("type").and_then(Value::as_str) == Some(kind),
         }
     }
 }

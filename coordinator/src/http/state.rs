@@ -13,8 +13,9 @@ use super::gate::Gate;
 use super::keys::ApiKeys;
 use super::metrics::MetricsPage;
 use super::options::ApiOptions;
-use super::params::{Limits, check_model};
+use super::params::{Common, Limits, check_model};
 use super::pool::TextPool;
+use super::structured::{self, Asked};
 use crate::engine::EngineHandle;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
@@ -176,6 +177,22 @@ impl AppState {
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
+    }
+
+    /// Makes a grammar of what a request's output must be.
+    ///
+    /// # Errors
+    /// 400 naming the field, and 503 when too much other work waits.
+    pub async fn make_guide(&self, common: &mut Common) -> Result<(), ApiError> {
+        let Some(Asked { field, spec }) = common.asked.take() else { return Ok(()) };
+        let bytes = spec.bytes();
+        let make = move |text: &TextModel| {
+            let made = text.guides().and_then(|guides| guides.make(&spec));
+            let made = made.map_err(|error| structured::wrong(field, &error))?;
+            Ok((Arc::new(spec), made))
+        };
+        common.guide = Some(self.with_text(bytes, make).await?);
+        Ok(())
     }
 
     /// Runs work on a text of so many bytes off the threads that serve connections, in bounded

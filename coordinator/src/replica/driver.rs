@@ -437,6 +437,7 @@ pub fn reject_reason(error: &EngineError) -> RejectReason {
         EngineError::Unavailable { .. }
         | EngineError::Corrupted
         | EngineError::Quarantined { .. } => RejectReason::Unavailable,
+        EngineError::Guide { .. } => RejectReason::Invalid,
         EngineError::ShuttingDown => RejectReason::ShuttingDown,
     }
 }

@@ -2,6 +2,7 @@
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 
+use super::sequence::Sequence;
 use super::{Effect, Scheduler, keep_full, weight};
 
 /// A step that was sent and not answered.
@@ -51,6 +52,9 @@ impl Scheduler {
         if self.in_flight.len() >= self.config.max_steps_in_flight as usize {
             return false;
         }
+        if self.running().any(|seq| seq.waits_for_its_token(self.config.max_model_len)) {
+            return false;
+        }
         clear(plan);
         let mut step = self.spare.pop().unwrap_or_default().cleared();
         let mut budget = self.config.max_num_batched_tokens;
@@ -86,6 +90,11 @@ impl Scheduler {
         plan.step = self.last_step;
         plan.finished.append(&mut self.forget);
         self.in_flight.push_back(step);
+    }
+
+    /// Admitted sequences, in order of admission.
+    fn running(&self) -> impl Iterator<Item = &Sequence> {
+        self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
 
     /// Plans admitted sequences: those in decode or those in prefill.
@@ -129,6 +138,7 @@ impl Scheduler {
         effects: &mut Vec<Effect>,
     ) {
         let mut admitted = 0;
+        let mut masks: usize = self.running().filter_map(mask_bytes).sum();
         while let Some(slot) = self.waiting.front().copied() {
             if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
@@ -141,6 +151,8 @@ impl Scheduler {
             // One fits always: `SchedulerConfig::validate`.
             admitted += weight::of(seq, &self.config);
             let full = admitted > weight::ADMITTED_MAX && !plan.admitted.is_empty();
+            let mask = mask_bytes(seq).unwrap_or(0);
+            let full = full || (mask > 0 && masks > 0 && masks + mask > weight::MASKS_MAX);
             if full || self.would_blur_blame(request) {
                 return;
             }
@@ -151,6 +163,7 @@ impl Scheduler {
             if wanted + found_free > self.blocks.num_free() && !self.running.is_empty() {
                 return;
             }
+            masks += mask;
             self.waiting.pop_front();
             let Some(seq) = &mut self.sequences[slot] else { continue };
             for found in self.found.drain(..) {
@@ -242,8 +255,7 @@ impl Scheduler {
     /// since they were admitted: if the epoch ends again, it was that one.
     fn would_blur_blame(&self, request: RequestId) -> bool {
         let sequence = |slot: &usize| self.sequences[*slot].as_ref();
-        let running = self.running.iter().filter_map(sequence);
-        let mut others = running.filter(|seq| seq.request != request && !seq.progressed);
+        let mut others = self.running().filter(|seq| seq.request != request && !seq.progressed);
         let mut own = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
         let suspect = own.any(|slot| sequence(slot).is_some_and(|seq| seq.suspicion > 0));
         others.any(|other| suspect || other.suspicion > 0)
@@ -285,6 +297,7 @@ impl Scheduler {
             count,
             new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
+            allowed: None,
         });
         seq.told = seq.blocks.len() as u32;
         let admission = seq.admission.unwrap_or_default();
@@ -293,6 +306,11 @@ impl Scheduler {
         let entry = Entry { slot, seq: seq_id, admission, samples, fresh, looks_up, computed_max };
         step.entries.push(entry);
     }
+}
+
+/// Most bytes of a sequence's masks, if it is guided.
+fn mask_bytes(seq: &Sequence) -> Option<usize> {
+    seq.guide.as_ref().map(|guide| guide.mask_bytes_max())
 }
 
 fn clear(plan: &mut StepPlan) {

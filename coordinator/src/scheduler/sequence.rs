@@ -4,6 +4,7 @@ use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
 
 use super::blocks::Prefix;
+use crate::engine::TokenGuide;
 
 /// One choice of a request.
 #[derive(Debug)]
@@ -15,6 +16,8 @@ pub(super) struct Sequence {
     pub(super) tokens: Vec<u32>,
     pub(super) num_prompt: u32,
     pub(super) max_tokens: u32,
+    /// What its tokens must be; it knows those accepted.
+    pub(super) guide: Option<Box<dyn TokenGuide>>,
     /// Block table; covers at least `computed` tokens.
     pub(super) blocks: Vec<BlockId>,
     /// How many of them the workers were told.
@@ -69,6 +72,12 @@ impl Sequence {
             return 0;
         }
         self.len_ahead() - self.computed
+    }
+
+    /// Whether it will need a token of which nothing can be said before the step in flight is
+    /// answered: which tokens are allowed depends on that step's.
+    pub(super) fn waits_for_its_token(&self, max_model_len: u32) -> bool {
+        self.guide.is_some() && self.pending > 0 && self.num_wanted(max_model_len) > 0
     }
 
     /// Whether computing up to `end` yields a token.

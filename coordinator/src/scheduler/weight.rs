@@ -10,8 +10,8 @@ const U32: usize = 5;
 const U64: usize = 9;
 /// What a plan has but for its lists: the message's variant, epoch, step, lengths of the lists.
 const HEAD: usize = U32 + 5 * U64;
-/// A `SequenceStep` but for its blocks.
-const SHARE: usize = U64 + 2 * U32 + U64 + 1;
+/// A `SequenceStep` but for its blocks and its mask: one byte says that there is none.
+const SHARE: usize = U64 + 2 * U32 + U64 + 2;
 /// A `NewSequence` but for its tokens and the lists of its sampling parameters.
 const NEW: usize = 2 * U64 + U32 + SAMPLING;
 /// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, two that
@@ -19,9 +19,11 @@ const NEW: usize = 2 * U64 + U32 + SAMPLING;
 const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 2 * (1 + U32);
 const BIAS: usize = U32 + 4;
 
-/// Most bytes of what one plan admits. The rest is for the batch.
-pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 4 * 3;
-const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX;
+/// Most bytes of what one plan admits.
+pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 2;
+/// Most bytes of the masks of all guided sequences that are admitted. The rest is for the batch.
+pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 8 * 3;
+const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - MASKS_MAX;
 
 // Every model and batch in use fits: a million tokens of context, 4,096 sequences, 256 Ki tokens.
 const _: () = assert!(longest(1 << 20, 16) <= ADMITTED_MAX);

@@ -1,7 +1,7 @@
 //! What a model folder says about text: tokenizer, chat template, end tokens, sampling defaults,
 //! and the two sizes that bound a request.
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -9,6 +9,7 @@ use tokenizers::Tokenizer;
 
 use super::bound;
 use super::template::ChatTemplate;
+use crate::guide::Guides;
 
 /// A model folder cannot be served. One sentence naming the file and the reason.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +61,7 @@ pub struct TextModel {
     pub bytes_per_token: Option<usize>,
     /// The tokenizer writes bytes as printable characters (byte-level BPE).
     byte_level: bool,
+    guides: OnceLock<Result<Guides, String>>,
 }
 
 impl TextModel {
@@ -128,9 +130,18 @@ impl TextModel {
             vocab_size,
             max_positions,
             byte_level,
+            guides: OnceLock::new(),
             bytes_per_token,
             fingerprint: fingerprint(folder, chat_template),
         })
+    }
+
+    /// What makes grammars over its vocabulary; the first call takes a moment.
+    ///
+    /// # Errors
+    /// One sentence when the tokenizer is not fit for it.
+    pub fn guides(&self) -> Result<&Guides, String> {
+        self.guides.get_or_init(|| Guides::new(self)).as_ref().map_err(String::clone)
     }
 
     /// Text to tokens.
@@ -167,7 +178,7 @@ impl TextModel {
 
 /// The byte that byte-level BPE writes as this character: printable Latin-1 stands for itself, the
 /// other 68 bytes are moved behind U+0100.
-pub(super) fn byte_of(c: char) -> Option<u8> {
+pub(crate) fn byte_of(c: char) -> Option<u8> {
     let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let code = u32::from(c);
     if code < 256 {

@@ -9,6 +9,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::control::WorkerStats;
+use super::guide::GuideSpec;
 use super::step::TokenLogprobs;
 use crate::actor::peer::RemoteMessage;
 use crate::ids::{Incarnation, RequestId};
@@ -93,6 +94,8 @@ pub struct SubmitRequest {
     pub stops: Vec<String>,
     /// Most tokens per choice.
     pub max_tokens: u32,
+    /// What the output of each choice must be, as a whole.
+    pub guide: Option<GuideSpec>,
     /// Requests of another salt do not share what is cached of their prompts.
     pub cache_salt: u64,
     /// Tokens that end a sequence.
@@ -141,6 +144,8 @@ pub enum FinishReason {
     StopString,
     /// `max_tokens` or the model's length was reached.
     Length,
+    /// The text is complete by what it must be: nothing can come behind it.
+    Complete,
 }
 
 /// Why the engine refused or gave up a request.
@@ -173,6 +178,12 @@ pub enum EngineError {
     /// The model produced values that are not finite.
     #[error("the model produced invalid numbers for this request")]
     Corrupted,
+    /// What the output must be cannot be followed any further.
+    #[error("the structured output cannot go on: {message}")]
+    Guide {
+        /// Why.
+        message: String,
+    },
     /// Replicas keep ending while they compute this request and nothing else.
     #[error("{epochs} times the engine stopped while it computed this request; it is given up")]
     Quarantined {

@@ -2,6 +2,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::control::WorkerStats;
+use super::mask::TokenMask;
 use crate::ids::{BlockId, Epoch, SeqId, StepId};
 use crate::sampling::SamplingParams;
 
@@ -51,6 +52,10 @@ pub struct SequenceStep {
     pub new_blocks: Vec<BlockId>,
     /// Sample a token after the last one computed (false within a chunked prefill).
     pub sample: bool,
+    /// The tokens that may be sampled; all when absent. Only where `sample` is set, and only for a
+    /// sequence whose tokens up to there are all known to the coordinator: what is allowed depends
+    /// on them.
+    pub allowed: Option<TokenMask>,
 }
 
 /// One rank's outcome of one step. Only rank 0 fills `outputs`.

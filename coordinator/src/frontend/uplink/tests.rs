@@ -30,6 +30,8 @@ fn request(id: u64) -> GenerateRequest {
         prompt: vec![70_000; 200_000],
         sampling: vec![SamplingParams::greedy()],
         stop_checks: Vec::new(),
+        guides: Vec::new(),
+        guide_spec: None,
         max_tokens: 1,
         cache_salt: 0,
         end_tokens: Vec::new(),

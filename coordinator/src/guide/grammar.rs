@@ -1,0 +1,205 @@
+//! A specification made a grammar, and one sequence's place in it.
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use llguidance::api::{StopReason, TopLevelGrammar};
+use llguidance::toktrie::{SimpleVob, TokenId};
+use llguidance::{Matcher, ParserFactory};
+use serde_json::{Value, json};
+use shared::protocol::{GuideSpec, TokenMask, Whitespace};
+
+use crate::engine::{Guided, TokenGuide};
+
+/// What [`Whitespace::Usual`] is.
+const USUAL_WHITESPACE: &str = r"\x20|\x0A\x20{0,32}|\x0A\x09{1,8}";
+/// Characters of an error that are shown.
+const ERROR_CHARS: usize = 400;
+
+/// A specification, ready to be followed. Every sequence goes its own way through it.
+pub struct Grammar {
+    way: Way,
+    first: TokenMask,
+}
+
+enum Way {
+    /// Any tokens of `first`.
+    Free,
+    /// The matcher before the first token; a sequence has a copy of its own, so that what one makes
+    /// the matcher learn changes nothing for others.
+    Matched { matcher: Box<Mutex<Matcher>>, is_json: bool, vocab: u32 },
+}
+
+impl fmt::Debug for Grammar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grammar").finish_non_exhaustive()
+    }
+}
+
+impl Grammar {
+    /// Makes a grammar of a specification; `barred` are tokens that no output begins with.
+    ///
+    /// # Errors
+    /// One sentence for the client.
+    pub(super) fn compile(
+        factory: &ParserFactory,
+        barred: &[TokenId],
+        spec: &GuideSpec,
+    ) -> Result<Self, String> {
+        spec.check()?;
+        let vocab = factory.tok_env().tok_trie().vocab_size() as u32;
+        if let GuideSpec::Tokens(tokens) = spec {
+            return Self::of_tokens(tokens, vocab);
+        }
+        let mut matcher = Matcher::new(factory.create_parser(top_level(spec)?));
+        let mut first = matcher.compute_mask().map_err(|error| short(&error.to_string()))?;
+        for token in barred {
+            first.disallow_token(*token);
+        }
+        let first = mask(vocab, &first)?;
+        let is_json = matches!(spec, GuideSpec::Json { .. });
+        let way = Way::Matched { matcher: Box::new(Mutex::new(matcher)), is_json, vocab };
+        Ok(Self { way, first })
+    }
+
+    fn of_tokens(tokens: &[u32], vocab: u32) -> Result<Self, String> {
+        let mut list = tokens.to_vec();
+        list.sort_unstable();
+        list.dedup();
+        let first = TokenMask::Only(list);
+        first.check(vocab)?;
+        Ok(Self { way: Way::Free, first })
+    }
+
+    /// A sequence's place in it, before its first token.
+    #[must_use]
+    pub fn guide(self: &Arc<Self>) -> Guide {
+        Guide { grammar: self.clone(), matcher: None, next: None }
+    }
+}
+
+fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
+    Ok(match spec {
+        GuideSpec::Json { schema, whitespace } => {
+            TopLevelGrammar::from_json_schema(json_schema(schema, whitespace)?)
+        }
+        GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(whole(regex)),
+        GuideSpec::Choice(strings) => {
+            // Lark's strings are written as JSON's.
+            let strings: Vec<String> =
+                strings.iter().map(|it| Value::from(it.as_str()).to_string()).collect();
+            TopLevelGrammar::from_lark(format!("start: {}", strings.join(" | ")))
+        }
+        GuideSpec::Lark(grammar) => {
+            if grammar.contains("::=") {
+                return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());
+            }
+            TopLevelGrammar::from_lark(grammar.clone())
+        }
+        GuideSpec::Tokens(_) => return Err("is no grammar".to_owned()),
+    })
+}
+
+fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value, String> {
+    let parsed = serde_json::from_str(schema).map_err(|error| format!("is not JSON: {error}"))?;
+    let Value::Object(mut schema) = parsed else {
+        return Err("must be a JSON object".to_owned());
+    };
+    let key = "x-guidance";
+    if schema.contains_key(key) {
+        return Err(format!("`{key}` is not supported"));
+    }
+    let options = match whitespace {
+        Whitespace::Usual => json!({"whitespace_pattern": USUAL_WHITESPACE}),
+        Whitespace::None => json!({"whitespace_flexible": false}),
+        Whitespace::Pattern(pattern) => json!({"whitespace_pattern": pattern}),
+    };
+    schema.insert(key.to_owned(), options);
+    Ok(Value::Object(schema))
+}
+
+/// A regular expression that matches the whole without saying so.
+fn whole(regex: &str) -> &str {
+    let regex = regex.strip_prefix('^').unwrap_or(regex);
+    let Some(rest) = regex.strip_suffix('$') else { return regex };
+    let escapes = rest.len() - rest.trim_end_matches('\\').len();
+    if escapes % 2 == 0 { rest } else { regex }
+}
+
+/// What the library says, in one line and without its inner state.
+fn short(error: &str) -> String {
+    let end = ["\n<", "<state>", "<backtrace>"].iter().filter_map(|it| error.find(it)).min();
+    let error = error[..end.unwrap_or(error.len())].trim();
+    let mut line = error.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some((at, _)) = line.char_indices().nth(ERROR_CHARS) {
+        line.truncate(at);
+        line.push_str("...");
+    }
+    line
+}
+
+fn mask(vocab: u32, allowed: &SimpleVob) -> Result<TokenMask, String> {
+    let mask = TokenMask::from_bits(vocab, allowed.as_slice());
+    match mask.check(vocab) {
+        Ok(()) => Ok(mask),
+        Err(_) => Err("no token of this model's vocabulary can come next".to_owned()),
+    }
+}
+
+/// See [`Grammar::guide`].
+pub struct Guide {
+    grammar: Arc<Grammar>,
+    /// From the first token on.
+    matcher: Option<Box<Matcher>>,
+    /// What may come next, from the first token on.
+    next: Option<TokenMask>,
+}
+
+impl fmt::Debug for Guide {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guide").field("has_begun", &self.matcher.is_some()).finish_non_exhaustive()
+    }
+}
+
+impl TokenGuide for Guide {
+    fn allowed(&self) -> &TokenMask {
+        self.next.as_ref().unwrap_or(&self.grammar.first)
+    }
+
+    fn mask_bytes_max(&self) -> usize {
+        match &self.grammar.way {
+            Way::Free => self.grammar.first.weight(),
+            Way::Matched { vocab, .. } => TokenMask::weight_max(*vocab),
+        }
+    }
+
+    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+        if !self.allowed().allows(token) {
+            return Err(format!("token {token} is not one of those allowed"));
+        }
+        let Way::Matched { matcher, is_json, vocab } = &self.grammar.way else {
+            return Ok(Guided::GoesOn);
+        };
+        let matcher = self.matcher.get_or_insert_with(|| {
+            Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())
+        });
+        let error = |error| short(&format!("{error}"));
+        matcher.consume_token(token).map_err(error)?;
+        if matcher.is_stopped() {
+            return match matcher.stop_reason() {
+                StopReason::NoExtension | StopReason::EndOfSentence => Ok(Guided::IsOver),
+                reason => Err(matcher.get_error().map_or(reason.to_string(), |it| short(&it))),
+            };
+        }
+        // Only a number can go on behind its last character; white space is of no use to anybody.
+        let ends_in_digit = || {
+            let env = matcher.tok_env();
+            env.is_ok_and(|env| env.tok_trie().token(token).last().is_some_and(u8::is_ascii_digit))
+        };
+        if *is_json && !ends_in_digit() && matcher.is_accepting().map_err(error)? {
+            return Ok(Guided::IsOver);
+        }
+        let allowed = matcher.compute_mask().map_err(error)?;
+        self.next = Some(mask(*vocab, &allowed)?);
+        Ok(Guided::GoesOn)
+    }
+}

@@ -1,0 +1,214 @@
+//! What a request's output must be: OpenAI's `response_format`, vLLM's `structured_outputs`, its
+//! older `guided_*` fields and `allowed_token_ids`. One of them at a time.
+use serde_json::{Map, Value};
+use shared::protocol::{GuideSpec, Whitespace};
+
+use super::error::ApiError;
+use super::fields::Fields;
+
+/// Characters of a schema's name.
+const NAME_MAX: usize = 64;
+/// What a JSON object without a schema is.
+const ANY_OBJECT: &str = r#"{"type":"object"}"#;
+
+/// What was asked for, and the field that did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Asked {
+    /// The field.
+    pub field: &'static str,
+    /// What it asks for.
+    pub spec: GuideSpec,
+}
+
+/// Reads the fields; none ask for text of any kind.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError> {
+    let mut asked: Option<Asked> = None;
+    let found = [
+        response_format(fields)?,
+        structured_outputs(fields)?,
+        guided(fields, "guided_json", Kind::Json)?,
+        guided(fields, "guided_regex", Kind::Regex)?,
+        guided(fields, "guided_choice", Kind::Choice)?,
+        guided(fields, "guided_grammar", Kind::Grammar)?,
+        allowed_token_ids(fields, vocab_size)?,
+    ];
+    for one in found.into_iter().flatten() {
+        if let Some(before) = &asked {
+            let message = format!(
+                "`{}` and `{}` both say what the output must be: one at a time",
+                before.field, one.field
+            );
+            return Err(ApiError::field(one.field, message));
+        }
+        one.spec.check().map_err(|error| wrong(one.field, &error))?;
+        asked = Some(one);
+    }
+    let whitespace = "guided_whitespace_pattern";
+    if fields.get(whitespace).is_some()
+        && asked.as_ref().is_none_or(|asked| asked.field != "guided_json")
+    {
+        return Err(wrong(whitespace, "is of use with `guided_json` alone"));
+    }
+    let Some(asked) = asked else { return Ok(None) };
+    let is_text = !matches!(asked.spec, GuideSpec::Tokens(_));
+    if fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0) > 0 {
+        let message = format!("and `{}` exclude each other: it says where the text ends", asked.field);
+        return Err(wrong("min_tokens", &message));
+    }
+    if is_text && fields.boolean("ignore_eos", false)? {
+        let message = format!("and `{}` exclude each other: it says where the text ends", asked.field);
+        return Err(wrong("ignore_eos", &message));
+    }
+    Ok(Some(asked))
+}
+
+/// An error of a field whose sentence goes on after its name.
+pub fn wrong(field: &str, message: &str) -> ApiError {
+    ApiError::field(field, format!("`{field}` {message}"))
+}
+
+fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
+    let field = "response_format";
+    let Some(value) = fields.get(field) else { return Ok(None) };
+    let expected = "an object with the `type` \"text\", \"json_object\" or \"json_schema\"";
+    let format = value.as_object().ok_or_else(|| Fields::wrong(field, value, expected))?;
+    let schema = match format.get("type").and_then(Value::as_str) {
+        Some("text") => return Ok(None),
+        Some("json_object") => ANY_OBJECT.to_owned(),
+        Some("json_schema") => {
+            let schema = format.get("json_schema").and_then(Value::as_object);
+            named_schema(schema.ok_or_else(|| wrong(field, "needs `json_schema`, an object"))?)?
+        }
+        _ => return Err(Fields::wrong(field, value, expected)),
+    };
+    Ok(Some(Asked { field, spec: json(schema, Whitespace::Usual) }))
+}
+
+fn json(schema: String, whitespace: Whitespace) -> GuideSpec {
+    GuideSpec::Json { schema, whitespace }
+}
+
+/// The schema of OpenAI's `json_schema`.
+fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
+    let field = "response_format";
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    let is_name = |name: &str| (1..=NAME_MAX).contains(&name.len()) && name.chars().all(plain);
+    if !named.get("name").and_then(Value::as_str).is_some_and(is_name) {
+        let message = format!(
+            "needs `json_schema.name`, a string of 1 to {NAME_MAX} letters, digits, - and _"
+        );
+        return Err(wrong(field, &message));
+    }
+    let absent = |key: &str| named.get(key).is_none_or(Value::is_null);
+    if !absent("description") && !named["description"].is_string() {
+        return Err(wrong(field, "has a `json_schema.description` that is no string"));
+    }
+    if !absent("strict") && !named["strict"].is_boolean() {
+        return Err(wrong(field, "has a `json_schema.strict` that is neither true nor false"));
+    }
+    match named.get("schema") {
+        Some(schema @ Value::Object(_)) => Ok(schema.to_string()),
+        _ => Err(wrong(field, "needs `json_schema.schema`, an object")),
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Json,
+    Regex,
+    Choice,
+    Grammar,
+}
+
+impl Kind {
+    /// What a value of this kind asks for; `name` is where it was.
+    fn read(self, field: &str, name: &str, value: &Value) -> Result<GuideSpec, ApiError> {
+        let wrong = |expected: &str| ApiError::field(field, format!("`{name}` must be {expected}"));
+        let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong("a string"));
+        Ok(match self {
+            Self::Json => match value {
+                Value::Object(_) => json(value.to_string(), Whitespace::Usual),
+                Value::String(text) => json(text.clone(), Whitespace::Usual),
+                _ => return Err(wrong("a JSON schema: an object, or one in a string")),
+            },
+            Self::Regex => GuideSpec::Regex(text()?),
+            Self::Grammar => GuideSpec::Lark(text()?),
+            Self::Choice => {
+                let list = value.as_array().map(|list| {
+                    list.iter().map(|one| one.as_str().map(str::to_owned)).collect::<Option<_>>()
+                });
+                GuideSpec::Choice(list.flatten().ok_or_else(|| wrong("a list of strings"))?)
+            }
+        })
+    }
+}
+
+fn guided(fields: &Fields, field: &'static str, kind: Kind) -> Result<Option<Asked>, ApiError> {
+    let Some(value) = fields.get(field) else { return Ok(None) };
+    let mut spec = kind.read(field, field, value)?;
+    let pattern = fields.string("guided_whitespace_pattern", 4096)?;
+    if let (GuideSpec::Json { whitespace, .. }, Some(pattern)) = (&mut spec, pattern) {
+        *whitespace = Whitespace::Pattern(pattern.to_owned());
+    }
+    Ok(Some(Asked { field, spec }))
+}
+
+fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
+    let field = "structured_outputs";
+    let Some(value) = fields.get(field) else { return Ok(None) };
+    let map = value.as_object().ok_or_else(|| Fields::wrong(field, value, "an object"))?;
+    let (mut found, mut whitespace) = (Vec::new(), Whitespace::Usual);
+    for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
+        let name = format!("{field}.{key}");
+        let flag = || {
+            let wrong = || ApiError::field(field, format!("`{name}` must be true or false"));
+            value.as_bool().ok_or_else(wrong)
+        };
+        match key.as_str() {
+            "json" => found.push(Kind::Json.read(field, &name, value)?),
+            "regex" => found.push(Kind::Regex.read(field, &name, value)?),
+            "choice" => found.push(Kind::Choice.read(field, &name, value)?),
+            "grammar" => found.push(Kind::Grammar.read(field, &name, value)?),
+            "json_object" if flag()? => found.push(json(ANY_OBJECT.to_owned(), Whitespace::Usual)),
+            "disable_any_whitespace" if flag()? => whitespace = Whitespace::None,
+            "json_object" | "disable_any_whitespace" => {}
+            "whitespace_pattern" => match value.as_str() {
+                Some(pattern) => whitespace = Whitespace::Pattern(pattern.to_owned()),
+                None => return Err(ApiError::field(field, format!("`{name}` must be a string"))),
+            },
+            // They ask for nothing more.
+            "disable_fallback" | "disable_additional_properties" if !flag()? => {}
+            "disable_fallback" => {}
+            _ => return Err(ApiError::field(field, format!("`{name}` is not supported"))),
+        }
+    }
+    if found.len() != 1 {
+        let message = format!(
+            "must say one thing of `json`, `json_object`, `regex`, `choice` and `grammar`, not {}",
+            found.len()
+        );
+        return Err(wrong(field, &message));
+    }
+    let spec = found.pop().map(|spec| match spec {
+        GuideSpec::Json { schema, .. } => GuideSpec::Json { schema, whitespace },
+        other => other,
+    });
+    Ok(spec.map(|spec| Asked { field, spec }))
+}
+
+/// vLLM's: no other tokens, end tokens included.
+fn allowed_token_ids(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError> {
+    let field = "allowed_token_ids";
+    let Some(value) = fields.get(field) else { return Ok(None) };
+    let id = |id: &Value| {
+        let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.filter(|id| *id < vocab_size)
+    };
+    let tokens = value.as_array().and_then(|list| list.iter().map(id).collect::<Option<_>>());
+    let expected = format!("a list of token ids from 0 to {}", vocab_size.saturating_sub(1));
+    let tokens = tokens.ok_or_else(|| Fields::wrong(field, value, &expected))?;
+    Ok(Some(Asked { field, spec: GuideSpec::Tokens(tokens) }))
+}

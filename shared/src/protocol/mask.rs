@@ -1,0 +1,300 @@
+//! Which tokens a sequence may get in a step, as it travels in a plan: workers know nothing of
+//! grammars. A grammar allows a handful of tokens, all but a handful, or about half of them, so
+//! there is a form for each; whoever makes a mask takes the one with the fewest bytes.
+use serde::{Deserialize, Serialize};
+
+/// Bits of a word of [`TokenMask::Bits`].
+const WORD: u32 = u32::BITS;
+
+/// Which tokens may be sampled. Each form is whole: it says of every token of the vocabulary
+/// whether it is allowed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TokenMask {
+    /// These tokens, ascending, each once.
+    Only(Vec<u32>),
+    /// All tokens of the vocabulary but these: ascending, each once.
+    Except(Vec<u32>),
+    /// Bit `i % 32` of word `i / 32` is set when token `i` is allowed; `words(vocab)` words, the
+    /// bits beyond the vocabulary 0.
+    Bits(Vec<u32>),
+}
+
+/// How many words of bits a vocabulary of `vocab` tokens takes.
+#[must_use]
+pub const fn words(vocab: u32) -> usize {
+    vocab.div_ceil(WORD) as usize
+}
+
+impl TokenMask {
+    /// The mask that allows the tokens whose bits are set in `bits` (as in [`TokenMask::Bits`]),
+    /// in the form that takes the fewest bytes. Words that are missing allow nothing; bits beyond
+    /// the vocabulary of `vocab` tokens are dropped.
+    #[must_use]
+    pub fn from_bits(vocab: u32, bits: &[u32]) -> Self {
+        let word = |at: usize| bits.get(at).copied().unwrap_or(0) & valid(vocab, at);
+        let (mut only, mut except, mut dense) = (0, 0, 0);
+        for at in 0..words(vocab) {
+            let (yes, no) = (word(at), !word(at) & valid(vocab, at));
+            dense += number(yes);
+            only += ids(at, yes).map(number).sum::<usize>();
+            except += ids(at, no).map(number).sum::<usize>();
+        }
+        let of = |pick: &dyn Fn(usize) -> u32| -> Vec<u32> {
+            (0..words(vocab)).flat_map(|at| ids(at, pick(at))).collect()
+        };
+        if only <= except && only <= dense {
+            Self::Only(of(&word))
+        } else if except <= dense {
+            Self::Except(of(&|at| !word(at) & valid(vocab, at)))
+        } else {
+            Self::Bits((0..words(vocab)).map(word).collect())
+        }
+    }
+
+    /// Writes the mask as bits (as in [`TokenMask::Bits`]) over what `bits` had:
+    /// `words(vocab)` words. Ids beyond the vocabulary, which [`check`](Self::check) refuses, are
+    /// left out.
+    pub fn to_bits(&self, vocab: u32, bits: &mut Vec<u32>) {
+        bits.clear();
+        match self {
+            Self::Only(tokens) => {
+                bits.resize(words(vocab), 0);
+                for &token in tokens.iter().filter(|token| **token < vocab) {
+                    bits[(token / WORD) as usize] |= 1 << (token % WORD);
+                }
+            }
+            Self::Except(tokens) => {
+                bits.extend((0..words(vocab)).map(|at| valid(vocab, at)));
+                for &token in tokens.iter().filter(|token| **token < vocab) {
+                    bits[(token / WORD) as usize] &= !(1 << (token % WORD));
+                }
+            }
+            Self::Bits(given) => {
+                bits.extend_from_slice(&given[..given.len().min(words(vocab))]);
+                bits.resize(words(vocab), 0);
+                if let Some(last) = bits.last_mut() {
+                    *last &= valid(vocab, words(vocab) - 1);
+                }
+            }
+        }
+    }
+
+    /// Whether `token` is allowed. For lists this looks through them by halves.
+    #[must_use]
+    pub fn allows(&self, token: u32) -> bool {
+        match self {
+            Self::Only(tokens) => tokens.binary_search(&token).is_ok(),
+            Self::Except(tokens) => tokens.binary_search(&token).is_err(),
+            Self::Bits(bits) => {
+                let word = bits.get((token / WORD) as usize).copied().unwrap_or(0);
+                word >> (token % WORD) & 1 == 1
+            }
+        }
+    }
+
+    /// Whether this is a mask over a vocabulary of `vocab` tokens.
+    ///
+    /// # Errors
+    ///
+    /// One sentence when a list is not ascending, names a token beyond the vocabulary, or the
+    /// number of words is not the vocabulary's; when a bit beyond it is set; when no token at all
+    /// is allowed.
+    pub fn check(&self, vocab: u32) -> Result<(), String> {
+        match self {
+            Self::Only(tokens) => {
+                list("only", tokens, vocab)?;
+                some(!tokens.is_empty())
+            }
+            Self::Except(tokens) => {
+                list("except", tokens, vocab)?;
+                some(tokens.len() < vocab as usize)
+            }
+            Self::Bits(bits) => {
+                let (len, wanted) = (bits.len(), words(vocab));
+                if len != wanted {
+                    return Err(format!(
+                        "a mask of {len} words of bits; a vocabulary of {vocab} tokens has {wanted}"
+                    ));
+                }
+                if bits.last().is_some_and(|last| last & !valid(vocab, len - 1) != 0) {
+                    return Err(format!(
+                        "a mask allows tokens beyond the vocabulary of {vocab} tokens"
+                    ));
+                }
+                some(bits.iter().any(|word| *word != 0))
+            }
+        }
+    }
+
+    /// Bytes of the mask in a plan, exactly: what bounds a plan adds this up.
+    #[must_use]
+    pub fn weight(&self) -> usize {
+        let (Self::Only(numbers) | Self::Except(numbers) | Self::Bits(numbers)) = self;
+        1 + length(numbers.len()) + numbers.iter().copied().map(number).sum::<usize>()
+    }
+
+    /// Most bytes that a mask of [`from_bits`](Self::from_bits) takes over a vocabulary of `vocab`
+    /// tokens.
+    #[must_use]
+    pub const fn weight_max(vocab: u32) -> usize {
+        1 + length(words(vocab)) + words(vocab) * number(u32::MAX)
+    }
+}
+
+/// The bits of word `at` that belong to tokens of the vocabulary.
+const fn valid(vocab: u32, at: usize) -> u32 {
+    let rest = (vocab as usize).saturating_sub(at * WORD as usize);
+    if rest >= WORD as usize { u32::MAX } else { (1 << rest) - 1 }
+}
+
+/// The tokens of word `at`'s set bits, ascending.
+fn ids(at: usize, mut word: u32) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let bit = word.trailing_zeros();
+        (word != 0).then(|| {
+            word &= word - 1;
+            at as u32 * WORD + bit
+        })
+    })
+}
+
+/// Bytes of an encoded number.
+const fn number(value: u32) -> usize {
+    match value {
+        0..=250 => 1,
+        251..=0xffff => 3,
+        _ => 5,
+    }
+}
+
+/// Bytes of an encoded length of a list: no mask that fits a frame has 2^32 numbers.
+const fn length(len: usize) -> usize {
+    if len > u32::MAX as usize { 9 } else { number(len as u32) }
+}
+
+fn list(name: &str, tokens: &[u32], vocab: u32) -> Result<(), String> {
+    if let Some(pair) = tokens.windows(2).find(|pair| pair[0] >= pair[1]) {
+        let (before, after) = (pair[0], pair[1]);
+        return Err(format!(
+            "a mask's list of tokens ({name}) is not ascending: {after} follows {before}"
+        ));
+    }
+    match tokens.last() {
+        Some(&last) if last >= vocab => Err(format!(
+            "a mask's list of tokens ({name}) has token {last}; the vocabulary has {vocab}"
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn some(any: bool) -> Result<(), String> {
+    if any { Ok(()) } else { Err("a mask allows no token at all".to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::wire::codec;
+
+    fn bits(vocab: u32, allowed: &[bool]) -> Vec<u32> {
+        let mut bits = vec![0; words(vocab)];
+        for (token, _) in allowed.iter().enumerate().filter(|(_, yes)| **yes) {
+            bits[token / 32] |= 1 << (token % 32);
+        }
+        bits
+    }
+
+    #[test]
+    fn the_form_with_the_fewest_bytes_is_taken() {
+        assert_eq!(TokenMask::from_bits(40, &[1 << 7, 1]), TokenMask::Only(vec![7, 32]));
+        let all_but = TokenMask::from_bits(40, &[!(1 << 7), u32::MAX]);
+        assert_eq!(all_but, TokenMask::Except(vec![7]));
+        assert_eq!(TokenMask::from_bits(64, &[0, 0]), TokenMask::Only(vec![]));
+        assert_eq!(TokenMask::from_bits(64, &[u32::MAX; 2]), TokenMask::Except(vec![]));
+        let half = vec![0x5555_5555; 100];
+        assert_eq!(TokenMask::from_bits(3200, &half), TokenMask::Bits(half));
+        // What is missing is not allowed, what is too much is dropped.
+        assert_eq!(TokenMask::from_bits(70, &[2]), TokenMask::Only(vec![1]));
+        assert_eq!(TokenMask::from_bits(3, &[0b1100, 9]), TokenMask::Only(vec![2]));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let wrong = |mask: TokenMask, vocab, what: &str| {
+            let said = mask.check(vocab).unwrap_err();
+            assert!(said.contains(what), "{said}");
+        };
+        wrong(TokenMask::Only(vec![]), 9, "no token at all");
+        wrong(TokenMask::Only(vec![9]), 9, "has token 9; the vocabulary has 9");
+        wrong(TokenMask::Only(vec![3, 3]), 9, "not ascending: 3 follows 3");
+        wrong(TokenMask::Except(vec![4, 3]), 9, "not ascending: 3 follows 4");
+        wrong(TokenMask::Except(vec![u32::MAX]), 9, "has token 4294967295");
+        wrong(TokenMask::Except((0..9).collect()), 9, "no token at all");
+        wrong(TokenMask::Bits(vec![1, 1]), 9, "2 words of bits");
+        wrong(TokenMask::Bits(vec![]), 9, "0 words of bits");
+        wrong(TokenMask::Bits(vec![0]), 9, "no token at all");
+        wrong(TokenMask::Bits(vec![1 << 9]), 9, "beyond the vocabulary");
+        for right in [
+            TokenMask::Only(vec![0, 8]),
+            TokenMask::Except(vec![]),
+            TokenMask::Except(vec![8]),
+            TokenMask::Bits(vec![1 << 8]),
+        ] {
+            assert_eq!(right.check(9), Ok(()));
+        }
+        assert_eq!(TokenMask::Bits(vec![0, 1 << 31]).check(64), Ok(()));
+    }
+
+    #[test]
+    fn a_mask_that_is_not_checked_harms_nothing() {
+        let mut bits = vec![9; 7];
+        TokenMask::Only(vec![1, u32::MAX]).to_bits(33, &mut bits);
+        assert_eq!(bits, [2, 0]);
+        TokenMask::Except(vec![0, 33]).to_bits(33, &mut bits);
+        assert_eq!(bits, [!1, 1]);
+        TokenMask::Bits(vec![1; 9]).to_bits(33, &mut bits);
+        assert_eq!(bits, [1, 1]);
+        TokenMask::Bits(vec![7]).to_bits(33, &mut bits);
+        assert_eq!(bits, [7, 0]);
+        TokenMask::Bits(vec![7]).to_bits(0, &mut bits);
+        assert!(bits.is_empty() && !TokenMask::Bits(vec![7]).allows(40));
+    }
+
+    proptest! {
+        /// All three forms of one set say the same, and the one chosen weighs no more than others;
+        /// densities from nothing to everything.
+        #[test]
+        fn forms_agree(vocab in 1u32..3000, per_mille in 0u32..=1000, seed in any::<u32>()) {
+            let mut state = u64::from(seed) | 1 << 40;
+            let allowed: Vec<bool> = (0..vocab).map(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                ((state >> 33) % 1000) < u64::from(per_mille)
+            }).collect();
+            let which = |yes: bool| -> Vec<u32> {
+                (0..vocab).filter(|token| allowed[*token as usize] == yes).collect()
+            };
+            let words = bits(vocab, &allowed);
+            let forms = [
+                TokenMask::Only(which(true)),
+                TokenMask::Except(which(false)),
+                TokenMask::Bits(words.clone()),
+            ];
+            let best = TokenMask::from_bits(vocab, &words);
+            prop_assert!(forms.contains(&best));
+            prop_assert!(best.weight() <= TokenMask::weight_max(vocab));
+            let mut out = Vec::new();
+            for form in &forms {
+                prop_assert!(best.weight() <= form.weight());
+                prop_assert_eq!(form.weight(), codec::encode(form).unwrap().len());
+                prop_assert_eq!(form.check(vocab).is_ok(), allowed.contains(&true));
+                form.to_bits(vocab, &mut out);
+                prop_assert_eq!(&out, &words);
+                for (token, yes) in allowed.iter().enumerate() {
+                    prop_assert_eq!(form.allows(token as u32), *yes);
+                }
+            }
+        }
+    }
+}
