@@ -185,6 +185,7 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Vec::new().into(),
+        keep_special: false,
         arrived: Duration::ZERO,
         response_id: "cmpl-0".into(),
     }

@@ -75,6 +75,8 @@ pub struct GenerateRequest {
     pub end_tokens: Vec<u32>,
     /// The stop strings themselves, for an engine in another process.
     pub stops: Arc<[String]>,
+    /// Stop strings are looked for in text with its special tokens: for an engine in another process.
+    pub keep_special: bool,
     /// When the HTTP layer took the request, by the process's clock.
     pub arrived: Duration,
     /// The id of the client's response, for exemplars.

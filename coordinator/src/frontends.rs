@@ -310,8 +310,8 @@ impl Frontends {
         }
         submit.sampling.check(vocab)?;
         let waited = Duration::from_micros(submit.waited_us);
+        let stop_checks = self.stop_checks(&submit);
         let sampling = submit.sampling;
-        let stop_checks = self.stop_checks(&submit.stops, &submit.end_tokens, &sampling, submit.n);
         Ok(GenerateRequest {
             id,
             prompt: submit.prompt,
@@ -325,6 +325,7 @@ impl Frontends {
             cache_salt: submit.cache_salt,
             end_tokens: submit.end_tokens,
             stops: submit.stops.into(),
+            keep_special: submit.keep_special,
             arrived: self.clock.now().saturating_sub(waited),
             response_id: submit.response_id.into(),
         })
@@ -348,25 +349,20 @@ impl Frontends {
         let _ = events.send(EngineEvent::Failed(error));
     }
 
-    fn stop_checks(
-        &self,
-        stops: &[String],
-        end_tokens: &[u32],
-        sampling: &shared::sampling::SamplingParams,
-        n: u32,
-    ) -> Vec<Box<dyn StopCheck>> {
-        if stops.is_empty() {
+    fn stop_checks(&self, submit: &SubmitRequest) -> Vec<Box<dyn StopCheck>> {
+        if submit.stops.is_empty() {
             return Vec::new();
         }
         let rules = Arc::new(StopRules {
-            stops: stops.to_vec(),
-            end_tokens: end_tokens.to_vec(),
-            min_tokens: sampling.min_tokens,
+            stops: submit.stops.clone(),
+            end_tokens: submit.end_tokens.clone(),
+            min_tokens: submit.sampling.min_tokens,
             // Where text ends is the front end's business.
             include_stop: false,
+            keep_special: submit.keep_special,
         });
         let stream = TextStream::new(self.text.tokenizer.clone(), rules);
-        (0..n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
+        (0..submit.n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
     }
 }
 

@@ -11,6 +11,7 @@ mod vocabulary;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+pub(crate) use grammar::USUAL_WHITESPACE;
 pub use grammar::{Grammar, Guide};
 use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;

@@ -225,6 +225,7 @@ fn submit() -> SubmitRequest {
         sampling: SamplingParams { seed: u64::MAX, ..SamplingParams::greedy() },
         n: 2,
         stops: vec!["\u{e9}nd".to_owned()],
+        keep_special: true,
         max_tokens: 9,
         cache_salt: u64::MAX,
         end_tokens: vec![0],

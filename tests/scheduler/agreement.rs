@@ -81,6 +81,7 @@ fn request() -> GenerateRequest {
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Arc::default(),
+        keep_special: false,
         arrived: Duration::ZERO,
         response_id: "it".into(),
     }

@@ -125,6 +125,7 @@ impl Rig {
             end_tokens: Vec::new(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),
+            keep_special: false,
             response_id: "cmpl-0".into(),
         };
         other.submit(used).unwrap();
@@ -163,6 +164,7 @@ impl Rig {
             end_tokens: client.end_tokens.clone(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),
+            keep_special: false,
             response_id: "cmpl-1".into(),
         };
         let before = self.scheduler.gauges();

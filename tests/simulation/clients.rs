@@ -127,6 +127,7 @@ impl Clients {
             cache_salt: 0,
             end_tokens: client.ends.end_tokens.clone(),
             stops: Vec::new().into(),
+            keep_special: false,
             arrived: Duration::from_micros(now),
             response_id: "cmpl".into(),
         };

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
+use coordinator::text::reply::CallFormat;
 
 use super::CliError;
 use super::options::parse_bytes;
@@ -39,6 +40,14 @@ pub(crate) struct ApiArgs {
     /// [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
+    /// How the model writes calls of tools: hermes, llama3_json, mistral or qwen3_coder
+    /// [default: what its chat template tells]
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    pub(crate) tool_call_parser: Option<CallFormat>,
+    /// Tell the reasoning of models that write it between <think> and </think> apart from their
+    /// answer: think, or vLLM's names of such models' parsers (qwen3, deepseek_r1)
+    #[arg(long, value_name = "PARSER", value_parser = ["think", "qwen3", "deepseek_r1"])]
+    pub(crate) reasoning_parser: Option<String>,
     /// Log every HTTP request: its id, status and duration
     #[arg(long)]
     pub(crate) access_log: bool,
@@ -72,6 +81,16 @@ pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
         max_logprobs: args.max_logprobs,
         allowed_origins: args.allowed_origins.clone(),
         access_log: args.access_log,
+        tool_calls: args.tool_call_parser,
+        reasoning: args.reasoning_parser.is_some(),
+    })
+}
+
+fn parse_format(name: &str) -> Result<CallFormat, String> {
+    let found = CallFormat::ALL.into_iter().find(|format| format.name() == name);
+    found.ok_or_else(|| {
+        let names: Vec<&str> = CallFormat::ALL.iter().map(|format| format.name()).collect();
+        format!("one of {}", names.join(", "))
     })
 }
 

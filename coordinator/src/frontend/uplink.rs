@@ -369,6 +369,7 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         sampling: request.sampling.into_iter().next()?,
         n,
         stops: request.stops.to_vec(),
+        keep_special: request.keep_special,
         guide: request.guide_spec.map(Arc::unwrap_or_clone),
         max_tokens: request.max_tokens,
         cache_salt: request.cache_salt,

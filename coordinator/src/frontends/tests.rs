@@ -51,6 +51,7 @@ fn request() -> SubmitRequest {
         sampling: SamplingParams::greedy(),
         n: 2,
         stops: vec!["x".into(); 4],
+        keep_special: false,
         guide: None,
         max_tokens: 5,
         cache_salt: 0,

@@ -165,8 +165,8 @@ fn tokens_alone_are_a_mask_that_stays() {
 fn what_cannot_be_a_grammar_is_refused_in_one_line() {
     let model = model("models/demo");
     let guides = Guides::new(&model).unwrap();
-    let text = |text: &str| GuideSpec::Json {
-        schema: text.to_owned(), whitespace: Whitespace::Usual };
+    let text =
+        |text: &str| GuideSpec::Json { schema: text.to_owned(), whitespace: Whitespace::Usual };
     for (spec, what) in [
         (text("{"), "is not JSON"),
         (text("[1]"), "must be a JSON object"),
@@ -197,17 +197,35 @@ fn hostile() {
     let text = |text: String| GuideSpec::Json { schema: text, whitespace: Whitespace::Usual };
     let n = 120;
     let chain = |n: usize| {
-        let defs: Vec<String> = (0..n).map(|i| format!("\"d{i}\":{{\"$ref\":\"#/$defs/d{}\"}}", i + 1)).collect();
-        format!("{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}", defs.join(","))
+        let defs: Vec<String> =
+            (0..n).map(|i| format!("\"d{i}\":{{\"$ref\":\"#/$defs/d{}\"}}", i + 1)).collect();
+        format!(
+            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}",
+            defs.join(",")
+        )
     };
     let allof = |n: usize| {
-        let defs: Vec<String> = (0..n).map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{}\"}}]}}", i + 1)).collect();
-        format!("{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}", defs.join(","))
+        let defs: Vec<String> = (0..n)
+            .map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{}\"}}]}}", i + 1))
+            .collect();
+        format!(
+            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}",
+            defs.join(",")
+        )
     };
-    let arrays = |n: usize| format!("{}{{\"type\":\"null\"}}{}", "{\"type\":\"array\",\"items\":".repeat(n), "}".repeat(n));
+    let arrays = |n: usize| {
+        format!(
+            "{}{{\"type\":\"null\"}}{}",
+            "{\"type\":\"array\",\"items\":".repeat(n),
+            "}".repeat(n)
+        )
+    };
     let double = |n: usize| {
         let defs: Vec<String> = (0..n).map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{0}\"}},{{\"$ref\":\"#/$defs/d{0}\"}}]}}", i + 1)).collect();
-        format!("{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"object\",\"properties\":{{\"a\":{{\"type\":\"null\"}}}}}}}}}}", defs.join(","))
+        format!(
+            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"object\",\"properties\":{{\"a\":{{\"type\":\"null\"}}}}}}}}}}",
+            defs.join(",")
+        )
     };
     let which = std::env::var("W").unwrap_or_default();
     for (name, spec) in [
@@ -266,5 +284,80 @@ fn hostile() {
                 eprintln!("  {n} tokens, worst {worst:?} {end}");
             }
         }
+    }
+}
+
+/// Tools that must be called are, in every form, and what is read of the text is what they take.
+#[test]
+fn calls_that_must_be_made_are_read_as_such() {
+    use crate::text::reply::grammar::{self, Function};
+    use crate::text::reply::{CallFormat, Part, ReplyReader, ReplyRules};
+
+    let schema = json!({"type": "object", "properties": {"city": {"enum": ["Rome", "S\u{e3}o \"P\""]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["city"],
+        "additionalProperties": false});
+    let functions = [
+        Function { name: "weather".to_owned(), parameters: schema.as_object().cloned() },
+        Function {
+            name: "a\"b".to_owned(),
+            parameters: json!({"additionalProperties": false}).as_object().cloned(),
+        },
+    ];
+    let model = model("models/demo");
+    let guides = Guides::new(&model).unwrap();
+    for (format, several, begins) in CallFormat::ALL.into_iter().flat_map(|format| {
+        [(format, true, None), (format, false, Some(true)), (format, true, Some(false))]
+    }) {
+        let body = grammar::calls(format, &functions, several, |_| None, USUAL_WHITESPACE);
+        let text = match begins {
+            None => grammar::whole(&body),
+            Some(is_open) => grammar::reasoned(&body, is_open),
+        };
+        let made = guides.make(&GuideSpec::Lark(text)).unwrap();
+        // Forced calls of Qwen3-Coder are written as Hermes'.
+        let read = if format == CallFormat::Qwen3Coder { CallFormat::Hermes } else { format };
+        let rules = Arc::new(ReplyRules {
+            calls: Some(read),
+            reasoning: begins.is_some(),
+            begins_reasoning: begins == Some(true),
+            ..ReplyRules::default()
+        });
+        let (mut names, mut most) = (Vec::new(), 0);
+        for seed in 0..40 {
+            let Some(text) = follow(&model, &made, seed, 300) else { continue };
+            let mut reader = ReplyReader::new(rules.clone());
+            let mut parts = Vec::new();
+            reader.push(&text, &mut parts);
+            reader.finish(&mut parts);
+            let mut arguments = Vec::new();
+            for part in parts {
+                match part {
+                    Part::Call { name, .. } => {
+                        names.push(name);
+                        arguments.push(String::new());
+                    }
+                    Part::Arguments { text, .. } => arguments.last_mut().unwrap().push_str(&text),
+                    Part::Content(said) => panic!("{format:?}: {said:?} of {text:?}"),
+                    Part::Reasoning(_) => assert!(begins.is_some(), "{text:?}"),
+                }
+            }
+            assert!(!arguments.is_empty() && (several || arguments.len() == 1), "{text:?}");
+            most = most.max(arguments.len());
+            for text in arguments {
+                let value: Value =
+                    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
+                assert!(
+                    value
+                        .as_object()
+                        .unwrap()
+                        .keys()
+                        .all(|key| ["city", "days"].contains(&key.as_str()))
+                );
+            }
+        }
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names, ["a\"b", "weather"], "{format:?} {begins:?}");
+        assert!(!several || most > 1, "{format:?}");
     }
 }

@@ -5,15 +5,18 @@ use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::conversation::{self, Told};
+use super::conversation;
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, usage};
 use super::logprobs::chat_logprob;
+use super::message::{CallIds, Delta, Message};
 use super::params::{Common, Fields};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
+use super::tools::Tools;
+use crate::text::reply::{CallFormat, Part, ReplyReader, ReplyRules};
 
 /// Answers a request.
 ///
@@ -34,15 +37,22 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     common.max_tokens =
         fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
-    let conversation = conversation::read(&fields, limits, template, Told::AndCalled)?;
+    let tools = Tools::read(&fields, limits)?;
+    let mut rules = tools.rules(state.tool_calls)?;
+    let conversation = conversation::read(&fields, limits, template, tools.told())?;
     let special = fields.boolean("add_special_tokens", false)?;
     let id: Arc<str> = fields.response_id("chatcmpl", limits)?.into();
     let (bytes, fit) = (fields.bytes(), common.fit(limits));
     // It may be much larger than what is kept of it.
     drop(fields);
     state.make_guide(&mut common).await?;
-    let encode = move |text: &_| conversation::encode_within(text, &conversation, special, fit);
-    let mut tokens = state.with_text(bytes, encode).await?;
+    let encode = move |text: &_| conversation::encode(text, &conversation, special, fit);
+    let rendered = state.with_text(bytes, encode).await?;
+    rules.reasoning = state.reasoning;
+    rules.begins_reasoning = rendered.opens_reasoning;
+    // A mark that is left out would be missed.
+    common.keep_special |= rules.calls.is_some_and(CallFormat::is_marked_by_special_tokens);
+    let mut tokens = rendered.tokens;
     if tokens.is_empty() {
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));
     }
@@ -52,25 +62,51 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
     let envelope = Envelope::new(state, id, object);
-    let choices = vec![Choice::default(); common.n as usize];
+    let choice = Choice::new(rules);
+    let choices = vec![choice; common.n as usize];
+    let ids = CallIds { drawn: state.draw_seed(state.next_request()) };
     let state = state.clone();
-    let mut chat = Chat { state, common, envelope, running, choices, greeted: false };
+    let told = tools.finish_with_calls();
+    let mut chat = Chat { state, common, envelope, running, choices, ids, told, greeted: false };
     if chat.common.stream {
         return sse::respond(chat).await;
     }
     while let Some(next) = chat.running.next().await {
         if let Next::Piece(piece) = next? {
-            chat.take(&piece);
+            chat.take(piece);
         }
     }
     Ok(chat.respond_whole())
 }
 
+/// One choice, as far as it has come.
 #[derive(Clone, Debug, Default)]
 struct Choice {
-    text: String,
+    message: Message,
     finish_reason: Option<&'static str>,
     logprobs: Vec<Value>,
+    /// Where something is looked for in the reply.
+    reader: Option<ReplyReader>,
+    /// Tools were called.
+    called: bool,
+}
+
+impl Choice {
+    fn new(rules: ReplyRules) -> Self {
+        let reads = rules.reasoning || rules.calls.is_some();
+        let reader = reads.then(|| ReplyReader::new(Arc::new(rules)));
+        Self { reader, ..Self::default() }
+    }
+
+    /// What a piece says; nothing where nothing is looked for.
+    fn read(&mut self, piece: &Piece, parts: &mut Vec<Part>) {
+        let Some(reader) = &mut self.reader else { return };
+        reader.push(&piece.text, parts);
+        if piece.finish_reason.is_some() {
+            reader.finish(parts);
+        }
+        self.called |= parts.iter().any(|part| matches!(part, Part::Call { .. }));
+    }
 }
 
 #[derive(Debug)]
@@ -80,6 +116,9 @@ struct Chat {
     envelope: Envelope,
     running: RunningPrompt,
     choices: Vec<Choice>,
+    ids: CallIds,
+    /// Calls are a choice's reason to finish.
+    told: bool,
     /// The first event of each choice, which names the role, was sent.
     greeted: bool,
 }
@@ -88,27 +127,35 @@ struct Chat {
 #[derive(Serialize)]
 struct ChunkChoice<'a> {
     index: u32,
-    delta: Delta<'a>,
+    delta: &'a Delta,
     logprobs: Option<Value>,
     finish_reason: Option<&'static str>,
 }
 
-/// What an event adds to a choice's message.
-#[derive(Serialize)]
-struct Delta<'a> {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
-}
-
 impl Chat {
-    fn take(&mut self, piece: &Piece) {
+    /// Why a choice is finished: it may have called tools.
+    fn finish_reason(&self, piece: &Piece) -> Option<&'static str> {
+        let called = self.choices.get(piece.choice as usize).is_some_and(|choice| choice.called);
+        match piece.finish_reason {
+            Some("stop") if called && self.told => Some("tool_calls"),
+            reason => reason,
+        }
+    }
+
+    fn take(&mut self, piece: Piece) {
         let Some(choice) = self.choices.get_mut(piece.choice as usize) else { return };
-        choice.text.push_str(&piece.text);
-        choice.finish_reason = piece.finish_reason.or(choice.finish_reason);
+        let mut parts = Vec::new();
+        choice.read(&piece, &mut parts);
+        if choice.reader.is_none() {
+            choice.message.push(&piece.text);
+        }
+        parts.into_iter().for_each(|part| choice.message.take(part));
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
         choice.logprobs.extend(entry);
+        let reason = self.finish_reason(&piece);
+        if let Some(choice) = self.choices.get_mut(piece.choice as usize) {
+            choice.finish_reason = reason.or(choice.finish_reason);
+        }
     }
 
     fn usage(&self) -> Value {
@@ -118,14 +165,12 @@ impl Chat {
 
     fn respond_whole(&self) -> HttpResponse {
         let wanted = self.common.sampling.logprobs.is_some();
-        let choices: Vec<Value> = self
-            .choices
-            .iter()
-            .enumerate()
+        let choices: Vec<Value> = (0..)
+            .zip(&self.choices)
             .map(|(index, choice)| {
                 json!({
                     "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": null},
+                    "message": choice.message.json(&self.ids, index),
                     "logprobs": wanted.then(|| json!({"content": choice.logprobs, "refusal": null})),
                     "finish_reason": choice.finish_reason,
                 })
@@ -144,23 +189,33 @@ impl Chat {
         if std::mem::replace(&mut self.greeted, true) {
             return Ok(());
         }
+        let delta = &Delta::greeting();
         (0..self.common.n).try_for_each(|index| {
-            let delta = Delta { role: Some("assistant"), content: Some("") };
             self.push(ChunkChoice { index, delta, logprobs: None, finish_reason: None }, out)
         })
     }
 
     /// The event of a piece; none for a piece that only holds text back.
-    fn push_piece(&self, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
+    fn push_piece(&mut self, mut piece: Piece, out: &mut Events) -> Result<(), ApiError> {
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
         let logprobs = entry.map(|entry| json!({"content": [entry], "refusal": null}));
-        if piece.text.is_empty() && logprobs.is_none() && piece.finish_reason.is_none() {
+        let delta = self.delta(&mut piece);
+        let (index, finish_reason) = (piece.choice, self.finish_reason(&piece));
+        if delta.is_empty() && logprobs.is_none() && finish_reason.is_none() {
             return Ok(());
         }
-        let content = Some(piece.text.as_str()).filter(|text| !text.is_empty());
-        let (index, finish_reason) = (piece.choice, piece.finish_reason);
-        let delta = Delta { role: None, content };
-        self.push(ChunkChoice { index, delta, logprobs, finish_reason }, out)
+        self.push(ChunkChoice { index, delta: &delta, logprobs, finish_reason }, out)
+    }
+
+    fn delta(&mut self, piece: &mut Piece) -> Delta {
+        let choice = self.choices.get_mut(piece.choice as usize);
+        let Some(choice) = choice.filter(|choice| choice.reader.is_some()) else {
+            return Delta::of(std::mem::take(&mut piece.text));
+        };
+        let (mut parts, mut delta) = (Vec::new(), Delta::default());
+        choice.read(piece, &mut parts);
+        parts.into_iter().for_each(|part| delta.take(part, &self.ids, piece.choice));
+        delta
     }
 }
 
@@ -169,7 +224,7 @@ impl EventSource for Chat {
         let pushed = match self.running.next().await {
             Some(Err(error)) => Err(error),
             Some(Ok(Next::Piece(piece))) => {
-                self.greet(out).and_then(|()| self.push_piece(&piece, out))
+                self.greet(out).and_then(|()| self.push_piece(piece, out))
             }
             Some(Ok(Next::Prompt(_))) => Ok(()),
             None if self.common.include_usage => {

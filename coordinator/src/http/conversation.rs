@@ -5,20 +5,12 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Limits;
 use crate::text::model::TextModel;
+use crate::text::reply;
 use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError};
 
 /// Variables that vLLM takes from fields of their own. A template that does not read one cannot
 /// heed it.
 const VARIABLES: [&str; 1] = ["reasoning_effort"];
-
-/// What becomes of tools.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
-    /// The model may call them, unless the request says that it does not.
-    AndCalled,
-    /// Nothing is generated.
-    Only,
-}
 
 /// Reads a conversation.
 ///
@@ -28,7 +20,7 @@ pub fn read(
     fields: &Fields,
     limits: &Limits,
     template: &ChatTemplate,
-    told: Told,
+    tools: Option<&Value>,
 ) -> Result<Conversation, ApiError> {
     let continue_final_message = fields.boolean("continue_final_message", false)?;
     let add_generation_prompt = fields.boolean("add_generation_prompt", true)?;
@@ -51,7 +43,7 @@ pub fn read(
     }
     Ok(Conversation {
         messages: messages(fields, limits)?,
-        tools: tools(fields, limits, told)?,
+        tools: tools.cloned(),
         documents,
         add_generation_prompt,
         continue_final_message,
@@ -59,28 +51,26 @@ pub fn read(
     })
 }
 
-/// Renders a conversation and turns it into tokens.
+/// A conversation as the model is given it.
+#[derive(Clone, Debug)]
+pub struct Rendered {
+    /// Its tokens.
+    pub tokens: Vec<u32>,
+    /// The template has opened the reasoning that the model begins with.
+    pub opens_reasoning: bool,
+}
+
+/// Renders a conversation and turns it into tokens: a prompt that has to fit `max_tokens` of them,
+/// if a number is given.
 ///
 /// # Errors
-/// 400 for what the template objects to, 500 for its own faults.
+/// 400 for what the template objects to and for what cannot fit, 500 for the template's own faults.
 pub fn encode(
     text: &TextModel,
     conversation: &Conversation,
     add_special_tokens: bool,
-) -> Result<Vec<u32>, ApiError> {
-    encode_within(text, conversation, add_special_tokens, None)
-}
-
-/// As [`encode`], of a prompt that has to fit so many tokens, if a number is given.
-///
-/// # Errors
-/// As there, and 400 for what cannot fit.
-pub fn encode_within(
-    text: &TextModel,
-    conversation: &Conversation,
-    add_special_tokens: bool,
     max_tokens: Option<u32>,
-) -> Result<Vec<u32>, ApiError> {
+) -> Result<Rendered, ApiError> {
     let template = text.template.as_ref().ok_or_else(no_template)?;
     let rendered = template.render(conversation).map_err(|error| match error {
         RenderError::Conversation(message) => ApiError::field("messages", message),
@@ -94,7 +84,9 @@ pub fn encode_within(
         }
     })?;
     check_fits(text, "messages", &rendered, max_tokens)?;
-    text.encode(&rendered, add_special_tokens).map_err(|error| ApiError::field("messages", error))
+    let tokens = text.encode(&rendered, add_special_tokens);
+    let tokens = tokens.map_err(|error| ApiError::field("messages", error))?;
+    Ok(Rendered { tokens, opens_reasoning: reply::opens_reasoning(&rendered) })
 }
 
 /// Refuses a text that cannot fit so many tokens, without making tokens of it.
@@ -154,7 +146,7 @@ fn variables(fields: &Fields) -> Result<Map<String, Value>, ApiError> {
 }
 
 /// A list of at most `max` objects; `None` when it is absent or empty.
-fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<Value>, ApiError> {
+pub(super) fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<Value>, ApiError> {
     match fields.get(name) {
         None => Ok(None),
         Some(Value::Array(list)) if list.is_empty() => Ok(None),
@@ -165,38 +157,6 @@ fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<Value>, Api
         }
         Some(other) => Err(Fields::wrong(name, other, &format!("a list of at most {max} objects"))),
     }
-}
-
-/// Tools, which only the template is told of: the model's calls of them are text.
-fn tools(fields: &Fields, limits: &Limits, told: Told) -> Result<Option<Value>, ApiError> {
-    let tools = objects(fields, "tools", limits.tools)?;
-    let choice = fields.get("tool_choice").map(|choice| choice.as_str().unwrap_or("a function"));
-    let Some(tools) = tools else {
-        return match choice {
-            None | Some("none" | "auto") => Ok(None),
-            Some(_) => Err(ApiError::field("tool_choice", "`tool_choice` needs `tools`")),
-        };
-    };
-    if told == Told::AndCalled && choice != Some("none") {
-        let (field, what) = match choice {
-            None => ("tools", "`tools` without `tool_choice`"),
-            Some(_) => ("tool_choice", "this `tool_choice`"),
-        };
-        let message = format!(
-            "{what} is not supported: calls of tools are not told from text; with `tool_choice`: \
-             \"none\" the model is told of the tools, and a call is part of the text"
-        );
-        return Err(ApiError::field(field, message));
-    }
-    for (index, tool) in tools.as_array().into_iter().flatten().enumerate() {
-        let name = tool.get("function").and_then(|it| it.get("name")).and_then(Value::as_str);
-        if tool.get("type").and_then(Value::as_str) != Some("function") || name.is_none() {
-            let message =
-                format!("`tools[{index}]` must have the type \"function\" and a `function.name`");
-            return Err(ApiError::field("tools", message));
-        }
-    }
-    Ok(Some(tools))
 }
 
 fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
@@ -234,7 +194,7 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
         _ => None,
     };
     let content = content.ok_or_else(|| wrong(".content", "a string or a list of text parts"))?;
-    for name in ["name", "tool_call_id", "reasoning_content"] {
+    for name in ["name", "tool_call_id", "reasoning_content", "reasoning"] {
         if fields.get(name).is_some_and(|value| !value.is_string() && !value.is_null()) {
             return Err(wrong(&format!(".{name}"), "a string"));
         }
@@ -245,6 +205,12 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     let role = if role == "developer" { "system" } else { role };
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), content.into());
+    // One by the name of vLLM's answers, the other by DeepSeek's: templates read the one or the other.
+    for (name, other) in [("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")] {
+        if let Some(said) = message.get(other).filter(|_| !message.contains_key(name)).cloned() {
+            message.insert(name.to_owned(), said);
+        }
+    }
     if let Some(calls) = message.get_mut("tool_calls") {
         for (at, call) in calls.as_array_mut().into_iter().flatten().enumerate() {
             let part = format!(".tool_calls[{at}]");

@@ -66,6 +66,7 @@ impl RunningPrompt {
             end_tokens: common.end_tokens.clone(),
             min_tokens: common.sampling.min_tokens,
             include_stop: common.include_stop,
+            keep_special: common.keep_special,
         });
         let stream = TextStream::new(state.text.tokenizer.clone(), rules);
         let mut sampling = common.sampling.clone();
@@ -91,6 +92,7 @@ impl RunningPrompt {
             cache_salt: common.cache_salt,
             end_tokens: common.end_tokens.clone(),
             stops: common.stops.as_slice().into(),
+            keep_special: common.keep_special,
             arrived,
             response_id: response_id.clone(),
         };

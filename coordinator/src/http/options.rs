@@ -2,6 +2,7 @@
 use std::path::PathBuf;
 
 use super::keys::ApiKeys;
+use crate::text::reply::CallFormat;
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
@@ -18,6 +19,10 @@ pub struct ApiOptions {
     pub allowed_origins: Vec<String>,
     /// Whether each request is logged.
     pub access_log: bool,
+    /// How the model writes calls of tools, where its chat template does not say it.
+    pub tool_calls: Option<CallFormat>,
+    /// What the model writes between `<think>` and `</think>` is told apart from its answer.
+    pub reasoning: bool,
 }
 
 /// As at vLLM.
@@ -32,6 +37,8 @@ impl Default for ApiOptions {
             max_logprobs: MAX_LOGPROBS,
             allowed_origins: Vec::new(),
             access_log: false,
+            tool_calls: None,
+            reasoning: false,
         }
     }
 }

@@ -146,6 +146,8 @@ pub struct Common {
     pub include_usage: bool,
     /// The stop string that ends a choice is part of its text.
     pub include_stop: bool,
+    /// Special tokens are part of the text.
+    pub keep_special: bool,
     /// What is kept of a prompt that is too long.
     pub truncation: Option<Truncation>,
     /// What the output must be.
@@ -238,6 +240,7 @@ impl Common {
             stream,
             include_usage,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
+            keep_special: !fields.boolean("skip_special_tokens", true)?,
             truncation: truncation(fields, limits)?,
             asked: structured::read(fields, text.vocab_size)?,
             guide: None,

@@ -42,7 +42,6 @@ const COMMON: &[(&str, Neutral)] = &[
     ("repetition_detection", Null),
     ("return_token_ids", False),
     ("return_tokens_as_token_ids", False),
-    ("skip_special_tokens", True),
     ("structural_tag", Null),
     ("thinking_token_budget", Null),
     ("use_beam_search", False),

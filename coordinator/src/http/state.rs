@@ -19,6 +19,7 @@ use super::structured::{self, Asked};
 use crate::engine::EngineHandle;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
+use crate::text::reply::CallFormat;
 
 /// Whether requests can be served now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,6 +76,10 @@ pub struct AppState {
     pub allowed_origins: Arc<[String]>,
     /// Whether each request is logged.
     pub access_log: bool,
+    /// How the model writes calls of tools, as far as that is known.
+    pub tool_calls: Option<CallFormat>,
+    /// What models write between `<think>` and `</think>` is told apart.
+    pub reasoning: bool,
     /// Where work on text is done.
     texts: TextPool,
 }
@@ -115,6 +120,8 @@ impl AppState {
             keys: ApiKeys::default(),
             allowed_origins: Arc::default(),
             access_log: false,
+            tool_calls: None,
+            reasoning: false,
             texts: TextPool::default(),
         }
     }
@@ -127,6 +134,8 @@ impl AppState {
             keys: options.keys.clone(),
             allowed_origins: options.allowed_origins.as_slice().into(),
             access_log: options.access_log,
+            tool_calls: options.tool_calls.or_else(|| self.text.template.as_ref()?.calls()),
+            reasoning: options.reasoning,
             ..self
         }
     }

@@ -1,11 +1,12 @@
 //! `POST /tokenize` and `POST /detokenize`, as vLLM has them.
 use serde_json::{Value, json};
 
-use super::conversation::{self, Told};
+use super::conversation;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::params::token_id;
 use super::state::AppState;
+use super::tools;
 
 /// Text or a conversation to tokens.
 ///
@@ -22,10 +23,11 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<Value, ApiErr
         fields.refuse("chat_template")?;
         let special = fields.boolean("add_special_tokens", false)?;
         let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
-        let conversation = conversation::read(fields, &limits, template, Told::Only)?;
+        let tools = tools::told(fields, &limits)?;
+        let conversation = conversation::read(fields, &limits, template, tools.as_ref())?;
         let bytes = fields.bytes();
-        let encode = move |text: &_| conversation::encode(text, &conversation, special);
-        state.with_text(bytes, encode).await?
+        let encode = move |text: &_| conversation::encode(text, &conversation, special, None);
+        state.with_text(bytes, encode).await?.tokens
     } else {
         let special = fields.boolean("add_special_tokens", true)?;
         let prompt = fields.string("prompt", limits.body_bytes)?;

@@ -15,6 +15,8 @@ pub struct IncrementalDecoder {
     window: Vec<u32>,
     /// How many of them have been emitted.
     emitted: usize,
+    /// Special tokens are text.
+    keep_special: bool,
 }
 
 /// A window longer than this is emitted as it is: no character takes so many tokens.
@@ -24,7 +26,13 @@ impl IncrementalDecoder {
     /// A decoder that has seen nothing.
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
-        Self { tokenizer, window: Vec::new(), emitted: 0 }
+        Self { tokenizer, window: Vec::new(), emitted: 0, keep_special: false }
+    }
+
+    /// Whether special tokens are text, or left out.
+    #[must_use]
+    pub fn keeping_special(self, keep_special: bool) -> Self {
+        Self { keep_special, ..self }
     }
 
     /// Takes a token; appends the text that is certain now to `text`.
@@ -57,6 +65,6 @@ impl IncrementalDecoder {
         if tokens.is_empty() {
             return String::new();
         }
-        self.tokenizer.decode(tokens, true).unwrap_or_default()
+        self.tokenizer.decode(tokens, !self.keep_special).unwrap_or_default()
     }
 }

@@ -4,6 +4,7 @@
 //! Models write calls in the form that their chat template taught them ([`CallFormat`]). What looks
 //! like a call at first and turns out to be none is text, and nothing of it is lost.
 mod format;
+pub mod grammar;
 mod json;
 #[cfg(test)]
 mod tests;
@@ -57,6 +58,12 @@ const THINK: &str = "<think>";
 const THINK_END: &str = "</think>";
 /// Written by some before a call, where the tokenizer shows it.
 const PYTHON_TAG: &str = "<|python_tag|>";
+
+/// Whether a prompt ends within the model's reasoning.
+#[must_use]
+pub fn opens_reasoning(prompt: &str) -> bool {
+    prompt.trim_end().ends_with(THINK)
+}
 
 /// Reads one reply.
 #[derive(Clone, Debug)]

@@ -22,6 +22,8 @@ pub struct StopRules {
     pub min_tokens: u32,
     /// The stop string is part of the text, though not what its last token has behind it.
     pub include_stop: bool,
+    /// Special tokens that do not end the sequence are part of its text.
+    pub keep_special: bool,
 }
 
 /// One choice's text.
@@ -49,7 +51,7 @@ impl TextStream {
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>, rules: Arc<StopRules>) -> Self {
         Self {
-            decoder: IncrementalDecoder::new(tokenizer),
+            decoder: IncrementalDecoder::new(tokenizer).keeping_special(rules.keep_special),
             matcher: StopMatcher::new(rules.stops.clone()).including(rules.include_stop),
             rules,
             num_tokens: 0,

@@ -11,6 +11,8 @@ use minijinja::value::Serde;
 use minijinja::{Environment, Error, ErrorKind, Value};
 use serde_json::{Map, json};
 
+use super::reply::CallFormat;
+
 /// Steps a template may take; a long conversation takes some thousands.
 const FUEL: u64 = 1_000_000;
 /// Longest prompt text: a million tokens take a quarter of it.
@@ -90,6 +92,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     bos_token: String,
     eos_token: String,
+    calls: Option<CallFormat>,
 }
 
 /// The template's name in its environment.
@@ -118,7 +121,14 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, without_generation_blocks(source))
             .map_err(|error| describe(&error))?;
-        Ok(Self { environment, bos_token, eos_token })
+        let calls = CallFormat::of_template(source);
+        Ok(Self { environment, bos_token, eos_token, calls })
+    }
+
+    /// How it teaches the model to write calls of tools, as far as its text tells.
+    #[must_use]
+    pub fn calls(&self) -> Option<CallFormat> {
+        self.calls
     }
 
     /// Whether the template reads a variable of this name.

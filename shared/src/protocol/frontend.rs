@@ -92,6 +92,8 @@ pub struct SubmitRequest {
     pub n: u32,
     /// Stop strings.
     pub stops: Vec<String>,
+    /// They are looked for in text with its special tokens.
+    pub keep_special: bool,
     /// Most tokens per choice.
     pub max_tokens: u32,
     /// What the output of each choice must be, as a whole.

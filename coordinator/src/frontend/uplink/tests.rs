@@ -36,6 +36,7 @@ fn request(id: u64) -> GenerateRequest {
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Arc::from([]),
+        keep_special: false,
         arrived: Duration::ZERO,
         response_id: Arc::from("r"),
     }

@@ -16,7 +16,7 @@ pub enum CallFormat {
 pub(super) const TOOL_CALL: &str = "<tool_call>";
 pub(super) const TOOL_CALL_END: &str = "</tool_call>";
 pub(super) const MISTRAL: &str = "[TOOL_CALLS]";
-const ARGUMENTS: &str = "[ARGS]";
+pub(super) const ARGUMENTS: &str = "[ARGS]";
 const CALL_ID: &str = "[CALL_ID]";
 
 impl CallFormat {

@@ -1,0 +1,225 @@
+//! A choice's message, whole or as it comes: reasoning, content, calls of tools.
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::text::reply::Part;
+
+/// As far as it has come.
+#[derive(Clone, Debug, Default)]
+pub struct Message {
+    content: String,
+    reasoning: String,
+    calls: Vec<Call>,
+}
+
+#[derive(Clone, Debug)]
+struct Call {
+    name: String,
+    arguments: String,
+}
+
+impl Message {
+    /// Takes what the reply said next.
+    pub fn take(&mut self, part: Part) {
+        match part {
+            Part::Content(text) => self.push(&text),
+            Part::Reasoning(text) => self.reasoning.push_str(&text),
+            Part::Call { name, .. } => self.calls.push(Call { name, arguments: String::new() }),
+            Part::Arguments { text, .. } => {
+                if let Some(call) = self.calls.last_mut() {
+                    call.arguments.push_str(&text);
+                }
+            }
+        }
+    }
+
+    /// Takes text of a reply that nothing is looked for in.
+    pub fn push(&mut self, text: &str) {
+        self.content.push_str(text);
+    }
+
+    /// As OpenAI's API says it; `ids` are those of the calls.
+    #[must_use]
+    pub fn json(&self, ids: &CallIds, choice: u32) -> Value {
+        let mut message = Map::new();
+        let is_else = !self.calls.is_empty() || !self.reasoning.is_empty();
+        let content = Some(&self.content).filter(|text| !text.is_empty() || !is_else);
+        message.insert("role".to_owned(), "assistant".into());
+        message.insert("content".to_owned(), json!(content));
+        message.insert("refusal".to_owned(), Value::Null);
+        if !self.reasoning.is_empty() {
+            // vLLM's name and DeepSeek's: clients know the one or the other.
+            message.insert("reasoning".to_owned(), self.reasoning.as_str().into());
+            message.insert("reasoning_content".to_owned(), self.reasoning.as_str().into());
+        }
+        if !self.calls.is_empty() {
+            let calls = (0..).zip(&self.calls).map(|(index, call)| {
+                json!({
+                    "id": ids.id(choice, index), "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                })
+            });
+            message.insert("tool_calls".to_owned(), calls.collect());
+        }
+        Value::Object(message)
+    }
+}
+
+/// What an event adds to a message.
+#[derive(Debug, Default, Serialize)]
+pub struct Delta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallDelta>,
+}
+
+#[derive(Debug, Serialize)]
+struct CallDelta {
+    index: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    function: FunctionDelta,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct FunctionDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    arguments: String,
+}
+
+impl Delta {
+    /// The first of each message, which names the role.
+    #[must_use]
+    pub fn greeting() -> Self {
+        Self { role: Some("assistant"), content: Some(String::new()), ..Self::default() }
+    }
+
+    /// More text of the answer.
+    #[must_use]
+    pub fn of(text: String) -> Self {
+        Self { content: Some(text).filter(|text| !text.is_empty()), ..Self::default() }
+    }
+
+    /// Whether it adds nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.content.is_none() && self.reasoning.is_none() && self.tool_calls.is_empty()
+    }
+
+    /// Adds what the reply said next.
+    pub fn take(&mut self, part: Part, ids: &CallIds, choice: u32) {
+        match part {
+            Part::Content(text) => self.content.get_or_insert_default().push_str(&text),
+            Part::Reasoning(text) => {
+                self.reasoning.get_or_insert_default().push_str(&text);
+                self.reasoning_content.clone_from(&self.reasoning);
+            }
+            Part::Call { index, name } => self.tool_calls.push(CallDelta {
+                index,
+                id: Some(ids.id(choice, index)),
+                kind: Some("function"),
+                function: FunctionDelta { name: Some(name), arguments: String::new() },
+            }),
+            Part::Arguments { index, text } => {
+                match self.tool_calls.last_mut().filter(|call| call.index == index) {
+                    Some(call) => call.function.arguments.push_str(&text),
+                    None => self.tool_calls.push(CallDelta {
+                        index,
+                        id: None,
+                        kind: None,
+                        function: FunctionDelta { name: None, arguments: text },
+                    }),
+                }
+            }
+        }
+    }
+}
+
+/// The ids of one answer's calls, unlike those of any other's.
+#[derive(Clone, Copy, Debug)]
+pub struct CallIds {
+    /// Drawn for the answer.
+    pub drawn: u64,
+}
+
+impl CallIds {
+    /// Nine letters and digits: what the templates of Mistral's models insist on.
+    fn id(self, choice: u32, index: u32) -> String {
+        let mut number = self.drawn ^ (u64::from(choice) << 32 | u64::from(index));
+        // Two calls differ in few bits; what is shown are a few digits.
+        number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        number ^= number >> 27;
+        let digit = |at: u32| {
+            let digit = number / 36u64.pow(at) % 36;
+            char::from_digit(digit as u32, 36).unwrap_or('0')
+        };
+        (0..9).map(digit).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn calls_have_ids_of_their_own() {
+        let mut seen = HashSet::new();
+        for drawn in [0, 1, u64::MAX, 0x1234_5678_9abc_def0] {
+            for (choice, index) in (0..16).flat_map(|choice| (0..16).map(move |it| (choice, it))) {
+                let id = CallIds { drawn }.id(choice, index);
+                assert!(id.len() == 9 && id.chars().all(|c| c.is_ascii_alphanumeric()), "{id}");
+                assert!(seen.insert(id));
+            }
+        }
+    }
+
+    #[test]
+    fn deltas_add_up_to_the_message() {
+        let (ids, mut delta) = (CallIds { drawn: 7 }, Delta::default());
+        assert!(delta.is_empty());
+        let parts = [
+            Part::Reasoning("a".to_owned()),
+            Part::Reasoning("b".to_owned()),
+            Part::Call { index: 0, name: "f".to_owned() },
+            Part::Arguments { index: 0, text: "{".to_owned() },
+            Part::Arguments { index: 0, text: "}".to_owned() },
+            Part::Call { index: 1, name: "g".to_owned() },
+        ];
+        let mut message = Message::default();
+        for part in parts {
+            delta.take(part.clone(), &ids, 0);
+            message.take(part);
+        }
+        let told = serde_json::to_value(&delta).unwrap();
+        let whole = message.json(&ids, 0);
+        assert_eq!(told["reasoning"], "ab");
+        for key in ["reasoning", "reasoning_content"] {
+            assert_eq!(told[key], whole[key], "{key}");
+        }
+        for index in 0..2 {
+            for key in ["id", "type", "function"] {
+                assert_eq!(told["tool_calls"][index][key], whole["tool_calls"][index][key]);
+            }
+        }
+        assert_eq!(whole["tool_calls"][0]["function"], json!({"name": "f", "arguments": "{}"}));
+        assert_eq!(whole["content"], Value::Null);
+        assert_eq!(Message::default().json(&ids, 0)["content"], "");
+        let more = Part::Arguments { index: 1, text: "{}".to_owned() };
+        let mut next = Delta::default();
+        next.take(more, &ids, 0);
+        let expected = json!({"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]});
+        assert_eq!(serde_json::to_value(&next).unwrap(), expected);
+    }
+}

@@ -1,0 +1,132 @@
+//! Tools: which the model is told of, whether it may or must call them, and how its calls are told
+//! from its text.
+use serde_json::Value;
+
+use super::conversation::objects;
+use super::error::ApiError;
+use super::fields::Fields;
+use super::params::Limits;
+use crate::text::reply::{CallFormat, Parameters, ReplyRules};
+
+/// Whether tools are called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// They are not: what looks like a call is text.
+    None,
+    /// The model decides.
+    Auto,
+    /// One at least.
+    Required,
+    /// This one.
+    Function(String),
+}
+
+/// What a request says of tools.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tools {
+    list: Option<Value>,
+    choice: ToolChoice,
+    /// One call at most.
+    single: bool,
+}
+
+impl Tools {
+    /// Reads the fields.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn read(fields: &Fields, limits: &Limits) -> Result<Self, ApiError> {
+        let list = told(fields, limits)?;
+        let choice = choice(fields, list.as_ref())?;
+        let single = !fields.boolean("parallel_tool_calls", true)?;
+        Ok(Self { list, choice, single })
+    }
+
+    /// What the template is told.
+    #[must_use]
+    pub fn told(&self) -> Option<&Value> {
+        self.list.as_ref()
+    }
+
+    /// Whether a choice that ends with calls says so; not where that was the client's choice.
+    #[must_use]
+    pub fn finish_with_calls(&self) -> bool {
+        matches!(self.choice, ToolChoice::Auto | ToolChoice::Required)
+    }
+
+    /// What is looked for in the reply of a model that writes calls in this form.
+    ///
+    /// # Errors
+    /// 400 where that is not known.
+    pub fn rules(&self, format: Option<CallFormat>) -> Result<ReplyRules, ApiError> {
+        let mut rules = ReplyRules { single_call: self.single, ..ReplyRules::default() };
+        match (&self.choice, format) {
+            (ToolChoice::None, _) => {}
+            (ToolChoice::Auto, None) => {
+                let message = "`tools`: how this model writes calls is not known, its chat template \
+                               does not say; the server's operator can (--tool-call-parser), and \
+                               with `tool_choice`: \"none\" calls are part of the text";
+                return Err(ApiError::field("tools", message));
+            }
+            (_, format) => rules.calls = format,
+        }
+        if rules.calls == Some(CallFormat::Qwen3Coder) {
+            rules.parameters = self.list.as_ref().map(Parameters::of).unwrap_or_default();
+        }
+        Ok(rules)
+    }
+}
+
+/// The tools that a template is told of; none where there are none.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn told(fields: &Fields, limits: &Limits) -> Result<Option<Value>, ApiError> {
+    let tools = objects(fields, "tools", limits.tools)?;
+    for (index, tool) in tools.iter().filter_map(Value::as_array).flatten().enumerate() {
+        let name = name(tool).filter(|name| !name.is_empty());
+        if tool.get("type").and_then(Value::as_str) != Some("function") || name.is_none() {
+            let message =
+                format!("`tools[{index}]` must have the type \"function\" and a `function.name`");
+            return Err(ApiError::field("tools", message));
+        }
+        let parameters = tool.get("function").and_then(|it| it.get("parameters"));
+        if parameters.is_some_and(|it| !it.is_object() && !it.is_null()) {
+            let message = format!("`tools[{index}].function.parameters` must be a JSON schema");
+            return Err(ApiError::field("tools", message));
+        }
+    }
+    Ok(tools)
+}
+
+fn name(tool: &Value) -> Option<&str> {
+    tool.get("function")?.get("name")?.as_str()
+}
+
+fn choice(fields: &Fields, tools: Option<&Value>) -> Result<ToolChoice, ApiError> {
+    let field = "tool_choice";
+    let Some(tools) = tools else {
+        return match fields.get(field).map(|choice| choice.as_str().unwrap_or("a function")) {
+            None | Some("none" | "auto") => Ok(ToolChoice::None),
+            Some(_) => Err(ApiError::field(field, "`tool_choice` needs `tools`")),
+        };
+    };
+    let expected = "\"none\", \"auto\", \"required\", or {\"type\": \"function\", \"function\": \
+                    {\"name\": ..}}";
+    match fields.get(field) {
+        None => Ok(ToolChoice::Auto),
+        Some(Value::String(word)) if word == "none" => Ok(ToolChoice::None),
+        Some(Value::String(word)) if word == "auto" => Ok(ToolChoice::Auto),
+        Some(Value::String(word)) if word == "required" => Ok(ToolChoice::Required),
+        Some(value) => {
+            let is_function = value.get("type").and_then(Value::as_str) == Some("function");
+            let wanted = name(value).filter(|_| is_function);
+            let wanted = wanted.ok_or_else(|| Fields::wrong(field, value, expected))?;
+            if !tools.as_array().into_iter().flatten().any(|tool| name(tool) == Some(wanted)) {
+                let message = format!("`tool_choice` names {wanted:?}, which is none of `tools`");
+                return Err(ApiError::field(field, message));
+            }
+            Ok(ToolChoice::Function(wanted.to_owned()))
+        }
+    }
+}
