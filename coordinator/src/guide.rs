@@ -23,6 +23,9 @@ use self::cache::Cache;
 use self::vocabulary::Vocabulary;
 use crate::text::model::TextModel;
 
+/// Room for grammars as deep as their bytes allow; it is taken as it is used.
+const STACK_BYTES: usize = 256 << 20;
+
 /// Makes grammars over one model's vocabulary.
 pub struct Guides {
     factory: ParserFactory,
@@ -68,10 +71,25 @@ impl Guides {
         if let Some(made) = self.made(spec) {
             return Ok(made);
         }
-        let made = Arc::new(Grammar::compile(&self.factory, &self.barred_first, spec)?);
+        let made = self.compile(spec)?;
         let mut cache = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         cache.put(spec.clone(), made.clone());
         Ok(made)
+    }
+}
+
+impl Guides {
+    /// On a thread of its own: rules that refer to rules are compiled by recursion, and the end of
+    /// a stack is the end of the process.
+    fn compile(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
+        std::thread::scope(|scope| {
+            let builder = std::thread::Builder::new().name("grammar".to_owned());
+            let compile = || Grammar::compile(&self.factory, &self.barred_first, spec);
+            let thread = builder.stack_size(STACK_BYTES).spawn_scoped(scope, compile);
+            let thread = thread.map_err(|error| format!("cannot be compiled now: {error}"))?;
+            let broke = || Err("cannot be compiled: the compiler broke off".to_owned());
+            thread.join().unwrap_or_else(|_| broke()).map(Arc::new)
+        })
     }
 }
 

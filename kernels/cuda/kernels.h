@@ -74,7 +74,8 @@ typedef struct {
     uint32_t output_start;       /* into `ids` */
     uint32_t output_len;
     uint32_t top_n;              /* most likely tokens wanted; TUTTI_NO_LOGPROBS: nothing */
-    uint32_t reserved[2];
+    uint32_t mask_start;         /* into `masks`; TUTTI_NO_MASK: every token may be chosen */
+    uint32_t reserved;
 } TuttiSampleParams;
 
 /* `kernels::sampling::Sampled` without its list. 16 bytes. */
@@ -108,6 +109,10 @@ typedef struct {
 #define TUTTI_PEERS_TIMEOUT 0x200u
 
 #define TUTTI_NO_LOGPROBS 0xffffffffu
+#define TUTTI_NO_MASK 0xffffffffu
+/* In place of a token's id. */
+#define TUTTI_CORRUPTED 0xffffffffu
+#define TUTTI_NOTHING_ALLOWED 0xfffffffeu
 #define TUTTI_BIAS_MAX 1024u
 /* Most likely tokens per row. */
 #define TUTTI_TOP_MAX 128u
@@ -323,9 +328,11 @@ __global__ void tutti_skinny_gate_up_64(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 /* ---- sample.cu ------------------------------------------------------------------------------
  * logits f32 [rows, stride], of which the first `vocab` columns count; at most TUTTI_VOCAB_MAX. */
 
-/* Samples each row as `params[row]` says, in the order of kernels::reference: bias, suppression,
- * penalties, then arg-max or temperature, min-p, top-k, top-p and one uniform number.
+/* Samples each row as `params[row]` says, in the order of kernels::reference: the mask, bias,
+ * suppression, penalties, then arg-max or temperature, min-p, top-k, top-p and one uniform number.
  * biases: all rows' logit biases; ids u32: all rows' suppressed, prompt and output tokens.
+ * masks u32: the tokens that rows may choose, where they may not choose all: bit i % 32 of a mask's
+ * word i / 32 is token i's, ceil(vocab / 32) words each; may be null when no row has one.
  * edited f32 [rows, vocab], scratch; counts u32 [rows, vocab], scratch that must be all 0 before
  * the first call and is all 0 again after each; both may be null when no row has bias,
  * suppression or penalties. top_ids u32, top_logprobs f32 [rows, top_stride]: the most likely
@@ -334,10 +341,11 @@ __global__ void tutti_skinny_gate_up_64(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
  * Weights are whole multiples of 2^-40 of the largest, summed exactly.
  * grid (rows), block 1024. */
 __global__ void tutti_sample(const float* logits, const TuttiSampleParams* params,
-                             const TuttiIdValue* biases, const uint32_t* ids, float* edited,
-                             uint32_t* counts, TuttiSampled* out, uint32_t* top_ids,
-                             float* top_logprobs, uint32_t stride, uint32_t vocab,
-                             uint32_t top_stride, const uint32_t* live);
+                             const TuttiIdValue* biases, const uint32_t* ids,
+                             const uint32_t* masks, float* edited, uint32_t* counts,
+                             TuttiSampled* out, uint32_t* top_ids, float* top_logprobs,
+                             uint32_t stride, uint32_t vocab, uint32_t top_stride,
+                             const uint32_t* live);
 
 /* Log-probability and rank of targets[row] (below vocab), and the top_n most likely tokens.
  * grid (rows), block 1024. */
@@ -347,13 +355,17 @@ __global__ void tutti_logprobs(const float* logits, const uint32_t* targets, Tut
                                const uint32_t* live);
 
 /* The largest logit of each row, ties by lower id, plus first_id: TuttiIdValue [rows]; id
- * 0xffffffff when the row is corrupted. grid (rows), block 1024. */
-__global__ void tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t stride, uint32_t vocab,
-                             uint32_t first_id, const uint32_t* live);
+ * TUTTI_CORRUPTED when the row is corrupted. The tokens are those from first_id on of a vocabulary of
+ * which params[row] has a mask (the only word of params that is read; params may be null): id
+ * TUTTI_NOTHING_ALLOWED when it leaves none of them above -infinity. grid (rows), block 1024. */
+__global__ void tutti_argmax(const float* logits, const TuttiSampleParams* params,
+                             const uint32_t* masks, TuttiIdValue* out, uint32_t stride,
+                             uint32_t vocab, uint32_t first_id, const uint32_t* live);
 
 /* The best of what tutti_argmax found of each rank's part of the vocabulary, ties by lower id:
- * found TuttiIdValue [ranks, rows], parts in the order of their ids. Corrupted when any part is;
- * logprob and rank are 0. grid (ceil(rows / 256)), block 256; `live` counts rows. */
+ * found TuttiIdValue [ranks, rows], parts in the order of their ids. Corrupted when any part is,
+ * or when no part has anything that is allowed; logprob and rank are 0. grid (ceil(rows / 256)),
+ * block 256; `live` counts rows. */
 __global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out, uint32_t ranks,
                                    uint32_t rows, const uint32_t* live);
 

@@ -1,6 +1,6 @@
 // Choosing a token from a row of logits, and log-probabilities. One block per row.
 //
-// Order: logit bias, suppression of end tokens, penalties (repetition, frequency, presence); then
+// Order: the mask, logit bias, suppression of end tokens, penalties (repetition, frequency, presence); then
 // the arg-max if the temperature is 0; else temperature, min-p, top-k, top-p and one uniform number
 // of Philox4x32-10 (key: seed; counter: position, draw 0, choice), which goes up the cumulated
 // weights: in order of probability where top-k or top-p may cut, else in order of token id. Ties go
@@ -26,6 +26,12 @@ struct RowSummary {
 };
 
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
+
+// The tokens that a row may choose from; null: all.
+__device__ __forceinline__ const uint32_t* mask_of(const TuttiSampleParams& p,
+                                                   const uint32_t* masks) {
+    return p.mask_start == TUTTI_NO_MASK ? nullptr : masks + p.mask_start;
+}
 
 // Looks at all logits of a row.
 __device__ __forceinline__ RowSummary summarize(const Tokens& row, SelectScratch& s) {
@@ -60,6 +66,33 @@ __device__ __forceinline__ RowSummary summarize(const Tokens& row, SelectScratch
     const bool any_finite = __any_sync(ALL_LANES, (warp_flags & 2) != 0);
     __syncthreads();
     return {best, !any_bad && any_finite};
+}
+
+// The largest order key of a token of the row that `mask` allows, whose bit `first_id` is that of the
+// row's first token, and whose logit is above -infinity; 0 when there is none.
+__device__ __forceinline__ u64 best_allowed(const Tokens& row, const uint32_t* mask,
+                                            uint32_t first_id, SelectScratch& s) {
+    u64 best = 0;
+    row.each([&](float x, uint32_t id) {
+        const uint32_t bit = first_id + id;
+        const bool allowed = (mask[bit / 32] >> (bit % 32) & 1u) != 0 && x > -INFINITY;
+        best = larger(best, allowed ? order_key(x, id) : 0);
+    });
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        best = larger(best, __shfl_xor_sync(ALL_LANES, best, distance));
+    }
+    if (threadIdx.x % 32 == 0) {
+        s.warp_best[threadIdx.x / 32] = best;
+    }
+    __syncthreads();
+    best = s.warp_best[threadIdx.x % 32];
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        best = larger(best, __shfl_xor_sync(ALL_LANES, best, distance));
+    }
+    __syncthreads();
+    return best;
 }
 
 // Philox4x32-10, as kernels/src/philox.rs; the upper 53 of 64 random bits.
@@ -251,7 +284,7 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
             [=](u64) { return u64{k}; }, s);
         if (k <= LIST_MAX && weights.floor != 0) {
             const uint32_t n = collect(tokens, weights.floor, list_logits, list_ids, LIST_MAX, s);
-            tokens = {list_logits, list_ids, n, false};
+            tokens = {list_logits, list_ids, n, false, nullptr};
         }
     }
     if (p.top_p < 1.0f) {
@@ -337,9 +370,9 @@ using namespace tutti;
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
     tutti_sample(const float* logits, const TuttiSampleParams* params, const TuttiIdValue* biases,
-                 const uint32_t* ids, float* edited, uint32_t* counts, TuttiSampled* out,
-                 uint32_t* top_ids, float* top_logprobs, uint32_t stride, uint32_t vocab,
-                 uint32_t top_stride, const uint32_t* live) {
+                 const uint32_t* ids, const uint32_t* masks, float* edited, uint32_t* counts,
+                 TuttiSampled* out, uint32_t* top_ids, float* top_logprobs, uint32_t stride,
+                 uint32_t vocab, uint32_t top_stride, const uint32_t* live) {
     SHARED_ARRAY(SelectScratch, scratch, 1);
     SHARED_ARRAY(float, list_logits, LIST_MAX);
     SHARED_ARRAY(uint32_t, list_ids, LIST_MAX);
@@ -355,14 +388,16 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const Tokens given = row_of_tokens(own, vocab, stride);
     const RowSummary plain = summarize(given, s);
     RowSummary summary = plain;
-    Tokens used = given;
+    Tokens used = row_of_tokens(own, vocab, stride, mask_of(p, masks));
     const bool edits = (p.bias_len | p.suppress_len | p.prompt_len | p.output_len) != 0;
     if (plain.sound && edits) {
         float* copy = edited + static_cast<size_t>(row) * vocab;
-        given.each([&](float x, uint32_t id) { copy[id] = x; });
+        used.each([&](float x, uint32_t id) { copy[id] = x; });
         __syncthreads();
         edit(p, biases, ids, copy, counts + static_cast<size_t>(row) * vocab, vocab);
         used = row_of_tokens(copy, vocab, vocab);
+    }
+    if (plain.sound && (edits || used.mask != nullptr)) {
         summary = summarize(used, s);
     }
     if (threadIdx.x == 0) {
@@ -414,8 +449,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    tutti_argmax(const float* logits, TuttiIdValue* out, uint32_t stride, uint32_t vocab,
-                 uint32_t first_id, const uint32_t* live) {
+    tutti_argmax(const float* logits, const TuttiSampleParams* params, const uint32_t* masks,
+                 TuttiIdValue* out, uint32_t stride, uint32_t vocab, uint32_t first_id,
+                 const uint32_t* live) {
     SHARED_ARRAY(SelectScratch, scratch, 1);
     release_successors();
     wait_for_predecessors();
@@ -424,12 +460,22 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
         return;
     }
     const float* own = logits + static_cast<size_t>(row) * stride;
-    const RowSummary summary = summarize(row_of_tokens(own, vocab, stride), scratch[0]);
+    const Tokens given = row_of_tokens(own, vocab, stride);
+    const RowSummary plain = summarize(given, scratch[0]);
+    u64 best = plain.best;
+    bool any = true;
+    const uint32_t* mask = params == nullptr ? nullptr : mask_of(params[row], masks);
+    if (plain.sound && mask != nullptr) {
+        // Of this part of the vocabulary the mask's bits may begin anywhere in a word.
+        best = best_allowed(given, mask, first_id, scratch[0]);
+        any = best != 0;
+    }
     if (threadIdx.x == 0) {
-        const uint32_t id = id_of(summary.best);
+        const uint32_t id = any ? id_of(best) : 0;
         const TuttiIdValue found = {first_id + id, own[id]};
-        const TuttiIdValue none = {0xffffffffu, 0.0f};
-        out[row] = summary.sound ? found : none;
+        const TuttiIdValue nothing = {TUTTI_NOTHING_ALLOWED, -INFINITY};
+        const TuttiIdValue corrupted = {TUTTI_CORRUPTED, 0.0f};
+        out[row] = plain.sound ? any ? found : nothing : corrupted;
     }
 }
 
@@ -443,15 +489,16 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     TuttiIdValue best = found[row];
-    bool sound = best.id != 0xffffffffu;
+    bool sound = best.id != TUTTI_CORRUPTED;
     for (uint32_t rank = 1; rank < ranks; rank++) {
         const TuttiIdValue other = found[static_cast<size_t>(rank) * rows + row];
-        sound = sound && other.id != 0xffffffffu;
-        // Of equal ones the first: ids grow with ranks.
+        sound = sound && other.id != TUTTI_CORRUPTED;
+        // Of equal ones the first: ids grow with ranks. What is allowed nowhere is -infinity.
         if (other.value > best.value) {
             best = other;
         }
     }
+    sound = sound && best.id != TUTTI_NOTHING_ALLOWED;
     const TuttiSampled picked = {best.id, 0, 0.0f, 0};
     const TuttiSampled corrupted = {0, 1, 0.0f, 0};
     out[row] = sound ? picked : corrupted;

@@ -38,9 +38,23 @@ struct Tokens {
     const uint32_t* ids; // null: the index is the id
     uint32_t count;
     bool wide; // logits begin at a multiple of 16 bytes
+    const uint32_t* mask; // of a row: a bit for each token, 1 where it may be chosen; null: all may
 
-    // The logits of the 4 tokens from `first` on, -infinity where there is none. Of a row.
+    // The logits of the 4 tokens from `first` on, a multiple of 4; -infinity where there is none or
+    // it may not be chosen. Of a row.
     __device__ __forceinline__ float4 four(uint32_t first) const {
+        float4 x = loaded(first);
+        if (mask != nullptr && first < count) {
+            const uint32_t bits = mask[first / 32] >> (first % 32);
+            x.x = (bits & 1u) != 0 ? x.x : -INFINITY;
+            x.y = (bits & 2u) != 0 ? x.y : -INFINITY;
+            x.z = (bits & 4u) != 0 ? x.z : -INFINITY;
+            x.w = (bits & 8u) != 0 ? x.w : -INFINITY;
+        }
+        return x;
+    }
+
+    __device__ __forceinline__ float4 loaded(uint32_t first) const {
         if (wide && first + 4 <= count) {
             return *reinterpret_cast<const float4*>(logits + first);
         }
@@ -62,11 +76,11 @@ struct Tokens {
         constexpr uint32_t STEP = SELECT_THREADS * 4;
         for (uint32_t first = threadIdx.x * 4; first < count; first += 2 * STEP) {
             // Both loads are on their way before either is looked at.
-            const float4 loaded[2] = {four(first), four(first + STEP)};
+            const float4 both[2] = {four(first), four(first + STEP)};
 #pragma unroll
             for (uint32_t half = 0; half < 2; half++) {
                 const uint32_t id = first + half * STEP;
-                const float4 x = loaded[half];
+                const float4 x = both[half];
                 if (id < count) look(x.x, id);
                 if (id + 1 < count) look(x.y, id + 1);
                 if (id + 2 < count) look(x.z, id + 2);
@@ -78,8 +92,9 @@ struct Tokens {
 
 // A row of `stride` between it and the next.
 __device__ __forceinline__ Tokens row_of_tokens(const float* logits, uint32_t vocab,
-                                                uint32_t stride) {
-    return {logits, nullptr, vocab, stride % 4 == 0};
+                                                uint32_t stride,
+                                                const uint32_t* mask = nullptr) {
+    return {logits, nullptr, vocab, stride % 4 == 0, mask};
 }
 
 // e^((logit - max) / temperature), as a whole number of 2^-WEIGHT_BITS, for tokens that are kept.

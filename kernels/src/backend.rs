@@ -444,7 +444,8 @@ pub trait Backend {
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError>;
 
     /// Samples row `first_row + i` of `logits` as `rows[i]` says; only the first `vocab` columns
-    /// count (the rest is padding). Clears and fills `out`.
+    /// count (the rest is padding). Clears and fills `out`. A mask is always one of the whole
+    /// vocabulary, also where logits are kept apart.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

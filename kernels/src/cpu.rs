@@ -25,6 +25,7 @@ mod elementwise;
 mod gemm;
 pub mod isa;
 mod kv;
+mod mask;
 mod math;
 mod memory;
 mod pack;
@@ -489,6 +490,7 @@ impl Backend for CpuBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         check::logits("sample", logits, vocab, first_row, rows.len())?;
+        rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         self.each_row(rows.len(), out, &|sampler, i| {
             sampler.sample(&logits.row(first_row + i)[..vocab], &rows[i])
         })

@@ -409,6 +409,7 @@ impl Backend for ReferenceBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         check_logits("sample", logits, vocab, first_row, rows.len())?;
+        rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         out.clear();
         out.extend(rows.iter().enumerate().map(|(i, row)| {
             let logits = &logits.row(first_row + i)[..vocab];

@@ -1,4 +1,5 @@
 //! The parameters and results of token sampling, as kernels see them.
+use crate::error::KernelError;
 
 /// Sampling parameters of one row. Meanings as in vLLM; see `shared::sampling` for the ranges.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,6 +62,29 @@ pub struct SampleRow<'a> {
     pub prompt: &'a [u32],
     /// The tokens generated so far; its length is the first word of the Philox counter.
     pub output: &'a [u32],
+    /// The tokens that may be chosen, all when absent: bit `i % 32` of word `i / 32` is set when
+    /// token `i` may be, `vocab.div_ceil(32)` words. The logits of all others become -infinity
+    /// before anything else happens to them; log-probabilities and ranks are those of the model's
+    /// own distribution all the same.
+    pub allowed: Option<&'a [u32]>,
+}
+
+impl SampleRow<'_> {
+    /// Whether the row's mask, if it has one, says of every token of the vocabulary whether it may
+    /// be chosen.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when words are missing.
+    pub fn check_mask(&self, vocab: usize) -> Result<(), KernelError> {
+        let wanted = vocab.div_ceil(32);
+        match self.allowed {
+            Some(mask) if mask.len() < wanted => Err(KernelError::Shape {
+                op: "sample",
+                message: format!("a mask of {} words, {vocab} tokens have {wanted}", mask.len()),
+            }),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// What sampling one row gave.
@@ -68,7 +92,7 @@ pub struct SampleRow<'a> {
 pub struct Sampled {
     /// The token; on non-finite logits 0 with `corrupted` set.
     pub token: u32,
-    /// Some logit was NaN or +infinity, or all were -infinity.
+    /// Some logit was NaN or +infinity, or all were -infinity, or all that the mask leaves.
     pub corrupted: bool,
     /// Natural log-probability of `token` in the unmodified distribution (when asked for).
     pub logprob: f32,

@@ -459,7 +459,12 @@ impl Case for Sample {
         };
         let all = [&plain, &random_top, &random_p, &edited];
         let rows: Vec<SampleRow<'_>> = (0..40)
-            .map(|i| SampleRow { params: all[i % 4], prompt: &[1, 2, 3], output: &[3, 4, 3] })
+            .map(|i| SampleRow {
+                params: all[i % 4],
+                prompt: &[1, 2, 3],
+                output: &[3, 4, 3],
+                allowed: None,
+            })
             .collect();
         let mut sampled = Vec::new();
         backend.sample(&logits, self.vocab, 0, &rows, &mut sampled)?;

@@ -89,7 +89,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         })
         .collect();
     let params = SampleParams { temperature: 0.7, ..SampleParams::default() };
-    let sampling = [SampleRow { params: &params, prompt: &[], output: &[] }; 3];
+    let sampling = [SampleRow { params: &params, prompt: &[], output: &[], allowed: None }; 3];
     let shape = AttentionShape {
         num_heads: 1,
         num_kv_heads: 1,

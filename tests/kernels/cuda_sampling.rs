@@ -10,22 +10,24 @@ use crate::support::{Pretend, Random, assert_close};
 /// Most likely tokens that there is room for.
 const TOP_STRIDE: usize = 8;
 const NO_LOGPROBS: u32 = u32::MAX;
+pub(crate) const NO_MASK: u32 = u32::MAX;
 
-/// One row: its parameters and the tokens before.
+/// One row: its parameters, the tokens before, and its mask.
 #[derive(Clone)]
-struct Row {
-    params: SampleParams,
-    prompt: Vec<u32>,
-    output: Vec<u32>,
+pub(crate) struct Row {
+    pub(crate) params: SampleParams,
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) output: Vec<u32>,
+    pub(crate) allowed: Option<Vec<u32>>,
 }
 
-fn params() -> SampleParams {
+pub(crate) fn params() -> SampleParams {
     SampleParams::default()
 }
 
 impl Row {
-    fn of(params: SampleParams) -> Self {
-        Self { params, prompt: vec![], output: vec![] }
+    pub(crate) fn of(params: SampleParams) -> Self {
+        Self { params, prompt: vec![], output: vec![], allowed: None }
     }
 
     fn penalised(&self) -> bool {
@@ -71,7 +73,7 @@ fn results(
 fn sample(logits: &[f32], stride: usize, vocab: usize, rows: &[Row]) -> Vec<Sampled> {
     let mut biases = Vec::new();
     let mut ids = Vec::new();
-    let mut words = Vec::new();
+    let (mut words, mut masks) = (Vec::new(), Vec::new());
     let mut put = |list: &[u32]| {
         let start = ids.len();
         ids.extend(list);
@@ -94,7 +96,9 @@ fn sample(logits: &[f32], stride: usize, vocab: usize, rows: &[Row]) -> Vec<Samp
         words.extend([bias_start, p.logit_bias.len() as u32]);
         words.extend([suppressed, prompt, output].as_flattened());
         words.push(p.logprobs.unwrap_or(NO_LOGPROBS));
-        words.extend([0, 0]);
+        words.push(row.allowed.as_ref().map_or(NO_MASK, |_| masks.len() as u32));
+        masks.extend(row.allowed.iter().flatten());
+        words.push(0);
     }
     assert_eq!(words.len(), rows.len() * 22);
     let n = rows.len();
@@ -103,6 +107,7 @@ fn sample(logits: &[f32], stride: usize, vocab: usize, rows: &[Row]) -> Vec<Samp
         u32s(&words),
         u32s(&biases),
         u32s(&ids),
+        u32s(&masks),
         poison_f32(n * vocab),
         u32s(&vec![0; n * vocab]),
         poison_f32(n * 4),
@@ -114,12 +119,12 @@ fn sample(logits: &[f32], stride: usize, vocab: usize, rows: &[Row]) -> Vec<Samp
         Arg::Null,
     ];
     let buffers = launch("tutti_sample", [n, 1, 1], 1024).run(&args);
-    assert!(buffers[5].iter().all(|&byte| byte == 0), "counts are left behind");
+    assert!(buffers[6].iter().all(|&byte| byte == 0), "counts are left behind");
     let wanted = |i: usize| {
         let rows: &Row = &rows[i];
         (rows.params.logprobs.unwrap_or(0) as usize).min(vocab).min(TOP_STRIDE)
     };
-    results(&buffers[6], &buffers[7], &buffers[8], wanted)
+    results(&buffers[7], &buffers[8], &buffers[9], wanted)
 }
 
 fn assert_same(got: &Sampled, want: &Sampled, what: &str) {
@@ -140,12 +145,23 @@ fn assert_same(got: &Sampled, want: &Sampled, what: &str) {
     }
 }
 
-fn compare(logits: &[f32], stride: usize, vocab: usize, rows: &[Row], what: &str) -> Vec<Sampled> {
+pub(crate) fn compare(
+    logits: &[f32],
+    stride: usize,
+    vocab: usize,
+    rows: &[Row],
+    what: &str,
+) -> Vec<Sampled> {
     let got = sample(logits, stride, vocab, rows);
     let (mut backend, buffer) = reference(logits, stride);
     let given: Vec<SampleRow<'_>> = rows
         .iter()
-        .map(|row| SampleRow { params: &row.params, prompt: &row.prompt, output: &row.output })
+        .map(|row| SampleRow {
+            params: &row.params,
+            prompt: &row.prompt,
+            output: &row.output,
+            allowed: row.allowed.as_deref(),
+        })
         .collect();
     let mut want = Vec::new();
     backend.sample(&buffer, vocab, 0, &given, &mut want).unwrap();
@@ -156,7 +172,7 @@ fn compare(logits: &[f32], stride: usize, vocab: usize, rows: &[Row], what: &str
 }
 
 /// Logits as of a model: a bell with a few peaks, some ties, some -infinity.
-fn row_of_logits(random: &mut Random, vocab: usize) -> Vec<f32> {
+pub(crate) fn row_of_logits(random: &mut Random, vocab: usize) -> Vec<f32> {
     (0..vocab)
         .map(|_| {
             let bell = (0..4).map(|_| random.f32()).sum::<f32>() * 2.5;
@@ -170,7 +186,7 @@ fn row_of_logits(random: &mut Random, vocab: usize) -> Vec<f32> {
         .collect()
 }
 
-fn random_row(random: &mut Random, vocab: usize) -> Row {
+pub(crate) fn random_row(random: &mut Random, vocab: usize) -> Row {
     let one_of = |random: &mut Random, list: &[f32]| list[random.below(list.len())];
     let ids = |random: &mut Random, most: usize| -> Vec<u32> {
         let n = random.below(most + 1);
@@ -198,7 +214,7 @@ fn random_row(random: &mut Random, vocab: usize) -> Row {
         p.suppress_until_min = ids(random, 3);
         p.min_tokens = random.below(8) as u32;
     }
-    Row { params: p, prompt: ids(random, 12), output: ids(random, 6) }
+    Row { params: p, prompt: ids(random, 12), output: ids(random, 6), allowed: None }
 }
 
 #[test]
@@ -299,6 +315,8 @@ fn corrupted_rows_say_so() {
 
     let args = [
         f32s(&rows.concat()),
+        Arg::Null,
+        Arg::Null,
         poison_f32(10),
         Arg::U32(40),
         Arg::U32(40),

@@ -18,7 +18,7 @@ fn greedy() -> SampleParams {
 }
 
 fn sample(logits: &[f32], params: &SampleParams, prompt: &[u32], output: &[u32]) -> Sampled {
-    Sampler::new().sample(logits, &SampleRow { params, prompt, output })
+    Sampler::new().sample(logits, &SampleRow { params, prompt, output, allowed: None })
 }
 
 /// Counts over `draws` seeds.
@@ -27,7 +27,7 @@ fn histogram(logits: &[f32], params: &SampleParams, draws: u64) -> Vec<u64> {
     let mut counts = vec![0; logits.len()];
     for seed in 0..draws {
         let params = SampleParams { seed, ..params.clone() };
-        let row = SampleRow { params: &params, prompt: &[], output: &[1, 2] };
+        let row = SampleRow { params: &params, prompt: &[], output: &[1, 2], allowed: None };
         counts[sampler.sample(logits, &row).token as usize] += 1;
     }
     counts
@@ -199,9 +199,9 @@ fn a_sampler_forgets_the_row_before() {
     let frequency = SampleParams { frequency_penalty: 1.0, repetition_penalty: 1.5, ..greedy() };
     let mut sampler = Sampler::new();
     for _ in 0..3 {
-        let row = SampleRow { params: &frequency, prompt: &[1], output: &[0, 0, 1] };
+        let row = SampleRow { params: &frequency, prompt: &[1], output: &[0, 0, 1], allowed: None };
         assert_eq!(sampler.sample(&[2.0, 1.9, 0.5], &row).token, 2);
-        let row = SampleRow { params: &frequency, prompt: &[], output: &[] };
+        let row = SampleRow { params: &frequency, prompt: &[], output: &[], allowed: None };
         assert_eq!(sampler.sample(&[2.0, 1.9], &row).token, 0);
     }
 }
@@ -275,8 +275,10 @@ fn the_backend_samples_rows_without_padding() {
         }
         let all: Vec<SampleParams> =
             (0..7).map(|seed| SampleParams { seed, logprobs: Some(2), ..params() }).collect();
-        let rows: Vec<SampleRow<'_>> =
-            all.iter().map(|params| SampleRow { params, prompt: &[1], output: &[2] }).collect();
+        let rows: Vec<SampleRow<'_>> = all
+            .iter()
+            .map(|params| SampleRow { params, prompt: &[1], output: &[2], allowed: None })
+            .collect();
         let mut out = vec![Sampled::default(); 40];
         backend.sample(&padded, 70, 2, &rows, &mut out).unwrap();
         let want: Vec<Sampled> = (0..7)

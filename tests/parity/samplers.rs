@@ -21,6 +21,8 @@ struct Case {
     params: SampleParams,
     prompt: Vec<u32>,
     output: Vec<u32>,
+    /// Tokens that may be chosen, in a few words: the others are all 0 or all 1.
+    allowed: Option<Vec<u32>>,
 }
 
 fn cases() -> impl Strategy<Value = Case> {
@@ -40,8 +42,10 @@ fn cases() -> impl Strategy<Value = Case> {
         (prop::collection::vec((0..VOCAB as u32 + 5, -20.0f32..20.0), 0..4), tokens(), 0u32..16);
     let rest = (any::<u64>(), 0u32..4, prop::option::of(0u32..25));
     let logits = prop::collection::vec(-127i8..=127, WIDTH);
-    (logits, truncation, penalties, edits, rest, tokens(), tokens()).prop_map(
-        |(logits, truncation, penalties, edits, rest, prompt, output)| Case {
+    let word = prop_oneof![Just(0u32), Just(u32::MAX), any::<u32>()];
+    let allowed = prop::option::of(prop::collection::vec(word, VOCAB.div_ceil(32)));
+    (logits, truncation, penalties, edits, rest, tokens(), tokens(), allowed).prop_map(
+        |(logits, truncation, penalties, edits, rest, prompt, output, allowed)| Case {
             logits,
             params: SampleParams {
                 temperature: truncation.0,
@@ -60,6 +64,7 @@ fn cases() -> impl Strategy<Value = Case> {
             },
             prompt,
             output,
+            allowed,
         },
     )
 }
@@ -79,7 +84,12 @@ fn sample<B: Backend>(backend: &mut B, case: &Case) -> [Sampled; 2] {
     let table = backend.load_matrix(&[row]).unwrap();
     let mut logits = backend.new_buffer(1, WIDTH).unwrap();
     backend.embed(&table, &[0], 0, &mut logits).unwrap();
-    let row = SampleRow { params: &case.params, prompt: &case.prompt, output: &case.output };
+    let row = SampleRow {
+        params: &case.params,
+        prompt: &case.prompt,
+        output: &case.output,
+        allowed: case.allowed.as_deref(),
+    };
     let (mut sampled, mut scored) = (Vec::new(), Vec::new());
     backend.sample(&logits, VOCAB, 0, &[row], &mut sampled).unwrap();
     backend.logprobs(&logits, VOCAB, 0, &[3], 7, &mut scored).unwrap();

@@ -77,6 +77,8 @@ fn request() -> GenerateRequest {
         prompt: vec![1, 2, 3],
         sampling: vec![shared::sampling::SamplingParams::default()],
         stop_checks: Vec::new(),
+            guides: Vec::new(),
+            guide_spec: None,
         max_tokens: 30,
         cache_salt: 0,
         end_tokens: Vec::new(),

@@ -18,6 +18,7 @@
 
 mod agreement;
 mod frames;
+mod guided;
 mod placement;
 mod random;
 mod rig;

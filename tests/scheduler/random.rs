@@ -3,6 +3,7 @@ use coordinator::engine::EngineError;
 use coordinator::scheduler::SchedulerConfig;
 use proptest::prelude::*;
 
+use crate::guided::Guidance;
 use crate::rig::{ClientRequest, Rig};
 
 #[derive(Clone, Debug)]
@@ -29,19 +30,22 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         prop::option::weighted(0.3, 0u32..50),
         any::<u64>(),
         prop::bool::weighted(0.2),
+        prop::option::weighted(0.3, (any::<u64>(), 0u64..30)),
     )
         .prop_map(
-            |(prompt, n, max_tokens, end_tokens, min_tokens, stop_token, seed, logprobs)| {
+            |(prompt, n, max_tokens, end_tokens, min_tokens, stop_token, seed, logprobs, guide)| {
+                let guide = guide.map(|(key, over_in)| Guidance { key, over_in, ..Guidance::default() });
                 let prompt_logprobs = logprobs && prompt.len() > 1;
                 ClientRequest {
                     prompt,
                     n,
                     max_tokens,
                     end_tokens,
-                    min_tokens: min_tokens.min(max_tokens),
+                    min_tokens: if guide.is_some() { 0 } else { min_tokens.min(max_tokens) },
                     stop_token,
                     seed,
                     prompt_logprobs,
+                    guide,
                 }
             },
         )

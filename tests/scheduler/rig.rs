@@ -2,13 +2,14 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use coordinator::engine::{EngineError, FinishReason, GenerateRequest};
+use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, TokenGuide};
 use coordinator::scheduler::{Effect, EpochEnd, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::frames::travels;
+use crate::guided::{Guidance, TestGuide};
 use crate::worker::{FakeWorker, next_token};
 
 /// A request as its client sees it.
@@ -23,6 +24,7 @@ pub(crate) struct ClientRequest {
     pub(crate) stop_token: Option<u32>,
     pub(crate) seed: u64,
     pub(crate) prompt_logprobs: bool,
+    pub(crate) guide: Option<Guidance>,
 }
 
 impl Default for ClientRequest {
@@ -36,7 +38,14 @@ impl Default for ClientRequest {
             stop_token: None,
             seed: 1,
             prompt_logprobs: false,
+            guide: None,
         }
+    }
+}
+
+impl ClientRequest {
+    pub(crate) fn guide(&self) -> Option<Box<dyn TokenGuide>> {
+        self.guide.map(|guidance| Box::new(TestGuide::new(guidance)) as Box<dyn TokenGuide>)
     }
 }
 
@@ -120,6 +129,8 @@ impl Rig {
             prompt: vec![1],
             sampling: vec![SamplingParams::greedy(); 5],
             stop_checks: Vec::new(),
+            guides: Vec::new(),
+            guide_spec: None,
             max_tokens: 1,
             cache_salt: 0,
             end_tokens: Vec::new(),
@@ -159,6 +170,8 @@ impl Rig {
             prompt: client.prompt.clone(),
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: Vec::new(),
+            guides: (0..client.n).filter_map(|_| client.guide()).collect(),
+            guide_spec: None,
             max_tokens: client.max_tokens,
             cache_salt: 0,
             end_tokens: client.end_tokens.clone(),
@@ -245,8 +258,11 @@ impl Rig {
                     ..SamplingParams::greedy()
                 };
                 let mut tokens = client.prompt.clone();
+                let mut guide = client.guide();
                 for (position, token) in got.tokens[choice].iter().enumerate() {
-                    let expected = next_token(&sampling, &tokens);
+                    let allowed = guide.as_ref().map(|guide| guide.allowed());
+                    let expected = next_token(&sampling, &tokens, allowed);
+                    let _ = guide.as_mut().map(|guide| guide.accept(*token));
                     assert_eq!(*token, expected, "tokens_match_oracle: {request} at {position}");
                     tokens.push(*token);
                 }
@@ -327,5 +343,10 @@ fn finish_reason_is_right(client: &ClientRequest, tokens: &[u32], reason: Finish
         }
         FinishReason::StopString => assert_eq!(tokens.last().copied(), client.stop_token),
         FinishReason::Length => assert_eq!(tokens.len() as u32, client.max_tokens),
+        FinishReason::Complete => {
+            let mut guide = client.guide().expect("a guide was asked for");
+            let over = tokens.iter().position(|it| guide.accept(*it) == Ok(Guided::IsOver));
+            assert_eq!(over, Some(tokens.len() - 1));
+        }
     }
 }

@@ -3,16 +3,26 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use coordinator::scheduler::SchedulerConfig;
 use shared::ids::SeqId;
-use shared::protocol::{SequenceOutput, StepPlan, TokenLogprobs};
+use shared::protocol::{SequenceOutput, SequenceStep, StepPlan, TokenLogprobs, TokenMask};
 use shared::sampling::SamplingParams;
 
-/// The token that follows `tokens`: depends on seed, choice and everything before.
-pub(crate) fn next_token(sampling: &SamplingParams, tokens: &[u32]) -> u32 {
+use crate::guided::VOCABULARY;
+
+/// The token that follows `tokens`: depends on seed, choice and everything before, and is one of
+/// those allowed.
+pub(crate) fn next_token(
+    sampling: &SamplingParams,
+    tokens: &[u32],
+    allowed: Option<&TokenMask>,
+) -> u32 {
     let mut hash = sampling.seed ^ (u64::from(sampling.choice) << 40) ^ tokens.len() as u64;
     for token in tokens {
         hash = (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
     }
-    (hash >> 33) as u32 % 50
+    let all = 0..VOCABULARY;
+    let allowed: Vec<u32> =
+        all.filter(|token| allowed.is_none_or(|mask| mask.allows(*token))).collect();
+    allowed[(hash >> 33) as usize % allowed.len()]
 }
 
 #[derive(Debug)]
@@ -91,7 +101,8 @@ impl FakeWorker {
             }
             assert!(!entry.sample || end as usize == known.tokens.len(), "samples at the end only");
             assert!(end <= self.config.max_model_len);
-            outputs.extend(output(known, entry.seq, entry.start, entry.sample));
+            assert!(entry.sample || entry.allowed.is_none(), "a mask is for what is sampled");
+            outputs.extend(output(known, entry));
         }
         self.cache_holds_what_it_shall();
         outputs
@@ -122,22 +133,24 @@ impl FakeWorker {
     }
 }
 
-fn output(known: &mut Known, seq: SeqId, start: u32, sample: bool) -> Option<SequenceOutput> {
+fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
+    let (seq, start, sample) = (entry.seq, entry.start, entry.sample);
     let end = known.computed;
     let wants = known.sampling.prompt_logprobs.is_some();
     let last = end.min(known.num_prompt.saturating_sub(1));
-    let entry = |position: u32| TokenLogprobs {
+    let logprobs = |position: u32| TokenLogprobs {
         token: known.tokens[position as usize + 1],
         logprob: -1.0,
         rank: 1,
         top: Vec::new(),
     };
     let prompt_logprobs: Vec<TokenLogprobs> =
-        if wants { (start..last).map(entry).collect() } else { Vec::new() };
+        if wants { (start..last).map(logprobs).collect() } else { Vec::new() };
     if !sample && prompt_logprobs.is_empty() {
         return None;
     }
-    let token = sample.then(|| next_token(&known.sampling, &known.tokens));
+    let allowed = entry.allowed.as_ref();
+    let token = sample.then(|| next_token(&known.sampling, &known.tokens, allowed));
     known.tokens.extend(token);
     Some(SequenceOutput {
         seq,

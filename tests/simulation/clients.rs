@@ -123,6 +123,8 @@ impl Clients {
             prompt: client.prompt.clone(),
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: (0..client.n).map(stop_check).collect(),
+            guides: Vec::new(),
+            guide_spec: None,
             max_tokens: client.ends.max_tokens,
             cache_salt: 0,
             end_tokens: client.ends.end_tokens.clone(),

@@ -4,6 +4,7 @@
 //! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
 mod ahead;
+mod masks;
 mod profile;
 mod sequence;
 
@@ -19,6 +20,7 @@ use shared::protocol::{
 };
 
 use self::ahead::Queued;
+use self::masks::Masks;
 use self::sequence::Sequence;
 use crate::model::decoder::Decoder;
 use crate::rank::{NoSteps, StepSource};
@@ -52,6 +54,7 @@ pub struct Engine<B: Backend> {
     num_blocks: u32,
     sequences: HashMap<SeqId, Sequence>,
     step: StepBuffers,
+    masks: Masks,
     /// Of the last step's tokens.
     digest: TokenDigest,
     /// Steps whose tokens are on their way, the oldest first.
@@ -102,6 +105,7 @@ impl<B: Backend> Engine<B> {
             num_blocks: 0,
             sequences: HashMap::new(),
             step: StepBuffers::default(),
+            masks: Masks::default(),
             digest: TokenDigest::of(StepId(0)),
             queued: VecDeque::new(),
             begun_ahead: 0,
@@ -223,6 +227,7 @@ impl<B: Backend> Engine<B> {
                 outputs.sort_by_cached_key(|output| place(output.seq));
             }
         }
+        self.check_next(plan, source)?;
         let collective = self.backend.take_collective_time();
         let forward = began.elapsed().saturating_sub(collective).saturating_sub(sampling);
         Ok(StepTimings {
@@ -284,6 +289,7 @@ impl<B: Backend> Engine<B> {
                 return Err(fault(format!("{} occurs twice", entry.seq)));
             }
             seq.check(entry, &self.config, self.num_blocks)
+                .and_then(|()| masks::check(entry, vocab))
                 .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
             seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
             let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
@@ -347,7 +353,7 @@ impl<B: Backend> Engine<B> {
         queue: bool,
     ) -> Result<Duration, EngineError> {
         let is_plain = !plan.sequences.iter().any(|entry| self.reports_prompt(entry));
-        let Self { backend, decoder, sequences, step, cache, .. } = self;
+        let Self { backend, decoder, sequences, step, masks, cache, .. } = self;
         let cache = cache.as_mut().ok_or_else(|| EngineError::Plan {
             step: plan.step.0,
             message: "there is no KV cache yet".to_owned(),
@@ -355,9 +361,11 @@ impl<B: Backend> Engine<B> {
         let samples = backend.rank() == 0 || backend.samples_everywhere();
         let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
         if samples {
-            for index in &step.sample_entries {
-                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
-                    rows.push(seq.sample_row());
+            let entries = step.sample_entries.iter().map(|index| &plan.sequences[*index]);
+            masks.lay_out(entries.clone(), decoder.config().vocab_size as u32);
+            for (row, entry) in entries.enumerate() {
+                if let Some(seq) = sequences.get(&entry.seq) {
+                    rows.push(seq.sample_row(masks.of(row)));
                 }
             }
         }

@@ -84,10 +84,11 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
         }
         GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(whole(regex)),
         GuideSpec::Choice(strings) => {
-            // Lark's strings are written as JSON's.
+            // One terminal: thousands of rules would be looked at one by one. Lark's strings are
+            // written as JSON's.
             let strings: Vec<String> =
                 strings.iter().map(|it| Value::from(it.as_str()).to_string()).collect();
-            TopLevelGrammar::from_lark(format!("start: {}", strings.join(" | ")))
+            TopLevelGrammar::from_lark(format!("start: CHOICE\nCHOICE: {}", strings.join(" | ")))
         }
         GuideSpec::Lark(grammar) => {
             if grammar.contains("::=") {
@@ -128,13 +129,21 @@ fn whole(regex: &str) -> &str {
 /// What the library says, in one line and without its inner state.
 fn short(error: &str) -> String {
     let end = ["\n<", "<state>", "<backtrace>"].iter().filter_map(|it| error.find(it)).min();
-    let error = error[..end.unwrap_or(error.len())].trim();
-    let mut line = error.split_whitespace().collect::<Vec<_>>().join(" ");
-    if let Some((at, _)) = line.char_indices().nth(ERROR_CHARS) {
-        line.truncate(at);
-        line.push_str("...");
+    let error = &error[..end.unwrap_or(error.len())];
+    // Lines that show where in the source it is: the number, a bar, the source; a caret.
+    let shows = |line: &str| {
+        let rest = line.trim_start().trim_start_matches(|c: char| c.is_ascii_digit());
+        rest.trim_start().starts_with('|') || rest.trim() == "^"
+    };
+    let lines = error.lines().filter(|line| !shows(line));
+    let words: Vec<&str> = lines.flat_map(str::split_whitespace).collect();
+    let chars: Vec<char> = words.join(" ").chars().collect();
+    if chars.len() <= ERROR_CHARS {
+        return chars.into_iter().collect();
     }
-    line
+    // The reason comes behind what may be long.
+    let (head, tail) = (&chars[..ERROR_CHARS / 2], &chars[chars.len() - ERROR_CHARS / 2..]);
+    head.iter().chain(&['.', '.', '.']).chain(tail).collect()
 }
 
 fn mask(vocab: u32, allowed: &SimpleVob) -> Result<TokenMask, String> {

@@ -297,7 +297,7 @@ impl Scheduler {
             count,
             new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
-            allowed: None,
+            allowed: seq.guide.as_ref().filter(|_| samples).map(|it| it.allowed().clone()),
         });
         seq.told = seq.blocks.len() as u32;
         let admission = seq.admission.unwrap_or_default();

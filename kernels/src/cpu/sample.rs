@@ -1,11 +1,12 @@
 //! Choosing tokens from a row of logits, and log-probabilities. Pure: a row in, a token out.
 //!
-//! The order is: logit bias, suppression of end tokens, penalties (repetition, frequency,
+//! The order is: the mask, logit bias, suppression of end tokens, penalties (repetition, frequency,
 //! presence), then arg-max if the temperature is 0, else temperature, top-k, min-p, top-p and one
 //! uniform number. Ties go to the lower token id. Sums are made in one thread in a fixed order and
 //! with this crate's own `exp`, so a row gives the same token on any machine.
 use std::cmp::Ordering;
 
+use super::mask;
 use super::math::exp;
 use crate::philox;
 use crate::sampling::{SampleParams, SampleRow, Sampled};
@@ -73,11 +74,15 @@ impl Sampler {
     fn choose(&mut self, logits: &[f32], row: &SampleRow<'_>) -> Option<u32> {
         let params = row.params;
         let greedy = params.temperature <= 0.0;
-        if greedy && !edits(row) {
-            return Some(arg_max(logits));
+        match row.allowed {
+            None if greedy && !edits(row) => return Some(arg_max(logits)),
+            Some(mask) if greedy && !edits(row) => return mask::arg_max(logits, mask),
+            None => {
+                self.logits.clear();
+                self.logits.extend_from_slice(logits);
+            }
+            Some(mask) => mask::apply(logits, mask, &mut self.logits),
         }
-        self.logits.clear();
-        self.logits.extend_from_slice(logits);
         self.edit(row);
         let max = finite_max(&self.logits)?;
         if greedy {
@@ -186,7 +191,7 @@ impl Sampler {
     }
 }
 
-/// Whether anything changes the logits before they are looked at.
+/// Whether anything but the mask changes the logits before they are looked at.
 fn edits(row: &SampleRow<'_>) -> bool {
     let params = row.params;
     !params.logit_bias.is_empty()

@@ -16,6 +16,10 @@ pub(crate) const PARAMS: usize = 22;
 const TILE_QUERIES: usize = 64;
 /// `TUTTI_NO_LOGPROBS`
 pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
+/// `TUTTI_NO_MASK`
+pub(crate) const NO_MASK: u32 = u32::MAX;
+/// Where `TuttiSampleParams` says where the row's mask is.
+const MASK_START: usize = 20;
 /// `TUTTI_BIAS_MAX`
 pub(crate) const BIAS_MAX: usize = 1024;
 /// `TUTTI_TOP_MAX`
@@ -239,11 +243,15 @@ pub struct SampleLists {
     pub biases: Vec<u32>,
     /// Suppressed, prompt and output tokens.
     pub ids: Vec<u32>,
+    /// The masks of rows that have one.
+    pub masks: Vec<u32>,
+    /// Words of the longest.
+    pub mask_words: usize,
     /// The longest list of most likely tokens that is wanted.
     pub top: u32,
-    /// Whether any row's logits are changed before they are looked at.
+    /// Whether any row's logits are changed before they are looked at, not only masked.
     pub edits: bool,
-    /// Whether of every row only the largest logit counts.
+    /// Whether of every row only the largest logit counts that its mask leaves.
     pub greedy: bool,
 }
 
@@ -256,6 +264,8 @@ impl SampleLists {
         self.params.clear();
         self.biases.clear();
         self.ids.clear();
+        self.masks.clear();
+        self.mask_words = 0;
         self.top = 0;
         self.edits = false;
         for row in rows {
@@ -297,6 +307,10 @@ impl SampleLists {
         let prompt = list(repeats, row.prompt);
         let output = list(repeats || counts, row.output);
         self.edits |= !params.logit_bias.is_empty() || suppress[1] > 0 || repeats || counts;
+        let mask_start = row.allowed.map_or(NO_MASK, |_| self.masks.len() as u32);
+        let mask = row.allowed.unwrap_or_default();
+        self.masks.extend_from_slice(mask);
+        self.mask_words = self.mask_words.max(mask.len());
         let words: [u32; PARAMS] = [
             params.seed as u32,
             (params.seed >> 32) as u32,
@@ -318,11 +332,24 @@ impl SampleLists {
             output[0],
             output[1],
             params.logprobs.unwrap_or(NO_LOGPROBS),
-            0,
+            mask_start,
             0,
         ];
         self.params.extend(words);
         Ok(())
+    }
+
+    /// Writes the parameters and the masks into a block: those to `params`, these to `masks`. The
+    /// kernels count the words of masks from the block's beginning, which no graph's replay moves.
+    pub fn place(&self, block: &mut [u32], params: usize, masks: usize) {
+        let words = &mut block[params..][..self.params.len()];
+        words.copy_from_slice(&self.params);
+        for row in words.chunks_exact_mut(PARAMS) {
+            if row[MASK_START] != NO_MASK {
+                row[MASK_START] += masks as u32;
+            }
+        }
+        block[masks..][..self.masks.len()].copy_from_slice(&self.masks);
     }
 }
 
@@ -442,8 +469,8 @@ mod tests {
             ..params()
         };
         let rows = [
-            SampleRow { params: &plain, prompt: &[1, 2], output: &[3] },
-            SampleRow { params: &full, prompt: &[10, 11, 12], output: &[13, 14] },
+            SampleRow { params: &plain, prompt: &[1, 2], output: &[3], allowed: None },
+            SampleRow { params: &full, prompt: &[10, 11, 12], output: &[13, 14], allowed: None },
         ];
         let mut lists = SampleLists::default();
         lists.pack(&rows[..1]).unwrap();
@@ -467,7 +494,7 @@ mod tests {
         let many = SampleParams { logit_bias: vec![(0, 0.0); BIAS_MAX + 1], ..params() };
         let top = SampleParams { logprobs: Some(TOP_MAX + 1), ..params() };
         for params in [&many, &top] {
-            let row = SampleRow { params, prompt: &[], output: &[] };
+            let row = SampleRow { params, prompt: &[], output: &[], allowed: None };
             assert!(SampleLists::default().pack(&[row]).is_err());
         }
     }

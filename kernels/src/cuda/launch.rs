@@ -546,6 +546,8 @@ pub struct SampleIo {
     pub biases: Option<DevicePtr>,
     /// u32 [..]
     pub ids: Option<DevicePtr>,
+    /// u32 [..], where rows have masks.
+    pub masks: Option<DevicePtr>,
     /// f32 and u32 [rows, vocab], where rows are edited.
     pub scratch: Option<(DevicePtr, DevicePtr)>,
     /// `TuttiSampled [rows]`
@@ -564,6 +566,7 @@ pub fn sample(io: &SampleIo, vocab: usize, rows: usize, live: Option<DevicePtr>)
         .ptr(io.params)
         .maybe(io.biases)
         .maybe(io.ids)
+        .maybe(io.masks)
         .maybe(io.scratch.map(|both| both.0))
         .maybe(io.scratch.map(|both| both.1))
         .ptr(io.out)
@@ -592,16 +595,22 @@ pub fn logprobs(
     call(LOGPROBS, (rows, 1, 1), 1024, args)
 }
 
-/// `tutti_argmax`; ids begin with `first_id`.
+/// `tutti_argmax`; ids begin with `first_id`. `masked`: the rows' parameters, and where their masks
+/// are.
 #[must_use]
 pub fn argmax(
     logits: Rows,
+    masked: Option<(DevicePtr, DevicePtr)>,
     out: DevicePtr,
     (vocab, first_id): (usize, u32),
     rows: usize,
     live: Option<DevicePtr>,
 ) -> Call {
-    let args = Args::new().ptr(logits.ptr).ptr(out);
+    let args = Args::new()
+        .ptr(logits.ptr)
+        .maybe(masked.map(|both| both.0))
+        .maybe(masked.map(|both| both.1))
+        .ptr(out);
     let args = words(args, [logits.stride, vocab]).u32(first_id).maybe(live);
     call(ARGMAX, (rows, 1, 1), 1024, args)
 }

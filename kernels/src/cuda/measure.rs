@@ -59,6 +59,7 @@ impl CudaBackend {
                     unsafe {
                         self.device.launch(launch::argmax(
                             logits,
+                            None,
                             found.ptr(),
                             (width, 0),
                             rows,

@@ -229,6 +229,7 @@ impl CudaBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         out.clear();
+        rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         let vocab = self.apart.map_or(vocab, |part| part.count);
         let at = check("sample", logits, vocab, first_row, rows.len())?;
         if rows.is_empty() {
@@ -283,6 +284,7 @@ impl CudaBackend {
         rows: &[SampleRow<'_>],
     ) -> Result<(), KernelError> {
         let op = "queue_sample";
+        rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         let vocab = self.apart.map_or(vocab, |part| part.count);
         let at = check(op, logits, vocab, 0, rows.len())?;
         let lists = &self.step.lists;
@@ -308,8 +310,11 @@ impl CudaBackend {
             let own = self.scratch(Which::Best, best_bytes(ranks, rows))?;
             let all = own.offset(bytes);
             let Self { device, sampling, .. } = self;
-            let argmax = launch::argmax(logits, own, (count, first_id), rows, Some(live));
-            // SAFETY: the logits have as many rows and columns; the scratch was made for it.
+            let masked = (self.step.at(self.step.layout().params), self.step.at(0));
+            let sizes = (count, first_id);
+            let argmax = launch::argmax(logits, Some(masked), own, sizes, rows, Some(live));
+            // SAFETY: the logits have as many rows and columns; the scratch was made for it; masks
+            // were found to be of the whole vocabulary.
             unsafe { device.launch(argmax) }?;
             let group = &device.context.group;
             group.call(|group| group.all_gather(device, own, all, bytes)).unwrap_or(Ok(()))?;
@@ -328,6 +333,7 @@ impl CudaBackend {
         if !self.step.skips("sample", [logits.ptr.0, vocab as u64, count as u64]) {
             let params = self.step.at(self.step.layout().params);
             let live = self.step.at(live::SAMPLES);
+            let masks = Some(self.step.at(0));
             let Self { sampling, device, .. } = self;
             let results = sampling.results()?;
             let io = SampleIo {
@@ -335,6 +341,7 @@ impl CudaBackend {
                 params,
                 biases: None,
                 ids: None,
+                masks,
                 scratch: None,
                 out: results.device.ptr(),
                 top: None,
@@ -364,13 +371,17 @@ impl CudaBackend {
         }
         let lists = &step.lists;
         let words = |list: &Vec<u32>| list.len().next_multiple_of(4);
-        // Parameters where the step has not brought them; biases; token ids.
+        // Parameters and masks where the step has not brought them; biases; token ids.
         let parameters = if staged { 0 } else { words(&lists.params) };
         let (biases, ids) = (words(&lists.biases), words(&lists.ids));
-        let (all, _) = sampling.lists.get(device, (parameters + biases + ids) * 4)?;
+        let masks_at = (parameters + biases + ids) * 4;
+        let masks = if staged { 0 } else { words(&lists.masks) };
+        let (all, _) = sampling.lists.get(device, masks_at + masks * 4)?;
         if parameters > 0 {
             sampling.lists.upload_at(device, 0, &lists.params)?;
+            sampling.lists.upload_at(device, masks_at, &lists.masks)?;
         }
+        let masks = if staged { step.at(0) } else { all.offset(masks_at) };
         if lists.edits {
             sampling.lists.upload_at(device, parameters * 4, &lists.biases)?;
             sampling.lists.upload_at(device, (parameters + biases) * 4, &lists.ids)?;
@@ -397,6 +408,7 @@ impl CudaBackend {
                 params: params.offset(first * PARAMS * 4),
                 biases: edits.then(|| all.offset(parameters * 4)),
                 ids: edits.then(|| all.offset((parameters + biases) * 4)),
+                masks: Some(masks),
                 scratch,
                 out: results.device.ptr().offset(first * SAMPLED * 4),
                 top: top.map(|(ids, logprobs)| (ids.offset(skip), logprobs.offset(skip))),

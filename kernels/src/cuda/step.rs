@@ -334,10 +334,15 @@ impl Step {
         samples: &[u32],
     ) -> Result<(), KernelError> {
         let layout = Layout::new(capacity);
-        let words = layout.words(batch.block_tables.len());
+        // Masks come last: no graph knows where they are, but for the rows' parameters.
+        let masks = layout.words(batch.block_tables.len());
+        let places_rows = self.lists.params.len() <= layout.feed - layout.params;
+        let words = masks + if places_rows { self.lists.masks.len() } else { 0 };
         // Room for every step at once, but for block tables: moving costs all graphs.
-        let most = Layout::new(largest(self.rows_most, self.rows_max.min(self.rows_most), cut));
-        self.reserve(context, stream, words, most.words(batch.block_tables.len()))?;
+        let samples_most = self.rows_max.min(self.rows_most);
+        let most = Layout::new(largest(self.rows_most, samples_most, cut))
+            .words(batch.block_tables.len() + samples_most * self.lists.mask_words);
+        self.reserve(context, stream, words, most)?;
         let (Some(block), Some((pinned, travelled))) =
             (&self.block, self.staging.get_mut(self.next))
         else {
@@ -347,9 +352,8 @@ impl Step {
         travelled.wait(UPLOAD_PATIENCE)?;
         let staged = &mut pinned.as_mut_slice()[..words];
         layout.fill(staged, ids, batch, cut, samples)?;
-        let params = &self.lists.params;
-        if params.len() <= layout.feed - layout.params {
-            staged[layout.params..][..params.len()].copy_from_slice(params);
+        if places_rows {
+            self.lists.place(staged, layout.params, masks);
         }
         if feed.len() <= layout.tables - layout.feed {
             staged[layout.feed..][..feed.len()].copy_from_slice(feed);

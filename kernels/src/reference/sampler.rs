@@ -1,6 +1,6 @@
 //! Sampling by definition: each parameter is one step over a list of candidates, in f64.
 //!
-//! Order: logit bias, suppression of end tokens, repetition, frequency and presence penalties; then
+//! Order: the mask, logit bias, suppression of end tokens, repetition, frequency and presence penalties; then
 //! the arg-max if the temperature is 0; else temperature, min-p, top-k, top-p and one uniform
 //! number. The number goes up the candidates' cumulated weights: in order of probability where
 //! top-k or top-p cut the list, else in order of token id. Ties go to the lower token id.
@@ -56,10 +56,17 @@ fn ranked(logits: &[f32]) -> Vec<u32> {
     ids
 }
 
-/// The logits after bias, suppression and penalties.
+/// The logits after the mask, bias, suppression and penalties.
 fn edit(logits: &[f32], row: &SampleRow<'_>) -> Vec<f32> {
     let params = row.params;
     let mut edited = logits.to_vec();
+    if let Some(mask) = row.allowed {
+        for (token, x) in edited.iter_mut().enumerate() {
+            if mask[token / 32] & (1 << (token % 32)) == 0 {
+                *x = f32::NEG_INFINITY;
+            }
+        }
+    }
     for &(token, bias) in &params.logit_bias {
         if let Some(x) = edited.get_mut(token as usize) {
             *x += bias;

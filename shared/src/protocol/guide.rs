@@ -2,8 +2,12 @@
 //! the coordinator makes a grammar of. Workers get masks over tokens.
 use serde::{Deserialize, Serialize};
 
-/// Most bytes of a specification's text.
-pub const GUIDE_BYTES_MAX: usize = 256 << 10;
+/// Most bytes of a JSON schema.
+pub const SCHEMA_BYTES_MAX: usize = 256 << 10;
+/// Most bytes of a grammar, and of all alternatives of [`GuideSpec::Choice`].
+pub const GRAMMAR_BYTES_MAX: usize = 64 << 10;
+/// Most bytes of a regular expression.
+pub const REGEX_BYTES_MAX: usize = 16 << 10;
 /// Most alternatives of [`GuideSpec::Choice`], and tokens of [`GuideSpec::Tokens`].
 pub const GUIDE_ITEMS_MAX: usize = 4096;
 
@@ -68,8 +72,19 @@ impl GuideSpec {
         if !(1..=GUIDE_ITEMS_MAX).contains(&items) {
             return Err(format!("has {items} entries, it must have 1 to {GUIDE_ITEMS_MAX}"));
         }
-        if bytes > GUIDE_BYTES_MAX {
-            return Err(format!("has {bytes} bytes, the bound is {GUIDE_BYTES_MAX}"));
+        let most = match self {
+            Self::Json { .. } => SCHEMA_BYTES_MAX,
+            Self::Regex(_) => REGEX_BYTES_MAX,
+            Self::Choice(_) | Self::Lark(_) | Self::Tokens(_) => GRAMMAR_BYTES_MAX,
+        };
+        if bytes > most {
+            return Err(format!("has {bytes} bytes, the bound is {most}"));
+        }
+        if let Self::Json { whitespace: Whitespace::Pattern(pattern), .. } = self
+            && pattern.len() > REGEX_BYTES_MAX
+        {
+            let bytes = pattern.len();
+            return Err(format!("has a whitespace pattern of {bytes} bytes, the bound is {REGEX_BYTES_MAX}"));
         }
         Ok(())
     }
@@ -81,13 +96,15 @@ mod tests {
 
     #[test]
     fn what_is_over_a_bound_is_said() {
-        let long = "a".repeat(GUIDE_BYTES_MAX);
-        assert_eq!(GuideSpec::Regex(long.clone()).check(), Ok(()));
-        let pattern = Whitespace::Pattern("b".to_owned());
+        let (long, grammar) = ("a".repeat(SCHEMA_BYTES_MAX), "a".repeat(GRAMMAR_BYTES_MAX));
+        assert_eq!(GuideSpec::Lark(grammar.clone()).check(), Ok(()));
+        let pattern = |bytes: usize| Whitespace::Pattern("b".repeat(bytes));
         for (spec, what) in [
-            (GuideSpec::Lark(long.clone() + "b"), "has 262145 bytes"),
-            (GuideSpec::Json { schema: long.clone(), whitespace: pattern }, "has 262145 bytes"),
-            (GuideSpec::Choice(vec![long, "b".to_owned()]), "has 262145 bytes"),
+            (GuideSpec::Lark(grammar.clone() + "b"), "has 65537 bytes"),
+            (GuideSpec::Regex(grammar.clone()), "has 65536 bytes, the bound is 16384"),
+            (GuideSpec::Json { schema: long, whitespace: pattern(1) }, "has 262145 bytes"),
+            (GuideSpec::Json { schema: String::new(), whitespace: pattern(16385) }, "16385 bytes"),
+            (GuideSpec::Choice(vec![grammar, "b".to_owned()]), "has 65537 bytes"),
             (GuideSpec::Choice(vec![]), "has 0 entries"),
             (GuideSpec::Tokens(vec![0; GUIDE_ITEMS_MAX + 1]), "has 4097 entries"),
         ] {

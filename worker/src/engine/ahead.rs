@@ -84,7 +84,9 @@ impl<B: Backend> Engine<B> {
             let Some(seq) = self.sequences.get_mut(&step.seq) else { continue };
             let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
             seq.tokens.push(0);
-            entries.push(Entry { step: step.clone(), place, wants_logprobs });
+            // Lists are not asked for again.
+            let step = SequenceStep { new_blocks: Vec::new(), allowed: None, ..*step };
+            entries.push(Entry { step, place, wants_logprobs });
         }
         self.queued.push_back(Queued { step: plan.step, entries });
         Ok(())

@@ -50,7 +50,7 @@ impl<B: Backend> Engine<B> {
         let slots: Vec<u32> = positions.iter().map(|position| position % block_size).collect();
         let block_tables = vec![0; tables as usize];
         let params = SampleParams { top_p: 0.9, top_k: 50, ..SampleParams::default() };
-        let row = SampleRow { params: &params, prompt: &[], output: &[] };
+        let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: None };
         let samples = self.backend.rank() == 0 || self.backend.samples_everywhere();
         let sampling = if samples { vec![row; sample_rows.len()] } else { Vec::new() };
         let batch = Batch {

@@ -93,9 +93,9 @@ impl Sequence {
         (entry.start + 1 < end).then_some(entry.start + 1..end)
     }
 
-    /// What sampling its next token needs to know.
-    pub(super) fn sample_row(&self) -> SampleRow<'_> {
+    /// What sampling its next token needs to know, where `allowed` is the mask for it.
+    pub(super) fn sample_row<'a>(&'a self, allowed: Option<&'a [u32]>) -> SampleRow<'a> {
         let (prompt, output) = self.tokens.split_at(self.num_prompt as usize);
-        SampleRow { params: &self.params, prompt, output }
+        SampleRow { params: &self.params, prompt, output, allowed }
     }
 }

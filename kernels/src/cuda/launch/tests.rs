@@ -89,6 +89,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
         params: ptr,
         biases: None,
         ids: None,
+        masks: None,
         scratch: None,
         out: ptr,
         top: None,
@@ -121,7 +122,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
         peer_sum(ptr, ptr, number * width, true),
         peer_gather(ptr, ptr, ptr, number * width),
         peer_sum_add_rmsnorm(ptr, &fused),
-        argmax(rows, ptr, (vocab, 5), seqs, Some(ptr)),
+        argmax(rows, Some((ptr, ptr)), ptr, (vocab, 5), seqs, Some(ptr)),
         tree_sum(ptr, ptr, (8, number, width), ptr),
         argmax_merge(ptr, ptr, (8, seqs), ptr),
         interleave_ranks(ptr, rows, (8, seqs, vocab), ptr),
@@ -207,6 +208,7 @@ fn constants_are_the_headers() {
         "#define TUTTI_BIAS_MAX 1024u",
         "#define TUTTI_TOP_MAX 128u",
         "#define TUTTI_NO_LOGPROBS 0xffffffffu",
+        "#define TUTTI_NO_MASK 0xffffffffu",
         "#define TUTTI_PREFILL_QUERIES 64u",
     ] {
         assert!(HEADER.contains(line), "kernels.h lacks: {line}");

@@ -1,0 +1,220 @@
+//! A guide whose masks depend on every token before, and what the scheduler makes of guided requests.
+use coordinator::engine::{EngineError, FinishReason, Guided, TokenGuide};
+use coordinator::scheduler::SchedulerConfig;
+use shared::protocol::TokenMask;
+
+use crate::rig::{ClientRequest, Rig};
+
+/// Of tokens that are sampled here.
+pub(crate) const VOCABULARY: u32 = 50;
+
+/// What a client wants of its guide.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Guidance {
+    /// Tells this request's masks from others'.
+    pub(crate) key: u64,
+    /// It is over at a token in so many; never at 0.
+    pub(crate) over_in: u64,
+    /// It gives up behind so many tokens.
+    pub(crate) fails_behind: Option<usize>,
+    /// Bytes that each of its masks is said to take at most.
+    pub(crate) mask_bytes: usize,
+}
+
+impl Default for Guidance {
+    fn default() -> Self {
+        Self { key: 7, over_in: 0, fails_behind: None, mask_bytes: 60 }
+    }
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct TestGuide {
+    guidance: Guidance,
+    state: u64,
+    taken: usize,
+    allowed: TokenMask,
+}
+
+impl TestGuide {
+    pub(crate) fn new(guidance: Guidance) -> Self {
+        let state = guidance.key;
+        Self { guidance, state, taken: 0, allowed: allowed(state) }
+    }
+}
+
+fn allowed(state: u64) -> TokenMask {
+    let bits = [state as u32 | 1 << (state % 32), (state >> 32) as u32];
+    TokenMask::from_bits(VOCABULARY, &bits)
+}
+
+impl TokenGuide for TestGuide {
+    fn allowed(&self) -> &TokenMask {
+        &self.allowed
+    }
+
+    fn mask_bytes_max(&self) -> usize {
+        self.guidance.mask_bytes
+    }
+
+    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+        assert!(self.allowed.allows(token), "tokens_obey_masks: {token}");
+        self.taken += 1;
+        if self.guidance.fails_behind == Some(self.taken) {
+            return Err("as it was told".to_owned());
+        }
+        self.state = (self.state ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.state = self.state.rotate_left(29);
+        self.allowed = allowed(self.state);
+        let over_in = self.guidance.over_in;
+        let is_over = over_in > 0 && (self.state >> 7).is_multiple_of(over_in);
+        Ok(if is_over { Guided::IsOver } else { Guided::GoesOn })
+    }
+}
+
+fn config() -> SchedulerConfig {
+    SchedulerConfig {
+        block_size: 16,
+        max_model_len: 100,
+        max_num_seqs: 8,
+        max_num_batched_tokens: 64,
+        max_queued_requests: 100,
+        max_steps_in_flight: 2,
+        prefix_caching: true,
+    }
+}
+
+fn guided(max_tokens: u32) -> ClientRequest {
+    ClientRequest { max_tokens, guide: Some(Guidance::default()), ..ClientRequest::default() }
+}
+
+#[test]
+fn a_guided_sequence_is_in_every_step_and_none_is_planned_ahead_of_it() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let id = rig.submit(guided(20)).unwrap();
+    let other = rig.submit(ClientRequest { max_tokens: 20, ..ClientRequest::default() }).unwrap();
+    for step in 1..=20 {
+        assert!(rig.plan(), "step {step}");
+        assert_eq!(rig.plan.sequences.len(), 2);
+        assert!(rig.plan.sequences.iter().any(|entry| entry.allowed.is_some()));
+        // Behind the last one there is nothing to wait for, and nothing to plan.
+        assert!(!rig.plan(), "step {step} is not answered");
+        assert!(rig.deliver());
+        assert_eq!(rig.requests[&id].1.tokens[0].len(), step);
+        assert_eq!(rig.requests[&other].1.tokens[0].len(), step);
+    }
+    rig.drain();
+}
+
+#[test]
+fn without_guided_sequences_steps_are_planned_ahead() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    rig.submit(guided(2)).unwrap();
+    rig.submit(ClientRequest { max_tokens: 20, ..ClientRequest::default() }).unwrap();
+    assert!(rig.plan() && !rig.plan() && rig.deliver());
+    // The guided one needs no token behind the one that comes.
+    assert!(rig.plan() && rig.plan());
+    assert_eq!(rig.plan.sequences.len(), 1);
+    rig.drain();
+}
+
+#[test]
+fn a_prompt_in_parts_has_a_mask_with_its_last_part_alone() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let prompt: Vec<u32> = (0..40).map(|token| token % 50).chain(0..40).collect();
+    rig.submit(ClientRequest { prompt, ..guided(3) }).unwrap();
+    assert!(rig.plan());
+    assert_eq!((rig.plan.sequences[0].count, &rig.plan.sequences[0].allowed), (64, &None));
+    assert!(rig.plan(), "its beginning can be planned ahead: all of it is known");
+    assert!(rig.plan.sequences[0].allowed.is_some());
+    assert!(!rig.plan());
+    rig.drain();
+}
+
+#[test]
+fn a_guide_ends_its_sequence_with_the_token_that_completes_it() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let guide = Some(Guidance { over_in: 4, ..Guidance::default() });
+    let ids: Vec<_> = (0..6)
+        .map(|seed| {
+            let client = ClientRequest { guide, seed, n: 2, ..guided(60) };
+            let id = rig.submit(client);
+            rig.drain();
+            id.unwrap()
+        })
+        .collect();
+    let reasons: Vec<_> = ids.iter().flat_map(|id| rig.requests[id].1.reasons.clone()).collect();
+    let complete = reasons.iter().filter(|it| **it == Some(FinishReason::Complete)).count();
+    assert!(complete >= 10, "{reasons:?}");
+}
+
+#[test]
+fn a_guide_that_gives_up_ends_its_own_request_alone() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let guide = Some(Guidance { fails_behind: Some(3), ..Guidance::default() });
+    let fails = rig.submit(ClientRequest { guide, n: 2, ..guided(9) }).unwrap();
+    let goes_on = rig.submit(guided(9)).unwrap();
+    rig.drain();
+    let message = "as it was told".to_owned();
+    let error = Some(Some(EngineError::Guide { message }));
+    assert_eq!(rig.requests[&fails].1.dropped, error);
+    assert_eq!(rig.requests[&goes_on].1.reasons, [Some(FinishReason::Length)]);
+    // Nothing is left to go on with where the last token was accepted already.
+    let guide = Some(Guidance { fails_behind: Some(3), ..Guidance::default() });
+    let at_its_end = rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
+    rig.drain();
+    assert_eq!(rig.requests[&at_its_end].1.reasons, [Some(FinishReason::Length)]);
+}
+
+#[test]
+fn no_more_are_admitted_than_a_plan_has_room_for_masks() {
+    let mut rig = Rig::new(config());
+    rig.ready(60);
+    // Two of the three fit; the fourth, unguided, does not overtake.
+    let guide = Some(Guidance { mask_bytes: 3 << 20, ..Guidance::default() });
+    for _ in 0..3 {
+        rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
+    }
+    rig.submit(ClientRequest::default()).unwrap();
+    assert!(rig.plan());
+    assert_eq!(rig.plan.sequences.len(), 2);
+    rig.drain();
+    // One that is too large by itself runs alone rather than never.
+    let guide = Some(Guidance { mask_bytes: 9 << 20, ..Guidance::default() });
+    rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
+    rig.drain();
+}
+
+#[test]
+fn guided_sequences_go_on_where_they_were_after_preemption_loss_and_a_move() {
+    let mut rig = Rig::new(config());
+    rig.ready(9);
+    for seed in 0..4 {
+        let prompt = (0..20).map(|at| (seed as u32 * 7 + at) % 50).collect();
+        rig.submit(ClientRequest { seed, prompt, ..guided(40) }).unwrap();
+    }
+    let mut moments = 0;
+    for at in 0..200 {
+        let (planned, delivered) = (rig.plan(), at % 3 != 2 && rig.deliver());
+        if at % 41 == 40 {
+            rig.lost();
+            rig.ready(9);
+        }
+        if at % 67 == 66 {
+            rig.move_on();
+            rig.ready(9);
+            moments += 1;
+        }
+        if !planned && !delivered && rig.scheduler.gauges().in_flight == 0 {
+            break;
+        }
+    }
+    // Every token was compared with the undisturbed one as it came.
+    rig.drain();
+    assert!(rig.preemptions > 0 && moments > 0, "{} {moments}", rig.preemptions);
+}
