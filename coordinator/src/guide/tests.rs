@@ -28,9 +28,23 @@ impl Dice {
 
 /// Takes allowed tokens at random until the text is over; the text, or none after so many tokens.
 fn follow(model: &TextModel, grammar: &Arc<Grammar>, seed: u64, most: usize) -> Option<String> {
+    follow_behind("", model, grammar, seed, most)
+}
+
+/// As [`follow`], of a text that begins so.
+fn follow_behind(
+    said: &str,
+    model: &TextModel,
+    grammar: &Arc<Grammar>,
+    seed: u64,
+    most: usize,
+) -> Option<String> {
     let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let mut guide = grammar.guide();
-    let mut tokens = Vec::new();
+    let mut tokens = model.encode(said, false).unwrap();
+    for token in &tokens {
+        assert_eq!(guide.accept(*token), Ok(Guided::GoesOn), "{said:?}");
+    }
     while tokens.len() < most {
         let allowed: Vec<u32> =
             (0..model.vocab_size).filter(|token| guide.allowed().allows(*token)).collect();
@@ -325,7 +339,14 @@ fn calls_that_must_be_made_are_read_as_such() {
         });
         let (mut names, mut most) = (Vec::new(), 0);
         for seed in 0..40 {
-            let Some(text) = follow(&model, &made, seed, 300) else { continue };
+            let said = match begins {
+                None => "",
+                Some(true) => "Well, <tool_call>, no.\n</think>\n\n",
+                Some(false) if seed % 2 == 0 => "",
+                Some(false) => "<think>\nYes</think>",
+            };
+            let text = follow_behind(said, &model, &made, seed, 300);
+            let Some(text) = text else { continue };
             let mut reader = ReplyReader::new(rules.clone());
             let mut parts = Vec::new();
             reader.push(&text, &mut parts);

@@ -155,8 +155,9 @@ pub struct CallIds {
 impl CallIds {
     /// Nine letters and digits: what the templates of Mistral's models insist on.
     fn id(self, choice: u32, index: u32) -> String {
-        let mut number = self.drawn ^ (u64::from(choice) << 32 | u64::from(index));
+        let call = u64::from(choice) << 32 | u64::from(index);
         // Two calls differ in few bits; what is shown are a few digits.
+        let mut number = self.drawn.wrapping_add((call + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         number ^= number >> 27;
         let digit = |at: u32| {

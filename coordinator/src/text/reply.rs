@@ -77,8 +77,8 @@ pub struct ReplyReader {
 
 #[derive(Clone, Debug)]
 enum State {
-    /// Nothing but white space was read.
-    Start,
+    /// Nothing but white space was read, or reasoning before it, which that is no part of.
+    Start { thought: bool },
     /// Unless it has begun, white space is no part of it.
     Reasoning { begun: bool },
     /// Behind reasoning and calls, white space is no part of it.
@@ -98,7 +98,11 @@ impl ReplyReader {
     #[must_use]
     pub fn new(rules: Arc<ReplyRules>) -> Self {
         let begins = rules.reasoning && rules.begins_reasoning;
-        let state = if begins { State::Reasoning { begun: false } } else { State::Start };
+        let state = if begins {
+            State::Reasoning { begun: false }
+        } else {
+            State::Start { thought: false }
+        };
         Self { rules, state, held: String::new(), num_calls: 0 }
     }
 
@@ -112,8 +116,12 @@ impl ReplyReader {
     pub fn finish(&mut self, parts: &mut Vec<Part>) {
         let held = std::mem::take(&mut self.held);
         match std::mem::replace(&mut self.state, State::Content { begun: true }) {
-            State::Start | State::Content { begun: true } | State::Element => content(&held, parts),
-            State::Content { begun: false } => content(held.trim_start(), parts),
+            State::Start { thought: false } | State::Content { begun: true } | State::Element => {
+                content(&held, parts);
+            }
+            State::Start { thought: true } | State::Content { begun: false } => {
+                content(held.trim_start(), parts);
+            }
             State::Reasoning { begun } => {
                 reasoning(if begun { &held } else { held.trim_start() }, parts);
             }
@@ -128,7 +136,7 @@ impl ReplyReader {
     /// Understands more of what is held; false if that takes more text.
     fn advance(&mut self, parts: &mut Vec<Part>) -> bool {
         match self.state {
-            State::Start => self.start(),
+            State::Start { thought } => self.start(thought),
             State::Reasoning { begun } => self.reason(begun, parts),
             State::Content { begun } => self.answer(begun, parts),
             State::Opened => self.opened(),
@@ -138,12 +146,12 @@ impl ReplyReader {
         }
     }
 
-    fn start(&mut self) -> bool {
+    fn start(&mut self, thought: bool) -> bool {
         let text = self.held.trim_start();
         if text.is_empty() {
             return false;
         }
-        if self.rules.reasoning {
+        if self.rules.reasoning && !thought {
             if let Some(rest) = text.strip_prefix(THINK) {
                 self.held = rest.to_owned();
                 self.state = State::Reasoning { begun: false };
@@ -154,14 +162,14 @@ impl ReplyReader {
             }
         }
         if self.rules.calls == Some(CallFormat::Llama3Json) {
-            return self.bare_call();
+            return self.bare_call(thought);
         }
-        self.state = State::Content { begun: true };
+        self.state = State::Content { begun: !thought };
         true
     }
 
     /// A reply that is a call begins with its object.
-    fn bare_call(&mut self) -> bool {
+    fn bare_call(&mut self, thought: bool) -> bool {
         let text = self.held.trim_start();
         if PYTHON_TAG.starts_with(text) {
             return false;
@@ -176,7 +184,7 @@ impl ReplyReader {
             let call = CallObject::with_arguments();
             State::Call { opening, call, listed: false }
         } else {
-            State::Content { begun: true }
+            State::Content { begun: !thought }
         };
         true
     }
@@ -188,7 +196,7 @@ impl ReplyReader {
         if let Some(at) = self.held.find(THINK_END) {
             reasoning(self.held[..at].trim_end(), parts);
             self.held.drain(..at + THINK_END.len());
-            self.state = State::Content { begun: false };
+            self.state = State::Start { thought: true };
             return true;
         }
         let certain = self.held.len() - undecided(&self.held, &[THINK_END]);

@@ -91,7 +91,7 @@ pub fn reasoned(body: &str, is_open: bool) -> String {
     };
     let end = quoted(THINK_END);
     format!(
-        "start: {start}\nthought: until_end /\\s{{0,4}}/\nuntil_end[lazy]: /(?s:.*)/ {end}\n{body}"
+        "start: {start}\nthought: until_end /\\n{{0,2}}/\nuntil_end[lazy]: /(?s:.*)/ {end}\n{body}"
     )
 }
 

@@ -206,6 +206,11 @@ fn reasoning_is_told_from_the_answer() {
     let mut expected = vec![thought("Maybe <tool_call>?")];
     expected.extend(call(0, "a", "{}"));
     assert_eq!(read(&calls, text), expected);
+    let bare = ReplyRules { calls: Some(CallFormat::Llama3Json), ..calls };
+    let text = "Maybe <tool_call>?</think>\n{\"name\": \"a\", \"parameters\": {}}";
+    assert_eq!(read(&bare, text), expected);
+    let plain = [thought("Maybe"), said("No.")];
+    assert_eq!(read(&bare, "Maybe</think>\n\nNo."), plain);
 }
 
 #[test]
