@@ -34,7 +34,8 @@ fn request() -> impl Strategy<Value = ClientRequest> {
     )
         .prop_map(
             |(prompt, n, max_tokens, end_tokens, min_tokens, stop_token, seed, logprobs, guide)| {
-                let guide = guide.map(|(key, over_in)| Guidance { key, over_in, ..Guidance::default() });
+                let guide =
+                    guide.map(|(key, over_in)| Guidance { key, over_in, ..Guidance::default() });
                 let prompt_logprobs = logprobs && prompt.len() > 1;
                 ClientRequest {
                     prompt,

@@ -165,8 +165,8 @@ fn tokens_alone_are_a_mask_that_stays() {
 fn what_cannot_be_a_grammar_is_refused_in_one_line() {
     let model = model("models/demo");
     let guides = Guides::new(&model).unwrap();
-    let text = |text: &str| GuideSpec::Json {
-        schema: text.to_owned(), whitespace: Whitespace::Usual };
+    let text =
+        |text: &str| GuideSpec::Json { schema: text.to_owned(), whitespace: Whitespace::Usual };
     for (spec, what) in [
         (text("{"), "is not JSON"),
         (text("[1]"), "must be a JSON object"),
@@ -197,17 +197,35 @@ fn hostile() {
     let text = |text: String| GuideSpec::Json { schema: text, whitespace: Whitespace::Usual };
     let n = 120;
     let chain = |n: usize| {
-        let defs: Vec<String> = (0..n).map(|i| format!("\"d{i}\":{{\"$ref\":\"#/$defs/d{}\"}}", i + 1)).collect();
-        format!("{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}", defs.join(","))
+        let defs: Vec<String> =
+            (0..n).map(|i| format!("\"d{i}\":{{\"$ref\":\"#/$defs/d{}\"}}", i + 1)).collect();
+        format!(
+            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}",
+            defs.join(",")
+        )
     };
     let allof = |n: usize| {
-        let defs: Vec<String> = (0..n).map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{}\"}}]}}", i + 1)).collect();
-        format!("{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}", defs.join(","))
+        let defs: Vec<String> = (0..n)
+            .map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{}\"}}]}}", i + 1))
+            .collect();
+        format!(
+            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}",
+            defs.join(",")
+        )
     };
-    let arrays = |n: usize| format!("{}{{\"type\":\"null\"}}{}", "{\"type\":\"array\",\"items\":".repeat(n), "}".repeat(n));
+    let arrays = |n: usize| {
+        format!(
+            "{}{{\"type\":\"null\"}}{}",
+            "{\"type\":\"array\",\"items\":".repeat(n),
+            "}".repeat(n)
+        )
+    };
     let double = |n: usize| {
         let defs: Vec<String> = (0..n).map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{0}\"}},{{\"$ref\":\"#/$defs/d{0}\"}}]}}", i + 1)).collect();
-        format!("{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"object\",\"properties\":{{\"a\":{{\"type\":\"null\"}}}}}}}}}}", defs.join(","))
+        format!(
+            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"object\",\"properties\":{{\"a\":{{\"type\":\"null\"}}}}}}}}}}",
+            defs.join(",")
+        )
     };
     let which = std::env::var("W").unwrap_or_default();
     for (name, spec) in [

@@ -55,18 +55,20 @@ pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError>
     let Some(asked) = asked else { return Ok(None) };
     let is_text = !matches!(asked.spec, GuideSpec::Tokens(_));
     if fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0) > 0 {
-        let message = format!("and `{}` exclude each other: it says where the text ends", asked.field);
+        let message =
+            format!("and `{}` exclude each other: it says where the text ends", asked.field);
         return Err(wrong("min_tokens", &message));
     }
     if is_text && fields.boolean("ignore_eos", false)? {
-        let message = format!("and `{}` exclude each other: it says where the text ends", asked.field);
+        let message =
+            format!("and `{}` exclude each other: it says where the text ends", asked.field);
         return Err(wrong("ignore_eos", &message));
     }
     Ok(Some(asked))
 }
 
 /// An error of a field whose sentence goes on after its name.
-pub fn wrong(field: &str, message: &str) -> ApiError {
+fn wrong(field: &str, message: &str) -> ApiError {
     ApiError::field(field, format!("`{field}` {message}"))
 }
 

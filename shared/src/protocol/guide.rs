@@ -84,7 +84,9 @@ impl GuideSpec {
             && pattern.len() > REGEX_BYTES_MAX
         {
             let bytes = pattern.len();
-            return Err(format!("has a whitespace pattern of {bytes} bytes, the bound is {REGEX_BYTES_MAX}"));
+            return Err(format!(
+                "has a whitespace pattern of {bytes} bytes, the bound is {REGEX_BYTES_MAX}"
+            ));
         }
         Ok(())
     }
