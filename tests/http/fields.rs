@@ -19,22 +19,17 @@ fn body(path: &str) -> Value {
 /// Field, a value that asks for something, a value that asks for nothing.
 fn refused() -> Vec<(&'static str, Value, Value)> {
     vec![
-        ("allowed_token_ids", json!([1]), json!(null)),
         ("bad_words", json!(["a"]), json!([])),
-        ("guided_choice", json!(["a"]), json!(null)),
-        ("guided_grammar", json!("a"), json!(null)),
-        ("guided_json", json!({}), json!(null)),
-        ("guided_regex", json!("a"), json!(null)),
+        ("guided_decoding_backend", json!("outlines"), json!(null)),
         ("kv_transfer_params", json!({}), json!(null)),
         ("length_penalty", json!(1.5), json!(1)),
         ("logits_processors", json!(["a"]), json!([])),
         ("priority", json!(1), json!(0)),
         ("prompt_logprobs", json!(0), json!(null)),
-        ("response_format", json!({"type": "json_object"}), json!({"type": "text"})),
         ("return_token_ids", json!(true), json!(false)),
         ("return_tokens_as_token_ids", json!(true), json!(false)),
         ("skip_special_tokens", json!(false), json!(true)),
-        ("structured_outputs", json!({"json": {}}), json!(null)),
+        ("structural_tag", json!("a"), json!(null)),
         ("use_beam_search", json!(true), json!(false)),
         ("vllm_xargs", json!({"a": 1}), json!({})),
     ]

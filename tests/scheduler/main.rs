@@ -5,6 +5,7 @@
 //! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
 //! - [`agreement`]: what a replica does when its ranks say different things
 //! - [`frames`]: plans as they travel
+//! - [`guided`]: a guide whose masks depend on every token, and what is made of guided requests
 //! - [`placement`]: what a large cluster costs
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable

@@ -15,7 +15,7 @@ use super::metrics::MetricsPage;
 use super::options::ApiOptions;
 use super::params::{Common, Limits, check_model};
 use super::pool::TextPool;
-use super::structured::{self, Asked};
+use super::structured::Asked;
 use crate::engine::EngineHandle;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
@@ -197,7 +197,8 @@ impl AppState {
         let bytes = spec.bytes();
         let make = move |text: &TextModel| {
             let made = text.guides().and_then(|guides| guides.make(&spec));
-            let made = made.map_err(|error| structured::wrong(field, &error))?;
+            let made =
+                made.map_err(|error| ApiError::field(field, format!("`{field}`: {error}")))?;
             Ok((Arc::new(spec), made))
         };
         common.guide = Some(self.with_text(bytes, make).await?);

@@ -68,7 +68,7 @@ pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError>
 }
 
 /// An error of a field whose sentence goes on after its name.
-pub fn wrong(field: &str, message: &str) -> ApiError {
+fn wrong(field: &str, message: &str) -> ApiError {
     ApiError::field(field, format!("`{field}` {message}"))
 }
 

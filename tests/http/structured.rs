@@ -1,0 +1,150 @@
+//! Fields that say what the output must be: what they may say, and what becomes of it.
+use serde_json::{Value, json};
+use shared::protocol::{GuideSpec, TokenMask, Whitespace};
+
+use crate::rig::Rig;
+
+const PATHS: [&str; 2] = ["/v1/completions", "/v1/chat/completions"];
+
+fn body(path: &str, more: &Value) -> Value {
+    let mut body = json!({"max_tokens": 4});
+    match path {
+        "/v1/completions" => body["prompt"] = json!("x"),
+        _ => body["messages"] = json!([{"role": "user", "content": "x"}]),
+    }
+    for (name, value) in more.as_object().unwrap() {
+        body[name] = value.clone();
+    }
+    body
+}
+
+fn schema(schema: &Value) -> GuideSpec {
+    GuideSpec::Json { schema: schema.to_string(), whitespace: Whitespace::Usual }
+}
+
+fn named(schema: &Value) -> Value {
+    json!({"response_format": {"type": "json_schema",
+        "json_schema": {"name": "one", "strict": true, "description": "d", "schema": schema}}})
+}
+
+#[tokio::test]
+async fn every_way_to_say_it_reaches_the_engine() {
+    let rig = Rig::saying("x");
+    let object = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+    let spaced = |pattern: &str| GuideSpec::Json {
+        schema: object.to_string(),
+        whitespace: Whitespace::Pattern(pattern.to_owned()),
+    };
+    let compact = GuideSpec::Json { schema: object.to_string(), whitespace: Whitespace::None };
+    let any = schema(&json!({"type": "object"}));
+    let regex = GuideSpec::Regex("a+".to_owned());
+    let choice = GuideSpec::Choice(vec!["a".to_owned(), "b".to_owned()]);
+    let lark = GuideSpec::Lark("start: \"a\"".to_owned());
+    let structured = |value: Value| json!({"structured_outputs": value});
+    let ways = [
+        (named(&object), Some(schema(&object))),
+        (json!({"response_format": {"type": "json_object"}}), Some(any.clone())),
+        (json!({"response_format": {"type": "text"}}), None),
+        (json!({"response_format": null, "structured_outputs": null}), None),
+        (structured(json!({"json": object})), Some(schema(&object))),
+        (structured(json!({"json": object.to_string()})), Some(schema(&object))),
+        (structured(json!({"json": object, "disable_any_whitespace": true})), Some(compact)),
+        (structured(json!({"json": object, "whitespace_pattern": " ?"})), Some(spaced(" ?"))),
+        (structured(json!({"json_object": true, "regex": null})), Some(any)),
+        (structured(json!({"regex": "a+", "json_object": false})), Some(regex.clone())),
+        (structured(json!({"choice": ["a", "b"]})), Some(choice.clone())),
+        (structured(json!({"grammar": "start: \"a\""})), Some(lark.clone())),
+        (json!({"guided_json": object}), Some(schema(&object))),
+        (json!({"guided_json": object, "guided_whitespace_pattern": "_"}), Some(spaced("_"))),
+        (json!({"guided_regex": "a+"}), Some(regex)),
+        (json!({"guided_choice": ["a", "b"]}), Some(choice)),
+        (json!({"guided_grammar": "start: \"a\""}), Some(lark)),
+        (json!({"allowed_token_ids": [9, 7]}), Some(GuideSpec::Tokens(vec![9, 7]))),
+    ];
+    for path in PATHS {
+        for (more, wanted) in &ways {
+            let mut asked = body(path, more);
+            asked["n"] = json!(3);
+            let reply = rig.client.post(path, &asked).await.unwrap();
+            assert_eq!(reply.status, 200, "{path} {more}: {}", reply.body);
+            let request = rig.seen.lock().unwrap().requests.pop().unwrap();
+            assert_eq!(request.guide_spec.as_deref(), wanted.as_ref(), "{path} {more}");
+            assert_eq!(request.guides.len(), if wanted.is_some() { 3 } else { 0 });
+            if let Some(GuideSpec::Tokens(_)) = wanted {
+                assert_eq!(request.guides[2].allowed(), &TokenMask::Only(vec![7, 9]));
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
+    let rig = Rig::saying("x");
+    let format = |value: Value| json!({"response_format": value});
+    let json_schema = |value: Value| format(json!({"type": "json_schema", "json_schema": value}));
+    let structured = |value: Value| json!({"structured_outputs": value});
+    let long = "a".repeat(1 << 17);
+    let name = "a".repeat(65);
+    let both = |other: Value| {
+        let mut both = format(json!({"type": "json_object"}));
+        both[other.as_object().unwrap().keys().next().unwrap()] =
+            other[other.as_object().unwrap().keys().next().unwrap()].clone();
+        both
+    };
+    let cases = [
+        (format(json!("json")), "response_format", "must be an object with the `type`"),
+        (format(json!({"type": "xml"})), "response_format", "\"json_object\""),
+        (format(json!({"type": "structural_tag"})), "response_format", "\"json_object\""),
+        (format(json!({"type": "json_schema"})), "response_format", "needs `json_schema`"),
+        (json_schema(json!({"schema": {}})), "response_format", "json_schema.name"),
+        (json_schema(json!({"schema": {}, "name": "a b"})), "response_format", "json_schema.name"),
+        (json_schema(json!({"schema": {}, "name": name})), "response_format", "1 to 64"),
+        (json_schema(json!({"name": "a"})), "response_format", "json_schema.schema"),
+        (json_schema(json!({"name": "a", "schema": "{}"})), "response_format", "an object"),
+        (
+            json_schema(json!({"name": "a", "schema": {}, "strict": 1})),
+            "response_format",
+            "json_schema.strict",
+        ),
+        (named(&json!({"type": "strin"})), "response_format", "Invalid type: strin"),
+        (named(&json!({"$ref": "#/$defs/x"})), "response_format", "'/$defs/x' does not exist"),
+        (named(&json!({"type": "array", "uniqueItems": true})), "response_format", "uniqueItems"),
+        (structured(json!([])), "structured_outputs", "must be an object"),
+        (structured(json!({})), "structured_outputs", "must say one thing"),
+        (structured(json!({"json_object": false})), "structured_outputs", "not 0"),
+        (structured(json!({"regex": "a", "choice": ["a"]})), "structured_outputs", "not 2"),
+        (structured(json!({"regex": 1})), "structured_outputs", "`structured_outputs.regex` must"),
+        (structured(json!({"structural_tag": "a"})), "structured_outputs", "is not supported"),
+        (
+            structured(json!({"json": {}, "disable_additional_properties": true})),
+            "structured_outputs",
+            "is not supported",
+        ),
+        (json!({"guided_regex": "("}), "guided_regex", "unclosed group"),
+        (json!({"guided_regex": long}), "guided_regex", "the bound is 16384"),
+        (json!({"guided_choice": "a"}), "guided_choice", "a list of strings"),
+        (json!({"guided_choice": []}), "guided_choice", "0 entries"),
+        (json!({"guided_grammar": "root ::= \"a\""}), "guided_grammar", "Lark"),
+        (json!({"guided_grammar": long}), "guided_grammar", "the bound is 65536"),
+        (json!({"guided_json": "{"}), "guided_json", "is not JSON"),
+        (json!({"guided_json": 5}), "guided_json", "a JSON schema"),
+        (json!({"guided_whitespace_pattern": " "}), "guided_whitespace_pattern", "guided_json"),
+        (json!({"allowed_token_ids": []}), "allowed_token_ids", "0 entries"),
+        (json!({"allowed_token_ids": [1 << 20]}), "allowed_token_ids", "from 0 to 2047"),
+        (both(json!({"guided_regex": "a"})), "guided_regex", "one at a time"),
+        (both(json!({"min_tokens": 3})), "min_tokens", "response_format"),
+        (both(json!({"ignore_eos": true})), "ignore_eos", "response_format"),
+    ];
+    for path in PATHS {
+        for (more, field, what) in &cases {
+            let reply = rig.client.post(path, &body(path, more)).await.unwrap();
+            let error = &reply.body["error"];
+            assert_eq!((reply.status, &error["param"]), (400, &json!(field)), "{more}: {error}");
+            let message = error["message"].as_str().unwrap();
+            assert!(message.starts_with(&format!("`{field}")), "{message}");
+            assert!(message.contains(what), "{message}");
+            assert!(message.len() < 700 && !message.contains('\n'), "{message}");
+        }
+    }
+    assert!(rig.seen.lock().unwrap().requests.is_empty());
+}
