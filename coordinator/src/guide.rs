@@ -11,8 +11,8 @@ mod vocabulary;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub(crate) use grammar::USUAL_WHITESPACE;
 pub use grammar::{Grammar, Guide};
+pub(crate) use grammar::{USUAL_WHITESPACE, json_schema, whole};
 use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;

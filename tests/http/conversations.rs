@@ -73,7 +73,7 @@ async fn what_templates_cannot_be_given_is_refused_by_name() {
     let tool = json!({"type": "function", "function": {"name": "f"}});
     let cases = [
         ("tools", json!({"tools": [tool]})),
-        ("tool_choice", json!({"tools": [tool], "tool_choice": "auto"})),
+        ("tools", json!({"tools": [tool], "tool_choice": "auto"})),
         ("tools", json!({"tools": [{"type": "function"}], "tool_choice": "none"})),
         ("tools", json!({"tools": "f", "tool_choice": "none"})),
         ("tool_choice", json!({"tool_choice": {"type": "function", "function": {"name": "f"}}})),

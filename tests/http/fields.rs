@@ -28,7 +28,6 @@ fn refused() -> Vec<(&'static str, Value, Value)> {
         ("prompt_logprobs", json!(0), json!(null)),
         ("return_token_ids", json!(true), json!(false)),
         ("return_tokens_as_token_ids", json!(true), json!(false)),
-        ("skip_special_tokens", json!(false), json!(true)),
         ("structural_tag", json!("a"), json!(null)),
         ("use_beam_search", json!(true), json!(false)),
         ("vllm_xargs", json!({"a": 1}), json!({})),

@@ -9,6 +9,7 @@
 //! - [`options`]: API keys, origins, limits that an operator chooses
 //! - [`structured`]: fields that say what the output must be
 //! - [`tokens`]: `/tokenize` and `/detokenize`
+//! - [`tools`]: calls of tools and reasoning, told from the text
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
@@ -21,3 +22,4 @@ mod shapes;
 mod streams;
 mod structured;
 mod tokens;
+mod tools;

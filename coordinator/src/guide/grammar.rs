@@ -100,7 +100,11 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
     })
 }
 
-fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value, String> {
+/// A schema with what llguidance is told beside it.
+///
+/// # Errors
+/// One sentence for the client.
+pub(crate) fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value, String> {
     let parsed = serde_json::from_str(schema).map_err(|error| format!("is not JSON: {error}"))?;
     let Value::Object(mut schema) = parsed else {
         return Err("must be a JSON object".to_owned());
@@ -119,7 +123,7 @@ fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value, String> {
 }
 
 /// A regular expression that matches the whole without saying so.
-fn whole(regex: &str) -> &str {
+pub(crate) fn whole(regex: &str) -> &str {
     let regex = regex.strip_prefix('^').unwrap_or(regex);
     let Some(rest) = regex.strip_suffix('$') else { return regex };
     let escapes = rest.len() - rest.trim_end_matches('\\').len();

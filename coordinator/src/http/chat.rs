@@ -39,17 +39,36 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
     let tools = Tools::read(&fields, limits)?;
     let mut rules = tools.rules(state.tool_calls)?;
+    let special_token = |text: &str| state.text.special_token(text);
+    match tools.asked(&fields, common.asked.as_ref(), state.tool_calls, special_token)? {
+        Some(asked) => common.asked = Some(asked),
+        // What the output must be is no call.
+        None if common.asked.is_some() => rules.calls = None,
+        None => {}
+    }
     let conversation = conversation::read(&fields, limits, template, tools.told())?;
+    let shows_reasoning = fields.boolean("include_reasoning", true)?;
+    if !shows_reasoning && !state.reasoning {
+        let message = "`include_reasoning` cannot be false: reasoning is not told from the answer \
+                       (the server's --reasoning-parser does)";
+        return Err(ApiError::field("include_reasoning", message));
+    }
     let special = fields.boolean("add_special_tokens", false)?;
     let id: Arc<str> = fields.response_id("chatcmpl", limits)?.into();
     let (bytes, fit) = (fields.bytes(), common.fit(limits));
     // It may be much larger than what is kept of it.
     drop(fields);
-    state.make_guide(&mut common).await?;
     let encode = move |text: &_| conversation::encode(text, &conversation, special, fit);
     let rendered = state.with_text(bytes, encode).await?;
     rules.reasoning = state.reasoning;
     rules.begins_reasoning = rendered.opens_reasoning;
+    if let Some(asked) = common.asked.take() {
+        common.asked = Some(match rules.reasoning {
+            true => asked.behind_reasoning(rules.begins_reasoning)?,
+            false => asked,
+        });
+    }
+    state.make_guide(&mut common).await?;
     // A mark that is left out would be missed.
     common.keep_special |= rules.calls.is_some_and(CallFormat::is_marked_by_special_tokens);
     let mut tokens = rendered.tokens;
@@ -62,7 +81,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
     let envelope = Envelope::new(state, id, object);
-    let choice = Choice::new(rules);
+    let choice = Choice::new(rules, shows_reasoning);
     let choices = vec![choice; common.n as usize];
     let ids = CallIds { drawn: state.draw_seed(state.next_request()) };
     let state = state.clone();
@@ -87,15 +106,17 @@ struct Choice {
     logprobs: Vec<Value>,
     /// Where something is looked for in the reply.
     reader: Option<ReplyReader>,
+    /// What it finds of reasoning is shown.
+    shows_reasoning: bool,
     /// Tools were called.
     called: bool,
 }
 
 impl Choice {
-    fn new(rules: ReplyRules) -> Self {
+    fn new(rules: ReplyRules, shows_reasoning: bool) -> Self {
         let reads = rules.reasoning || rules.calls.is_some();
         let reader = reads.then(|| ReplyReader::new(Arc::new(rules)));
-        Self { reader, ..Self::default() }
+        Self { reader, shows_reasoning, ..Self::default() }
     }
 
     /// What a piece says; nothing where nothing is looked for.
@@ -105,6 +126,7 @@ impl Choice {
         if piece.finish_reason.is_some() {
             reader.finish(parts);
         }
+        parts.retain(|part| self.shows_reasoning || !matches!(part, Part::Reasoning(_)));
         self.called |= parts.iter().any(|part| matches!(part, Part::Call { .. }));
     }
 }

@@ -205,11 +205,10 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     let role = if role == "developer" { "system" } else { role };
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), content.into());
-    // One by the name of vLLM's answers, the other by DeepSeek's: templates read the one or the other.
-    for (name, other) in [("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")] {
-        if let Some(said) = message.get(other).filter(|_| !message.contains_key(name)).cloned() {
-            message.insert(name.to_owned(), said);
-        }
+    // Answers say it by two names; templates know the one.
+    let name = "reasoning_content";
+    if let Some(said) = message.get("reasoning").filter(|_| !message.contains_key(name)).cloned() {
+        message.insert(name.to_owned(), said);
     }
     if let Some(calls) = message.get_mut("tool_calls") {
         for (at, call) in calls.as_array_mut().into_iter().flatten().enumerate() {

@@ -58,7 +58,6 @@ const CHAT: &[(&str, Neutral)] = &[
     ("echo", False),
     ("function_call", Words(&["none"])),
     ("functions", Empty),
-    ("include_reasoning", True),
     ("mm_processor_kwargs", Empty),
     ("modalities", Only("text")),
     ("prediction", Null),

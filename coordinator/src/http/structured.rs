@@ -5,6 +5,8 @@ use shared::protocol::{GuideSpec, Whitespace};
 
 use super::error::ApiError;
 use super::fields::Fields;
+use crate::guide;
+use crate::text::reply::grammar;
 
 /// Characters of a schema's name.
 const NAME_MAX: usize = 64;
@@ -52,23 +54,57 @@ pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError>
     {
         return Err(wrong(whitespace, "is of use with `guided_json` alone"));
     }
-    let Some(asked) = asked else { return Ok(None) };
-    let is_text = !matches!(asked.spec, GuideSpec::Tokens(_));
-    if fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0) > 0 {
-        let message =
-            format!("and `{}` exclude each other: it says where the text ends", asked.field);
-        return Err(wrong("min_tokens", &message));
+    if let Some(asked) = &asked {
+        asked.check_end(fields)?;
     }
-    if is_text && fields.boolean("ignore_eos", false)? {
+    Ok(asked)
+}
+
+impl Asked {
+    /// Refuses what else says where the text ends.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn check_end(&self, fields: &Fields) -> Result<(), ApiError> {
         let message =
-            format!("and `{}` exclude each other: it says where the text ends", asked.field);
-        return Err(wrong("ignore_eos", &message));
+            format!("and `{}` exclude each other: it says where the text ends", self.field);
+        if fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0) > 0 {
+            return Err(wrong("min_tokens", &message));
+        }
+        let is_text = !matches!(self.spec, GuideSpec::Tokens(_));
+        if is_text && fields.boolean("ignore_eos", false)? {
+            return Err(wrong("ignore_eos", &message));
+        }
+        Ok(())
     }
-    Ok(Some(asked))
+
+    /// What the whole output must be when this is what comes behind the reasoning, which the prompt
+    /// has opened or the model may. A client's own grammar, and a list of tokens, stay of the whole
+    /// output.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn behind_reasoning(self, is_open: bool) -> Result<Self, ApiError> {
+        let Self { field, spec } = self;
+        let body = match &spec {
+            GuideSpec::Json { schema, whitespace } => {
+                let schema = guide::json_schema(schema, whitespace);
+                format!("body: %json {}\n", schema.map_err(|error| wrong(field, &error))?)
+            }
+            GuideSpec::Regex(regex) => grammar::regex(guide::whole(regex)),
+            GuideSpec::Choice(strings) => grammar::choice(strings),
+            GuideSpec::Lark(text) => match grammar::body(text) {
+                Some(body) => body.to_owned(),
+                None => return Ok(Self { field, spec }),
+            },
+            GuideSpec::Tokens(_) => return Ok(Self { field, spec }),
+        };
+        Ok(Self { field, spec: GuideSpec::Lark(grammar::reasoned(&body, is_open)) })
+    }
 }
 
 /// An error of a field whose sentence goes on after its name.
-fn wrong(field: &str, message: &str) -> ApiError {
+pub(super) fn wrong(field: &str, message: &str) -> ApiError {
     ApiError::field(field, format!("`{field}` {message}"))
 }
 

@@ -1,11 +1,15 @@
 //! Tools: which the model is told of, whether it may or must call them, and how its calls are told
 //! from its text.
 use serde_json::Value;
+use shared::protocol::GuideSpec;
 
 use super::conversation::objects;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Limits;
+use super::structured::{self, Asked};
+use crate::guide::USUAL_WHITESPACE;
+use crate::text::reply::grammar::{self, Function};
 use crate::text::reply::{CallFormat, Parameters, ReplyRules};
 
 /// Whether tools are called.
@@ -54,6 +58,47 @@ impl Tools {
         matches!(self.choice, ToolChoice::Auto | ToolChoice::Required)
     }
 
+    /// What the reply must be, where tools must be called; `before` is what else says that. `special`
+    /// are the vocabulary's special tokens by their text.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn asked(
+        &self,
+        fields: &Fields,
+        before: Option<&Asked>,
+        format: Option<CallFormat>,
+        special: impl Fn(&str) -> Option<u32>,
+    ) -> Result<Option<Asked>, ApiError> {
+        let (functions, several) = match &self.choice {
+            ToolChoice::None | ToolChoice::Auto => return Ok(None),
+            ToolChoice::Required => (self.functions(|_| true), !self.single),
+            ToolChoice::Function(wanted) => (self.functions(|name| name == wanted), false),
+        };
+        let field = "tool_choice";
+        if let Some(before) = before {
+            let other = before.field;
+            let message = format!("and `{other}` both say what the output must be: one at a time");
+            return Err(structured::wrong(field, &message));
+        }
+        let format = forced(format);
+        let body = grammar::calls(format, &functions, several, special, USUAL_WHITESPACE);
+        let asked = Asked { field, spec: GuideSpec::Lark(grammar::whole(&body)) };
+        asked.spec.check().map_err(|error| structured::wrong(field, &error))?;
+        asked.check_end(fields)?;
+        Ok(Some(asked))
+    }
+
+    fn functions(&self, which: impl Fn(&str) -> bool) -> Vec<Function> {
+        let tools = self.list.iter().filter_map(Value::as_array).flatten();
+        let function = |tool: &Value| {
+            let name = name(tool).filter(|name| which(name))?.to_owned();
+            let parameters = tool.get("function").and_then(|it| it.get("parameters"));
+            Some(Function { name, parameters: parameters.and_then(Value::as_object).cloned() })
+        };
+        tools.filter_map(function).collect()
+    }
+
     /// What is looked for in the reply of a model that writes calls in this form.
     ///
     /// # Errors
@@ -68,12 +113,23 @@ impl Tools {
                                with `tool_choice`: \"none\" calls are part of the text";
                 return Err(ApiError::field("tools", message));
             }
-            (_, format) => rules.calls = format,
+            (ToolChoice::Auto, format) => rules.calls = format,
+            (ToolChoice::Required | ToolChoice::Function(_), format) => {
+                rules.calls = Some(forced(format));
+            }
         }
         if rules.calls == Some(CallFormat::Qwen3Coder) {
             rules.parameters = self.list.as_ref().map(Parameters::of).unwrap_or_default();
         }
         Ok(rules)
+    }
+}
+
+/// The form of calls that must be made: one with JSON in it, which every model can be held to.
+fn forced(format: Option<CallFormat>) -> CallFormat {
+    match format {
+        None | Some(CallFormat::Qwen3Coder) => CallFormat::Hermes,
+        Some(format) => format,
     }
 }
 

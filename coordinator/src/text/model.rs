@@ -144,6 +144,14 @@ impl TextModel {
         self.guides.get_or_init(|| Guides::new(self)).as_ref().map_err(String::clone)
     }
 
+    /// The special token that is written so.
+    #[must_use]
+    pub fn special_token(&self, text: &str) -> Option<u32> {
+        let id = self.tokenizer.token_to_id(text)?;
+        let added = self.tokenizer.get_added_tokens_decoder();
+        added.get(&id).filter(|token| token.special).map(|_| id)
+    }
+
     /// Text to tokens.
     ///
     /// # Errors

@@ -5,6 +5,8 @@ use serde_json::{Map, Value, json};
 use super::format::{self, CallFormat};
 use super::{THINK, THINK_END};
 
+const START: &str = "start: body\n";
+
 /// A function that may be called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Function {
@@ -74,10 +76,39 @@ fn arguments(function: &Function, whitespace: &str) -> Value {
     Value::Object(schema)
 }
 
+/// The rule `body`: what a regular expression matches.
+#[must_use]
+pub fn regex(regex: &str) -> String {
+    // What delimits it, unless it is escaped already.
+    let (mut escaped, mut written) = (false, String::with_capacity(regex.len()));
+    for c in regex.chars() {
+        match c {
+            '/' if !escaped => written.push_str("\\/"),
+            '\n' => written.push_str(if escaped { "n" } else { "\\n" }),
+            _ => written.push(c),
+        }
+        escaped = c == '\\' && !escaped;
+    }
+    format!("body: /{written}/\n")
+}
+
+/// The rule `body`: one of these strings.
+#[must_use]
+pub fn choice(strings: &[String]) -> String {
+    let strings: Vec<String> = strings.iter().map(|string| quoted(string)).collect();
+    format!("body: {}\n", strings.join(" | "))
+}
+
 /// The grammar of a reply that is `body`, one of whose rules that is.
 #[must_use]
 pub fn whole(body: &str) -> String {
-    format!("start: body\n{body}")
+    format!("{START}{body}")
+}
+
+/// What [`whole`] was made of.
+#[must_use]
+pub fn body(whole: &str) -> Option<&str> {
+    whole.strip_prefix(START)
 }
 
 /// The grammar of a reply that is `body` behind its reasoning, which the prompt has opened or the

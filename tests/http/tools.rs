@@ -1,0 +1,269 @@
+//! Calls of tools and reasoning, told from the text that a model writes.
+use coordinator::http::options::ApiOptions;
+use coordinator::text::reply::CallFormat;
+use serde_json::{Value, json};
+use shared::protocol::GuideSpec;
+use testkit::client::Reply;
+
+use crate::rig::Rig;
+
+const CHAT: &str = "/v1/chat/completions";
+const CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\", \
+    \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call><|end|>";
+
+fn rig(text: &str, calls: Option<CallFormat>, reasoning: bool) -> Rig {
+    let rig = Rig::with_api(&ApiOptions { tool_calls: calls, reasoning, ..ApiOptions::default() });
+    rig.script(|script| script.text = text.to_owned());
+    rig
+}
+
+fn request(more: &Value) -> Value {
+    let function = |name: &str| {
+        json!({"type": "function", "function": {"name": name,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}})
+    };
+    let mut request = json!({"messages": [{"role": "user", "content": "x"}], "max_tokens": 200,
+        "tools": [function("weather"), function("now")]});
+    for (name, value) in more.as_object().unwrap() {
+        request[name] = value.clone();
+    }
+    request
+}
+
+async fn ask(rig: &Rig, more: &Value) -> Value {
+    let reply: Reply = rig.client.post(CHAT, &request(more)).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    reply.body["choices"][0].clone()
+}
+
+/// The message that a stream's deltas add up to, with its reason to finish.
+async fn streamed(rig: &Rig, more: &Value) -> (Value, Value, usize) {
+    let mut body = request(more);
+    body["stream"] = json!(true);
+    let events = rig.client.stream(CHAT, &body).await.unwrap().events;
+    let (mut message, mut reason) = (json!({}), Value::Null);
+    let mut calls: Vec<Value> = Vec::new();
+    let mut arguments = 0;
+    for event in &events {
+        let choice = &event["choices"][0];
+        if !choice["finish_reason"].is_null() {
+            reason = choice["finish_reason"].clone();
+        }
+        for (name, value) in choice["delta"].as_object().unwrap() {
+            match value {
+                Value::String(text) => {
+                    let before = message[name].as_str().unwrap_or_default();
+                    message[name] = (before.to_owned() + &text).into();
+                }
+                deltas => {
+                    for delta in deltas.as_array().unwrap() {
+                        let index = delta["index"].as_u64().unwrap() as usize;
+                        if index == calls.len() {
+                            let mut call = delta.clone();
+                            call.as_object_mut().unwrap().remove("index");
+                            calls.push(call);
+                            continue;
+                        }
+                        assert_eq!(index, calls.len() - 1);
+                        assert!(
+                            delta.get("id").is_none() && delta["function"].get("name").is_none()
+                        );
+                        let written = &mut calls[index]["function"]["arguments"];
+                        let more = delta["function"]["arguments"].as_str().unwrap();
+                        *written = (written.as_str().unwrap().to_owned() + more).into();
+                        arguments += 1;
+                    }
+                }
+            }
+        }
+    }
+    if !calls.is_empty() {
+        message["tool_calls"] = calls.into();
+    }
+    (message, reason, arguments)
+}
+
+fn functions(message: &Value) -> Value {
+    let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
+    calls.iter().map(|call| call["function"].clone()).collect()
+}
+
+#[tokio::test]
+async fn calls_are_told_from_the_text_whole_and_streamed() {
+    let rig = rig(CALLS, Some(CallFormat::Hermes), false);
+    let expected = json!([
+        {"name": "weather", "arguments": "{\"city\": \"Rome\", \"days\": 2}"},
+        {"name": "now", "arguments": "{}"},
+    ]);
+    for more in [json!({}), json!({"tool_choice": "auto", "parallel_tool_calls": true})] {
+        let choice = ask(&rig, &more).await;
+        let message = &choice["message"];
+        assert_eq!(
+            (&message["content"], &choice["finish_reason"]),
+            (&json!("I look."), &json!("tool_calls"))
+        );
+        assert_eq!(functions(message), expected);
+        let ids: Vec<&str> = message["tool_calls"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|it| it["id"].as_str().unwrap())
+            .collect();
+        assert!(ids[0] != ids[1] && ids.iter().all(|id| id.len() == 9), "{ids:?}");
+        assert!(
+            message["tool_calls"].as_array().unwrap().iter().all(|it| it["type"] == "function")
+        );
+        let (told, reason, pieces) = streamed(&rig, &more).await;
+        assert_eq!((&told["content"], &reason), (&json!("I look."), &json!("tool_calls")));
+        assert_eq!((functions(&told), &told["role"]), (expected.clone(), &json!("assistant")));
+        assert!(pieces > 5, "arguments come as they are written");
+    }
+    let one = ask(&rig, &json!({"parallel_tool_calls": false})).await;
+    assert_eq!(functions(&one["message"]), json!([expected[0]]));
+}
+
+#[tokio::test]
+async fn a_message_of_calls_alone_has_no_content_and_each_choice_its_own_calls() {
+    let rig = rig(&CALLS[8..], Some(CallFormat::Hermes), false);
+    let reply = rig.client.post(CHAT, &request(&json!({"n": 2}))).await.unwrap();
+    let message = |choice: usize| &reply.body["choices"][choice]["message"];
+    assert_eq!(message(0)["content"], Value::Null);
+    assert_eq!(functions(message(0)), functions(message(1)));
+    assert_ne!(message(0)["tool_calls"][0]["id"], message(1)["tool_calls"][0]["id"]);
+    let again = ask(&rig, &json!({})).await;
+    assert_ne!(again["message"]["tool_calls"][0]["id"], message(0)["tool_calls"][0]["id"]);
+}
+
+#[tokio::test]
+async fn where_calls_are_not_asked_for_they_are_text() {
+    let rig = rig(CALLS, Some(CallFormat::Hermes), false);
+    let text = CALLS.strip_suffix("<|end|>").unwrap();
+    let format = json!({"response_format": {"type": "json_object"}});
+    for more in
+        [json!({"tool_choice": "none"}), json!({"tools": null}), json!({"tools": []}), format]
+    {
+        let choice = ask(&rig, &more).await;
+        assert_eq!(
+            (&choice["message"]["content"], &choice["finish_reason"]),
+            (&json!(text), &json!("stop"))
+        );
+        assert!(choice["message"].get("tool_calls").is_none());
+    }
+    // A reply that is cut short is that before anything else.
+    let cut = ask(&rig, &json!({"max_tokens": 30})).await;
+    assert_eq!(cut["finish_reason"], "length");
+    let name = cut["message"]["tool_calls"][0]["function"]["name"].as_str();
+    assert!(name.is_none_or(|name| name == "weather"));
+}
+
+#[tokio::test]
+async fn the_template_tells_how_calls_are_written() {
+    let rig = Rig::with_template("{{ tools }} <tool_call>{\"name\": ..}</tool_call>");
+    rig.script(|script| script.text = CALLS.to_owned());
+    assert_eq!(ask(&rig, &json!({})).await["finish_reason"], "tool_calls");
+    // That of the demo model does not.
+    let unknown = Rig::saying(CALLS);
+    let reply = unknown.client.post(CHAT, &request(&json!({}))).await.unwrap();
+    assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tools")));
+    let message = reply.body["error"]["message"].as_str().unwrap();
+    assert!(message.contains("--tool-call-parser"), "{message}");
+}
+
+#[tokio::test]
+async fn calls_that_must_be_made_are_what_the_grammar_allows() {
+    let rig = Rig::saying(&CALLS[8..]);
+    let spec = |rig: &Rig| {
+        let seen = rig.seen.lock().unwrap();
+        match seen.requests.last().unwrap().guide_spec.as_deref() {
+            Some(GuideSpec::Lark(grammar)) => grammar.clone(),
+            other => panic!("{other:?}"),
+        }
+    };
+    // How this model writes calls nobody knows; it is held to one form.
+    let choice = ask(&rig, &json!({"tool_choice": "required"})).await;
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    assert_eq!(functions(&choice["message"]).as_array().unwrap().len(), 2);
+    let both = spec(&rig);
+    assert!(both.contains("weather") && both.contains("now"), "{both}");
+    let named = json!({"tool_choice": {"type": "function", "function": {"name": "now"}}});
+    let choice = ask(&rig, &named).await;
+    assert_eq!(choice["finish_reason"], "stop", "it was the client's choice");
+    let one = spec(&rig);
+    assert!(!one.contains("weather") && one.contains("now"), "{one}");
+    let refused = [
+        (
+            "tool_choice",
+            json!({"tool_choice": {"type": "function", "function": {"name": "other"}}}),
+        ),
+        ("tool_choice", json!({"tool_choice": "always"})),
+        (
+            "tool_choice",
+            json!({"tool_choice": "required", "response_format": {"type": "json_object"}}),
+        ),
+        ("min_tokens", json!({"tool_choice": "required", "min_tokens": 5})),
+        (
+            "tools",
+            json!({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]}),
+        ),
+        (
+            "tool_choice",
+            json!({"tool_choice": "required", "tools": [{"type": "function",
+            "function": {"name": "f", "parameters": {"type": "nothing"}}}]}),
+        ),
+    ];
+    for (param, more) in refused {
+        let reply = rig.client.post(CHAT, &request(&more)).await.unwrap();
+        assert_eq!(
+            (reply.status, &reply.body["error"]["param"]),
+            (400, &json!(param)),
+            "{}",
+            reply.body
+        );
+    }
+}
+
+#[tokio::test]
+async fn reasoning_is_told_from_the_answer_where_an_operator_says_so() {
+    let text = "<think>\nLet me see.\n</think>\n\nBlue.<|end|>";
+    let rig = rig(text, None, true);
+    let plain = json!({"tools": null});
+    let choice = ask(&rig, &plain).await;
+    let message = &choice["message"];
+    for name in ["reasoning", "reasoning_content"] {
+        assert_eq!(message[name], "Let me see.");
+    }
+    assert_eq!(message["content"], "Blue.");
+    let (told, reason, _) = streamed(&rig, &plain).await;
+    assert_eq!(
+        (&told["reasoning"], &told["reasoning_content"]),
+        (&json!("Let me see."), &json!("Let me see."))
+    );
+    assert_eq!((&told["content"], &reason), (&json!("Blue."), &json!("stop")));
+    let hidden = ask(&rig, &json!({"tools": null, "include_reasoning": false})).await;
+    assert_eq!(
+        hidden["message"],
+        json!({"role": "assistant", "content": "Blue.", "refusal": null})
+    );
+    // What the output must be is what comes behind the reasoning.
+    let format = json!({"tools": null, "response_format": {"type": "json_object"}});
+    ask(&rig, &format).await;
+    let spec = rig.seen.lock().unwrap().requests.last().unwrap().guide_spec.clone();
+    assert!(
+        matches!(spec.as_deref(), Some(GuideSpec::Lark(grammar)) if grammar.contains("</think>"))
+    );
+    let without = self::rig(text, None, false);
+    let choice = ask(&without, &plain).await;
+    assert_eq!(choice["message"]["content"], "<think>\nLet me see.\n</think>\n\nBlue.");
+}
+
+#[tokio::test]
+async fn special_tokens_are_text_where_that_is_asked_for() {
+    let rig = Rig::saying("a <|user|> b");
+    for (skip, expected) in [(true, "a  b"), (false, "a <|user|> b")] {
+        let choice = ask(&rig, &json!({"tools": null, "skip_special_tokens": skip})).await;
+        assert_eq!(choice["message"]["content"], expected);
+    }
+    // Where they are text, they can be stopped at.
+    let stop = json!({"tools": null, "skip_special_tokens": false, "stop": ["<|us"]});
+    assert_eq!(ask(&rig, &stop).await["message"]["content"], "a ");
+}
