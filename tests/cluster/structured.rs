@@ -145,7 +145,7 @@ async fn a_worker_killed_amid_json_changes_nothing_of_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn front_ends_of_their_own_give_the_same_and_refuse_the_same() {
-    let fleet = Fleet::start(&[], 1, 1).await.unwrap();
+    let fleet = Fleet::start(&[], 2, 1).await.unwrap();
     let clients = [fleet.coordinator.client().unwrap(), fleet.frontends[0].client().unwrap()];
     let mut bad = completion(1);
     bad["response_format"]["json_schema"]["schema"]["type"] = json!("thing");

@@ -7,9 +7,10 @@ use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::{
     CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
     FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
-    GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NewSequence, NodeResources, Rejoin,
-    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult,
-    StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, TokenMask, WorkerStats,
+    GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, NewSequence, NodeResources,
+    Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan,
+    StepResult, StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, TokenMask,
+    Whitespace, WorkerStats,
 };
 use shared::sampling::SamplingParams;
 use shared::wire::codec::{self, CodecError};
@@ -226,6 +227,10 @@ fn submit() -> SubmitRequest {
         n: 2,
         stops: vec!["\u{e9}nd".to_owned()],
         keep_special: true,
+        guide: Some(GuideSpec::Json {
+            schema: r#"{"type":"object"}"#.to_owned(),
+            whitespace: Whitespace::Pattern(" ?".to_owned()),
+        }),
         max_tokens: 9,
         cache_salt: u64::MAX,
         end_tokens: vec![0],
@@ -234,11 +239,19 @@ fn submit() -> SubmitRequest {
     }
 }
 
+fn asking(guide: GuideSpec) -> SubmitRequest {
+    SubmitRequest { guide: Some(guide), ..submit() }
+}
+
 #[test]
 fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
     let id = RequestId(7);
     let from = [
         FromFrontend::Submit(Box::new(submit())),
+        FromFrontend::Submit(Box::new(asking(GuideSpec::Regex("a+".to_owned())))),
+        FromFrontend::Submit(Box::new(asking(GuideSpec::Choice(vec!["a".to_owned(); 2])))),
+        FromFrontend::Submit(Box::new(asking(GuideSpec::Lark("start: \"a\"".to_owned())))),
+        FromFrontend::Submit(Box::new(asking(GuideSpec::Tokens(vec![3, 70_000])))),
         FromFrontend::Cancel(id),
         FromFrontend::Stats(WorkerStats { sequence: 1, snapshot: vec![9] }),
         FromFrontend::Goodbye { reason: "r".to_owned() },
@@ -251,6 +264,8 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         EngineEvent::Token { choice: 0, token: 3, logprobs: None },
         EngineEvent::Finished { choice: 0, reason: FinishReason::EndToken(5), cached: 3 },
         EngineEvent::Finished { choice: 1, reason: FinishReason::StopString, cached: 0 },
+        EngineEvent::Finished { choice: 2, reason: FinishReason::Complete, cached: 0 },
+        EngineEvent::Failed(EngineError::Guide { message: "m".to_owned() }),
         EngineEvent::Failed(EngineError::QueueFull { queued: 1, max: 2, retry_after_s: 3 }),
         EngineEvent::Failed(EngineError::Unavailable { message: "m".to_owned() }),
     ];

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use coordinator::engine::{
-    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck,
+    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck, TokenGuide,
 };
 use shared::ids::{ReplicaId, RequestId};
 use shared::metrics::catalogue::REQUEST_SUCCESS;
@@ -118,12 +118,13 @@ impl Clients {
             let (log, stop_token) = (open.log.clone(), client.ends.stop_token);
             Box::new(Watch { log, choice: choice as usize, stop_token })
         };
+        let guide = |_| client.ends.guide().map(|guide| Box::new(guide) as Box<dyn TokenGuide>);
         let request = GenerateRequest {
             id: RequestId(index as u64),
             prompt: client.prompt.clone(),
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: (0..client.n).map(stop_check).collect(),
-            guides: Vec::new(),
+            guides: (0..client.n).filter_map(guide).collect(),
             guide_spec: None,
             max_tokens: client.ends.max_tokens,
             cache_salt: 0,

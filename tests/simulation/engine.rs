@@ -5,7 +5,9 @@
 use std::collections::BTreeMap;
 
 use shared::ids::SeqId;
-use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, StepPlan, TokenDigest};
+use shared::protocol::{
+    EngineConfig, SequenceOutput, SequenceStep, StepPlan, TokenDigest, TokenMask,
+};
 use shared::sampling::SamplingParams;
 
 use crate::model::{EMPTY, POISON, extend};
@@ -20,6 +22,14 @@ struct Known {
     blocks: Vec<u32>,
     /// The state after each computed token, as this sequence wrote it.
     states: Vec<u64>,
+}
+
+/// What a sequence's next token depends on besides the model.
+#[derive(Debug)]
+pub(crate) struct Chooser {
+    pub(crate) seed: u64,
+    pub(crate) choice: u32,
+    pub(crate) allowed: Option<TokenMask>,
 }
 
 #[derive(Debug, Default)]
@@ -167,12 +177,14 @@ impl RankEngine {
         plan.sequences.iter().any(|entry| tokens(entry).is_some_and(|it| it.contains(&POISON)))
     }
 
-    /// How the sequences that sample choose, in order: (seed, choice).
-    pub(crate) fn choosers(&self, plan: &StepPlan) -> Vec<(u64, u32)> {
+    /// How the sequences that sample choose, in order.
+    pub(crate) fn choosers(&self, plan: &StepPlan) -> Vec<Chooser> {
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);
         sampled
-            .filter_map(|entry| self.known.get(&entry.seq))
-            .map(|known| (known.sampling.seed, known.sampling.choice))
+            .filter_map(|entry| {
+                let SamplingParams { seed, choice, .. } = self.known.get(&entry.seq)?.sampling;
+                Some(Chooser { seed, choice, allowed: entry.allowed.clone() })
+            })
             .collect()
     }
 

@@ -9,7 +9,7 @@ use shared::protocol::{
     Start, Started, StepFailed, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats,
 };
 
-use crate::engine::RankEngine;
+use crate::engine::{Chooser, RankEngine};
 use crate::events::Event;
 use crate::model::{VOCABULARY, all_reduce, choose};
 use crate::random::mix;
@@ -98,7 +98,7 @@ pub(crate) struct Arrived {
     /// How many meet.
     world_size: u32,
     shares: Vec<u64>,
-    choosers: Vec<(u64, u32)>,
+    choosers: Vec<Chooser>,
     plan: Option<Rc<ToWorker>>,
 }
 
@@ -350,7 +350,10 @@ impl World {
                 return self.fail(format!("slot {slot} refuses a plan of {}: {why}", plan.epoch));
             }
         };
-        let choosers = executor.engine.choosers(plan);
+        let mut choosers = executor.engine.choosers(plan);
+        if self.switches.masks_are_ignored {
+            choosers.iter_mut().for_each(|chooser| chooser.allowed = None);
+        }
         let Some(collective) = &executor.collective else { return };
         if collective.world_size == 1 {
             let tokens = tokens_of(&[shares], &choosers);
@@ -479,12 +482,12 @@ impl World {
 }
 
 /// The ranks' shares to tokens, in the order of the sequences.
-fn tokens_of(shares: &[Vec<u64>], choosers: &[(u64, u32)]) -> Vec<u32> {
+fn tokens_of(shares: &[Vec<u64>], choosers: &[Chooser]) -> Vec<u32> {
     let sampled = choosers.iter().enumerate();
     sampled
-        .map(|(index, (seed, choice))| {
+        .map(|(index, Chooser { seed, choice, allowed })| {
             let of_ranks: Vec<u64> = shares.iter().map(|rank| rank[index]).collect();
-            choose(all_reduce(&of_ranks), *seed, *choice)
+            choose(all_reduce(&of_ranks), *seed, *choice, allowed.as_ref())
         })
         .collect()
 }

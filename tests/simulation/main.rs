@@ -122,7 +122,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 42] = [
+const MUTATIONS: [Mutation; 43] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -150,6 +150,7 @@ const MUTATIONS: [Mutation; 42] = [
     ("token_lost", |it| it.token_lost = true),
     ("token_repeated", |it| it.token_repeated = true),
     ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
+    ("masks_are_ignored", |it| it.masks_are_ignored = true),
     ("no_canary", |it| it.no_canary = true),
     ("old_words_pass", |it| it.old_words_pass = true),
     ("collectives_share_names", |it| it.collectives_share_names = true),

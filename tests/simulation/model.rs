@@ -1,6 +1,7 @@
 //! The simulated model: what follows depends on the seed, the position and every token before, so
 //! that a lost, repeated or swapped token, or a stale cache, changes the text.
-use coordinator::engine::FinishReason;
+use coordinator::engine::{FinishReason, Guided, TokenGuide};
+use shared::protocol::TokenMask;
 
 use crate::random::mix;
 
@@ -17,9 +18,58 @@ pub(crate) fn extend(state: u64, token: u32) -> u64 {
     mix(state, u64::from(token)) | 1
 }
 
-/// The token that follows a state.
-pub(crate) fn choose(state: u64, seed: u64, choice: u32) -> u32 {
-    (mix(state, mix(seed, u64::from(choice))) >> 33) as u32 % VOCABULARY
+/// The token that follows a state, of those allowed.
+pub(crate) fn choose(state: u64, seed: u64, choice: u32, allowed: Option<&TokenMask>) -> u32 {
+    let drawn = (mix(state, mix(seed, u64::from(choice))) >> 33) as u32;
+    match allowed {
+        None => drawn % VOCABULARY,
+        Some(TokenMask::Only(tokens)) => tokens[drawn as usize % tokens.len()],
+        Some(mask) => {
+            let tokens: Vec<u32> = (0..VOCABULARY).filter(|token| mask.allows(*token)).collect();
+            tokens[drawn as usize % tokens.len()]
+        }
+    }
+}
+
+/// What guided texts must be: the tokens that may come depend on all before, and so does the end.
+#[derive(Debug)]
+pub(crate) struct Guide {
+    state: u64,
+    allowed: TokenMask,
+}
+
+impl Guide {
+    pub(crate) fn new(key: u64) -> Self {
+        let state = mix(key, EMPTY);
+        Self { state, allowed: Self::after(state) }
+    }
+
+    fn after(state: u64) -> TokenMask {
+        let mut tokens: Vec<u32> =
+            (0..6).map(|at| (mix(state, at) >> 33) as u32 % VOCABULARY).collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        TokenMask::Only(tokens)
+    }
+}
+
+impl TokenGuide for Guide {
+    fn allowed(&self) -> &TokenMask {
+        &self.allowed
+    }
+
+    fn mask_bytes_max(&self) -> usize {
+        64
+    }
+
+    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+        if !self.allowed.allows(token) {
+            return Err(format!("token {token} is not one of those allowed"));
+        }
+        self.state = extend(self.state, token);
+        self.allowed = Self::after(self.state);
+        Ok(if self.state >> 7 & 63 == 0 { Guided::IsOver } else { Guided::GoesOn })
+    }
 }
 
 /// What the ranks make of their shares together; ranks that disagree make something else.
@@ -39,6 +89,14 @@ pub(crate) struct Ends {
     pub(crate) min_tokens: u32,
     pub(crate) max_tokens: u32,
     pub(crate) max_model_len: u32,
+    /// The text is guided; texts of another key must be something else.
+    pub(crate) guide: Option<u64>,
+}
+
+impl Ends {
+    pub(crate) fn guide(&self) -> Option<Guide> {
+        self.guide.map(Guide::new)
+    }
 }
 
 /// The text of one choice as nothing disturbs it, and why it ends.
@@ -53,8 +111,9 @@ pub(crate) fn undisturbed(
     if ends.max_tokens == 0 {
         return (text, FinishReason::Length);
     }
+    let mut guide = ends.guide();
     loop {
-        let token = choose(state, seed, choice);
+        let token = choose(state, seed, choice, guide.as_ref().map(Guide::allowed));
         state = extend(state, token);
         text.push(token);
         let len = text.len() as u32;
@@ -64,6 +123,9 @@ pub(crate) fn undisturbed(
         }
         if may_end && ends.stop_token == Some(token) {
             return (text, FinishReason::StopString);
+        }
+        if guide.as_mut().is_some_and(|guide| guide.accept(token) == Ok(Guided::IsOver)) {
+            return (text, FinishReason::Complete);
         }
         if len >= ends.max_tokens || prompt.len() as u32 + len >= ends.max_model_len {
             return (text, FinishReason::Length);

@@ -59,6 +59,8 @@ pub(crate) struct Switches {
     pub(crate) token_lost: bool,
     /// The client sees one token twice.
     pub(crate) token_repeated: bool,
+    /// Workers choose among all tokens, whatever is allowed.
+    pub(crate) masks_are_ignored: bool,
     /// What a worker has to say of an earlier link's epochs goes over the present one.
     pub(crate) old_words_pass: bool,
     /// Names of collectives come again: for other epochs, and for those of other coordinators.

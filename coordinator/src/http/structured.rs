@@ -41,7 +41,7 @@ pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError>
         if let Some(before) = &asked {
             let message = format!(
                 "`{}` and `{}` both say what the output must be: one at a time",
-                before.field, one.field
+                one.field, before.field
             );
             return Err(ApiError::field(one.field, message));
         }
