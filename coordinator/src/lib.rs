@@ -12,6 +12,7 @@
 //! - [`checkpoint`]: totals that outlive the coordinator
 //! - [`standby`]: a coordinator that waits until it leads
 //! - [`http`]: the API
+//! - [`private_file`]: whether nobody but its owner may read a file
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
@@ -25,6 +26,7 @@ pub mod frontends;
 pub mod http;
 pub mod links;
 pub mod metrics;
+pub mod private_file;
 pub mod replica;
 pub mod scheduler;
 pub mod standby;

@@ -19,6 +19,7 @@
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
 //! - [`strangers`]: connections that say nothing
+//! - [`tls`]: HTTPS
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
@@ -49,6 +50,7 @@ mod scraping;
 mod secrets;
 mod serving;
 mod strangers;
+mod tls;
 
 use serde_json::{Value, json};
 use testkit::local_cluster::LocalCluster;

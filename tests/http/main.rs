@@ -7,6 +7,7 @@
 //! - [`fields`]: no field is ignored that would change the answer
 //! - [`conversations`]: what templates are given of a chat request
 //! - [`options`]: API keys, origins, limits that an operator chooses
+//! - [`tls`]: HTTPS, with curl
 //! - [`tokens`]: `/tokenize` and `/detokenize`
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
@@ -18,4 +19,5 @@ mod options;
 mod rig;
 mod shapes;
 mod streams;
+mod tls;
 mod tokens;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
+use coordinator::http::tls::{LOOK_EVERY, Tls, TlsFiles};
 
 use super::CliError;
 use super::options::parse_bytes;
@@ -39,6 +40,16 @@ pub(crate) struct ApiArgs {
     /// [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
+    /// Serve HTTPS: PEM file with the server's certificate, then those that lead to its authority.
+    /// Read again when it changes
+    #[arg(long, visible_alias = "ssl-certfile", value_name = "FILE")]
+    pub(crate) tls_certificate: Option<PathBuf>,
+    /// PEM file with its key, which only its owner may read
+    #[arg(long, visible_alias = "ssl-keyfile", value_name = "FILE")]
+    pub(crate) tls_key: Option<PathBuf>,
+    /// Answer only clients that show a certificate of these authorities (PEM file)
+    #[arg(long, visible_alias = "ssl-ca-certs", value_name = "FILE")]
+    pub(crate) tls_client_ca: Option<PathBuf>,
     /// Log every HTTP request: its id, status and duration
     #[arg(long)]
     pub(crate) access_log: bool,
@@ -72,7 +83,42 @@ pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
         max_logprobs: args.max_logprobs,
         allowed_origins: args.allowed_origins.clone(),
         access_log: args.access_log,
+        tls: tls(args)?,
     })
+}
+
+fn tls(args: &ApiArgs) -> Result<Option<Tls>, CliError> {
+    let files = tls_files(
+        args.tls_certificate.as_ref(),
+        args.tls_key.as_ref(),
+        args.tls_client_ca.as_ref(),
+    )?;
+    let started = files.map(|files| Tls::start(files, LOOK_EVERY)).transpose();
+    started.map_err(|error| CliError::Usage(error.to_string()))
+}
+
+/// The files of HTTPS, if it is to be.
+pub(crate) fn tls_files(
+    certificate: Option<&PathBuf>,
+    key: Option<&PathBuf>,
+    client_authority: Option<&PathBuf>,
+) -> Result<Option<TlsFiles>, CliError> {
+    match (certificate, key) {
+        (Some(certificate), Some(key)) => Ok(Some(TlsFiles {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            client_authority: client_authority.cloned(),
+        })),
+        (None, None) if client_authority.is_none() => Ok(None),
+        (None, None) => {
+            let message = "--tls-client-ca needs HTTPS: give --tls-certificate and --tls-key";
+            Err(CliError::Usage(message.to_owned()))
+        }
+        _ => {
+            let message = "--tls-certificate and --tls-key belong together: give both";
+            Err(CliError::Usage(message.to_owned()))
+        }
+    }
 }
 
 fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {

@@ -2,6 +2,7 @@
 use std::path::PathBuf;
 
 use super::keys::ApiKeys;
+use super::tls::Tls;
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
@@ -18,6 +19,8 @@ pub struct ApiOptions {
     pub allowed_origins: Vec<String>,
     /// Whether each request is logged.
     pub access_log: bool,
+    /// How HTTPS is served, where it is instead of HTTP.
+    pub tls: Option<Tls>,
 }
 
 /// As at vLLM.
@@ -32,6 +35,7 @@ impl Default for ApiOptions {
             max_logprobs: MAX_LOGPROBS,
             allowed_origins: Vec::new(),
             access_log: false,
+            tls: None,
         }
     }
 }

@@ -19,7 +19,7 @@ use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
-use super::{access, admin, chat, completions, keys, metrics, models, pool, tokenize};
+use super::{access, admin, chat, completions, keys, metrics, models, pool, tls, tokenize};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -51,6 +51,8 @@ const ROUTES: [(&str, &str); 14] = [
 /// # Errors
 /// When the listener cannot be used.
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
+    let tls = state.tls.clone();
+    let connections = CONNECTIONS_MAX.div_ceil(threads.max(1));
     let server = HttpServer::new(move || {
         let state = state.clone();
         App::new()
@@ -60,17 +62,23 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
             .wrap(from_fn(access::identify))
             .configure(move |config| routes(config, &state))
     });
-    Ok(server
+    let server = server
         .workers(threads)
-        .max_connections(CONNECTIONS_MAX.div_ceil(threads.max(1)))
+        .max_connections(connections)
+        // Nor do handshakes that do not end keep others out: each is a connection, for so long.
+        .max_connection_rate(connections)
+        .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
         .client_request_timeout(HEAD_DEADLINE)
         .keep_alive(Duration::from_secs(75))
         // A client that closes its side is gone: its request is cancelled, streaming or not.
         .h1_allow_half_closed(false)
         .shutdown_timeout(5)
-        .disable_signals()
-        .listen(listener)?
-        .run())
+        .disable_signals();
+    Ok(match tls {
+        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
+        None => server.listen(listener)?,
+    }
+    .run())
 }
 
 /// Declares the routes; tests use it too.

@@ -15,6 +15,7 @@ use super::metrics::MetricsPage;
 use super::options::ApiOptions;
 use super::params::{Limits, check_model};
 use super::pool::TextPool;
+use super::tls::Tls;
 use crate::engine::EngineHandle;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
@@ -74,6 +75,8 @@ pub struct AppState {
     pub allowed_origins: Arc<[String]>,
     /// Whether each request is logged.
     pub access_log: bool,
+    /// How HTTPS is served, where it is.
+    pub tls: Option<Tls>,
     /// Where work on text is done.
     texts: TextPool,
 }
@@ -114,6 +117,7 @@ impl AppState {
             keys: ApiKeys::default(),
             allowed_origins: Arc::default(),
             access_log: false,
+            tls: None,
             texts: TextPool::default(),
         }
     }
@@ -126,6 +130,7 @@ impl AppState {
             keys: options.keys.clone(),
             allowed_origins: options.allowed_origins.as_slice().into(),
             access_log: options.access_log,
+            tls: options.tls.clone(),
             ..self
         }
     }
