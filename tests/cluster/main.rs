@@ -19,7 +19,7 @@
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
 //! - [`strangers`]: connections that say nothing
-//! - [`tls`]: HTTPS
+//! - [`tls`]: HTTPS, its files and who asks by it
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
