@@ -1,6 +1,7 @@
 //! What operators choose of the HTTP API, with real processes: keys, templates, the access log, and
 //! who is taken for an operator.
 use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 use std::time::Duration;
 
@@ -36,6 +37,7 @@ async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_a
         file.to_str().unwrap().to_owned()
     };
     let keys = write("keys", "first-key\nsecond-key\n");
+    std::fs::set_permissions(&keys, std::fs::Permissions::from_mode(0o600)).unwrap();
     let template = write("template.jinja", "{{ messages[0].content }}!");
     let cluster = format!("127.0.0.1:{}", free_port());
     let api = ["--api-key-file", &keys, "--chat-template", &template, "--access-log"];

@@ -6,6 +6,7 @@ use clap::Args;
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
 use coordinator::http::tls::{LOOK_EVERY, Tls, TlsFiles};
+use coordinator::private_file;
 
 use super::CliError;
 use super::options::parse_bytes;
@@ -22,7 +23,7 @@ pub(crate) struct ApiArgs {
     /// keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in the environment, hides it
     #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(key.to_owned())))]
     pub(crate) api_key: Vec<Key>,
-    /// The same with the keys of this file, one per line
+    /// The same with the keys of this file, one per line; only its owner may read it
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
     /// Jinja file with the chat template, instead of the model's own; the same for the coordinator
@@ -127,6 +128,7 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
         let at = |problem: String| {
             CliError::Usage(format!("--api-key-file {}: {problem}", file.display()))
         };
+        private_file::check(file).map_err(at)?;
         let text = std::fs::read_to_string(file).map_err(|error| at(error.to_string()))?;
         let before = keys.len();
         keys.extend(text.lines().map(str::trim).filter(|it| !it.is_empty()).map(str::to_owned));
@@ -149,6 +151,8 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use clap::Parser;
 
     use super::*;
@@ -174,6 +178,18 @@ mod tests {
         assert_eq!(format!("{:?}", both.keys), "ApiKeys { number: 3 }");
         std::fs::write(&file, "\n").unwrap();
         assert!(parse(&["--api-key-file", path]).unwrap_err().contains("no key"));
+        std::fs::write(&file, "hidden-a\n").unwrap();
+        for (mode, private) in [(0o600, true), (0o644, false), (0o640, false), (0o400, true)] {
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(&file, mode).unwrap();
+            let parsed = parse(&["--api-key-file", path]);
+            let refused = parsed.is_err_and(|error| {
+                error.contains(path)
+                    && error.contains("others may read it")
+                    && error.contains("chmod")
+            });
+            assert_ne!(refused, private);
+        }
         assert!(parse(&["--api-key-file", "/no/such"]).unwrap_err().contains("/no/such"));
         let error = parse(&["--api-key", "hidden key"]).unwrap_err();
         assert!(error.contains("--api-key") && !error.contains("hidden"), "{error}");
