@@ -24,7 +24,7 @@ use super::{access, admin, chat, completions, keys, metrics, models, pool, tls, 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
-const BODY_DEADLINE_S: u64 = 10;
+pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Connections at a time, of all threads together.
 const CONNECTIONS_MAX: usize = 20_000;
 
