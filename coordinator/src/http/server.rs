@@ -6,7 +6,7 @@ use actix_cors::Cors;
 use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::ConnectionType;
-use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE, ContentType};
 use actix_web::middleware::{Compress, Condition, Next, from_fn};
 use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route, guard, http};
@@ -182,7 +182,8 @@ async fn post_tokenize(
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
     let fields = read(&state, &request, body).await?;
-    Ok(HttpResponse::Ok().json(tokenize::tokenize(&state, &fields).await?))
+    let answer = tokenize::tokenize(&state, &fields).await?;
+    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 
 async fn post_detokenize(
@@ -191,7 +192,8 @@ async fn post_detokenize(
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
     let fields = read(&state, &request, body).await?;
-    Ok(HttpResponse::Ok().json(tokenize::detokenize(&state, &fields).await?))
+    let answer = tokenize::detokenize(&state, fields).await?;
+    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 
 /// How many requests are being answered, as vLLM says it.
