@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::conversation::{self, Told};
 use super::envelope::Envelope;
 use super::error::ApiError;
-use super::generation::{Next, Piece, RunningPrompt, usage};
+use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::chat_logprob;
 use super::params::{Common, Fields};
 use super::refused::{self, Endpoint};
@@ -69,6 +69,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
 struct Choice {
     text: String,
     finish_reason: Option<&'static str>,
+    stop_reason: Option<StopReason>,
     logprobs: Vec<Value>,
 }
 
@@ -90,6 +91,7 @@ struct ChunkChoice<'a> {
     delta: Delta<'a>,
     logprobs: Option<Value>,
     finish_reason: Option<&'static str>,
+    stop_reason: Option<&'a StopReason>,
 }
 
 /// What an event adds to a choice's message.
@@ -106,6 +108,7 @@ impl Chat {
         let Some(choice) = self.choices.get_mut(piece.choice as usize) else { return };
         choice.text.push_str(&piece.text);
         choice.finish_reason = piece.finish_reason.or(choice.finish_reason);
+        choice.stop_reason = piece.stop_reason.clone().or_else(|| choice.stop_reason.take());
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
         choice.logprobs.extend(entry);
     }
@@ -127,6 +130,7 @@ impl Chat {
                     "message": {"role": "assistant", "content": choice.text, "refusal": null},
                     "logprobs": wanted.then(|| json!({"content": choice.logprobs, "refusal": null})),
                     "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
                 })
             })
             .collect();
@@ -145,7 +149,8 @@ impl Chat {
         }
         (0..self.common.n).try_for_each(|index| {
             let delta = Delta { role: Some("assistant"), content: Some("") };
-            self.push(ChunkChoice { index, delta, logprobs: None, finish_reason: None }, out)
+            let (logprobs, finish_reason, stop_reason) = (None, None, None);
+            self.push(ChunkChoice { index, delta, logprobs, finish_reason, stop_reason }, out)
         })
     }
 
@@ -159,7 +164,8 @@ impl Chat {
         let content = Some(piece.text.as_str()).filter(|text| !text.is_empty());
         let (index, finish_reason) = (piece.choice, piece.finish_reason);
         let delta = Delta { role: None, content };
-        self.push(ChunkChoice { index, delta, logprobs, finish_reason }, out)
+        let stop_reason = piece.stop_reason.as_ref();
+        self.push(ChunkChoice { index, delta, logprobs, finish_reason, stop_reason }, out)
     }
 }
 
