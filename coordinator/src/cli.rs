@@ -5,6 +5,7 @@
 //! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one will
 //! stand by; or a worker of `tutti up` was signalled), 78 another process has this one's name.
 mod api;
+mod asking;
 mod bench;
 mod config_file;
 mod devices;

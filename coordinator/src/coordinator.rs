@@ -37,6 +37,7 @@ use crate::http::metrics::{self as metrics_page, MetricsPage};
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::{AppState, Readiness, ReadinessCheck};
+use crate::http::tls::{Tls, scheme};
 use crate::links;
 use crate::metrics::exposition::PageOptions;
 use crate::metrics::{
@@ -108,6 +109,7 @@ impl Leadership {
 #[derive(Debug)]
 pub struct Coordinator {
     http_addr: SocketAddr,
+    scheme: &'static str,
     cluster_addr: SocketAddr,
     cluster: Addr<ClusterActor>,
     http: ServerHandle,
@@ -181,6 +183,16 @@ impl Prepared {
     pub fn cluster_addr(&self) -> SocketAddr {
         self.cluster.address
     }
+
+    /// The scheme of URLs of where HTTP is served.
+    #[must_use]
+    pub fn scheme(&self) -> &'static str {
+        scheme(self.tls())
+    }
+
+    pub(crate) fn tls(&self) -> Option<&Tls> {
+        self.options.api.tls.as_ref()
+    }
 }
 
 impl Coordinator {
@@ -200,6 +212,7 @@ impl Coordinator {
         let Prepared { options, text, engine, scheduling, hub, http, cluster: bound, metrics } =
             prepared;
         let (http_addr, cluster_addr) = (http.address, bound.address);
+        let tls = options.api.tls.clone();
         let max_model_len = engine.max_model_len;
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -340,7 +353,7 @@ impl Coordinator {
             Some(Bound { listener, address }) => {
                 let option = "--metrics-listen";
                 let failed = |error| StartError::Listen { address, option, error };
-                let server = metrics_page::start(listener, page).map_err(failed)?;
+                let server = metrics_page::start(listener, page, tls.as_ref()).map_err(failed)?;
                 let handle = server.handle();
                 actix::spawn(server);
                 Some((address, handle))
@@ -351,6 +364,7 @@ impl Coordinator {
         let http = http_handle;
         Ok(Self {
             http_addr,
+            scheme: scheme(tls.as_ref()),
             cluster_addr,
             cluster,
             http,
@@ -377,10 +391,17 @@ impl Coordinator {
         self.cluster_addr
     }
 
-    /// Where `/metrics` is served alone, if anywhere.
+    /// The URL of where HTTP is served.
     #[must_use]
-    pub fn metrics_addr(&self) -> Option<SocketAddr> {
-        self.metrics.as_ref().map(|(address, _)| *address)
+    pub fn http_url(&self) -> String {
+        format!("{}://{}", self.scheme, self.http_addr)
+    }
+
+    /// The URL of where `/metrics` is served alone, if anywhere.
+    #[must_use]
+    pub fn metrics_url(&self) -> Option<String> {
+        let alone = self.metrics.as_ref();
+        alone.map(|(address, _)| format!("{}://{address}/metrics", self.scheme))
     }
 
     /// The cluster, as it changes.

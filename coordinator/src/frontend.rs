@@ -33,6 +33,7 @@ use crate::http::options::ApiOptions;
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::AppState;
+use crate::http::tls::scheme;
 use crate::metrics::FrontendStats;
 use crate::metrics::exposition::PageOptions;
 use crate::text::model::{TextModel, TextModelError};
@@ -102,6 +103,7 @@ pub enum FrontendError {
 #[derive(Debug)]
 pub struct Frontend {
     http_addr: SocketAddr,
+    scheme: &'static str,
     http: ServerHandle,
     gate: Gate,
     stop: oneshot::Sender<()>,
@@ -167,6 +169,7 @@ impl Frontend {
         .with_api(&api)
         .with_gate(gate.clone())
         .with_metrics(page);
+        let scheme = scheme(api.tls.as_ref());
         let http = server::start(listener, state, threads).map_err(failed)?;
         let handle = http.handle();
         actix::spawn(http);
@@ -177,13 +180,19 @@ impl Frontend {
                 let _ = end.send(error);
             }
         });
-        Ok(Self { http_addr, http: handle, gate, stop, ended })
+        Ok(Self { http_addr, scheme, http: handle, gate, stop, ended })
     }
 
     /// Where HTTP is served.
     #[must_use]
     pub fn http_addr(&self) -> SocketAddr {
         self.http_addr
+    }
+
+    /// The URL of where HTTP is served.
+    #[must_use]
+    pub fn http_url(&self) -> String {
+        format!("{}://{}", self.scheme, self.http_addr)
     }
 
     /// Resolves when it cannot go on.

@@ -15,6 +15,7 @@
 //! - [`access`]: every request has an id
 //! - [`admin`]: the operator's side
 //! - [`tokenize`]: tokens without generating any
+//! - [`tls`]: HTTPS, by certificates that may change
 //! - [`keys`]: who may use the API
 //! - [`options`]: what an operator may choose of it
 //! - [`pool`]: work on text, off the threads that serve connections
@@ -45,5 +46,6 @@ pub mod server;
 pub mod sse;
 pub mod state;
 pub mod structured;
+pub mod tls;
 pub mod tokenize;
 pub mod tools;

@@ -13,6 +13,7 @@
 //! - [`standby`]: a coordinator that waits until it leads
 //! - [`guide`]: structured output: which tokens may come next
 //! - [`http`]: the API
+//! - [`private_file`]: whether nobody but its owner may read a file
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
@@ -27,6 +28,7 @@ pub mod guide;
 pub mod http;
 pub mod links;
 pub mod metrics;
+pub mod private_file;
 pub mod replica;
 pub mod scheduler;
 pub mod standby;

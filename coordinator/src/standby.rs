@@ -18,6 +18,7 @@ use tokio::task::JoinHandle;
 
 use crate::coordinator::{Bound, Prepared, StartError};
 use crate::http::error::ApiError;
+use crate::http::tls::{self, Tls};
 use crate::metrics::exposition::Format;
 use crate::metrics::membership;
 
@@ -44,7 +45,8 @@ impl Standby {
         let mut servers = Vec::new();
         let metrics = prepared.metrics.as_ref().map(|metrics| (metrics, "--metrics-listen"));
         for (bound, option) in [(&prepared.http, "--listen")].into_iter().chain(metrics) {
-            let server = bound.listener.try_clone().and_then(|it| serve(it, view.clone()));
+            let server = bound.listener.try_clone();
+            let server = server.and_then(|it| serve(it, view.clone(), prepared.tls()));
             let server = server.map_err(failed(bound, option))?;
             servers.push(server.handle());
             actix::spawn(server);
@@ -70,15 +72,21 @@ impl Standby {
 pub fn reason(view: &View) -> String {
     match &view.leader {
         Some(leader) if view.connected => {
-            format!("this coordinator stands by: http://{} leads", leader.record.http)
+            format!("this coordinator stands by: {} leads", url(&leader.record.http))
         }
         Some(leader) => format!(
-            "this coordinator stands by: http://{} led when etcd last answered",
-            leader.record.http
+            "this coordinator stands by: {} led when etcd last answered",
+            url(&leader.record.http)
         ),
         None if view.connected => "this coordinator stands by: nobody leads yet".to_owned(),
         None => "this coordinator stands by: etcd does not answer".to_owned(),
     }
+}
+
+/// The URL of a leader's HTTP, as its record says: an address, or a URL where it is not HTTP's.
+fn url(http: &str) -> String {
+    let scheme = if http.contains("://") { "" } else { "http://" };
+    format!("{scheme}{http}")
 }
 
 async fn hang_up(listener: tokio::net::TcpListener) {
@@ -89,7 +97,11 @@ async fn hang_up(listener: tokio::net::TcpListener) {
     }
 }
 
-fn serve(listener: TcpListener, view: watch::Receiver<View>) -> io::Result<Server> {
+fn serve(
+    listener: TcpListener,
+    view: watch::Receiver<View>,
+    tls: Option<&Tls>,
+) -> io::Result<Server> {
     let server = HttpServer::new(move || {
         App::new()
             .app_data(Data::new(view.clone()))
@@ -101,14 +113,19 @@ fn serve(listener: TcpListener, view: watch::Receiver<View>) -> io::Result<Serve
             .route("/metrics", web::get().to(metrics))
             .default_service(web::to(refuse))
     });
-    Ok(server
+    let server = server
         .workers(1)
         .max_connections(CONNECTIONS_MAX)
+        .max_connection_rate(CONNECTIONS_MAX)
+        .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
         .client_request_timeout(Duration::from_secs(5))
         .shutdown_timeout(1)
-        .disable_signals()
-        .listen(listener)?
-        .run())
+        .disable_signals();
+    Ok(match tls {
+        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
+        None => server.listen(listener)?,
+    }
+    .run())
 }
 
 async fn ready(view: Data<watch::Receiver<View>>) -> HttpResponse {

@@ -1,6 +1,8 @@
 //! What operators choose of the HTTP API, with real processes: keys, templates, the access log, and
 //! who is taken for an operator.
 use serde_json::{Value, json};
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 use std::time::Duration;
 
@@ -36,6 +38,7 @@ async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_a
         file.to_str().unwrap().to_owned()
     };
     let keys = write("keys", "first-key\nsecond-key\n");
+    std::fs::set_permissions(&keys, std::fs::Permissions::from_mode(0o600)).unwrap();
     let template = write("template.jinja", "{{ messages[0].content }}!");
     let cluster = format!("127.0.0.1:{}", free_port());
     let api = ["--api-key-file", &keys, "--chat-template", &template, "--access-log"];
@@ -117,4 +120,43 @@ async fn without_a_secret_nobody_is_an_operator_through_a_proxy_or_a_browser() {
     assert_eq!((code, said.trim()), (Some(0), "at most 3 replicas from now on"));
     let (code, said) = run(&["status", "--server", server]);
     assert!(code == Some(0) && said.contains("at most 3 replicas"), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_is_no_operator_is_told_so_before_a_word_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let secret = folder.path().join("secret");
+    std::fs::write(&secret, [b's'; 44]).unwrap();
+    std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let secret = secret.to_str().unwrap();
+    let alone = ["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"];
+    let mut coordinator =
+        LocalCluster::spawn(&[&alone[..], &["--cluster-secret-file", secret]].concat()).unwrap();
+    coordinator.wait_url().await.unwrap();
+    let address = coordinator.base().trim_start_matches("http://").to_owned();
+    for path in ["/admin/scale", "/admin/drain"] {
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer no\r\n\
+             content-type: application/json\r\ncontent-length: 20\r\n\r\n"
+        );
+        let answer = tokio::task::spawn_blocking({
+            let address = address.clone();
+            move || {
+                let mut stream = std::net::TcpStream::connect(address).unwrap();
+                // Below the time that a body may take: of this one nothing ever comes.
+                stream.set_read_timeout(Some(Duration::from_secs(8))).unwrap();
+                stream.write_all(head.as_bytes()).unwrap();
+                let mut status = [0; 12];
+                stream.read_exact(&mut status).map(|()| status)
+            }
+        });
+        let status = answer.await.unwrap().unwrap();
+        assert_eq!(&status, b"HTTP/1.1 401", "{path}");
+    }
+    // Who is one is heard, and told what is wrong.
+    let operator = ["--cluster-secret-file", secret, "--server", coordinator.base()];
+    let (code, said) = run(&[&["scale", "--replicas", "2"][..], &operator].concat());
+    assert_eq!(code, Some(0), "{said}");
+    let (code, said) = run(&[&["drain", "nobody"][..], &operator].concat());
+    assert!(code == Some(1) && said.contains("nobody"), "{said}");
 }

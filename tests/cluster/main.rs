@@ -20,6 +20,7 @@
 //! - [`secrets`]: who may join
 //! - [`strangers`]: connections that say nothing
 //! - [`structured`]: JSON, patterns and grammars of a real model, also when a worker dies
+//! - [`tls`]: HTTPS, its files and who asks by it
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
@@ -51,6 +52,7 @@ mod secrets;
 mod serving;
 mod strangers;
 mod structured;
+mod tls;
 
 use serde_json::{Value, json};
 use testkit::local_cluster::LocalCluster;

@@ -8,6 +8,7 @@
 //! - [`conversations`]: what templates are given of a chat request
 //! - [`options`]: API keys, origins, limits that an operator chooses
 //! - [`structured`]: fields that say what the output must be
+//! - [`tls`]: HTTPS, with curl
 //! - [`tokens`]: `/tokenize` and `/detokenize`
 //! - [`tools`]: calls of tools and reasoning, told from the text
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
@@ -21,5 +22,6 @@ mod rig;
 mod shapes;
 mod streams;
 mod structured;
+mod tls;
 mod tokens;
 mod tools;

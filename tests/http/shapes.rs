@@ -17,7 +17,8 @@ async fn a_completion_has_openais_shape() {
         (answer["object"].as_str(), answer["model"].as_str()),
         (Some("text_completion"), Some("demo"))
     );
-    let choice = json!({"index": 0, "text": TEXT, "logprobs": null, "finish_reason": "length"});
+    let choice = json!({"index": 0, "text": TEXT, "logprobs": null, "finish_reason": "length",
+        "stop_reason": null});
     assert_eq!(answer["choices"], json!([choice]));
     let prompt = rig.text.encode("Hello", true).unwrap().len();
     let completion = rig.text.encode(TEXT, false).unwrap().len();

@@ -75,6 +75,51 @@ async fn stop_strings_over_token_boundaries_are_never_leaked() {
 }
 
 #[tokio::test]
+async fn what_a_request_named_and_ended_a_choice_is_said() {
+    let rig = Rig::saying("Bye.<|end|>never seen");
+    let token = |text: &str| *rig.text.encode(text, false).unwrap().last().unwrap();
+    let (dot, end) = (token("Bye."), token("<|end|>"));
+    assert!(rig.text.end_tokens.contains(&end));
+    let cases = [
+        // The model's own end, also where the request names it too; a bound.
+        (json!({}), Value::Null),
+        (json!({"stop": "absent", "stop_token_ids": [end]}), Value::Null),
+        (json!({"max_tokens": 1}), Value::Null),
+        (json!({"stop": ["nothing", "ye"]}), json!("ye")),
+        (json!({"stop": ["nothing", "."], "include_stop_str_in_output": true}), json!(".")),
+        (json!({"stop_token_ids": [0, dot]}), json!(dot)),
+        (json!({"stop_token_ids": [end], "ignore_eos": true}), json!(end)),
+    ];
+    for (asked, expected) in cases {
+        for path in ["/v1/completions", "/v1/chat/completions"] {
+            let mut body = json!({"max_tokens": 100, "n": 2});
+            match path {
+                "/v1/completions" => body["prompt"] = json!("x"),
+                _ => body["messages"] = json!([{"role": "user", "content": "x"}]),
+            }
+            for (field, value) in asked.as_object().unwrap() {
+                body[field] = value.clone();
+            }
+            let reply = rig.client.post(path, &body).await.unwrap().body;
+            for choice in reply["choices"].as_array().unwrap() {
+                assert_eq!(choice.get("stop_reason"), Some(&expected), "{asked}: {reply}");
+            }
+            body["stream"] = json!(true);
+            let streamed = rig.client.stream(path, &body).await.unwrap();
+            for index in 0..2 {
+                let of_choice = streamed.events.iter().map(|event| &event["choices"][0]);
+                let of_choice = of_choice.filter(|choice| choice["index"] == index);
+                let reasons: Vec<&Value> =
+                    of_choice.map(|choice| choice.get("stop_reason").unwrap()).collect();
+                let (last, before) = reasons.split_last().unwrap();
+                assert_eq!(*last, &expected, "{asked}");
+                assert!(before.iter().all(|reason| reason.is_null()), "{asked}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn refusals_have_their_status_and_a_retry_after() {
     let rig = Rig::new(Script::default());
     let full = EngineError::QueueFull { queued: 5, max: 5, retry_after_s: 3 };

@@ -104,3 +104,16 @@ async fn large_texts_are_all_answered_and_hold_up_nobody() {
     }
     assert!(began.elapsed() < Duration::from_secs(30));
 }
+
+#[tokio::test]
+async fn many_tokens_are_text_and_tokens_again() {
+    let rig = Rig::saying("x");
+    let text = " fox".repeat(60_000);
+    let request = json!({"prompt": text, "add_special_tokens": false, "return_token_strs": true});
+    let answer = rig.client.post("/tokenize", &request).await.unwrap().body;
+    let tokens = rig.text.encode(&text, false).unwrap();
+    assert_eq!((&answer["count"], &answer["tokens"]), (&json!(tokens.len()), &json!(tokens)));
+    assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
+    let whole = rig.client.post("/detokenize", &json!({"tokens": tokens})).await.unwrap();
+    assert_eq!(whole.body, json!({"prompt": text}));
+}

@@ -28,7 +28,7 @@ impl Certificates {
         let run = |args: &str| openssl(folder, args);
         let key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes";
         run(&format!("req -x509 {key} -keyout ca.key -out ca.pem -days 2 -subj /CN=authority"))?;
-        let extensions = "subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n\
+        let extensions = "subjectAltName=IP:127.0.0.1,DNS:localhost\nbasicConstraints=CA:FALSE\n\
                           extendedKeyUsage=serverAuth,clientAuth\n";
         let file = folder.join("extensions");
         std::fs::write(&file, extensions).map_err(|error| error.to_string())?;
@@ -56,7 +56,11 @@ impl Certificates {
     }
 }
 
-fn openssl(folder: &Path, args: &str) -> Result<(), String> {
+/// Runs `openssl ARGS` in `folder`.
+///
+/// # Errors
+/// What it said.
+pub fn openssl(folder: &Path, args: &str) -> Result<(), String> {
     let output = Command::new("openssl")
         .args(args.split_whitespace())
         .current_dir(folder)

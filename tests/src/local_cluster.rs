@@ -225,7 +225,7 @@ fn parent_of(pid: u32) -> Option<u32> {
 }
 
 fn url_in(log: &str) -> Option<String> {
-    let start = log.find("http://")?;
+    let start = ["http://", "https://"].iter().filter_map(|it| log.find(it)).min()?;
     let url: String = log[start..].chars().take_while(|c| !c.is_whitespace()).collect();
     // A line still being written could end within the port.
     log[start + url.len()..].starts_with(['\n', ' ']).then_some(url)

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
+use coordinator::http::tls::{LOOK_EVERY, Tls, TlsFiles};
+use coordinator::private_file;
 use coordinator::text::reply::CallFormat;
 
 use super::CliError;
@@ -22,7 +24,7 @@ pub(crate) struct ApiArgs {
     /// keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in the environment, hides it
     #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(key.to_owned())))]
     pub(crate) api_key: Vec<Key>,
-    /// The same with the keys of this file, one per line
+    /// The same with the keys of this file, one per line; only its owner may read it
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
     /// Jinja file with the chat template, instead of the model's own; the same for the coordinator
@@ -48,6 +50,16 @@ pub(crate) struct ApiArgs {
     /// answer: think, or vLLM's names of such models' parsers (qwen3, deepseek_r1)
     #[arg(long, value_name = "PARSER", value_parser = ["think", "qwen3", "deepseek_r1"])]
     pub(crate) reasoning_parser: Option<String>,
+    /// Serve HTTPS: PEM file with the server's certificate, then those that lead to its authority.
+    /// Read again when it changes
+    #[arg(long, visible_alias = "ssl-certfile", value_name = "FILE")]
+    pub(crate) tls_certificate: Option<PathBuf>,
+    /// PEM file with its key, which only its owner may read
+    #[arg(long, visible_alias = "ssl-keyfile", value_name = "FILE")]
+    pub(crate) tls_key: Option<PathBuf>,
+    /// Answer only clients that show a certificate of these authorities (PEM file)
+    #[arg(long, visible_alias = "ssl-ca-certs", value_name = "FILE")]
+    pub(crate) tls_client_ca: Option<PathBuf>,
     /// Log every HTTP request: its id, status and duration
     #[arg(long)]
     pub(crate) access_log: bool,
@@ -81,6 +93,7 @@ pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
         max_logprobs: args.max_logprobs,
         allowed_origins: args.allowed_origins.clone(),
         access_log: args.access_log,
+        tls: tls(args)?,
         tool_calls: args.tool_call_parser,
         reasoning: args.reasoning_parser.is_some(),
     })
@@ -94,12 +107,47 @@ fn parse_format(name: &str) -> Result<CallFormat, String> {
     })
 }
 
+fn tls(args: &ApiArgs) -> Result<Option<Tls>, CliError> {
+    let files = tls_files(
+        args.tls_certificate.as_ref(),
+        args.tls_key.as_ref(),
+        args.tls_client_ca.as_ref(),
+    )?;
+    let started = files.map(|files| Tls::start(files, LOOK_EVERY)).transpose();
+    started.map_err(|error| CliError::Usage(error.to_string()))
+}
+
+/// The files of HTTPS, if it is to be.
+pub(crate) fn tls_files(
+    certificate: Option<&PathBuf>,
+    key: Option<&PathBuf>,
+    client_authority: Option<&PathBuf>,
+) -> Result<Option<TlsFiles>, CliError> {
+    match (certificate, key) {
+        (Some(certificate), Some(key)) => Ok(Some(TlsFiles {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            client_authority: client_authority.cloned(),
+        })),
+        (None, None) if client_authority.is_none() => Ok(None),
+        (None, None) => {
+            let message = "--tls-client-ca needs HTTPS: give --tls-certificate and --tls-key";
+            Err(CliError::Usage(message.to_owned()))
+        }
+        _ => {
+            let message = "--tls-certificate and --tls-key belong together: give both";
+            Err(CliError::Usage(message.to_owned()))
+        }
+    }
+}
+
 fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
     let mut keys: Vec<String> = args.api_key.iter().map(|key| key.0.clone()).collect();
     if let Some(file) = &args.api_key_file {
         let at = |problem: String| {
             CliError::Usage(format!("--api-key-file {}: {problem}", file.display()))
         };
+        private_file::check(file).map_err(at)?;
         let text = std::fs::read_to_string(file).map_err(|error| at(error.to_string()))?;
         let before = keys.len();
         keys.extend(text.lines().map(str::trim).filter(|it| !it.is_empty()).map(str::to_owned));
@@ -122,6 +170,8 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use clap::Parser;
 
     use super::*;
@@ -147,6 +197,18 @@ mod tests {
         assert_eq!(format!("{:?}", both.keys), "ApiKeys { number: 3 }");
         std::fs::write(&file, "\n").unwrap();
         assert!(parse(&["--api-key-file", path]).unwrap_err().contains("no key"));
+        std::fs::write(&file, "hidden-a\n").unwrap();
+        for (mode, private) in [(0o600, true), (0o644, false), (0o640, false), (0o400, true)] {
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(&file, mode).unwrap();
+            let parsed = parse(&["--api-key-file", path]);
+            let refused = parsed.is_err_and(|error| {
+                error.contains(path)
+                    && error.contains("others may read it")
+                    && error.contains("chmod")
+            });
+            assert_ne!(refused, private);
+        }
         assert!(parse(&["--api-key-file", "/no/such"]).unwrap_err().contains("/no/such"));
         let error = parse(&["--api-key", "hidden key"]).unwrap_err();
         assert!(error.contains("--api-key") && !error.contains("hidden"), "{error}");

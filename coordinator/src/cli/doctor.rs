@@ -11,11 +11,12 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::json;
 
+use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
 use super::options::parse_bytes;
 use super::output::print_line;
 use super::work::cores;
-use super::{CliError, secret};
+use super::{CliError, api, secret};
 
 /// Options of `tutti doctor`. Those that a role has too mean the same, so its configuration file
 /// can be given.
@@ -32,9 +33,20 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     /// The coordinator's HTTP address, to compare clocks and versions with [default: port 8000 of
-    /// --coordinator's host]
+    /// --coordinator's host, by https:// with --tls-ca]
     #[arg(long, value_name = "URL")]
     pub(crate) server: Option<String>,
+    #[command(flatten)]
+    pub(crate) trust: TrustArgs,
+    /// Certificate of the server to be (PEM)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tls_certificate: Option<PathBuf>,
+    /// Its key (PEM)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tls_key: Option<PathBuf>,
+    /// Authorities of its clients (PEM)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tls_client_ca: Option<PathBuf>,
     /// Where HTTP shall be served
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,
@@ -128,6 +140,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), CliError> {
     });
     let (secret, finding) = read_secret(args);
     let mut findings = vec![finding];
+    findings.extend(certificate(args));
     findings.extend(network::check(args, secret.as_ref()));
     findings.extend(model::check(args, workers));
     findings.push(host::shared_memory(Path::new("/dev/shm"), workers, args.tensor_parallel));
@@ -174,6 +187,29 @@ fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::auth::Secret>, Findin
         None => Finding::ok(CHECK, "none is given: only for clusters on one host"),
     };
     (secret, finding)
+}
+
+/// Could the server to be speak TLS, if it shall?
+fn certificate(args: &DoctorArgs) -> Option<Finding> {
+    const CHECK: &str = "certificate";
+    let (certificate, key) = (args.tls_certificate.as_ref(), args.tls_key.as_ref());
+    let files = match api::tls_files(certificate, key, args.tls_client_ca.as_ref()) {
+        Ok(files) => files?,
+        Err(error) => {
+            let fix = "PEM files of the certificate and of its key";
+            return Some(Finding::fail(CHECK, error.to_string(), fix));
+        }
+    };
+    Some(match files.check() {
+        Ok(()) => {
+            let found = format!("{} and its key belong together", files.certificate.display());
+            Finding::ok(CHECK, found)
+        }
+        Err(error) => {
+            let fix = "PEM files of the certificate and of its key, which others may not read";
+            Finding::fail(CHECK, error.to_string(), fix)
+        }
+    })
 }
 
 #[cfg(test)]

@@ -28,6 +28,10 @@ pub(crate) async fn run(
     let endpoints = etcd.endpoints.join(",");
     let (address, http) =
         advertised(advertise, prepared.cluster_addr(), prepared.http_addr(), &etcd.endpoints)?;
+    let http = match prepared.scheme() {
+        "http" => http,
+        scheme => format!("{scheme}://{http}"),
+    };
     let record = Record {
         // No two coordinators are reached at one address.
         node: address.clone(),
@@ -41,7 +45,7 @@ pub(crate) async fn run(
     let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;
     let (view, desires) = (membership.view(), membership.desires());
     let standby = Standby::start(&prepared, &view).map_err(failed)?;
-    print_line(&format!("tutti coordinator: http://{}", prepared.http_addr()));
+    print_line(&format!("tutti coordinator: {}://{}", prepared.scheme(), prepared.http_addr()));
     let mut membership = Some(membership);
     let elected = tokio::select! {
         leader = election(view.clone()) => Ok(Some(leader)),

@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use coordinator::private_file;
 use shared::membership::{
     CoordinatorAddress, EtcdMembership, EtcdOptions, FatalError, LEASE_TTL, Record, Role, Tls,
 };
 use worker::run::address_towards;
 
-use super::{CliError, secret};
+use super::CliError;
 
 /// The variable that holds the password where there is no file.
 const PASSWORD: &str = "TUTTI_ETCD_PASSWORD";
@@ -166,7 +167,7 @@ fn read(option: &str, file: &Path) -> Result<Vec<u8>, CliError> {
 /// Reads what nobody else may read.
 fn private_text(option: &str, file: &Path) -> Result<String, CliError> {
     let at = |problem: String| CliError::Usage(format!("{option} {}: {problem}", file.display()));
-    secret::check_private(file).map_err(at)?;
+    private_file::check(file).map_err(at)?;
     String::from_utf8(read(option, file)?).map_err(|_| at("it is not text".to_owned()))
 }
 

@@ -54,7 +54,7 @@ async fn serve(options: FrontendOptions, patience: Duration) -> Result<(), CliEr
         () = signals.next() => return Ok(()),
     };
     let mut frontend = started.map_err(|error| CliError::Failed(error.to_string()))?;
-    print_line(&format!("tutti frontend: http://{}", frontend.http_addr()));
+    print_line(&format!("tutti frontend: {}", frontend.http_url()));
     tokio::select! {
         () = signals.next() => {}
         error = frontend.failed() => return Err(CliError::Failed(error.to_string())),

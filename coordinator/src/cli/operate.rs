@@ -4,11 +4,10 @@ use std::time::Duration;
 use coordinator::cluster::status::{NodeLogs, Status};
 use coordinator::http::admin::{DrainRequest, ScaleRequest, TOKEN_PURPOSE};
 use serde_json::Value;
-use ureq::Agent;
 
 use super::options::{DrainArgs, LogsArgs, OperatorArgs, ScaleArgs, StatusArgs};
 use super::output::print_line;
-use super::{CliError, secret};
+use super::{CliError, asking, secret};
 
 /// How long an answer may take.
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -96,14 +95,8 @@ fn ask(
     query: &[(&str, String)],
     body: Option<Value>,
 ) -> Result<Value, CliError> {
-    let agent: Agent = Agent::config_builder()
-        .timeout_global(Some(DEADLINE))
-        .http_status_as_error(false)
-        .build()
-        .into();
-    let server = args.server.trim_end_matches('/');
-    let scheme = if server.contains("://") { "" } else { "http://" };
-    let url = format!("{scheme}{server}{path}");
+    let url = format!("{}{path}", asking::base(&args.server));
+    let agent = asking::agent(&url, DEADLINE, &args.trust)?;
     let failed = |error: ureq::Error| CliError::Failed(format!("{url}: {error}"));
     let token = secret::read_file(args.cluster_secret_file.as_deref())?
         .map(|secret| format!("Bearer {}", secret.token(TOKEN_PURPOSE)));

@@ -8,6 +8,7 @@ use shared::protocol::Dtype;
 use worker::device::Exchange;
 
 use super::api::ApiArgs;
+use super::asking::TrustArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
 use super::resources::{PlacementArgs, ResourceArgs};
@@ -218,9 +219,11 @@ pub(crate) struct FrontendArgs {
 /// Options of the commands that talk to a running coordinator.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OperatorArgs {
-    /// The coordinator's HTTP address, with or without http://
+    /// The coordinator's HTTP address: http:// (may be left out) or https://
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     pub(crate) server: String,
+    #[command(flatten)]
+    pub(crate) trust: TrustArgs,
     /// File with the cluster's secret, where it has one
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,

@@ -40,9 +40,9 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
         let degree = options.tensor_parallel;
         let coordinator =
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
-        print_line(&format!("tutti coordinator: http://{}", coordinator.http_addr()));
-        if let Some(address) = coordinator.metrics_addr() {
-            print_line(&format!("metrics alone: http://{address}/metrics"));
+        print_line(&format!("tutti coordinator: {}", coordinator.http_url()));
+        if let Some(url) = coordinator.metrics_url() {
+            print_line(&format!("metrics alone: {url}"));
         }
         print_line(&format!(
             "waiting for {degree} workers: tutti worker --coordinator {}",

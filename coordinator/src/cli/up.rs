@@ -177,7 +177,7 @@ async fn watch_over(
         if !announced && coordinator.is_ready() {
             announced = true;
             drop(bar.take());
-            print_line(&format!("ready: http://{}", coordinator.http_addr()));
+            print_line(&format!("ready: {}", coordinator.http_url()));
         }
     }
 }

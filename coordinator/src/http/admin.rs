@@ -9,8 +9,9 @@ use std::time::Duration;
 use actix::Addr;
 use actix_web::error::JsonPayloadError;
 use actix_web::http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN};
-use actix_web::web::{self, Data, JsonConfig, ServiceConfig};
-use actix_web::{HttpRequest, HttpResponse};
+use actix_web::web::{self, Data, Json, JsonConfig, Payload, ServiceConfig};
+use actix_web::{Error, FromRequest as _, HttpRequest, HttpResponse};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use shared::actor::ActorRuntime;
@@ -20,6 +21,7 @@ use shared::wire::auth::Secret;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
+use super::server::BODY_DEADLINE_S;
 use super::state::AppState;
 use crate::cluster::actor::{ClusterActor, Drain, GetLogs, GetStatus, Scale};
 use crate::cluster::records::WhichProcess;
@@ -88,6 +90,8 @@ pub const OWN_NODE: &str = "coordinator";
 const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
 /// How long an operator waits until what was said is in etcd.
 const STORED_DEADLINE: Duration = Duration::from_secs(4);
+/// Most bytes of what an operator says.
+const BODY_MAX: usize = 64 << 10;
 /// Most lines of one answer of `GET /admin/logs`.
 const LOG_LINES_MAX: usize = 1000;
 
@@ -115,7 +119,7 @@ pub(super) fn routes(config: &mut ServiceConfig) {
         error => ApiError::body(format!("The body cannot be read: {error}")).into(),
     };
     config
-        .app_data(JsonConfig::default().error_handler(wrong))
+        .app_data(JsonConfig::default().limit(BODY_MAX).error_handler(wrong))
         .route("/admin/status", web::get().to(status))
         .route("/admin/logs", web::get().to(logs))
         .route("/admin/scale", web::post().to(scale))
@@ -175,6 +179,17 @@ fn is_loopback(host: &str) -> bool {
     let bare = bare.trim_start_matches('[').trim_end_matches(']');
     bare.eq_ignore_ascii_case("localhost")
         || bare.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
+}
+
+/// Reads what an operator says, once it is known to be one: nobody else keeps a connection with it.
+async fn read<T: DeserializeOwned + 'static>(
+    request: &HttpRequest,
+    body: Payload,
+) -> Result<T, Error> {
+    let (mut body, deadline) = (body.into_inner(), Duration::from_secs(BODY_DEADLINE_S));
+    let read = Json::<T>::from_request(request, &mut body);
+    let read = tokio::time::timeout(deadline, read).await;
+    Ok(read.map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??.into_inner())
 }
 
 fn gone(_: actix::MailboxError) -> ApiError {
@@ -257,9 +272,15 @@ fn coordinators(view: &View) -> Vec<Node> {
 async fn scale(
     state: Data<AppState>,
     request: HttpRequest,
-    body: web::Json<ScaleRequest>,
-) -> Result<HttpResponse, ApiError> {
+    body: Payload,
+) -> Result<HttpResponse, Error> {
     let admin = allowed(&state, &request)?;
+    let asked: ScaleRequest = read(&request, body).await?;
+    scale_to(admin, &asked).await?;
+    Ok(HttpResponse::Ok().json(json!({"scaled": asked})))
+}
+
+async fn scale_to(admin: &Admin, body: &ScaleRequest) -> Result<(), ApiError> {
     if body.reset && body.replicas.is_some() {
         return Err(ApiError::field("reset", "`reset` and `replicas` exclude each other"));
     }
@@ -282,15 +303,16 @@ async fn scale(
         let commands = admin.cluster.send(Scale(body.replicas)).await.map_err(gone)?;
         stored(admin, commands).await?;
     }
-    Ok(HttpResponse::Ok().json(json!({"scaled": *body})))
+    Ok(())
 }
 
 async fn drain(
     state: Data<AppState>,
     request: HttpRequest,
-    body: web::Json<DrainRequest>,
-) -> Result<HttpResponse, ApiError> {
+    body: Payload,
+) -> Result<HttpResponse, Error> {
     let admin = allowed(&state, &request)?;
+    let body: DrainRequest = read(&request, body).await?;
     let drained = admin.cluster.send(Drain(body.node.clone())).await.map_err(gone)?;
     stored(admin, drained.map_err(|reason| ApiError::field("node", reason))?).await?;
     Ok(HttpResponse::Ok().json(json!({"drained": body.node})))

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::conversation;
 use super::envelope::Envelope;
 use super::error::ApiError;
-use super::generation::{Next, Piece, RunningPrompt, usage};
+use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::chat_logprob;
 use super::message::{CallIds, Delta, Message};
 use super::params::{Common, Fields};
@@ -103,6 +103,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
 struct Choice {
     message: Message,
     finish_reason: Option<&'static str>,
+    stop_reason: Option<StopReason>,
     logprobs: Vec<Value>,
     /// Where something is looked for in the reply.
     reader: Option<ReplyReader>,
@@ -152,6 +153,7 @@ struct ChunkChoice<'a> {
     delta: &'a Delta,
     logprobs: Option<Value>,
     finish_reason: Option<&'static str>,
+    stop_reason: Option<&'a StopReason>,
 }
 
 impl Chat {
@@ -172,6 +174,7 @@ impl Chat {
             choice.message.push(&piece.text);
         }
         parts.into_iter().for_each(|part| choice.message.take(part));
+        choice.stop_reason = piece.stop_reason.clone().or_else(|| choice.stop_reason.take());
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
         choice.logprobs.extend(entry);
         let reason = self.finish_reason(&piece);
@@ -195,6 +198,7 @@ impl Chat {
                     "message": choice.message.json(&self.ids, index),
                     "logprobs": wanted.then(|| json!({"content": choice.logprobs, "refusal": null})),
                     "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
                 })
             })
             .collect();
@@ -213,7 +217,8 @@ impl Chat {
         }
         let delta = &Delta::greeting();
         (0..self.common.n).try_for_each(|index| {
-            self.push(ChunkChoice { index, delta, logprobs: None, finish_reason: None }, out)
+            let (logprobs, finish_reason, stop_reason) = (None, None, None);
+            self.push(ChunkChoice { index, delta, logprobs, finish_reason, stop_reason }, out)
         })
     }
 
@@ -226,7 +231,9 @@ impl Chat {
         if delta.is_empty() && logprobs.is_none() && finish_reason.is_none() {
             return Ok(());
         }
-        self.push(ChunkChoice { index, delta: &delta, logprobs, finish_reason }, out)
+        let stop_reason = piece.stop_reason.as_ref();
+        let choice = ChunkChoice { index, delta: &delta, logprobs, finish_reason, stop_reason };
+        self.push(choice, out)
     }
 
     fn delta(&mut self, piece: &mut Piece) -> Delta {

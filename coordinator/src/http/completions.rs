@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::conversation;
 use super::envelope::Envelope;
 use super::error::ApiError;
-use super::generation::{Next, Piece, RunningPrompt, usage};
+use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::CompletionLogprobs;
 use super::params::{Common, Fields, Limits, token_id};
 use super::refused::{self, Endpoint};
@@ -186,6 +186,7 @@ fn encode(
 struct Choice {
     text: String,
     finish_reason: Option<&'static str>,
+    stop_reason: Option<StopReason>,
     logprobs: Option<CompletionLogprobs>,
     /// The prompt's first token, when it is echoed with log-probabilities.
     first: Option<u32>,
@@ -198,6 +199,7 @@ impl Choice {
         Self {
             text: echo.unwrap_or_default().to_owned(),
             finish_reason: None,
+            stop_reason: None,
             logprobs: logprobs.then(CompletionLogprobs::default),
             first: tokens.first().copied().filter(|_| echo.is_some()),
             echo: echo.map(str::to_owned),
@@ -276,6 +278,7 @@ impl Completion {
             choice.text.push_str(&piece.text);
         }
         choice.finish_reason = piece.finish_reason;
+        choice.stop_reason = piece.stop_reason.clone();
         if let Some(gathered) = &mut choice.logprobs
             && let Some(token) = &piece.logprobs
         {
@@ -305,6 +308,7 @@ impl Completion {
                 text: &choice.text,
                 logprobs: choice.logprobs.as_ref().map(CompletionLogprobs::json),
                 finish_reason: choice.finish_reason,
+                stop_reason: choice.stop_reason.as_ref(),
             })
             .collect();
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
@@ -324,7 +328,8 @@ impl Completion {
             std::mem::replace(gathered, rest).json()
         });
         let text = text.as_deref().unwrap_or(&piece.text);
-        let choice = ChoiceBody { index, text, logprobs, finish_reason: piece.finish_reason };
+        let (finish_reason, stop_reason) = (piece.finish_reason, piece.stop_reason.as_ref());
+        let choice = ChoiceBody { index, text, logprobs, finish_reason, stop_reason };
         let usage = self.common.include_usage.then_some(&Value::Null);
         out.push(&self.envelope.with(&[choice], usage))
     }
@@ -337,6 +342,7 @@ struct ChoiceBody<'a> {
     text: &'a str,
     logprobs: Option<Value>,
     finish_reason: Option<&'static str>,
+    stop_reason: Option<&'a StopReason>,
 }
 
 impl EventSource for Completion {

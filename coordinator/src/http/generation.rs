@@ -3,6 +3,7 @@ use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use serde::Serialize;
 use shared::protocol::TokenLogprobs;
 
 use super::error::ApiError;
@@ -23,6 +24,18 @@ pub struct Piece {
     pub logprobs: Option<TokenLogprobs>,
     /// Set with the choice's last piece.
     pub finish_reason: Option<&'static str>,
+    /// What the request named and ended the choice; with its last piece alone.
+    pub stop_reason: Option<StopReason>,
+}
+
+/// What a request named and ended a choice, as vLLM says it: null for the model's own end tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum StopReason {
+    /// A token of `stop_token_ids`.
+    Token(u32),
+    /// A string of `stop`.
+    Text(String),
 }
 
 /// What comes next.
@@ -39,6 +52,8 @@ pub enum Next {
 pub struct RunningPrompt {
     generation: Generation,
     choices: Vec<TextStream>,
+    /// End tokens that the request did not name.
+    model_end_tokens: Vec<u32>,
     /// Tokens of the prompt.
     pub prompt_tokens: u64,
     /// How many of them the KV cache had; known at the end.
@@ -100,7 +115,14 @@ impl RunningPrompt {
             state.stats.rejected(reject_reason(error));
         })?;
         let choices = vec![stream; common.n as usize];
-        Ok(Self { generation, choices, prompt_tokens, cached_tokens: 0, completion_tokens: 0 })
+        Ok(Self {
+            generation,
+            choices,
+            model_end_tokens: common.model_end_tokens.clone(),
+            prompt_tokens,
+            cached_tokens: 0,
+            completion_tokens: 0,
+        })
     }
 
     /// The next piece; `None` after the last.
@@ -126,7 +148,7 @@ impl RunningPrompt {
                 if let Some(stream) = self.choices.get_mut(choice as usize) {
                     stream.push_token(token, &mut text);
                 }
-                Ok(Next::Piece(Piece { choice, text, logprobs, finish_reason: None }))
+                Ok(Next::Piece(Piece { choice, text, logprobs, ..Piece::default() }))
             }
             EngineEvent::Finished { choice, reason, cached } => {
                 // The other choices find what the first one computes.
@@ -143,9 +165,26 @@ impl RunningPrompt {
                     | FinishReason::Complete => "stop",
                     FinishReason::Length => "length",
                 });
-                Ok(Next::Piece(Piece { choice, text, logprobs: None, finish_reason }))
+                let stop_reason = self.stop_reason(choice, reason);
+                Ok(Next::Piece(Piece { choice, text, logprobs: None, finish_reason, stop_reason }))
             }
             EngineEvent::Failed(error) => Err(error.into()),
+        }
+    }
+}
+
+impl RunningPrompt {
+    fn stop_reason(&self, choice: u32, reason: FinishReason) -> Option<StopReason> {
+        match reason {
+            FinishReason::EndToken(token) => {
+                let named = !self.model_end_tokens.contains(&token);
+                named.then_some(StopReason::Token(token))
+            }
+            FinishReason::StopString => {
+                let stream = self.choices.get(choice as usize)?;
+                stream.stop_string().map(|stop| StopReason::Text(stop.to_owned()))
+            }
+            _ => None,
         }
     }
 }

@@ -17,6 +17,7 @@ use tokio::sync::watch;
 
 use super::error::ApiError;
 use super::state::AppState;
+use super::tls::{self, Tls};
 use crate::checkpoint::Publication;
 use crate::metrics::exposition::{Format, Page, PageOptions};
 use crate::metrics::hub::process_registry;
@@ -117,13 +118,23 @@ impl MetricsPage {
 ///
 /// # Errors
 /// When the listener cannot be used.
-pub fn start(listener: TcpListener, page: Arc<MetricsPage>) -> std::io::Result<Server> {
+pub fn start(
+    listener: TcpListener,
+    page: Arc<MetricsPage>,
+    tls: Option<&Tls>,
+) -> std::io::Result<Server> {
     let server = HttpServer::new(move || {
         let page = page.clone();
         let scrape = web::get().to(move |request: HttpRequest| answer(page.clone(), request));
         App::new().service(web::resource("/metrics").wrap(Compress::default()).route(scrape))
     });
-    Ok(server.workers(1).shutdown_timeout(1).disable_signals().listen(listener)?.run())
+    let server = server.workers(1).shutdown_timeout(1).disable_signals();
+    let server = server.tls_handshake_timeout(tls::HANDSHAKE_DEADLINE);
+    Ok(match tls {
+        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
+        None => server.listen(listener)?,
+    }
+    .run())
 }
 
 /// Answers a scrape beside the API.

@@ -2,6 +2,7 @@
 use std::path::PathBuf;
 
 use super::keys::ApiKeys;
+use super::tls::Tls;
 use crate::text::reply::CallFormat;
 
 /// See the module's documentation.
@@ -23,6 +24,8 @@ pub struct ApiOptions {
     pub tool_calls: Option<CallFormat>,
     /// What the model writes between `<think>` and `</think>` is told apart from its answer.
     pub reasoning: bool,
+    /// How HTTPS is served, where it is instead of HTTP.
+    pub tls: Option<Tls>,
 }
 
 /// As at vLLM.
@@ -39,6 +42,7 @@ impl Default for ApiOptions {
             access_log: false,
             tool_calls: None,
             reasoning: false,
+            tls: None,
         }
     }
 }

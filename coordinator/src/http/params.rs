@@ -140,6 +140,8 @@ pub struct Common {
     pub cache_salt: u64,
     /// End tokens.
     pub end_tokens: Vec<u32>,
+    /// Those of them that are the model's own.
+    pub model_end_tokens: Vec<u32>,
     /// Answer in Server-Sent Events.
     pub stream: bool,
     /// End the stream with a usage event.
@@ -197,8 +199,9 @@ impl Common {
         }
         let stream = fields.boolean("stream", false)?;
         let defaults = &text.defaults;
-        let mut end_tokens =
+        let model_end_tokens =
             if fields.boolean("ignore_eos", false)? { Vec::new() } else { text.end_tokens.clone() };
+        let mut end_tokens = model_end_tokens.clone();
         end_tokens.extend(token_ids(fields, "stop_token_ids", limits.stop_token_ids, text)?);
         let min_tokens = fields.count("min_tokens", 0, limits.max_model_len)?.unwrap_or(0);
         let repetition = fields.number("repetition_penalty", 0.01, 100.0)?;
@@ -237,6 +240,7 @@ impl Common {
             stops: stops(fields, limits)?,
             cache_salt: cache_salt(fields, limits)?,
             end_tokens,
+            model_end_tokens,
             stream,
             include_usage,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,

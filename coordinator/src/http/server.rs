@@ -6,7 +6,7 @@ use actix_cors::Cors;
 use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::ConnectionType;
-use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE, ContentType};
 use actix_web::middleware::{Compress, Condition, Next, from_fn};
 use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route, guard, http};
@@ -19,12 +19,12 @@ use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
-use super::{access, admin, chat, completions, keys, metrics, models, pool, tokenize};
+use super::{access, admin, chat, completions, keys, metrics, models, pool, tls, tokenize};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
-const BODY_DEADLINE_S: u64 = 10;
+pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Connections at a time, of all threads together.
 const CONNECTIONS_MAX: usize = 20_000;
 
@@ -51,6 +51,8 @@ const ROUTES: [(&str, &str); 14] = [
 /// # Errors
 /// When the listener cannot be used.
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
+    let tls = state.tls.clone();
+    let connections = CONNECTIONS_MAX.div_ceil(threads.max(1));
     let server = HttpServer::new(move || {
         let state = state.clone();
         App::new()
@@ -60,17 +62,23 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
             .wrap(from_fn(access::identify))
             .configure(move |config| routes(config, &state))
     });
-    Ok(server
+    let server = server
         .workers(threads)
-        .max_connections(CONNECTIONS_MAX.div_ceil(threads.max(1)))
+        .max_connections(connections)
+        // Nor do handshakes that do not end keep others out: each is a connection, for so long.
+        .max_connection_rate(connections)
+        .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
         .client_request_timeout(HEAD_DEADLINE)
         .keep_alive(Duration::from_secs(75))
         // A client that closes its side is gone: its request is cancelled, streaming or not.
         .h1_allow_half_closed(false)
         .shutdown_timeout(5)
-        .disable_signals()
-        .listen(listener)?
-        .run())
+        .disable_signals();
+    Ok(match tls {
+        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
+        None => server.listen(listener)?,
+    }
+    .run())
 }
 
 /// Declares the routes; tests use it too.
@@ -174,7 +182,8 @@ async fn post_tokenize(
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
     let fields = read(&state, &request, body).await?;
-    Ok(HttpResponse::Ok().json(tokenize::tokenize(&state, &fields).await?))
+    let answer = tokenize::tokenize(&state, &fields).await?;
+    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 
 async fn post_detokenize(
@@ -183,7 +192,8 @@ async fn post_detokenize(
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
     let fields = read(&state, &request, body).await?;
-    Ok(HttpResponse::Ok().json(tokenize::detokenize(&state, &fields).await?))
+    let answer = tokenize::detokenize(&state, fields).await?;
+    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 
 /// How many requests are being answered, as vLLM says it.

@@ -16,6 +16,7 @@ use super::options::ApiOptions;
 use super::params::{Common, Limits, check_model};
 use super::pool::TextPool;
 use super::structured::Asked;
+use super::tls::Tls;
 use crate::engine::EngineHandle;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
@@ -80,6 +81,8 @@ pub struct AppState {
     pub tool_calls: Option<CallFormat>,
     /// What models write between `<think>` and `</think>` is told apart.
     pub reasoning: bool,
+    /// How HTTPS is served, where it is.
+    pub tls: Option<Tls>,
     /// Where work on text is done.
     texts: TextPool,
 }
@@ -122,6 +125,7 @@ impl AppState {
             access_log: false,
             tool_calls: None,
             reasoning: false,
+            tls: None,
             texts: TextPool::default(),
         }
     }
@@ -136,6 +140,7 @@ impl AppState {
             access_log: options.access_log,
             tool_calls: options.tool_calls.or_else(|| self.text.template.as_ref()?.calls()),
             reasoning: options.reasoning,
+            tls: options.tls.clone(),
             ..self
         }
     }

@@ -1,4 +1,6 @@
-//! `POST /tokenize` and `POST /detokenize`, as vLLM has them.
+//! `POST /tokenize` and `POST /detokenize`, as vLLM has them. What grows with the text is done off the
+//! threads that serve connections, the answer's JSON too.
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::conversation;
@@ -7,12 +9,13 @@ use super::fields::Fields;
 use super::params::token_id;
 use super::state::AppState;
 use super::tools;
+use crate::text::model::TextModel;
 
-/// Text or a conversation to tokens.
+/// Text or a conversation to tokens, as JSON.
 ///
 /// # Errors
 /// 400 naming the field.
-pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<Value, ApiError> {
+pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<String, ApiError> {
     let limits = state.limits.clone();
     state.check_model(fields)?;
     let strings = fields.boolean("return_token_strs", false)?;
@@ -35,38 +38,52 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<Value, ApiErr
             ApiError::field("prompt", "`prompt`, a string, or `messages` is required")
         })?;
         let prompt = prompt.to_owned();
-        let encode = move |text: &crate::text::model::TextModel| {
+        let encode = move |text: &TextModel| {
             text.encode(&prompt, special).map_err(|error| ApiError::field("prompt", error))
         };
         state.with_text(fields.bytes(), encode).await?
     };
-    let strings: Option<Vec<String>> = strings.then(|| {
-        let piece = |token: &u32| state.text.tokenizer.id_to_token(*token).unwrap_or_default();
-        tokens.iter().map(piece).collect()
-    });
-    Ok(json!({
-        "count": tokens.len(), "max_model_len": limits.max_model_len, "tokens": tokens,
-        "token_strs": strings,
-    }))
+    let max_model_len = limits.max_model_len;
+    let (count, bytes) = (tokens.len(), tokens.len() * size_of::<u32>());
+    let write = move |text: &TextModel| {
+        let strings: Option<Vec<String>> = strings.then(|| {
+            let piece = |token: &u32| text.tokenizer.id_to_token(*token).unwrap_or_default();
+            tokens.iter().map(piece).collect()
+        });
+        let answer = Tokens { count, max_model_len, tokens: &tokens, token_strs: strings };
+        serde_json::to_string(&answer).map_err(|error| ApiError::internal(error.to_string()))
+    };
+    state.with_text(bytes, write).await
 }
 
-/// Tokens to text, special tokens too.
+/// The answer of `/tokenize`.
+#[derive(Serialize)]
+struct Tokens<'a> {
+    count: usize,
+    max_model_len: u32,
+    tokens: &'a [u32],
+    token_strs: Option<Vec<String>>,
+}
+
+/// Tokens to text, special tokens too, as JSON.
 ///
 /// # Errors
 /// 400 naming the field.
-pub async fn detokenize(state: &AppState, fields: &Fields) -> Result<Value, ApiError> {
-    state.check_model(fields)?;
-    let list = fields.get("tokens").and_then(Value::as_array);
-    let tokens: Option<Vec<u32>> =
-        list.and_then(|list| list.iter().map(|id| token_id(id, &state.text)).collect());
-    let tokens = tokens.ok_or_else(|| {
-        let max = state.text.vocab_size - 1;
-        ApiError::field("tokens", format!("`tokens` must be a list of token ids from 0 to {max}"))
-    })?;
-    let decode = move |text: &crate::text::model::TextModel| {
-        text.tokenizer
-            .decode(&tokens, false)
-            .map_err(|error| ApiError::field("tokens", error.to_string()))
+pub async fn detokenize(state: &AppState, fields: Fields) -> Result<String, ApiError> {
+    state.check_model(&fields)?;
+    let bytes = fields.bytes();
+    let decode = move |text: &TextModel| {
+        let list = fields.get("tokens").and_then(Value::as_array);
+        let tokens: Option<Vec<u32>> =
+            list.and_then(|list| list.iter().map(|id| token_id(id, text)).collect());
+        let tokens = tokens.ok_or_else(|| {
+            let max = text.vocab_size - 1;
+            let expected = format!("`tokens` must be a list of token ids from 0 to {max}");
+            ApiError::field("tokens", expected)
+        })?;
+        let decoded = text.tokenizer.decode(&tokens, false);
+        let prompt = decoded.map_err(|error| ApiError::field("tokens", error.to_string()))?;
+        Ok(json!({"prompt": prompt}).to_string())
     };
-    Ok(json!({"prompt": state.with_text(fields.bytes(), decode).await?}))
+    state.with_text(bytes, decode).await
 }

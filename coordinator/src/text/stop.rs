@@ -8,13 +8,15 @@ pub struct StopMatcher {
     held: String,
     /// The text includes the stop string that ends it.
     including: bool,
+    /// The stop string that was found.
+    found: Option<usize>,
 }
 
 impl StopMatcher {
     /// A matcher of these strings, none of which may be empty.
     #[must_use]
     pub fn new(stops: Vec<String>) -> Self {
-        Self { stops, held: String::new(), including: false }
+        Self { stops, held: String::new(), including: false, found: None }
     }
 
     /// Whether the stop string that is found is part of the text.
@@ -31,9 +33,12 @@ impl StopMatcher {
             return false;
         }
         self.held.push_str(piece);
-        let found = self.stops.iter().filter_map(|stop| Some((self.held.find(stop)?, stop.len())));
+        let found = self.stops.iter().enumerate();
+        let found =
+            found.filter_map(|(index, stop)| Some((self.held.find(stop)?, stop.len(), index)));
         let found = found.min();
-        if may_stop && let Some((at, length)) = found {
+        if may_stop && let Some((at, length, index)) = found {
+            self.found = Some(index);
             let end = if self.including { at + length } else { at };
             text.push_str(&self.held[..end]);
             self.held.clear();
@@ -44,6 +49,12 @@ impl StopMatcher {
         text.push_str(&self.held[..release]);
         self.held.drain(..release);
         false
+    }
+
+    /// The stop string that ended the text, if one did.
+    #[must_use]
+    pub fn found(&self) -> Option<&str> {
+        self.found.and_then(|index| self.stops.get(index)).map(String::as_str)
     }
 
     /// Appends what was held back: the sequence ended otherwise.
@@ -100,14 +111,14 @@ mod tests {
         assert!(!matcher.push("ab</e", true, &mut text));
         assert_eq!(text, "ab");
         assert!(matcher.push("nd>cd", true, &mut text));
-        assert_eq!(text, "ab</end>");
+        assert_eq!((text.as_str(), matcher.found()), ("ab</end>", Some("</end>")));
     }
 
     #[test]
     fn before_the_minimum_a_stop_string_is_text() {
         let mut matcher = StopMatcher::new(vec![".".to_owned()]);
         let mut text = String::new();
-        assert!(!matcher.push("a.", false, &mut text));
+        assert!(!matcher.push("a.", false, &mut text) && matcher.found().is_none());
         assert!(matcher.push("b.", true, &mut text));
         assert_eq!(text, "a.b");
     }

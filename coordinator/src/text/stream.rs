@@ -66,6 +66,12 @@ impl TextStream {
         self.num_tokens
     }
 
+    /// The stop string that ended the text, if one did.
+    #[must_use]
+    pub fn stop_string(&self) -> Option<&str> {
+        self.matcher.found()
+    }
+
     /// Takes a token; appends the text that is certain now. Returns true when the token completes a
     /// stop string.
     pub fn push_token(&mut self, token: u32, text: &mut String) -> bool {

@@ -11,6 +11,7 @@ use shared::wire::codec;
 use shared::wire::frame::{FrameError, FrameKind};
 use ureq::Agent;
 
+use super::super::asking::{self, TrustArgs};
 use super::super::etcd::EtcdArgs;
 use super::{DoctorArgs, Finding};
 
@@ -26,14 +27,15 @@ pub(super) fn check(args: &DoctorArgs, secret: Option<&Secret>) -> Vec<Finding> 
     match &args.coordinator {
         Some(address) => {
             findings.push(coordinator(address, secret));
-            let server = args.server.clone().unwrap_or_else(|| default_server(address));
-            findings.extend(compare(&server));
+            let server = args.server.clone();
+            let server = server.unwrap_or_else(|| default_server(address, &args.trust));
+            findings.extend(compare(&server, &args.trust));
         }
         None => {
             findings.push(port("http port", "--listen", args.listen));
             findings.push(port("cluster port", "--cluster-listen", args.cluster_listen));
             if let Some(server) = &args.server {
-                findings.extend(compare(server));
+                findings.extend(compare(server, &args.trust));
             }
         }
     }
@@ -41,9 +43,10 @@ pub(super) fn check(args: &DoctorArgs, secret: Option<&Secret>) -> Vec<Finding> 
     findings
 }
 
-fn default_server(coordinator: &str) -> String {
+fn default_server(coordinator: &str, trust: &TrustArgs) -> String {
     let host = coordinator.rsplit_once(':').map_or(coordinator, |(host, _)| host);
-    format!("http://{host}:8000")
+    let scheme = if trust.given() { "https" } else { "http" };
+    format!("{scheme}://{host}:8000")
 }
 
 /// Can the address be bound?
@@ -141,18 +144,30 @@ fn refusal(reason: CloseReason) -> Refusal {
 }
 
 /// Clock and version of a server, by an HTTP answer.
-fn compare(server: &str) -> Vec<Finding> {
+fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     const CLOCK: &str = "clock";
     const VERSION: &str = "version";
-    let url = format!("{}/version", server.trim_end_matches('/'));
+    let url = format!("{}/version", asking::base(server));
+    let agent = match asking::agent(&url, DEADLINE, trust) {
+        Ok(agent) => agent,
+        Err(error) => {
+            let fix = "--server https://... with --tls-ca FILE, the authority that signed its \
+                       certificate";
+            return vec![Finding::fail(CLOCK, error.to_string(), fix)];
+        }
+    };
     let asked = SystemTime::now();
-    let answer = agent().get(&url).call();
+    let answer = agent.get(&url).call();
     let answered = SystemTime::now();
     let mut answer = match answer {
         Ok(answer) => answer,
         Err(error) => {
             let found = format!("not compared with the coordinator's: {url}: {error}");
-            return vec![Finding::warn(CLOCK, found, "--server URL, the coordinator's HTTP")];
+            return vec![Finding::warn(
+                CLOCK,
+                found,
+                "--server URL, the coordinator's HTTP (https:// with --tls-ca, where it speaks TLS)",
+            )];
         }
     };
     let date = answer.headers().get("date").and_then(|date| date.to_str().ok());
@@ -298,7 +313,10 @@ mod tests {
 
     #[test]
     fn the_http_server_is_guessed_from_the_cluster_address() {
-        assert_eq!(default_server("10.0.0.1:8001"), "http://10.0.0.1:8000");
-        assert_eq!(default_server("[::1]:8001"), "http://[::1]:8000");
+        let mut trust = TrustArgs::default();
+        assert_eq!(default_server("10.0.0.1:8001", &trust), "http://10.0.0.1:8000");
+        assert_eq!(default_server("[::1]:8001", &trust), "http://[::1]:8000");
+        trust.tls_ca = Some("ca.pem".into());
+        assert_eq!(default_server("10.0.0.1:8001", &trust), "https://10.0.0.1:8000");
     }
 }

@@ -1,0 +1,136 @@
+//! How commands ask a running server over HTTP, or HTTPS: whom they trust, and what they show.
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use coordinator::http::tls::{read_authorities, read_certificates, read_pair};
+use rustls::crypto::ring;
+use ureq::Agent;
+use ureq::tls::{Certificate, ClientCert, PrivateKey, RootCerts, TlsConfig};
+
+use super::CliError;
+
+/// Options of who asks an `https://` server.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct TrustArgs {
+    /// PEM file of the authorities that may have signed an https:// server's certificate
+    /// [default: those of this host]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tls_ca: Option<PathBuf>,
+    /// PEM file of a certificate to show, to a server with --tls-client-ca
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tls_client_certificate: Option<PathBuf>,
+    /// PEM file of its key, which only its owner may read
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tls_client_key: Option<PathBuf>,
+}
+
+impl TrustArgs {
+    /// Whether any is given.
+    pub(crate) fn given(&self) -> bool {
+        self.tls_ca.is_some() || self.tls_client_certificate.is_some()
+    }
+}
+
+/// The URL of a server, which may be given without a scheme.
+pub(crate) fn base(server: &str) -> String {
+    let server = server.trim_end_matches('/');
+    let scheme = if server.contains("://") { "" } else { "http://" };
+    format!("{scheme}{server}")
+}
+
+/// What asks the server at `url`.
+pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<Agent, CliError> {
+    let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
+    let identity = match (&trust.tls_client_certificate, &trust.tls_client_key) {
+        (Some(certificate), Some(key)) => Some(identity(certificate, key)?),
+        (None, None) => None,
+        _ => {
+            let message =
+                "--tls-client-certificate and --tls-client-key belong together: give both";
+            return Err(CliError::Usage(message.to_owned()));
+        }
+    };
+    if !url.starts_with("https://") {
+        if trust.given() {
+            return Err(CliError::Usage(format!(
+                "--tls-ca and --tls-client-certificate are for https:// servers; {url} is none"
+            )));
+        }
+        return Ok(config.build().into());
+    }
+    let tls = TlsConfig::builder()
+        .unversioned_rustls_crypto_provider(Arc::new(ring::default_provider()))
+        .root_certs(RootCerts::new_with_certs(&authorities(trust.tls_ca.as_deref())?))
+        .client_cert(identity);
+    Ok(config.tls_config(tls.build()).build().into())
+}
+
+fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliError> {
+    const OPTION: &str = "--tls-ca";
+    let certificates = match file {
+        Some(file) => {
+            read_authorities(OPTION, file).map_err(|error| CliError::Usage(error.to_string()))?;
+            read_certificates(OPTION, file).map_err(|error| CliError::Usage(error.to_string()))?
+        }
+        None => {
+            let found = rustls_native_certs::load_native_certs();
+            if found.certs.is_empty() {
+                let why = found.errors.first().map(|error| format!(" ({error})"));
+                return Err(CliError::Usage(format!(
+                    "this host knows of no authorities{}: name the server's by --tls-ca FILE",
+                    why.unwrap_or_default()
+                )));
+            }
+            found.certs
+        }
+    };
+    Ok(certificates.iter().map(|der| Certificate::from_der(der).to_owned()).collect())
+}
+
+fn identity(certificate: &Path, key: &Path) -> Result<ClientCert, CliError> {
+    let options = (("--tls-client-certificate", certificate), ("--tls-client-key", key));
+    let failed = |error: &dyn std::fmt::Display| CliError::Usage(error.to_string());
+    // Both are checked as a server's are.
+    let pair = read_pair(options.0, options.1).map_err(|error| failed(&error))?;
+    let chain: Vec<_> = pair.cert.iter().map(|der| Certificate::from_der(der).to_owned()).collect();
+    let at =
+        |problem: String| CliError::Usage(format!("--tls-client-key {}: {problem}", key.display()));
+    let text = std::fs::read(key).map_err(|error| at(error.to_string()))?;
+    let key = PrivateKey::from_pem(&text).map_err(|error| at(error.to_string()))?;
+    Ok(ClientCert::new_with_certs(&chain, key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(url: &str, trust: &TrustArgs, words: &[&str]) {
+        let error = agent(url, Duration::from_secs(1), trust).err().unwrap().to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+    }
+
+    #[test]
+    fn a_server_without_a_scheme_speaks_http() {
+        assert_eq!(base("10.0.0.1:8000"), "http://10.0.0.1:8000");
+        assert_eq!(base("https://host:1/"), "https://host:1");
+    }
+
+    #[test]
+    fn half_of_a_setting_and_files_that_are_none_are_refused() {
+        let trust = |ca: Option<&str>, certificate: Option<&str>, key: Option<&str>| TrustArgs {
+            tls_ca: ca.map(PathBuf::from),
+            tls_client_certificate: certificate.map(PathBuf::from),
+            tls_client_key: key.map(PathBuf::from),
+        };
+        refused("https://h", &trust(Some("/no/such"), None, None), &["--tls-ca /no/such"]);
+        refused("https://h", &trust(None, Some("c"), None), &["--tls-client-key", "both"]);
+        refused("http://h", &trust(Some("c"), None, None), &["--tls-ca", "https://"]);
+        let none = trust(None, Some("/no/c"), Some("/no/k"));
+        refused("https://h", &none, &["--tls-client-certificate /no/c"]);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().to_str();
+        refused("https://h", &trust(path, None, None), &["--tls-ca", "no certificate"]);
+    }
+}

@@ -1,0 +1,73 @@
+//! PURE: when files that have changed are read again. They change one after the other, so only
+//! what looks the same twice is taken for complete.
+
+/// What tells one state of all files from another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Stamps(pub(super) Vec<Option<Stamp>>);
+
+/// What tells one state of a file from another; there is none of a file that cannot be looked at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Stamp {
+    pub(super) device: u64,
+    pub(super) inode: u64,
+    /// The change of content, mode or owner, in seconds and nanoseconds since 1970.
+    pub(super) changed: (i64, i64),
+    pub(super) bytes: u64,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Watch {
+    /// As they were when last read.
+    read: Stamps,
+    /// As they were at the last look, where that was something new.
+    pending: Option<Stamps>,
+}
+
+impl Watch {
+    /// Of files that have been read.
+    pub(super) fn new(read: Stamps) -> Self {
+        Self { read, pending: None }
+    }
+
+    /// Whether the files are to be read now that they look like this.
+    pub(super) fn look(&mut self, now: Stamps) -> bool {
+        if now == self.read {
+            self.pending = None;
+            return false;
+        }
+        if self.pending.as_ref() == Some(&now) {
+            self.pending = None;
+            self.read = now;
+            return true;
+        }
+        self.pending = Some(now);
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stamps(states: &[u64]) -> Stamps {
+        let stamp = |inode| Stamp { device: 1, inode, changed: (0, 0), bytes: 1 };
+        Stamps(states.iter().map(|state| (*state > 0).then(|| stamp(*state))).collect())
+    }
+
+    #[test]
+    fn files_are_read_once_when_they_have_come_to_rest() {
+        let mut watch = Watch::new(stamps(&[1, 1]));
+        let mut look = |states: &[u64]| watch.look(stamps(states));
+        assert!(!look(&[1, 1]));
+        // The certificate first, then the key: between them they do not belong together.
+        assert!(!look(&[2, 1]) && !look(&[2, 2]));
+        assert!(look(&[2, 2]) && !look(&[2, 2]));
+        // One is away for a moment.
+        assert!(!look(&[0, 2]) && !look(&[2, 2]) && !look(&[2, 2]));
+        // One is away for good: that is worth an error, once.
+        assert!(!look(&[0, 2]) && look(&[0, 2]) && !look(&[0, 2]));
+        // Back to what was never read since.
+        assert!(!look(&[2, 2]) && look(&[2, 2]));
+    }
+}
