@@ -12,7 +12,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use grammar::{Grammar, Guide};
-pub(crate) use grammar::{USUAL_WHITESPACE, json_schema, whole};
+pub(crate) use grammar::{json_schema, whole};
 use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;

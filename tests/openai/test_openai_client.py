@@ -232,6 +232,47 @@ def check_stop(client, model, texts):
     equal(text, expected, f"streamed stop {stop!r}")
 
 
+def check_tools(client, model):
+    """Calls that must be made are there, whole and streamed, with arguments that their schema allows."""
+    weather = {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Rome", "Oslo"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": weather}},
+        {"type": "function", "function": {"name": "now"}},
+    ]
+    messages = [{"role": "user", "content": "What is the weather in Rome?"}]
+    named = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(3):
+        request = {"model": model, "messages": messages, "tools": tools, "tool_choice": named}
+        request |= {"seed": seed, "temperature": 1.0, "max_tokens": 100}
+        choice = client.chat.completions.create(**request).choices[0]
+        equal(choice.message.content, None, "content beside a call")
+        (call,) = choice.message.tool_calls
+        equal((call.type, call.function.name), ("function", "weather"), "the call")
+        arguments = json.loads(call.function.arguments)
+        check(arguments["city"] in ("Rome", "Oslo"), f"city of {arguments}")
+        check(1 <= arguments["days"] <= 9, f"days of {arguments}")
+        name, streamed = None, ""
+        for chunk in client.chat.completions.create(stream=True, **request):
+            for delta in chunk.choices[0].delta.tool_calls or []:
+                name = delta.function.name or name
+                streamed += delta.function.arguments or ""
+        equal((name, streamed), ("weather", call.function.arguments), "the call in a stream")
+    # With its answer the conversation goes on.
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    more = [*messages, choice.message.model_dump(exclude_none=True), answer]
+    client.chat.completions.create(
+        model=model, messages=more, tools=tools, tool_choice="none", max_tokens=4
+    )
+
+
 def check_logprobs(client, model, texts, chats):
     """Log-probabilities: shapes, and values near the reference."""
     golden = texts[0]
@@ -372,6 +413,7 @@ def main():
         check_chat(client, model, chats)
         check_choices_and_seed(client, model, texts)
         check_stop(client, model, texts)
+        check_tools(client, model)
         check_logprobs(client, model, texts, chats)
         check_errors(client, model)
         asyncio.run(check_concurrent(base_url, model, texts, chats))

@@ -11,7 +11,7 @@ use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 use crate::engine::{Guided, TokenGuide};
 
 /// What [`Whitespace::Usual`] is.
-pub(crate) const USUAL_WHITESPACE: &str = r"\x20|\x0A\x20{0,32}|\x0A\x09{1,8}";
+const USUAL_WHITESPACE: &str = r"\x20|\x0A\x20{0,32}|\x0A\x09{1,8}";
 /// Characters of an error that are shown.
 const ERROR_CHARS: usize = 400;
 

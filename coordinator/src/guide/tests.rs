@@ -323,7 +323,7 @@ fn calls_that_must_be_made_are_read_as_such() {
     for (format, several, begins) in CallFormat::ALL.into_iter().flat_map(|format| {
         [(format, true, None), (format, false, Some(true)), (format, true, Some(false))]
     }) {
-        let body = grammar::calls(format, &functions, several, |_| None, USUAL_WHITESPACE);
+        let body = grammar::calls(format, &functions, several, |_| None);
         let text = match begins {
             None => grammar::whole(&body),
             Some(is_open) => grammar::reasoned(&body, is_open),

@@ -8,7 +8,6 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Limits;
 use super::structured::{self, Asked};
-use crate::guide::USUAL_WHITESPACE;
 use crate::text::reply::grammar::{self, Function};
 use crate::text::reply::{CallFormat, Parameters, ReplyRules};
 
@@ -82,7 +81,7 @@ impl Tools {
             return Err(structured::wrong(field, &message));
         }
         let format = forced(format);
-        let body = grammar::calls(format, &functions, several, special, USUAL_WHITESPACE);
+        let body = grammar::calls(format, &functions, several, special);
         let asked = Asked { field, spec: GuideSpec::Lark(grammar::whole(&body)) };
         asked.spec.check().map_err(|error| structured::wrong(field, &error))?;
         asked.check_end(fields)?;

@@ -7,6 +7,9 @@ use super::{THINK, THINK_END};
 
 const START: &str = "start: body\n";
 
+/// What may stand between the parts of arguments: as in the calls that models were taught by.
+const WHITESPACE: &str = " ?";
+
 /// A function that may be called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Function {
@@ -17,15 +20,13 @@ pub struct Function {
 }
 
 /// The rule `body`: calls of these functions, one or, if `several`, more of them. `special` are the
-/// vocabulary's special tokens by their text; `whitespace` is what may stand between the arguments'
-/// parts.
+/// vocabulary's special tokens by their text.
 #[must_use]
 pub fn calls(
     format: CallFormat,
     functions: &[Function],
     several: bool,
     special: impl Fn(&str) -> Option<u32>,
-    whitespace: &str,
 ) -> String {
     let mark = |text: &str| match special(text) {
         Some(token) => format!("<[{token}]>"),
@@ -36,7 +37,7 @@ pub fn calls(
     let mut rules = String::new();
     for (index, function) in functions.iter().enumerate() {
         let name = Value::from(function.name.as_str());
-        let arguments = arguments(function, whitespace);
+        let arguments = arguments(function);
         let call = match format {
             CallFormat::Mistral if named => {
                 format!("{} {}", quoted(&function.name), mark(format::ARGUMENTS))
@@ -69,10 +70,10 @@ pub fn calls(
     format!("body: {body}\n{rules}")
 }
 
-fn arguments(function: &Function, whitespace: &str) -> Value {
+fn arguments(function: &Function) -> Value {
     let mut schema = function.parameters.clone().unwrap_or_default();
     schema.entry("type").or_insert_with(|| "object".into());
-    schema.insert("x-guidance".to_owned(), json!({"whitespace_pattern": whitespace}));
+    schema.insert("x-guidance".to_owned(), json!({"whitespace_pattern": WHITESPACE}));
     Value::Object(schema)
 }
 
