@@ -7,7 +7,7 @@ use std::time::Duration;
 use kernels::collective::{Collective, local_group};
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 use testkit::relay::SharedRelay;
@@ -20,6 +20,17 @@ use crate::rig::{On, Rig, engine_of, fake_nccl_backend, fake_nccl_engine, join_n
 pub(crate) type Transcript = Vec<(Vec<u32>, Vec<u32>, Vec<(u32, u32)>)>;
 
 pub(crate) fn transcript(on: On, model: &Path, degree: u32, steps: usize) -> Transcript {
+    transcript_of(on, model, degree, steps, |_| None)
+}
+
+/// The same, of sequences some of which keep to rules.
+pub(crate) fn transcript_of(
+    on: On,
+    model: &Path,
+    degree: u32,
+    steps: usize,
+    rule: impl Fn(usize) -> Option<u64>,
+) -> Transcript {
     let mut rig = Rig::on(on, model, degree);
     let samplings = [
         SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() },
@@ -50,6 +61,9 @@ pub(crate) fn transcript(on: On, model: &Path, degree: u32, steps: usize) -> Tra
             rig.sequence(&golden.prompt_ids, golden.prompt_ids.len(), sampling.clone())
         })
         .collect();
+    for (index, seq) in seqs.iter_mut().enumerate() {
+        seq.rule = rule(index);
+    }
     // At most 64 rows a step: of more, sums of over two ranks are made in NCCL's own order.
     while seqs.iter().any(|seq| seq.output().len() < 2) {
         rig.step(&mut seqs.iter_mut().collect::<Vec<_>>(), 10);
@@ -150,7 +164,7 @@ fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
 }
 
 /// Greedy steps of these sequences: a prompt where one is met first, a token of it later. Of every
-/// third one the prompt's log-probabilities are wanted.
+/// third one the prompt's log-probabilities are wanted, and every fifth one's tokens are masked.
 fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
     const PROMPT: [u32; 5] = [1, 5, 9, 33, 7];
     let mut computed = HashMap::new();
@@ -175,6 +189,7 @@ fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
                 new_blocks.push(BlockId(seq as u32 * 2 + 1));
             }
             computed.insert(seq, start + count);
+            let allowed = seq.is_multiple_of(5).then(|| TokenMask::Except(vec![0, start + 1]));
             let seq = SeqId(seq);
             plan.sequences.push(SequenceStep {
                 seq,
@@ -182,7 +197,7 @@ fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
                 count,
                 new_blocks,
                 sample: true,
-                allowed: None,
+                allowed,
             });
         }
         plans.push_back(plan);
