@@ -1,11 +1,13 @@
 //! Masks of tokens through plan, engine and sampler: tokens keep to their masks on every device and
 //! degree, alone and in a batch, and are those that a sampler without masks would choose.
-use shared::protocol::TokenMask;
+use kernels::collective::single_rank;
+use shared::ids::{BlockId, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
-use testkit::models::{goldens, variant};
+use testkit::models::{demo, goldens, variant};
 
 use crate::nccl::transcript_of;
-use crate::rig::{On, Rig, Seq};
+use crate::rig::{On, Rig, Seq, engine_of, fake_cuda_backend};
 
 /// Of the models here.
 const VOCAB: u32 = 384;
@@ -111,6 +113,56 @@ fn tokens_are_those_of_biases_that_say_the_same() {
 fn tokens_on_gpus_are_those_of_biases_that_say_the_same() {
     check_against_biases(On::FakeCuda, 1, 2);
     check_against_biases(On::FakePeers(1 << 20), 2, 2);
+}
+
+/// As many masks as there can be find room that was made before the first step: moving what graphs
+/// name would cost this rank its graphs, and no other.
+#[test]
+fn masks_of_all_sequences_cost_no_graphs() {
+    const SEQS: u32 = 64;
+    let sizes = EngineConfig {
+        block_size: 16,
+        max_model_len: 16,
+        max_num_seqs: SEQS,
+        max_num_batched_tokens: SEQS,
+        kv_cache_bytes: 1 << 20,
+    };
+    let backend = fake_cuda_backend(true, single_rank());
+    let mut engine = engine_of(&demo(), 0, 1, backend, sizes).unwrap();
+    engine.profile().unwrap();
+    engine.start(SEQS).unwrap();
+    let run = |seq: u32, start, allowed| SequenceStep {
+        seq: SeqId(u64::from(seq)),
+        start,
+        count: 1,
+        new_blocks: if start == 0 { vec![BlockId(seq)] } else { Vec::new() },
+        sample: true,
+        allowed,
+    };
+    let sampling = SamplingParams::greedy();
+    let new = |seq| NewSequence {
+        seq: SeqId(seq),
+        tokens: vec![7],
+        num_prompt: 1,
+        sampling: sampling.clone(),
+    };
+    let half = Some(TokenMask::Bits(vec![0x5555_5555; 2048 / 32]));
+    for step in 0..4u32 {
+        let (admitted, sequences) = match step {
+            0..3 => ((0..1 - u64::from(step.min(1))).map(new).collect(), vec![run(0, step, None)]),
+            _ => {
+                let others = (1..SEQS).map(|seq| run(seq, 0, half.clone()));
+                ((1..u64::from(SEQS)).map(new).collect(), others.collect())
+            }
+        };
+        let step = StepId(u64::from(step) + 1);
+        let plan = StepPlan { step, admitted, sequences, ..StepPlan::default() };
+        let mut outputs = Vec::new();
+        engine.step(&plan, &mut outputs).unwrap();
+        let masked = outputs.iter().filter(|output| output.seq != SeqId(0));
+        assert!(masked.filter_map(|output| output.token).all(|token| token.is_multiple_of(2)));
+    }
+    assert_eq!(engine.backend().num_graphs(), 1);
 }
 
 /// Every sequence alone, then all of them together, joining one by one.
