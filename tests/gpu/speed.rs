@@ -103,6 +103,7 @@ impl Shape {
         ModelConfig {
             hidden_size: self.hidden,
             intermediate_size: self.inner,
+            experts: None,
             num_layers: self.layers,
             num_heads: self.heads,
             num_kv_heads: self.kv_heads,

@@ -2,6 +2,7 @@
 //!
 //! Every operation checks its arguments, then asks the step whether it is only to be compared with
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
+use std::convert::Infallible;
 use std::time::Duration;
 
 use super::backend::{CudaBackend, Part, Which};
@@ -14,7 +15,8 @@ use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, kv_block_bytes,
 };
 use crate::backend::{
-    AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable, StepInputs,
+    AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
+    Routing, StepInputs,
 };
 use crate::collective::Tally;
 use crate::cpu::check;
@@ -24,6 +26,9 @@ use crate::sampling::{SampleRow, Sampled};
 
 /// Rows of gate and up that are computed at a time: their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
+
+const NO_EXPERTS: &str =
+    "models with a mixture of experts are not computed on GPUs yet: use --device cpu";
 
 fn bias_fits(op: &'static str, bias: Option<&CudaVector>, rows: usize) -> Result<(), KernelError> {
     let found = bias.map_or(rows, CudaVector::len);
@@ -69,6 +74,8 @@ fn heads(
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Matrix = CudaMatrix;
+    type Stack = Infallible;
+    type Routes = Infallible;
     type Vector = CudaVector;
     type KvCache = CudaKvCache;
 
@@ -119,6 +126,14 @@ impl Backend for CudaBackend {
         let matrix = uploader.load(context, stream, parts);
         self.uploader = Some(uploader);
         matrix
+    }
+
+    fn load_stack(&mut self, _: &[HostMatrix<'_>]) -> Result<Infallible, KernelError> {
+        Err(KernelError::Unsupported(NO_EXPERTS.to_owned()))
+    }
+
+    fn new_routes(&mut self, _: usize, _: Routing) -> Result<Infallible, KernelError> {
+        Err(KernelError::Unsupported(NO_EXPERTS.to_owned()))
     }
 
     fn load_vector(&mut self, values: &[f32]) -> Result<CudaVector, KernelError> {
@@ -493,6 +508,36 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn route(
+        &mut self,
+        _: &CudaBuffer,
+        _: &CudaMatrix,
+        routes: &mut Infallible,
+    ) -> Result<(), KernelError> {
+        match *routes {}
+    }
+
+    fn experts_gate_up_silu(
+        &mut self,
+        _: &CudaBuffer,
+        weight: &Infallible,
+        _: &Infallible,
+        _: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        match *weight {}
+    }
+
+    fn experts_down(
+        &mut self,
+        _: &CudaBuffer,
+        _: usize,
+        weight: &Infallible,
+        _: &Infallible,
+        _: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        match *weight {}
+    }
+
     fn lm_head(
         &mut self,
         x: &CudaBuffer,
@@ -622,6 +667,10 @@ impl Backend for CudaBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         self.score_rows(logits, vocab, first_row, targets, top_n, out)
+    }
+
+    fn read_routes(&mut self, routes: &Infallible) -> Result<Choices, KernelError> {
+        match *routes {}
     }
 
     fn read_buffer(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {
