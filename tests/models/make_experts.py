@@ -46,7 +46,7 @@ VARIANTS = {
         Qwen3MoeConfig(
             **BASE, num_hidden_layers=3, intermediate_size=128, moe_intermediate_size=40,
             head_dim=32, rms_norm_eps=1e-6, num_experts=10, num_experts_per_tok=4,
-            norm_topk_prob=True, mlp_only_layers=[1], tie_word_embeddings=True,
+            norm_topk_prob=True, mlp_only_layers=[1], tie_word_embeddings=False,
             rope_parameters=rope(1000000.0),
         ),
         {"old": True},
@@ -57,7 +57,7 @@ VARIANTS = {
         Qwen3MoeConfig(
             **BASE, num_hidden_layers=4, intermediate_size=128, moe_intermediate_size=32,
             head_dim=16, rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3,
-            norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True,
+            norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=False,
             rope_parameters=rope(10000.0),
         ),
         {"old": False},

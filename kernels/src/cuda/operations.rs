@@ -2,13 +2,13 @@
 //!
 //! Every operation checks its arguments, then asks the step whether it is only to be compared with
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
-use std::convert::Infallible;
 use std::time::Duration;
 
 use super::backend::{CudaBackend, Part, Which};
 use super::batch::{Capacity, Cut, live};
 use super::context::version_text;
 use super::device::Device;
+use super::experts::{CudaRoutes, CudaStack};
 use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::memory::DevicePtr;
 use super::tensors::{
@@ -26,9 +26,6 @@ use crate::sampling::{SampleRow, Sampled};
 
 /// Rows of gate and up that are computed at a time: their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
-
-const NO_EXPERTS: &str =
-    "models with a mixture of experts are not computed on GPUs yet: use --device cpu";
 
 fn bias_fits(op: &'static str, bias: Option<&CudaVector>, rows: usize) -> Result<(), KernelError> {
     let found = bias.map_or(rows, CudaVector::len);
@@ -74,8 +71,8 @@ fn heads(
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Matrix = CudaMatrix;
-    type Stack = Infallible;
-    type Routes = Infallible;
+    type Stack = CudaStack;
+    type Routes = CudaRoutes;
     type Vector = CudaVector;
     type KvCache = CudaKvCache;
 
@@ -128,12 +125,17 @@ impl Backend for CudaBackend {
         matrix
     }
 
-    fn load_stack(&mut self, _: &[HostMatrix<'_>]) -> Result<Infallible, KernelError> {
-        Err(KernelError::Unsupported(NO_EXPERTS.to_owned()))
+    fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
+        let rows = matrices.first().map_or(0, |matrix| matrix.rows);
+        for matrix in matrices {
+            let found = matrix.rows;
+            ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
+        }
+        Ok(CudaStack { all: self.load_matrix(matrices)?, count: matrices.len() })
     }
 
-    fn new_routes(&mut self, _: usize, _: Routing) -> Result<Infallible, KernelError> {
-        Err(KernelError::Unsupported(NO_EXPERTS.to_owned()))
+    fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CudaRoutes, KernelError> {
+        self.make_routes(rows_max, routing)
     }
 
     fn load_vector(&mut self, values: &[f32]) -> Result<CudaVector, KernelError> {
@@ -510,32 +512,32 @@ impl Backend for CudaBackend {
 
     fn route(
         &mut self,
-        _: &CudaBuffer,
-        _: &CudaMatrix,
-        routes: &mut Infallible,
+        x: &CudaBuffer,
+        router: &CudaMatrix,
+        routes: &mut CudaRoutes,
     ) -> Result<(), KernelError> {
-        match *routes {}
+        self.choose_experts(x, router, routes)
     }
 
     fn experts_gate_up_silu(
         &mut self,
-        _: &CudaBuffer,
-        weight: &Infallible,
-        _: &Infallible,
-        _: &mut CudaBuffer,
+        x: &CudaBuffer,
+        weight: &CudaStack,
+        routes: &CudaRoutes,
+        out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        match *weight {}
+        self.experts_inner(x, weight, routes, out)
     }
 
     fn experts_down(
         &mut self,
-        _: &CudaBuffer,
-        _: usize,
-        weight: &Infallible,
-        _: &Infallible,
-        _: &mut CudaBuffer,
+        x: &CudaBuffer,
+        first: usize,
+        weight: &CudaStack,
+        routes: &CudaRoutes,
+        out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        match *weight {}
+        self.experts_outer(x, first, weight, routes, out)
     }
 
     fn lm_head(
@@ -669,8 +671,8 @@ impl Backend for CudaBackend {
         self.score_rows(logits, vocab, first_row, targets, top_n, out)
     }
 
-    fn read_routes(&mut self, routes: &Infallible) -> Result<Choices, KernelError> {
-        match *routes {}
+    fn read_routes(&mut self, routes: &CudaRoutes) -> Result<Choices, KernelError> {
+        self.download_routes(routes)
     }
 
     fn read_buffer(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {

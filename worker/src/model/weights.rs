@@ -57,12 +57,10 @@ pub enum Mlp<M, S, V> {
 }
 
 /// A backend's own.
-type BackendWeights<B> =
+pub type BackendWeights<B> =
     Weights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
-/// Likewise.
 type BackendLayer<B> =
     LayerWeights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
-/// Likewise.
 type BackendMlp<B> = Mlp<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
 
 /// One rank's weights.
