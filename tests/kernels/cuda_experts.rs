@@ -106,12 +106,13 @@ impl Group<'_> {
     fn tiles(&self) -> Vec<Tiles> {
         let [slots, tiles, counts] = self.run();
         let chunk = |(index, count): (usize, &u32)| {
-            let all = tiles[index * self.stride() * 3..].chunks(3).take(*count as usize);
-            all.map(|tile| {
-                let [expert, first, len] = *tile else { panic!("{tile:?}") };
-                (expert, slots[first as usize..][..len as usize].to_vec())
-            })
-            .collect()
+            let own = tiles[index * self.stride() * 3..].as_chunks::<3>().0;
+            own[..*count as usize]
+                .iter()
+                .map(|&[expert, first, len]| {
+                    (expert, slots[first as usize..][..len as usize].to_vec())
+                })
+                .collect()
         };
         counts.iter().enumerate().map(chunk).collect()
     }

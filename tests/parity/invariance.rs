@@ -150,10 +150,13 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
                 let what = format!("{} on {on:?}: {degree} ranks as 4", model.display());
                 same(&run((degree, 4)), &whole, &what);
             }
-            // Unless told so, a degree makes its own sums: this test can fail.
+            // Unless told so, a degree makes its own sums: this test can fail. Where activations are
+            // rounded, a small model may hide that.
             let own = run((1, 1));
             let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
-            assert_ne!(bits(&own), bits(&whole), "{}", model.display());
+            if matches!(on, On::Cpu) {
+                assert_ne!(bits(&own), bits(&whole), "{}", model.display());
+            }
         }
     }
 }

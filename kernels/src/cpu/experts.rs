@@ -62,7 +62,7 @@ impl CpuRoutes {
 /// Writes the experts of the largest logits, largest first, and their weights; what is not a number
 /// comes last.
 fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f32]) {
-    for i in 0..experts.len() {
+    for (i, weight) in weights.iter_mut().enumerate() {
         let (chosen, rest) = experts.split_at_mut(i);
         let mut best: Option<(usize, f32)> = None;
         for (expert, &logit) in logits.iter().enumerate() {
@@ -74,7 +74,7 @@ fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f
         }
         let (expert, logit) = best.unwrap_or_default();
         rest[0] = expert as u32;
-        weights[i] = logit;
+        *weight = logit;
     }
     let most = weights[0];
     let all = if normalise { &*weights } else { logits };
