@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kernels::backend::{Backend, Buffer, DType, HostMatrix, Routing};
+use kernels::backend::{Backend, DType, HostMatrix, Routing};
 use kernels::collective::{AbortHandle, Collective};
 use kernels::cpu::{CpuBackend, CpuBuffer, Precision};
 use kernels::error::{CollectiveError, KernelError};
