@@ -108,6 +108,16 @@ typedef struct {
 #define TUTTI_PEERS_ABORTED 0x100u
 #define TUTTI_PEERS_TIMEOUT 0x200u
 
+/* Some slots of one expert: slots[first .. first + slots]. 12 bytes. */
+typedef struct {
+    uint32_t expert;
+    uint32_t first;
+    uint32_t slots; /* at least 1, at most as many as the product's variant takes */
+} TuttiExpertTile;
+/* Experts of a layer; of a row's. */
+#define TUTTI_EXPERTS_MAX 1024u
+#define TUTTI_TOP_EXPERTS_MAX 32u
+
 #define TUTTI_NO_LOGPROBS 0xffffffffu
 #define TUTTI_NO_MASK 0xffffffffu
 #define TUTTI_NO_ROW 0xffffffffu
@@ -326,6 +336,59 @@ __global__ void tutti_skinny_gate_up_8(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_16(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_32(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_64(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
+
+/* ---- experts.cu -----------------------------------------------------------------------------
+ * A slot is one row at one of its experts: row r's expert j is slot r * top_k + j.
+ * At most TUTTI_EXPERTS_MAX experts, TUTTI_TOP_EXPERTS_MAX of them for each row. */
+
+/* The experts of the top_k largest logits, largest first, of equal ones the lowest first (what is
+ * not a number comes last), and their weights: softmax over all logits, divided by the sum of the
+ * chosen ones' where `normalise` is not 0. logits f32 [rows, num_experts]; experts u32, weights f32
+ * [rows, top_k]. grid (rows), block 32. */
+__global__ void tutti_route(const float* logits, uint32_t* experts, float* weights,
+                            uint32_t num_experts, uint32_t top_k, uint32_t normalise,
+                            const uint32_t* live);
+
+/* Groups slots by their experts, `chunk_rows` rows at a time: block c makes of the slots of the
+ * rows c * chunk_rows and on the tiles [c * tiles_stride ..], num_tiles[c] of them, by expert and
+ * then by slot, and slots[c * chunk_rows * top_k ..], which tiles name. experts u32 [rows, top_k];
+ * slots u32 [rows * top_k]; tiles_stride at least the least of a chunk's slots and its slots /
+ * tile_slots + num_experts. grid (ceil(rows / chunk_rows)), block 1024; `live` counts rows. */
+__global__ void tutti_group_experts(const uint32_t* experts, uint32_t* slots, TuttiExpertTile* tiles,
+                                    uint32_t* num_tiles, uint32_t rows, uint32_t top_k,
+                                    uint32_t num_experts, uint32_t chunk_rows, uint32_t tile_slots,
+                                    uint32_t tiles_stride, const uint32_t* live);
+
+/* out[slot] = silu(x[slot / top_k] Wg^T) * (x[slot / top_k] Wu^T) for the slots of all tiles; tiles
+ * are of at most so many slots as the name's number. x bf16, rows 16-byte aligned; w bf16
+ * [num_experts * 2 * inner, w_stride], rows 16-byte aligned: each expert's gate rows, then its up
+ * rows; out bf16 [slots, out_stride]. A slot's result is the same bits with each variant.
+ * grid (ceil(inner / 16), most tiles), block 256. */
+#define TUTTI_EXPERTS_GATE_UP_ARGUMENTS                                                            \
+    const tutti_bf16 *x, const tutti_bf16 *w, tutti_bf16 *out, const uint32_t *slots,              \
+        const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t top_k, uint32_t inner,   \
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride
+__global__ void tutti_experts_gate_up_8(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
+__global__ void tutti_experts_gate_up_16(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
+__global__ void tutti_experts_gate_up_32(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
+__global__ void tutti_experts_gate_up_64(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
+
+/* out[slot - first_slot] = x[slot] W^T for the slots of all tiles. x bf16 [slots, x_stride], w bf16
+ * [num_experts * n, w_stride], rows 16-byte aligned; out f32 [.., out_stride].
+ * grid (ceil(n / R), most tiles), block 256, with R = TUTTI_SKINNY_FEATURES(number). */
+#define TUTTI_EXPERTS_DOWN_ARGUMENTS                                                               \
+    const tutti_bf16 *x, const tutti_bf16 *w, float *out, const uint32_t *slots,                   \
+        const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t first_slot, uint32_t n,  \
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride
+__global__ void tutti_experts_down_8(TUTTI_EXPERTS_DOWN_ARGUMENTS);
+__global__ void tutti_experts_down_16(TUTTI_EXPERTS_DOWN_ARGUMENTS);
+__global__ void tutti_experts_down_32(TUTTI_EXPERTS_DOWN_ARGUMENTS);
+__global__ void tutti_experts_down_64(TUTTI_EXPERTS_DOWN_ARGUMENTS);
+
+/* out[r] = sum over j, in order, of weights[r, j] * parts[r, j]. parts f32 [rows, top_k, width],
+ * weights f32 [rows, top_k], out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256. */
+__global__ void tutti_experts_sum(const float* parts, const float* weights, float* out,
+                                  uint32_t top_k, uint32_t width, const uint32_t* live);
 
 /* ---- sample.cu ------------------------------------------------------------------------------
  * logits f32 [rows, stride], of which the first `vocab` columns count; at most TUTTI_VOCAB_MAX. */

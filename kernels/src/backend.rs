@@ -165,6 +165,42 @@ pub struct AttentionShape {
 /// In [`StepInputs::feed`]: the row's own id is its token.
 pub const NOT_FED: u32 = u32::MAX;
 
+/// How the rows of a layer choose among its experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Routing {
+    /// Experts of the layer.
+    pub num_experts: usize,
+    /// Experts that each row goes to: at least 1, at most `num_experts`.
+    pub top_k: usize,
+    /// The weights of a row's experts are divided by their sum.
+    pub normalise: bool,
+}
+
+impl Routing {
+    /// Most experts of a layer, and most of them that a row may go to.
+    pub const MOST: (usize, usize) = (1024, 32);
+
+    /// That rows can choose so.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    pub fn check(&self) -> Result<(), KernelError> {
+        let Self { num_experts, top_k, .. } = *self;
+        let (experts_most, top_most) = Self::MOST;
+        if num_experts <= experts_most && (1..=num_experts.min(top_most)).contains(&top_k) {
+            return Ok(());
+        }
+        let message = format!(
+            "{top_k} of {num_experts} experts cannot be chosen: at least 1, at most all and \
+             {top_most}, of at most {experts_most}"
+        );
+        Err(KernelError::Shape { op: "new_routes", message })
+    }
+}
+
+/// What rows chose: their experts' numbers, `[rows, top_k]`, and these experts' weights, likewise.
+pub type Choices = (Vec<u32>, Vec<f32>);
+
 /// Everything that a step reads, named before it: see the module's documentation.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs<'a> {
@@ -192,6 +228,10 @@ pub trait Backend {
     type Buffer: Buffer;
     /// A weight matrix `[out, in]`, in the device's packed layout.
     type Matrix;
+    /// Weight matrices `[out, in]` of one shape, one behind the other: a layer's experts.
+    type Stack;
+    /// Which experts each row of a step goes to, and with what weights.
+    type Routes;
     /// A vector in f32: norm weights, biases, RoPE tables.
     type Vector;
     /// A paged KV cache.
@@ -230,6 +270,23 @@ pub trait Backend {
     /// # Errors
     /// [`KernelError::Shape`] when a part's data is too short or widths differ.
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
+
+    /// Packs each of `matrices`, which have one shape, as [`Backend::load_matrix`] does.
+    ///
+    /// # Errors
+    /// As there, and when shapes differ; [`KernelError::Unsupported`].
+    fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError>;
+
+    /// Makes room for what up to `rows_max` rows choose.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when `routing` asks for what cannot be; [`KernelError::OutOfMemory`];
+    /// [`KernelError::Unsupported`].
+    fn new_routes(
+        &mut self,
+        rows_max: usize,
+        routing: Routing,
+    ) -> Result<Self::Routes, KernelError>;
 
     /// Uploads a vector.
     ///
@@ -370,6 +427,51 @@ pub trait Backend {
         x: &Self::Buffer,
         weight: &Self::Matrix,
         bias: Option<&Self::Vector>,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Every row chooses its experts: `p = softmax(x W^T)` over all experts, in f32; the `top_k`
+    /// experts of the largest p, largest first, of equal ones the lowest number first; their weights
+    /// are their p, divided by their sum where [`Routing::normalise`]. `x: [rows, in]`,
+    /// `router: [num_experts, in]`; the rows of `routes` are set. Every rank does this alike.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn route(
+        &mut self,
+        x: &Self::Buffer,
+        router: &Self::Matrix,
+        routes: &mut Self::Routes,
+    ) -> Result<(), KernelError>;
+
+    /// As [`Backend::gate_up_silu`] for every expert that a row goes to: row `r * top_k + j` of `out`
+    /// is of row `r` and its expert `j`. `x: [rows, in]`, `weight: 2 * num_experts` matrices
+    /// `[inner, in]`, each expert's gate before its up, `out: [rows * top_k, inner]` (its rows are
+    /// set).
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn experts_gate_up_silu(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Stack,
+        routes: &Self::Routes,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// What a row's experts make of some of their columns, weighted and added up in the order in
+    /// which the row chose them: `out[r] = sum over j of weight of (r, j) * (x[r * top_k + j, first..
+    /// first + in] W^T)`. `x: [rows * top_k, at least first + in]`, `weight: num_experts` matrices
+    /// `[out, in]`, `out: [rows, out]` (its rows are set).
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn experts_down(
+        &mut self,
+        x: &Self::Buffer,
+        first: usize,
+        weight: &Self::Stack,
+        routes: &Self::Routes,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
@@ -518,6 +620,12 @@ pub trait Backend {
     /// # Errors
     /// [`KernelError::OutOfMemory`].
     fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError>;
+
+    /// Copies what rows chose to the host: for tests and tools, not for the step path.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`], [`KernelError::Device`].
+    fn read_routes(&mut self, routes: &Self::Routes) -> Result<Choices, KernelError>;
 
     /// Time spent in collectives since the last call, and resets it; zero where
     /// [`Backend::samples_everywhere`], since devices that exchange data by themselves do not tell.

@@ -2,7 +2,7 @@
 //!
 //! Owns how operations are put together from the parts below; `check` looks at the arguments first:
 //! - [`isa`]: which instructions; `simd`: vectors of them; `math`: scalar functions
-//! - `gemm`: matrix products; `qkv`, `elementwise`, `attention`, [`sample`]: the rest
+//! - `gemm`: matrix products; `qkv`, `elementwise`, `attention`, `experts`, [`sample`]: the rest
 //! - `pack`: the weight layout; `kv`: the cache layout; `buffer`, `memory`; `pool`: the threads
 //!
 //! Every result of a row depends on that row and its sequence alone, bit by bit, whatever else is in
@@ -12,7 +12,8 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable,
+    AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
+    Routing,
 };
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
@@ -22,6 +23,7 @@ mod attention;
 mod buffer;
 pub(crate) mod check;
 mod elementwise;
+mod experts;
 mod gemm;
 pub mod isa;
 mod kv;
@@ -36,14 +38,16 @@ pub mod sample;
 mod simd;
 
 pub use buffer::{CpuBuffer, CpuVector};
+pub use experts::CpuRoutes;
 pub use isa::Isa;
 pub use kv::CpuKvCache;
-pub use pack::CpuMatrix;
+pub use pack::{CpuMatrix, CpuStack};
 pub use pool::THREADS_MAX;
 pub use precision::Precision;
 
 use attention::{Attention, AttentionScratch, RowTile};
 use check::ensure;
+use experts::Grouping;
 use gemm::Output;
 use memory::{Disjoint, Scratch};
 use pack::PANEL;
@@ -69,6 +73,7 @@ pub struct CpuBackend {
     /// Results between two parts of a fused operation.
     wide: Scratch<f32>,
     tiles: Vec<RowTile>,
+    grouping: Grouping,
     workers: Vec<Worker>,
 }
 
@@ -125,6 +130,7 @@ impl CpuBackend {
             acts: Scratch::new("activations of a product")?,
             wide: Scratch::new("results within a fused operation")?,
             tiles: Vec::new(),
+            grouping: Grouping::default(),
             workers: (0..threads).map(worker).collect::<Result<_, KernelError>>()?,
         })
     }
@@ -158,7 +164,7 @@ impl CpuBackend {
         let Self { isa, pool, acts, .. } = self;
         let (rows, stride) = (out.rows(), out.width());
         let acts = gemm::prepare(arithmetic, pool, acts, rows, weight.cols(), source)?;
-        let out = Output { data: Disjoint::new(out.values_mut()), stride, column: 0 };
+        let out = Output { data: Disjoint::new(out.values_mut()), stride, first_row: 0, column: 0 };
         gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out)
     }
 
@@ -176,6 +182,8 @@ impl CpuBackend {
 impl Backend for CpuBackend {
     type Buffer = CpuBuffer;
     type Matrix = CpuMatrix;
+    type Stack = CpuStack;
+    type Routes = CpuRoutes;
     type Vector = CpuVector;
     type KvCache = CpuKvCache;
 
@@ -199,6 +207,14 @@ impl Backend for CpuBackend {
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
         CpuMatrix::pack(&mut self.pool, parts)
+    }
+
+    fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CpuStack, KernelError> {
+        CpuStack::pack(&mut self.pool, matrices)
+    }
+
+    fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CpuRoutes, KernelError> {
+        CpuRoutes::new(rows_max, routing)
     }
 
     fn load_vector(&mut self, values: &[f32]) -> Result<CpuVector, KernelError> {
@@ -287,7 +303,7 @@ impl Backend for CpuBackend {
         let width = weights.weight.rows();
         let projected = wide.get(x.rows() * width)?;
         let acts = gemm::prepare(arithmetic, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
-        let out = Output { data: Disjoint::new(projected), stride: width, column: 0 };
+        let out = Output { data: Disjoint::new(projected), stride: width, first_row: 0, column: 0 };
         let bias = weights.bias.as_deref();
         gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out)?;
         qkv::Heads { isa: *isa, projected, weights, rope, shape, batch, layer }
@@ -406,7 +422,7 @@ impl Backend for CpuBackend {
             });
         }
         let both = wide.get(rows * inner * 2)?;
-        let to = Output { data: Disjoint::new(both), stride: inner * 2, column: 0 };
+        let to = Output { data: Disjoint::new(both), stride: inner * 2, first_row: 0, column: 0 };
         gemm::multiply(isa, pool, &acts, weight, bias, &to)?;
         let grain = (GRAIN / inner).max(1);
         pool.run_ranges(rows, grain, &|range, _| {
@@ -417,6 +433,36 @@ impl Backend for CpuBackend {
                 elementwise::silu_mul(isa, gate, up, out);
             }
         })
+    }
+
+    fn route(
+        &mut self,
+        x: &CpuBuffer,
+        router: &CpuMatrix,
+        routes: &mut CpuRoutes,
+    ) -> Result<(), KernelError> {
+        self.choose_experts(x, router, routes)
+    }
+
+    fn experts_gate_up_silu(
+        &mut self,
+        x: &CpuBuffer,
+        weight: &CpuStack,
+        routes: &CpuRoutes,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        self.experts_inner(x, weight, routes, out)
+    }
+
+    fn experts_down(
+        &mut self,
+        x: &CpuBuffer,
+        first: usize,
+        weight: &CpuStack,
+        routes: &CpuRoutes,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        self.experts_outer(x, first, weight, routes, out)
     }
 
     fn lm_head(
@@ -515,6 +561,10 @@ impl Backend for CpuBackend {
 
     fn read_buffer(&mut self, buffer: &CpuBuffer) -> Result<Vec<f32>, KernelError> {
         Ok(buffer.values().to_vec())
+    }
+
+    fn read_routes(&mut self, routes: &CpuRoutes) -> Result<Choices, KernelError> {
+        Ok(routes.choices())
     }
 
     fn take_collective_time(&mut self) -> Duration {

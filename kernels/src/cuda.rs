@@ -10,7 +10,7 @@
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
-//!   in, and its graph; `operations`, `exchange`, `sample`: the operations
+//!   in, and its graph; `operations`, `exchange`, `experts`, `sample`: the operations
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
 mod backend;
@@ -23,6 +23,7 @@ pub mod context;
 pub mod device;
 pub mod devices;
 mod exchange;
+mod experts;
 mod failure;
 mod fatbin;
 mod group;
@@ -44,3 +45,4 @@ pub use backend::CudaBackend;
 pub use choice::Exchange;
 pub use connect::{GroupSetup, Joining, Relay};
 pub use device::{CudaOptions, has_kernels};
+pub use experts::{CudaRoutes, CudaStack};

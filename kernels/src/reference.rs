@@ -4,18 +4,22 @@
 //! is its definition. Every kernel, CPU or CUDA, is compared with this one, so what it lacks in
 //! speed it must have in obviousness. It serves models too, slowly (`--device reference`).
 //!
-//! Map: `tensor` (buffers, matrices, the cache), `attention` (QKV, RoPE, attention), `sampler`.
+//! Map: `tensor` (buffers, matrices, the cache), `attention` (QKV, RoPE, attention), `experts`,
+//! `sampler`.
 mod attention;
+mod experts;
 mod sampler;
 mod tensor;
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
+pub use experts::ReferenceRoutes;
 pub use tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
 
 use crate::backend::{
-    AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable,
+    AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
+    Routing,
 };
 use crate::collective::Collective;
 use crate::error::{CollectiveError, KernelError};
@@ -141,6 +145,8 @@ fn check_logits(
 impl Backend for ReferenceBackend {
     type Buffer = ReferenceBuffer;
     type Matrix = ReferenceMatrix;
+    type Stack = Vec<ReferenceMatrix>;
+    type Routes = ReferenceRoutes;
     type Vector = Vec<f32>;
     type KvCache = ReferenceKvCache;
 
@@ -162,6 +168,18 @@ impl Backend for ReferenceBackend {
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError> {
         ReferenceMatrix::widen(parts)
+    }
+
+    fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError> {
+        matrices.iter().map(|matrix| ReferenceMatrix::widen(std::slice::from_ref(matrix))).collect()
+    }
+
+    fn new_routes(
+        &mut self,
+        rows_max: usize,
+        routing: Routing,
+    ) -> Result<Self::Routes, KernelError> {
+        ReferenceRoutes::new(rows_max, routing)
     }
 
     fn load_vector(&mut self, values: &[f32]) -> Result<Self::Vector, KernelError> {
@@ -348,6 +366,36 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
+    fn route(
+        &mut self,
+        x: &Self::Buffer,
+        router: &Self::Matrix,
+        routes: &mut Self::Routes,
+    ) -> Result<(), KernelError> {
+        experts::route(x, router, routes)
+    }
+
+    fn experts_gate_up_silu(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Stack,
+        routes: &Self::Routes,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        experts::gate_up_silu(x, weight, routes, out)
+    }
+
+    fn experts_down(
+        &mut self,
+        x: &Self::Buffer,
+        first: usize,
+        weight: &Self::Stack,
+        routes: &Self::Routes,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        experts::down(x, first, weight, routes, out)
+    }
+
     fn lm_head(
         &mut self,
         x: &Self::Buffer,
@@ -441,6 +489,11 @@ impl Backend for ReferenceBackend {
 
     fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError> {
         Ok(buffer.values().to_vec())
+    }
+
+    fn read_routes(&mut self, routes: &Self::Routes) -> Result<Choices, KernelError> {
+        let all = || routes.chosen.iter().flatten();
+        Ok((all().map(|chosen| chosen.0 as u32).collect(), all().map(|chosen| chosen.1).collect()))
     }
 
     fn take_collective_time(&mut self) -> Duration {

@@ -21,7 +21,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 8] = [
+pub(crate) const VARIANTS: [&str; 11] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -30,6 +30,9 @@ pub(crate) const VARIANTS: [&str; 8] = [
     "qwen2",
     "qwen3",
     "mistral-swa",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-stacked",
 ];
 
 fn engine(

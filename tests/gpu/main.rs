@@ -19,6 +19,7 @@
 //! complete; `--only PART` runs the parts whose names contain this.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
+mod experts;
 mod goldens;
 mod head;
 mod operations;

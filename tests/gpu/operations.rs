@@ -11,15 +11,16 @@ use kernels::cuda::CudaBackend;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError, ReferenceBackend};
 
+use crate::experts;
 use crate::{Options, Step, Table};
 
 /// Relative error of one rounding to bf16, and some.
-const ROUNDING: f32 = 1.0 / 128.0;
+pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
 /// Relative error of a sum in another order.
 const SUM: f32 = 1e-4;
 
 /// Backends whose buffers can be written.
-trait Writable: Backend {
+pub(crate) trait Writable: Backend {
     fn write(&mut self, buffer: &mut Self::Buffer, values: &[f32]) -> Result<(), KernelError>;
     fn poison(&mut self, buffer: &Self::Buffer) -> Result<(), KernelError>;
 }
@@ -47,7 +48,7 @@ impl Writable for ReferenceBackend {
 }
 
 /// SplitMix64.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -64,16 +65,16 @@ impl Random {
         f32::from_bits(wide.to_bits() & 0xFFFF_0000)
     }
 
-    fn vec(&mut self, len: usize) -> Vec<f32> {
+    pub(crate) fn vec(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| self.f32()).collect()
     }
 }
 
-fn bytes(values: &[f32]) -> Vec<u8> {
+pub(crate) fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect()
 }
 
-fn matrix<B: Backend>(
+pub(crate) fn matrix<B: Backend>(
     backend: &mut B,
     values: &[f32],
     cols: usize,
@@ -85,7 +86,7 @@ fn matrix<B: Backend>(
     backend.load_matrix(&[part])
 }
 
-fn input<B: Writable>(
+pub(crate) fn input<B: Writable>(
     backend: &mut B,
     values: &[f32],
     width: usize,
@@ -105,7 +106,7 @@ fn wide<B: Writable>(
     Ok(buffer)
 }
 
-fn poisoned<B: Writable>(
+pub(crate) fn poisoned<B: Writable>(
     backend: &mut B,
     rows: usize,
     width: usize,
@@ -120,7 +121,7 @@ fn poisoned<B: Writable>(
 }
 
 /// One operation with its inputs: run on both backends, which must agree.
-trait Case {
+pub(crate) trait Case {
     fn name(&self) -> String;
     /// Relative and absolute tolerance.
     fn tolerance(&self) -> (f32, f32);
@@ -528,6 +529,9 @@ impl<'a> Cases<'a> {
         }
         for (rows, first) in [(5, 8), (5, 3), (70, 8), (70, 3)] {
             self.add(Linear { rows, k: 64, n: 40, first, has_bias: false });
+        }
+        for case in experts::cases(quick) {
+            self.add(case);
         }
         self.add(Head { rows: vec![199, 0, 7] });
         self.add(Head { rows: (0..150).rev().collect() });

@@ -19,7 +19,7 @@ use worker::model::decoder::Decoder;
 use worker::model::rope::{RopeConfig, RopeScaling};
 use worker::model::shard::Shard;
 use worker::model::size;
-use worker::model::weights::{LayerWeights, Weights};
+use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Weights};
 use worker::rank::StepSource;
 
 use crate::{Options, Step, Table};
@@ -103,6 +103,7 @@ impl Shape {
         ModelConfig {
             hidden_size: self.hidden,
             intermediate_size: self.inner,
+            experts: None,
             num_layers: self.layers,
             num_heads: self.heads,
             num_kv_heads: self.kv_heads,
@@ -126,10 +127,7 @@ impl Shape {
         &self,
         backend: &mut CudaBackend,
         positions: usize,
-    ) -> Result<
-        Weights<<CudaBackend as Backend>::Matrix, <CudaBackend as Backend>::Vector>,
-        ModelError,
-    > {
+    ) -> Result<BackendWeights<CudaBackend>, ModelError> {
         let config = self.config();
         let widths = [self.vocab, 2 * self.inner, (self.heads + 2 * self.kv_heads) * self.head_dim];
         let count = widths.into_iter().max().unwrap_or(1) * self.hidden;
@@ -173,10 +171,7 @@ impl Shape {
                 output: vec![output],
                 output_bias: None,
                 post_norm: backend.load_vector(&ones)?,
-                gate_up,
-                gate_up_bias: None,
-                down: vec![down],
-                down_bias: None,
+                mlp: Mlp::Dense { gate_up, gate_up_bias: None, down: vec![down], down_bias: None },
             });
         }
         let (cos, sin) = config.rope.tables(config.head_dim, positions);

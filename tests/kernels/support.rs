@@ -160,16 +160,20 @@ impl Weight {
         &self.values[row * self.cols..][..self.cols]
     }
 
-    pub(crate) fn load(&self, backend: &mut CpuBackend) -> CpuMatrix {
-        let part = HostMatrix {
+    /// As a file has it.
+    pub(crate) fn host(&self) -> HostMatrix<'_> {
+        HostMatrix {
             data: &self.bytes,
             dtype: DType::Bf16,
             rows: self.rows,
             cols: self.cols,
             col_start: 0,
             row_stride: self.cols,
-        };
-        backend.load_matrix(&[part]).unwrap()
+        }
+    }
+
+    pub(crate) fn load(&self, backend: &mut CpuBackend) -> CpuMatrix {
+        backend.load_matrix(&[self.host()]).unwrap()
     }
 
     /// `x W^T + bias` in f64, and how large the sums' terms are.

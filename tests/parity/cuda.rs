@@ -79,6 +79,10 @@ variants! {
     qwen2: "qwen2", 1;
     qwen3: "qwen3", 1;
     mistral_swa: "mistral-swa", 1;
+    mixtral: "mixtral", 1;
+    mixtral_tp2: "mixtral", 2;
+    qwen3_moe: "qwen3-moe", 1;
+    qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;
 }
 
 #[test]

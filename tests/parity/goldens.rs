@@ -105,4 +105,7 @@ variants! {
     qwen2: "qwen2",
     qwen3: "qwen3",
     mistral_swa: "mistral-swa",
+    mixtral: "mixtral",
+    qwen3_moe: "qwen3-moe",
+    qwen3_moe_stacked: "qwen3-moe-stacked",
 }

@@ -113,6 +113,7 @@ variants! {
     qwen2: "qwen2", 2;
     qwen3: "qwen3", 2;
     mistral_swa: "mistral-swa", 2;
+    mixtral: "mixtral", 2;
 }
 
 #[test]

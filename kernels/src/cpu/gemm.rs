@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::isa::Isa;
 use super::memory::Disjoint;
-use super::pack::{CpuMatrix, PANEL, PairRow};
+use super::pack::{CpuMatrix, PANEL, PairRow, Panels};
 use super::pool::Pool;
 use crate::error::KernelError;
 
@@ -18,6 +18,7 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
+mod grouped;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod one_term;
@@ -25,6 +26,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod vector;
 
+pub(crate) use grouped::{Group, Grouped, Task};
 pub(crate) use layout::{Activations, prepare};
 
 use layout::Layout;
@@ -63,6 +65,8 @@ pub(crate) struct Output<'a> {
     pub(crate) data: Disjoint<'a, f32>,
     /// Elements per row.
     pub(crate) stride: usize,
+    /// Where the product's first row goes.
+    pub(crate) first_row: usize,
     /// Where the first of the product's panels begins in a row.
     pub(crate) column: usize,
 }
@@ -90,8 +94,9 @@ pub(crate) fn multiply(
     if acts.rows == 0 {
         return Ok(());
     }
+    let weight = weight.panels();
     let product = Product { isa, acts, weight, bias, out, first_panel: 0 };
-    run_panels(pool, acts.rows, weight, weight.num_panels(), &|range, _| product.panels(range))
+    run_panels(pool, acts.rows, weight, &|range, _| product.panels(range))
 }
 
 /// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
@@ -116,47 +121,76 @@ pub(crate) fn multiply_pairs(
     sums: &mut [f32],
     finish: Finish<'_>,
 ) -> Result<(), KernelError> {
-    let half = weight.num_panels() / 2;
-    let step = pair_panels(acts.rows);
-    let stride = 2 * PANEL * step;
+    let halves = weight.panels().halves();
+    let biases = match bias {
+        Some(bias) => [Some(&bias[..bias.len() / 2]), Some(&bias[bias.len() / 2..])],
+        None => [None; 2],
+    };
+    let pair = Pair { isa, acts, halves, biases };
     if acts.rows == 0 {
         return Ok(());
     }
+    let room = pair_room(acts.rows);
     let sums = Disjoint::new(sums);
-    run_panels(pool, acts.rows, weight, half, &|range, worker| {
+    run_panels(pool, acts.rows, halves[0], &|range, worker| {
         // SAFETY: no two running tasks have the same worker.
-        let own = unsafe { sums.slice(worker * acts.rows * stride, acts.rows * stride) };
+        let own = unsafe { sums.slice(worker * room, room) };
+        pair.panels(range, own, finish);
+    })
+}
+
+/// Elements that [`Pair::panels`] needs room for.
+fn pair_room(rows: usize) -> usize {
+    rows * 2 * PANEL * pair_panels(rows)
+}
+
+/// Two products of the same rows whose panels belong together.
+struct Pair<'a> {
+    isa: Isa,
+    acts: &'a Activations<'a>,
+    halves: [Panels<'a>; 2],
+    biases: [Option<&'a [f32]>; 2],
+}
+
+impl Pair<'_> {
+    /// All rows for these panels of both halves; `sums` has room for as many as are finished at once.
+    fn panels(&self, range: Range<usize>, sums: &mut [f32], finish: Finish<'_>) {
+        let Self { isa, acts, halves, biases } = *self;
+        let step = pair_panels(acts.rows);
+        let stride = 2 * PANEL * step;
         for start in range.clone().step_by(step) {
             let panels = start..(start + step).min(range.end);
-            let (first, second) = (Disjoint::new(own), panels.start + half..panels.end + half);
-            let out = Output { data: first, stride, column: 0 };
-            let first_panel = panels.start;
-            Product { isa, acts, weight, bias, out: &out, first_panel }.panels(panels.clone());
-            let out = Output { data: out.data, stride, column: PANEL * step };
-            let first_panel = second.start;
-            Product { isa, acts, weight, bias, out: &out, first_panel }.panels(second);
-            finish(panels, own);
+            for (half, (weight, bias)) in halves.into_iter().zip(biases).enumerate() {
+                let data = Disjoint::new(&mut *sums);
+                let out = Output { data, stride, first_row: 0, column: PANEL * step * half };
+                let first_panel = panels.start;
+                Product { isa, acts, weight, bias, out: &out, first_panel }.panels(panels.clone());
+            }
+            finish(panels, sums);
         }
-    })
+    }
 }
 
 /// Runs `task(range, worker)` over all panels.
 fn run_panels(
     pool: &mut Pool,
     rows: usize,
-    weight: &CpuMatrix,
-    panels: usize,
+    weight: Panels<'_>,
     task: &(dyn Fn(Range<usize>, usize) + Sync),
 ) -> Result<(), KernelError> {
+    let panels = weight.num_panels();
     let cost = weight.num_pairs() * rows;
     if cost >= TASK_COST && pool.num_threads() > 1 {
         // So that threads end at about the same time.
         return pool.run(panels, &|panel, worker| task(panel..panel + 1, worker));
     }
-    // A task of less than 64 KiB of weights is not worth waking a thread for.
+    pool.run_ranges(panels, grain(weight, rows), task)
+}
+
+/// Panels that are worth waking a thread for: 64 KiB of weights.
+fn grain(weight: Panels<'_>, rows: usize) -> usize {
     let panel_bytes = weight.num_pairs() * PANEL * 4 * rows.div_ceil(8);
-    let grain = (64 * 1024 / panel_bytes).max(if rows == 1 { WIDE } else { 1 });
-    pool.run_ranges(panels, grain, task)
+    (64 * 1024 / panel_bytes).max(if rows == 1 { WIDE } else { 1 })
 }
 
 /// A tile of activations of one term.
@@ -175,7 +209,7 @@ struct OneTermTile {
 struct Product<'a> {
     isa: Isa,
     acts: &'a Activations<'a>,
-    weight: &'a CpuMatrix,
+    weight: Panels<'a>,
     bias: Option<&'a [f32]>,
     out: &'a Output<'a>,
     /// The panel that goes to the output's first column.
@@ -378,7 +412,7 @@ impl Product<'_> {
         let len = PANEL.min(self.weight.rows() - panel * PANEL);
         let start = (panel - self.first_panel) * PANEL + self.out.column;
         // SAFETY: a panel belongs to one task, which holds one such slice of a row at a time.
-        unsafe { self.out.data.slice(row * self.out.stride + start, len) }
+        unsafe { self.out.data.slice((self.out.first_row + row) * self.out.stride + start, len) }
     }
 
     fn store(&self, row: usize, panel: usize, acc: &Acc, last: bool) {

@@ -134,10 +134,16 @@ impl<'a, T> Disjoint<'a, T> {
         Self { data: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
     }
 
+    /// The same slice for somebody else, who keeps the same promise.
+    pub(crate) fn again(&self) -> Self {
+        Self { data: self.data, len: self.len, borrow: PhantomData }
+    }
+
     /// Elements `start..start + len`.
     ///
     /// # Safety
-    /// While the returned slice lives, no other slice got from `self` overlaps it.
+    /// While the returned slice lives, no other slice got from `self`, or from what
+    /// [`Disjoint::again`] made of it, overlaps it.
     #[allow(clippy::mut_from_ref, reason = "the caller keeps the ranges disjoint")]
     pub(crate) unsafe fn slice(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start <= self.len && len <= self.len - start, "a task left its slice");

@@ -22,6 +22,43 @@ pub(crate) const PANEL: usize = 64;
 /// One pair of inputs for the 64 outputs of a panel, as four vectors of 16 words.
 pub(crate) type PairRow = [[u32; 16]; 4];
 
+/// A packed matrix, or a part of one that begins and ends with a panel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Panels<'a> {
+    words: &'a [u32],
+    rows: usize,
+    cols: usize,
+}
+
+impl<'a> Panels<'a> {
+    /// Output features.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(crate) fn num_panels(&self) -> usize {
+        self.rows.div_ceil(PANEL)
+    }
+
+    /// Pairs of inputs, the last one padded where `cols` is odd.
+    pub(crate) fn num_pairs(&self) -> usize {
+        self.cols.div_ceil(2)
+    }
+
+    /// The pairs `range` of a panel.
+    pub(crate) fn panel(&self, panel: usize, pairs: Range<usize>) -> &'a [PairRow] {
+        let start = (panel * self.num_pairs() + pairs.start) * PANEL;
+        let words = &self.words[start..start + pairs.len() * PANEL];
+        words.as_chunks::<16>().0.as_chunks::<4>().0
+    }
+
+    /// The first and the second half of its outputs, each a whole number of panels.
+    pub(crate) fn halves(&self) -> [Self; 2] {
+        let (first, second) = self.words.split_at(self.words.len() / 2);
+        [first, second].map(|words| Self { words, rows: self.rows / 2, cols: self.cols })
+    }
+}
+
 /// A weight matrix `[out, in]`, packed for the CPU.
 #[derive(Debug)]
 pub struct CpuMatrix {
@@ -43,20 +80,13 @@ impl CpuMatrix {
         self.cols
     }
 
-    pub(crate) fn num_panels(&self) -> usize {
-        self.rows.div_ceil(PANEL)
-    }
-
-    /// Pairs of inputs, the last one padded where `cols` is odd.
-    pub(crate) fn num_pairs(&self) -> usize {
+    fn num_pairs(&self) -> usize {
         self.cols.div_ceil(2)
     }
 
-    /// The pairs `range` of a panel.
-    pub(crate) fn panel(&self, panel: usize, pairs: Range<usize>) -> &[PairRow] {
-        let start = (panel * self.num_pairs() + pairs.start) * PANEL;
-        let words = &self.words[start..start + pairs.len() * PANEL];
-        words.as_chunks::<16>().0.as_chunks::<4>().0
+    /// Its panels.
+    pub(crate) fn panels(&self) -> Panels<'_> {
+        Panels { words: &self.words, rows: self.rows, cols: self.cols }
     }
 
     /// Copies row `row` to `out` (`cols` elements).
@@ -77,38 +107,103 @@ impl CpuMatrix {
         let cols = parts.first().map_or(0, |part| part.cols);
         let mut rows = 0usize;
         for part in parts {
-            check_part(part, cols)?;
+            check_part("load_matrix", part, cols)?;
             rows = rows.saturating_add(part.rows);
         }
-        if rows == 0 || cols == 0 {
-            return Err(shape_error(
-                "load_matrix",
-                format!("the matrix is {rows} x {cols}, both must be at least 1"),
-            ));
-        }
-        let pairs = cols.div_ceil(2);
-        let panel_words = pairs.saturating_mul(PANEL);
-        let len = rows.div_ceil(PANEL).saturating_mul(panel_words);
-        let mut words = AlignedVec::<u32>::zeroed(len, "a weight matrix")?;
-        let panels = Disjoint::new(&mut words);
-        pool.run_ranges(rows.div_ceil(PANEL), 1, &|range, _| {
-            for panel in range {
-                // SAFETY: every panel belongs to one task.
-                let panel_words = unsafe { panels.slice(panel * panel_words, panel_words) };
-                let first = panel * PANEL;
-                for lane in 0..PANEL.min(rows - first) {
-                    pack_row(parts, first + lane, lane, panel_words);
-                }
-            }
-        })?;
+        check_size("load_matrix", rows, cols)?;
+        let words = pack_all(pool, 1, rows, cols, &|_| parts)?;
         Ok(Self { words, rows, cols })
     }
 }
 
-fn check_part(part: &HostMatrix<'_>, cols: usize) -> Result<(), KernelError> {
+/// Weight matrices `[out, in]` of one shape, each packed as a matrix of its own.
+#[derive(Debug)]
+pub struct CpuStack {
+    words: AlignedVec<u32>,
+    count: usize,
+    rows: usize,
+    cols: usize,
+}
+
+impl CpuStack {
+    /// Packs each of `matrices`.
+    pub(crate) fn pack(pool: &mut Pool, matrices: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+        let op = "load_stack";
+        let (rows, cols) = matrices.first().map_or((0, 0), |matrix| (matrix.rows, matrix.cols));
+        for matrix in matrices {
+            check_part(op, matrix, cols)?;
+            if matrix.rows != rows {
+                let message = format!("matrices have {rows} and {} rows", matrix.rows);
+                return Err(shape_error(op, message));
+            }
+        }
+        check_size(op, rows, cols)?;
+        let count = matrices.len();
+        let words = pack_all(pool, count, rows, cols, &|i| std::slice::from_ref(&matrices[i]))?;
+        Ok(Self { words, count, rows, cols })
+    }
+
+    /// How many matrices.
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Output features of each.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features of each.
+    pub(crate) fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// One of them.
+    pub(crate) fn matrix(&self, index: usize) -> Panels<'_> {
+        let len = self.words.len() / self.count;
+        let words = &self.words[index * len..][..len];
+        Panels { words, rows: self.rows, cols: self.cols }
+    }
+}
+
+/// Packs `count` matrices, each the vertical concatenation of its `parts`, which are checked.
+fn pack_all<'p, 'd: 'p>(
+    pool: &mut Pool,
+    count: usize,
+    rows: usize,
+    cols: usize,
+    parts: &(dyn Fn(usize) -> &'p [HostMatrix<'d>] + Sync),
+) -> Result<AlignedVec<u32>, KernelError> {
+    let panels = rows.div_ceil(PANEL);
+    let panel_words = cols.div_ceil(2).saturating_mul(PANEL);
+    let all = panels.saturating_mul(count);
+    let mut words = AlignedVec::<u32>::zeroed(all.saturating_mul(panel_words), "a weight matrix")?;
+    let disjoint = Disjoint::new(&mut words);
+    pool.run_ranges(all, 1, &|range, _| {
+        for index in range {
+            // SAFETY: every panel belongs to one task.
+            let panel_words = unsafe { disjoint.slice(index * panel_words, panel_words) };
+            let (matrix, first) = (index / panels, index % panels * PANEL);
+            for lane in 0..PANEL.min(rows - first) {
+                pack_row(parts(matrix), first + lane, lane, panel_words);
+            }
+        }
+    })?;
+    Ok(words)
+}
+
+fn check_size(op: &'static str, rows: usize, cols: usize) -> Result<(), KernelError> {
+    if rows == 0 || cols == 0 {
+        let message = format!("the matrix is {rows} x {cols}, both must be at least 1");
+        return Err(shape_error(op, message));
+    }
+    Ok(())
+}
+
+fn check_part(op: &'static str, part: &HostMatrix<'_>, cols: usize) -> Result<(), KernelError> {
     if part.cols != cols {
         return Err(shape_error(
-            "load_matrix",
+            op,
             format!("parts have {cols} and {} columns, they must be equal", part.cols),
         ));
     }
@@ -120,7 +215,7 @@ fn check_part(part: &HostMatrix<'_>, cols: usize) -> Result<(), KernelError> {
     });
     if needed.is_none_or(|needed| needed > part.data.len()) {
         return Err(shape_error(
-            "load_matrix",
+            op,
             format!(
                 "{} rows of {} {:?} columns from column {} at stride {} do not fit in {} bytes",
                 part.rows,

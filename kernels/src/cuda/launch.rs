@@ -6,6 +6,8 @@ use super::memory::DevicePtr;
 use super::module::{Args, Launch};
 use crate::backend::AttentionShape;
 
+pub mod experts;
+
 /// Head dimensions with attention kernels of their own.
 pub const HEAD_DIMS: [usize; 5] = [16, 32, 64, 96, 128];
 /// The largest head dimension that any kernel takes.
@@ -71,6 +73,17 @@ entries! {
     GATE_UP_16: "tutti_skinny_gate_up_16",
     GATE_UP_32: "tutti_skinny_gate_up_32",
     GATE_UP_64: "tutti_skinny_gate_up_64",
+    ROUTE: "tutti_route",
+    GROUP_EXPERTS: "tutti_group_experts",
+    EXPERTS_GATE_UP: "tutti_experts_gate_up_8",
+    EXPERTS_GATE_UP_16: "tutti_experts_gate_up_16",
+    EXPERTS_GATE_UP_32: "tutti_experts_gate_up_32",
+    EXPERTS_GATE_UP_64: "tutti_experts_gate_up_64",
+    EXPERTS_DOWN: "tutti_experts_down_8",
+    EXPERTS_DOWN_16: "tutti_experts_down_16",
+    EXPERTS_DOWN_32: "tutti_experts_down_32",
+    EXPERTS_DOWN_64: "tutti_experts_down_64",
+    EXPERTS_SUM: "tutti_experts_sum",
     SAMPLE: "tutti_sample",
     LOGPROBS: "tutti_logprobs",
     ARGMAX: "tutti_argmax",

@@ -8,13 +8,15 @@ use super::backend::{CudaBackend, Part, Which};
 use super::batch::{Capacity, Cut, live};
 use super::context::version_text;
 use super::device::Device;
+use super::experts::{CudaRoutes, CudaStack};
 use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::memory::DevicePtr;
 use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, kv_block_bytes,
 };
 use crate::backend::{
-    AttentionShape, Backend, Batch, Buffer, HostMatrix, KvShape, QkvWeights, RopeTable, StepInputs,
+    AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
+    Routing, StepInputs,
 };
 use crate::collective::Tally;
 use crate::cpu::check;
@@ -69,6 +71,8 @@ fn heads(
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Matrix = CudaMatrix;
+    type Stack = CudaStack;
+    type Routes = CudaRoutes;
     type Vector = CudaVector;
     type KvCache = CudaKvCache;
 
@@ -119,6 +123,19 @@ impl Backend for CudaBackend {
         let matrix = uploader.load(context, stream, parts);
         self.uploader = Some(uploader);
         matrix
+    }
+
+    fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
+        let rows = matrices.first().map_or(0, |matrix| matrix.rows);
+        for matrix in matrices {
+            let found = matrix.rows;
+            ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
+        }
+        Ok(CudaStack { all: self.load_matrix(matrices)?, count: matrices.len() })
+    }
+
+    fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CudaRoutes, KernelError> {
+        self.make_routes(rows_max, routing)
     }
 
     fn load_vector(&mut self, values: &[f32]) -> Result<CudaVector, KernelError> {
@@ -493,6 +510,36 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn route(
+        &mut self,
+        x: &CudaBuffer,
+        router: &CudaMatrix,
+        routes: &mut CudaRoutes,
+    ) -> Result<(), KernelError> {
+        self.choose_experts(x, router, routes)
+    }
+
+    fn experts_gate_up_silu(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaStack,
+        routes: &CudaRoutes,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        self.experts_inner(x, weight, routes, out)
+    }
+
+    fn experts_down(
+        &mut self,
+        x: &CudaBuffer,
+        first: usize,
+        weight: &CudaStack,
+        routes: &CudaRoutes,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        self.experts_outer(x, first, weight, routes, out)
+    }
+
     fn lm_head(
         &mut self,
         x: &CudaBuffer,
@@ -622,6 +669,10 @@ impl Backend for CudaBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         self.score_rows(logits, vocab, first_row, targets, top_n, out)
+    }
+
+    fn read_routes(&mut self, routes: &CudaRoutes) -> Result<Choices, KernelError> {
+        self.download_routes(routes)
     }
 
     fn read_buffer(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {

@@ -2,22 +2,32 @@
 //! `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`), validated.
 use std::path::Path;
 
+use kernels::backend::Routing;
 use serde::Deserialize;
 
 use super::ModelError;
+use super::experts::ExpertsConfig;
 use super::rope::{RopeConfig, RopeScaling};
 
 /// Architectures this worker computes.
-pub const ARCHITECTURES: [&str; 4] =
-    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
+pub const ARCHITECTURES: [&str; 6] = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+];
 
 /// A decoder-only model, as much of it as the forward pass needs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Width of the MLP of dense layers; 0 when no layer is dense.
     pub intermediate_size: usize,
+    /// Mixtures of experts, where some layers have them instead of an MLP.
+    pub experts: Option<ExpertsConfig>,
     /// Decoder layers.
     pub num_layers: usize,
     /// Query heads.
@@ -75,6 +85,13 @@ struct Raw {
     hidden_act: Option<String>,
     layer_types: Option<Vec<String>>,
     partial_rotary_factor: Option<f64>,
+    num_experts: Option<usize>,
+    num_local_experts: Option<usize>,
+    num_experts_per_tok: Option<usize>,
+    moe_intermediate_size: Option<usize>,
+    norm_topk_prob: Option<bool>,
+    decoder_sparse_step: Option<usize>,
+    mlp_only_layers: Option<Vec<usize>>,
     quantization_config: Option<serde::de::IgnoredAny>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
@@ -152,14 +169,21 @@ impl ModelConfig {
             return Err(format!("rms_norm_eps is {norm_eps}, it must be between 0 and 1"));
         }
         let qwen2 = architecture == "Qwen2ForCausalLM";
-        let qwen3 = architecture == "Qwen3ForCausalLM";
-        // Mistral's and Qwen2's code does not read the key.
+        let qwen3 = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"].contains(&architecture.as_str());
+        // Mistral's, Mixtral's and Qwen2's code does not read the key.
         let reads_bias = qwen3 || architecture == "LlamaForCausalLM";
         let attention_bias = reads_bias && raw.attention_bias.unwrap_or(false);
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
+        let experts = experts(&raw, &architecture, num_layers)?;
+        let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
+        let intermediate_size = match is_dense {
+            true => size("intermediate_size", raw.intermediate_size)?,
+            false => 0,
+        };
         Ok(Self {
             hidden_size,
-            intermediate_size: size("intermediate_size", raw.intermediate_size)?,
+            intermediate_size,
+            experts,
             num_layers,
             num_heads,
             num_kv_heads,
@@ -189,7 +213,48 @@ fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
     }
 }
 
-/// Mistral slides in every layer; Qwen, if `use_sliding_window`, in the layers that `layer_types`
+/// Mixtral has experts in every layer, of `intermediate_size`; Qwen3-MoE in every
+/// `decoder_sparse_step`th, but for `mlp_only_layers`.
+fn experts(
+    raw: &Raw,
+    architecture: &str,
+    num_layers: usize,
+) -> Result<Option<ExpertsConfig>, String> {
+    let mixtral = match architecture {
+        "MixtralForCausalLM" => true,
+        "Qwen3MoeForCausalLM" => false,
+        _ => return Ok(None),
+    };
+    let (experts_most, top_most) = Routing::MOST;
+    let bounded = |key: &str, value: Option<usize>, most: usize| match value {
+        None => Err(format!("key {key} is missing")),
+        Some(value) if (1..=most).contains(&value) => Ok(value),
+        Some(value) => Err(format!("{key} is {value}, it must be in 1..={most}")),
+    };
+    let key = if mixtral { "num_local_experts" } else { "num_experts" };
+    // transformers 5 calls it num_local_experts in both.
+    let num_experts = raw.num_experts.or(raw.num_local_experts);
+    let num_experts = bounded(key, num_experts, experts_most)?;
+    let top_k = bounded("num_experts_per_tok", raw.num_experts_per_tok, num_experts.min(top_most))?;
+    let (intermediate_size, normalise, layers) = if mixtral {
+        (size("intermediate_size", raw.intermediate_size)?, true, vec![true; num_layers])
+    } else {
+        let step = bounded("decoder_sparse_step", raw.decoder_sparse_step.or(Some(1)), SIZE_MAX)?;
+        let dense = raw.mlp_only_layers.as_deref().unwrap_or_default();
+        let layers: Vec<bool> = (0..num_layers)
+            .map(|layer| (layer + 1).is_multiple_of(step) && !dense.contains(&layer))
+            .collect();
+        let width = size("moe_intermediate_size", raw.moe_intermediate_size)?;
+        (width, raw.norm_topk_prob.unwrap_or(false), layers)
+    };
+    if !layers.contains(&true) {
+        return Err("mlp_only_layers and decoder_sparse_step leave no layer with experts".into());
+    }
+    let routing = Routing { num_experts, top_k, normalise };
+    Ok(Some(ExpertsConfig { routing, intermediate_size, layers }))
+}
+
+/// Mistral, Mixtral and Qwen3-MoE slide in every layer (Qwen if `use_sliding_window`); other Qwen, if `use_sliding_window`, in the layers that `layer_types`
 /// names, or else from layer `max_window_layers` on; Llama never.
 fn sliding_windows(
     raw: &Raw,
@@ -197,14 +262,15 @@ fn sliding_windows(
     num_layers: usize,
 ) -> Result<Vec<Option<u32>>, String> {
     let window = match architecture {
-        "MistralForCausalLM" => raw.sliding_window,
+        "MistralForCausalLM" | "MixtralForCausalLM" => raw.sliding_window,
         "LlamaForCausalLM" => None,
         _ => raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true)),
     };
     if window == Some(0) {
         return Err("sliding_window is 0, it must be at least 1".to_owned());
     }
-    if window.is_none() || architecture == "MistralForCausalLM" {
+    let everywhere = ["MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"];
+    if window.is_none() || everywhere.contains(&architecture) {
         return Ok(vec![window; num_layers]);
     }
     let Some(types) = &raw.layer_types else {
@@ -343,6 +409,51 @@ mod tests {
         assert!(!is_bf16(r#", "torch_dtype": "float16""#));
         assert!(!is_bf16(r#", "torch_dtype": null"#));
         assert!(!is_bf16(""));
+    }
+
+    #[test]
+    fn experts_are_where_the_architecture_has_them() {
+        let mixtral = r#", "num_local_experts": 8, "num_experts_per_tok": 2"#;
+        let config = parse("MixtralForCausalLM", mixtral).unwrap();
+        let routing = Routing { num_experts: 8, top_k: 2, normalise: true };
+        let layers = vec![true; 4];
+        let experts = ExpertsConfig { routing, intermediate_size: 128, layers };
+        assert_eq!((config.experts, config.intermediate_size), (Some(experts), 0));
+
+        // Either dialect's name; not normalised unless that is said.
+        for count in ["num_experts", "num_local_experts"] {
+            let qwen =
+                format!(r#", "{count}": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48"#);
+            let config = parse("Qwen3MoeForCausalLM", &qwen).unwrap();
+            assert!(config.qk_norm && !config.qkv_bias);
+            assert_eq!(config.intermediate_size, 0, "no layer is dense");
+            let experts = config.experts.unwrap();
+            assert_eq!(experts.routing, Routing { num_experts: 6, top_k: 3, normalise: false });
+            assert_eq!((experts.intermediate_size, experts.layers), (48, vec![true; 4]));
+            let mixed = format!(
+                r#"{qwen}, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": true"#
+            );
+            let config = parse("Qwen3MoeForCausalLM", &mixed).unwrap();
+            assert_eq!(config.intermediate_size, 128, "of the dense layers");
+            let experts = config.experts.unwrap();
+            assert!(experts.routing.normalise);
+            assert_eq!(experts.layers, [false, true, false, false]);
+        }
+        assert_eq!(parse("Qwen3ForCausalLM", mixtral).unwrap().experts, None);
+
+        for (more, expected) in [
+            (r#", "num_local_experts": 8"#, "key num_experts_per_tok is missing"),
+            (r#", "num_experts_per_tok": 2"#, "key num_local_experts is missing"),
+            (&mixtral.replace("8", "1025"), "num_local_experts is 1025, it must be in 1..=1024"),
+            (&mixtral.replace("2", "9"), "num_experts_per_tok is 9, it must be in 1..=8"),
+        ] {
+            let error = parse("MixtralForCausalLM", more).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+        let none = r#", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+            "mlp_only_layers": [0, 1, 2, 3]"#;
+        let error = parse("Qwen3MoeForCausalLM", none).unwrap_err();
+        assert!(error.contains("leave no layer with experts"), "{error}");
     }
 
     #[test]

@@ -1,16 +1,16 @@
 //! The forward pass of one rank, written once over `kernels::Backend`.
 //!
 //! Activations live in buffers made once for the largest step; a step allocates nothing.
-use kernels::backend::{AttentionShape, Batch, KvShape};
+use kernels::backend::{AttentionShape, Batch, KvShape, Routing};
 use kernels::{Backend, KernelError};
 
 use super::config::ModelConfig;
 use super::shard::Shard;
-use super::weights::Weights;
+use super::weights::{Mlp, Weights};
 
 /// One rank's model on its backend.
 pub struct Decoder<B: Backend> {
-    weights: Weights<B::Matrix, B::Vector>,
+    weights: Weights<B::Matrix, B::Stack, B::Vector>,
     config: ModelConfig,
     shard: Shard,
     /// Of every layer, but for its window.
@@ -30,12 +30,34 @@ struct Buffers<B: Backend> {
     q: B::Buffer,
     /// Attention's result, likewise.
     attended: B::Buffer,
-    /// The MLP's inner activations, `[tokens, intermediate]`.
-    inner: B::Buffer,
+    /// The MLP's inner activations, `[tokens, intermediate]`; where some layer has an MLP.
+    inner: Option<B::Buffer>,
+    /// Where some layer has experts.
+    experts: Option<ExpertBuffers<B>>,
     /// This rank's logits, `[rows, vocab_width]`.
     logits_local: B::Buffer,
     /// All ranks' logits, where they are gathered, `[rows, degree * vocab_width]`.
     logits: B::Buffer,
+}
+
+struct ExpertBuffers<B: Backend> {
+    /// Which experts rows go to.
+    routes: B::Routes,
+    /// The experts' inner activations, `[tokens * top_k, intermediate]`.
+    inner: B::Buffer,
+}
+
+impl<B: Backend> ExpertBuffers<B> {
+    fn new(
+        backend: &mut B,
+        rows_max: usize,
+        routing: Routing,
+        width: usize,
+    ) -> Result<Self, KernelError> {
+        let routes = backend.new_routes(rows_max, routing)?;
+        let inner = backend.new_input_buffer(rows_max * routing.top_k, width)?;
+        Ok(Self { routes, inner })
+    }
 }
 
 impl<B: Backend> std::fmt::Debug for Decoder<B> {
@@ -56,7 +78,7 @@ impl<B: Backend> Decoder<B> {
         backend: &mut B,
         config: ModelConfig,
         shard: Shard,
-        weights: Weights<B::Matrix, B::Vector>,
+        weights: Weights<B::Matrix, B::Stack, B::Vector>,
         tokens_max: usize,
         rows_max: usize,
     ) -> Result<Self, KernelError> {
@@ -72,7 +94,17 @@ impl<B: Backend> Decoder<B> {
                 .collect::<Result<_, _>>()?,
             q: backend.new_input_buffer(tokens_max, heads)?,
             attended: backend.new_input_buffer(tokens_max, heads)?,
-            inner: backend.new_input_buffer(tokens_max, shard.intermediate.len())?,
+            inner: match shard.intermediate.len() {
+                0 => None,
+                width => Some(backend.new_input_buffer(tokens_max, width)?),
+            },
+            experts: match &config.experts {
+                None => None,
+                Some(experts) => {
+                    let width = shard.expert.len();
+                    Some(ExpertBuffers::new(backend, tokens_max, experts.routing, width)?)
+                }
+            },
             logits_local: backend.new_buffer(rows_max, shard.vocab_width)?,
             logits: backend.new_buffer(all_logits, shard.vocab_width * shard.degree)?,
         };
@@ -164,11 +196,23 @@ impl<B: Backend> Decoder<B> {
             let deltas = &mut buffers.deltas;
             row_parallel(backend, &buffers.attended, &layer.output, bias, deltas)?;
             add_norm(backend, buffers, true, &layer.post_norm, eps, sharded)?;
-            let bias = layer.gate_up_bias.as_ref();
-            backend.gate_up_silu(&buffers.normed, &layer.gate_up, bias, &mut buffers.inner)?;
-            let bias = layer.down_bias.as_ref();
-            let deltas = &mut buffers.deltas;
-            row_parallel(backend, &buffers.inner, &layer.down, bias, deltas)?;
+            match &layer.mlp {
+                Mlp::Dense { gate_up, gate_up_bias, down, down_bias } => {
+                    let inner = room(&mut buffers.inner)?;
+                    let bias = gate_up_bias.as_ref();
+                    backend.gate_up_silu(&buffers.normed, gate_up, bias, inner)?;
+                    row_parallel(backend, inner, down, down_bias.as_ref(), &mut buffers.deltas)?;
+                }
+                Mlp::Experts { router, gate_up, down } => {
+                    let ExpertBuffers { routes, inner } = room(&mut buffers.experts)?;
+                    backend.route(&buffers.normed, router, routes)?;
+                    backend.experts_gate_up_silu(&buffers.normed, gate_up, routes, inner)?;
+                    let width = shard.expert.len() / shard.parts;
+                    sum_parts(backend, down, &mut buffers.deltas, |backend, i, part, delta| {
+                        backend.experts_down(inner, i * width, part, routes, delta)
+                    })?;
+                }
+            }
             pending = true;
         }
         add_norm(backend, buffers, pending, &weights.final_norm, eps, sharded)
@@ -214,9 +258,16 @@ fn add_norm<B: Backend>(
     }
 }
 
+/// What a layer of this kind needs.
+fn room<T>(made: &mut Option<T>) -> Result<&mut T, KernelError> {
+    made.as_mut().ok_or_else(|| KernelError::Shape {
+        op: "forward",
+        message: "the configuration has no layer of this kind".to_owned(),
+    })
+}
+
 /// `deltas[0] = x W^T + bias`, where the columns of `W` are this rank's part of the whole, so that
-/// all ranks' are still to be added up. Its own parts are added up as a binary tree, as ranks are: with the parts of
-/// several ranks in one, the sum has the same bits as theirs.
+/// all ranks' are still to be added up.
 fn row_parallel<B: Backend>(
     backend: &mut B,
     x: &B::Buffer,
@@ -225,23 +276,35 @@ fn row_parallel<B: Backend>(
     deltas: &mut [B::Buffer],
 ) -> Result<(), KernelError> {
     if let ([whole], [delta, ..]) = (parts, &mut *deltas) {
-        backend.linear(x, whole, bias, delta)?;
-    } else {
-        let mut first = 0;
-        let mut len = 0;
-        for (index, part) in parts.iter().enumerate() {
-            let bias = bias.filter(|_| index == 0);
-            backend.linear_columns(x, first, part, bias, &mut deltas[len])?;
-            first += backend.columns(part);
-            len += 1;
-            // As in counting: a subtree is whole when the bits of the number so far say so.
-            let mut bits = index;
-            while bits & 1 == 1 {
-                let (sums, last) = deltas.split_at_mut(len - 1);
-                backend.add(&mut sums[len - 2], &last[0])?;
-                len -= 1;
-                bits >>= 1;
-            }
+        return backend.linear(x, whole, bias, delta);
+    }
+    let mut first = 0;
+    sum_parts(backend, parts, deltas, |backend, index, part, delta| {
+        backend.linear_columns(x, first, part, bias.filter(|_| index == 0), delta)?;
+        first += backend.columns(part);
+        Ok(())
+    })
+}
+
+/// `deltas[0]` = the sum of what `make` makes of all parts, added up as a binary tree, as ranks are:
+/// with the parts of several ranks in one, the sum has the same bits as theirs.
+fn sum_parts<B: Backend, P>(
+    backend: &mut B,
+    parts: &[P],
+    deltas: &mut [B::Buffer],
+    mut make: impl FnMut(&mut B, usize, &P, &mut B::Buffer) -> Result<(), KernelError>,
+) -> Result<(), KernelError> {
+    let mut len = 0;
+    for (index, part) in parts.iter().enumerate() {
+        make(backend, index, part, &mut deltas[len])?;
+        len += 1;
+        // As in counting: a subtree is whole when the bits of the number so far say so.
+        let mut bits = index;
+        while bits & 1 == 1 {
+            let (sums, last) = deltas.split_at_mut(len - 1);
+            backend.add(&mut sums[len - 2], &last[0])?;
+            len -= 1;
+            bits >>= 1;
         }
     }
     Ok(())

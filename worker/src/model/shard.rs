@@ -1,6 +1,6 @@
 //! PURE: which heads, columns and rows of a model one rank holds.
 //!
-//! Column-parallel: q, k, v, gate, up (a rank holds whole output rows). Row-parallel: the output
+//! Column-parallel: q, k, v, gate, up, also of every expert (a rank holds whole output rows). Row-parallel: the output
 //! and down projections (a rank holds input columns; their partial products are summed). The
 //! vocabulary is divided for the embedding and the output head.
 use std::ops::Range;
@@ -22,8 +22,10 @@ pub struct Shard {
     pub heads: Range<usize>,
     /// KV heads held; held by several ranks when there are more ranks than heads.
     pub kv_heads: Range<usize>,
-    /// MLP columns held.
+    /// MLP columns held, of dense layers.
     pub intermediate: Range<usize>,
+    /// Columns held of each expert.
+    pub expert: Range<usize>,
     /// Token ids held; the last ranks may hold fewer than `vocab_width`, or none.
     pub vocab: Range<usize>,
     /// Rows of the vocabulary matrices, equal on all ranks.
@@ -40,11 +42,18 @@ impl Shard {
         if n == 0 || rank >= n || !divides(config, n) {
             let possible: Vec<String> =
                 (1..=64).filter(|n| divides(config, *n)).map(|n| n.to_string()).collect();
+            let mlp = match config.intermediate_size {
+                0 => String::new(),
+                size => format!(", an MLP of {size}"),
+            };
+            let experts = match expert_size(config) {
+                0 => String::new(),
+                size => format!(", experts of {size}"),
+            };
             let message = format!(
-                "{} heads, {} KV heads and an MLP of {} cannot be divided so; possible degrees: {}",
+                "{} heads, {} KV heads{mlp}{experts} cannot be divided so; possible degrees: {}",
                 config.num_heads,
                 config.num_kv_heads,
-                config.intermediate_size,
                 possible.join(", ")
             );
             return Err(ModelError::Degree { degree, message });
@@ -59,9 +68,17 @@ impl Shard {
         let vocab_width = config.vocab_size.div_ceil(n);
         let first = (rank * vocab_width).min(config.vocab_size);
         let vocab = first..(first + vocab_width).min(config.vocab_size);
-        let intermediate = part(config.intermediate_size, rank, n);
-        let parts = 1;
-        Ok(Self { rank, degree: n, parts, heads, kv_heads, intermediate, vocab, vocab_width })
+        Ok(Self {
+            rank,
+            degree: n,
+            parts: 1,
+            heads,
+            kv_heads,
+            intermediate: part(config.intermediate_size, rank, n),
+            expert: part(expert_size(config), rank, n),
+            vocab,
+            vocab_width,
+        })
     }
 
     /// Makes sums over heads and over the MLP as `reduction` ranks would, so that every degree that
@@ -84,7 +101,12 @@ fn divides(config: &ModelConfig, n: usize) -> bool {
     let kv_heads = config.num_kv_heads;
     config.num_heads.is_multiple_of(n)
         && config.intermediate_size.is_multiple_of(n)
+        && expert_size(config).is_multiple_of(n)
         && (kv_heads.is_multiple_of(n) || n.is_multiple_of(kv_heads))
+}
+
+fn expert_size(config: &ModelConfig) -> usize {
+    config.experts.as_ref().map_or(0, |experts| experts.intermediate_size)
 }
 
 fn part(size: usize, rank: usize, n: usize) -> Range<usize> {
@@ -94,6 +116,9 @@ fn part(size: usize, rank: usize, n: usize) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
+    use kernels::backend::Routing;
+
+    use super::super::experts::ExpertsConfig;
     use super::super::rope::{RopeConfig, RopeScaling};
     use super::*;
 
@@ -101,6 +126,7 @@ mod tests {
         ModelConfig {
             hidden_size: 64,
             intermediate_size: 128,
+            experts: None,
             num_layers: 1,
             num_heads,
             num_kv_heads,
@@ -146,5 +172,15 @@ mod tests {
         let error = Shard::new(&config(12, 4, 100), 0, 5).unwrap_err().to_string();
         assert!(error.contains("degree 5") && error.contains("12 heads"), "{error}");
         assert!(error.contains("possible degrees: 1, 2, 4"), "{error}");
+        // Experts are divided too, and where all layers have them, nothing else is.
+        let routing = Routing { num_experts: 4, top_k: 2, normalise: true };
+        let experts = ExpertsConfig { routing, intermediate_size: 6, layers: vec![true] };
+        let sparse =
+            ModelConfig { intermediate_size: 0, experts: Some(experts), ..config(12, 4, 100) };
+        let error = Shard::new(&sparse, 0, 4).unwrap_err().to_string();
+        assert!(error.contains("4 KV heads, experts of 6 cannot be divided so"), "{error}");
+        assert!(error.ends_with("possible degrees: 1, 2"), "{error}");
+        let shard = Shard::new(&sparse, 1, 2).unwrap();
+        assert_eq!((shard.expert, shard.intermediate), (3..6, 0..0));
     }
 }

@@ -5,6 +5,9 @@ use shared::protocol::EngineConfig;
 use super::config::ModelConfig;
 use super::shard::Shard;
 
+/// Rows times experts that are computed at a time.
+const EXPERT_ROWS: u64 = 8192;
+
 /// Weights of a shard, in bytes.
 #[must_use]
 pub fn weight_bytes(config: &ModelConfig, shard: &Shard) -> u64 {
@@ -12,10 +15,23 @@ pub fn weight_bytes(config: &ModelConfig, shard: &Shard) -> u64 {
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    let inner = n(shard.intermediate.len());
-    let layer = hidden * (2 * q + 2 * kv + 3 * inner);
+    let attention = n(config.num_layers) * hidden * (2 * q + 2 * kv);
+    let (dense, sparse) = layers(config);
+    let experts = config.experts.as_ref().map_or(0, |experts| n(experts.routing.num_experts));
+    // Every expert has as much of the router as an input has elements.
+    let experts = sparse * experts * hidden * (3 * n(shard.expert.len()) + 1);
+    let mlp = dense * hidden * 3 * n(shard.intermediate.len());
     let tables = if config.tied { 1 } else { 2 };
-    2 * (n(config.num_layers) * layer + tables * n(shard.vocab_width) * hidden)
+    2 * (attention + mlp + experts + tables * n(shard.vocab_width) * hidden)
+}
+
+/// How many layers have an MLP, and how many have experts.
+fn layers(config: &ModelConfig) -> (u64, u64) {
+    let sparse = config
+        .experts
+        .as_ref()
+        .map_or(0, |experts| experts.layers.iter().filter(|has_experts| **has_experts).count());
+    ((config.num_layers - sparse) as u64, sparse as u64)
 }
 
 /// Activations of the largest step, in bytes.
@@ -31,7 +47,17 @@ pub fn activation_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfi
     let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + (q + 2 * kv) * 4;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;
     let logits = n(shard.vocab_width) * n(shard.degree + 1) * 4;
-    u64::from(sizes.max_num_batched_tokens) * row
+    let experts = config.experts.as_ref().map_or(0, |experts| {
+        // What experts are chosen, and their inner activations; then what a product of some rows at a
+        // time takes and makes.
+        let top = n(experts.routing.top_k);
+        let tokens = u64::from(sizes.max_num_batched_tokens);
+        let slot = n(shard.expert.len()) * 2 + 16;
+        tokens * (top * slot + n(experts.routing.num_experts) * 4)
+            + (tokens * top).min(EXPERT_ROWS) * hidden * (2 + 4)
+    });
+    experts
+        + u64::from(sizes.max_num_batched_tokens) * row
         + product.max(u64::from(sizes.max_num_seqs) * q * 64 * 4)
         + u64::from(sizes.max_num_seqs) * logits
 }
@@ -45,6 +71,9 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 
 #[cfg(test)]
 mod tests {
+    use kernels::backend::Routing;
+
+    use super::super::experts::ExpertsConfig;
     use super::super::rope::{RopeConfig, RopeScaling};
     use super::*;
 
@@ -53,6 +82,7 @@ mod tests {
         ModelConfig {
             hidden_size: 4096,
             intermediate_size: 14336,
+            experts: None,
             num_layers: 32,
             num_heads: 32,
             num_kv_heads: 8,
@@ -82,6 +112,45 @@ mod tests {
         assert_eq!(weight_bytes(&config, &half) * 2, bytes);
         let tied = ModelConfig { tied: true, ..config };
         assert_eq!(weight_bytes(&tied, &whole), bytes - 2 * 128_256 * 4096);
+    }
+
+    #[test]
+    fn experts_are_counted_in_the_layers_that_have_them() {
+        // Qwen3-30B-A3B: 48 layers of 128 experts of 768, and no MLP.
+        let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
+        let experts = ExpertsConfig { routing, intermediate_size: 768, layers: vec![true; 48] };
+        let sparse = ModelConfig {
+            hidden_size: 2048,
+            intermediate_size: 0,
+            experts: Some(experts.clone()),
+            num_layers: 48,
+            num_kv_heads: 4,
+            vocab_size: 151_936,
+            ..config()
+        };
+        let whole = Shard::new(&sparse, 0, 1).unwrap();
+        // 30,532,122,624 parameters, of which 48 x (2 x 2048 + 2 x 128) + 2048 are norms.
+        assert_eq!(weight_bytes(&sparse, &whole) / 2 + 48 * 4352 + 2048, 30_532_122_624);
+        let half = Shard::new(&sparse, 0, 2).unwrap();
+        let routers = 2 * 48 * 128 * 2048;
+        assert_eq!(
+            (weight_bytes(&sparse, &half) - routers) * 2,
+            weight_bytes(&sparse, &whole) - routers
+        );
+        let mixed = ModelConfig {
+            intermediate_size: 6144,
+            experts: Some(ExpertsConfig {
+                layers: (0..48).map(|layer| layer > 0).collect(),
+                ..experts
+            }),
+            ..sparse.clone()
+        };
+        let whole = Shard::new(&mixed, 0, 1).unwrap();
+        let expert_layer = 128 * 2048 * (3 * 768 + 1);
+        assert_eq!(
+            weight_bytes(&mixed, &whole) / 2 + expert_layer - 2048 * 3 * 6144,
+            weight_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap()) / 2
+        );
     }
 
     #[test]

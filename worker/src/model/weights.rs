@@ -10,12 +10,13 @@ use kernels::error::KernelError;
 
 use super::ModelError;
 use super::config::ModelConfig;
+use super::experts::ExpertParts;
 use super::safetensors::{TensorView, WeightFiles};
 use super::shard::Shard;
 
 /// One decoder layer.
 #[derive(Debug)]
-pub struct LayerWeights<M, V> {
+pub struct LayerWeights<M, S, V> {
     /// RMSNorm before attention.
     pub input_norm: V,
     /// q, k, v projections.
@@ -26,25 +27,51 @@ pub struct LayerWeights<M, V> {
     pub output_bias: Option<V>,
     /// RMSNorm before the MLP.
     pub post_norm: V,
-    /// gate rows, then up rows.
-    pub gate_up: M,
-    /// Their biases.
-    pub gate_up_bias: Option<V>,
-    /// Down projection, row-parallel.
-    pub down: Vec<M>,
-    /// Its bias; on rank 0 alone.
-    pub down_bias: Option<V>,
+    /// The MLP, or the experts in its place.
+    pub mlp: Mlp<M, S, V>,
 }
+
+/// What a layer has behind its attention.
+#[derive(Debug)]
+pub enum Mlp<M, S, V> {
+    /// One MLP.
+    Dense {
+        /// gate rows, then up rows.
+        gate_up: M,
+        /// Their biases.
+        gate_up_bias: Option<V>,
+        /// Down projection, row-parallel.
+        down: Vec<M>,
+        /// Its bias; on rank 0 alone.
+        down_bias: Option<V>,
+    },
+    /// A mixture of experts.
+    Experts {
+        /// `[num_experts, hidden]`
+        router: M,
+        /// Each expert's gate, then its up.
+        gate_up: S,
+        /// Every expert's down projection, row-parallel.
+        down: Vec<S>,
+    },
+}
+
+/// A backend's own.
+pub type BackendWeights<B> =
+    Weights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
+type BackendLayer<B> =
+    LayerWeights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
+type BackendMlp<B> = Mlp<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
 
 /// One rank's weights.
 #[derive(Debug)]
-pub struct Weights<M, V> {
+pub struct Weights<M, S, V> {
     /// `[vocab_width, hidden]`.
     pub embedding: M,
     /// `[vocab_width, hidden]`; absent when tied to the embedding.
     pub lm_head: Option<M>,
     /// The layers.
-    pub layers: Vec<LayerWeights<M, V>>,
+    pub layers: Vec<LayerWeights<M, S, V>>,
     /// RMSNorm before the output head.
     pub final_norm: V,
     /// Rotary tables.
@@ -65,7 +92,7 @@ pub fn load<B: Backend>(
     shard: &Shard,
     max_positions: usize,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Weights<B::Matrix, B::Vector>, ModelError> {
+) -> Result<BackendWeights<B>, ModelError> {
     let part = Part { config, shard, files };
     let padding = vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4];
     let embedding = part.vocabulary("model.embed_tokens.weight", &padding)?;
@@ -76,9 +103,9 @@ pub fn load<B: Backend>(
     let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
     let final_norm = part.vector("model.norm.weight", config.hidden_size)?;
 
-    let matrices = layers.iter().flat_map(|layer| {
-        [layer.qkv.as_slice(), &layer.output, &layer.gate_up, &layer.down].into_iter().flatten()
-    });
+    let matrices = layers
+        .iter()
+        .flat_map(|layer| layer.qkv.iter().chain(&layer.output).chain(layer.mlp.matrices()));
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
     let (cos, sin) = config.rope.tables(config.head_dim, max_positions);
@@ -107,10 +134,26 @@ struct LayerPart<'a> {
     output: Vec<HostMatrix<'a>>,
     output_bias: Option<Vec<f32>>,
     post_norm: Vec<f32>,
-    gate_up: [HostMatrix<'a>; 2],
-    gate_up_bias: Option<Vec<f32>>,
-    down: Vec<HostMatrix<'a>>,
-    down_bias: Option<Vec<f32>>,
+    mlp: MlpPart<'a>,
+}
+
+enum MlpPart<'a> {
+    Dense {
+        gate_up: [HostMatrix<'a>; 2],
+        gate_up_bias: Option<Vec<f32>>,
+        down: Vec<HostMatrix<'a>>,
+        down_bias: Option<Vec<f32>>,
+    },
+    Experts(ExpertParts<'a>),
+}
+
+impl<'a> MlpPart<'a> {
+    fn matrices(&self) -> Box<dyn Iterator<Item = &HostMatrix<'a>> + '_> {
+        match self {
+            Self::Dense { gate_up, down, .. } => Box::new(gate_up.iter().chain(down)),
+            Self::Experts(parts) => Box::new(parts.matrices()),
+        }
+    }
 }
 
 /// Finds tensors and cuts this rank's part out of them.
@@ -178,13 +221,26 @@ impl<'a> Part<'a> {
             output: cols("self_attn.o_proj.weight", &q)?,
             output_bias: row_parallel_bias(config.output_bias, "self_attn.o_proj.bias")?,
             post_norm: self.vector(&name("post_attention_layernorm.weight"), hidden)?,
-            gate_up: [rows("mlp.gate_proj.weight", &inner)?, rows("mlp.up_proj.weight", &inner)?],
-            gate_up_bias: biases(
-                config.mlp_bias,
-                &[("mlp.gate_proj.bias", &inner), ("mlp.up_proj.bias", &inner)],
-            )?,
-            down: cols("mlp.down_proj.weight", &inner)?,
-            down_bias: row_parallel_bias(config.mlp_bias, "mlp.down_proj.bias")?,
+            mlp: match config.experts.as_ref().filter(|experts| experts.layers[index]) {
+                Some(experts) => {
+                    let (layer, own) = (format!("model.layers.{index}"), &shard.expert);
+                    let found =
+                        ExpertParts::find(self.files, experts, &layer, hidden, own, shard.parts);
+                    MlpPart::Experts(found?)
+                }
+                None => MlpPart::Dense {
+                    gate_up: [
+                        rows("mlp.gate_proj.weight", &inner)?,
+                        rows("mlp.up_proj.weight", &inner)?,
+                    ],
+                    gate_up_bias: biases(
+                        config.mlp_bias,
+                        &[("mlp.gate_proj.bias", &inner), ("mlp.up_proj.bias", &inner)],
+                    )?,
+                    down: cols("mlp.down_proj.weight", &inner)?,
+                    down_bias: row_parallel_bias(config.mlp_bias, "mlp.down_proj.bias")?,
+                },
+            },
         })
     }
 
@@ -260,10 +316,7 @@ struct Loader<'a, 'p, B> {
 }
 
 impl<B: Backend> Loader<'_, '_, B> {
-    fn layer(
-        &mut self,
-        part: &LayerPart<'_>,
-    ) -> Result<LayerWeights<B::Matrix, B::Vector>, KernelError> {
+    fn layer(&mut self, part: &LayerPart<'_>) -> Result<BackendLayer<B>, KernelError> {
         Ok(LayerWeights {
             input_norm: self.vector(&part.input_norm)?,
             qkv: QkvWeights {
@@ -275,18 +328,41 @@ impl<B: Backend> Loader<'_, '_, B> {
             output: self.parts(&part.output)?,
             output_bias: self.optional(part.output_bias.as_deref())?,
             post_norm: self.vector(&part.post_norm)?,
-            gate_up: self.matrix(&part.gate_up)?,
-            gate_up_bias: self.optional(part.gate_up_bias.as_deref())?,
-            down: self.parts(&part.down)?,
-            down_bias: self.optional(part.down_bias.as_deref())?,
+            mlp: self.mlp(&part.mlp)?,
         })
+    }
+
+    fn mlp(&mut self, part: &MlpPart<'_>) -> Result<BackendMlp<B>, KernelError> {
+        Ok(match part {
+            MlpPart::Dense { gate_up, gate_up_bias, down, down_bias } => Mlp::Dense {
+                gate_up: self.matrix(gate_up)?,
+                gate_up_bias: self.optional(gate_up_bias.as_deref())?,
+                down: self.parts(down)?,
+                down_bias: self.optional(down_bias.as_deref())?,
+            },
+            MlpPart::Experts(ExpertParts { router, gate_up, down }) => Mlp::Experts {
+                router: self.matrix(std::slice::from_ref(router))?,
+                gate_up: self.stack(gate_up)?,
+                down: down.iter().map(|part| self.stack(part)).collect::<Result<_, _>>()?,
+            },
+        })
+    }
+
+    fn stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<B::Stack, KernelError> {
+        let stack = self.backend.load_stack(matrices)?;
+        self.advance(matrices);
+        Ok(stack)
     }
 
     fn matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
         let matrix = self.backend.load_matrix(parts)?;
-        self.done += parts.iter().map(bytes).sum::<u64>();
-        (self.progress)(self.done, self.total);
+        self.advance(parts);
         Ok(matrix)
+    }
+
+    fn advance(&mut self, loaded: &[HostMatrix<'_>]) {
+        self.done += loaded.iter().map(bytes).sum::<u64>();
+        (self.progress)(self.done, self.total);
     }
 
     /// Each a matrix of its own.

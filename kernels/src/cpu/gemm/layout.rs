@@ -1,11 +1,13 @@
 //! Activations in the layouts that the inner loops read: rounded, split, tiled.
+use std::ops::Range;
+
 use super::super::isa::{Isa, multiversion};
 use super::super::memory::{Disjoint, Scratch};
 use super::super::pool::Pool;
 use super::super::precision::{Arithmetic, Precision};
 #[cfg(target_arch = "x86_64")]
 use super::one_term;
-use super::{TILE_ROWS, num_tiles, tile_rows};
+use super::{Group, TILE_ROWS, num_tiles, tile_rows};
 use crate::error::KernelError;
 
 /// Activations in the layout that the inner loops read.
@@ -46,14 +48,9 @@ pub(crate) fn prepare<'s, 'a>(
     source: &(dyn Fn(usize) -> &'s [f32] + Sync),
 ) -> Result<Activations<'a>, KernelError> {
     let Arithmetic { isa, precision } = arithmetic;
-    let terms = match (isa, precision) {
+    let Some(terms) = terms(isa, precision) else {
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512Bf16, Precision::Bfloat16) => {
-            return prepare_rows(pool, scratch, rows, cols, source);
-        }
-        (_, Precision::Bfloat16) => Terms::Rounded,
-        (Isa::Avx512Bf16, Precision::Float32) => Terms::Split,
-        (_, Precision::Float32) => Terms::Whole,
+        return prepare_rows(pool, scratch, rows, cols, source);
     };
     let pairs = cols.div_ceil(2);
     let words = scratch.get(rows * pairs * 2)?;
@@ -66,12 +63,90 @@ pub(crate) fn prepare<'s, 'a>(
             // SAFETY: tiles are disjoint in rows and so in words.
             let words =
                 unsafe { all.slice(tile_rows.start * pairs * 2, tile_rows.len() * pairs * 2) };
-            for (lane, row) in tile_rows.clone().enumerate() {
-                lay_out_row(isa, source(row), terms, lane, tile_rows.len(), words);
-            }
+            lay_out_tile(isa, terms, tile_rows, source, words);
         }
     })?;
     Ok(Activations { words, rows, layout: Layout::Tiles })
+}
+
+/// What becomes of activations in [`Layout::Tiles`]; none where products take [`Layout::Rows`].
+fn terms(isa: Isa, precision: Precision) -> Option<Terms> {
+    match (isa, precision) {
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512Bf16, Precision::Bfloat16) => None,
+        (_, Precision::Bfloat16) => Some(Terms::Rounded),
+        (Isa::Avx512Bf16, Precision::Float32) => Some(Terms::Split),
+        (_, Precision::Float32) => Some(Terms::Whole),
+    }
+}
+
+fn lay_out_tile<'s>(
+    isa: Isa,
+    terms: Terms,
+    rows: Range<usize>,
+    source: &(dyn Fn(usize) -> &'s [f32] + Sync),
+    words: &mut [u32],
+) {
+    for (lane, row) in rows.clone().enumerate() {
+        lay_out_row(isa, source(row), terms, lane, rows.len(), words);
+    }
+}
+
+/// Rows of several groups, each group laid out as [`prepare`] does it.
+#[derive(Debug)]
+pub(super) struct Laid<'a> {
+    words: &'a [u32],
+    row_words: usize,
+    layout: Layout,
+}
+
+impl Laid<'_> {
+    /// The rows of one group.
+    pub(super) fn rows(&self, rows: Range<usize>) -> Activations<'_> {
+        let words = &self.words[rows.start * self.row_words..rows.end * self.row_words];
+        Activations { words, rows: rows.len(), layout: self.layout }
+    }
+}
+
+/// Lays out groups of rows; row `i` is `source(i)`, `cols` elements.
+pub(super) fn lay_out_groups<'s, 'a>(
+    arithmetic: Arithmetic,
+    pool: &mut Pool,
+    scratch: &'a mut Scratch<u32>,
+    groups: &[Group],
+    cols: usize,
+    source: &(dyn Fn(usize) -> &'s [f32] + Sync),
+) -> Result<Laid<'a>, KernelError> {
+    let Arithmetic { isa, precision } = arithmetic;
+    let rows = groups.last().map_or(0, |group| group.rows.end);
+    let Some(terms) = terms(isa, precision) else {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let Activations { words, layout, .. } =
+                prepare_rows(pool, scratch, rows, cols, source)?;
+            let Layout::Rows { stride: row_words } = layout else {
+                return Err(KernelError::Device("rows were laid out as tiles".to_owned()));
+            };
+            return Ok(Laid { words, row_words, layout });
+        }
+    };
+    let row_words = cols.div_ceil(2) * 2;
+    let words = scratch.get(rows * row_words)?;
+    let all = Disjoint::new(words);
+    let grain = (32 * 1024 / (cols * rows.div_ceil(groups.len().max(1))).max(1)).max(1);
+    pool.run_ranges(groups.len(), grain, &|range, _| {
+        for group in &groups[range] {
+            let (first, count) = (group.rows.start, group.rows.len());
+            for tile in 0..num_tiles(count) {
+                let tile = tile_rows(count, tile);
+                let tile = first + tile.start..first + tile.end;
+                // SAFETY: groups, and tiles within a group, are disjoint in rows and so in words.
+                let words = unsafe { all.slice(tile.start * row_words, tile.len() * row_words) };
+                lay_out_tile(isa, terms, tile, source, words);
+            }
+        }
+    })?;
+    Ok(Laid { words, row_words, layout: Layout::Tiles })
 }
 
 /// As [`prepare`], for [`Layout::Rows`].

@@ -2,6 +2,7 @@
 use std::collections::HashMap;
 
 use super::*;
+use crate::backend::Routing;
 
 /// What each kernel takes, as the assembler says.
 const RESOURCES: &str = include_str!("../../../cuda/resources.txt");
@@ -133,6 +134,22 @@ fn all(sizes: Sizes) -> Vec<Call> {
         calls.extend(prefill_attention(&io, &shape, ptr, tiles, ptr));
         calls.extend(decode_attention(&io, &shape, (ptr, seqs), partials, 64, ptr).unwrap());
     }
+    let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
+    let most = Routing { num_experts: 1024, top_k: 32, normalise: false };
+    for (routing, tile_slots) in SKINNY.into_iter().flat_map(|n| [(routing, n), (most, n)]) {
+        let slots = (number * routing.top_k).min(8192);
+        let tiles_most = experts::tiles_most(slots, tile_slots, routing.num_experts);
+        let grouped =
+            experts::Grouped { slots: ptr, tiles: ptr, num_tiles: ptr, tiles_most, tile_slots };
+        let top_k = routing.top_k;
+        calls.extend([
+            experts::route(ptr, (ptr, ptr), &routing, number, ptr),
+            experts::group(ptr, &grouped, &routing, (number, 256, tiles_most), ptr),
+            experts::gate_up(rows, rows, rows, &grouped, (top_k, width, width)),
+            experts::down(rows, rows, rows, &grouped, (0, width, width)),
+            experts::sum(ptr, ptr, ptr, (number, top_k, width), ptr),
+        ]);
+    }
     for count in SKINNY.into_iter().chain([number]) {
         calls.push(skinny((rows, None), rows, None, rows, (count, vocab, width), ptr));
         calls.push(skinny_gate_up(rows, rows, None, rows, (count, width, width), ptr));
@@ -200,6 +217,24 @@ fn no_launch_is_beyond_what_hardware_takes() {
 }
 
 #[test]
+fn tiles_hold_all_slots_of_every_expert_however_they_are_spread() {
+    let routing = Routing { num_experts: 6, top_k: 2, normalise: true };
+    // Every expert has more slots than tiles of it, but for the last tile.
+    for counts in [[8, 0, 0, 0, 0, 0], [9, 9, 9, 9, 9, 1], [1; 6], [64, 65, 1, 8, 7, 0]] {
+        for tile_slots in SKINNY {
+            let tiles: usize = counts.iter().map(|count: &usize| count.div_ceil(tile_slots)).sum();
+            let slots = counts.iter().sum();
+            assert!(experts::tiles_most(slots, tile_slots, routing.num_experts) >= tiles);
+        }
+    }
+    // Few rows: small tiles. Many: as many as an expert is likely to have.
+    for (rows, want) in [(1, 8), (8, 8), (40, 32), (2000, 64)] {
+        assert_eq!(experts::tile_slots(rows, &routing), want, "{rows} rows");
+    }
+    assert_eq!(Routing::MOST, (1024, 32), "as kernels.h says");
+}
+
+#[test]
 fn constants_are_the_headers() {
     for line in [
         "#define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))",
@@ -207,6 +242,8 @@ fn constants_are_the_headers() {
         "#define TUTTI_SKINNY_FEATURES(number) ((number) <= 16u ? 16u : 32u)",
         "#define TUTTI_BIAS_MAX 1024u",
         "#define TUTTI_TOP_MAX 128u",
+        "#define TUTTI_EXPERTS_MAX 1024u",
+        "#define TUTTI_TOP_EXPERTS_MAX 32u",
         "#define TUTTI_NO_LOGPROBS 0xffffffffu",
         "#define TUTTI_NO_MASK 0xffffffffu",
         "#define TUTTI_NO_ROW 0xffffffffu",

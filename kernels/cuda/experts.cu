@@ -1,0 +1,331 @@
+// Mixtures of experts: which experts a row goes to, rows grouped by expert, their products, and the
+// weighted sum of what experts make of a row. A slot is one row at one of its experts: row r's
+// expert j is slot r * top_k + j.
+//
+// Everything stays on the device, and grids depend on how many slots there are alone, so a decode
+// step with experts is captured as any other. Grouping makes a list of tiles, each some slots of one
+// expert; a product has a block for each tile that there may be, and those behind the last end at
+// once. A tile's product is that of skinny.cu: its sums depend on k alone, so a row's result has the
+// same bits in every tile. Many rows (prefill) take the same way: an expert's weights are read once
+// per tile, from L2 but for the first time.
+#include "rows.cuh"
+#include "skinny.cuh"
+
+namespace tutti {
+namespace {
+
+// `a` comes before `b`: larger, or equal with a lower number. No number is below all numbers.
+struct Pick {
+    float logit;
+    uint32_t expert;
+
+    __device__ __forceinline__ bool before(const Pick& b) const {
+        return logit > b.logit || (logit == b.logit && expert < b.expert);
+    }
+};
+
+constexpr uint32_t NO_EXPERT = 0xffffffffu;
+
+__device__ __forceinline__ float ordered(float logit) { return logit == logit ? logit : -INFINITY; }
+
+__device__ __forceinline__ Pick first_of_warp(Pick best) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const Pick other = {__shfl_xor_sync(ALL_LANES, best.logit, distance),
+                            __shfl_xor_sync(ALL_LANES, best.expert, distance)};
+        if (other.before(best)) {
+            best = other;
+        }
+    }
+    return best;
+}
+
+// Sum over the lanes before this one.
+__device__ __forceinline__ uint32_t sum_before(uint32_t mine) {
+    uint32_t sum = mine;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t other = __shfl_up_sync(ALL_LANES, sum, distance);
+        sum += threadIdx.x % 32 >= static_cast<uint32_t>(distance) ? other : 0;
+    }
+    return sum - mine;
+}
+
+constexpr uint32_t GROUP_WARPS = 32;
+
+// Features of W that a lane loads, and rows of x that are its columns: see skinny.cu. A column
+// without a slot takes the tile's last one.
+template <int ROWS>
+__device__ __forceinline__ void rows_of_slots(const tutti_bf16* x, const uint32_t* slots,
+                                              const TuttiExpertTile& tile, uint32_t per_row,
+                                              uint32_t stride, const tutti_bf16* (&out)[ROWS]) {
+    const uint32_t g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const uint32_t slot = slots[tile.first + at_most(8 * r + g, tile.slots - 1)];
+        out[r] = x + static_cast<size_t>(slot / per_row) * stride;
+    }
+}
+
+template <int ROWS>
+__device__ __forceinline__ void experts_gate_up(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {
+    release_successors();
+    wait_for_predecessors();
+    if (blockIdx.y >= *num_tiles) {
+        return;
+    }
+    const TuttiExpertTile tile = tiles[blockIdx.y];
+    const uint32_t g = threadIdx.x % 32 / 4;
+    const uint32_t t = threadIdx.x % 4;
+    const uint32_t first_feature = blockIdx.x * 16;
+    // [0]: gate, [1]: up.
+    Weights<2> weights;
+#pragma unroll
+    for (uint32_t part = 0; part < 2; part++) {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; half++) {
+            const uint32_t feature = at_most(first_feature + 8 * half + g, inner - 1);
+            const size_t row = (static_cast<size_t>(tile.expert) * 2 + part) * inner + feature;
+            weights.rows[part][half] = w + row * w_stride;
+        }
+    }
+    weights.load_first(k);
+    const tutti_bf16* x_rows[ROWS];
+    rows_of_slots(x, slots, tile, top_k, x_stride, x_rows);
+    float sums[2][ROWS][4] = {};
+    multiply(weights, x_rows, k, sums);
+    add_warps(sums);
+    if (threadIdx.x >= 32) {
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t feature = first_feature + g + i / 2 * 8;
+            const uint32_t row = 8 * r + 2 * t + i % 2;
+            if (feature < inner && row < tile.slots) {
+                const size_t slot = slots[tile.first + row];
+                out[slot * out_stride + feature] = to_bf16(silu(sums[0][r][i]) * sums[1][r][i]);
+            }
+        }
+    }
+}
+
+template <int FEATURES, int ROWS>
+__device__ __forceinline__ void experts_down(TUTTI_EXPERTS_DOWN_ARGUMENTS) {
+    release_successors();
+    wait_for_predecessors();
+    if (blockIdx.y >= *num_tiles) {
+        return;
+    }
+    const TuttiExpertTile tile = tiles[blockIdx.y];
+    const uint32_t g = threadIdx.x % 32 / 4;
+    const uint32_t t = threadIdx.x % 4;
+    const uint32_t first_feature = blockIdx.x * FEATURES * 16;
+    Weights<FEATURES> weights;
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; half++) {
+            const uint32_t feature = at_most(first_feature + 16 * f + 8 * half + g, n - 1);
+            const size_t row = static_cast<size_t>(tile.expert) * n + feature;
+            weights.rows[f][half] = w + row * w_stride;
+        }
+    }
+    weights.load_first(k);
+    const tutti_bf16* x_rows[ROWS];
+    rows_of_slots(x, slots, tile, 1, x_stride, x_rows);
+    float sums[FEATURES][ROWS][4] = {};
+    multiply(weights, x_rows, k, sums);
+    add_warps(sums);
+    if (threadIdx.x >= 32) {
+        return;
+    }
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                const uint32_t feature = first_feature + 16 * f + g + i / 2 * 8;
+                const uint32_t row = 8 * r + 2 * t + i % 2;
+                if (feature < n && row < tile.slots) {
+                    const size_t slot = slots[tile.first + row] - first_slot;
+                    out[slot * out_stride + feature] = sums[f][r][i];
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace tutti
+
+extern "C" __global__ void __launch_bounds__(32)
+    tutti_route(const float* logits, uint32_t* experts, float* weights, uint32_t num_experts,
+                uint32_t top_k, uint32_t normalise, const uint32_t* live) {
+    using namespace tutti;
+    release_successors();
+    wait_for_predecessors();
+    if (!is_live(live, blockIdx.x)) {
+        return;
+    }
+    const uint32_t lane = threadIdx.x;
+    const float* own = logits + static_cast<size_t>(blockIdx.x) * num_experts;
+    Pick last = {};
+    float most = 0.0f;
+    // Lane i keeps what was chosen as number i.
+    float mine = -INFINITY;
+    for (uint32_t i = 0; i < top_k; i++) {
+        Pick best = {-INFINITY, NO_EXPERT};
+        for (uint32_t expert = lane; expert < num_experts; expert += 32) {
+            const Pick pick = {ordered(own[expert]), expert};
+            if (pick.before(best) && (i == 0 || last.before(pick))) {
+                best = pick;
+            }
+        }
+        last = first_of_warp(best);
+        most = i == 0 ? last.logit : most;
+        if (lane == i) {
+            mine = last.logit;
+            experts[static_cast<size_t>(blockIdx.x) * top_k + i] = last.expert;
+        }
+    }
+    const float weight = lane < top_k ? expf(mine - most) : 0.0f;
+    float sum = weight;
+    if (normalise == 0) {
+        sum = 0.0f;
+        for (uint32_t expert = lane; expert < num_experts; expert += 32) {
+            sum += expf(own[expert] - most);
+        }
+    }
+    sum = warp_sum(sum);
+    if (lane < top_k) {
+        weights[static_cast<size_t>(blockIdx.x) * top_k + lane] = weight / sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    tutti_group_experts(const uint32_t* experts, uint32_t* slots, TuttiExpertTile* tiles,
+                        uint32_t* num_tiles, uint32_t rows, uint32_t top_k, uint32_t num_experts,
+                        uint32_t chunk_rows, uint32_t tile_slots, uint32_t tiles_stride,
+                        const uint32_t* live) {
+    using namespace tutti;
+    release_successors();
+    wait_for_predecessors();
+    SHARED_ARRAY(uint32_t, counts, TUTTI_EXPERTS_MAX);
+    SHARED_ARRAY(uint32_t, starts, TUTTI_EXPERTS_MAX);
+    SHARED_ARRAY(uint32_t, first_tiles, TUTTI_EXPERTS_MAX);
+    if (live != nullptr) {
+        rows = at_most(rows, *live);
+    }
+    const uint32_t warp = threadIdx.x / 32;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t first_row = blockIdx.x * chunk_rows;
+    const uint32_t end_row = at_most(first_row + chunk_rows, rows);
+    const uint32_t first = first_row * top_k;
+    const uint32_t count = first_row < end_row ? (end_row - first_row) * top_k : 0;
+    const uint32_t* own = experts + first;
+    for (uint32_t expert = warp; expert < num_experts; expert += GROUP_WARPS) {
+        uint32_t found = 0;
+        for (uint32_t at = 0; at < count; at += 32) {
+            const bool hit = at + lane < count && own[at + lane] == expert;
+            found += __popc(__ballot_sync(ALL_LANES, hit));
+        }
+        if (lane == 0) {
+            counts[expert] = found;
+        }
+    }
+    __syncthreads();
+    if (warp == 0) {
+        const uint32_t each = divide_up(num_experts, 32);
+        const uint32_t begin = at_most(lane * each, num_experts);
+        const uint32_t end = at_most(begin + each, num_experts);
+        uint32_t in_slots = 0;
+        uint32_t in_tiles = 0;
+        for (uint32_t expert = begin; expert < end; expert++) {
+            in_slots += counts[expert];
+            in_tiles += divide_up(counts[expert], tile_slots);
+        }
+        uint32_t slot = sum_before(in_slots);
+        uint32_t tile = sum_before(in_tiles);
+        for (uint32_t expert = begin; expert < end; expert++) {
+            starts[expert] = slot;
+            first_tiles[expert] = tile;
+            slot += counts[expert];
+            tile += divide_up(counts[expert], tile_slots);
+        }
+        if (lane == 31) {
+            num_tiles[blockIdx.x] = tile;
+        }
+    }
+    __syncthreads();
+    for (uint32_t expert = warp; expert < num_experts; expert += GROUP_WARPS) {
+        const uint32_t found = counts[expert];
+        if (found == 0) {
+            continue;
+        }
+        uint32_t to = first + starts[expert];
+        for (uint32_t i = lane; i * tile_slots < found; i += 32) {
+            TuttiExpertTile tile;
+            tile.expert = expert;
+            tile.first = to + i * tile_slots;
+            tile.slots = at_most(tile_slots, found - i * tile_slots);
+            tiles[static_cast<size_t>(blockIdx.x) * tiles_stride + first_tiles[expert] + i] = tile;
+        }
+        for (uint32_t at = 0; at < count; at += 32) {
+            const bool hit = at + lane < count && own[at + lane] == expert;
+            const uint32_t hits = __ballot_sync(ALL_LANES, hit);
+            if (hit) {
+                slots[to + __popc(hits & ((1u << lane) - 1))] = first + at + lane;
+            }
+            to += __popc(hits);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_experts_sum(const float* parts, const float* weights, float* out, uint32_t top_k,
+                      uint32_t width, const uint32_t* live) {
+    using namespace tutti;
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t at = blockIdx.y * 1024 + threadIdx.x * 4;
+    if (!is_live(live, blockIdx.x) || at >= width) {
+        return;
+    }
+    Four sum = {};
+    for (uint32_t j = 0; j < top_k; j++) {
+        const size_t slot = static_cast<size_t>(blockIdx.x) * top_k + j;
+        const Four part = load_up_to_4(parts + slot * width, at, width);
+        const float weight = weights[slot];
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            sum.v[i] += weight * part.v[i];
+        }
+    }
+    store_up_to_4(out + static_cast<size_t>(blockIdx.x) * width, at, width, sum);
+}
+
+#define EXPERTS_GATE_UP(number)                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_experts_gate_up_##number(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {                          \
+        tutti::experts_gate_up<number / 8>(x, w, out, slots, tiles, num_tiles, top_k, inner, k,    \
+                                           x_stride, w_stride, out_stride);                        \
+    }
+EXPERTS_GATE_UP(8)
+EXPERTS_GATE_UP(16)
+EXPERTS_GATE_UP(32)
+EXPERTS_GATE_UP(64)
+
+#define EXPERTS_DOWN(number, features)                                                             \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_experts_down_##number(TUTTI_EXPERTS_DOWN_ARGUMENTS) {                                \
+        tutti::experts_down<features, number / 8>(x, w, out, slots, tiles, num_tiles, first_slot,  \
+                                                  n, k, x_stride, w_stride, out_stride);           \
+    }
+EXPERTS_DOWN(8, 1)
+EXPERTS_DOWN(16, 1)
+EXPERTS_DOWN(32, 2)
+EXPERTS_DOWN(64, 2)

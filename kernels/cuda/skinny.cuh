@@ -1,0 +1,149 @@
+// The inner loop of products of few rows with a large matrix: 16 (or 32) rows of W times up to 64
+// rows of x, by 8 warps that share k among them. What it is for, and how its sums are made: skinny.cu.
+#pragma once
+#include "device.cuh"
+
+namespace tutti {
+namespace {
+
+constexpr uint32_t WARPS = 8;
+// k per load of the 4 lanes of a row, and loads on their way: a chunk.
+constexpr uint32_t K_LOAD = 32;
+constexpr uint32_t LOADS = 4;
+constexpr uint32_t CHUNK = K_LOAD * LOADS;
+
+// What of 8 elements from column `k` of a row lies before column `end`; zeros for the rest, so that
+// whatever is behind the row's end, NaN too, does not count.
+template <bool WEIGHTS>
+__device__ __forceinline__ uint4 load8_before(const tutti_bf16* row, uint32_t k, uint32_t end) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (k < end) {
+        v = WEIGHTS ? load_weights(row + k) : *reinterpret_cast<const uint4*>(row + k);
+        const uint32_t left = end - k;
+        if (left < 8) {
+            const uint32_t odd = left % 2 == 1 ? 0x0000ffffu : 0u;
+            v.x &= left >= 2 ? 0xffffffffu : odd;
+            v.y = left >= 4 ? v.y : (left > 2 ? v.y & odd : 0u);
+            v.z = left >= 6 ? v.z : (left > 4 ? v.z & odd : 0u);
+            v.w = left > 6 ? v.w & odd : 0u;
+        }
+    }
+    return v;
+}
+
+// 16 * FEATURES rows of W, as far as one lane has them, and one chunk of them.
+template <int FEATURES>
+struct Weights {
+    const tutti_bf16* rows[FEATURES][2];
+    uint4 chunk[FEATURES][2][LOADS];
+
+    __device__ __forceinline__ void load(uint32_t i, uint32_t k) {
+#pragma unroll
+        for (int f = 0; f < FEATURES; f++) {
+            chunk[f][0][i] = load_weights(rows[f][0] + k);
+            chunk[f][1][i] = load_weights(rows[f][1] + k);
+        }
+    }
+    __device__ __forceinline__ void load_before(uint32_t i, uint32_t k, uint32_t end) {
+#pragma unroll
+        for (int f = 0; f < FEATURES; f++) {
+            chunk[f][0][i] = load8_before<true>(rows[f][0], k, end);
+            chunk[f][1][i] = load8_before<true>(rows[f][1], k, end);
+        }
+    }
+    // Adds the products of load `i` with 8 rows of x.
+    __device__ __forceinline__ void multiply(uint32_t i, uint4 b, float (&sums)[4], int f) const {
+        const uint4 upper = chunk[f][0][i];
+        const uint4 lower = chunk[f][1][i];
+        const uint32_t even[4] = {upper.x, lower.x, upper.y, lower.y};
+        const uint32_t odd[4] = {upper.z, lower.z, upper.w, lower.w};
+        mma_bf16(sums, even, b.x, b.y);
+        mma_bf16(sums, odd, b.z, b.w);
+    }
+    // Loads the first chunk of a warp, if it is a whole one. It needs nothing from the kernels
+    // before, so it may run while they do.
+    __device__ __forceinline__ void load_first(uint32_t k) {
+        const uint32_t start = threadIdx.x / 32 * CHUNK;
+        if (start + CHUNK <= k) {
+#pragma unroll
+            for (uint32_t i = 0; i < LOADS; i++) {
+                load(i, start + K_LOAD * i + 8 * (threadIdx.x % 4));
+            }
+        }
+    }
+};
+
+// Adds up the products of FEATURES * 16 rows of W with ROWS * 8 rows of x over this warp's part of
+// k. `w` has its first chunk.
+template <int FEATURES, int ROWS>
+__device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16* const (&x)[ROWS],
+                                         uint32_t k, float (&sums)[FEATURES][ROWS][4]) {
+    const uint32_t lane_k = 8 * (threadIdx.x % 4);
+    uint32_t start = threadIdx.x / 32 * CHUNK;
+    for (; start + CHUNK <= k; start += WARPS * CHUNK) {
+        const uint32_t next = start + WARPS * CHUNK;
+        const bool more = next + CHUNK <= k;
+#pragma unroll
+        for (uint32_t i = 0; i < LOADS; i++) {
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const uint4 b =
+                    *reinterpret_cast<const uint4*>(x[r] + start + K_LOAD * i + lane_k);
+#pragma unroll
+                for (int f = 0; f < FEATURES; f++) {
+                    w.multiply(i, b, sums[f][r], f);
+                }
+            }
+            // What was used is replaced at once: so much is always on its way.
+            if (more) {
+                w.load(i, next + K_LOAD * i + lane_k);
+            }
+        }
+    }
+    if (start < k) {
+#pragma unroll
+        for (uint32_t i = 0; i < LOADS; i++) {
+            const uint32_t at = start + K_LOAD * i + lane_k;
+            w.load_before(i, at, k);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const uint4 b = load8_before<false>(x[r], at, k);
+#pragma unroll
+                for (int f = 0; f < FEATURES; f++) {
+                    w.multiply(i, b, sums[f][r], f);
+                }
+            }
+        }
+    }
+}
+
+// Adds the sums of the 8 warps into warp 0's.
+template <int FEATURES, int ROWS>
+__device__ __forceinline__ void add_warps(float (&sums)[FEATURES][ROWS][4]) {
+    constexpr int COUNT = FEATURES * ROWS * 4;
+    SHARED_ARRAY(float, parts, WARPS / 2 * COUNT * 32);
+    const uint32_t warp = threadIdx.x / 32;
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t half = WARPS / 2; half > 0; half /= 2) {
+        if (warp >= half && warp < 2 * half) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) {
+                parts[((warp - half) * COUNT + i) * 32 + lane] = (&sums[0][0][0])[i];
+            }
+        }
+        __syncthreads();
+        if (warp < half) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) {
+                (&sums[0][0][0])[i] += parts[(warp * COUNT + i) * 32 + lane];
+            }
+        }
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+}  // namespace
+}  // namespace tutti

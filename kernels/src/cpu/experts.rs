@@ -1,0 +1,299 @@
+//! Mixtures of experts: which experts a row goes to, rows grouped by expert, and the weighted sum of
+//! what experts make of a row. The products are `gemm`'s.
+use super::check::ensure;
+use super::elementwise;
+use super::gemm::{self, Group, Grouped, Output, Task};
+use super::memory::Disjoint;
+use super::pack::{CpuMatrix, CpuStack, PANEL};
+use super::precision::{Arithmetic, Precision};
+use super::{CpuBackend, CpuBuffer, GRAIN};
+use crate::backend::{Buffer, Choices, Routing};
+use crate::error::KernelError;
+
+/// Rows times experts that are computed at a time: what lies between two products is that large.
+const SLOTS: usize = 8192;
+
+/// Which experts rows go to. A slot is one row at one of its experts.
+#[derive(Debug)]
+pub struct CpuRoutes {
+    routing: Routing,
+    rows: usize,
+    rows_max: usize,
+    /// `[rows, top_k]`
+    experts: Vec<u32>,
+    /// Likewise.
+    weights: Vec<f32>,
+}
+
+/// What grouping needs, kept from call to call.
+#[derive(Debug, Default)]
+pub(super) struct Grouping {
+    groups: Vec<Group>,
+    /// For every row of the groups its slot.
+    slots: Vec<usize>,
+    /// For every slot its row of the groups.
+    places: Vec<usize>,
+    /// Per expert.
+    counts: Vec<usize>,
+    tasks: Vec<Task>,
+}
+
+impl CpuRoutes {
+    pub(super) fn new(rows_max: usize, routing: Routing) -> Result<Self, KernelError> {
+        routing.check()?;
+        let slots = rows_max.saturating_mul(routing.top_k);
+        let (mut experts, mut weights) = (Vec::new(), Vec::new());
+        let out_of_memory =
+            |_| KernelError::OutOfMemory { what: "routes", bytes: slots as u64 * 8 };
+        experts.try_reserve_exact(slots).map_err(out_of_memory)?;
+        weights.try_reserve_exact(slots).map_err(out_of_memory)?;
+        experts.resize(slots, 0);
+        weights.resize(slots, 0.0);
+        Ok(Self { routing, rows: 0, rows_max, experts, weights })
+    }
+
+    /// What rows chose.
+    pub(super) fn choices(&self) -> Choices {
+        let slots = self.rows * self.routing.top_k;
+        (self.experts[..slots].to_vec(), self.weights[..slots].to_vec())
+    }
+}
+
+/// Writes the experts of the largest logits, largest first, and their weights; what is not a number
+/// comes last.
+fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f32]) {
+    for (i, weight) in weights.iter_mut().enumerate() {
+        let (chosen, rest) = experts.split_at_mut(i);
+        let mut best: Option<(usize, f32)> = None;
+        for (expert, &logit) in logits.iter().enumerate() {
+            let is_better =
+                best.is_none_or(|(_, most)| logit > most || (most.is_nan() && !logit.is_nan()));
+            if is_better && !chosen.contains(&(expert as u32)) {
+                best = Some((expert, logit));
+            }
+        }
+        let (expert, logit) = best.unwrap_or_default();
+        rest[0] = expert as u32;
+        *weight = logit;
+    }
+    let most = weights[0];
+    let all = if normalise { &*weights } else { logits };
+    let sum: f32 = all.iter().map(|logit| (logit - most).exp()).sum();
+    for weight in weights {
+        *weight = (*weight - most).exp() / sum;
+    }
+}
+
+impl Grouping {
+    /// Groups slots by their experts, in the order of experts and rows.
+    fn group(&mut self, experts: &[u32], num_experts: usize) {
+        let Self { groups, slots, places, counts, .. } = self;
+        counts.clear();
+        counts.resize(num_experts, 0);
+        for &expert in experts {
+            counts[expert as usize] += 1;
+        }
+        groups.clear();
+        let mut start = 0;
+        for (expert, count) in counts.iter_mut().enumerate() {
+            let rows = start..start + *count;
+            *count = start;
+            start = rows.end;
+            if !rows.is_empty() {
+                groups.push(Group { expert, rows });
+            }
+        }
+        slots.resize(experts.len(), 0);
+        places.resize(experts.len(), 0);
+        for (slot, &expert) in experts.iter().enumerate() {
+            let place = &mut counts[expert as usize];
+            slots[*place] = slot;
+            places[slot] = *place;
+            *place += 1;
+        }
+    }
+}
+
+fn stack(
+    op: &'static str,
+    weight: &CpuStack,
+    count: usize,
+    cols: usize,
+    rows: usize,
+) -> Result<(), KernelError> {
+    let found = (weight.count(), weight.rows(), weight.cols());
+    let wanted = (count, rows, cols);
+    ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?} matrices, rows, columns");
+    Ok(())
+}
+
+impl CpuBackend {
+    pub(super) fn choose_experts(
+        &mut self,
+        x: &CpuBuffer,
+        router: &CpuMatrix,
+        routes: &mut CpuRoutes,
+    ) -> Result<(), KernelError> {
+        let op = "route";
+        let Routing { num_experts, top_k, normalise } = routes.routing;
+        let (rows, width) = (x.rows(), x.width());
+        let found = (router.rows(), router.cols());
+        ensure!(op, found == (num_experts, width), "router is {found:?}, x {width} wide");
+        ensure!(op, rows <= routes.rows_max, "x has {rows} rows, room is for {}", routes.rows_max);
+        routes.rows = rows;
+        // Small, and a near tie should not hang on rounding: of f32 precision always.
+        let arithmetic = Arithmetic { isa: self.isa, precision: Precision::Float32 };
+        let Self { isa, pool, acts, wide, .. } = self;
+        let logits = wide.get(rows * num_experts)?;
+        let acts = gemm::prepare(arithmetic, pool, acts, rows, width, &|i| x.row(i))?;
+        let data = Disjoint::new(&mut *logits);
+        let out = Output { data, stride: num_experts, first_row: 0, column: 0 };
+        gemm::multiply(*isa, pool, &acts, router, None, &out)?;
+        let experts = Disjoint::new(&mut routes.experts);
+        let weights = Disjoint::new(&mut routes.weights);
+        let logits = &*logits;
+        pool.run_ranges(rows, (GRAIN / (num_experts * top_k)).max(1), &|range, _| {
+            for row in range {
+                // SAFETY: every row belongs to one task.
+                let experts = unsafe { experts.slice(row * top_k, top_k) };
+                // SAFETY: as above.
+                let weights = unsafe { weights.slice(row * top_k, top_k) };
+                choose(&logits[row * num_experts..][..num_experts], normalise, experts, weights);
+            }
+        })
+    }
+
+    pub(super) fn experts_inner(
+        &mut self,
+        x: &CpuBuffer,
+        weight: &CpuStack,
+        routes: &CpuRoutes,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "experts_gate_up_silu";
+        let Routing { num_experts, top_k, .. } = routes.routing;
+        let inner = out.width();
+        stack(op, weight, 2 * num_experts, x.width(), inner)?;
+        let (rows, routed) = (x.rows(), routes.rows);
+        ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
+        out.set_rows(rows * top_k)?;
+        let arithmetic = self.arithmetic();
+        let Self { isa, pool, acts, wide, grouping, .. } = self;
+        let experts = &routes.experts[..rows * top_k];
+        for (index, experts) in experts.chunks((SLOTS / top_k).max(1) * top_k).enumerate() {
+            let first = index * (SLOTS / top_k).max(1) * top_k;
+            grouping.group(experts, num_experts);
+            let Grouping { groups, slots, tasks, .. } = &mut *grouping;
+            let slots = &slots[..];
+            let source = |place: usize| x.row((first + slots[place]) / top_k);
+            let grouped = Grouped::prepare(arithmetic, pool, acts, groups, x.width(), &source)?;
+            let room = Grouped::pair_room(groups);
+            let sums = wide.get(pool.num_threads() * room)?;
+            let out = Disjoint::new(out.values_mut());
+            grouped.multiply_pairs(pool, tasks, weight, sums, room, &|group, panels, sums| {
+                let count = group.rows.len();
+                let half = gemm::pair_panels(count) * PANEL;
+                let start = panels.start * PANEL;
+                let len = (panels.len() * PANEL).min(inner - start);
+                for (place, sums) in group.rows.clone().zip(sums.chunks_exact(half * 2)) {
+                    let (gate, up) = sums.split_at(half);
+                    // SAFETY: the columns of the expert's rows belong to one task.
+                    let out = unsafe { out.slice((first + slots[place]) * inner + start, len) };
+                    elementwise::silu_mul(*isa, &gate[..len], &up[..len], out);
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn experts_outer(
+        &mut self,
+        x: &CpuBuffer,
+        first_column: usize,
+        weight: &CpuStack,
+        routes: &CpuRoutes,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "experts_down";
+        let Routing { num_experts, top_k, .. } = routes.routing;
+        let (rows, width, cols) = (routes.rows, out.width(), weight.cols());
+        stack(op, weight, num_experts, cols, width)?;
+        let end = first_column.saturating_add(cols);
+        ensure!(op, end <= x.width(), "columns {first_column}..{end} of x, {} wide", x.width());
+        let found = x.rows();
+        ensure!(op, found == rows * top_k, "x has {found} rows, not {rows} x {top_k}");
+        out.set_rows(rows)?;
+        let arithmetic = self.arithmetic();
+        let Self { isa, pool, acts, wide, grouping, .. } = self;
+        let isa = *isa;
+        let rows_most = (SLOTS / top_k).max(1);
+        let out = Disjoint::new(out.values_mut());
+        for first in (0..rows).step_by(rows_most) {
+            let count = rows_most.min(rows - first);
+            let own = first * top_k..(first + count) * top_k;
+            grouping.group(&routes.experts[own.clone()], num_experts);
+            let Grouping { groups, slots, places, tasks, .. } = &mut *grouping;
+            let source = |place: usize| &x.row(own.start + slots[place])[first_column..end];
+            let grouped = Grouped::prepare(arithmetic, pool, acts, groups, cols, &source)?;
+            let made = wide.get(count * top_k * width)?;
+            grouped.multiply(pool, tasks, weight, made)?;
+            let weights = &routes.weights[own.clone()];
+            let (made, places) = (&*made, &places[..]);
+            pool.run_ranges(count, (GRAIN / (top_k * width)).max(1), &|range, _| {
+                for row in range {
+                    // SAFETY: every row belongs to one task.
+                    let out = unsafe { out.slice((first + row) * width, width) };
+                    out.fill(0.0);
+                    for slot in row * top_k..(row + 1) * top_k {
+                        let made = &made[places[slot] * width..][..width];
+                        elementwise::add_scaled(isa, out, made, weights[slot]);
+                    }
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_are_chosen_in_order_and_ties_by_number() {
+        let check = |logits: &[f32], normalise, want: &[u32]| {
+            let mut experts = vec![9; want.len()];
+            let mut weights = vec![0.0; want.len()];
+            choose(logits, normalise, &mut experts, &mut weights);
+            assert_eq!(experts, want, "{logits:?}");
+            weights
+        };
+        check(&[0.0, 3.0, 1.0, 3.0], true, &[1, 3, 2]);
+        check(&[0.5; 6], false, &[0, 1, 2]);
+        check(&[f32::NEG_INFINITY, f32::NEG_INFINITY, 0.0], false, &[2, 0]);
+        // All of them different, whatever comes.
+        check(&[f32::NAN, 1.0, f32::NAN, 2.0], true, &[3, 1, 0]);
+        let (a, b) = (0.25f32.ln(), 0.5f32.ln());
+        let close = |weights: Vec<f32>, want: [f32; 2]| {
+            assert!(weights.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-6), "{weights:?}");
+        };
+        close(check(&[a, b, a], false, &[1, 0]), [0.5, 0.25]);
+        close(check(&[a, b, a], true, &[1, 0]), [2.0 / 3.0, 1.0 / 3.0]);
+    }
+
+    #[test]
+    fn grouping_keeps_every_slot_once_with_its_expert() {
+        let mut grouping = Grouping::default();
+        let experts = [3, 0, 1, 3, 0, 5, 3, 1];
+        grouping.group(&experts, 6);
+        let found: Vec<_> = grouping.groups.iter().map(|g| (g.expert, g.rows.clone())).collect();
+        assert_eq!(found, [(0, 0..2), (1, 2..4), (3, 4..7), (5, 7..8)]);
+        for group in &grouping.groups {
+            for place in group.rows.clone() {
+                let slot = grouping.slots[place];
+                assert_eq!(experts[slot] as usize, group.expert);
+                assert_eq!(grouping.places[slot], place);
+            }
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Products of groups of rows, each with a matrix of its own: a layer's experts and the rows that
+//! chose them. One job of the pool for all groups, so that no thread waits at the end of each.
+use std::ops::Range;
+
+use super::super::isa::Isa;
+use super::super::memory::{Disjoint, Scratch};
+use super::super::pack::{CpuStack, Panels};
+use super::super::pool::Pool;
+use super::super::precision::Arithmetic;
+use super::layout::{Activations, Laid, lay_out_groups};
+use super::{Output, Pair, Product, TASK_COST, WIDE, grain, pair_room};
+use crate::error::KernelError;
+
+/// Rows that are multiplied with one matrix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Group {
+    /// Which expert.
+    pub(crate) expert: usize,
+    /// Its rows, in an order in which all rows of a group are neighbours.
+    pub(crate) rows: Range<usize>,
+}
+
+/// Some panels of one group's product.
+#[derive(Clone, Debug)]
+pub(crate) struct Task {
+    group: usize,
+    panels: Range<usize>,
+}
+
+/// Groups that cover all rows in order, with their rows' activations laid out for products.
+pub(crate) struct Grouped<'a> {
+    isa: Isa,
+    groups: &'a [Group],
+    acts: Laid<'a>,
+}
+
+/// What becomes of the sums of an expert's gate and up panels, as in [`super::multiply_pairs`]: called
+/// with the group, the panels and the sums.
+type Finish<'a> = &'a (dyn Fn(&Group, Range<usize>, &[f32]) + Sync);
+
+impl<'a> Grouped<'a> {
+    /// Lays out the groups' rows; row `i` is `source(i)`, `cols` elements.
+    pub(crate) fn prepare<'s>(
+        arithmetic: Arithmetic,
+        pool: &mut Pool,
+        scratch: &'a mut Scratch<u32>,
+        groups: &'a [Group],
+        cols: usize,
+        source: &(dyn Fn(usize) -> &'s [f32] + Sync),
+    ) -> Result<Self, KernelError> {
+        let acts = lay_out_groups(arithmetic, pool, scratch, groups, cols, source)?;
+        Ok(Self { isa: arithmetic.isa, groups, acts })
+    }
+
+    /// Elements of sums that each thread needs for [`Grouped::multiply_pairs`].
+    pub(crate) fn pair_room(groups: &[Group]) -> usize {
+        groups.iter().map(|group| pair_room(group.rows.len())).max().unwrap_or(0)
+    }
+
+    /// For every group the products with its expert's two matrices, `2 * expert` and the next.
+    /// `sums` has `room` elements for each thread of the pool.
+    pub(crate) fn multiply_pairs(
+        &self,
+        pool: &mut Pool,
+        tasks: &mut Vec<Task>,
+        weight: &CpuStack,
+        sums: &mut [f32],
+        room: usize,
+        finish: Finish<'_>,
+    ) -> Result<(), KernelError> {
+        self.cut(pool, weight.matrix(0), tasks);
+        let sums = Disjoint::new(sums);
+        pool.run(tasks.len(), &|index, worker| {
+            let Task { group, panels } = tasks[index].clone();
+            let group = &self.groups[group];
+            // SAFETY: no two running tasks have the same worker.
+            let own = unsafe { sums.slice(worker * room, pair_room(group.rows.len())) };
+            let halves = [weight.matrix(2 * group.expert), weight.matrix(2 * group.expert + 1)];
+            let acts = &self.activations(group);
+            let pair = Pair { isa: self.isa, acts, halves, biases: [None; 2] };
+            pair.panels(panels, own, &|panels, sums| finish(group, panels, sums));
+        })
+    }
+
+    /// For every group the product with its expert's matrix, to the group's own rows of `out`
+    /// (`[rows, weight.rows()]`).
+    pub(crate) fn multiply(
+        &self,
+        pool: &mut Pool,
+        tasks: &mut Vec<Task>,
+        weight: &CpuStack,
+        out: &mut [f32],
+    ) -> Result<(), KernelError> {
+        self.cut(pool, weight.matrix(0), tasks);
+        let (isa, stride) = (self.isa, weight.rows());
+        let out = Disjoint::new(out);
+        pool.run(tasks.len(), &|index, _| {
+            let Task { group, panels } = tasks[index].clone();
+            let group = &self.groups[group];
+            let acts = &self.activations(group);
+            let weight = weight.matrix(group.expert);
+            let out = Output { data: out.again(), stride, first_row: group.rows.start, column: 0 };
+            Product { isa, acts, weight, bias: None, out: &out, first_panel: 0 }.panels(panels);
+        })
+    }
+
+    fn activations(&self, group: &Group) -> Activations<'_> {
+        self.acts.rows(group.rows.clone())
+    }
+
+    /// Cuts all groups' products into tasks: pieces that threads finish at about the same time, few
+    /// where all of it is little.
+    fn cut(&self, pool: &Pool, matrix: Panels<'_>, tasks: &mut Vec<Task>) {
+        tasks.clear();
+        let panels = matrix.num_panels();
+        let threads = pool.num_threads();
+        for (index, group) in self.groups.iter().enumerate() {
+            let rows = group.rows.len();
+            let size = if threads == 1 {
+                panels
+            } else if matrix.num_pairs() * rows >= TASK_COST {
+                1
+            } else {
+                grain(matrix, rows).next_multiple_of(if rows == 1 { WIDE } else { 1 })
+            };
+            for start in (0..panels).step_by(size.max(1)) {
+                tasks.push(Task { group: index, panels: start..(start + size).min(panels) });
+            }
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! Mixtures of experts on the GPU: rows choose, are grouped by expert, and are multiplied without the
+//! host's knowing of it, so a decode step with experts is recorded as any other.
+use super::backend::{CudaBackend, Which};
+use super::context::Context;
+use super::launch::{self, Rows, experts};
+use super::memory::{DeviceMemory, DevicePtr};
+use super::stream::Stream;
+use super::tensors::{CudaBuffer, CudaMatrix, Element};
+use crate::backend::{Buffer, Choices, Routing};
+use crate::cpu::check::ensure;
+use crate::error::KernelError;
+
+/// Slots that are grouped and multiplied at a time: the products of the second half are large.
+const CHUNK_SLOTS: usize = 8192;
+/// Bytes of a `TuttiExpertTile`.
+const TILE: usize = 12;
+/// Slots of the smallest tiles.
+const TILE_SLOTS_LEAST: usize = 8;
+
+/// Weight matrices of one shape, one behind the other.
+#[derive(Debug)]
+pub struct CudaStack {
+    /// All their rows.
+    pub(super) all: CudaMatrix,
+    /// How many matrices.
+    pub(super) count: usize,
+}
+
+impl CudaStack {
+    /// Matrices, rows and columns of each.
+    fn sizes(&self) -> (usize, usize, usize) {
+        (self.count, self.all.rows() / self.count.max(1), self.all.cols())
+    }
+}
+
+/// What rows chose, grouped by expert.
+#[derive(Debug)]
+pub struct CudaRoutes {
+    routing: Routing,
+    rows: usize,
+    rows_max: usize,
+    /// Rows that are grouped together.
+    chunk_rows: usize,
+    /// Tiles from one chunk's first to the next one's.
+    tiles_stride: usize,
+    /// u32 `[rows, top_k]`
+    experts: DeviceMemory,
+    /// f32 `[rows, top_k]`
+    weights: DeviceMemory,
+    /// u32 `[rows * top_k]`
+    slots: DeviceMemory,
+    tiles: DeviceMemory,
+    num_tiles: DeviceMemory,
+}
+
+impl CudaRoutes {
+    fn new(
+        context: &std::rc::Rc<Context>,
+        stream: &Stream,
+        rows_max: usize,
+        routing: Routing,
+    ) -> Result<Self, KernelError> {
+        routing.check()?;
+        let chunk_rows = (CHUNK_SLOTS / routing.top_k).max(1);
+        let slots = rows_max.saturating_mul(routing.top_k);
+        // The kernels count slots by 32 bits.
+        ensure!("new_routes", u32::try_from(slots).is_ok(), "{slots} slots are too many");
+        let chunks = rows_max.div_ceil(chunk_rows);
+        let tiles_stride = experts::tiles_most(
+            chunk_rows.min(rows_max) * routing.top_k,
+            TILE_SLOTS_LEAST,
+            routing.num_experts,
+        );
+        let memory = |bytes: usize| DeviceMemory::zeroed(context, stream, bytes.max(1), "routes");
+        Ok(Self {
+            routing,
+            rows: 0,
+            rows_max,
+            chunk_rows,
+            tiles_stride,
+            experts: memory(slots * 4)?,
+            weights: memory(slots * 4)?,
+            slots: memory(slots * 4)?,
+            tiles: memory(chunks * tiles_stride * TILE)?,
+            num_tiles: memory(chunks * 4)?,
+        })
+    }
+
+    /// What was grouped of `count` rows, chunk `index`.
+    fn grouped(&self, count: usize, index: usize) -> experts::Grouped {
+        let Routing { num_experts, top_k, .. } = self.routing;
+        let tile_slots = experts::tile_slots(count, &self.routing);
+        let slots = self.rows_of(count, index).len() * top_k;
+        experts::Grouped {
+            slots: self.slots.ptr(),
+            tiles: self.tiles.ptr().offset(index * self.tiles_stride * TILE),
+            num_tiles: self.num_tiles.ptr().offset(index * 4),
+            tiles_most: experts::tiles_most(slots, tile_slots, num_experts),
+            tile_slots,
+        }
+    }
+
+    fn chunks(&self, count: usize) -> usize {
+        count.div_ceil(self.chunk_rows)
+    }
+
+    /// Rows of a chunk.
+    fn rows_of(&self, count: usize, index: usize) -> std::ops::Range<usize> {
+        let first = index * self.chunk_rows;
+        first..(first + self.chunk_rows).min(count)
+    }
+}
+
+impl CudaBackend {
+    pub(super) fn make_routes(
+        &mut self,
+        rows_max: usize,
+        routing: Routing,
+    ) -> Result<CudaRoutes, KernelError> {
+        self.step.buffer_made(rows_max);
+        CudaRoutes::new(&self.device.context, &self.device.stream, rows_max, routing)
+    }
+
+    pub(super) fn choose_experts(
+        &mut self,
+        x: &CudaBuffer,
+        router: &CudaMatrix,
+        routes: &mut CudaRoutes,
+    ) -> Result<(), KernelError> {
+        let op = "route";
+        let Routing { num_experts, .. } = routes.routing;
+        let found = (router.rows(), router.cols());
+        let wanted = (num_experts, x.width());
+        ensure!(op, found == wanted, "router is {found:?}, not {wanted:?}");
+        let from = x.of(Element::Bf16, op, "x")?;
+        let rows = x.rows();
+        ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
+        routes.rows = rows;
+        let what = [from.ptr.0, router.at().ptr.0, routes.experts.ptr().0];
+        if self.step.skips(op, what) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(routes.rows_max);
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
+        let out = Rows { ptr: logits, stride: num_experts };
+        self.product(from, None, router, None, out, count, live)?;
+        let chosen = (routes.experts.ptr(), routes.weights.ptr());
+        let call = experts::route(logits, chosen, &routes.routing, count, live);
+        // SAFETY: there are as many logits, and room for as many choices.
+        unsafe { self.device.launch(call) }?;
+        let sizes = (count, routes.chunk_rows, routes.tiles_stride);
+        let grouped = routes.grouped(count, 0);
+        let call = experts::group(routes.experts.ptr(), &grouped, &routes.routing, sizes, live);
+        // SAFETY: slots and tiles have room for what so many rows choose.
+        unsafe { self.device.launch(call) }
+    }
+
+    pub(super) fn experts_inner(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaStack,
+        routes: &CudaRoutes,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "experts_gate_up_silu";
+        let Routing { num_experts, top_k, .. } = routes.routing;
+        let (inner, cols) = (out.width(), x.width());
+        let (found, wanted) = (weight.sizes(), (2 * num_experts, inner, cols));
+        ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        let (rows, routed) = (x.rows(), routes.rows);
+        ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
+        out.set_rows(rows * top_k)?;
+        let w = weight.all.at();
+        if self.step.skips(op, [from.ptr.0, w.ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, _) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(out.rows_max() / top_k);
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        for chunk in 0..routes.chunks(count) {
+            let grouped = routes.grouped(count, chunk);
+            let call = experts::gate_up(from, w, to, &grouped, (top_k, inner, cols));
+            // SAFETY: shapes were checked; tiles name slots of live rows alone.
+            unsafe { self.device.launch(call) }?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn experts_outer(
+        &mut self,
+        x: &CudaBuffer,
+        first: usize,
+        weight: &CudaStack,
+        routes: &CudaRoutes,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "experts_down";
+        let Routing { num_experts, top_k, .. } = routes.routing;
+        let (rows, width) = (routes.rows, out.width());
+        let (found, cols) = (weight.sizes(), weight.all.cols());
+        let wanted = (num_experts, width, cols);
+        ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
+        let end = first.saturating_add(cols);
+        ensure!(op, end <= x.width(), "columns {first}..{end} of x, {} wide", x.width());
+        let found = x.rows();
+        ensure!(op, found == rows * top_k, "x has {found} rows, not {rows} x {top_k}");
+        let mut from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::F32, op, "out")?.ptr;
+        out.set_rows(rows)?;
+        let w = weight.all.at();
+        if self.step.skips(op, [from.ptr.0, w.ptr.0, to.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = (x.rows_max() / top_k).min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        if first.is_multiple_of(8) {
+            from.ptr = from.ptr.offset(first * 2);
+        } else {
+            // Also of slots that nobody uses: there are as many as were launched for.
+            let slots = count * top_k;
+            let stride = cols.next_multiple_of(8);
+            let copy = Rows { ptr: self.scratch(Which::Narrow, slots * stride * 2)?, stride };
+            let call = launch::copy_columns(from, copy, first, cols, slots, DevicePtr::default());
+            // SAFETY: the scratch was made for it; the columns were checked.
+            unsafe { self.device.launch(call) }?;
+            from = copy;
+        }
+        for chunk in 0..routes.chunks(count) {
+            let own = routes.rows_of(count, chunk);
+            let made = self.scratch(Which::Wide, own.len() * top_k * width * 4)?;
+            let parts = Rows { ptr: made, stride: width };
+            let grouped = routes.grouped(count, chunk);
+            let first_slot = own.start * top_k;
+            let call = experts::down(from, w, parts, &grouped, (first_slot, width, cols));
+            // SAFETY: shapes were checked; tiles name slots of this chunk's live rows alone.
+            unsafe { self.device.launch(call) }?;
+            // Graphs have one chunk; a later one has as many rows as it is launched for.
+            let live = if chunk == 0 { live } else { DevicePtr::default() };
+            let weights = routes.weights.ptr().offset(first_slot * 4);
+            let sums = to.offset(own.start * width * 4);
+            let call = experts::sum(made, weights, sums, (own.len(), top_k, width), live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn download_routes(&mut self, routes: &CudaRoutes) -> Result<Choices, KernelError> {
+        let stream = &self.device.stream;
+        self.step.close(stream)?;
+        let slots = routes.rows * routes.routing.top_k;
+        let words = |memory: &DeviceMemory| -> Result<Vec<u32>, KernelError> {
+            let context = &self.device.context;
+            let mut host = super::memory::Pinned::<u32>::new(context, slots, "routes")?;
+            memory.download_pinned(stream, 0, &mut host, slots)?;
+            stream.synchronize()?;
+            Ok(host.as_slice()[..slots].to_vec())
+        };
+        let weights = words(&routes.weights)?.into_iter().map(f32::from_bits).collect();
+        Ok((words(&routes.experts)?, weights))
+    }
+}

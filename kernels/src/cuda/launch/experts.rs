@@ -1,0 +1,117 @@
+//! PURE: calls of the kernels of `kernels/cuda/experts.cu`.
+use super::{
+    Args, Call, DevicePtr, EXPERTS_DOWN, EXPERTS_GATE_UP, EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows,
+    SKINNY, by_rows, call, wide, words,
+};
+use crate::backend::Routing;
+
+/// Slots of some rows, grouped by expert.
+#[derive(Clone, Copy, Debug)]
+pub struct Grouped {
+    /// u32: slots in the order in which tiles name them.
+    pub slots: DevicePtr,
+    /// `TuttiExpertTile`
+    pub tiles: DevicePtr,
+    /// u32: how many.
+    pub num_tiles: DevicePtr,
+    /// How many there can be.
+    pub tiles_most: usize,
+    /// Slots of a tile at most: one of [`SKINNY`].
+    pub tile_slots: usize,
+}
+
+/// Slots of a tile that suit this many rows: as many as twice the mean of an expert's.
+#[must_use]
+pub fn tile_slots(rows: usize, routing: &Routing) -> usize {
+    let mean = (2 * rows * routing.top_k).div_ceil(routing.num_experts);
+    // No expert has more rows than there are.
+    by_rows(ROUTE, mean.min(rows)).1
+}
+
+/// Tiles that `slots` slots make at most, `tile_slots` in each.
+#[must_use]
+pub fn tiles_most(slots: usize, tile_slots: usize, num_experts: usize) -> usize {
+    slots.min(slots / tile_slots + num_experts)
+}
+
+/// `tutti_route`
+#[must_use]
+pub fn route(
+    logits: DevicePtr,
+    (experts, weights): (DevicePtr, DevicePtr),
+    routing: &Routing,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(logits).ptr(experts).ptr(weights);
+    let args = words(args, [routing.num_experts, routing.top_k]);
+    call(ROUTE, (rows, 1, 1), 32, args.u32(u32::from(routing.normalise)).ptr(live))
+}
+
+/// `tutti_group_experts`: `grouped` is where the first chunk's are; others follow, `tiles_stride`
+/// tiles and one count apart.
+#[must_use]
+pub fn group(
+    experts: DevicePtr,
+    grouped: &Grouped,
+    routing: &Routing,
+    (rows, chunk_rows, tiles_stride): (usize, usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(experts).ptr(grouped.slots).ptr(grouped.tiles);
+    let sizes =
+        [rows, routing.top_k, routing.num_experts, chunk_rows, grouped.tile_slots, tiles_stride];
+    let args = words(args.ptr(grouped.num_tiles), sizes).ptr(live);
+    call(GROUP_EXPERTS, (rows.div_ceil(chunk_rows), 1, 1), 1024, args)
+}
+
+fn variant(first: super::Entry, grouped: &Grouped) -> super::Entry {
+    let which = SKINNY.iter().position(|slots| *slots == grouped.tile_slots);
+    super::Entry(first.0 + which.unwrap_or(SKINNY.len() - 1))
+}
+
+/// `tutti_experts_gate_up_*`: W `[num_experts, 2, inner, k]`.
+#[must_use]
+pub fn gate_up(
+    x: Rows,
+    w: Rows,
+    out: Rows,
+    grouped: &Grouped,
+    (top_k, inner, k): (usize, usize, usize),
+) -> Call {
+    let args = Args::new().ptr(x.ptr).ptr(w.ptr).ptr(out.ptr);
+    let args = args.ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
+    let args = words(args, [top_k, inner, k, x.stride, w.stride, out.stride]);
+    let entry = variant(EXPERTS_GATE_UP, grouped);
+    call(entry, (inner.div_ceil(16), grouped.tiles_most, 1), 256, args)
+}
+
+/// `tutti_experts_down_*`: W `[num_experts, n, k]`; `out` begins with `first_slot`.
+#[must_use]
+pub fn down(
+    x: Rows,
+    w: Rows,
+    out: Rows,
+    grouped: &Grouped,
+    (first_slot, n, k): (usize, usize, usize),
+) -> Call {
+    let args = Args::new().ptr(x.ptr).ptr(w.ptr).ptr(out.ptr);
+    let args = args.ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
+    let args = words(args, [first_slot, n, k, x.stride, w.stride, out.stride]);
+    let features = if grouped.tile_slots <= 16 { 16 } else { 32 };
+    let entry = variant(EXPERTS_DOWN, grouped);
+    call(entry, (n.div_ceil(features), grouped.tiles_most, 1), 256, args)
+}
+
+/// `tutti_experts_sum`
+#[must_use]
+pub fn sum(
+    parts: DevicePtr,
+    weights: DevicePtr,
+    out: DevicePtr,
+    (rows, top_k, width): (usize, usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = words(Args::new().ptr(parts).ptr(weights).ptr(out), [top_k, width]);
+    wide(EXPERTS_SUM, width, rows, args.ptr(live))
+}

@@ -1,0 +1,124 @@
+//! Mixtures of experts, row by row and expert by expert.
+use super::{ReferenceBuffer, ReferenceMatrix, below, project, same};
+use crate::backend::{Buffer, Routing};
+use crate::error::KernelError;
+
+/// What rows chose.
+#[derive(Debug)]
+pub struct ReferenceRoutes {
+    pub(super) routing: Routing,
+    rows_max: usize,
+    /// Per row its experts and their weights.
+    pub(super) chosen: Vec<Vec<(usize, f32)>>,
+}
+
+impl ReferenceRoutes {
+    pub(super) fn new(rows_max: usize, routing: Routing) -> Result<Self, KernelError> {
+        routing.check()?;
+        Ok(Self { routing, rows_max, chosen: Vec::new() })
+    }
+}
+
+/// The experts of the largest probability, and their weights.
+fn choose(logits: &[f32], routing: &Routing) -> Vec<(usize, f32)> {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f32 = logits.iter().map(|logit| (logit - most).exp()).sum();
+    let mut all: Vec<(usize, f32)> =
+        logits.iter().map(|logit| (logit - most).exp() / sum).enumerate().collect();
+    // By logits, which tell apart what probabilities round to the same; stable, so that of equal ones
+    // the lowest number comes first. What is not a number comes last, both zeros are one.
+    let key = |i: usize| if logits[i].is_nan() { f32::NEG_INFINITY } else { logits[i] + 0.0 };
+    all.sort_by(|(a, _), (b, _)| key(*b).total_cmp(&key(*a)));
+    all.truncate(routing.top_k);
+    if routing.normalise {
+        let sum: f32 = all.iter().map(|(_, weight)| weight).sum();
+        all.iter_mut().for_each(|(_, weight)| *weight /= sum);
+    }
+    all
+}
+
+pub(super) fn route(
+    x: &ReferenceBuffer,
+    router: &ReferenceMatrix,
+    routes: &mut ReferenceRoutes,
+) -> Result<(), KernelError> {
+    let op = "route";
+    same(op, "width of the activations", x.width(), router.cols())?;
+    same(op, "rows of the router", router.rows(), routes.routing.num_experts)?;
+    below(op, "rows", x.rows(), routes.rows_max + 1)?;
+    let mut logits = vec![0.0; router.rows()];
+    routes.chosen.clear();
+    for i in 0..x.rows() {
+        project(x.row(i), router, None, &mut logits);
+        routes.chosen.push(choose(&logits, &routes.routing));
+    }
+    Ok(())
+}
+
+fn check_stack(
+    op: &'static str,
+    weight: &[ReferenceMatrix],
+    count: usize,
+    cols: usize,
+    rows: usize,
+) -> Result<(), KernelError> {
+    same(op, "number of matrices", weight.len(), count)?;
+    for matrix in weight {
+        same(op, "columns of a matrix", matrix.cols(), cols)?;
+        same(op, "rows of a matrix", matrix.rows(), rows)?;
+    }
+    Ok(())
+}
+
+pub(super) fn gate_up_silu(
+    x: &ReferenceBuffer,
+    weight: &[ReferenceMatrix],
+    routes: &ReferenceRoutes,
+    out: &mut ReferenceBuffer,
+) -> Result<(), KernelError> {
+    let op = "experts_gate_up_silu";
+    let Routing { num_experts, top_k, .. } = routes.routing;
+    let inner = out.width();
+    check_stack(op, weight, 2 * num_experts, x.width(), inner)?;
+    same(op, "rows of the activations", x.rows(), routes.chosen.len())?;
+    out.set_rows(x.rows() * top_k)?;
+    let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]);
+    for (row, chosen) in routes.chosen.iter().enumerate() {
+        for (j, &(expert, _)) in chosen.iter().enumerate() {
+            project(x.row(row), &weight[2 * expert], None, &mut gate);
+            project(x.row(row), &weight[2 * expert + 1], None, &mut up);
+            for ((y, g), u) in out.row_mut(row * top_k + j).iter_mut().zip(&gate).zip(&up) {
+                *y = g / (1.0 + (-g).exp()) * u;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn down(
+    x: &ReferenceBuffer,
+    first: usize,
+    weight: &[ReferenceMatrix],
+    routes: &ReferenceRoutes,
+    out: &mut ReferenceBuffer,
+) -> Result<(), KernelError> {
+    let op = "experts_down";
+    let Routing { num_experts, top_k, .. } = routes.routing;
+    let cols = weight.first().map_or(0, ReferenceMatrix::cols);
+    check_stack(op, weight, num_experts, cols, out.width())?;
+    below(op, "last column", first + cols, x.width() + 1)?;
+    same(op, "rows of the activations", x.rows(), routes.chosen.len() * top_k)?;
+    out.set_rows(routes.chosen.len())?;
+    let mut made = vec![0.0; out.width()];
+    for (row, chosen) in routes.chosen.iter().enumerate() {
+        out.row_mut(row).fill(0.0);
+        for (j, &(expert, share)) in chosen.iter().enumerate() {
+            let x = &x.row(row * top_k + j)[first..first + cols];
+            project(x, &weight[expert], None, &mut made);
+            for (y, made) in out.row_mut(row).iter_mut().zip(&made) {
+                *y += share * made;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! Mixtures of experts against the reference: choices, inner activations, weighted sums.
+use kernels::KernelError;
+use kernels::backend::{DType, HostMatrix, Routing};
+
+use crate::operations::{Case, ROUNDING, Random, Writable, bytes, input, matrix, poisoned};
+
+/// A layer's experts for some rows.
+pub(crate) struct Experts {
+    rows: usize,
+    hidden: usize,
+    inner: usize,
+    routing: Routing,
+    /// The first of the columns that the second product takes.
+    first: usize,
+}
+
+pub(crate) fn cases(quick: bool) -> Vec<Experts> {
+    let few = Routing { num_experts: 6, top_k: 2, normalise: true };
+    let many = Routing { num_experts: 128, top_k: 8, normalise: false };
+    let mut cases = vec![
+        Experts { rows: 1, hidden: 64, inner: 40, routing: few, first: 0 },
+        Experts { rows: 70, hidden: 64, inner: 40, routing: few, first: 3 },
+    ];
+    if !quick {
+        cases.extend([
+            Experts { rows: 1, hidden: 2048, inner: 768, routing: many, first: 0 },
+            Experts { rows: 33, hidden: 1000, inner: 200, routing: many, first: 8 },
+            // More than are grouped at a time: 8192 / 8 = 1024.
+            Experts { rows: 1500, hidden: 256, inner: 96, routing: many, first: 0 },
+            Experts { rows: 400, hidden: 512, inner: 300, routing: few, first: 0 },
+        ]);
+    }
+    cases
+}
+
+impl Case for Experts {
+    fn name(&self) -> String {
+        let Self { rows, hidden, inner, routing, first } = self;
+        let Routing { num_experts, top_k, .. } = routing;
+        format!(
+            "{top_k} of {num_experts} experts, {rows} x {hidden} -> {inner}, columns from {first}"
+        )
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        // Inner activations, of the order of one, are rounded on GPUs before they are added up.
+        (ROUNDING, 1e-2)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let Self { rows, hidden, inner, routing, first } = *self;
+        let mut random = Random(11);
+        let x = input(backend, &random.vec(rows * hidden), hidden)?;
+        let router = matrix(backend, &random.vec(routing.num_experts * hidden), hidden)?;
+        // Exact in bf16, and small enough that sums stay of the order of one.
+        let scale = |n: usize| 0.5f32.powi(n.ilog2() as i32 / 2);
+        let mut stack = |backend: &mut B, count: usize, rows: usize, cols: usize| {
+            let values = random.vec(count * rows * cols);
+            let small: Vec<f32> = values.iter().map(|x| x * scale(cols)).collect();
+            let data = bytes(&small);
+            let matrices: Vec<_> = data
+                .chunks(rows * cols * 2)
+                .map(|data| HostMatrix {
+                    data,
+                    dtype: DType::Bf16,
+                    rows,
+                    cols,
+                    col_start: 0,
+                    row_stride: cols,
+                })
+                .collect();
+            backend.load_stack(&matrices)
+        };
+        let gate_up = stack(backend, 2 * routing.num_experts, inner, hidden)?;
+        let down = stack(backend, routing.num_experts, hidden, inner - first)?;
+        let mut routes = backend.new_routes(rows, routing)?;
+        backend.route(&x, &router, &mut routes)?;
+        let mut middle = poisoned(backend, rows * routing.top_k, inner, true)?;
+        backend.experts_gate_up_silu(&x, &gate_up, &routes, &mut middle)?;
+        let mut out = poisoned(backend, rows, hidden, false)?;
+        backend.experts_down(&middle, first, &down, &routes, &mut out)?;
+        let (experts, mut values) = backend.read_routes(&routes)?;
+        values.extend(experts.into_iter().map(|expert| expert as f32));
+        values.extend(backend.read_buffer(&middle)?);
+        values.extend(backend.read_buffer(&out)?);
+        Ok(values)
+    }
+}

@@ -1,0 +1,326 @@
+//! Emulated kernels of mixtures of experts: choices, groups and sums against their definitions, and a
+//! slot's product against sums in f64, the same bits in every variant.
+use crate::cuda_emulation::{
+    Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, read_u32, rounded_all,
+    u32s,
+};
+use crate::support::{Random, assert_close, bits};
+
+/// Runs `tutti_route`.
+fn route(logits: &[f32], experts: usize, top_k: usize, normalise: bool, live: Arg) -> Chosen {
+    let rows = logits.len() / experts;
+    let args = [
+        f32s(logits),
+        poison_f32(rows * top_k),
+        poison_f32(rows * top_k),
+        Arg::U32(experts as u32),
+        Arg::U32(top_k as u32),
+        Arg::U32(u32::from(normalise)),
+        live,
+    ];
+    let results = launch("tutti_route", [rows, 1, 1], 32).run(&args);
+    (read_u32(&results[1]), read_f32(&results[2]))
+}
+
+type Chosen = (Vec<u32>, Vec<f32>);
+
+#[test]
+fn rows_choose_the_largest_ties_by_number() {
+    let mut random = Random(71);
+    for (experts, top_k, normalise) in
+        [(1, 1, true), (3, 3, false), (40, 8, true), (128, 8, false), (1024, 32, true)]
+    {
+        let rows = 3;
+        // Few values, so that many are equal.
+        let logits: Vec<f32> =
+            (0..rows * experts).map(|_| random.below(experts / 2 + 2) as f32 * 0.25).collect();
+        let (chosen, weights) = route(&logits, experts, top_k, normalise, u32s(&[2]));
+        for row in 0..rows {
+            let own = row * top_k..(row + 1) * top_k;
+            if row == 2 {
+                assert!(chosen[own].iter().all(|expert| *expert == u32::MAX), "not live");
+                continue;
+            }
+            let logits = &logits[row * experts..][..experts];
+            let mut want: Vec<u32> = (0..experts as u32).collect();
+            want.sort_by(|a, b| logits[*b as usize].total_cmp(&logits[*a as usize]));
+            want.truncate(top_k);
+            assert_eq!(chosen[own.clone()], want, "{experts} {top_k}");
+            let e = |expert: u32| f64::from(logits[expert as usize]).exp();
+            let sum: f64 = match normalise {
+                true => want.iter().map(|expert| e(*expert)).sum(),
+                false => (0..experts as u32).map(e).sum(),
+            };
+            for (expert, weight) in want.into_iter().zip(&weights[own]) {
+                assert_close(*weight, e(expert) / sum, 1e-6, "weight");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_not_a_number_is_chosen_last() {
+    let logits = [f32::NAN, 1.0, f32::NAN, f32::NEG_INFINITY, 2.0];
+    let (chosen, weights) = route(&logits, 5, 5, true, Arg::Null);
+    assert_eq!(chosen, [4, 1, 0, 2, 3]);
+    let e = std::f64::consts::E;
+    assert_close(weights[0], e / (e + 1.0), 1e-6, "the larger one");
+}
+
+/// What `tutti_group_experts` makes of one chunk: (expert, slots) of every tile.
+type Tiles = Vec<(u32, Vec<u32>)>;
+
+struct Group<'a> {
+    experts: &'a [u32],
+    top_k: usize,
+    num_experts: usize,
+    chunk_rows: usize,
+    tile_slots: usize,
+    live: Option<usize>,
+}
+
+impl Group<'_> {
+    fn stride(&self) -> usize {
+        let slots = self.chunk_rows * self.top_k;
+        slots.min(slots / self.tile_slots + self.num_experts)
+    }
+
+    /// slots, tiles and their numbers, as the kernel leaves them.
+    fn run(&self) -> [Vec<u32>; 3] {
+        let rows = self.experts.len() / self.top_k;
+        let chunks = rows.div_ceil(self.chunk_rows);
+        let stride = self.stride();
+        let mut args = vec![
+            u32s(self.experts),
+            poison_f32(self.experts.len()),
+            poison_f32(chunks * stride * 3),
+            poison_f32(chunks),
+        ];
+        let sizes = [rows, self.top_k, self.num_experts, self.chunk_rows, self.tile_slots, stride];
+        args.extend(sizes.map(|n| Arg::U32(n as u32)));
+        args.push(self.live.map_or(Arg::Null, |live| u32s(&[live as u32])));
+        let results = launch("tutti_group_experts", [chunks, 1, 1], 1024).run(&args);
+        [1, 2, 3].map(|i| read_u32(&results[i]))
+    }
+
+    fn tiles(&self) -> Vec<Tiles> {
+        let [slots, tiles, counts] = self.run();
+        let chunk = |(index, count): (usize, &u32)| {
+            let own = tiles[index * self.stride() * 3..].as_chunks::<3>().0;
+            own[..*count as usize]
+                .iter()
+                .map(|&[expert, first, len]| {
+                    (expert, slots[first as usize..][..len as usize].to_vec())
+                })
+                .collect()
+        };
+        counts.iter().enumerate().map(chunk).collect()
+    }
+}
+
+#[test]
+fn groups_have_every_live_slot_once_by_expert() {
+    let mut random = Random(72);
+    for (rows, top_k, num_experts, chunk_rows, tile_slots, live) in [
+        (1, 8, 128, 1024, 8, None),
+        (1, 1, 1, 1, 8, None),
+        (70, 2, 5, 32, 8, None),
+        (64, 3, 40, 64, 16, Some(13)),
+        (50, 4, 1024, 20, 64, Some(20)),
+        (30, 1, 2, 30, 8, Some(0)),
+    ] {
+        let experts: Vec<u32> = (0..rows)
+            .flat_map(|_| {
+                // Different ones within a row.
+                let first = random.below(num_experts);
+                (0..top_k).map(move |j| ((first + j * 7) % num_experts) as u32)
+            })
+            .collect();
+        let group = Group { experts: &experts, top_k, num_experts, chunk_rows, tile_slots, live };
+        let live = live.unwrap_or(rows).min(rows);
+        for (index, tiles) in group.tiles().into_iter().enumerate() {
+            let first = (index * chunk_rows).min(live) * top_k;
+            let end = ((index + 1) * chunk_rows).min(live) * top_k;
+            let mut want: Vec<u32> = (first as u32..end as u32).collect();
+            want.sort_by_key(|slot| experts[*slot as usize]);
+            let all: Vec<u32> = tiles.iter().flat_map(|tile| tile.1.clone()).collect();
+            assert_eq!(all, want, "{rows} rows, chunk {index}");
+            assert!(tiles.len() <= group.stride());
+            for (i, (expert, slots)) in tiles.iter().enumerate() {
+                assert!((1..=tile_slots).contains(&slots.len()));
+                assert!(slots.iter().all(|slot| experts[*slot as usize] == *expert));
+                // Only an expert's last tile is not full.
+                let next = tiles.get(i + 1).map(|tile| tile.0);
+                assert!(slots.len() == tile_slots || next != Some(*expert));
+            }
+        }
+    }
+}
+
+/// Slots of 5 experts, 2 for each row.
+struct Products {
+    rows: usize,
+    k: usize,
+    experts: Vec<u32>,
+    x: Vec<f32>,
+    w: Vec<f32>,
+}
+
+const EXPERTS: usize = 5;
+
+impl Products {
+    fn random(random: &mut Random, rows: usize, inner: usize, k: usize) -> Self {
+        // One expert has most, one has none.
+        let experts = (0..rows).flat_map(|row| [0, 1 + (row % 3) as u32]).collect();
+        let x = rounded_all(&random.vec(rows * k));
+        let w = rounded_all(&random.vec(EXPERTS * 2 * inner * k));
+        Self { rows, k, experts, x, w }
+    }
+
+    fn padded(values: &[f32], width: usize) -> (Arg, Arg) {
+        let stride = width.next_multiple_of(8) + 8;
+        let padding = vec![f32::NAN; stride - width];
+        let rows = values.chunks(width).flat_map(|row| [row, &padding].concat());
+        (bf16s(&rows.collect::<Vec<_>>()), Arg::U32(stride as u32))
+    }
+
+    fn grouped(&self, tile_slots: usize, live: usize) -> ([Arg; 3], usize) {
+        let group = Group {
+            experts: &self.experts,
+            top_k: 2,
+            num_experts: EXPERTS,
+            chunk_rows: self.rows,
+            tile_slots,
+            live: Some(live),
+        };
+        (group.run().map(|words| u32s(&words)), group.stride())
+    }
+
+    fn dot(&self, x: &[f32], row: usize) -> (f64, f64) {
+        let w = &self.w[row * self.k..][..self.k];
+        let terms = x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w));
+        terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()))
+    }
+}
+
+#[test]
+fn gate_and_up_of_every_slot() {
+    let mut random = Random(73);
+    for (rows, inner, k) in [(3, 20, 40), (70, 33, 300), (9, 16, 1031)] {
+        let all = Products::random(&mut random, rows, inner, k);
+        let live = rows - 1;
+        let mut first: Option<Vec<u32>> = None;
+        for number in [8, 16, 32, 64] {
+            let ([slots, tiles, count], most) = all.grouped(number, live);
+            let ((x, x_stride), (w, w_stride)) =
+                (Products::padded(&all.x, k), Products::padded(&all.w, k));
+            let args = [
+                x,
+                w,
+                poison_bf16(2 * rows * (inner + 1)),
+                slots,
+                tiles,
+                count,
+                Arg::U32(2),
+                Arg::U32(inner as u32),
+                Arg::U32(k as u32),
+                x_stride,
+                w_stride,
+                Arg::U32(inner as u32 + 1),
+            ];
+            let name = format!("tutti_experts_gate_up_{number}");
+            let grid = [inner.div_ceil(16), most, 1];
+            let out = read_bf16(&launch(&name, grid, 256).run(&args)[2]);
+            for (slot, out) in out.chunks(inner + 1).enumerate() {
+                assert!(out[inner].is_nan());
+                if slot / 2 >= live {
+                    assert!(out.iter().all(|x| x.is_nan()), "slot {slot} is not live");
+                    continue;
+                }
+                let x = &all.x[slot / 2 * k..][..k];
+                let row = all.experts[slot] as usize * 2 * inner;
+                for (i, got) in out[..inner].iter().enumerate() {
+                    let (gate, gate_size) = all.dot(x, row + i);
+                    let (up, up_size) = all.dot(x, row + inner + i);
+                    let want = gate / (1.0 + (-gate).exp()) * up;
+                    let error =
+                        2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
+                    assert_close(*got, want, error + want.abs() / 250.0, format!("slot {slot}"));
+                }
+            }
+            let out = bits(&out);
+            assert_eq!(*first.get_or_insert_with(|| out.clone()), out, "variant {number}");
+        }
+    }
+}
+
+#[test]
+fn down_of_every_slot() {
+    let mut random = Random(74);
+    for (rows, n, k) in [(3, 40, 20), (70, 66, 136)] {
+        let mut all = Products::random(&mut random, rows, n, k);
+        all.x = rounded_all(&random.vec(2 * rows * k));
+        let mut first: Option<Vec<u32>> = None;
+        for number in [8, 16, 32, 64] {
+            let ([slots, tiles, count], most) = all.grouped(number, rows);
+            let weights = &all.w[..EXPERTS * n * k];
+            let ((x, x_stride), (w, w_stride)) =
+                (Products::padded(&all.x, k), Products::padded(weights, k));
+            let args = [
+                x,
+                w,
+                poison_f32(2 * rows * n),
+                slots,
+                tiles,
+                count,
+                Arg::U32(0),
+                Arg::U32(n as u32),
+                Arg::U32(k as u32),
+                x_stride,
+                w_stride,
+                Arg::U32(n as u32),
+            ];
+            let name = format!("tutti_experts_down_{number}");
+            let features = if number <= 16 { 16 } else { 32 };
+            let grid = [n.div_ceil(features), most, 1];
+            let out = read_f32(&launch(&name, grid, 256).run(&args)[2]);
+            for (slot, out) in out.chunks(n).enumerate() {
+                let x = &all.x[slot * k..][..k];
+                for (i, got) in out.iter().enumerate() {
+                    let (want, size) = all.dot(x, all.experts[slot] as usize * n + i);
+                    assert_close(*got, want, size * 1e-6, format!("slot {slot}"));
+                }
+            }
+            let out = bits(&out);
+            assert_eq!(*first.get_or_insert_with(|| out.clone()), out, "variant {number}");
+        }
+    }
+}
+
+#[test]
+fn experts_are_weighted_and_added_in_order() {
+    let mut random = Random(75);
+    for (rows, top_k, width) in [(3, 2, 8), (2, 8, 1030), (1, 1, 5)] {
+        let parts = random.vec(rows * top_k * width);
+        let weights = random.vec(rows * top_k);
+        let args = [
+            f32s(&parts),
+            f32s(&weights),
+            poison_f32(rows * width),
+            Arg::U32(top_k as u32),
+            Arg::U32(width as u32),
+            u32s(&[rows as u32]),
+        ];
+        let grid = [rows, width.div_ceil(1024), 1];
+        let out = read_f32(&launch("tutti_experts_sum", grid, 256).run(&args)[2]);
+        for (i, got) in out.iter().enumerate() {
+            let (row, column) = (i / width, i % width);
+            let mut want = 0.0f32;
+            for j in 0..top_k {
+                let slot = row * top_k + j;
+                want += weights[slot] * parts[slot * width + column];
+            }
+            assert_eq!(got.to_bits(), want.to_bits(), "row {row}, column {column}");
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! Mixtures of experts on CPUs: against a naive version in f64 and the reference backend; and law 7:
+//! a row's bits depend on no other row, nor on the threads.
+use kernels::KernelError;
+use kernels::backend::{Backend, Buffer, DType, HostMatrix, Routing};
+use kernels::collective::single_rank;
+use kernels::cpu::{CpuBackend, CpuRoutes, CpuStack, Isa, Precision};
+use kernels::reference::ReferenceBackend;
+
+use crate::support::{
+    Random, Weight, as_taken, assert_close, backend_in, bits, buffer, isas, poisoned, variants,
+};
+
+const TOLERANCE: f64 = 1.5e-5;
+
+/// A layer's experts, as numbers.
+pub(crate) struct Layer {
+    pub(crate) routing: Routing,
+    pub(crate) hidden: usize,
+    pub(crate) inner: usize,
+    pub(crate) router: Weight,
+    /// Gate, up, gate, up, ..
+    pub(crate) gate_up: Vec<Weight>,
+    pub(crate) down: Vec<Weight>,
+}
+
+/// What a backend has made of one.
+struct Loaded {
+    router: kernels::cpu::CpuMatrix,
+    gate_up: CpuStack,
+    down: CpuStack,
+}
+
+fn hosts(weights: &[Weight]) -> Vec<HostMatrix<'_>> {
+    weights.iter().map(Weight::host).collect()
+}
+
+impl Layer {
+    pub(crate) fn random(
+        random: &mut Random,
+        routing: Routing,
+        hidden: usize,
+        inner: usize,
+    ) -> Self {
+        let experts = routing.num_experts;
+        let mut many = |count: usize, rows: usize, cols: usize| {
+            (0..count).map(|_| Weight::random(random, rows, cols)).collect::<Vec<_>>()
+        };
+        let router = many(1, experts, hidden).remove(0);
+        let (gate_up, down) = (many(2 * experts, inner, hidden), many(experts, hidden, inner));
+        Self { routing, hidden, inner, router, gate_up, down }
+    }
+
+    fn load(&self, backend: &mut CpuBackend) -> Loaded {
+        Loaded {
+            router: self.router.load(backend),
+            gate_up: backend.load_stack(&hosts(&self.gate_up)).unwrap(),
+            down: backend.load_stack(&hosts(&self.down)).unwrap(),
+        }
+    }
+
+    /// All of it: choices, inner activations, result.
+    fn run(
+        &self,
+        backend: &mut CpuBackend,
+        loaded: &Loaded,
+        x: &[f32],
+    ) -> (CpuRoutes, Vec<f32>, Vec<f32>) {
+        let rows = x.len() / self.hidden;
+        let input = buffer(backend, x, self.hidden);
+        let mut routes = backend.new_routes(rows + 2, self.routing).unwrap();
+        backend.route(&input, &loaded.router, &mut routes).unwrap();
+        let mut inner = poisoned(backend, rows * self.routing.top_k + 1, self.inner);
+        backend.experts_gate_up_silu(&input, &loaded.gate_up, &routes, &mut inner).unwrap();
+        assert_eq!(inner.rows(), rows * self.routing.top_k);
+        let mut out = poisoned(backend, rows + 1, self.hidden);
+        backend.experts_down(&inner, 0, &loaded.down, &routes, &mut out).unwrap();
+        assert_eq!(out.rows(), rows);
+        (routes, inner.values().to_vec(), out.values().to_vec())
+    }
+
+    /// The experts of one row and their weights, in f64.
+    pub(crate) fn choose(&self, x: &[f32]) -> Vec<(usize, f64)> {
+        let logits: Vec<f64> = self.router.product(x, None).into_iter().map(|(x, _)| x).collect();
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+        order.truncate(self.routing.top_k);
+        let sum = |experts: &mut dyn Iterator<Item = usize>| {
+            experts.map(|expert| logits[expert].exp()).sum::<f64>()
+        };
+        let all = match self.routing.normalise {
+            true => sum(&mut order.iter().copied()),
+            false => sum(&mut (0..logits.len())),
+        };
+        order.into_iter().map(|expert| (expert, logits[expert].exp() / all)).collect()
+    }
+
+    /// The inner activations of a row at an expert, and their sizes.
+    pub(crate) fn inner_of(&self, x: &[f32], expert: usize) -> Vec<(f64, f64)> {
+        let gate = self.gate_up[2 * expert].product(x, None);
+        let up = self.gate_up[2 * expert + 1].product(x, None);
+        let both = gate.into_iter().zip(up);
+        both.map(|((gate, gate_size), (up, up_size))| {
+            let size = gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs());
+            (gate / (1.0 + (-gate).exp()) * up, size)
+        })
+        .collect()
+    }
+}
+
+const fn routing(num_experts: usize, top_k: usize, normalise: bool) -> Routing {
+    Routing { num_experts, top_k, normalise }
+}
+
+#[test]
+fn experts_match_the_naive_version() {
+    let mut random = Random(61);
+    for (isa, precision) in variants() {
+        for (routing, hidden, inner) in [
+            (routing(1, 1, true), 5, 3),
+            (routing(4, 2, true), 33, 64),
+            (routing(9, 3, false), 40, 20),
+            (routing(70, 8, true), 66, 130),
+        ] {
+            let layer = Layer::random(&mut random, routing, hidden, inner);
+            let mut backend = backend_in(isa, precision, 2);
+            let loaded = layer.load(&mut backend);
+            for rows in [1, 2, 7, 40] {
+                let x: Vec<f32> = random.vec(rows * hidden);
+                let (routes, inner, out) = layer.run(&mut backend, &loaded, &x);
+                let (experts, weights) = backend.read_routes(&routes).unwrap();
+                for (row, x) in x.chunks(hidden).enumerate() {
+                    let at = format!("{isa} {precision} {routing:?} row {row} of {rows}");
+                    // Rows choose by f32, whatever products take.
+                    let chosen = layer.choose(x);
+                    let taken = as_taken(precision, x);
+                    let mut want = vec![(0.0, 0.0); hidden];
+                    for (j, (expert, weight)) in chosen.into_iter().enumerate() {
+                        let slot = row * routing.top_k + j;
+                        assert_eq!(experts[slot] as usize, expert, "{at}");
+                        assert_close(weights[slot], weight, 1e-4, &at);
+                        let own = &inner[slot * layer.inner..][..layer.inner];
+                        for (got, (want, size)) in own.iter().zip(layer.inner_of(&taken, expert)) {
+                            assert_close(*got, want, TOLERANCE * size + 1e-6, &at);
+                        }
+                        let down = layer.down[expert].product(&as_taken(precision, own), None);
+                        for (want, (made, size)) in want.iter_mut().zip(down) {
+                            want.0 += f64::from(weights[slot]) * made;
+                            want.1 += f64::from(weights[slot]) * size;
+                        }
+                    }
+                    let out = &out[row * hidden..][..hidden];
+                    for (got, (want, size)) in out.iter().zip(want) {
+                        assert_close(*got, want, TOLERANCE * size + 1e-6, &at);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_reference_makes_the_same() {
+    let mut random = Random(62);
+    for routing in [routing(6, 2, true), routing(11, 4, false)] {
+        let layer = Layer::random(&mut random, routing, 24, 20);
+        let mut cpu = backend_in(Isa::Portable, Precision::Float32, 1);
+        let loaded = layer.load(&mut cpu);
+        let x = random.vec(9 * 24);
+        let (routes, inner, out) = layer.run(&mut cpu, &loaded, &x);
+        let (experts, weights) = cpu.read_routes(&routes).unwrap();
+
+        let mut reference = ReferenceBackend::new(single_rank());
+        let router = reference.load_matrix(&[layer.router.host()]).unwrap();
+        let gate_up = reference.load_stack(&hosts(&layer.gate_up)).unwrap();
+        let down = reference.load_stack(&hosts(&layer.down)).unwrap();
+        let mut input = reference.new_buffer(9, 24).unwrap();
+        input.values_mut().copy_from_slice(&x);
+        let mut found = reference.new_routes(9, routing).unwrap();
+        reference.route(&input, &router, &mut found).unwrap();
+        let (same, close) = reference.read_routes(&found).unwrap();
+        assert_eq!(experts, same);
+        let mut middle = reference.new_buffer(9 * routing.top_k, 20).unwrap();
+        reference.experts_gate_up_silu(&input, &gate_up, &found, &mut middle).unwrap();
+        let mut sum = reference.new_buffer(9, 24).unwrap();
+        reference.experts_down(&middle, 0, &down, &found, &mut sum).unwrap();
+        for (a, b) in [(&weights, &close), (&inner, &middle.values().to_vec())]
+            .into_iter()
+            .chain([(&out, &sum.values().to_vec())])
+            .flat_map(|(a, b)| a.iter().zip(b))
+        {
+            assert_close(*a, f64::from(*b), 2e-4, "reference");
+        }
+    }
+}
+
+#[test]
+fn a_rows_bits_depend_on_no_other_row_and_not_on_threads() {
+    let mut random = Random(63);
+    // More rows than are computed at a time: 8192 / 30 = 273.
+    let many = Layer::random(&mut random, routing(40, 30, false), 34, 9);
+    let wide = Layer::random(&mut random, routing(7, 3, true), 1100, 70);
+    for (isa, precision) in variants() {
+        for (layer, rows) in [(&many, 300), (&wide, 90)] {
+            let x = random.vec(rows * layer.hidden);
+            let mut first: Option<Vec<u32>> = None;
+            for (threads, at_a_time) in [(1, rows), (2, 1), (3, rows), (2, 7), (1, 64)] {
+                let mut backend = backend_in(isa, precision, threads);
+                let loaded = layer.load(&mut backend);
+                let all: Vec<u32> = x
+                    .chunks(at_a_time * layer.hidden)
+                    .flat_map(|x| bits(&layer.run(&mut backend, &loaded, x).2))
+                    .collect();
+                let same = *first.get_or_insert_with(|| all.clone()) == all;
+                assert!(same, "{isa} {precision} {threads} threads, {at_a_time} rows");
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_of_the_columns_add_up() {
+    let mut random = Random(64);
+    let layer = Layer::random(&mut random, routing(5, 2, true), 32, 24);
+    for isa in isas() {
+        let mut backend = backend_in(isa, Precision::Float32, 2);
+        let loaded = layer.load(&mut backend);
+        let x = random.vec(6 * 32);
+        let (routes, inner, whole) = layer.run(&mut backend, &loaded, &x);
+        let inner = buffer(&mut backend, &inner, 24);
+        let mut sum = vec![0.0; whole.len()];
+        for first in [0, 12] {
+            let mut parts = hosts(&layer.down);
+            parts.iter_mut().for_each(|part| (part.cols, part.col_start) = (12, first));
+            let down = backend.load_stack(&parts).unwrap();
+            let mut out = poisoned(&mut backend, 6, 32);
+            backend.experts_down(&inner, first, &down, &routes, &mut out).unwrap();
+            sum.iter_mut().zip(out.values()).for_each(|(sum, part)| *sum += part);
+        }
+        for (a, b) in sum.iter().zip(&whole) {
+            assert_close(*a, f64::from(*b), 1e-4, isa);
+        }
+    }
+}
+
+#[test]
+fn experts_that_do_not_fit_are_errors() {
+    let mut backend = backend_in(Isa::Portable, Precision::Float32, 1);
+    for bad in [routing(4, 0, true), routing(4, 5, true), routing(1025, 1, true)] {
+        let error = backend.new_routes(1, bad).err().unwrap().to_string();
+        assert!(error.contains("experts cannot be chosen"), "{error}");
+    }
+    let layer = Layer::random(&mut Random(65), routing(3, 2, true), 8, 6);
+    let loaded = layer.load(&mut backend);
+    let x = buffer(&mut backend, &[0.5; 16], 8);
+    let mut routes = backend.new_routes(1, layer.routing).unwrap();
+    let refused = |result: Result<(), KernelError>| {
+        assert!(matches!(result, Err(KernelError::Shape { .. })), "{result:?}");
+    };
+    refused(backend.route(&x, &loaded.router, &mut routes));
+    let mut routes = backend.new_routes(2, layer.routing).unwrap();
+    let mut inner = backend.new_buffer(4, 6).unwrap();
+    // Nothing is routed yet.
+    refused(backend.experts_gate_up_silu(&x, &loaded.gate_up, &routes, &mut inner));
+    backend.route(&x, &loaded.router, &mut routes).unwrap();
+    refused(backend.experts_gate_up_silu(&x, &loaded.down, &routes, &mut inner));
+    backend.experts_gate_up_silu(&x, &loaded.gate_up, &routes, &mut inner).unwrap();
+    let mut out = backend.new_buffer(2, 8).unwrap();
+    refused(backend.experts_down(&inner, 1, &loaded.down, &routes, &mut out));
+    refused(backend.experts_down(&inner, 0, &loaded.gate_up, &routes, &mut out));
+    let mut narrow = backend.new_buffer(2, 7).unwrap();
+    refused(backend.experts_down(&inner, 0, &loaded.down, &routes, &mut narrow));
+    backend.experts_down(&inner, 0, &loaded.down, &routes, &mut out).unwrap();
+    let other = Weight::random(&mut Random(66), 5, 8);
+    let two = [layer.gate_up[0].host(), other.host()];
+    assert!(matches!(backend.load_stack(&two), Err(KernelError::Shape { .. })));
+    assert!(matches!(backend.load_stack(&[]), Err(KernelError::Shape { .. })));
+    assert_eq!(two[0].dtype, DType::Bf16);
+}

@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Makes the variants with experts (mixtral, qwen3-moe, qwen3-moe-stacked) and their golden.json.
+
+Random weights, but for the routers: an expert is chosen by the direction that it has in the embedding,
+and every token has the directions of as many experts as it is sent to. So no choice hangs on rounding:
+golden.json says how small the gap between the last chosen and the first not chosen expert gets.
+Needs torch and transformers 5; tokenizer and templates are those of the variant qwen3.
+usage: make_experts.py OUT_DIR        (SEEDS=12 seeds are tried for each)
+"""
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
+
+HERE = Path(__file__).resolve().parent
+# How much of what layers add in the routers' directions stays.
+KEPT = 0.01
+torch.set_num_threads(1)
+
+BASE = dict(
+    vocab_size=384, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0, hidden_act="silu",
+)
+
+
+def rope(theta):
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+VARIANTS = {
+    "mixtral": (
+        MixtralConfig(
+            **BASE, num_hidden_layers=2, intermediate_size=64, rms_norm_eps=1e-5,
+            num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=False,
+            sliding_window=None, rope_parameters=rope(1000000.0),
+        ),
+        {"old": True},
+    ),
+    # Its second layer is dense; experts of a width that is no multiple of a vector's.
+    "qwen3-moe": (
+        Qwen3MoeConfig(
+            **BASE, num_hidden_layers=3, intermediate_size=128, moe_intermediate_size=40,
+            head_dim=32, rms_norm_eps=1e-6, num_experts=10, num_experts_per_tok=4,
+            norm_topk_prob=True, mlp_only_layers=[1], tie_word_embeddings=False,
+            rope_parameters=rope(1000000.0),
+        ),
+        {"old": True},
+    ),
+    # Every second layer has experts, whose weights do not add up to one; saved as transformers 5
+    # holds them, all experts in one tensor.
+    "qwen3-moe-stacked": (
+        Qwen3MoeConfig(
+            **BASE, num_hidden_layers=4, intermediate_size=128, moe_intermediate_size=32,
+            head_dim=16, rms_norm_eps=1e-6, num_experts=6, num_experts_per_tok=3,
+            norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=False,
+            rope_parameters=rope(10000.0),
+        ),
+        {"old": False},
+    ),
+}
+PROMPTS = [
+    ("one", "A"),
+    ("short", "Hello, world!"),
+    ("mid", "The quick brown fox jumps over the lazy dog. 0123456789"),
+    ("long", "One morning the bear and the owl went to the river to look for a lost key. " * 3),
+    ("unicode", "\u00e9\u4f60\U0001f98a"),
+    ("chat", [{"role": "user", "content": "Hi!"}]),
+]
+
+
+def initialised(config, seed):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    experts, chosen = config.num_local_experts, config.num_experts_per_tok
+    directions = torch.linalg.qr(torch.randn(config.hidden_size, experts))[0].T
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("norm.weight"):
+                p.copy_(1 + 0.04 * torch.randn_like(p))
+            elif "embed" in name:
+                sent = torch.rand(p.shape[0], experts).argsort(1)[:, :chosen]
+                strength = torch.zeros(p.shape[0], experts)
+                strength.scatter_(1, sent, 1.6 + 0.8 * torch.rand(p.shape[0], chosen))
+                p.copy_(0.2 * torch.randn_like(p) + strength @ directions)
+            elif "lm_head" in name:
+                p.copy_(0.35 * torch.randn_like(p))
+            elif name.endswith("mlp.gate.weight"):
+                p.copy_(0.8 * directions + 0.01 * torch.randn_like(p))
+            elif "o_proj" in name or "down_proj" in name:
+                # Little of what layers add to the residual stream lies in the routers' directions.
+                made = 1.6 * torch.randn_like(p) / p.shape[-1] ** 0.5
+                p.copy_(made - (1 - KEPT) * directions.T @ (directions @ made))
+            else:
+                p.copy_(1.1 * torch.randn_like(p) / p.shape[-1] ** 0.5)
+    return model.to(torch.bfloat16)
+
+
+def logits_and_routing(model, ids):
+    """Logits of every position, and each position's smallest gap of router logits over the layers."""
+    top = model.config.num_experts_per_tok
+    gaps, hooks = [], []
+
+    def look(_module, _inputs, outputs):
+        ordered = outputs[0].float().sort(-1, descending=True).values
+        gaps.append((ordered[:, top - 1] - ordered[:, top]) / ordered.std(-1))
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            hooks.append(module.register_forward_hook(look))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    for hook in hooks:
+        hook.remove()
+    return logits, torch.stack(gaps).min(0).values
+
+
+def greedy(model, ids, count):
+    ids = list(ids)
+    new, logprobs, gaps, top5, routing = [], [], [], None, 9.0
+    for _ in range(count):
+        logits, routed = logits_and_routing(model, ids)
+        routing = min(routing, float(routed.min()))
+        values, tokens = torch.log_softmax(logits[-1], -1).topk(5)
+        if top5 is None:
+            top5 = [(int(t), round(float(v), 5)) for v, t in zip(values, tokens)]
+        new.append(int(tokens[0]))
+        logprobs.append(round(float(values[0]), 5))
+        gaps.append(round(float(values[0] - values[1]), 5))
+        ids.append(new[-1])
+    return new, logprobs, gaps, top5, routing
+
+
+def prompt_ids(tokenizer, prompt):
+    if isinstance(prompt, str):
+        return None, tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def quality(model, tokenizer):
+    """How far rounding is from changing a choice; nothing for a model that only repeats itself."""
+    model = model.float().eval()
+    worst, varied = 9.0, 0
+    for _, prompt in PROMPTS:
+        new, _, gaps, _, routing = greedy(model, prompt_ids(tokenizer, prompt)[1], 32)
+        worst = min(worst, min(gaps), routing / 20)
+        varied += len(set(new))
+        if worst < 0.004:
+            return worst
+    return worst if varied / len(PROMPTS) > 10 else worst * 1e-3
+
+
+def goldens(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def load(dtype):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        return model.eval()
+
+    model, rounded = load(torch.float32), load(torch.bfloat16)
+    end = model.generation_config.eos_token_id
+    cases = []
+    for name, prompt in PROMPTS:
+        rendered, ids = prompt_ids(tokenizer, prompt)
+        if rendered is None:
+            case = {"name": name, "kind": "text", "text": prompt, "add_special_tokens": True}
+        else:
+            case = {"name": name, "kind": "chat", "messages": prompt, "rendered": rendered,
+                    "add_special_tokens": False}
+        logprobs = torch.log_softmax(logits_and_routing(model, ids)[0], -1)
+        new, greedy_logprobs, gaps, top5, routing = greedy(model, ids, 32)
+        other = greedy(rounded, ids, 32)[0]
+        cached = model.generate(
+            input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=32, do_sample=False, temperature=None, top_p=None, eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(ids):].tolist()
+        first = [{"id": t, "token": tokenizer.convert_ids_to_tokens(t), "logprob": v} for t, v in top5]
+        case.update(
+            prompt_ids=ids,
+            prompt_logprobs=[None] + [round(float(logprobs[i, t]), 5) for i, t in enumerate(ids[1:])],
+            first_step_top5=first,
+            greedy_ids=new,
+            greedy_logprobs=greedy_logprobs,
+            greedy_text=tokenizer.decode(new, skip_special_tokens=False),
+            greedy_stop_index=next((i for i, t in enumerate(new) if t in end), None),
+            greedy_top1_top2_gap=gaps,
+            min_gap=min(gaps),
+            min_routing_gap=round(routing, 5),
+            bf16_compute_agree_prefix=next((i for i in range(32) if other[i] != new[i]), 32),
+            generate_with_cache_agrees=cached == new,
+        )
+        cases.append(case)
+    meta = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "compute": "float32, eager attention, weights as stored (bf16) widened to float32",
+        "decoding": "greedy, 32 new tokens, end tokens NOT stopping; greedy_stop_index is the first "
+                    "end token in greedy_ids (null: none)",
+        "eos_token_ids": end,
+        "prompt_logprobs": "entry i is log p(prompt_ids[i] | prompt_ids[:i]); entry 0 is null",
+        "min_gap": "smallest top1-top2 log-probability gap over the 32 steps",
+        "min_routing_gap": "smallest gap between the router logits of the last expert chosen and the "
+                           "first not chosen, over all layers and positions, in standard deviations",
+    }
+    text = json.dumps({"meta": meta, "prompts": cases}, indent=1, ensure_ascii=True)
+    (folder / "golden.json").write_text(text)
+    print(folder.name, "min gap", min(c["min_gap"] for c in cases), "min routing gap",
+          min(c["min_routing_gap"] for c in cases), "bf16 prefix",
+          [c["bf16_compute_agree_prefix"] for c in cases], flush=True)
+
+
+def rename_for_transformers_4(path):
+    """Key names as in most published checkpoints."""
+    config = json.loads(path.read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters["rope_theta"]
+    config["rope_scaling"] = None
+    config["torch_dtype"] = config.pop("dtype")
+    if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    config["transformers_version"] = "4.51.0"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def main():
+    out = Path(sys.argv[1])
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "qwen3")
+    only = sys.argv[2:]
+    for name, (config, how) in VARIANTS.items():
+        if only and name not in only:
+            continue
+        folder = out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        seeds = range(int(os.environ.get("SEEDS", "12")))
+        best, seed = max((quality(initialised(config, seed), tokenizer), seed) for seed in seeds)
+        model = initialised(config, seed)
+        model.generation_config.update(eos_token_id=[2, 6], bos_token_id=1, pad_token_id=0)
+        # The original format is that of published checkpoints: a tensor for each expert's projection.
+        model.save_pretrained(folder, save_original_format=how["old"])
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(HERE / "qwen3" / file, folder / file)
+        if how["old"]:
+            rename_for_transformers_4(folder / "config.json")
+        print(name, "seed", seed, "quality", round(best, 5), flush=True)
+        goldens(folder)
+
+
+main()

@@ -1,0 +1,133 @@
+//! Mixtures of experts: what the configuration says of them, and how checkpoints name their tensors.
+//!
+//! Published checkpoints have a tensor for each projection of each expert, in Mixtral's names or in
+//! Qwen's. transformers 5 holds all experts of a layer in two tensors, and saves them so when asked.
+use std::ops::Range;
+
+use kernels::backend::{HostMatrix, Routing};
+
+use super::ModelError;
+use super::safetensors::{TensorView, WeightFiles};
+
+/// What all layers with experts have in common.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpertsConfig {
+    /// How a row chooses.
+    pub routing: Routing,
+    /// Width of each expert.
+    pub intermediate_size: usize,
+    /// For every layer of the model whether it has experts.
+    pub layers: Vec<bool>,
+}
+
+/// What one rank takes of one layer's experts: checked, not yet read.
+#[derive(Debug)]
+pub(super) struct ExpertParts<'a> {
+    /// `[num_experts, hidden]`, the same on every rank.
+    pub(super) router: HostMatrix<'a>,
+    /// Each expert's gate, then its up, `[own, hidden]`.
+    pub(super) gate_up: Vec<HostMatrix<'a>>,
+    /// For each part of the sum over columns every expert's down, `[hidden, own / parts]`.
+    pub(super) down: Vec<Vec<HostMatrix<'a>>>,
+}
+
+/// How a layer's tensors are named.
+enum Names {
+    /// `block_sparse_moe.experts.N.w1`, `w3`, `w2`.
+    Mixtral,
+    /// `mlp.experts.N.gate_proj`, `up_proj`, `down_proj`.
+    Qwen,
+    /// `mlp.experts.gate_up_proj`, `down_proj`, of all experts.
+    Stacked,
+}
+
+impl Names {
+    /// What a layer has by its first expert; Qwen's where it has nothing that is known, so that the
+    /// error names what is missing.
+    fn of(files: &WeightFiles, layer: &str) -> Self {
+        let has = |name: &str| files.has(&format!("{layer}.{name}"));
+        if has("block_sparse_moe.experts.0.w1.weight") {
+            Self::Mixtral
+        } else if has("mlp.experts.gate_up_proj") {
+            Self::Stacked
+        } else {
+            Self::Qwen
+        }
+    }
+}
+
+impl<'a> ExpertParts<'a> {
+    /// Finds a layer's tensors (`layer` is `model.layers.N`), and cuts a rank's `own` columns of
+    /// each expert out of them, its down projections in `parts` parts.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`].
+    pub(super) fn find(
+        files: &'a WeightFiles,
+        config: &ExpertsConfig,
+        layer: &str,
+        hidden: usize,
+        own: &Range<usize>,
+        parts: usize,
+    ) -> Result<Self, ModelError> {
+        let (count, inner) = (config.routing.num_experts, config.intermediate_size);
+        let names = Names::of(files, layer);
+        let block = if matches!(names, Names::Mixtral) { "block_sparse_moe" } else { "mlp" };
+        let router = files.tensor(&format!("{layer}.{block}.gate.weight"), &[count, hidden])?;
+        let (mut gate_up, mut downs) = (Vec::with_capacity(2 * count), Vec::with_capacity(count));
+        if matches!(names, Names::Stacked) {
+            let both = format!("{layer}.mlp.experts.gate_up_proj");
+            let both = files.tensor(&both, &[count, 2 * inner, hidden])?;
+            let down = format!("{layer}.mlp.experts.down_proj");
+            let down = files.tensor(&down, &[count, hidden, inner])?;
+            for expert in 0..count {
+                let rows = expert * 2 * inner + own.start..expert * 2 * inner + own.end;
+                gate_up.push(cut(&both, rows.clone(), 0..hidden));
+                gate_up.push(cut(&both, rows.start + inner..rows.end + inner, 0..hidden));
+                downs.push((down, expert * hidden));
+            }
+        } else {
+            let [gate, up, down] = match names {
+                Names::Mixtral => ["w1", "w3", "w2"],
+                _ => ["gate_proj", "up_proj", "down_proj"],
+            };
+            for expert in 0..count {
+                let name = |part: &str| format!("{layer}.{block}.experts.{expert}.{part}.weight");
+                for part in [gate, up] {
+                    let tensor = files.tensor(&name(part), &[inner, hidden])?;
+                    gate_up.push(cut(&tensor, own.clone(), 0..hidden));
+                }
+                downs.push((files.tensor(&name(down), &[hidden, inner])?, 0));
+            }
+        }
+        let width = own.len() / parts;
+        let part = |i: usize| {
+            let columns = own.start + i * width..own.start + (i + 1) * width;
+            let of = |(tensor, first): &(TensorView<'a>, usize)| {
+                cut(tensor, *first..first + hidden, columns.clone())
+            };
+            downs.iter().map(of).collect()
+        };
+        let router = cut(&router, 0..count, 0..hidden);
+        Ok(Self { router, gate_up, down: (0..parts).map(part).collect() })
+    }
+
+    /// All of them.
+    pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
+        std::iter::once(&self.router).chain(&self.gate_up).chain(self.down.iter().flatten())
+    }
+}
+
+/// Rows and columns of a tensor whose outer dimensions are taken as one.
+fn cut<'a>(tensor: &TensorView<'a>, rows: Range<usize>, cols: Range<usize>) -> HostMatrix<'a> {
+    let stride = tensor.shape.last().copied().unwrap_or(0);
+    let row_bytes = stride * tensor.dtype.bytes();
+    HostMatrix {
+        data: &tensor.data[rows.start * row_bytes..rows.end * row_bytes],
+        dtype: tensor.dtype,
+        rows: rows.len(),
+        cols: cols.len(),
+        col_start: cols.start,
+        row_stride: stride,
+    }
+}
