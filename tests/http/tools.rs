@@ -53,7 +53,7 @@ async fn streamed(rig: &Rig, more: &Value) -> (Value, Value, usize) {
             match value {
                 Value::String(text) => {
                     let before = message[name].as_str().unwrap_or_default();
-                    message[name] = (before.to_owned() + &text).into();
+                    message[name] = (before.to_owned() + text).into();
                 }
                 deltas => {
                     for delta in deltas.as_array().unwrap() {

@@ -14,9 +14,13 @@ import json
 import math
 import os
 import sys
+from enum import Enum
 from pathlib import Path
+from typing import Literal, Optional, Union
 
+import jsonschema
 import openai
+from pydantic import BaseModel, Field
 
 GOLDEN = Path(__file__).resolve().parents[2] / "models" / "demo" / "golden.json"
 MAX_TOKENS = 32  # the length of the golden outputs
@@ -369,6 +373,110 @@ def check_errors(client, model):
     check(complete()().choices[0].finish_reason, "a good request after bad ones")
 
 
+class Mood(str, Enum):
+    glad = "glad"
+    sad = "sad"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=1, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    tricks: list[Literal["sit", "roll"]] = Field(max_length=3)
+
+
+class Story(BaseModel):
+    """What `parse` makes a schema of: references, unions, things that may be null."""
+
+    title: str = Field(max_length=20)
+    mood: Optional[Mood]
+    pets: list[Union[Cat, Dog]] = Field(min_length=1, max_length=2)
+    rating: float = Field(ge=0, le=5)
+
+
+# Schemas whose every text is short, each with what it is about.
+SCHEMAS = {
+    "types": {"type": "array", "minItems": 2, "maxItems": 3,
+              "items": {"type": ["null", "boolean", "integer"], "minimum": -9, "maximum": 9}},
+    "pattern": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{2,3}$"},
+    "format": {"type": "object", "properties": {"day": {"type": "string", "format": "date"}},
+               "required": ["day"], "additionalProperties": False},
+    "optional": {"type": "object", "additionalProperties": False, "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 7}, "b": {"const": "b"},
+        "c": {"enum": [1, "two", None, [3]]}}},
+    "any of": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "boolean"},
+                         {"type": "object", "properties": {"x": {"type": "null"}},
+                          "required": ["x"], "additionalProperties": False}]},
+    "all of": {"allOf": [{"type": "integer", "minimum": 10}, {"maximum": 12}]},
+    "tree": {"$ref": "#/$defs/tree", "$defs": {"tree": {
+        "type": "object", "additionalProperties": False, "required": ["v", "of"],
+        "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 3},
+                       "of": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}}}}},
+    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["a", "b"]}],
+              "items": False, "minItems": 2},
+    "multiples": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 100},
+}
+
+
+def check_structured(client, model):
+    """What the output must be: schemas by another implementation's judgement, pydantic's models."""
+    ask = [{"role": "user", "content": "Tell me a story about a fox."}]
+    whole = 0
+    for name, schema in SCHEMAS.items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        for seed in range(4):
+            answer = client.chat.completions.create(
+                model=model, messages=ask, seed=seed, temperature=1.3, max_tokens=200,
+                response_format={"type": "json_schema", "json_schema": {
+                    "name": "answer", "strict": True, "schema": schema}},
+            ).choices[0]
+            # A tree may be of any depth.
+            if answer.finish_reason == "length" and name == "tree":
+                continue
+            equal(answer.finish_reason, "stop", f"schema of {name}, seed {seed}")
+            text = answer.message.content
+            try:
+                jsonschema.validate(json.loads(text), schema)
+            except (ValueError, jsonschema.ValidationError) as error:
+                raise CheckFailed(f"schema of {name}: {text!r}: {error}") from error
+            whole += 1
+    check(whole >= 4 * (len(SCHEMAS) - 1), f"{whole} whole answers")
+    for seed in range(3):
+        parsed = client.chat.completions.parse(
+            model=model, messages=ask, seed=seed, max_tokens=400, response_format=Story
+        ).choices[0].message.parsed
+        check(isinstance(parsed, Story) and 1 <= len(parsed.pets) <= 2, f"parse: {parsed!r}")
+    with client.chat.completions.stream(
+        model=model, messages=ask, seed=1, max_tokens=400, response_format=Story
+    ) as stream:
+        streamed = stream.get_final_completion().choices[0].message.parsed
+    again = client.chat.completions.parse(
+        model=model, messages=ask, seed=1, max_tokens=400, response_format=Story
+    ).choices[0].message.parsed
+    equal(streamed, again, "streamed and whole")
+    # vLLM's fields travel in `extra_body`.
+    for extra, fits in [
+        ({"structured_outputs": {"choice": ["red", "green"]}}, lambda it: it in ("red", "green")),
+        ({"guided_regex": "[ab]{3}[0-9]"}, lambda it: len(it) == 4 and it[3].isdigit()),
+        ({"structured_outputs": {"json_object": True}, "stop": ["}"]}, lambda it: it[0] == "{"),
+    ]:
+        text = client.chat.completions.create(
+            model=model, messages=ask, max_tokens=100, extra_body=extra
+        ).choices[0].message.content
+        check(fits(text), f"{extra}: {text!r}")
+    bad = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}
+    expect_error(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(model=model, messages=ask, response_format=bad),
+        "a schema that is none",
+        "response_format",
+        400,
+    )
+
+
 async def check_concurrent(base_url, model, texts, chats):
     """Requests of both kinds at once give the texts that they give alone."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
@@ -416,6 +524,7 @@ def main():
         check_tools(client, model)
         check_logprobs(client, model, texts, chats)
         check_errors(client, model)
+        check_structured(client, model)
         asyncio.run(check_concurrent(base_url, model, texts, chats))
     except CheckFailed as failure:
         print(f"openai client: FAILED after {passed} checks: {failure}")

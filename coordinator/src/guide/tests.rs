@@ -204,102 +204,266 @@ fn what_cannot_be_a_grammar_is_refused_in_one_line() {
     assert!(guides.make(&GuideSpec::Regex("fine".to_owned())).is_ok(), "it has harmed nothing");
 }
 
+/// A model folder with this tokenizer, whose last tokens are an end token and a special one.
+fn folder(vocabulary: &[String], tokenizer: &Value) -> TextModel {
+    let size = vocabulary.len();
+    let folder = tempfile::tempdir().unwrap();
+    let special = |id: usize, content: &str| {
+        json!({"id": id, "content": content,
+        "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false})
+    };
+    let mut whole = json!({"version": "1.0", "truncation": null, "padding": null,
+        "post_processor": null,
+        "added_tokens": [special(size, "<|end|>"), special(size + 1, "<|tool|>")]});
+    for (name, value) in tokenizer.as_object().unwrap() {
+        whole[name] = value.clone();
+    }
+    // Two ids more than there are tokens, as where embeddings are padded.
+    let config =
+        json!({"vocab_size": size + 4, "max_position_embeddings": 64, "eos_token_id": size});
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), whole.to_string()).unwrap();
+    TextModel::load(folder.path()).unwrap()
+}
+
+/// Pieces as sentencepiece writes them, with bytes for what is no piece.
+fn pieces() -> Vec<String> {
+    let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
+    let pieces = [
+        "\u{2581}",
+        "a",
+        "b",
+        "{",
+        "}",
+        "\"",
+        ":",
+        "1",
+        "\u{2581}a",
+        "\u{2581}{",
+        "\u{2581}\"",
+        "\"a",
+        "\u{2581}\u{2581}",
+        "ä",
+        "x\u{2581}y",
+        "<0xZZ>",
+        "é\u{2581}",
+        "[",
+        "]",
+        ",",
+    ];
+    bytes.chain(pieces.map(str::to_owned)).collect()
+}
+
+fn numbered(words: &[String]) -> Value {
+    Value::Object(words.iter().enumerate().map(|(id, word)| (word.clone(), json!(id))).collect())
+}
+
+/// As Llama 2 and Mistral have it: a space that the text begins with is left out.
+fn sentencepiece_bpe() -> TextModel {
+    let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+    let pieces = pieces();
+    folder(
+        &pieces,
+        &json!({
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "\u{2581}"}, replace(" ", "\u{2581}")]},
+            "pre_tokenizer": null,
+            "decoder": {"type": "Sequence", "decoders": [replace("\u{2581}", " "),
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": true,
+                "continuing_subword_prefix": null, "end_of_word_suffix": null, "byte_fallback": true,
+                "vocab": numbered(&pieces), "merges": []},
+        }),
+    )
+}
+
+/// As Gemma has it: no space is left out.
+fn sentencepiece_that_keeps_spaces() -> TextModel {
+    let pieces = pieces();
+    folder(
+        &pieces,
+        &json!({
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"},
+            "pre_tokenizer": null,
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"}]},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": true,
+                "continuing_subword_prefix": null, "end_of_word_suffix": null, "byte_fallback": true,
+                "vocab": numbered(&pieces), "merges": []},
+        }),
+    )
+}
+
+/// Every token that is text adds its bytes to the text, wherever it stands but at the beginning.
 #[test]
-fn hostile() {
-    let model = model("models/demo");
-    let guides = Guides::new(&model).unwrap();
-    let text = |text: String| GuideSpec::Json { schema: text, whitespace: Whitespace::Usual };
-    let n = 120;
-    let chain = |n: usize| {
-        let defs: Vec<String> =
-            (0..n).map(|i| format!("\"d{i}\":{{\"$ref\":\"#/$defs/d{}\"}}", i + 1)).collect();
-        format!(
-            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}",
-            defs.join(",")
-        )
-    };
-    let allof = |n: usize| {
-        let defs: Vec<String> = (0..n)
-            .map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{}\"}}]}}", i + 1))
-            .collect();
-        format!(
-            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"null\"}}}}}}",
-            defs.join(",")
-        )
-    };
-    let arrays = |n: usize| {
-        format!(
-            "{}{{\"type\":\"null\"}}{}",
-            "{\"type\":\"array\",\"items\":".repeat(n),
-            "}".repeat(n)
-        )
-    };
-    let double = |n: usize| {
-        let defs: Vec<String> = (0..n).map(|i| format!("\"d{i}\":{{\"allOf\":[{{\"$ref\":\"#/$defs/d{0}\"}},{{\"$ref\":\"#/$defs/d{0}\"}}]}}", i + 1)).collect();
-        format!(
-            "{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{},\"d{n}\":{{\"type\":\"object\",\"properties\":{{\"a\":{{\"type\":\"null\"}}}}}}}}}}",
-            defs.join(",")
-        )
-    };
-    let which = std::env::var("W").unwrap_or_default();
-    for (name, spec) in [
-        ("rx parens", GuideSpec::Regex("(".repeat(60000) + "a" + &")".repeat(60000))),
-        ("rx parens 200", GuideSpec::Regex("(".repeat(200) + "a" + &")".repeat(200))),
-        ("rx alt", GuideSpec::Regex("(a|".repeat(20000) + "a" + &")".repeat(20000))),
-        ("rx long", GuideSpec::Regex("a".repeat(250000))),
-        ("rx opt", GuideSpec::Regex("a?".repeat(5000) + &"a".repeat(5000))),
-        ("rx rep", GuideSpec::Regex("((a{1,100}){1,100}b){1,100}".into())),
-        ("rx rep2", GuideSpec::Regex("(.*a.{20}){5}".into())),
-        ("rx rep3", GuideSpec::Regex("(a|b)*a(a|b){18}".into())),
-        ("rx dots", GuideSpec::Regex(".{0,1000}x.{0,1000}y.{0,1000}".into())),
-        ("rx class", GuideSpec::Regex(r"\p{L}{1,1000}\w{1,1000}".into())),
-        ("lark parens", GuideSpec::Lark(format!("start: {}\"a\"{}", "(".repeat(100000), ")".repeat(100000)))),
-        ("lark brackets", GuideSpec::Lark(format!("start: {}\"a\"{}", "[".repeat(100000), "]".repeat(100000)))),
-        ("lark term", GuideSpec::Lark(format!("start: A\nA: {}\"a\"{}", "(".repeat(100000), ")".repeat(100000)))),
-        ("lark chain", GuideSpec::Lark((0..8000).map(|i| format!("r{i}: r{}\n", i+1)).collect::<String>() + "r8000: \"a\"\nstart: r0\n")),
-        ("lark tchain", GuideSpec::Lark((0..8000).map(|i| format!("R{i}: R{}\n", i+1)).collect::<String>() + "R8000: \"a\"\nstart: R0\n")),
-        ("lark leftrec", GuideSpec::Lark("start: start start | \"a\" | ".into())),
-        ("lark amb", GuideSpec::Lark("start: s\ns: s s s | s s | \"a\" | \"aa\"\n".into())),
-        ("lark rep", GuideSpec::Lark("start: (((\"a\"~1..1000)~1..1000)~1..1000)\n".into())),
-        ("choice many", GuideSpec::Choice((0..4096).map(|i| format!("{i} {}", "x".repeat(50))).collect())),
-        ("json str nest", text(arrays(n))),
-        ("json chain", text(chain(3000))),
-        ("json allof", text(allof(3000))),
-        ("json double", text(double(20))),
-        ("json maxlen", text("{\"type\":\"string\",\"maxLength\":1000000}".into())),
-        ("json minlen", text("{\"type\":\"string\",\"minLength\":100000}".into())),
-        ("json maxitems", text("{\"type\":\"array\",\"items\":{\"type\":\"string\",\"minLength\":100},\"minItems\":100000}".into())),
-        ("json opt", text(format!("{{\"type\":\"object\",\"properties\":{{{}}}}}", (0..3000).map(|i| format!("\"p{i}\":{{\"type\":\"integer\"}}")).collect::<Vec<_>>().join(",")))),
-        ("json mult", text("{\"type\":\"integer\",\"multipleOf\":9973}".into())),
-        ("json pattern", text("{\"type\":\"string\",\"pattern\":\"^(a|b)*a(a|b){18}$\"}".into())),
+fn tokens_bytes_are_what_the_tokenizer_makes_of_them() {
+    for (model, anchor) in [
+        (model("models/demo"), "a"),
+        (model("tests/models/qwen2"), "a"),
+        (sentencepiece_bpe(), "a"),
+        (sentencepiece_that_keeps_spaces(), "a"),
     ] {
-        if !name.contains(&which) { continue; }
-        let start = std::time::Instant::now();
-        eprintln!("{name} ...");
-        match guides.make(&spec) {
-            Err(error) => eprintln!("  refused {:?}: {error}", start.elapsed()),
-            Ok(grammar) => {
-                eprint!("  made {:?}", start.elapsed());
-                let mut worst = std::time::Duration::ZERO;
-                let mut guide = grammar.guide();
-                let mut dice = Dice(7);
-                let mut n = 0;
-                let mut first = std::time::Duration::ZERO;
-                let mut end = String::new();
-                while n < 60 {
-                    let allowed: Vec<u32> = (7..model.vocab_size).filter(|token| guide.allowed().allows(*token)).collect();
-                    if allowed.is_empty() { break; }
-                    let token = allowed[dice.below(allowed.len())];
-                    let start = std::time::Instant::now();
-                    let went = guide.accept(token);
-                    if n == 0 { first = start.elapsed(); } else { worst = worst.max(start.elapsed()); }
-                    n += 1;
-                    if went != Ok(Guided::GoesOn) { end = format!("{went:?}"); break; }
-                }
-                eprintln!("  {n} tokens, first {first:?} worst {worst:?} {end}");
+        let vocabulary = Vocabulary::new(&model).unwrap();
+        let trie = vocabulary.trie();
+        let anchor = (0..model.vocab_size).find(|id| trie.token(*id) == anchor.as_bytes()).unwrap();
+        let mut compared = 0;
+        for id in 0..model.vocab_size {
+            let bytes = trie.token(id);
+            if let Ok(text) = std::str::from_utf8(bytes)
+                && !text.is_empty()
+            {
+                assert_eq!(model.decode(&[anchor, id, anchor]), format!("a{text}a"), "token {id}");
+                compared += 1;
+            } else if bytes.first() == Some(&0xff) && bytes.len() > 1 {
+                assert_eq!(model.decode(&[anchor, id]), "a", "a special token is no text");
             }
         }
+        assert!(compared > 100, "{compared}");
+        // Bytes that are characters together alone.
+        for character in ["ß", "€", "😀"] {
+            let ids: Option<Vec<u32>> = character
+                .bytes()
+                .map(|byte| (0..model.vocab_size).find(|id| trie.token(*id) == [byte]))
+                .collect();
+            assert_eq!(model.decode(&ids.unwrap()), character);
+        }
+        assert!((0..model.vocab_size).any(|id| trie.token(id).is_empty() || id < 4), "holes");
     }
+}
+
+#[test]
+fn other_tokenizers_are_followed_as_well() {
+    for model in [sentencepiece_bpe(), sentencepiece_that_keeps_spaces()] {
+        for regex in ["[äß€😀]{1,3} ?a{1,2}", "a( [ab]){2}", "(x y|xy)+1", "b?  a"] {
+            let oracle = Regex::new(&format!("^(?:{regex})$")).unwrap();
+            let texts = texts(&model, &GuideSpec::Regex(regex.to_owned()), 60);
+            assert!(texts.len() > 20, "{regex}: {texts:?}");
+            for text in texts {
+                assert!(oracle.is_match(&text), "{regex}: {text:?}");
+            }
+        }
+        let schema = json!({"type": "object", "properties": {
+            "a": {"type": "array", "items": {"const": 1}, "maxItems": 2},
+            "b": {"type": "string", "maxLength": 4}},
+            "required": ["a", "b"], "additionalProperties": false});
+        let texts = texts(&model, &json_spec(&schema), 200);
+        assert!(texts.len() > 20);
+        for text in texts {
+            let value: Value =
+                serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
+            assert!(value["a"].is_array() && value["b"].is_string(), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_space_that_would_be_left_out_is_not_asked_of_the_model() {
+    let begins = |model: &TextModel, regex: &str| {
+        Guides::new(model).unwrap().make(&GuideSpec::Regex(regex.to_owned())).map(|_| ())
+    };
+    let error = begins(&sentencepiece_bpe(), " a").unwrap_err();
+    assert!(error.contains("no token of this model's vocabulary"), "{error}");
+    assert_eq!(begins(&sentencepiece_that_keeps_spaces(), " a"), Ok(()));
+    assert!(texts(&sentencepiece_bpe(), &GuideSpec::Regex(" ?a".into()), 9).contains(&"a".into()));
+}
+
+#[test]
+fn tokenizers_whose_tokens_are_no_text_by_themselves_are_refused() {
+    let words = ["a".to_owned(), "##b".to_owned(), "[UNK]".to_owned()];
+    let tokenizer = json!({"normalizer": null, "pre_tokenizer": {"type": "Whitespace"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": true},
+        "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100, "vocab": numbered(&words)}});
+    let error = folder(&words, &tokenizer).guides().map(|_| ()).unwrap_err();
+    assert!(error.contains("WordPiece"), "{error}");
+}
+
+fn chain(rules: usize, rule: impl Fn(usize) -> String) -> String {
+    (0..rules).map(rule).collect()
+}
+
+/// Grammars that cost more than they should: each is refused, or followed, or ends with a word.
+/// None may end the process, and no token may take long.
+#[test]
+fn hostile_grammars_cost_what_is_bounded() {
+    let model = model("models/demo");
+    let guides = Guides::new(&model).unwrap();
+    let schema = |schema: String| GuideSpec::Json { schema, whitespace: Whitespace::Usual };
+    let refs = |rules: usize| {
+        let defs = chain(rules, |i| format!(r##""d{i}":{{"$ref":"#/$defs/d{}"}},"##, i + 1));
+        schema(format!(
+            r##"{{"$ref":"#/$defs/d0","$defs":{{{defs}"d{rules}":{{"type":"null"}}}}}}"##
+        ))
+    };
+    let doubled = chain(20, |i| {
+        format!(
+            r##""d{i}":{{"allOf":[{{"$ref":"#/$defs/d{0}"}},{{"$ref":"#/$defs/d{0}"}}]}},"##,
+            i + 1
+        )
+    });
+    let optional = chain(2000, |i| format!(r#""p{i}":{{"type":"integer"}},"#));
+    let nested = |open: &str, close: &str| {
+        format!("start: {}\"a\"{}", open.repeat(30_000), close.repeat(30_000))
+    };
+    let specs = [
+        GuideSpec::Regex("(".repeat(8000) + "a" + &")".repeat(8000)),
+        GuideSpec::Regex("a".repeat(16_000)),
+        GuideSpec::Regex("a?".repeat(2000) + &"a".repeat(2000)),
+        GuideSpec::Regex("((a{1,100}){1,100}b){1,100}".to_owned()),
+        GuideSpec::Regex("(.*a.{20}){5}".to_owned()),
+        GuideSpec::Regex(r"\p{L}{1,1000}\w{1,1000}".to_owned()),
+        GuideSpec::Lark(nested("(", ")")),
+        GuideSpec::Lark(nested("[", "]")),
+        // Recursion as deep as the bound of bytes allows.
+        GuideSpec::Lark(chain(4500, |i| format!("r{i}:r{}\n", i + 1)) + "r4500:\"a\"\nstart:r0\n"),
+        GuideSpec::Lark(chain(4500, |i| format!("R{i}:R{}\n", i + 1)) + "R4500:\"a\"\nstart:R0\n"),
+        GuideSpec::Lark("start: start start | \"a\" | ".to_owned()),
+        GuideSpec::Lark("start: (((\"a\"~1..1000)~1..1000)~1..1000)\n".to_owned()),
+        refs(5000),
+        schema(format!(
+            r##"{{"$ref":"#/$defs/d0","$defs":{{{doubled}"d20":{{"type":"object"}}}}}}"##
+        )),
+        schema(r#"{"type":"string","maxLength":1000000}"#.to_owned()),
+        schema(r#"{"type":"array","items":{"type":"string"},"minItems":100000}"#.to_owned()),
+        schema(format!(r#"{{"type":"object","properties":{{{optional}"z":{{}}}}}}"#)),
+        schema(r#"{"type":"integer","multipleOf":9973}"#.to_owned()),
+        schema(format!("{}{{}}{}", r#"{"type":"array","items":"#.repeat(120), "}".repeat(120))),
+    ];
+    let mut followed = 0;
+    for spec in specs {
+        spec.check().unwrap();
+        let name: String = format!("{spec:?}").chars().take(60).collect();
+        let grammar = match guides.make(&spec) {
+            Ok(grammar) => grammar,
+            Err(error) => {
+                assert!(error.len() < 2000 && !error.contains('\n'), "{error}");
+                continue;
+            }
+        };
+        let (mut guide, mut dice) = (grammar.guide(), Dice(7));
+        for _ in 0..50 {
+            let allowed = guide.allowed();
+            let text = |token: &u32| allowed.allows(*token) && !model.end_tokens.contains(token);
+            let allowed: Vec<u32> = (0..model.vocab_size).filter(text).collect();
+            let Some(token) = allowed.get(dice.below(allowed.len().max(1))) else { break };
+            let start = std::time::Instant::now();
+            let went = guide.accept(*token);
+            // A hundred times what it takes on an idle machine.
+            assert!(start.elapsed().as_secs() < 3, "{name}: {:?}", start.elapsed());
+            match went {
+                Ok(Guided::GoesOn) => {}
+                Ok(Guided::IsOver) => break,
+                Err(error) => {
+                    assert!(error.len() < 2000 && !error.contains('\n'), "{error}");
+                    break;
+                }
+            }
+        }
+        followed += 1;
+    }
+    assert!(followed >= 10, "{followed}");
 }
 
 /// Tools that must be called are, in every form, and what is read of the text is what they take.

@@ -76,6 +76,11 @@ impl Vocabulary {
         all.filter(|token| self.trie.token(*token).starts_with(b" ")).collect()
     }
 
+    #[cfg(test)]
+    pub(super) fn trie(&self) -> &TokTrie {
+        &self.trie
+    }
+
     /// To be shared.
     pub(super) fn into_env(self) -> TokEnv {
         Arc::new(self)
