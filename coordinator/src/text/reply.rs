@@ -72,6 +72,8 @@ pub struct ReplyReader {
     state: State,
     /// Text that is not understood yet.
     held: String,
+    /// Bytes of it that a call's end was looked for in.
+    looked: usize,
     num_calls: u32,
 }
 
@@ -103,7 +105,7 @@ impl ReplyReader {
         } else {
             State::Start { thought: false }
         };
-        Self { rules, state, held: String::new(), num_calls: 0 }
+        Self { rules, state, held: String::new(), looked: 0, num_calls: 0 }
     }
 
     /// Takes more text; appends what it says, as far as that is certain.
@@ -139,7 +141,7 @@ impl ReplyReader {
             State::Start { thought } => self.start(thought),
             State::Reasoning { begun } => self.reason(begun, parts),
             State::Content { begun } => self.answer(begun, parts),
-            State::Opened => self.opened(),
+            State::Opened => self.opened(parts),
             State::Call { .. } => self.call(parts),
             State::Element => self.element(parts),
             State::Closing { listed } => self.close(listed),
@@ -241,7 +243,7 @@ impl ReplyReader {
     }
 
     /// `[{..}, {..}]`, or `name{..}` with marks between.
-    fn opened(&mut self) -> bool {
+    fn opened(&mut self, parts: &mut Vec<Part>) -> bool {
         let text = self.held.trim_start();
         if text.is_empty() || format::may_become_mark(text) {
             return false;
@@ -249,7 +251,15 @@ impl ReplyReader {
         let (call, at, listed) = if text.starts_with('[') && !format::is_mark(text) {
             (CallObject::new(), self.held.len() - text.len() + 1, true)
         } else {
-            let Some(at) = self.held.find('{') else { return false };
+            let head = &self.held[..self.held.floor_char_boundary(format::HEAD_MAX)];
+            let Some(at) = head.find('{') else {
+                if head.len() < self.held.len() {
+                    self.state = State::Content { begun: true };
+                    content(format::MISTRAL, parts);
+                    return true;
+                }
+                return false;
+            };
             let name = format::without_marks(&self.held[..at]);
             let call = if name.is_empty() { CallObject::new() } else { CallObject::of(name) };
             (call, at, false)
@@ -266,25 +276,29 @@ impl ReplyReader {
         let mut arguments = String::new();
         let (taken, length) = call.push(&self.held, &mut arguments);
         self.held.drain(..length);
-        let name = call.name().filter(|_| call.is_begun() && !was_begun).map(str::to_owned);
-        let text = if call.is_begun() { None } else { Some(format!("{opening}{}", call.text())) };
-        if let Some(name) = name {
+        if taken == Taken::Broken && !call.is_begun() {
+            content(&format!("{opening}{}", call.text()), parts);
+            self.state = State::Content { begun: true };
+            return true;
+        }
+        if let Some(name) = call.name().filter(|_| call.is_begun() && !was_begun) {
+            let name = name.to_owned();
             self.begin(name, parts);
         }
         self.add(arguments, parts);
-        match (taken, text) {
-            (Taken::All, _) => return false,
-            (Taken::Whole, _) | (Taken::Broken, None) => self.state = State::Closing { listed },
-            (Taken::Broken, Some(text)) => {
-                content(&text, parts);
-                self.state = State::Content { begun: true };
-            }
+        if taken == Taken::All {
+            return false;
         }
+        self.state = State::Closing { listed };
         true
     }
 
     fn element(&mut self, parts: &mut Vec<Part>) -> bool {
-        let Some(end) = xml::end(&self.held) else { return false };
+        let Some(end) = xml::end(&self.held, self.looked) else {
+            self.looked = self.held.len();
+            return false;
+        };
+        self.looked = 0;
         let element: String = self.held.drain(..end).collect();
         match xml::read(&element, &self.rules.parameters) {
             Some((name, arguments)) => {

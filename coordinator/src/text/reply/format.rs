@@ -16,6 +16,8 @@ pub enum CallFormat {
 pub(super) const TOOL_CALL: &str = "<tool_call>";
 pub(super) const TOOL_CALL_END: &str = "</tool_call>";
 pub(super) const MISTRAL: &str = "[TOOL_CALLS]";
+/// Bytes of a call's name with all marks around it.
+pub(super) const HEAD_MAX: usize = 256;
 pub(super) const ARGUMENTS: &str = "[ARGS]";
 const CALL_ID: &str = "[CALL_ID]";
 

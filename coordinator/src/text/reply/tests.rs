@@ -159,6 +159,11 @@ fn mistral_calls_follow_their_mark() {
     let named = "[TOOL_CALLS]a{\"x\": [1]}[TOOL_CALLS]b[CALL_ID]123456789[ARGS]{}";
     assert_eq!(read(&format, named), expected);
     assert_eq!(read(&format, "See [TOOLS]."), [said("See [TOOLS].")]);
+    for text in
+        ["[TOOL_CALLS][ARGS]".to_owned(), format!("[TOOL_CALLS]{}{{}}", "no name ".repeat(40))]
+    {
+        assert_eq!(read(&format, &text), [said(&text)]);
+    }
 }
 
 #[test]
@@ -270,6 +275,29 @@ fn any_text() -> impl Strategy<Value = String> {
     ];
     prop::collection::vec(prop::sample::select(pieces.to_vec()), 0..14)
         .prop_map(|pieces| pieces.concat())
+}
+
+/// What takes long must take long once: a reply of a million tokens in one call.
+#[test]
+fn long_calls_are_read_in_one_go() {
+    let piece = "word ";
+    for (format, opening, closing) in [
+        (CallFormat::Qwen3Coder, "<function=f><parameter=p>", "</parameter></function>"),
+        (CallFormat::Llama3Json, "{\"text\": \"", "\"}"),
+        (CallFormat::Hermes, "<tool_call>{\"text\": \"", "\"}</tool_call>"),
+        (CallFormat::Mistral, "[TOOL_CALLS]", "{}"),
+    ] {
+        let mut reader = ReplyReader::new(Arc::new(rules(Some(format))));
+        let (mut parts, pieces) = (Vec::new(), 200_000);
+        let began = std::time::Instant::now();
+        reader.push(opening, &mut parts);
+        (0..pieces).for_each(|_| reader.push(piece, &mut parts));
+        reader.push(closing, &mut parts);
+        reader.finish(&mut parts);
+        // Looking at all of it at every piece takes minutes.
+        assert!(began.elapsed().as_secs() < 10, "{format:?}: {:?}", began.elapsed());
+        assert!(!parts.is_empty());
+    }
 }
 
 proptest! {

@@ -8,6 +8,8 @@ pub(super) const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const PARAMETER_END: &str = "</parameter>";
+/// Bytes of white space before what closes a call.
+const SPACE_MAX: usize = 64;
 
 /// The types of functions' parameters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -47,12 +49,19 @@ fn is_string(schema: &Value) -> bool {
     }
 }
 
-/// Where the call at the text's beginning ends, once that is certain.
-pub(super) fn end(text: &str) -> Option<usize> {
-    let end = text.find(FUNCTION_END)? + FUNCTION_END.len();
+/// Where the call at the text's beginning ends, once that is certain. Its end was looked for before in
+/// the first `looked` bytes.
+pub(super) fn end(text: &str, looked: usize) -> Option<usize> {
+    // What ends it may have begun there, and so may what closes it.
+    let least = FUNCTION_END.len() + super::format::TOOL_CALL_END.len() + SPACE_MAX;
+    let from = text.floor_char_boundary(looked.saturating_sub(least));
+    let end = from + text[from..].find(FUNCTION_END)? + FUNCTION_END.len();
     let rest = &text[end..];
     let close = super::format::TOOL_CALL_END;
     let behind = rest.trim_start();
+    if rest.len() - behind.len() > SPACE_MAX {
+        return Some(end);
+    }
     match behind.strip_prefix(close) {
         Some(after) => Some(text.len() - after.len()),
         // It may yet come.
