@@ -17,7 +17,10 @@ pub(crate) struct Experts {
 pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     let few = Routing { num_experts: 6, top_k: 2, normalise: true };
     let many = Routing { num_experts: 128, top_k: 8, normalise: false };
+    let most = Routing { num_experts: 40, top_k: 32, normalise: true };
     let mut cases = vec![
+        // More than are grouped at a time: 8192 / 32 = 256.
+        Experts { rows: 300, hidden: 32, inner: 16, routing: most, first: 0 },
         Experts { rows: 1, hidden: 64, inner: 40, routing: few, first: 0 },
         Experts { rows: 70, hidden: 64, inner: 40, routing: few, first: 3 },
     ];

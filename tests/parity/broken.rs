@@ -108,6 +108,37 @@ fn shapes_that_disagree_with_the_configuration() {
 }
 
 #[test]
+fn experts_that_are_not_there() {
+    let error = broken("mixtral", |dir| {
+        edit(&dir.join("model.safetensors"), |bytes| {
+            let from = b"model.layers.1.block_sparse_moe.experts.7.w2";
+            let at = bytes.windows(from.len()).position(|w| w == from).unwrap();
+            bytes[at + from.len() - 2..][..2].copy_from_slice(b"x2");
+        });
+    });
+    names(&error, &["tensor model.layers.1.block_sparse_moe.experts.7.w2.weight", "missing"]);
+    let resized = |model, from: &'static str, to: &'static str| {
+        broken(model, move |dir| replace(&dir.join("config.json"), from, to))
+    };
+    let error = resized("mixtral", "\"num_local_experts\": 8", "\"num_local_experts\": 9");
+    names(&error, &["model.layers.0.block_sparse_moe.gate.weight", "[8, 64]", "[9, 64]"]);
+    let stacked = "qwen3-moe-stacked";
+    let error = resized(stacked, "\"moe_intermediate_size\": 32", "\"moe_intermediate_size\": 16");
+    names(&error, &["model.layers.1.mlp.experts.gate_up_proj", "[6, 64, 64]", "[6, 32, 64]"]);
+    // The layout is told by what is there; where nothing is, the usual name is missing.
+    let error = resized(stacked, "\"decoder_sparse_step\": 2", "\"decoder_sparse_step\": 1");
+    names(&error, &["tensor model.layers.0.mlp.gate.weight", "missing"]);
+    // What doctor looks at says the same.
+    let folder = Folder::copy_of("mixtral");
+    assert!(worker::check::model(folder.path(), 1).is_ok());
+    folder.edit(|tensors| tensors.retain(|tensor| !tensor.name.ends_with("experts.3.w1.weight")));
+    let error = worker::check::model(folder.path(), 1).unwrap_err().to_string();
+    names(&error, &["block_sparse_moe.experts.3.w1.weight", "missing"]);
+    let error = worker::check::model(&variant("qwen3-moe"), 16).unwrap_err().to_string();
+    names(&error, &["degree 16", "experts of 40", "possible degrees: 1, 2, 4"]);
+}
+
+#[test]
 fn configurations_that_cannot_be_served() {
     let config = |from: &'static str, to: &'static str| {
         broken("llama-gqa", move |dir| replace(&dir.join("config.json"), from, to))

@@ -98,6 +98,10 @@ fn engine(graphs: bool) -> Engine<CudaBackend> {
 }
 
 pub(crate) fn engine_with(backend: CudaBackend) -> Engine<CudaBackend> {
+    engine_on("llama-gqa", backend)
+}
+
+pub(crate) fn engine_on(model: &str, backend: CudaBackend) -> Engine<CudaBackend> {
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
         max_model_len: 256,
@@ -105,7 +109,7 @@ pub(crate) fn engine_with(backend: CudaBackend) -> Engine<CudaBackend> {
         max_num_batched_tokens: 768,
         kv_cache_bytes: 1 << 30,
     };
-    let mut engine = engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap();
+    let mut engine = engine_of(&variant(model), 0, 1, backend, sizes).unwrap();
     engine.profile().unwrap();
     engine.start(BLOCKS * 80).unwrap();
     engine
@@ -181,8 +185,8 @@ fn step(
 }
 
 /// Batches that grow, shrink and mix prefill with decode; greedy, random, and with edited logits.
-fn run_batches(graphs: bool) -> (Vec<(u64, u32, u32)>, usize) {
-    let mut engine = engine(graphs);
+fn run_batches(model: &str, graphs: bool, sizes: &[usize]) -> (Vec<(u64, u32, u32)>, usize) {
+    let mut engine = engine_on(model, fake_cuda_backend(graphs, single_rank()));
     let sampling = |index: u32| SamplingParams {
         temperature: if index.is_multiple_of(2) { 0.0 } else { 0.9 },
         top_p: if index.is_multiple_of(3) { 0.8 } else { 1.0 },
@@ -192,8 +196,8 @@ fn run_batches(graphs: bool) -> (Vec<(u64, u32, u32)>, usize) {
     };
     let mut all: Vec<Running> = (0..70).map(|i| Running::new(i, sampling(i))).collect();
     let (mut seen, mut number) = (Vec::new(), 0);
-    for size in [1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 2, 2, 9, 9, 9, 9, 70, 70, 70, 70, 5, 5, 5] {
-        let mut batch: Vec<&mut Running> = all.iter_mut().take(size).collect();
+    for size in sizes {
+        let mut batch: Vec<&mut Running> = all.iter_mut().take(*size).collect();
         step(&mut engine, &mut number, &mut batch, &mut seen);
     }
     let made = engine.backend().num_graphs();
@@ -202,8 +206,10 @@ fn run_batches(graphs: bool) -> (Vec<(u64, u32, u32)>, usize) {
 
 #[test]
 fn graphs_give_the_bits_of_single_calls() {
-    let (eager, none) = run_batches(false);
-    let (graphs, made) = run_batches(true);
+    let sizes =
+        [1, 1, 1, 1, 3, 3, 3, 3, 4, 4, 2, 2, 9, 9, 9, 9, 70, 70, 70, 70, 5, 5, 5].as_slice();
+    let (eager, none) = run_batches("llama-gqa", false, sizes);
+    let (graphs, made) = run_batches("llama-gqa", true, sizes);
     assert_eq!(none, 0);
     // Buckets 1, 4 (for 3 and 4), 12, 70.
     assert!(made >= 4, "{made} graphs");
@@ -211,6 +217,16 @@ fn graphs_give_the_bits_of_single_calls() {
     for (i, (eager, graph)) in eager.iter().zip(&graphs).enumerate() {
         assert_eq!(eager, graph, "result {i}");
     }
+}
+
+/// Rows choose their experts anew in every step, and a graph has more rows than there are.
+#[test]
+fn graphs_with_experts_give_the_bits_of_single_calls() {
+    let sizes = [1, 1, 1, 3, 3, 3, 4, 2, 40, 40, 40, 5].as_slice();
+    let (eager, _) = run_batches("mixtral", false, sizes);
+    let (graphs, made) = run_batches("mixtral", true, sizes);
+    assert!(made >= 3, "{made} graphs");
+    assert_eq!(eager, graphs);
 }
 
 #[test]

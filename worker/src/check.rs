@@ -3,6 +3,7 @@ use std::path::Path;
 
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
+use crate::model::experts::ExpertParts;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 
@@ -33,6 +34,11 @@ pub fn model(folder: &Path, degree: u32) -> Result<ModelNeeds, ModelError> {
     for layer in [0, config.num_layers.saturating_sub(1)] {
         let norm = format!("model.layers.{layer}.input_layernorm.weight");
         weights.tensor(&norm, &[config.hidden_size])?;
+        if let Some(experts) = config.experts.as_ref().filter(|experts| experts.layers[layer]) {
+            let all = 0..experts.intermediate_size;
+            let name = format!("model.layers.{layer}");
+            ExpertParts::find(&weights, experts, &name, config.hidden_size, &all, 1)?;
+        }
     }
     weights.tensor("model.norm.weight", &[config.hidden_size])?;
     let (files, weight_bytes) = weights.size();

@@ -22,13 +22,13 @@ pub struct ExpertsConfig {
 
 /// What one rank takes of one layer's experts: checked, not yet read.
 #[derive(Debug)]
-pub(super) struct ExpertParts<'a> {
+pub(crate) struct ExpertParts<'a> {
     /// `[num_experts, hidden]`, the same on every rank.
-    pub(super) router: HostMatrix<'a>,
+    pub(crate) router: HostMatrix<'a>,
     /// Each expert's gate, then its up, `[own, hidden]`.
-    pub(super) gate_up: Vec<HostMatrix<'a>>,
+    pub(crate) gate_up: Vec<HostMatrix<'a>>,
     /// For each part of the sum over columns every expert's down, `[hidden, own / parts]`.
-    pub(super) down: Vec<Vec<HostMatrix<'a>>>,
+    pub(crate) down: Vec<Vec<HostMatrix<'a>>>,
 }
 
 /// How a layer's tensors are named.
@@ -62,7 +62,7 @@ impl<'a> ExpertParts<'a> {
     ///
     /// # Errors
     /// [`ModelError::Tensor`].
-    pub(super) fn find(
+    pub(crate) fn find(
         files: &'a WeightFiles,
         config: &ExpertsConfig,
         layer: &str,
@@ -113,7 +113,7 @@ impl<'a> ExpertParts<'a> {
     }
 
     /// All of them.
-    pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
         std::iter::once(&self.router).chain(&self.gate_up).chain(self.down.iter().flatten())
     }
 }
