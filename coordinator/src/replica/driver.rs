@@ -132,10 +132,14 @@ impl ReplicaDriver {
             max_tokens: request.max_tokens,
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
+        let guide_spec = request.guide_spec.take();
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
                 let mut track = recording.accepted(arrived, n, &response_id);
+                if let Some(spec) = guide_spec {
+                    recording.guided(&spec);
+                }
                 recording.routed(&mut track, self.id);
                 drop(recording);
                 self.stop_checks.extend(seqs.into_iter().zip(stop_checks));
