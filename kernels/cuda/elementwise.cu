@@ -214,7 +214,11 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!is_live(live, blockIdx.x) || first >= width) {
         return;
     }
-    const tutti_bf16* from = in + static_cast<size_t>(rows[blockIdx.x]) * in_stride + first;
+    const uint32_t row = rows[blockIdx.x];
+    if (row == TUTTI_NO_ROW) {
+        return;
+    }
+    const tutti_bf16* from = in + static_cast<size_t>(row) * in_stride + first;
     tutti_bf16* to = out + static_cast<size_t>(blockIdx.x) * out_stride + first;
     if (width % 4 == 0 && in_stride % 4 == 0 && out_stride % 4 == 0) {
         *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);

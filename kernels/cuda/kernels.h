@@ -110,6 +110,7 @@ typedef struct {
 
 #define TUTTI_NO_LOGPROBS 0xffffffffu
 #define TUTTI_NO_MASK 0xffffffffu
+#define TUTTI_NO_ROW 0xffffffffu
 /* In place of a token's id. */
 #define TUTTI_CORRUPTED 0xffffffffu
 #define TUTTI_NOTHING_ALLOWED 0xfffffffeu
@@ -168,7 +169,8 @@ __global__ void tutti_add(float* sum, const float* other, uint32_t width, const 
 __global__ void tutti_tree_sum(const float* parts, float* out, uint32_t ranks, uint64_t part_stride,
                                uint32_t width, const uint32_t* live);
 
-/* out[i] = in[rows[i]]. in, out bf16 [.., width], rows `stride` apart; rows u32 [n].
+/* out[i] = in[rows[i]], or as it was where rows[i] is TUTTI_NO_ROW. in, out bf16 [.., width], rows
+ * `stride` apart; rows u32 [n].
  * grid (n, ceil(width / 1024)), block 256; `live` counts n. */
 __global__ void tutti_gather_rows(const tutti_bf16* in, const uint32_t* rows, tutti_bf16* out,
                                   uint32_t width, uint32_t in_stride, uint32_t out_stride,

@@ -162,6 +162,9 @@ pub struct AttentionShape {
     pub sliding_window: Option<u32>,
 }
 
+/// In [`StepInputs::feed`]: the row's own id is its token.
+pub const NOT_FED: u32 = u32::MAX;
+
 /// Everything that a step reads, named before it: see the module's documentation.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs<'a> {
@@ -176,7 +179,7 @@ pub struct StepInputs<'a> {
     /// What `sample` will be called with; empty on ranks that do not sample.
     pub sampling: &'a [SampleRow<'a>],
     /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
-    /// whose token takes the place of `ids`.
+    /// whose token takes the place of `ids`; [`NOT_FED`] where `ids` has the token.
     pub feed: &'a [u32],
     /// Nothing else will be called than one forward pass, and `lm_head` and `sample` once each if
     /// the step samples.

@@ -25,10 +25,10 @@ pub(crate) fn random_mask(random: &mut Random, vocab: usize) -> Vec<u32> {
             0 => random.below(50) == 0,
             1 => random.below(50) != 0,
             2 => random.below(2) == 0,
-            3 => (token / run) % 2 == 0,
+            3 => (token / run).is_multiple_of(2),
             4 => token == one,
             // Mostly something.
-            _ => one % 4 == 0 && random.below(10) == 0,
+            _ => one.is_multiple_of(4) && random.below(10) == 0,
         };
         mask[token / 32] |= u32::from(allowed) << (token % 32);
     }

@@ -16,6 +16,7 @@ use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use worker::engine::Engine;
 use worker::rank::StepSource;
 
+use crate::masks;
 use crate::rig::{On, Rig, engine_of, fake_cuda_backend};
 
 /// How far a log-probability may be off.
@@ -260,6 +261,12 @@ impl StepSource for Waiting {
 
 /// Steps of six sequences, of which two leave and whose order changes: their prompts, then decode.
 pub(crate) fn plans() -> VecDeque<StepPlan> {
+    plans_with(&[])
+}
+
+/// The same, but that the tokens of some are masked: those are there in every other step, since
+/// nothing is sampled for them before the coordinator knows the token before.
+pub(crate) fn plans_with(masked: &[usize]) -> VecDeque<StepPlan> {
     let sampling = |index: u32| SamplingParams {
         temperature: if index.is_multiple_of(2) { 0.0 } else { 1.0 },
         seed: u64::from(index) + 9,
@@ -285,7 +292,9 @@ pub(crate) fn plans() -> VecDeque<StepPlan> {
             // An empty step: nothing can be begun behind or before it.
             order.clear();
         }
+        order.retain(|index| !masked.contains(index) || i % 2 == 1);
         for index in order {
+            let allowed = masked.contains(&index).then(|| masks::of(index as u64, &[i]));
             let seq = &mut all[index];
             let start = seq.computed;
             let mut new_blocks = Vec::new();
@@ -300,7 +309,7 @@ pub(crate) fn plans() -> VecDeque<StepPlan> {
                 count: 1,
                 new_blocks,
                 sample: true,
-                allowed: None,
+                allowed,
             });
         }
         plans.push_back(plan);
@@ -336,6 +345,26 @@ pub(crate) fn run_plans(
         }
     }
     seen
+}
+
+/// Masked sequences beside others: what they get is the same, whatever is begun ahead.
+#[test]
+fn masked_steps_are_begun_behind_others_and_others_behind_them() {
+    for (masked, ahead) in [(&[2usize][..], 9), (&[0, 3], 9), (&[0, 1, 2, 3, 4, 5], 0)] {
+        let plans = plans_with(masked);
+        let entries = plans.iter().flat_map(|plan| &plan.sequences);
+        let allowed: Vec<_> = entries.map(|entry| entry.allowed.clone()).collect();
+        let mut engine = engine(true);
+        let known = run_plans(&mut engine, plans.clone(), true);
+        assert_eq!(engine.begun_ahead(), ahead, "{masked:?}");
+        let mut engine = self::engine(false);
+        assert_eq!(known, run_plans(&mut engine, plans, false), "{masked:?}");
+        assert_eq!(engine.begun_ahead(), 0);
+        assert_eq!(known.len(), allowed.len());
+        for ((_, token, _), mask) in known.iter().zip(&allowed) {
+            assert!(mask.as_ref().is_none_or(|mask| mask.allows(*token)));
+        }
+    }
 }
 
 #[test]

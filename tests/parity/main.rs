@@ -6,6 +6,7 @@
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, one and several
 //! - [`forming`]: ranks on those as a coordinator has them formed
+//! - [`masks`]: tokens that keep to a rule, on every device and degree
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`rig`]: ranks as threads, driven by step plans
@@ -25,6 +26,7 @@ mod cuda_invariance;
 mod forming;
 mod goldens;
 mod invariance;
+mod masks;
 mod nccl;
 mod odd;
 mod peers;

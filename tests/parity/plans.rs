@@ -3,10 +3,11 @@
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
 use testkit::models::variant;
 use worker::engine::Engine;
+use worker::rank::StepSource;
 
 use crate::rig::engine_of;
 
@@ -64,6 +65,7 @@ fn plans_that_do_not_fit() {
         sample: false,
         ..run(seq, start, count, blocks)
     };
+    let masked = |mask| SequenceStep { allowed: Some(mask), ..run(1, 5, 1, &[]) };
     let cases = [
         (vec![], vec![run(7, 0, 1, &[2])], "seq-7 is not known"),
         (vec![new(1, &[1], 1)], vec![], "seq-1 is admitted twice"),
@@ -98,6 +100,27 @@ fn plans_that_do_not_fit() {
             "16 tokens, the bound is 14",
         ),
         (
+            vec![],
+            vec![masked(TokenMask::Only(vec![5, 384]))],
+            "seq-1 a mask's list of tokens (only) has token 384; the vocabulary has 384",
+        ),
+        (
+            vec![],
+            vec![masked(TokenMask::Except(vec![5, 5]))],
+            "seq-1 a mask's list of tokens (except) is not ascending: 5 follows 5",
+        ),
+        (
+            vec![],
+            vec![masked(TokenMask::Bits(vec![1; 13]))],
+            "seq-1 a mask of 13 words of bits; a vocabulary of 384 tokens has 12",
+        ),
+        (vec![], vec![masked(TokenMask::Only(vec![]))], "seq-1 a mask allows no token at all"),
+        (
+            vec![],
+            vec![SequenceStep { sample: false, ..masked(TokenMask::Only(vec![5])) }],
+            "seq-1 has a mask, but is not to be sampled",
+        ),
+        (
             (2..10).map(|seq| new(seq, &[1], 1)).collect(),
             vec![],
             "8 sequences are held, the bound is reached",
@@ -116,6 +139,44 @@ fn plans_that_do_not_fit() {
         },
     );
     assert_eq!(error.unwrap_err(), "step 1: there is no KV cache yet");
+}
+
+/// The next plan came before this one's tokens were told.
+struct Next(StepPlan);
+
+impl StepSource for Next {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        Some(&self.0)
+    }
+}
+
+#[test]
+fn a_mask_has_to_know_what_it_follows() {
+    let decode = StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) };
+    let mask = Some(TokenMask::Only(vec![7]));
+    let next = |allowed, seq| {
+        let entry = SequenceStep { allowed, ..run(seq, 6, 1, &[]) };
+        Next(StepPlan { sequences: vec![entry], ..plan(3) })
+    };
+    let step = |plan: &StepPlan, mut next: Next| {
+        let mut outputs = Vec::new();
+        let result = engine().step_with(plan, &mut next, &mut outputs);
+        result.map(|_| outputs.len()).map_err(|error| error.to_string())
+    };
+    assert_eq!(
+        step(&decode, next(mask.clone(), 1)).unwrap_err(),
+        "step 3: seq-1 has a mask, but its token of step 2 is not known yet"
+    );
+    // Without a mask it is one step ahead as always; another sequence's token is known.
+    assert_eq!(step(&decode, next(None, 1)), Ok(1));
+    assert_eq!(step(&decode, next(mask.clone(), 2)), Ok(1));
+    // The part of a prompt that nothing is sampled behind has no token that could be missing.
+    let chunk = StepPlan {
+        admitted: vec![new(2, &TOKENS, 5)],
+        sequences: vec![SequenceStep { sample: false, ..run(2, 0, 3, &[2]) }],
+        ..plan(2)
+    };
+    assert_eq!(step(&chunk, next(mask, 2)), Ok(0));
 }
 
 /// What the plans above are one step beyond.

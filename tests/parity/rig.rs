@@ -23,6 +23,8 @@ use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights;
 
+use crate::masks;
+
 const BLOCK_SIZE: u32 = 16;
 const NUM_BLOCKS: u32 = 2048;
 const SEQS_MAX: u32 = 64;
@@ -49,6 +51,8 @@ pub(crate) struct Seq {
     computed: u32,
     blocks: u32,
     sampling: SamplingParams,
+    /// Its tokens keep to the rule of this number.
+    pub(crate) rule: Option<u64>,
     admitted: bool,
 }
 
@@ -321,6 +325,7 @@ impl Rig {
             computed: 0,
             blocks: 0,
             sampling,
+            rule: None,
             admitted: false,
         }
     }
@@ -355,7 +360,7 @@ impl Rig {
                 count,
                 new_blocks,
                 sample: end == len,
-                allowed: None,
+                allowed: seq.rule.filter(|_| end == len).map(|rule| masks::of(rule, &seq.tokens)),
             });
             seq.computed = end;
         }
@@ -370,6 +375,7 @@ impl Rig {
             assert!(!output.corrupted);
             if let Some(token) = output.token {
                 assert_eq!(output.position as usize, seq.tokens.len());
+                assert!(seq.rule.is_none_or(|rule| masks::of(rule, &seq.tokens).allows(token)));
                 seq.tokens.push(token);
                 seq.logprobs.extend(output.logprobs.map(|logprobs| logprobs.logprob));
             }

@@ -73,7 +73,7 @@ struct StepBuffers {
     /// Row of the logits of each sampled sequence, and which entry of the plan it is.
     sample_rows: Vec<u32>,
     sample_entries: Vec<usize>,
-    /// Rows of the step before whose tokens are this one's; empty when its own are known.
+    /// Rows of the step before whose tokens are this one's; empty when all of its own are known.
     feed: Vec<u32>,
     /// Empty between steps: kept for its memory.
     sampling: Vec<SampleRow<'static>>,

@@ -10,7 +10,7 @@ use super::launch::{self, Rows, SampleIo};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::Event;
 use super::tensors::{CudaBuffer, Element};
-use crate::backend::{Backend as _, Buffer};
+use crate::backend::{Backend as _, Buffer, NOT_FED};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
@@ -85,7 +85,8 @@ impl Sampling {
     /// Where the tokens are that the step before sampled, whose rows `feed` names.
     pub(super) fn fed(&mut self, feed: &[u32]) -> Result<DevicePtr, KernelError> {
         let rows = self.queued.back().map_or(0, |(_, rows, _)| rows.len());
-        let most = feed.iter().max().map_or(0, |&row| row as usize + 1);
+        let fed = feed.iter().filter(|row| **row != NOT_FED);
+        let most = fed.max().map_or(0, |&row| row as usize + 1);
         ensure!("begin_step", most <= rows, "row {} of {rows} queued ones is fed", most - 1);
         Ok(self.results()?.device.ptr())
     }

@@ -1,11 +1,14 @@
 //! One step ahead: a decode step is begun while the one before runs, and its tokens are fetched when
 //! the device has them. The device feeds its own last tokens in, so it never waits for its host.
+//! Sequences that the step before has not are fed by the host: those whose tokens are masked are
+//! there in every other step, since their next mask is made of the token before.
 //!
 //! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kernels::Backend;
+use kernels::backend::NOT_FED;
 use kernels::sampling::SampleParams;
 use shared::ids::{SeqId, StepId};
 use shared::protocol::{SequenceOutput, SequenceStep, StepPlan};
@@ -92,7 +95,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Whether every token that the plan computes is one that the last begun step samples.
+    /// Whether every token that the plan computes is one that the last begun step samples, or known.
     fn follows(&self, plan: &StepPlan) -> bool {
         let Some(last) = self.queued.back() else { return false };
         if self.queued.len() >= QUEUED_MAX || !plan.admitted.is_empty() {
@@ -100,17 +103,16 @@ impl<B: Backend> Engine<B> {
         }
         // Most plans name their sequences in the order of the one before.
         let (count, mut at) = (last.entries.len(), 0);
-        let is_fed = |entry: &SequenceStep| {
-            let ends = |index: &usize| {
-                let other = &last.entries[*index % count];
-                other.step.seq == entry.seq && other.place == entry.start as usize
-            };
-            let found = (at..at + count).find(ends);
+        let is_there = |entry: &SequenceStep| {
+            let found = (at..at + count).find(|at| last.entries[at % count].step.seq == entry.seq);
             at = found.map_or(at, |index| index % count + 1);
+            // Of a step that is under way no other tokens than its own are missing.
+            let is_fed =
+                found.is_none_or(|at| last.entries[at % count].place == entry.start as usize);
             // Few end in one step.
-            found.is_some() && !plan.finished.contains(&entry.seq)
+            is_fed && !plan.finished.contains(&entry.seq)
         };
-        plan.sequences.iter().all(is_fed) && self.can_queue(plan)
+        plan.sequences.iter().all(is_there) && self.can_queue(plan)
     }
 
     /// Begins the next step behind the one that runs.
@@ -120,7 +122,10 @@ impl<B: Backend> Engine<B> {
             (0u32..).zip(last).map(|(row, entry)| (entry.step.seq, row)).collect();
         self.admit(plan)?;
         self.prepare(plan)?;
-        self.step.feed.extend(plan.sequences.iter().filter_map(|entry| rows.get(&entry.seq)));
+        let fed = plan.sequences.iter().map(|entry| rows.get(&entry.seq).copied());
+        if fed.clone().any(|row| row.is_some()) {
+            self.step.feed.extend(fed.map(|row| row.unwrap_or(NOT_FED)));
+        }
         self.begun_ahead += 1;
         self.begin(plan)
     }

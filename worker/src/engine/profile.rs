@@ -50,9 +50,13 @@ impl<B: Backend> Engine<B> {
         let slots: Vec<u32> = positions.iter().map(|position| position % block_size).collect();
         let block_tables = vec![0; tables as usize];
         let params = SampleParams { top_p: 0.9, top_k: 50, ..SampleParams::default() };
-        let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: None };
+        // Every row has a mask: there is room for all of them from now on, on ranks that do not
+        // sample yet too. Room that is made later would cost some ranks their graphs and others not.
+        let vocab = self.decoder.config().vocab_size;
+        let mask = vec![u32::MAX; vocab.div_ceil(32)];
+        let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: Some(&mask) };
         let samples = self.backend.rank() == 0 || self.backend.samples_everywhere();
-        let sampling = if samples { vec![row; sample_rows.len()] } else { Vec::new() };
+        let sampling = vec![row; sample_rows.len()];
         let batch = Batch {
             positions: &positions,
             slots: &slots,
@@ -70,9 +74,8 @@ impl<B: Backend> Engine<B> {
             is_plain: true,
         })?;
         decoder.forward(backend, cache, &ids, &batch)?;
-        let vocab = decoder.config().vocab_size;
         let logits = decoder.logits(backend, &sample_rows)?;
-        if !sampling.is_empty() {
+        if samples {
             backend.sample(logits, vocab, 0, &sampling, &mut Vec::new())?;
         }
         backend.end_step()

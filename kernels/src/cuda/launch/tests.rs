@@ -209,6 +209,7 @@ fn constants_are_the_headers() {
         "#define TUTTI_TOP_MAX 128u",
         "#define TUTTI_NO_LOGPROBS 0xffffffffu",
         "#define TUTTI_NO_MASK 0xffffffffu",
+        "#define TUTTI_NO_ROW 0xffffffffu",
         "#define TUTTI_PREFILL_QUERIES 64u",
     ] {
         assert!(HEADER.contains(line), "kernels.h lacks: {line}");
