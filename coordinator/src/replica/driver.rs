@@ -3,6 +3,7 @@
 //!
 //! No socket and no clock here; the shell passes the time in and sends the plans.
 use std::collections::{HashMap, VecDeque};
+use std::task::Waker;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
@@ -101,6 +102,11 @@ impl ReplicaDriver {
             epoch: None,
             unavailable_since: now,
         }
+    }
+
+    /// What wakes this may let a step be planned.
+    pub fn wake_with(&mut self, waker: Waker) {
+        self.scheduler.wake_with(waker);
     }
 
     /// Requests accepted and not ended.
