@@ -27,10 +27,17 @@ pub trait StopCheck: Send + fmt::Debug {
 
 /// Decides which tokens a sequence may get, so that its text has the structure that was asked for.
 ///
-/// One per choice; told of every accepted token in order. Pure: no IO, no clock.
+/// One per choice; told of every accepted token in order. What it says depends on them alone: no IO,
+/// no clock. It may work it out elsewhere meanwhile, and wakes whoever waits for it.
 pub trait TokenGuide: Send + fmt::Debug {
-    /// The tokens that may come next; at least one. Asked for only while the guide goes on.
-    fn allowed(&self) -> &TokenMask;
+    /// Ready once it is known which tokens may come next. Asked only while the guide goes on.
+    ///
+    /// # Errors
+    /// One sentence when it cannot go on; it is not asked again then.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), String>>;
+
+    /// The tokens that may come next, at least one; none while that is not known.
+    fn allowed(&self) -> Option<&TokenMask>;
 
     /// Most bytes that its masks take in a plan.
     fn mask_bytes_max(&self) -> usize;

@@ -33,6 +33,7 @@ use sequence::{Request, Sequence};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, TokenLogprobs};
 use std::collections::{HashMap, VecDeque};
+use std::task::Waker;
 
 use crate::engine::{EngineError, FinishReason, GenerateRequest, Guided};
 
@@ -74,6 +75,8 @@ pub struct Scheduler {
     next_seq: u64,
     next_admission: u64,
     num_running_requests: u32,
+    /// Wakes the shell when a guide that was waited for is ready.
+    waker: Waker,
 }
 
 /// The state that gauges show. `running + waiting = in_flight`.
@@ -137,7 +140,13 @@ impl Scheduler {
             next_seq: 1,
             next_admission: 1,
             num_running_requests: 0,
+            waker: Waker::noop().clone(),
         })
+    }
+
+    /// Guides that are not ready for the next step wake this: it may be planned then.
+    pub fn wake_with(&mut self, waker: Waker) {
+        self.waker = waker;
     }
 
     /// The present state.

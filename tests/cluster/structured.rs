@@ -162,5 +162,7 @@ async fn front_ends_of_their_own_give_the_same_and_refuse_the_same() {
         refused.push(reply.body);
     }
     assert!(said.iter().all(|it| *it == said[0]));
+    let scrape = clients[0].scrape().await.unwrap();
+    assert_eq!(scrape.sum("tutti_requests_guided_total", &[("kind", "json")]), 4.0);
     assert_eq!(refused[0], refused[1]);
 }

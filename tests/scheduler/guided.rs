@@ -1,4 +1,8 @@
 //! A guide whose masks depend on every token before, and what the scheduler makes of guided requests.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
 use coordinator::engine::{EngineError, FinishReason, Guided, TokenGuide};
 use coordinator::scheduler::SchedulerConfig;
 use shared::protocol::TokenMask;
@@ -17,14 +21,38 @@ pub(crate) struct Guidance {
     pub(crate) over_in: u64,
     /// It gives up behind so many tokens.
     pub(crate) fails_behind: Option<usize>,
+    /// Its masks are not there at once.
+    pub(crate) slow: bool,
     /// Bytes that each of its masks is said to take at most.
     pub(crate) mask_bytes: usize,
 }
 
 impl Default for Guidance {
     fn default() -> Self {
-        Self { key: 7, over_in: 0, fails_behind: None, mask_bytes: 60 }
+        Self { key: 7, over_in: 0, fails_behind: None, slow: false, mask_bytes: 60 }
     }
+}
+
+/// Whether somebody was woken.
+#[derive(Debug, Default)]
+pub(crate) struct Woken(AtomicBool);
+
+impl Woken {
+    pub(crate) fn take(&self) -> bool {
+        self.0.swap(false, Ordering::Relaxed)
+    }
+}
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The tokens that may come next, however long that takes.
+pub(crate) fn known(guide: &mut dyn TokenGuide) -> &TokenMask {
+    while guide.poll(&mut Context::from_waker(Waker::noop())).is_pending() {}
+    guide.allowed().unwrap()
 }
 
 /// See the module's documentation.
@@ -33,13 +61,15 @@ pub(crate) struct TestGuide {
     guidance: Guidance,
     state: u64,
     taken: usize,
+    /// Whoever asks is told to ask again.
+    waits: bool,
     allowed: TokenMask,
 }
 
 impl TestGuide {
     pub(crate) fn new(guidance: Guidance) -> Self {
         let state = guidance.key;
-        Self { guidance, state, taken: 0, allowed: allowed(state) }
+        Self { guidance, state, taken: 0, waits: false, allowed: allowed(state) }
     }
 }
 
@@ -49,8 +79,19 @@ fn allowed(state: u64) -> TokenMask {
 }
 
 impl TokenGuide for TestGuide {
-    fn allowed(&self) -> &TokenMask {
-        &self.allowed
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), String>> {
+        if std::mem::take(&mut self.waits) {
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        match self.guidance.fails_behind {
+            Some(taken) if taken == self.taken => Poll::Ready(Err("as it was told".to_owned())),
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+
+    fn allowed(&self) -> Option<&TokenMask> {
+        (!self.waits).then_some(&self.allowed)
     }
 
     fn mask_bytes_max(&self) -> usize {
@@ -58,9 +99,10 @@ impl TokenGuide for TestGuide {
     }
 
     fn accept(&mut self, token: u32) -> Result<Guided, String> {
-        assert!(self.allowed.allows(token), "tokens_obey_masks: {token}");
+        assert!(self.allowed().unwrap().allows(token), "tokens_obey_masks: {token}");
         self.taken += 1;
-        if self.guidance.fails_behind == Some(self.taken) {
+        self.waits = self.guidance.slow;
+        if self.guidance.fails_behind == Some(self.taken) && !self.guidance.slow {
             return Err("as it was told".to_owned());
         }
         self.state = (self.state ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -103,6 +145,23 @@ fn a_guided_sequence_is_in_every_step_and_none_is_planned_ahead_of_it() {
         assert!(rig.deliver());
         assert_eq!(rig.requests[&id].1.tokens[0].len(), step);
         assert_eq!(rig.requests[&other].1.tokens[0].len(), step);
+    }
+    rig.drain();
+}
+
+#[test]
+fn a_step_waits_until_all_masks_are_there_and_is_planned_when_it_is_woken() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let guide = Some(Guidance { slow: true, ..Guidance::default() });
+    rig.submit(ClientRequest { guide, ..guided(9) }).unwrap();
+    rig.submit(ClientRequest { max_tokens: 9, ..ClientRequest::default() }).unwrap();
+    assert!(rig.plan() && rig.deliver(), "the first mask is there");
+    for _ in 1..9 {
+        assert!(!rig.was_woken() && !rig.plan());
+        assert!(rig.was_woken() && rig.plan());
+        assert_eq!(rig.plan.sequences.len(), 2);
+        assert!(rig.deliver());
     }
     rig.drain();
 }
@@ -163,6 +222,20 @@ fn a_guide_that_gives_up_ends_its_own_request_alone() {
     let message = "as it was told".to_owned();
     let error = Some(Some(EngineError::Guide { message }));
     assert_eq!(rig.requests[&fails].1.dropped, error);
+    // The same when it is found out later, by one that runs or that waits to run again.
+    for lost in [false, true] {
+        let guide = Some(Guidance { fails_behind: Some(3), slow: true, ..Guidance::default() });
+        let fails = rig.submit(ClientRequest { guide, n: 2, ..guided(9) }).unwrap();
+        while rig.requests[&fails].1.tokens[1].len() < 3 {
+            let _ = rig.plan() || rig.deliver();
+        }
+        if lost {
+            rig.lost();
+            rig.ready(30);
+        }
+        rig.drain();
+        assert_eq!(rig.requests[&fails].1.dropped, error);
+    }
     assert_eq!(rig.requests[&goes_on].1.reasons, [Some(FinishReason::Length)]);
     // Nothing is left to go on with where the last token was accepted already.
     let guide = Some(Guidance { fails_behind: Some(3), ..Guidance::default() });

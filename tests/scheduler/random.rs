@@ -30,12 +30,16 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         prop::option::weighted(0.3, 0u32..50),
         any::<u64>(),
         prop::bool::weighted(0.2),
-        prop::option::weighted(0.3, (any::<u64>(), 0u64..30)),
+        prop::option::weighted(0.3, (any::<u64>(), 0u64..30, any::<bool>())),
     )
         .prop_map(
             |(prompt, n, max_tokens, end_tokens, min_tokens, stop_token, seed, logprobs, guide)| {
-                let guide =
-                    guide.map(|(key, over_in)| Guidance { key, over_in, ..Guidance::default() });
+                let guide = guide.map(|(key, over_in, slow)| Guidance {
+                    key,
+                    over_in,
+                    slow,
+                    ..Guidance::default()
+                });
                 let prompt_logprobs = logprobs && prompt.len() > 1;
                 ClientRequest {
                     prompt,

@@ -1,5 +1,6 @@
 //! Scheduler, worker and clients, with named invariants checked after every event.
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, TokenGuide};
@@ -9,7 +10,7 @@ use shared::protocol::{SequenceOutput, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::frames::travels;
-use crate::guided::{Guidance, TestGuide};
+use crate::guided::{Guidance, TestGuide, Woken, known};
 use crate::worker::{FakeWorker, next_token};
 
 /// A request as its client sees it.
@@ -76,15 +77,20 @@ pub(crate) struct Rig {
     effects: Vec<Effect>,
     pub(crate) plan: StepPlan,
     next: u64,
+    woken: Arc<Woken>,
     pub(crate) totals: StepSummary,
     pub(crate) preemptions: u32,
 }
 
 impl Rig {
     pub(crate) fn new(config: SchedulerConfig) -> Self {
+        let woken = Arc::<Woken>::default();
+        let mut scheduler = Scheduler::new(config).unwrap();
+        scheduler.wake_with(woken.clone().into());
         Self {
             config,
-            scheduler: Scheduler::new(config).unwrap(),
+            scheduler,
+            woken,
             worker: None,
             epoch: 0,
             in_flight: VecDeque::new(),
@@ -123,6 +129,7 @@ impl Rig {
     pub(crate) fn move_on(&mut self) {
         self.lost();
         let mut other = Scheduler::new(self.config).unwrap();
+        other.wake_with(self.woken.clone().into());
         // Its names for sequences are its own.
         let used = GenerateRequest {
             id: RequestId(u64::MAX),
@@ -226,6 +233,11 @@ impl Rig {
         self.in_flight.push_back((self.plan.step, outputs));
     }
 
+    /// Whether a guide has woken the scheduler's shell since this was last asked.
+    pub(crate) fn was_woken(&self) -> bool {
+        self.woken.take()
+    }
+
     /// Delivers the oldest answer.
     pub(crate) fn deliver(&mut self) -> bool {
         let Some((step, outputs)) = self.in_flight.pop_front() else { return false };
@@ -260,8 +272,8 @@ impl Rig {
                 let mut tokens = client.prompt.clone();
                 let mut guide = client.guide();
                 for (position, token) in got.tokens[choice].iter().enumerate() {
-                    let allowed = guide.as_ref().map(|guide| guide.allowed());
-                    let expected = next_token(&sampling, &tokens, allowed);
+                    let allowed = guide.as_mut().map(|guide| known(guide.as_mut()).clone());
+                    let expected = next_token(&sampling, &tokens, allowed.as_ref());
                     let _ = guide.as_mut().map(|guide| guide.accept(*token));
                     assert_eq!(*token, expected, "tokens_match_oracle: {request} at {position}");
                     tokens.push(*token);
@@ -313,7 +325,7 @@ impl Rig {
     pub(crate) fn drain(&mut self) {
         for _ in 0..20_000 {
             let planned = self.plan();
-            if !planned && !self.deliver() {
+            if !planned && !self.deliver() && !self.woken.take() {
                 self.everything_ended();
                 return;
             }
@@ -345,7 +357,10 @@ fn finish_reason_is_right(client: &ClientRequest, tokens: &[u32], reason: Finish
         FinishReason::Length => assert_eq!(tokens.len() as u32, client.max_tokens),
         FinishReason::Complete => {
             let mut guide = client.guide().expect("a guide was asked for");
-            let over = tokens.iter().position(|it| guide.accept(*it) == Ok(Guided::IsOver));
+            let over = tokens.iter().position(|it| {
+                known(guide.as_mut());
+                guide.accept(*it) == Ok(Guided::IsOver)
+            });
             assert_eq!(over, Some(tokens.len() - 1));
         }
     }

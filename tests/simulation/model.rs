@@ -1,5 +1,7 @@
 //! The simulated model: what follows depends on the seed, the position and every token before, so
 //! that a lost, repeated or swapped token, or a stale cache, changes the text.
+use std::task::{Context, Poll};
+
 use coordinator::engine::{FinishReason, Guided, TokenGuide};
 use shared::protocol::TokenMask;
 
@@ -54,8 +56,12 @@ impl Guide {
 }
 
 impl TokenGuide for Guide {
-    fn allowed(&self) -> &TokenMask {
-        &self.allowed
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn allowed(&self) -> Option<&TokenMask> {
+        Some(&self.allowed)
     }
 
     fn mask_bytes_max(&self) -> usize {
@@ -113,7 +119,7 @@ pub(crate) fn undisturbed(
     }
     let mut guide = ends.guide();
     loop {
-        let token = choose(state, seed, choice, guide.as_ref().map(Guide::allowed));
+        let token = choose(state, seed, choice, guide.as_ref().and_then(Guide::allowed));
         state = extend(state, token);
         text.push(token);
         let len = text.len() as u32;

@@ -1,6 +1,7 @@
 //! A specification made a grammar, and one sequence's place in it.
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
 
 use llguidance::api::{StopReason, TopLevelGrammar};
 use llguidance::toktrie::{SimpleVob, TokenId};
@@ -8,6 +9,7 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 
+use super::masks::Masks;
 use crate::engine::{Guided, TokenGuide};
 
 /// What [`Whitespace::Usual`] is.
@@ -26,7 +28,7 @@ enum Way {
     Free,
     /// The matcher before the first token; a sequence has a copy of its own, so that what one makes
     /// the matcher learn changes nothing for others.
-    Matched { matcher: Box<Mutex<Matcher>>, is_json: bool, vocab: u32 },
+    Matched { matcher: Box<Mutex<Matcher>>, is_json: bool, vocab: u32, masks: Arc<Masks> },
 }
 
 impl fmt::Debug for Grammar {
@@ -43,6 +45,7 @@ impl Grammar {
     pub(super) fn compile(
         factory: &ParserFactory,
         barred: &[TokenId],
+        masks: Arc<Masks>,
         spec: &GuideSpec,
     ) -> Result<Self, String> {
         spec.check()?;
@@ -57,7 +60,8 @@ impl Grammar {
         }
         let first = mask(vocab, &first)?;
         let is_json = matches!(spec, GuideSpec::Json { .. });
-        let way = Way::Matched { matcher: Box::new(Mutex::new(matcher)), is_json, vocab };
+        let matcher = Box::new(Mutex::new(matcher));
+        let way = Way::Matched { matcher, is_json, vocab, masks };
         Ok(Self { way, first })
     }
 
@@ -73,7 +77,7 @@ impl Grammar {
     /// A sequence's place in it, before its first token.
     #[must_use]
     pub fn guide(self: &Arc<Self>) -> Guide {
-        Guide { grammar: self.clone(), matcher: None, next: None }
+        Guide { grammar: self.clone(), place: Place::Beginning }
     }
 }
 
@@ -161,21 +165,66 @@ fn mask(vocab: u32, allowed: &SimpleVob) -> Result<TokenMask, String> {
 /// See [`Grammar::guide`].
 pub struct Guide {
     grammar: Arc<Grammar>,
-    /// From the first token on.
-    matcher: Option<Box<Matcher>>,
-    /// What may come next, from the first token on.
-    next: Option<TokenMask>,
+    place: Place,
+}
+
+/// How far a guide has come.
+enum Place {
+    /// Nothing is accepted, or it makes no difference.
+    Beginning,
+    /// Behind some tokens; it is known which may come next.
+    Known(Box<Matcher>, TokenMask),
+    /// That is being computed.
+    Computed(Arc<Mutex<Work>>),
+    /// It cannot go on, or is over.
+    Ended,
+}
+
+/// A mask being computed, with the matcher that computes it.
+enum Work {
+    /// Who waits for it.
+    UnderWay(Option<Waker>),
+    Done(Box<Matcher>, Result<TokenMask, String>),
+    /// It was taken.
+    Taken,
 }
 
 impl fmt::Debug for Guide {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Guide").field("has_begun", &self.matcher.is_some()).finish_non_exhaustive()
+        let has_begun = !matches!(self.place, Place::Beginning);
+        f.debug_struct("Guide").field("has_begun", &has_begun).finish_non_exhaustive()
     }
 }
 
 impl TokenGuide for Guide {
-    fn allowed(&self) -> &TokenMask {
-        self.next.as_ref().unwrap_or(&self.grammar.first)
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), String>> {
+        let Place::Computed(work) = &self.place else { return Poll::Ready(Ok(())) };
+        let mut under_way = work.lock().unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(&mut *under_way, Work::Taken) {
+            Work::UnderWay(_) => {
+                *under_way = Work::UnderWay(Some(context.waker().clone()));
+                Poll::Pending
+            }
+            Work::Done(matcher, Ok(mask)) => {
+                drop(under_way);
+                self.place = Place::Known(matcher, mask);
+                Poll::Ready(Ok(()))
+            }
+            Work::Done(_, Err(error)) => {
+                drop(under_way);
+                self.place = Place::Ended;
+                Poll::Ready(Err(error))
+            }
+            Work::Taken => Poll::Ready(Err("what may come next is not known".to_owned())),
+        }
+    }
+
+    fn allowed(&self) -> Option<&TokenMask> {
+        match &self.place {
+            Place::Beginning => Some(&self.grammar.first),
+            Place::Known(_, mask) => Some(mask),
+            Place::Computed(_) | Place::Ended => None,
+        }
     }
 
     fn mask_bytes_max(&self) -> usize {
@@ -186,33 +235,53 @@ impl TokenGuide for Guide {
     }
 
     fn accept(&mut self, token: u32) -> Result<Guided, String> {
-        if !self.allowed().allows(token) {
+        if !self.allowed().is_some_and(|allowed| allowed.allows(token)) {
             return Err(format!("token {token} is not one of those allowed"));
         }
-        let Way::Matched { matcher, is_json, vocab } = &self.grammar.way else {
+        let Way::Matched { matcher, is_json, vocab, masks } = &self.grammar.way else {
             return Ok(Guided::GoesOn);
         };
-        let matcher = self.matcher.get_or_insert_with(|| {
-            Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())
-        });
-        let error = |error| short(&format!("{error}"));
-        matcher.consume_token(token).map_err(error)?;
-        if matcher.is_stopped() {
-            return match matcher.stop_reason() {
-                StopReason::NoExtension | StopReason::EndOfSentence => Ok(Guided::IsOver),
-                reason => Err(matcher.get_error().map_or(reason.to_string(), |it| short(&it))),
-            };
-        }
-        // Only a number can go on behind its last character; white space is of no use to anybody.
-        let ends_in_digit = || {
-            let env = matcher.tok_env();
-            env.is_ok_and(|env| env.tok_trie().token(token).last().is_some_and(u8::is_ascii_digit))
+        let mut matcher = match std::mem::replace(&mut self.place, Place::Ended) {
+            Place::Known(matcher, _) => matcher,
+            _ => Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone()),
         };
-        if *is_json && !ends_in_digit() && matcher.is_accepting().map_err(error)? {
+        if take(&mut matcher, token, *is_json)? == Guided::IsOver {
             return Ok(Guided::IsOver);
         }
-        let allowed = matcher.compute_mask().map_err(error)?;
-        self.next = Some(mask(*vocab, &allowed)?);
+        let work = Arc::new(Mutex::new(Work::UnderWay(None)));
+        self.place = Place::Computed(work.clone());
+        let vocab = *vocab;
+        masks.run(Box::new(move || {
+            let allowed = matcher.compute_mask().map_err(|error| short(&error.to_string()));
+            let done = Work::Done(matcher, allowed.and_then(|allowed| mask(vocab, &allowed)));
+            let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
+            let before = std::mem::replace(&mut *work, done);
+            drop(work);
+            if let Work::UnderWay(Some(waker)) = before {
+                waker.wake();
+            }
+        }));
         Ok(Guided::GoesOn)
     }
+}
+
+/// Moves a matcher on by a token.
+fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, String> {
+    let error = |error| short(&format!("{error}"));
+    matcher.consume_token(token).map_err(error)?;
+    if matcher.is_stopped() {
+        return match matcher.stop_reason() {
+            StopReason::NoExtension | StopReason::EndOfSentence => Ok(Guided::IsOver),
+            reason => Err(matcher.get_error().map_or(reason.to_string(), |it| short(&it))),
+        };
+    }
+    // Only a number can go on behind its last character; white space is of no use to anybody.
+    let ends_in_digit = || {
+        let env = matcher.tok_env();
+        env.is_ok_and(|env| env.tok_trie().token(token).last().is_some_and(u8::is_ascii_digit))
+    };
+    if is_json && !ends_in_digit() && matcher.is_accepting().map_err(error)? {
+        return Ok(Guided::IsOver);
+    }
+    Ok(Guided::GoesOn)
 }

@@ -1,9 +1,10 @@
 //! Guides over real vocabularies, followed at random, against oracles that know nothing of them.
 use std::path::Path;
+use std::task::Poll;
 
 use regex::Regex;
 use serde_json::{Value, json};
-use shared::protocol::Whitespace;
+use shared::protocol::{TokenMask, Whitespace};
 
 use super::*;
 use crate::engine::{Guided, TokenGuide};
@@ -14,6 +15,30 @@ fn model(folder: &str) -> TextModel {
 
 fn json_spec(schema: &Value) -> GuideSpec {
     GuideSpec::Json { schema: schema.to_string(), whitespace: Whitespace::Usual }
+}
+
+/// The tokens that may come next, once they are known.
+fn wait(guide: &mut Guide) -> Result<&TokenMask, String> {
+    struct Unpark(std::thread::Thread);
+    impl std::task::Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Arc::new(Unpark(std::thread::current())).into();
+    let mut context = std::task::Context::from_waker(&waker);
+    loop {
+        match guide.poll(&mut context) {
+            Poll::Ready(Ok(())) => return Ok(guide.allowed().unwrap()),
+            Poll::Ready(Err(error)) => return Err(error),
+            // For ever, if nobody wakes it.
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+fn known(guide: &mut Guide) -> &TokenMask {
+    wait(guide).unwrap()
 }
 
 /// Numbers from a seed.
@@ -47,7 +72,7 @@ fn follow_behind(
     }
     while tokens.len() < most {
         let allowed: Vec<u32> =
-            (0..model.vocab_size).filter(|token| guide.allowed().allows(*token)).collect();
+            (0..model.vocab_size).filter(|token| known(&mut guide).allows(*token)).collect();
         let token = allowed[dice.below(allowed.len())];
         if model.end_tokens.contains(&token) {
             return Some(model.decode(&tokens));
@@ -170,7 +195,7 @@ fn tokens_alone_are_a_mask_that_stays() {
     let grammar = Guides::new(&model).unwrap().make(&GuideSpec::Tokens(vec![300, 9, 300])).unwrap();
     let mut guide = grammar.guide();
     for token in [9, 300, 300, 9] {
-        assert_eq!(guide.allowed(), &shared::protocol::TokenMask::Only(vec![9, 300]));
+        assert_eq!(known(&mut guide), &TokenMask::Only(vec![9, 300]));
         assert_eq!(guide.accept(token), Ok(Guided::GoesOn));
     }
     assert!(guide.accept(10).unwrap_err().contains("not one of those allowed"));
@@ -445,7 +470,7 @@ fn hostile_grammars_cost_what_is_bounded() {
         };
         let (mut guide, mut dice) = (grammar.guide(), Dice(7));
         for _ in 0..50 {
-            let allowed = guide.allowed();
+            let Ok(allowed) = wait(&mut guide) else { break };
             let text = |token: &u32| allowed.allows(*token) && !model.end_tokens.contains(token);
             let allowed: Vec<u32> = (0..model.vocab_size).filter(text).collect();
             let Some(token) = allowed.get(dice.below(allowed.len().max(1))) else { break };

@@ -18,7 +18,8 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::catalogue;
 use shared::metrics::labels::{
-    ActorState, FinishedReason, LabelValue, NO_REPLICA, PromptSource, RejectReason, WaitingReason,
+    ActorState, FinishedReason, GuideKind, LabelValue, NO_REPLICA, PromptSource, RejectReason,
+    WaitingReason,
 };
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Exemplars, Gauge, Histogram, LocalStats, PartialSnapshot};
@@ -65,6 +66,7 @@ struct Cells {
 #[derive(Debug)]
 struct Fixed {
     accepted: Counter,
+    guided: PerValue<Counter>,
     rejected: PerValue<Counter>,
     finished: PerValue<Counter>,
     replayed: Counter,
@@ -321,6 +323,9 @@ impl Fixed {
         let in_flight = stats.gauge(catalogue::REQUESTS_IN_FLIGHT, []);
         Self {
             accepted: stats.counter(catalogue::REQUESTS_ACCEPTED, []),
+            guided: PerValue::new::<GuideKind>(|kind| {
+                stats.counter(catalogue::REQUESTS_GUIDED, [kind])
+            }),
             rejected: PerValue::new::<RejectReason>(|reason| {
                 stats.counter(catalogue::REQUESTS_REJECTED, [reason])
             }),

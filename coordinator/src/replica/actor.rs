@@ -1,7 +1,10 @@
 //! The actix shell of one replica: its mailbox, its timer, its ranks' links.
 use std::sync::Arc;
+use std::task::Wake;
 
-use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message, Recipient};
+use actix::{
+    Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message, Recipient, WeakAddr,
+};
 use shared::actor::peer::Encoded;
 use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
@@ -127,6 +130,22 @@ pub struct StepDone {
     pub result: StepResult,
 }
 
+/// What a step has waited for is there.
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+struct GoOn;
+
+/// Sends [`GoOn`]. Does not keep the actor alive.
+struct Wakes(WeakAddr<ReplicaActor>);
+
+impl Wake for Wakes {
+    fn wake(self: Arc<Self>) {
+        if let Some(replica) = self.0.upgrade() {
+            replica.do_send(GoOn);
+        }
+    }
+}
+
 /// Fail everything and take nothing more.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
@@ -188,6 +207,7 @@ impl Actor for ReplicaActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
+        self.operation.wake_with(Arc::new(Wakes(ctx.address().downgrade())).into());
         ctx.run_interval(TICK, |actor, _| {
             actor.operation.tick(actor.clock.now(), &mut actor.outside);
         });
@@ -263,6 +283,14 @@ impl Handler<StepDone> for ReplicaActor {
 
     fn handle(&mut self, StepDone { worker, result }: StepDone, _ctx: &mut Self::Context) {
         self.operation.step_done(self.clock.now(), worker, result, &mut self.outside);
+    }
+}
+
+impl Handler<GoOn> for ReplicaActor {
+    type Result = ();
+
+    fn handle(&mut self, _: GoOn, _ctx: &mut Self::Context) {
+        self.operation.go_on(self.clock.now(), &mut self.outside);
     }
 }
 

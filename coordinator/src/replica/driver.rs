@@ -3,6 +3,7 @@
 //!
 //! No socket and no clock here; the shell passes the time in and sends the plans.
 use std::collections::{HashMap, VecDeque};
+use std::task::Waker;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
@@ -103,6 +104,11 @@ impl ReplicaDriver {
         }
     }
 
+    /// What wakes this may let a step be planned.
+    pub fn wake_with(&mut self, waker: Waker) {
+        self.scheduler.wake_with(waker);
+    }
+
     /// Requests accepted and not ended.
     #[must_use]
     pub fn num_requests(&self) -> usize {
@@ -132,10 +138,14 @@ impl ReplicaDriver {
             max_tokens: request.max_tokens,
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
+        let guide_spec = request.guide_spec.take();
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
                 let mut track = recording.accepted(arrived, n, &response_id);
+                if let Some(spec) = guide_spec {
+                    recording.guided(&spec);
+                }
                 recording.routed(&mut track, self.id);
                 drop(recording);
                 self.stop_checks.extend(seqs.into_iter().zip(stop_checks));

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::task::Waker;
 use std::time::Duration;
 
 use shared::ids::{Epoch, RequestId, StepId, WorkerId};
@@ -91,6 +92,16 @@ impl Operation {
     #[must_use]
     pub fn epoch(&self) -> Option<Epoch> {
         self.epoch
+    }
+
+    /// When this is woken, the shell shall call [`Operation::go_on`].
+    pub fn wake_with(&mut self, waker: Waker) {
+        self.driver.wake_with(waker);
+    }
+
+    /// What steps have waited for may be there.
+    pub fn go_on(&mut self, now: Duration, outside: &mut impl Outside) {
+        self.drive(now, outside);
     }
 
     /// Takes a request.

@@ -1,9 +1,12 @@
 //! PURE: what the next step computes.
+use std::task::{Context, Poll};
+
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 
 use super::sequence::Sequence;
 use super::{Effect, Scheduler, keep_full, weight};
+use crate::engine::EngineError;
 
 /// A step that was sent and not answered.
 #[derive(Debug, Default)]
@@ -52,7 +55,7 @@ impl Scheduler {
         if self.in_flight.len() >= self.config.max_steps_in_flight as usize {
             return false;
         }
-        if self.running().any(|seq| seq.waits_for_its_token(self.config.max_model_len)) {
+        if !self.guides_are_ready(effects) {
             return false;
         }
         clear(plan);
@@ -95,6 +98,25 @@ impl Scheduler {
     /// Admitted sequences, in order of admission.
     fn running(&self) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
+    }
+
+    /// Whether no admitted sequence waits for its guide: a step without it would leave it behind.
+    /// Requests whose guides cannot go on end.
+    fn guides_are_ready(&mut self, effects: &mut Vec<Effect>) -> bool {
+        let mut context = Context::from_waker(&self.waker);
+        let (mut ready, mut over) = (true, Vec::new());
+        for slot in &self.running {
+            let Some(seq) = &mut self.sequences[*slot] else { continue };
+            match seq.poll_guide(self.config.max_model_len, &mut context) {
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(message)) => over.push((seq.request, message)),
+                Poll::Pending => ready = false,
+            }
+        }
+        for (request, message) in over {
+            self.end_request(request, Some(EngineError::Guide { message }), effects);
+        }
+        ready
     }
 
     /// Plans admitted sequences: those in decode or those in prefill.
@@ -143,11 +165,20 @@ impl Scheduler {
             if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
             }
-            let Some(seq) = &self.sequences[slot] else {
+            let Some(seq) = &mut self.sequences[slot] else {
                 self.waiting.pop_front();
                 continue;
             };
             let (length, request) = (seq.tokens.len() as u32, seq.request);
+            let mut context = Context::from_waker(&self.waker);
+            match seq.poll_guide(self.config.max_model_len, &mut context) {
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(message)) => {
+                    self.end_request(request, Some(EngineError::Guide { message }), effects);
+                    continue;
+                }
+                Poll::Pending => return,
+            }
             // One fits always: `SchedulerConfig::validate`.
             admitted += weight::of(seq, &self.config);
             let full = admitted > weight::ADMITTED_MAX && !plan.admitted.is_empty();
@@ -297,7 +328,7 @@ impl Scheduler {
             count,
             new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
-            allowed: seq.guide.as_ref().filter(|_| samples).map(|it| it.allowed().clone()),
+            allowed: seq.guide.as_ref().filter(|_| samples).and_then(|it| it.allowed().cloned()),
         });
         seq.told = seq.blocks.len() as u32;
         let admission = seq.admission.unwrap_or_default();

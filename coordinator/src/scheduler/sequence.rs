@@ -1,4 +1,6 @@
 //! PURE: one sequence's state, and one request's.
+use std::task::{Context, Poll};
+
 use shared::ids::{BlockId, RequestId, SeqId};
 use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
@@ -74,10 +76,21 @@ impl Sequence {
         self.len_ahead() - self.computed
     }
 
-    /// Whether it will need a token of which nothing can be said before the step in flight is
-    /// answered: which tokens are allowed depends on that step's.
-    pub(super) fn waits_for_its_token(&self, max_model_len: u32) -> bool {
-        self.guide.is_some() && self.pending > 0 && self.num_wanted(max_model_len) > 0
+    /// Ready when its next share can be planned: not while it has a guide that does not know the
+    /// tokens that may come next, which depend on that of the step in flight.
+    pub(super) fn poll_guide(
+        &mut self,
+        max_model_len: u32,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), String>> {
+        if self.num_wanted(max_model_len) == 0 {
+            return Poll::Ready(Ok(()));
+        }
+        match &mut self.guide {
+            Some(_) if self.pending > 0 => Poll::Pending,
+            Some(guide) => guide.poll(context),
+            None => Poll::Ready(Ok(())),
+        }
     }
 
     /// Whether computing up to `end` yields a token.

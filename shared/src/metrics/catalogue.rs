@@ -8,11 +8,11 @@ use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
 use super::labels::{
-    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, HOST, Label,
-    LabelValue, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal,
-    Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource, RANK, REPLICA,
-    ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION, WORKER,
-    WaitingReason,
+    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, GuideKind, HOST,
+    Label, LabelValue, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole,
+    MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource,
+    RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION,
+    WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -122,6 +122,9 @@ catalogue! {
     counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
         model [FinishedReason::LABEL], Coordinator,
         "Accepted requests that ended, by reason; abort and error included.";
+    counter REQUESTS_GUIDED: "tutti_requests_guided_total", Requests,
+        model [GuideKind::LABEL], Coordinator,
+        "Accepted requests whose output must be something (structured output), by what says so.";
     gauge(Sum) REQUESTS_IN_FLIGHT: "tutti_requests_in_flight", Requests, model [], Coordinator,
         "Accepted requests that have not ended. Equals running plus waiting plus swapped.";
     gauge(Sum) REQUESTS_RUNNING: "tutti_requests_running", Requests, model [REPLICA], Coordinator,

@@ -158,6 +158,22 @@ label_enum! {
 }
 
 label_enum! {
+    /// What says what a request's output must be.
+    GuideKind, "kind" {
+        /// A list of strings.
+        Choice = "choice",
+        /// A grammar.
+        Grammar = "grammar",
+        /// A JSON schema, that of any object too.
+        Json = "json",
+        /// A regular expression.
+        Regex = "regex",
+        /// A list of tokens.
+        Tokens = "tokens",
+    }
+}
+
+label_enum! {
     /// What a waiting request waits for.
     WaitingReason, "reason" {
         /// Room in the batch or in the KV cache of its replica.

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use shared::ids::ReplicaId;
 use shared::metrics::LocalStats;
-use shared::metrics::labels::{FinishedReason, RejectReason, WaitingReason};
+use shared::metrics::labels::{FinishedReason, GuideKind, RejectReason, WaitingReason};
+use shared::protocol::GuideSpec;
 
 use super::{Cells, Level, Recording, WAITING_AT_REPLICA};
 
@@ -94,6 +95,19 @@ impl Recording<'_> {
             tokens: 0,
             choices: vec![ChoiceTrack::default(); n as usize],
         }
+    }
+
+    /// The output of a request that was taken must be something.
+    pub fn guided(&mut self, spec: &GuideSpec) {
+        let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
+        let kind = match spec {
+            GuideSpec::Json { .. } => GuideKind::Json,
+            GuideSpec::Regex(_) => GuideKind::Regex,
+            GuideSpec::Choice(_) => GuideKind::Choice,
+            GuideSpec::Lark(_) => GuideKind::Grammar,
+            GuideSpec::Tokens(_) => GuideKind::Tokens,
+        };
+        stats.add(fixed.guided.get(kind), 1);
     }
 
     /// A request was not taken.

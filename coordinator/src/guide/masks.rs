@@ -1,0 +1,111 @@
+//! Threads that compute masks: with a large vocabulary one may take milliseconds, a batch has many,
+//! and the thread that drives replicas has other things to do.
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+/// Most threads: their work is short and has the cores to itself only between steps.
+const THREADS_MAX: usize = 16;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// See the module's documentation. Jobs that wait are as many as there are guided sequences, at
+/// most. The threads end with it.
+pub(super) struct Masks {
+    queue: Arc<Queue>,
+    threads: usize,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: Mutex<Jobs>,
+    come: Condvar,
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    over: bool,
+}
+
+impl fmt::Debug for Masks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Masks").field("threads", &self.threads).finish_non_exhaustive()
+    }
+}
+
+impl Masks {
+    /// One thread for each core.
+    pub(super) fn new() -> Self {
+        let queue = Arc::<Queue>::default();
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let start = |number: &usize| {
+            let queue = queue.clone();
+            let builder = std::thread::Builder::new().name(format!("mask-{number}"));
+            builder.spawn(move || queue.work()).is_ok()
+        };
+        let threads = (0..cores.min(THREADS_MAX)).take_while(start).count();
+        Self { queue, threads }
+    }
+
+    /// Runs a job as soon as a thread is free.
+    pub(super) fn run(&self, job: Job) {
+        if self.threads == 0 {
+            return job();
+        }
+        self.queue.lock().waiting.push_back(job);
+        self.queue.come.notify_one();
+    }
+}
+
+impl Drop for Masks {
+    fn drop(&mut self) {
+        self.queue.lock().over = true;
+        self.queue.come.notify_all();
+    }
+}
+
+impl Queue {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self) {
+        loop {
+            let mut jobs = self.lock();
+            let job = loop {
+                match jobs.waiting.pop_front() {
+                    Some(job) => break job,
+                    None if jobs.over => return,
+                    None => jobs = self.come.wait(jobs).unwrap_or_else(PoisonError::into_inner),
+                }
+            };
+            drop(jobs);
+            job();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn every_job_is_run_also_those_that_wait_at_the_end() {
+        let masks = Masks::new();
+        assert!(masks.threads > 0);
+        let (done, jobs) = mpsc::channel();
+        for number in 0..100 {
+            let done = done.clone();
+            masks.run(Box::new(move || done.send(number).unwrap_or_default()));
+        }
+        drop((masks, done));
+        let within = Duration::from_secs(20);
+        let mut seen: Vec<i32> = (0..100).map(|_| jobs.recv_timeout(within).unwrap()).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..100).collect::<Vec<_>>());
+    }
+}
