@@ -29,7 +29,7 @@ async fn messages_reach_the_template_whole() {
     let messages = given.split('|').next().unwrap();
     assert_eq!(
         messages,
-        "[{\"role\": \"user\", \"name\": \"Ann\", \"content\": \"ab\"}, \
+        "[{\"role\": \"user\", \"name\": \"Ann\", \"content\": \"a\\nb\"}, \
         {\"role\": \"assistant\", \"reasoning_content\": \"hm\", \"tool_calls\": [\
         {\"id\": \"1\", \"type\": \"function\", \"function\": {\"name\": \"f\", \"arguments\": {\"z\": 1, \"a\": \"b\"}}}, \
         {\"id\": \"2\", \"type\": \"function\", \"function\": {\"name\": \"g\", \"arguments\": {}}}], \"content\": \"\"}, \
@@ -67,6 +67,29 @@ async fn a_final_message_can_be_gone_on_with() {
     assert_eq!(seen.requests[0].prompt, rig.text.encode(expected, false).unwrap());
 }
 
+/// What agents send back of what models wrote does not end their conversation.
+#[tokio::test]
+async fn histories_may_be_imperfect() {
+    let rig = Rig::with_template(SHOWS);
+    for arguments in ["{\"a\": 1", "null", "", "[1]", "text"] {
+        let call = json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}});
+        let request = json!({"messages": [
+            {"role": "assistant", "content": null, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": null}]});
+        let given = prompt(&rig, &request).await;
+        assert!(given.contains("\"arguments\": {}"), "{arguments}: {given}");
+        assert!(given.contains("\"tool_call_id\": \"1\", \"content\": \"\""), "{given}");
+    }
+    let request = json!({"messages": [
+        {"role": "assistant", "content": [{"type": "output_text", "text": "a"},
+            {"type": "refusal", "refusal": "b"}], "tool_calls": [], "reasoning": "hm"},
+        {"role": "user", "content": [{"type": "input_text", "text": "c"}]}]});
+    let given = prompt(&rig, &request).await;
+    assert!(!given.contains("tool_calls"), "{given}");
+    assert!(given.contains("\"a\\nb\"") && given.contains("\"c\""), "{given}");
+    assert!(given.contains("\"reasoning_content\": \"hm\""), "{given}");
+}
+
 #[tokio::test]
 async fn what_templates_cannot_be_given_is_refused_by_name() {
     let rig = Rig::with_template(SHOWS);
@@ -83,7 +106,7 @@ async fn what_templates_cannot_be_given_is_refused_by_name() {
         ("documents", json!({"documents": ["a"]})),
         (
             "messages",
-            json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}),
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}]}),
         ),
         ("messages", json!({"messages": [{"role": "assistant", "tool_calls": {}}]})),
         ("messages", json!({"messages": [{"role": "assistant", "tool_calls": [1]}]})),

@@ -138,7 +138,8 @@ async fn a_message_of_calls_alone_has_no_content_and_each_choice_its_own_calls()
 async fn where_calls_are_not_asked_for_they_are_text() {
     let rig = rig(CALLS, Some(CallFormat::Hermes), false);
     let text = CALLS.strip_suffix("<|end|>").unwrap();
-    let format = json!({"response_format": {"type": "json_object"}});
+    // The whole reply is what a client's own grammar says.
+    let format = json!({"guided_grammar": "start: \"a\""});
     for more in
         [json!({"tool_choice": "none"}), json!({"tools": null}), json!({"tools": []}), format]
     {
@@ -175,7 +176,7 @@ async fn calls_that_must_be_made_are_what_the_grammar_allows() {
     let spec = |rig: &Rig| {
         let seen = rig.seen.lock().unwrap();
         match seen.requests.last().unwrap().guide_spec.as_deref() {
-            Some(GuideSpec::Lark(grammar)) => grammar.clone(),
+            Some(GuideSpec::Made(grammar)) => grammar.clone(),
             other => panic!("{other:?}"),
         }
     };
@@ -198,7 +199,7 @@ async fn calls_that_must_be_made_are_what_the_grammar_allows() {
         ("tool_choice", json!({"tool_choice": "always"})),
         (
             "tool_choice",
-            json!({"tool_choice": "required", "response_format": {"type": "json_object"}}),
+            json!({"tool_choice": "sometimes", "response_format": {"type": "json_object"}}),
         ),
         ("min_tokens", json!({"tool_choice": "required", "min_tokens": 5})),
         (
@@ -249,7 +250,7 @@ async fn reasoning_is_told_from_the_answer_where_an_operator_says_so() {
     ask(&rig, &format).await;
     let spec = rig.seen.lock().unwrap().requests.last().unwrap().guide_spec.clone();
     assert!(
-        matches!(spec.as_deref(), Some(GuideSpec::Lark(grammar)) if grammar.contains("</think>"))
+        matches!(spec.as_deref(), Some(GuideSpec::Made(grammar)) if grammar.contains("</think>"))
     );
     let without = self::rig(text, None, false);
     let choice = ask(&without, &plain).await;
@@ -266,4 +267,43 @@ async fn special_tokens_are_text_where_that_is_asked_for() {
     // Where they are text, they can be stopped at.
     let stop = json!({"tools": null, "skip_special_tokens": false, "stop": ["<|us"]});
     assert_eq!(ask(&rig, &stop).await["message"]["content"], "a ");
+}
+
+/// Agents ask for a form of the final answer in every turn, and offer tools in every turn.
+#[tokio::test]
+async fn an_answer_may_have_a_form_beside_tools() {
+    let rig = rig(&CALLS[8..], Some(CallFormat::Hermes), false);
+    let schema = json!({"type": "object", "properties": {"done": {"type": "boolean"}}});
+    let format = json!({"response_format": {"type": "json_schema",
+        "json_schema": {"name": "final", "schema": schema}}});
+    let spec = |rig: &Rig| rig.seen.lock().unwrap().requests.last().unwrap().guide_spec.clone();
+    let choice = ask(&rig, &format).await;
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    let made = spec(&rig);
+    let Some(GuideSpec::Made(grammar)) = made.as_deref() else { panic!("{made:?}") };
+    assert!(grammar.contains("calls | answer") && grammar.contains("done"), "{grammar}");
+    rig.script(|script| script.text = "{\"done\": true}<|end|>".to_owned());
+    let choice = ask(&rig, &format).await;
+    assert_eq!(choice["message"]["content"], "{\"done\": true}");
+    assert_eq!(choice["finish_reason"], "stop");
+    // Calls that must be made are no answer yet.
+    rig.script(|script| script.text = CALLS[8..].to_owned());
+    let mut required = format.clone();
+    required["tool_choice"] = json!("required");
+    assert_eq!(ask(&rig, &required).await["finish_reason"], "tool_calls");
+    let made = spec(&rig);
+    assert!(matches!(made.as_deref(), Some(GuideSpec::Made(grammar)) if !grammar.contains("done")));
+    let mut none = format;
+    none["tool_choice"] = json!("none");
+    ask(&rig, &none).await;
+    assert!(matches!(spec(&rig).as_deref(), Some(GuideSpec::Json { .. })));
+}
+
+/// What is of the whole output has no reasoning before it.
+#[tokio::test]
+async fn a_clients_own_grammar_is_of_the_whole_output() {
+    let rig = rig("no<|end|>", None, true);
+    let request = json!({"tools": null, "guided_grammar": "start: \"no\""});
+    let choice = ask(&rig, &request).await;
+    assert_eq!(choice["message"], json!({"role": "assistant", "content": "no", "refusal": null}));
 }

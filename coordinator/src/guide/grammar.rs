@@ -94,6 +94,7 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
                 strings.iter().map(|it| Value::from(it.as_str()).to_string()).collect();
             TopLevelGrammar::from_lark(format!("start: CHOICE\nCHOICE: {}", strings.join(" | ")))
         }
+        GuideSpec::Made(grammar) => TopLevelGrammar::from_lark(grammar.clone()),
         GuideSpec::Lark(grammar) => {
             if grammar.contains("::=") {
                 return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());

@@ -68,6 +68,7 @@ fn follow_behind(
     let mut guide = grammar.guide();
     let mut tokens = model.encode(said, false).unwrap();
     for token in &tokens {
+        let _ = known(&mut guide);
         assert_eq!(guide.accept(*token), Ok(Guided::GoesOn), "{said:?}");
     }
     while tokens.len() < most {
@@ -502,10 +503,19 @@ fn calls_that_must_be_made_are_read_as_such() {
         "days": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["city"],
         "additionalProperties": false});
     let functions = [
-        Function { name: "weather".to_owned(), parameters: schema.as_object().cloned() },
+        Function {
+            name: "weather".to_owned(),
+            parameters: schema.as_object().cloned(),
+            strict: true,
+        },
         Function {
             name: "a\"b".to_owned(),
-            parameters: json!({"additionalProperties": false}).as_object().cloned(),
+            // What is not known of it is left out, and what no grammar can say.
+            parameters: json!({"additionalProperties": false, "uniqueItems": true, "properties":
+                {"city": {"type": "string", "pattern": "^(?!x)a", "format": "binary"}}})
+            .as_object()
+            .cloned(),
+            strict: false,
         },
     ];
     let model = model("models/demo");
@@ -513,12 +523,12 @@ fn calls_that_must_be_made_are_read_as_such() {
     for (format, several, begins) in CallFormat::ALL.into_iter().flat_map(|format| {
         [(format, true, None), (format, false, Some(true)), (format, true, Some(false))]
     }) {
-        let body = grammar::calls(format, &functions, several, |_| None);
+        let rules = grammar::calls("calls", format, &functions, several, &|_| None);
         let text = match begins {
-            None => grammar::whole(&body),
-            Some(is_open) => grammar::reasoned(&body, is_open),
+            None => grammar::whole("calls", &rules),
+            Some(is_open) => grammar::reasoned("calls", &rules, is_open, &|_| None),
         };
-        let made = guides.make(&GuideSpec::Lark(text)).unwrap();
+        let made = guides.make(&GuideSpec::Made(text)).unwrap();
         // Forced calls of Qwen3-Coder are written as Hermes'.
         let read = if format == CallFormat::Qwen3Coder { CallFormat::Hermes } else { format };
         let rules = Arc::new(ReplyRules {
@@ -571,5 +581,64 @@ fn calls_that_must_be_made_are_read_as_such() {
         names.dedup();
         assert_eq!(names, ["a\"b", "weather"], "{format:?} {begins:?}");
         assert!(!several || most > 1, "{format:?}");
+    }
+}
+
+/// Where the vocabulary has tokens for what marks a call, they are what it begins with.
+#[test]
+fn marks_are_tokens_where_there_are_some() {
+    use crate::text::reply::CallFormat;
+    use crate::text::reply::grammar::{self, Function};
+
+    let model = model("models/demo");
+    let token = model.special_token("<|user|>").unwrap();
+    let special = |text: &str| ["<tool_call>", "[TOOL_CALLS]"].contains(&text).then_some(token);
+    let functions = [Function { name: "f".to_owned(), parameters: None, strict: false }];
+    let guides = Guides::new(&model).unwrap();
+    for format in [CallFormat::Hermes, CallFormat::Mistral] {
+        let rules = grammar::calls("calls", format, &functions, true, &special);
+        let made = guides.make(&GuideSpec::Made(grammar::whole("calls", &rules))).unwrap();
+        assert_eq!(known(&mut made.guide()), &TokenMask::Only(vec![token]), "{format:?}");
+    }
+    // The end of reasoning too: any text may come before it.
+    let special = |text: &str| (text == "</think>").then_some(token);
+    let rules = grammar::choice("answer", &["yes".to_owned()]);
+    let text = grammar::reasoned("answer", &rules, true, &special);
+    let made = guides.make(&GuideSpec::Made(text)).unwrap();
+    let mut guide = made.guide();
+    for token in model.encode("Well </think> ", false).unwrap() {
+        let _ = known(&mut guide);
+        assert_eq!(guide.accept(token), Ok(Guided::GoesOn));
+    }
+    assert!(known(&mut guide).allows(token));
+    assert_eq!(guide.accept(token), Ok(Guided::GoesOn));
+    assert!(!known(&mut guide).allows(token), "the answer is next");
+}
+
+/// Patterns and strings keep their meaning as rules among others.
+#[test]
+fn what_is_asked_for_may_come_behind_reasoning_or_beside_calls() {
+    use crate::text::reply::grammar;
+
+    let model = model("models/demo");
+    let guides = Guides::new(&model).unwrap();
+    let strings = ["a ::= \"b\"", "c\\d\ne", "f/g"].map(str::to_owned);
+    for (rules, oracle) in [
+        (grammar::regex("answer", r"a/b\/c\d\\{1,2}"), r"^a/b/c\d\\{1,2}$".to_owned()),
+        (
+            grammar::choice("answer", &strings),
+            format!("^({})$", strings.each_ref().map(|it| regex::escape(it)).join("|")),
+        ),
+    ] {
+        let oracle = Regex::new(&oracle).unwrap();
+        let text = grammar::reasoned("answer", &rules, true, &|_| None);
+        let made = guides.make(&GuideSpec::Made(text)).unwrap();
+        let said = "No.</think>";
+        let texts: Vec<String> = (0..20)
+            .filter_map(|seed| follow_behind(said, &model, &made, seed, 80))
+            .map(|text| text.strip_prefix(said).unwrap().trim_start_matches('\n').to_owned())
+            .collect();
+        assert!(texts.len() > 10, "{texts:?}");
+        assert!(texts.iter().all(|text| oracle.is_match(text)), "{oracle}: {texts:?}");
     }
 }

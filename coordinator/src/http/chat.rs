@@ -15,8 +15,8 @@ use super::params::{Common, Fields};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
-use super::tools::Tools;
-use crate::text::reply::{CallFormat, Part, ReplyReader, ReplyRules};
+use super::tools::{Tools, Wanted};
+use crate::text::reply::{Part, ReplyReader, ReplyRules};
 
 /// Answers a request.
 ///
@@ -27,24 +27,22 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let limits = &state.limits;
     let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
     refused::check(&fields, Endpoint::Chat)?;
-    let wanted = fields.boolean("logprobs", false)?;
+    let logprobs = fields.boolean("logprobs", false)?;
     let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
-    if top.is_some_and(|top| top > 0) && !wanted {
+    if top.is_some_and(|top| top > 0) && !logprobs {
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
-    common.sampling.logprobs = wanted.then_some(top.unwrap_or(0));
+    common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
     let max_tokens = fields.count("max_tokens", 1, limits.max_model_len)?;
     common.max_tokens =
         fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
     let tools = Tools::read(&fields, limits)?;
     let mut rules = tools.rules(state.tool_calls)?;
-    let special_token = |text: &str| state.text.special_token(text);
-    match tools.asked(&fields, common.asked.as_ref(), state.tool_calls, special_token)? {
-        Some(asked) => common.asked = Some(asked),
-        // What the output must be is no call.
-        None if common.asked.is_some() => rules.calls = None,
-        None => {}
+    let token = |text: &str| state.text.special_token(text);
+    let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls, &token)?;
+    if wanted.as_ref().is_some_and(|wanted| !wanted.has_calls()) {
+        rules.calls = None;
     }
     let conversation = conversation::read(&fields, limits, template, tools.told())?;
     let shows_reasoning = fields.boolean("include_reasoning", true)?;
@@ -60,17 +58,13 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     drop(fields);
     let encode = move |text: &_| conversation::encode(text, &conversation, special, fit);
     let rendered = state.with_text(bytes, encode).await?;
-    rules.reasoning = state.reasoning;
+    rules.reasoning = state.reasoning && wanted.as_ref().is_none_or(Wanted::lets_reason);
     rules.begins_reasoning = rendered.opens_reasoning;
-    if let Some(asked) = common.asked.take() {
-        common.asked = Some(match rules.reasoning {
-            true => asked.behind_reasoning(rules.begins_reasoning)?,
-            false => asked,
-        });
-    }
+    let opened = rules.reasoning.then_some(rules.begins_reasoning);
+    common.asked = wanted.map(|wanted| wanted.made(opened, &token)).transpose()?;
     state.make_guide(&mut common).await?;
     // A mark that is left out would be missed.
-    common.keep_special |= rules.calls.is_some_and(CallFormat::is_marked_by_special_tokens);
+    common.keep_special |= rules.marks().any(|mark| token(mark).is_some());
     let mut tokens = rendered.tokens;
     if tokens.is_empty() {
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));

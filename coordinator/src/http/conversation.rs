@@ -183,14 +183,21 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     if !["system", "developer", "user", "assistant", "tool"].contains(&role) {
         return Err(wrong(".role", "one of system, developer, user, assistant and tool"));
     }
-    let part = |part: &Value| {
-        let text = part.get("type").and_then(Value::as_str) == Some("text");
-        part.get("text").and_then(Value::as_str).filter(|_| text).map(str::to_owned)
-    };
+    fn part(part: &Value) -> Option<&str> {
+        let text = match part.get("type").and_then(Value::as_str)? {
+            "text" | "input_text" | "output_text" => "text",
+            "refusal" => "refusal",
+            _ => return None,
+        };
+        part.get(text).and_then(Value::as_str)
+    }
     let content = match fields.get("content") {
         Some(Value::String(text)) => Some(text.clone()),
-        Some(Value::Array(parts)) => parts.iter().map(part).collect::<Option<String>>(),
-        None | Some(Value::Null) if role == "assistant" => Some(String::new()),
+        Some(Value::Array(parts)) => {
+            let parts: Option<Vec<&str>> = parts.iter().map(part).collect();
+            parts.map(|parts| parts.join("\n"))
+        }
+        None | Some(Value::Null) if role == "assistant" || role == "tool" => Some(String::new()),
         _ => None,
     };
     let content = content.ok_or_else(|| wrong(".content", "a string or a list of text parts"))?;
@@ -210,6 +217,10 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     if let Some(said) = message.get("reasoning").filter(|_| !message.contains_key(name)).cloned() {
         message.insert(name.to_owned(), said);
     }
+    // To templates, calls that are there are some.
+    if message.get("tool_calls").and_then(Value::as_array).is_some_and(Vec::is_empty) {
+        message.remove("tool_calls");
+    }
     if let Some(calls) = message.get_mut("tool_calls") {
         for (at, call) in calls.as_array_mut().into_iter().flatten().enumerate() {
             let part = format!(".tool_calls[{at}]");
@@ -223,7 +234,9 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     Ok(Value::Object(message))
 }
 
-/// Makes a call's arguments, JSON in a string, the object that templates expect.
+/// Makes a call's arguments, JSON in a string, the object that templates expect. What models wrote
+/// and no JSON object is, is none of them: refusing it would end a conversation that its client cannot
+/// mend.
 fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)> {
     let function = call.get_mut("function").and_then(Value::as_object_mut);
     let function = function.ok_or((".function", "an object"))?;
@@ -232,13 +245,13 @@ fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)>
     }
     let arguments = match function.get("arguments") {
         None | Some(Value::Null) => Value::Object(Map::new()),
-        Some(Value::String(text)) if text.trim().is_empty() => Value::Object(Map::new()),
-        Some(Value::String(text)) => serde_json::from_str(text).unwrap_or_default(),
-        Some(other) => other.clone(),
+        Some(Value::String(text)) => {
+            let parsed = serde_json::from_str(text).ok().filter(Value::is_object);
+            parsed.unwrap_or_else(|| Value::Object(Map::new()))
+        }
+        Some(arguments @ Value::Object(_)) => arguments.clone(),
+        Some(_) => return Err((".function.arguments", "a JSON object, in a string")),
     };
-    if !arguments.is_object() {
-        return Err((".function.arguments", "a JSON object, in a string"));
-    }
     function.insert("arguments".to_owned(), arguments);
     Ok(())
 }

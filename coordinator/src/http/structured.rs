@@ -78,28 +78,22 @@ impl Asked {
         Ok(())
     }
 
-    /// What the whole output must be when this is what comes behind the reasoning, which the prompt
-    /// has opened or the model may. A client's own grammar, and a list of tokens, stay of the whole
-    /// output.
+    /// The same as a grammar's rule of the name `head`; none for a client's own grammar, and for a
+    /// list of tokens, which are of the whole output.
     ///
     /// # Errors
     /// 400 naming the field.
-    pub fn behind_reasoning(self, is_open: bool) -> Result<Self, ApiError> {
-        let Self { field, spec } = self;
-        let body = match &spec {
+    pub fn rules(&self, head: &str) -> Result<Option<String>, ApiError> {
+        Ok(match &self.spec {
             GuideSpec::Json { schema, whitespace } => {
                 let schema = guide::json_schema(schema, whitespace);
-                format!("body: %json {}\n", schema.map_err(|error| wrong(field, &error))?)
+                let schema = schema.map_err(|error| wrong(self.field, &error))?;
+                Some(grammar::json(head, &schema))
             }
-            GuideSpec::Regex(regex) => grammar::regex(guide::whole(regex)),
-            GuideSpec::Choice(strings) => grammar::choice(strings),
-            GuideSpec::Lark(text) => match grammar::body(text) {
-                Some(body) => body.to_owned(),
-                None => return Ok(Self { field, spec }),
-            },
-            GuideSpec::Tokens(_) => return Ok(Self { field, spec }),
-        };
-        Ok(Self { field, spec: GuideSpec::Lark(grammar::reasoned(&body, is_open)) })
+            GuideSpec::Regex(regex) => Some(grammar::regex(head, guide::whole(regex))),
+            GuideSpec::Choice(strings) => Some(grammar::choice(head, strings)),
+            GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_) => None,
+        })
     }
 }
 
@@ -115,7 +109,12 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
     let format = value.as_object().ok_or_else(|| Fields::wrong(field, value, expected))?;
     let schema = match format.get("type").and_then(Value::as_str) {
         Some("text") => return Ok(None),
-        Some("json_object") => ANY_OBJECT.to_owned(),
+        // Some clients say its schema here.
+        Some("json_object") => match format.get("schema") {
+            None | Some(Value::Null) => ANY_OBJECT.to_owned(),
+            Some(schema @ Value::Object(_)) => schema.to_string(),
+            Some(_) => return Err(wrong(field, "has a `schema` that is no object")),
+        },
         Some("json_schema") => {
             let schema = format.get("json_schema").and_then(Value::as_object);
             named_schema(schema.ok_or_else(|| wrong(field, "needs `json_schema`, an object"))?)?

@@ -8,7 +8,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Limits;
 use super::structured::{self, Asked};
-use crate::text::reply::grammar::{self, Function};
+use crate::text::reply::grammar::{self, Function, Special};
 use crate::text::reply::{CallFormat, Parameters, ReplyRules};
 
 /// Whether tools are called.
@@ -57,35 +57,41 @@ impl Tools {
         matches!(self.choice, ToolChoice::Auto | ToolChoice::Required)
     }
 
-    /// What the reply must be, where tools must be called; `before` is what else says that. `special`
-    /// are the vocabulary's special tokens by their text.
+    /// What the reply must be: calls where they must be made, whatever else was asked for, and what
+    /// was asked for or calls where the model decides. It is made a grammar once it is known where the
+    /// prompt ends.
     ///
     /// # Errors
     /// 400 naming the field.
-    pub fn asked(
+    pub fn wanted(
         &self,
         fields: &Fields,
-        before: Option<&Asked>,
+        asked: Option<Asked>,
         format: Option<CallFormat>,
-        special: impl Fn(&str) -> Option<u32>,
-    ) -> Result<Option<Asked>, ApiError> {
-        let (functions, several) = match &self.choice {
-            ToolChoice::None | ToolChoice::Auto => return Ok(None),
-            ToolChoice::Required => (self.functions(|_| true), !self.single),
-            ToolChoice::Function(wanted) => (self.functions(|name| name == wanted), false),
+        special: Special<'_>,
+    ) -> Result<Option<Wanted>, ApiError> {
+        let (functions, several) = match (&self.choice, &asked) {
+            (ToolChoice::None, _) | (ToolChoice::Auto, None) => {
+                return asked.map(Wanted::answer).transpose();
+            }
+            (ToolChoice::Auto | ToolChoice::Required, _) => {
+                (self.functions(|_| true), !self.single)
+            }
+            (ToolChoice::Function(wanted), _) => (self.functions(|name| name == wanted), false),
         };
+        let rules = grammar::calls("calls", forced(format), &functions, several, special);
         let field = "tool_choice";
-        if let Some(before) = before {
-            let other = before.field;
-            let message = format!("and `{other}` both say what the output must be: one at a time");
-            return Err(structured::wrong(field, &message));
+        if let (ToolChoice::Auto, Some(asked)) = (&self.choice, asked) {
+            let Some(answer) = asked.rules("answer")? else {
+                return Wanted::answer(asked).map(Some);
+            };
+            let body = "calls | answer";
+            let rules = rules + &answer;
+            return Ok(Some(Wanted { body, rules, field: asked.field, own: None, calls: true }));
         }
-        let format = forced(format);
-        let body = grammar::calls(format, &functions, several, special);
-        let asked = Asked { field, spec: GuideSpec::Lark(grammar::whole(&body)) };
-        asked.spec.check().map_err(|error| structured::wrong(field, &error))?;
-        asked.check_end(fields)?;
-        Ok(Some(asked))
+        let wanted = Wanted { body: "calls", rules, field, own: None, calls: true };
+        wanted.made(None, special)?.check_end(fields)?;
+        Ok(Some(wanted))
     }
 
     fn functions(&self, which: impl Fn(&str) -> bool) -> Vec<Function> {
@@ -93,7 +99,9 @@ impl Tools {
         let function = |tool: &Value| {
             let name = name(tool).filter(|name| which(name))?.to_owned();
             let parameters = tool.get("function").and_then(|it| it.get("parameters"));
-            Some(Function { name, parameters: parameters.and_then(Value::as_object).cloned() })
+            let parameters = parameters.and_then(Value::as_object).cloned();
+            let strict = tool.get("function").and_then(|it| it.get("strict"));
+            Some(Function { name, parameters, strict: strict == Some(&Value::Bool(true)) })
         };
         tools.filter_map(function).collect()
     }
@@ -115,12 +123,63 @@ impl Tools {
             (ToolChoice::Auto, format) => rules.calls = format,
             (ToolChoice::Required | ToolChoice::Function(_), format) => {
                 rules.calls = Some(forced(format));
+                rules.only_calls = true;
             }
         }
         if rules.calls == Some(CallFormat::Qwen3Coder) {
             rules.parameters = self.list.as_ref().map(Parameters::of).unwrap_or_default();
         }
         Ok(rules)
+    }
+}
+
+/// What a reply must be.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// The rule, of those below, that the reply follows behind its reasoning.
+    body: &'static str,
+    rules: String,
+    /// The field that asked for it.
+    field: &'static str,
+    /// What a client's own grammar says of the whole reply, and its list of tokens.
+    own: Option<Asked>,
+    /// Calls may be part of it.
+    calls: bool,
+}
+
+impl Wanted {
+    fn answer(asked: Asked) -> Result<Self, ApiError> {
+        let rules = asked.rules("answer")?.unwrap_or_default();
+        Ok(Self { body: "answer", rules, field: asked.field, own: Some(asked), calls: false })
+    }
+
+    /// Whether calls can be part of the reply.
+    #[must_use]
+    pub fn has_calls(&self) -> bool {
+        self.calls
+    }
+
+    /// Whether the reply may have reasoning before it.
+    #[must_use]
+    pub fn lets_reason(&self) -> bool {
+        !self.rules.is_empty()
+    }
+
+    /// What the engine is asked for. Where reasoning is told apart, `opened` says whether the prompt
+    /// has opened it.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn made(&self, opened: Option<bool>, special: Special<'_>) -> Result<Asked, ApiError> {
+        let grammar = match (opened, &self.own) {
+            (Some(_), Some(own)) if self.rules.is_empty() => return Ok(own.clone()),
+            (None, Some(own)) => return Ok(own.clone()),
+            (None, None) => grammar::whole(self.body, &self.rules),
+            (Some(is_open), _) => grammar::reasoned(self.body, &self.rules, is_open, special),
+        };
+        let asked = Asked { field: self.field, spec: GuideSpec::Made(grammar) };
+        asked.spec.check().map_err(|error| structured::wrong(self.field, &error))?;
+        Ok(asked)
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a model folder says about text: tokenizer, chat template, end tokens, sampling defaults,
 //! and the two sizes that bound a request.
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -61,6 +62,8 @@ pub struct TextModel {
     pub bytes_per_token: Option<usize>,
     /// The tokenizer writes bytes as printable characters (byte-level BPE).
     byte_level: bool,
+    /// Special tokens by what they are written as.
+    special: HashMap<String, u32>,
     guides: OnceLock<Result<Guides, String>>,
 }
 
@@ -121,6 +124,9 @@ impl TextModel {
         let bytes_per_token = serde_json::from_slice(&bytes).ok();
         let bytes_per_token = bytes_per_token.as_ref().and_then(bound::bytes_per_token);
         let template = load_template(folder, chat_template)?;
+        let added = tokenizer.get_added_tokens_decoder().into_iter();
+        let special = added.filter(|(_, token)| token.special);
+        let special = special.map(|(id, token)| (token.content, id)).collect();
         let tokenizer = Arc::new(tokenizer);
         Ok(Self {
             tokenizer,
@@ -130,6 +136,7 @@ impl TextModel {
             vocab_size,
             max_positions,
             byte_level,
+            special,
             guides: OnceLock::new(),
             bytes_per_token,
             fingerprint: fingerprint(folder, chat_template),
@@ -147,9 +154,7 @@ impl TextModel {
     /// The special token that is written so.
     #[must_use]
     pub fn special_token(&self, text: &str) -> Option<u32> {
-        let id = self.tokenizer.token_to_id(text)?;
-        let added = self.tokenizer.get_added_tokens_decoder();
-        added.get(&id).filter(|token| token.special).map(|_| id)
+        self.special.get(text).copied()
     }
 
     /// Text to tokens.

@@ -50,12 +50,25 @@ pub struct ReplyRules {
     pub calls: Option<CallFormat>,
     /// All calls but the first are left out.
     pub single_call: bool,
+    /// The model can write nothing else: what is no call is one that was cut short.
+    pub only_calls: bool,
     /// The functions' parameters, for the format whose values have no types of their own.
     pub parameters: Parameters,
 }
 
+impl ReplyRules {
+    /// What is looked for in the text.
+    pub fn marks(&self) -> impl Iterator<Item = &'static str> {
+        let thought: &[&str] = if self.reasoning { &[THINK, THINK_END] } else { &[] };
+        let calls = self.calls.map_or(&[][..], CallFormat::marks);
+        thought.iter().chain(calls).copied()
+    }
+}
+
 const THINK: &str = "<think>";
 const THINK_END: &str = "</think>";
+/// Bytes of white space that may be no part of the answer; beyond them it is.
+const SPACE_MAX: usize = 4096;
 /// Written by some before a call, where the tokenizer shows it.
 const PYTHON_TAG: &str = "<|python_tag|>";
 
@@ -86,11 +99,13 @@ enum State {
     /// Behind reasoning and calls, white space is no part of it.
     Content { begun: bool },
     /// Behind what opens calls of [`CallFormat::Mistral`].
-    Opened,
+    Opened { opening: String },
     /// Within a call's object, behind text that opened it.
     Call { opening: String, call: CallObject, listed: bool },
-    /// Within a call that is read whole.
-    Element,
+    /// Behind a tag that may open a call of [`CallFormat::Qwen3Coder`].
+    Tagged { opening: String },
+    /// Within its element, behind so many parameters.
+    Element { function: String, count: u32 },
     /// Behind a call's object.
     Closing { listed: bool },
 }
@@ -118,8 +133,13 @@ impl ReplyReader {
     pub fn finish(&mut self, parts: &mut Vec<Part>) {
         let held = std::mem::take(&mut self.held);
         match std::mem::replace(&mut self.state, State::Content { begun: true }) {
-            State::Start { thought: false } | State::Content { begun: true } | State::Element => {
+            // What must be a call is none yet.
+            _ if self.rules.only_calls => {}
+            State::Start { thought: false } | State::Content { begun: true } => {
                 content(&held, parts);
+            }
+            State::Tagged { opening } | State::Opened { opening } => {
+                content(&(opening + &held), parts);
             }
             State::Start { thought: true } | State::Content { begun: false } => {
                 content(held.trim_start(), parts);
@@ -130,8 +150,7 @@ impl ReplyReader {
             State::Call { opening, call, .. } if !call.is_begun() => {
                 content(&(opening + call.text() + &held), parts);
             }
-            State::Opened => content(&(format::MISTRAL.to_owned() + &held), parts),
-            State::Call { .. } | State::Closing { .. } => {}
+            State::Call { .. } | State::Element { .. } | State::Closing { .. } => {}
         }
     }
 
@@ -141,9 +160,10 @@ impl ReplyReader {
             State::Start { thought } => self.start(thought),
             State::Reasoning { begun } => self.reason(begun, parts),
             State::Content { begun } => self.answer(begun, parts),
-            State::Opened => self.opened(parts),
+            State::Opened { .. } => self.opened(parts),
             State::Call { .. } => self.call(parts),
-            State::Element => self.element(parts),
+            State::Tagged { .. } => self.tagged(parts),
+            State::Element { .. } => self.element(parts),
             State::Closing { listed } => self.close(listed),
         }
     }
@@ -151,7 +171,10 @@ impl ReplyReader {
     fn start(&mut self, thought: bool) -> bool {
         let text = self.held.trim_start();
         if text.is_empty() {
-            return false;
+            if self.held.len() > SPACE_MAX {
+                self.state = State::Content { begun: !thought };
+            }
+            return self.held.len() > SPACE_MAX;
         }
         if self.rules.reasoning && !thought {
             if let Some(rest) = text.strip_prefix(THINK) {
@@ -225,19 +248,17 @@ impl ReplyReader {
             }
             return false;
         };
-        content(self.held[..at].trim_end(), parts);
-        self.held.drain(..at);
+        // White space before a call is no part of the answer, unless the call is none.
+        let before = self.held[..at].trim_end().len();
+        content(&self.held[..before], parts);
+        // Models at times forget the tag around a function, which then opens the call itself.
+        let end = if opening == xml::FUNCTION { at } else { at + opening.len() };
+        let opening = self.held[before..end].to_owned();
+        self.held.drain(..end);
         self.state = match self.rules.calls {
-            Some(CallFormat::Qwen3Coder) => State::Element,
-            Some(CallFormat::Mistral) => {
-                self.held.drain(..opening.len());
-                State::Opened
-            }
-            _ => {
-                self.held.drain(..opening.len());
-                let (opening, call) = (opening.to_owned(), CallObject::new());
-                State::Call { opening, call, listed: false }
-            }
+            Some(CallFormat::Qwen3Coder) => State::Tagged { opening },
+            Some(CallFormat::Mistral) => State::Opened { opening },
+            _ => State::Call { opening, call: CallObject::new(), listed: false },
         };
         true
     }
@@ -254,8 +275,7 @@ impl ReplyReader {
             let head = &self.held[..self.held.floor_char_boundary(format::HEAD_MAX)];
             let Some(at) = head.find('{') else {
                 if head.len() < self.held.len() {
-                    self.state = State::Content { begun: true };
-                    content(format::MISTRAL, parts);
+                    self.is_no_call(parts);
                     return true;
                 }
                 return false;
@@ -264,7 +284,8 @@ impl ReplyReader {
             let call = if name.is_empty() { CallObject::new() } else { CallObject::of(name) };
             (call, at, false)
         };
-        let opening = format::MISTRAL.to_owned() + &self.held[..at];
+        let State::Opened { opening } = &self.state else { return false };
+        let opening = format!("{opening}{}", &self.held[..at]);
         self.held.drain(..at);
         self.state = State::Call { opening, call, listed };
         true
@@ -293,22 +314,66 @@ impl ReplyReader {
         true
     }
 
-    fn element(&mut self, parts: &mut Vec<Part>) -> bool {
-        let Some(end) = xml::end(&self.held, self.looked) else {
-            self.looked = self.held.len();
-            return false;
-        };
-        self.looked = 0;
-        let element: String = self.held.drain(..end).collect();
-        match xml::read(&element, &self.rules.parameters) {
-            Some((name, arguments)) => {
-                self.begin(name, parts);
-                self.add(arguments, parts);
-                self.state = State::Content { begun: false };
+    /// `<function=f>`, or text that began like it.
+    fn tagged(&mut self, parts: &mut Vec<Part>) -> bool {
+        let space = self.held.len() - self.held.trim_start().len();
+        match xml::function(&self.held[space..]) {
+            xml::Next::Unknown if space <= SPACE_MAX => return false,
+            xml::Next::Is(function, taken) => {
+                self.held.drain(..space + taken);
+                self.begin(function.clone(), parts);
+                self.add("{".to_owned(), parts);
+                self.state = State::Element { function, count: 0 };
             }
-            None => {
-                content(&element, parts);
-                self.state = State::Content { begun: true };
+            xml::Next::Unknown | xml::Next::IsNot => self.is_no_call(parts),
+        }
+        true
+    }
+
+    /// What opened a call is text.
+    fn is_no_call(&mut self, parts: &mut Vec<Part>) {
+        let state = std::mem::replace(&mut self.state, State::Content { begun: true });
+        let (State::Opened { opening } | State::Tagged { opening }) = state else { return };
+        content(&opening, parts);
+        if opening.trim().is_empty() {
+            // It was the function's own beginning, which is not looked at again.
+            let first = self.held.chars().next().map_or(0, char::len_utf8);
+            content(&self.held[..first], parts);
+            self.held.drain(..first);
+        }
+    }
+
+    /// Reads on in a call's element, a parameter at a time.
+    fn element(&mut self, parts: &mut Vec<Part>) -> bool {
+        let State::Element { function, count } = &mut self.state else { return false };
+        let space = self.held.len() - self.held.trim_start().len();
+        self.held.drain(..space);
+        self.looked = self.looked.saturating_sub(space);
+        if self.held.starts_with(xml::FUNCTION_END) {
+            self.held.drain(..xml::FUNCTION_END.len());
+            self.state = State::Closing { listed: false };
+            self.add("}".to_owned(), parts);
+            return true;
+        }
+        match xml::parameter(&self.held, self.looked, function, &self.rules.parameters) {
+            xml::Next::Is(member, taken) => {
+                self.held.drain(..taken);
+                self.looked = 0;
+                let between = if *count == 0 { "" } else { ", " };
+                *count += u32::from(!member.is_empty());
+                if !member.is_empty() {
+                    self.add(format!("{between}{member}"), parts);
+                }
+            }
+            xml::Next::Unknown => {
+                self.looked = self.held.len();
+                return false;
+            }
+            xml::Next::IsNot if xml::FUNCTION_END.starts_with(&self.held) => return false,
+            // It has no place here.
+            xml::Next::IsNot => {
+                let first = self.held.chars().next().map_or(0, char::len_utf8);
+                self.held.drain(..first);
             }
         }
         true
@@ -317,12 +382,15 @@ impl ReplyReader {
     /// Leaves out what is between a call's object and what comes next.
     fn close(&mut self, listed: bool) -> bool {
         match self.rules.calls {
-            Some(CallFormat::Hermes) => {
-                let ends = [format::TOOL_CALL_END, format::TOOL_CALL];
-                let found = ends.iter().filter_map(|end| Some((self.held.find(end)?, *end))).min();
-                let Some((at, end)) = found else { return false };
-                let taken = if end == format::TOOL_CALL_END { at + end.len() } else { at };
-                self.held.drain(..taken);
+            Some(CallFormat::Hermes | CallFormat::Qwen3Coder) => {
+                // Models miscount what closes an object.
+                self.skip(|it| it.is_whitespace() || it == '}');
+                let end = format::TOOL_CALL_END;
+                if self.held.starts_with(end) {
+                    self.held.drain(..end.len());
+                } else if end.starts_with(&self.held) {
+                    return false;
+                }
                 self.state = State::Content { begun: false };
             }
             Some(CallFormat::Llama3Json) => {
@@ -396,8 +464,10 @@ fn undecided(text: &str, marks: &[&str]) -> usize {
         let at = text.len() - length;
         text.is_char_boundary(at) && marks.iter().any(|mark| mark.starts_with(&text[at..]))
     });
-    let before = &text[..text.len() - begun.unwrap_or(0)];
-    text.len() - before.trim_end().len()
+    let begun = begun.unwrap_or(0);
+    let before = &text[..text.len() - begun];
+    let space = before.len() - before.trim_end().len();
+    if space > SPACE_MAX { begun } else { space + begun }
 }
 
 fn content(text: &str, parts: &mut Vec<Part>) {

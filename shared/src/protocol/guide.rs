@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 pub const SCHEMA_BYTES_MAX: usize = 256 << 10;
 /// Most bytes of a grammar, and of all alternatives of [`GuideSpec::Choice`].
 pub const GRAMMAR_BYTES_MAX: usize = 64 << 10;
+/// Most bytes of [`GuideSpec::Made`]: of a schema, of tools, and of what is around them.
+pub const MADE_BYTES_MAX: usize = 2 * SCHEMA_BYTES_MAX;
 /// Most bytes of a regular expression.
 pub const REGEX_BYTES_MAX: usize = 16 << 10;
 /// Most alternatives of [`GuideSpec::Choice`], and tokens of [`GuideSpec::Tokens`].
@@ -27,6 +29,8 @@ pub enum GuideSpec {
     Choice(Vec<String>),
     /// What a grammar in Lark's notation derives.
     Lark(String),
+    /// The same of a grammar that a front end wrote, around what its client did.
+    Made(String),
     /// Any sequence of these tokens.
     Tokens(Vec<u32>),
 }
@@ -52,7 +56,10 @@ impl GuideSpec {
             Self::Json { schema, whitespace: Whitespace::Pattern(pattern) } => {
                 schema.len() + pattern.len()
             }
-            Self::Json { schema: text, .. } | Self::Regex(text) | Self::Lark(text) => text.len(),
+            Self::Json { schema: text, .. }
+            | Self::Regex(text)
+            | Self::Lark(text)
+            | Self::Made(text) => text.len(),
             Self::Choice(strings) => strings.iter().map(String::len).sum(),
             Self::Tokens(_) => 0,
         }
@@ -66,7 +73,7 @@ impl GuideSpec {
         let items = match self {
             Self::Choice(strings) => strings.len(),
             Self::Tokens(tokens) => tokens.len(),
-            Self::Json { .. } | Self::Regex(_) | Self::Lark(_) => 1,
+            Self::Json { .. } | Self::Regex(_) | Self::Lark(_) | Self::Made(_) => 1,
         };
         let bytes = self.bytes();
         if !(1..=GUIDE_ITEMS_MAX).contains(&items) {
@@ -75,6 +82,7 @@ impl GuideSpec {
         let most = match self {
             Self::Json { .. } => SCHEMA_BYTES_MAX,
             Self::Regex(_) => REGEX_BYTES_MAX,
+            Self::Made(_) => MADE_BYTES_MAX,
             Self::Choice(_) | Self::Lark(_) | Self::Tokens(_) => GRAMMAR_BYTES_MAX,
         };
         if bytes > most {

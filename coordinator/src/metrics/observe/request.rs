@@ -104,7 +104,7 @@ impl Recording<'_> {
             GuideSpec::Json { .. } => GuideKind::Json,
             GuideSpec::Regex(_) => GuideKind::Regex,
             GuideSpec::Choice(_) => GuideKind::Choice,
-            GuideSpec::Lark(_) => GuideKind::Grammar,
+            GuideSpec::Lark(_) | GuideSpec::Made(_) => GuideKind::Grammar,
             GuideSpec::Tokens(_) => GuideKind::Tokens,
         };
         stats.add(fixed.guided.get(kind), 1);

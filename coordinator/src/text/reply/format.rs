@@ -60,10 +60,14 @@ impl CallFormat {
         }
     }
 
-    /// Whether tokens that are not text are part of the form.
-    #[must_use]
-    pub fn is_marked_by_special_tokens(self) -> bool {
-        self == Self::Mistral
+    /// What the form's calls are told by; some vocabularies have special tokens for it.
+    pub(super) fn marks(self) -> &'static [&'static str] {
+        match self {
+            Self::Hermes => &[TOOL_CALL, TOOL_CALL_END],
+            Self::Llama3Json => &[],
+            Self::Mistral => &[MISTRAL, ARGUMENTS],
+            Self::Qwen3Coder => &[TOOL_CALL, TOOL_CALL_END, super::xml::FUNCTION],
+        }
     }
 }
 

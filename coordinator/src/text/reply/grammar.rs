@@ -5,8 +5,6 @@ use serde_json::{Map, Value, json};
 use super::format::{self, CallFormat};
 use super::{THINK, THINK_END};
 
-const START: &str = "start: body\n";
-
 /// What may stand between the parts of arguments: as in the calls that models were taught by.
 const WHITESPACE: &str = " ?";
 
@@ -17,27 +15,31 @@ pub struct Function {
     pub name: String,
     /// The JSON schema of its arguments; any object where there is none.
     pub parameters: Option<Map<String, Value>>,
+    /// All of the schema is heeded, or it is an error; otherwise what is not known of it is left
+    /// out.
+    pub strict: bool,
 }
 
-/// The rule `body`: calls of these functions, one or, if `several`, more of them. `special` are the
-/// vocabulary's special tokens by their text.
+/// Special tokens of a vocabulary by their text.
+pub type Special<'a> = &'a dyn Fn(&str) -> Option<u32>;
+
+/// The rule `head`, with those it needs: calls of these functions, one or, if `several`, more of
+/// them.
 #[must_use]
 pub fn calls(
+    head: &str,
     format: CallFormat,
     functions: &[Function],
     several: bool,
-    special: impl Fn(&str) -> Option<u32>,
+    special: Special<'_>,
 ) -> String {
-    let mark = |text: &str| match special(text) {
-        Some(token) => format!("<[{token}]>"),
-        None => quoted(text),
-    };
+    let mark = |text: &str| mark(text, special);
     // Models that are told of the mark before arguments have a token for it.
     let named = format == CallFormat::Mistral && special(format::ARGUMENTS).is_some();
     let mut rules = String::new();
     for (index, function) in functions.iter().enumerate() {
         let name = Value::from(function.name.as_str());
-        let arguments = arguments(function);
+        let arguments = function.schema();
         let call = match format {
             CallFormat::Mistral if named => {
                 format!("{} {}", quoted(&function.name), mark(format::ARGUMENTS))
@@ -61,25 +63,51 @@ pub fn calls(
         CallFormat::Mistral if named => list(&format!("{opening} call"), ""),
         CallFormat::Mistral => format!("{opening} \"[\" {} \"]\"", list("call", "\", \" ")),
         CallFormat::Hermes | CallFormat::Qwen3Coder => {
-            let (open, close) = (format::TOOL_CALL, format::TOOL_CALL_END);
-            let element =
-                format!("{} call {}", quoted(&format!("{open}\n")), quoted(&format!("\n{close}")));
-            list(&element, "\"\\n\" ")
+            let (open, close) = (mark(format::TOOL_CALL), mark(format::TOOL_CALL_END));
+            list(&format!("{open} \"\\n\" call \"\\n\" {close}"), "\"\\n\" ")
         }
     };
-    format!("body: {body}\n{rules}")
+    format!("{head}: {body}\n{rules}")
 }
 
-fn arguments(function: &Function) -> Value {
-    let mut schema = function.parameters.clone().unwrap_or_default();
-    schema.entry("type").or_insert_with(|| "object".into());
-    schema.insert("x-guidance".to_owned(), json!({"whitespace_pattern": WHITESPACE}));
-    Value::Object(schema)
+impl Function {
+    fn schema(&self) -> Value {
+        let mut schema = self.parameters.clone().unwrap_or_default();
+        if !self.strict {
+            schema.values_mut().for_each(without_look_around);
+        }
+        schema.entry("type").or_insert_with(|| "object".into());
+        // Clients do not write the schemas of all tools that they offer.
+        let guidance = json!({"whitespace_pattern": WHITESPACE, "lenient": !self.strict});
+        schema.insert("x-guidance".to_owned(), guidance);
+        Value::Object(schema)
+    }
 }
 
-/// The rule `body`: what a regular expression matches.
+/// Leaves out patterns that look around, which no grammar does.
+fn without_look_around(schema: &mut Value) {
+    match schema {
+        Value::Object(map) => {
+            let looks = |pattern: &str| ["(?=", "(?!", "(?<"].iter().any(|it| pattern.contains(it));
+            if map.get("pattern").and_then(Value::as_str).is_some_and(looks) {
+                map.remove("pattern");
+            }
+            map.values_mut().for_each(without_look_around);
+        }
+        Value::Array(list) => list.iter_mut().for_each(without_look_around),
+        _ => {}
+    }
+}
+
+/// The rule `head`: JSON of a schema that says what may stand between its parts.
 #[must_use]
-pub fn regex(regex: &str) -> String {
+pub fn json(head: &str, schema: &Value) -> String {
+    format!("{head}: %json {schema}\n")
+}
+
+/// The rule `head`: what a regular expression matches.
+#[must_use]
+pub fn regex(head: &str, regex: &str) -> String {
     // What delimits it, unless it is escaped already.
     let (mut escaped, mut written) = (false, String::with_capacity(regex.len()));
     for c in regex.chars() {
@@ -90,41 +118,41 @@ pub fn regex(regex: &str) -> String {
         }
         escaped = c == '\\' && !escaped;
     }
-    format!("body: /{written}/\n")
+    format!("{head}: /{written}/\n")
 }
 
-/// The rule `body`: one of these strings.
+/// The rule `head`: one of these strings.
 #[must_use]
-pub fn choice(strings: &[String]) -> String {
+pub fn choice(head: &str, strings: &[String]) -> String {
     let strings: Vec<String> = strings.iter().map(|string| quoted(string)).collect();
-    format!("body: {}\n", strings.join(" | "))
+    format!("{head}: {}\n", strings.join(" | "))
 }
 
-/// The grammar of a reply that is `body`, one of whose rules that is.
+/// The grammar of a reply that `body` is the rule of, one of `rules`.
 #[must_use]
-pub fn whole(body: &str) -> String {
-    format!("{START}{body}")
+pub fn whole(body: &str, rules: &str) -> String {
+    format!("start: {body}\n{rules}")
 }
 
-/// What [`whole`] was made of.
+/// As [`whole`], behind the reply's reasoning, which the prompt has opened or the model may.
 #[must_use]
-pub fn body(whole: &str) -> Option<&str> {
-    whole.strip_prefix(START)
-}
-
-/// The grammar of a reply that is `body` behind its reasoning, which the prompt has opened or the
-/// model may.
-#[must_use]
-pub fn reasoned(body: &str, is_open: bool) -> String {
+pub fn reasoned(body: &str, rules: &str, is_open: bool, special: Special<'_>) -> String {
     let start = if is_open {
-        "thought body".to_owned()
+        format!("thought ({body})")
     } else {
-        format!("({} thought)? body", quoted(THINK))
+        format!("({} thought)? ({body})", mark(THINK, special))
     };
-    let end = quoted(THINK_END);
+    let end = mark(THINK_END, special);
+    // A token that is no text ends any text.
+    let lazy = if special(THINK_END).is_some() { "" } else { "[lazy]" };
     format!(
-        "start: {start}\nthought: until_end /\\n{{0,2}}/\nuntil_end[lazy]: /(?s:.*)/ {end}\n{body}"
+        "start: {start}\nthought: until_end /\\n{{0,2}}/\nuntil_end{lazy}: /(?s:.*)/ {end}\n{rules}"
     )
+}
+
+/// A mark of a form: a token, where the vocabulary has one that is no text.
+fn mark(text: &str, special: Special<'_>) -> String {
+    special(text).map_or_else(|| quoted(text), |token| format!("<[{token}]>"))
 }
 
 /// Text as Lark's strings are written: as JSON's.

@@ -49,8 +49,8 @@ enum Member {
     Name,
     /// An object, most of the time.
     Arguments,
-    /// JSON within a string, as some models write it.
-    ArgumentsInString,
+    /// Neither object nor list: JSON within a string, as some models write it, or nothing.
+    ArgumentsApart,
     Other,
 }
 
@@ -144,17 +144,19 @@ impl CallObject {
         &self.text
     }
 
-    /// Takes text, as much as belongs to the object: so many bytes. Appends to `arguments` what is
+    /// Takes text, as much as belongs to the object: so many bytes, without what no call goes on with. Appends to `arguments` what is
     /// new of them.
     pub(super) fn push(&mut self, text: &str, arguments: &mut String) -> (Taken, usize) {
         for (at, c) in text.char_indices() {
             let taken = self.take(c, arguments);
+            if taken == Taken::Broken {
+                return (taken, at);
+            }
             if !self.begun {
                 self.text.push(c);
             }
-            match taken {
-                Taken::All => {}
-                taken => return (taken, at + c.len_utf8()),
+            if taken == Taken::Whole {
+                return (taken, at + c.len_utf8());
             }
         }
         (Taken::All, text.len())
@@ -207,8 +209,8 @@ impl CallObject {
     fn begin_value(&mut self, c: char, arguments: &mut String) {
         if self.member == Member::Arguments {
             self.has_arguments = true;
-            if c == '"' {
-                self.member = Member::ArgumentsInString;
+            if c != '{' && c != '[' {
+                self.member = Member::ArgumentsApart;
             }
             self.begin(arguments);
         }
@@ -228,7 +230,7 @@ impl CallObject {
             match self.member {
                 Member::Arguments if self.begun => arguments.push(c),
                 Member::Arguments => self.early.push(c),
-                Member::Name | Member::ArgumentsInString => self.written.push(c),
+                Member::Name | Member::ArgumentsApart => self.written.push(c),
                 Member::Other => {}
             }
         }
@@ -243,8 +245,13 @@ impl CallObject {
                 self.begin(arguments);
             }
             (Member::Name, Err(_)) => return Taken::Broken,
-            (Member::ArgumentsInString, Ok(text)) if self.begun => arguments.push_str(&text),
-            (Member::ArgumentsInString, Ok(text)) => self.early.push_str(&text),
+            (Member::ArgumentsApart, written) => {
+                let text = written.unwrap_or_else(|_| std::mem::take(&mut self.written));
+                // Whoever reads them wants JSON.
+                let text = if matches!(text.trim(), "" | "null") { "{}" } else { &text };
+                let to = if self.begun { &mut *arguments } else { &mut self.early };
+                to.push_str(text);
+            }
             _ => {}
         }
         if ends == Ends::BeforeThis { self.take(c, arguments) } else { Taken::All }

@@ -96,6 +96,32 @@ fn arguments_may_be_absent_or_json_in_a_string() {
                 \"arguments\": \"{\\\"a\\\": 1}\", \"more\": [2]}</tool_call>";
     let expected = [call(0, "now", "{}"), call(1, "f", "{\"a\": 1}")].concat();
     assert_eq!(read(&rules(Some(CallFormat::Hermes)), text), expected);
+    for nothing in ["null", "\"\"", "", "\"null\""] {
+        let text = format!("<tool_call>{{\"arguments\": {nothing}, \"name\": \"f\"}}</tool_call>");
+        assert_eq!(read(&rules(Some(CallFormat::Hermes)), &text), call(0, "f", "{}"), "{text}");
+    }
+}
+
+#[test]
+fn text_behind_calls_that_are_not_closed_is_not_lost() {
+    let format = rules(Some(CallFormat::Hermes));
+    for (text, rest) in [
+        ("<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}}\nNow I wait.", "Now I wait."),
+        ("<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}\n</tool_call> So.", "So."),
+        ("<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}}}\n</tool_call> So.", "So."),
+    ] {
+        let mut expected = call(0, "f", "{\"a\": 1}").to_vec();
+        expected.push(said(rest));
+        assert_eq!(read(&format, text), expected, "{text}");
+    }
+}
+
+#[test]
+fn where_only_calls_can_be_written_one_that_is_cut_is_no_text() {
+    let only = ReplyRules { only_calls: true, ..rules(Some(CallFormat::Hermes)) };
+    for cut in ["<tool", "<tool_call>\n{\"na", "<tool_call>{\"name\": \"f\""] {
+        assert_eq!(read(&only, cut), []);
+    }
 }
 
 #[test]
@@ -112,6 +138,8 @@ fn what_is_no_call_in_the_end_is_text() {
     ] {
         assert_eq!(read(&format, text), [said(text)]);
     }
+    let spaced = "One \n <tool_call> two";
+    assert_eq!(read(&format, spaced), [said(spaced)]);
     // What was begun is a call, however it ends.
     let cut = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"b";
     assert_eq!(read(&format, cut), call(0, "f", "{\"a\": \"b"));
@@ -191,7 +219,62 @@ fn coder_calls_have_values_of_their_schemas_types() {
     let mut expected = call(0, "now", "{}").to_vec();
     expected.push(said("then"));
     assert_eq!(read(&format, bare), expected);
-    assert_eq!(read(&format, "<tool_call>none</tool_call>"), [said("<tool_call>none</tool_call>")]);
+    for text in ["<tool_call>none</tool_call>", "Write <function=> or <function=f and so on"] {
+        assert_eq!(read(&format, text), [said(text)]);
+    }
+    let twice = "<tool_call> <tool_call>\n<function=now></function>";
+    let mut expected = vec![said("<tool_call>")];
+    expected.extend(call(0, "now", "{}"));
+    assert_eq!(read(&format, twice), expected);
+}
+
+#[test]
+fn coder_calls_are_told_a_parameter_at_a_time() {
+    let mut reader = ReplyReader::new(Arc::new(rules(Some(CallFormat::Qwen3Coder))));
+    let mut parts = Vec::new();
+    reader.push(
+        "<tool_call>\n<function=write>\n<parameter=path>\na.txt\n</parameter>\n<par",
+        &mut parts,
+    );
+    assert_eq!(joined(std::mem::take(&mut parts)), call(0, "write", "{\"path\": \"a.txt\""));
+    reader.push("ameter=text>\nb\n</parameter>\n</function>\n</tool_call>", &mut parts);
+    reader.finish(&mut parts);
+    let more = Part::Arguments { index: 0, text: ", \"text\": \"b\"}".to_owned() };
+    assert_eq!(joined(parts), [more]);
+}
+
+#[test]
+fn values_have_one_of_the_types_that_their_schema_allows() {
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"properties": {
+        "text": {"type": "string"}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "flag": {"type": "boolean"}, "list": {"type": ["array", "null"]}, "number": {"type": "number"},
+        "either": {"type": ["string", "integer"]},
+    }}}}]);
+    let format =
+        ReplyRules { parameters: Parameters::of(&tools), ..rules(Some(CallFormat::Qwen3Coder)) };
+    for (parameter, text, expected) in [
+        ("text", "{\"a\": 1}", json!("{\"a\": 1}")),
+        ("text", "\"quoted\"", json!("\"quoted\"")),
+        ("text", "null", json!("null")),
+        ("maybe", "123", json!("123")),
+        ("maybe", "null", json!(null)),
+        ("maybe", "None", json!(null)),
+        ("flag", "True", json!(true)),
+        ("flag", "false", json!(false)),
+        ("flag", "maybe", json!("maybe")),
+        ("list", "[1, 2]", json!([1, 2])),
+        ("number", "7", json!(7)),
+        ("either", "7", json!(7)),
+        ("either", "seven", json!("seven")),
+        ("unknown", "[1]", json!([1])),
+        ("unknown", "x", json!("x")),
+    ] {
+        let reply = format!("<function=f><parameter={parameter}>{text}</parameter></function>");
+        let parts = read(&format, &reply);
+        let [_, Part::Arguments { text: arguments, .. }] = &parts[..] else { panic!("{parts:?}") };
+        let arguments: serde_json::Value = serde_json::from_str(arguments).unwrap();
+        assert_eq!(arguments[parameter], expected, "{parameter} {text}");
+    }
 }
 
 #[test]
@@ -237,6 +320,7 @@ fn any_rules() -> impl Strategy<Value = ReplyRules> {
             reasoning,
             begins_reasoning,
             single_call,
+            only_calls: false,
             parameters: Parameters::default(),
         },
     )
@@ -313,6 +397,17 @@ proptest! {
         prop_assert_eq!(read_cut(&rules, &text, &cuts), read(&rules, &text));
         let every: Vec<usize> = (0..text.len()).collect();
         prop_assert_eq!(read_cut(&rules, &text, &every), read(&rules, &text));
+    }
+
+    /// What is no call is text, whole.
+    #[test]
+    fn nothing_is_lost(rules in any_rules(), text in any_text()) {
+        let rules = ReplyRules { reasoning: false, ..rules };
+        let parts = read(&rules, &text);
+        if !parts.iter().any(|part| matches!(part, Part::Call { .. })) {
+            let expected = if text.is_empty() { Vec::new() } else { vec![said(&text)] };
+            prop_assert_eq!(parts, expected);
+        }
     }
 
     /// Where nothing is looked for, nothing is changed.

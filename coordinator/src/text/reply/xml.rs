@@ -1,101 +1,156 @@
 //! Calls as elements: `<function=f>`, `<parameter=p>`. Values are text: what a value is, the
 //! function's schema tells.
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 pub(super) const FUNCTION: &str = "<function=";
-const FUNCTION_END: &str = "</function>";
+pub(super) const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const PARAMETER_END: &str = "</parameter>";
-/// Bytes of white space before what closes a call.
-const SPACE_MAX: usize = 64;
+/// Bytes of a function's name.
+const NAME_MAX: usize = 256;
 
-/// The types of functions' parameters.
+/// The types that schemas give to functions' parameters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     /// By function and parameter.
-    strings: HashMap<String, Vec<String>>,
+    types: HashMap<String, HashMap<String, BTreeSet<&'static str>>>,
 }
+
+const STRING: &str = "string";
+const NULL: &str = "null";
+const BOOLEAN: &str = "boolean";
 
 impl Parameters {
     /// Of `tools` as a request gives them.
     #[must_use]
     pub fn of(tools: &Value) -> Self {
         let functions = tools.as_array().into_iter().flatten().filter_map(|it| it.get("function"));
-        let strings = functions.filter_map(|function| {
+        let types = functions.filter_map(|function| {
             let name = function.get("name")?.as_str()?.to_owned();
             let properties = function.get("parameters").and_then(|it| it.get("properties"));
             let properties = properties.and_then(Value::as_object).into_iter().flatten();
-            let strings = properties.filter(|(_, schema)| is_string(schema));
-            Some((name, strings.map(|(name, _)| name.clone()).collect()))
+            let types = properties.map(|(name, schema)| {
+                let mut types = BTreeSet::new();
+                collect(schema, &mut types, 0);
+                (name.clone(), types)
+            });
+            Some((name, types.collect()))
         });
-        Self { strings: strings.collect() }
+        Self { types: types.collect() }
     }
 
-    fn is_string(&self, function: &str, parameter: &str) -> bool {
-        self.strings.get(function).is_some_and(|names| names.iter().any(|it| it == parameter))
-    }
-}
-
-/// Whether a schema allows text, and nothing that is written otherwise.
-fn is_string(schema: &Value) -> bool {
-    match schema.get("type") {
-        Some(Value::String(kind)) => kind == "string",
-        _ => schema
-            .get("enum")
-            .and_then(Value::as_array)
-            .is_some_and(|values| values.iter().all(Value::is_string)),
-    }
-}
-
-/// Where the call at the text's beginning ends, once that is certain. Its end was looked for before in
-/// the first `looked` bytes.
-pub(super) fn end(text: &str, looked: usize) -> Option<usize> {
-    // What ends it may have begun there, and so may what closes it.
-    let least = FUNCTION_END.len() + super::format::TOOL_CALL_END.len() + SPACE_MAX;
-    let from = text.floor_char_boundary(looked.saturating_sub(least));
-    let end = from + text[from..].find(FUNCTION_END)? + FUNCTION_END.len();
-    let rest = &text[end..];
-    let close = super::format::TOOL_CALL_END;
-    let behind = rest.trim_start();
-    if rest.len() - behind.len() > SPACE_MAX {
-        return Some(end);
-    }
-    match behind.strip_prefix(close) {
-        Some(after) => Some(text.len() - after.len()),
-        // It may yet come.
-        None if close.starts_with(behind) => None,
-        None => Some(end),
-    }
-}
-
-/// A call's function, and its arguments as a JSON object.
-pub(super) fn read(element: &str, parameters: &Parameters) -> Option<(String, String)> {
-    let body = &element[element.find(FUNCTION)? + FUNCTION.len()..];
-    let body = &body[..body.find(FUNCTION_END)?];
-    let (name, mut rest) = body.split_once('>')?;
-    let name = name.trim();
-    if name.is_empty() {
-        return None;
-    }
-    let mut arguments = Map::new();
-    while let Some(at) = rest.find(PARAMETER) {
-        let (key, after) = rest[at + PARAMETER.len()..].split_once('>')?;
-        // One that is not closed goes on to the next.
-        let end = [PARAMETER_END, PARAMETER].iter().filter_map(|mark| after.find(mark)).min();
-        let end = end.unwrap_or(after.len());
-        let text = &after[..end];
-        let text = text.strip_prefix('\n').unwrap_or(text);
-        let text = text.strip_suffix('\n').unwrap_or(text);
-        let key = key.trim();
-        let value = if parameters.is_string(name, key) {
-            text.into()
-        } else {
-            serde_json::from_str(text.trim()).unwrap_or_else(|_| text.into())
+    /// What a parameter's text stands for.
+    fn value(&self, function: &str, parameter: &str, text: &str) -> Value {
+        let parse = |text: &str| serde_json::from_str::<Value>(text.trim()).ok();
+        let types = self.types.get(function).and_then(|types| types.get(parameter));
+        let Some(types) = types.filter(|types| !types.is_empty()) else {
+            return parse(text).unwrap_or_else(|| text.into());
         };
-        arguments.insert(key.to_owned(), value);
-        rest = &after[end..];
+        let parsed = match text.trim() {
+            "True" if types.contains(BOOLEAN) => Some(true.into()),
+            "False" if types.contains(BOOLEAN) => Some(false.into()),
+            "None" if types.contains(NULL) => Some(Value::Null),
+            text => parse(text),
+        };
+        match parsed {
+            // A string is what is written, quotes and all.
+            Some(value) if !value.is_string() && types.contains(kind(&value)) => value,
+            Some(value) if !types.contains(STRING) => value,
+            _ => text.into(),
+        }
     }
-    Some((name.to_owned(), Value::Object(arguments).to_string()))
+}
+
+/// Adds the types that a schema allows.
+fn collect(schema: &Value, types: &mut BTreeSet<&'static str>, depth: u32) {
+    const KNOWN: [&str; 7] = [STRING, NULL, BOOLEAN, "integer", "number", "object", "array"];
+    if depth > 4 {
+        return;
+    }
+    let mut add = |name: &Value| {
+        let known = KNOWN.into_iter().find(|known| name.as_str() == Some(known));
+        types.extend(known);
+        // Which of the two a number is does not show.
+        if let Some("integer" | "number") = known {
+            types.extend(["integer", "number"]);
+        }
+    };
+    match schema.get("type") {
+        Some(Value::Array(names)) => names.iter().for_each(&mut add),
+        Some(name) => add(name),
+        None => {}
+    }
+    let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
+    types.extend(values.chain(schema.get("const")).map(kind));
+    for key in ["anyOf", "oneOf"] {
+        let members = schema.get(key).and_then(Value::as_array).into_iter().flatten();
+        members.for_each(|member| collect(member, types, depth + 1));
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::String(_) => STRING,
+        Value::Null => NULL,
+        Value::Bool(_) => BOOLEAN,
+        Value::Number(_) => "number",
+        Value::Object(_) => "object",
+        Value::Array(_) => "array",
+    }
+}
+
+/// What a text begins with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Next<T> {
+    /// This, in so many bytes.
+    Is(T, usize),
+    /// More text tells.
+    Unknown,
+    /// Something else.
+    IsNot,
+}
+
+/// `<function=NAME>`: the name.
+pub(super) fn function(text: &str) -> Next<String> {
+    let Some(rest) = text.strip_prefix(FUNCTION) else {
+        return if FUNCTION.starts_with(text) { Next::Unknown } else { Next::IsNot };
+    };
+    match rest.find(['>', '<', '\n']) {
+        Some(at) if rest[at..].starts_with('>') && !rest[..at].trim().is_empty() => {
+            Next::Is(rest[..at].trim().to_owned(), FUNCTION.len() + at + 1)
+        }
+        None if rest.len() < NAME_MAX => Next::Unknown,
+        _ => Next::IsNot,
+    }
+}
+
+/// `<parameter=NAME>VALUE</parameter>`: both, as JSON writes a member. Its end was looked for before
+/// in the first `looked` bytes.
+pub(super) fn parameter(
+    text: &str,
+    looked: usize,
+    function: &str,
+    parameters: &Parameters,
+) -> Next<String> {
+    let Some(rest) = text.strip_prefix(PARAMETER) else {
+        return if PARAMETER.starts_with(text) { Next::Unknown } else { Next::IsNot };
+    };
+    // What ends it may have begun there.
+    let from = looked.saturating_sub(PARAMETER.len() + PARAMETER_END.len());
+    let from = rest.floor_char_boundary(from);
+    // One that is not closed goes on to what comes next.
+    let ends = [PARAMETER_END, PARAMETER, FUNCTION_END];
+    let found = ends.iter().filter_map(|end| Some((from + rest[from..].find(end)?, *end))).min();
+    let Some((at, end)) = found else { return Next::Unknown };
+    let taken = PARAMETER.len() + at + if end == PARAMETER_END { end.len() } else { 0 };
+    let Some((name, value)) = rest[..at].split_once('>') else {
+        return Next::Is(String::new(), taken);
+    };
+    let value = value.strip_prefix('\n').unwrap_or(value);
+    let value = value.strip_suffix('\n').unwrap_or(value);
+    let name = name.trim();
+    let value = parameters.value(function, name, value);
+    Next::Is(format!("{}: {value}", Value::from(name)), taken)
 }
