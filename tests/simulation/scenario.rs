@@ -235,7 +235,7 @@ impl Scenario {
             min_tokens: if random.chance(20) { random.range(0, 10) as u32 } else { 0 },
             max_tokens,
             max_model_len: self.engine.max_model_len,
-            guide: seed.is_multiple_of(4).then(|| seed >> 8),
+            guide: seed.is_multiple_of(4).then_some(seed >> 8),
         };
         ends.min_tokens = if ends.guide.is_some() { 0 } else { ends.min_tokens.min(max_tokens) };
         // A token of the text itself ends it early.
