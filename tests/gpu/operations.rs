@@ -458,12 +458,17 @@ impl Case for Sample {
             ..plain.clone()
         };
         let all = [&plain, &random_top, &random_p, &edited];
+        // The second half of the rows may choose every third token alone.
+        let mut mask = vec![0u32; self.vocab.div_ceil(32)];
+        for token in (1..self.vocab).step_by(3) {
+            mask[token / 32] |= 1 << (token % 32);
+        }
         let rows: Vec<SampleRow<'_>> = (0..40)
             .map(|i| SampleRow {
                 params: all[i % 4],
                 prompt: &[1, 2, 3],
                 output: &[3, 4, 3],
-                allowed: None,
+                allowed: (i >= 20).then_some(mask.as_slice()),
             })
             .collect();
         let mut sampled = Vec::new();
