@@ -27,6 +27,14 @@ struct RowSummary {
 
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
+__device__ __forceinline__ u64 warp_largest(u64 x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x = larger(x, __shfl_xor_sync(ALL_LANES, x, distance));
+    }
+    return x;
+}
+
 // The tokens that a row may choose from; null: all.
 __device__ __forceinline__ const uint32_t* mask_of(const TuttiSampleParams& p,
                                                    const uint32_t* masks) {
@@ -44,10 +52,7 @@ __device__ __forceinline__ RowSummary summarize(const Tokens& row, SelectScratch
         any = any || x > -INFINITY;
         best = larger(best, order_key(x, id));
     });
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        best = larger(best, __shfl_xor_sync(ALL_LANES, best, distance));
-    }
+    best = warp_largest(best);
     const uint32_t flags = (__any_sync(ALL_LANES, bad) ? 1u : 0u) |
                            (__any_sync(ALL_LANES, any) ? 2u : 0u);
     const uint32_t lane = threadIdx.x % 32;
@@ -58,10 +63,7 @@ __device__ __forceinline__ RowSummary summarize(const Tokens& row, SelectScratch
     __syncthreads();
     best = s.warp_best[lane];
     const uint32_t warp_flags = s.warp_flags[lane];
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        best = larger(best, __shfl_xor_sync(ALL_LANES, best, distance));
-    }
+    best = warp_largest(best);
     const bool any_bad = __any_sync(ALL_LANES, (warp_flags & 1) != 0);
     const bool any_finite = __any_sync(ALL_LANES, (warp_flags & 2) != 0);
     __syncthreads();
@@ -78,19 +80,13 @@ __device__ __forceinline__ u64 best_allowed(const Tokens& row, const uint32_t* m
         const bool allowed = (mask[bit / 32] >> (bit % 32) & 1u) != 0 && x > -INFINITY;
         best = larger(best, allowed ? order_key(x, id) : 0);
     });
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        best = larger(best, __shfl_xor_sync(ALL_LANES, best, distance));
-    }
+    best = warp_largest(best);
     if (threadIdx.x % 32 == 0) {
         s.warp_best[threadIdx.x / 32] = best;
     }
     __syncthreads();
     best = s.warp_best[threadIdx.x % 32];
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        best = larger(best, __shfl_xor_sync(ALL_LANES, best, distance));
-    }
+    best = warp_largest(best);
     __syncthreads();
     return best;
 }

@@ -40,7 +40,12 @@ impl Making {
                 match made {
                     Ok(grammar) => frontends.enter(guided(request, &grammar), events),
                     Err(error) => {
-                        let error = EngineError::Guide { message: error.to_string() };
+                        let message = error.to_string();
+                        let error = match error.is_invalid() {
+                            true => EngineError::Guide { message },
+                            // Too much waits.
+                            false => EngineError::Unavailable { message },
+                        };
                         frontends.refuse(&EventSender::Remote(events), error);
                     }
                 }
@@ -51,6 +56,11 @@ impl Making {
     /// Takes a request out; returns whether it was there.
     pub(super) fn cancel(&self, id: RequestId) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id)
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     fn insert(&self, id: RequestId) {

@@ -3,6 +3,7 @@ use std::path::Path;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits as MetricLimits;
+use shared::protocol::GuideSpec;
 use shared::sampling::{LOGPROBS_MAX, SamplingParams};
 
 use super::*;
@@ -75,7 +76,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         kept
     };
     assert!(submit(&|_| ()), "what is allowed");
-    let wrong: [(&str, Change<'_>); 10] = [
+    let wrong: [(&str, Change<'_>); 11] = [
         ("no prompt", &|it| it.prompt.clear()),
         ("a long prompt", &|it| it.prompt = vec![1; 101]),
         ("no token", &|it| it.prompt[0] = u32::MAX),
@@ -85,6 +86,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         ("a temperature", &|it| it.sampling.temperature = f32::NAN),
         ("end tokens", &|it| it.end_tokens.push(1)),
         ("a long stop string", &|it| it.stops[3] = "x".repeat(257)),
+        ("an empty choice", &|it| it.guide = Some(GuideSpec::Choice(Vec::new()))),
         ("an empty stop string", &|it| it.stops[3].clear()),
     ];
     for (what, change) in wrong {
@@ -102,6 +104,30 @@ fn a_front_end_cancels_its_own_requests_alone() {
     // Number 7 of link 4, from link 3's side.
     assert!(!receiver.message(FromFrontend::Cancel(RequestId(1 << LINK_SHIFT | 7))));
     assert!(taken.try_recv().is_err());
+}
+
+#[actix_rt::test]
+async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
+    let (receiver, mut taken) = receiver();
+    let ask = |id: u64, regex: &str| {
+        let guide = Some(GuideSpec::Regex(regex.to_owned()));
+        let submit = SubmitRequest { id: RequestId(id), guide, ..request() };
+        assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
+    };
+    ask(7, "[a-z]{3}");
+    assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
+    // It cannot be made into a grammar: a front end would have said so to its client.
+    ask(8, "(");
+    ask(9, "[a-z]{3}");
+    let within = Duration::from_secs(60);
+    let command = tokio::time::timeout(within, taken.recv()).await.unwrap().unwrap();
+    let EngineCommand::Submit { request, .. } = command else { panic!("{command:?}") };
+    assert_eq!(request.id, RequestId(3 << LINK_SHIFT | 9));
+    assert_eq!((request.guides.len(), request.sampling.len()), (2, 2));
+    while !receiver.making.is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(taken.try_recv().is_err(), "neither of the others, and no cancellation of nothing");
 }
 
 #[test]

@@ -176,8 +176,7 @@ fn a_number_goes_on_until_it_is_ended() {
 fn whitespace_is_bounded_or_not_there() {
     let model = model("models/demo");
     let schema = json!({"type": "array", "items": {"const": 1}, "minItems": 4, "maxItems": 4});
-    let space = Regex::new(r"\s+").unwrap();
-    let usual = Regex::new("^( |\n *|\n\t+)$").unwrap();
+    let (space, usual) = (Regex::new(r"\s+").unwrap(), Regex::new("^( |\n *|\n\t+)$").unwrap());
     for text in texts(&model, &json_spec(&schema), 400) {
         for found in space.find_iter(&text) {
             assert!(usual.is_match(found.as_str()), "{text:?}");

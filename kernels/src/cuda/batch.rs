@@ -339,8 +339,8 @@ impl SampleLists {
         Ok(())
     }
 
-    /// Writes the parameters and the masks into a block: those to `params`, these to `masks`. The
-    /// kernels count the words of masks from the block's beginning, which no graph's replay moves.
+    /// Writes parameters and masks into a block: those to `params`, these to `masks`. Kernels count
+    /// masks' words from the block's beginning, which no graph's replay moves.
     pub fn place(&self, block: &mut [u32], params: usize, masks: usize) {
         let words = &mut block[params..][..self.params.len()];
         words.copy_from_slice(&self.params);
