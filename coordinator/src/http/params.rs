@@ -7,6 +7,7 @@ use std::hash::Hasher as _;
 use serde_json::Value;
 use shared::sampling::SamplingParams;
 
+use super::access::Tally;
 use super::error::ApiError;
 pub use super::fields::Fields;
 use super::options::{ApiOptions, MAX_LOGPROBS};
@@ -145,6 +146,8 @@ pub struct Common {
     pub include_stop: bool,
     /// What is kept of a prompt that is too long.
     pub truncation: Option<Truncation>,
+    /// What counts the request's tokens.
+    pub tally: Tally,
 }
 
 /// Refuses another model's requests.
@@ -234,6 +237,7 @@ impl Common {
             include_usage,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
             truncation: truncation(fields, limits)?,
+            tally: fields.tally().clone(),
         })
     }
 
