@@ -180,6 +180,7 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         sampling: vec![SamplingParams::default()],
         stop_checks: Vec::new(),
         max_tokens,
+        priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Vec::new().into(),

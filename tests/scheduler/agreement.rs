@@ -78,6 +78,7 @@ fn request() -> GenerateRequest {
         sampling: vec![shared::sampling::SamplingParams::default()],
         stop_checks: Vec::new(),
         max_tokens: 30,
+        priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Arc::default(),

@@ -6,6 +6,7 @@
 //! - [`agreement`]: what a replica does when its ranks say different things
 //! - [`frames`]: plans as they travel
 //! - [`placement`]: what a large cluster costs
+//! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 #![allow(
@@ -19,6 +20,7 @@
 mod agreement;
 mod frames;
 mod placement;
+mod priorities;
 mod random;
 mod rig;
 mod scenarios;

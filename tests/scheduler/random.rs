@@ -28,10 +28,19 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         0u32..6,
         prop::option::weighted(0.3, 0u32..50),
         any::<u64>(),
-        prop::bool::weighted(0.2),
+        (prop::bool::weighted(0.2), prop_oneof![3 => Just(0), 1 => -2i32..3]),
     )
         .prop_map(
-            |(prompt, n, max_tokens, end_tokens, min_tokens, stop_token, seed, logprobs)| {
+            |(
+                prompt,
+                n,
+                max_tokens,
+                end_tokens,
+                min_tokens,
+                stop_token,
+                seed,
+                (logprobs, priority),
+            )| {
                 let prompt_logprobs = logprobs && prompt.len() > 1;
                 ClientRequest {
                     prompt,
@@ -41,6 +50,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     min_tokens: min_tokens.min(max_tokens),
                     stop_token,
                     seed,
+                    priority,
                     prompt_logprobs,
                 }
             },

@@ -124,6 +124,8 @@ impl Clients {
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: (0..client.n).map(stop_check).collect(),
             max_tokens: client.ends.max_tokens,
+            // Text and promises do not depend on it.
+            priority: (index % 3) as i32 - 1,
             cache_salt: 0,
             end_tokens: client.ends.end_tokens.clone(),
             stops: Vec::new().into(),

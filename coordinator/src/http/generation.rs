@@ -103,6 +103,7 @@ impl RunningPrompt {
                 .collect(),
             stop_checks,
             max_tokens,
+            priority: common.priority,
             cache_salt: common.cache_salt,
             end_tokens: common.end_tokens.clone(),
             stops: common.stops.as_slice().into(),

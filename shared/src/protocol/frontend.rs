@@ -66,6 +66,8 @@ pub struct Serving {
     pub max_model_len: u32,
     /// Of the files that turn text into tokens and back: both sides must have the same.
     pub text_fingerprint: u64,
+    /// Whether requests have priorities.
+    pub priorities: bool,
 }
 
 impl Serving {
@@ -93,6 +95,8 @@ pub struct SubmitRequest {
     pub stops: Vec<String>,
     /// Most tokens per choice.
     pub max_tokens: u32,
+    /// Lower is earlier.
+    pub priority: i32,
     /// Requests of another salt do not share what is cached of their prompts.
     pub cache_salt: u64,
     /// Tokens that end a sequence.
@@ -243,6 +247,7 @@ mod tests {
             served_model_name: "m".into(),
             max_model_len: 64,
             text_fingerprint: 7,
+            priorities: false,
         };
         assert!(serving.is_same(&Serving { model: "/data/m".into(), ..serving.clone() }));
         let others = [
