@@ -182,6 +182,7 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens,
+        priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Vec::new().into(),

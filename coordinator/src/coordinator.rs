@@ -291,6 +291,7 @@ impl Coordinator {
             served_model_name: options.served_model_name.clone(),
             max_model_len,
             text_fingerprint: text.fingerprint,
+            priorities: options.priorities,
         };
         let frontends = Arc::new(Frontends::new(
             hub.clone(),
@@ -325,7 +326,7 @@ impl Coordinator {
             &options.served_model_name,
             text,
             handle,
-            Limits::new(max_model_len),
+            Limits::new(max_model_len).with_priorities(options.priorities),
             clock.clone(),
             hub.frontend().clone(),
             readiness,

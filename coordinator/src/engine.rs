@@ -75,6 +75,8 @@ pub struct GenerateRequest {
     pub guide_spec: Option<Arc<GuideSpec>>,
     /// Most tokens to generate per choice. 0 is legal (echo with log-probabilities only).
     pub max_tokens: u32,
+    /// Lower is earlier; 0 unless priorities are followed.
+    pub priority: i32,
     /// Requests of another salt do not share what is cached of their prompts.
     pub cache_salt: u64,
     /// Tokens that end a sequence (the model's end tokens unless `ignore_eos`, and

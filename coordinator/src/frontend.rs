@@ -160,7 +160,7 @@ impl Frontend {
             &serving.served_model_name,
             text,
             engine,
-            Limits::new(serving.max_model_len),
+            Limits::new(serving.max_model_len).with_priorities(serving.priorities),
             clock,
             stats,
             uplink.readiness(),

@@ -322,6 +322,8 @@ impl Frontends {
             guides: Vec::new(),
             guide_spec: submit.guide.map(Arc::new),
             max_tokens: submit.max_tokens,
+            // Of one that does not know yet that priorities are not followed any more.
+            priority: if self.serving.priorities { submit.priority } else { 0 },
             cache_salt: submit.cache_salt,
             end_tokens: submit.end_tokens,
             stops: submit.stops.into(),

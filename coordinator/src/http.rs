@@ -15,6 +15,7 @@
 //! - [`access`]: every request has an id
 //! - [`admin`]: the operator's side
 //! - [`tokenize`]: tokens without generating any
+//! - [`trace`]: the trace that a request belongs to
 //! - [`tls`]: HTTPS, by certificates that may change
 //! - [`keys`]: who may use the API
 //! - [`options`]: what an operator may choose of it
@@ -49,3 +50,4 @@ pub mod structured;
 pub mod tls;
 pub mod tokenize;
 pub mod tools;
+pub mod trace;

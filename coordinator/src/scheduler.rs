@@ -5,8 +5,10 @@
 //! [`Scheduler::cancel`]); plans and [`Effect`]s come out. The order of everything is decided by
 //! arrival and admission, never by hashing.
 //!
-//! - `queue order`: requests are admitted in order of arrival. Out of blocks, the sequence admitted
-//!   last is preempted and returns to the front of the queue, so the oldest always makes progress.
+//! - `queue order`: requests are admitted by priority (lower is earlier), and in order of arrival
+//!   among equals. Out of blocks, the least urgent sequence, of equals the one admitted last, is
+//!   preempted and returns to the front of its equals, so the oldest of the most urgent always makes
+//!   progress. Who is less urgent may wait for ever: priorities are given on purpose.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
 //!   begin at the position of a token that only the workers know yet. A guided sequence's mask
 //!   depends on that token: no step is planned while one waits for it, for it would be left behind.
@@ -29,7 +31,7 @@ pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, StepSummary};
 use plan::InFlight;
 pub use sequence::HandedOver;
-use sequence::{Request, Sequence};
+use sequence::{Request, Sequence, Urgency};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, TokenLogprobs};
 use std::collections::{HashMap, VecDeque};
@@ -61,9 +63,9 @@ pub struct Scheduler {
     sequences: Vec<Option<Sequence>>,
     free_slots: Vec<usize>,
     requests: HashMap<RequestId, Request>,
-    /// Slots waiting for admission, oldest request first.
+    /// Slots waiting for admission: by priority, of equals the oldest request first.
     waiting: VecDeque<usize>,
-    /// Slots admitted, in order of admission.
+    /// Slots admitted: by priority, of equals in order of admission.
     running: Vec<usize>,
     in_flight: VecDeque<InFlight>,
     /// What the KV cache has of a sequence that is about to be admitted: kept for its memory.
@@ -252,7 +254,7 @@ impl Scheduler {
         handed
     }
 
-    /// Goes on with another replica's requests, before all that wait here: they are older. Returns
+    /// Goes on with another replica's requests, before all equals that wait here: they are older. Returns
     /// which of their sequences is which here.
     ///
     /// # Errors
@@ -276,7 +278,7 @@ impl Scheduler {
             names.push((sequence.id, here));
             sequence.id = here;
             let slot = self.store(sequence);
-            self.waiting.push_front(slot);
+            self.wait_first(slot);
             owner.live.push(slot);
         }
         self.requests.insert(id, owner);
@@ -318,6 +320,7 @@ impl Scheduler {
             let sequence = Sequence {
                 id,
                 request: request.id,
+                priority: request.priority,
                 sampling,
                 tokens,
                 num_prompt,
@@ -340,7 +343,7 @@ impl Scheduler {
                 prompt_logprobs_done: !wants_prompt,
             };
             let slot = self.store(sequence);
-            self.waiting.push_back(slot);
+            self.wait_last(slot);
             live.push(slot);
             ids.push(id);
         }
@@ -549,7 +552,7 @@ impl Scheduler {
         let mut seq = self.sequences[slot].take()?;
         self.free_slots.push(slot);
         if seq.admission.is_some() {
-            self.no_longer_running(slot, seq.admission);
+            self.no_longer_running(slot, seq.urgency());
             self.blocks.give_back(&mut seq.blocks);
             if seq.told > 0 {
                 self.forget.push(seq.id);
@@ -561,22 +564,49 @@ impl Scheduler {
         Some(seq)
     }
 
-    /// Takes a sequence off the list, which is in order of admission.
-    fn no_longer_running(&mut self, slot: usize, admission: Option<u64>) {
-        let order = |running: &usize| match *running == slot {
-            true => admission,
-            false => self.sequences[*running].as_ref().and_then(|seq| seq.admission),
+    /// Takes a sequence, which may be gone, off the list.
+    fn no_longer_running(&mut self, slot: usize, urgency: Urgency) {
+        let before = |running: &usize| {
+            let other = self.sequences[*running].as_ref().map(Sequence::urgency);
+            *running != slot && other < Some(urgency)
         };
-        let at = self.running.partition_point(|running| order(running) < admission);
+        let at = self.running.partition_point(before);
         if self.running.get(at) == Some(&slot) {
             self.running.remove(at);
         }
     }
 
-    /// Sends an admitted sequence back to the front of the queue.
+    /// Puts an admitted sequence on the list.
+    fn run(&mut self, slot: usize) {
+        let urgency = |slot: &usize| self.sequences[*slot].as_ref().map(Sequence::urgency);
+        let own = urgency(&slot);
+        let at = self.running.partition_point(|running| urgency(running) <= own);
+        self.running.insert(at, slot);
+    }
+
+    /// Queues a sequence behind its equals.
+    fn wait_last(&mut self, slot: usize) {
+        let priority = self.priority(slot);
+        let at = self.waiting.partition_point(|waiting| self.priority(*waiting) <= priority);
+        self.waiting.insert(at, slot);
+    }
+
+    /// Queues a sequence before its equals.
+    fn wait_first(&mut self, slot: usize) {
+        let priority = self.priority(slot);
+        let at = self.waiting.partition_point(|waiting| self.priority(*waiting) < priority);
+        self.waiting.insert(at, slot);
+    }
+
+    fn priority(&self, slot: usize) -> i32 {
+        self.sequences[slot].as_ref().map_or(0, |seq| seq.priority)
+    }
+
+    /// Sends an admitted sequence back into the queue, before its equals.
     fn unadmit(&mut self, slot: usize) {
-        let admission = self.sequences[slot].as_ref().and_then(|seq| seq.admission);
-        self.no_longer_running(slot, admission);
+        if let Some(seq) = &self.sequences[slot] {
+            self.no_longer_running(slot, seq.urgency());
+        }
         let Some(seq) = &mut self.sequences[slot] else { return };
         let request = seq.request;
         self.blocks.give_back(&mut seq.blocks);
@@ -584,7 +614,7 @@ impl Scheduler {
             self.forget.push(seq.id);
         }
         seq.reset();
-        self.waiting.push_front(slot);
+        self.wait_first(slot);
         self.count_admitted(request, false);
     }
 

@@ -89,6 +89,29 @@ async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_a
         }
     }
     assert!(logged(&coordinator.log()), "{}", coordinator.log());
+    let trace = "0af7651916cd43dd8448eb211c80319c";
+    let request = reqwest::Client::new().post(format!("{}/v1/completions", coordinator.base()));
+    let request = request.header("traceparent", format!("00-{trace}-b7ad6b7169203331-01"));
+    let body = json!({"prompt": [[10, 11, 12], [13]], "n": 2, "max_tokens": 3, "ignore_eos": true});
+    let answer = request.bearer_auth("first-key").json(&body).send().await.unwrap();
+    assert_eq!(answer.status(), 200);
+    let usage = answer.json::<Value>().await.unwrap()["usage"].clone();
+    assert_eq!((&usage["prompt_tokens"], &usage["completion_tokens"]), (&json!(4), &json!(12)));
+    let counted = |log: &str| {
+        let of_trace = format!("trace_id={trace} parent_id=b7ad6b7169203331");
+        log.lines().any(|line| {
+            line.contains("prompt_tokens=4 output_tokens=12") && line.contains(&of_trace)
+        })
+    };
+    for _ in 0..200 {
+        if !counted(&coordinator.log()) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    assert!(counted(&coordinator.log()), "{}", coordinator.log());
+    let plain = coordinator.log();
+    let plain = plain.lines().find(|line| line.contains("find-me")).unwrap();
+    assert!(!plain.contains("tokens=") && !plain.contains("trace_id"), "{plain}");
     assert!(!front.log().contains("find-me"), "only where it is wanted");
     for key in ["first-key", "second-key", "third-key"] {
         assert!(!coordinator.log().contains(key) && !front.log().contains(key), "{key} is shown");

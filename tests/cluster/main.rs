@@ -12,6 +12,7 @@
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`front_ends`]: HTTP in further processes
 //! - [`placing`]: which workers go together
+//! - [`priorities`]: urgent requests before others
 //! - [`prefixes`]: prompts that begin alike
 //! - [`recovery`]: how long clients wait when something breaks; the figures of docs/benchmarks.md
 //! - [`resharding`]: the degree follows the members
@@ -44,6 +45,7 @@ mod front_ends;
 mod openai_client;
 mod placing;
 mod prefixes;
+mod priorities;
 mod recovery;
 mod resharding;
 mod scaling;

@@ -201,3 +201,31 @@ fn the_documentation_lists_what_is_refused() {
         }
     }
 }
+
+#[tokio::test]
+async fn priorities_are_for_servers_that_follow_them() {
+    let priorities = |rig: &Rig| {
+        let seen = rig.seen.lock().unwrap();
+        seen.requests.iter().map(|request| request.priority).collect::<Vec<_>>()
+    };
+    let ask = async |rig: &Rig, priority: Value| {
+        let body = json!({"prompt": "x", "max_tokens": 1, "priority": priority});
+        rig.client.post("/v1/completions", &body).await.unwrap()
+    };
+    let plain = Rig::saying("x");
+    assert_eq!(ask(&plain, json!(0)).await.status, 200);
+    let refused = ask(&plain, json!(-1)).await;
+    let message = refused.body["error"]["message"].as_str().unwrap();
+    assert!(refused.status == 400 && message.contains("--scheduling-policy priority"), "{message}");
+    assert_eq!(priorities(&plain), [0]);
+    let following = Rig::with_priorities();
+    for priority in [json!(-7), json!("3"), json!(i32::MAX), json!(null)] {
+        assert_eq!(ask(&following, priority).await.status, 200);
+    }
+    assert_eq!(priorities(&following), [-7, 3, i32::MAX, 0]);
+    for wrong in [json!(1_u64 << 31), json!(0.5), json!([1]), json!("high")] {
+        let refused = ask(&following, wrong).await;
+        let error = &refused.body["error"];
+        assert_eq!((refused.status, &error["param"]), (400, &json!("priority")), "{error}");
+    }
+}

@@ -70,11 +70,21 @@ impl Rig {
         Self::chosen(script, TextModel::load(&demo()).unwrap(), api)
     }
 
+    /// A rig that follows priorities.
+    pub(crate) fn with_priorities() -> Self {
+        let script = Script { text: "a b".to_owned(), ..Script::default() };
+        Self::built(script, TextModel::load(&demo()).unwrap(), &ApiOptions::default(), true)
+    }
+
     fn of(script: Script, text: TextModel) -> Self {
         Self::chosen(script, text, &ApiOptions::default())
     }
 
     fn chosen(script: Script, text: TextModel, api: &ApiOptions) -> Self {
+        Self::built(script, text, api, false)
+    }
+
+    fn built(script: Script, text: TextModel, api: &ApiOptions, priorities: bool) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let text = Arc::new(text);
@@ -88,7 +98,7 @@ impl Rig {
             "demo",
             text.clone(),
             engine,
-            Limits::new(text.max_positions),
+            Limits::new(text.max_positions).with_priorities(priorities),
             Arc::new(SystemClock::start()),
             stats,
             Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),

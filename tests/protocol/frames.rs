@@ -37,12 +37,12 @@ fn crc32c(bytes: &[u8]) -> u32 {
 #[test]
 fn the_format_is_pinned() {
     let bytes = encode(FrameKind::Control, 0x0102_0304, b"body");
-    let header = "54555449080006000400000004030201000000000100000000000000";
+    let header = "54555449090006000400000004030201000000000100000000000000";
     let mut plain = bytes[..28].to_vec();
     plain.extend_from_slice(b"body");
     let checksum = hex(&crc32c(&plain).to_le_bytes());
     assert_eq!(hex(&bytes), format!("{header}{checksum}626f6479"));
-    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 8), "changing these changes docs/protocol.md");
+    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 9), "changing these changes docs/protocol.md");
 }
 
 #[test]
@@ -116,8 +116,8 @@ fn strangers_and_other_versions_are_told_apart() {
     assert!(matches!(decode(b"GET / HTTP/1.1\r\n"), Err(FrameError::BadMagic(_))));
     assert!(matches!(decode(b"\x16\x03"), Err(FrameError::BadMagic(_))), "before four bytes");
     let mut other = encode(FrameKind::Hello, 0, b"");
-    other[4] = 9;
-    let expected = FrameError::VersionMismatch { ours: PROTOCOL_VERSION, theirs: 9 };
+    other[4] = 99;
+    let expected = FrameError::VersionMismatch { ours: PROTOCOL_VERSION, theirs: 99 };
     assert_eq!(decode(&other), Err(expected.clone()));
     assert!(expected.to_string().contains("run the same version on both"));
     for (at, value) in [(6, 0), (6, 99), (7, 1)] {

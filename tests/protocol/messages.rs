@@ -232,6 +232,7 @@ fn submit() -> SubmitRequest {
             whitespace: Whitespace::Pattern(" ?".to_owned()),
         }),
         max_tokens: 9,
+        priority: -3,
         cache_salt: u64::MAX,
         end_tokens: vec![0],
         waited_us: 12,
@@ -286,6 +287,7 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
             served_model_name: "m".to_owned(),
             max_model_len: 4096,
             text_fingerprint: u64::MAX,
+            priorities: true,
         },
     });
 }

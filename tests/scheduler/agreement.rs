@@ -80,6 +80,7 @@ fn request() -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens: 30,
+        priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Arc::default(),

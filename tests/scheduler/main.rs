@@ -7,6 +7,7 @@
 //! - [`frames`]: plans as they travel
 //! - [`guided`]: a guide whose masks depend on every token, and what is made of guided requests
 //! - [`placement`]: what a large cluster costs
+//! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 #![allow(
@@ -21,6 +22,7 @@ mod agreement;
 mod frames;
 mod guided;
 mod placement;
+mod priorities;
 mod random;
 mod rig;
 mod scenarios;

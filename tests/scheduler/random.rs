@@ -29,11 +29,21 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         0u32..6,
         prop::option::weighted(0.3, 0u32..50),
         any::<u64>(),
-        prop::bool::weighted(0.2),
+        (prop::bool::weighted(0.2), prop_oneof![3 => Just(0), 1 => -2i32..3]),
         prop::option::weighted(0.3, (any::<u64>(), 0u64..30, any::<bool>())),
     )
         .prop_map(
-            |(prompt, n, max_tokens, end_tokens, min_tokens, stop_token, seed, logprobs, guide)| {
+            |(
+                prompt,
+                n,
+                max_tokens,
+                end_tokens,
+                min_tokens,
+                stop_token,
+                seed,
+                (logprobs, priority),
+                guide,
+            )| {
                 let guide = guide.map(|(key, over_in, slow)| Guidance {
                     key,
                     over_in,
@@ -49,6 +59,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     min_tokens: if guide.is_some() { 0 } else { min_tokens.min(max_tokens) },
                     stop_token,
                     seed,
+                    priority,
                     prompt_logprobs,
                     guide,
                 }

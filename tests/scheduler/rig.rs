@@ -1,5 +1,5 @@
 //! Scheduler, worker and clients, with named invariants checked after every event.
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +24,7 @@ pub(crate) struct ClientRequest {
     /// The token that completes a stop string.
     pub(crate) stop_token: Option<u32>,
     pub(crate) seed: u64,
+    pub(crate) priority: i32,
     pub(crate) prompt_logprobs: bool,
     pub(crate) guide: Option<Guidance>,
 }
@@ -38,6 +39,7 @@ impl Default for ClientRequest {
             min_tokens: 0,
             stop_token: None,
             seed: 1,
+            priority: 0,
             prompt_logprobs: false,
             guide: None,
         }
@@ -80,6 +82,8 @@ pub(crate) struct Rig {
     woken: Arc<Woken>,
     pub(crate) totals: StepSummary,
     pub(crate) preemptions: u32,
+    /// Requests with a sequence admitted, as effects say.
+    running: BTreeSet<RequestId>,
 }
 
 impl Rig {
@@ -101,6 +105,7 @@ impl Rig {
             next: 1,
             totals: StepSummary::default(),
             preemptions: 0,
+            running: BTreeSet::new(),
         }
     }
 
@@ -120,6 +125,7 @@ impl Rig {
         self.worker = None;
         self.in_flight.clear();
         self.scheduler.replica_lost(end, &mut self.effects);
+        self.running.clear();
         assert_eq!(self.scheduler.gauges().running, 0);
         self.settle();
     }
@@ -139,6 +145,7 @@ impl Rig {
             guides: Vec::new(),
             guide_spec: None,
             max_tokens: 1,
+            priority: 0,
             cache_salt: 0,
             end_tokens: Vec::new(),
             arrived: Duration::ZERO,
@@ -180,6 +187,7 @@ impl Rig {
             guides: (0..client.n).filter_map(|_| client.guide()).collect(),
             guide_spec: None,
             max_tokens: client.max_tokens,
+            priority: client.priority,
             cache_salt: 0,
             end_tokens: client.end_tokens.clone(),
             arrived: Duration::ZERO,
@@ -285,11 +293,15 @@ impl Rig {
                 finish_reason_is_right(client, tokens, reason);
                 assert!(got.reasons[choice as usize].replace(reason).is_none());
                 assert_eq!(last, got.ended());
+                if last {
+                    self.running.remove(&request);
+                }
             }
             Effect::Dropped { request, error, .. } => {
                 let got = &mut self.requests.get_mut(&request).unwrap().1;
                 assert!(!got.ended(), "a request ends once");
                 got.dropped = Some(error);
+                self.running.remove(&request);
             }
             Effect::PromptLogprobs { request, logprobs } => {
                 let (client, got) = self.requests.get_mut(&request).unwrap();
@@ -298,15 +310,34 @@ impl Rig {
                 assert_eq!(tokens, client.prompt[1..], "prompt_logprobs_complete");
                 got.prompt_logprobs = Some(tokens.len());
             }
-            Effect::Preempted { .. } => self.preemptions += 1,
+            Effect::Preempted { request, waits, .. } => {
+                self.preemptions += 1;
+                let own = self.priority(request);
+                let most = self.running.iter().map(|request| self.priority(*request)).max();
+                assert!(most <= Some(own), "the_least_urgent_is_preempted: {request}");
+                if waits {
+                    self.running.remove(&request);
+                }
+            }
             Effect::StepDone(step) => {
                 self.totals.prompt += step.prompt;
                 self.totals.generated += step.generated;
                 self.totals.recomputed += step.recomputed;
                 self.totals.wasted += step.wasted;
             }
-            Effect::FirstScheduled { .. } | Effect::Resumed { .. } => {}
+            Effect::FirstScheduled { request } | Effect::Resumed { request } => {
+                let own = self.priority(request);
+                let overtaken = self.requests.iter().find(|(id, (client, got))| {
+                    client.priority < own && !got.ended() && !self.running.contains(id)
+                });
+                assert!(overtaken.is_none(), "nobody_is_overtaken: {request}, {overtaken:?}");
+                self.running.insert(request);
+            }
         }
+    }
+
+    fn priority(&self, request: RequestId) -> i32 {
+        self.requests[&request].0.priority
     }
 
     fn gauges_consistent(&self) {

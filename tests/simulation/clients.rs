@@ -127,6 +127,8 @@ impl Clients {
             guides: (0..client.n).filter_map(guide).collect(),
             guide_spec: None,
             max_tokens: client.ends.max_tokens,
+            // Text and promises do not depend on it.
+            priority: (index % 3) as i32 - 1,
             cache_salt: 0,
             end_tokens: client.ends.end_tokens.clone(),
             stops: Vec::new().into(),

@@ -113,6 +113,15 @@ pub(crate) enum CompatArg {
     Aphrodite,
 }
 
+/// Which waiting request is next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PolicyArg {
+    /// In order of arrival
+    Fcfs,
+    /// By the requests' `priority`, lower first; of equals in order of arrival
+    Priority,
+}
+
 /// The names of the log line's fields.
 fn log_fields() -> clap::builder::PossibleValuesParser {
     clap::builder::PossibleValuesParser::new(Field::ALL.map(|(name, _)| name))
@@ -409,6 +418,11 @@ pub(crate) struct ServingArgs {
     pub(crate) no_enable_prefix_caching: bool,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
+    /// Which waiting request is next: the first to come, or the one with the lowest `priority`, of
+    /// equals the first to come. Out of KV cache memory the other end of that order is put back. Less
+    /// urgent requests may wait for ever
+    #[arg(long, value_name = "POLICY", value_enum, default_value_t = PolicyArg::Fcfs)]
+    pub(crate) scheduling_policy: PolicyArg,
     /// Most requests waiting for their first step; beyond it clients get 429
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,

@@ -10,7 +10,7 @@ use coordinator::replica::driver::DriverLimits;
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
 
-use super::options::{CommonArgs, CompatArg, ServingArgs};
+use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs};
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, random, random_secret};
@@ -104,6 +104,7 @@ pub(crate) fn coordinator_options(
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         prefix_caching: !args.no_enable_prefix_caching,
         api: api::options(&args.api)?,
+        priorities: args.scheduling_policy == PolicyArg::Priority,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {
             step_timeout: Duration::from_secs(args.step_timeout),

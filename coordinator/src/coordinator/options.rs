@@ -51,6 +51,8 @@ pub struct CoordinatorOptions {
     pub kv_cache_bytes: u64,
     /// Whether prompts begin behind what the KV cache still has of them.
     pub prefix_caching: bool,
+    /// Whether requests have priorities; else all are alike, in order of arrival.
+    pub priorities: bool,
     /// Most requests waiting.
     pub max_queued_requests: u32,
     /// What is chosen of the HTTP API.

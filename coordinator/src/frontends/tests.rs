@@ -10,6 +10,10 @@ use super::*;
 use crate::http::state::Readiness;
 
 fn receiver() -> (Receiver, mpsc::Receiver<EngineCommand>) {
+    receiver_of(false)
+}
+
+fn receiver_of(priorities: bool) -> (Receiver, mpsc::Receiver<EngineCommand>) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
     let text = Arc::new(TextModel::load(&folder).unwrap());
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
@@ -19,6 +23,7 @@ fn receiver() -> (Receiver, mpsc::Receiver<EngineCommand>) {
         served_model_name: "m".into(),
         max_model_len: 100,
         text_fingerprint: text.fingerprint,
+        priorities,
     };
     let ready = || Readiness { ready: true, message: String::new() };
     let frontends = Arc::new(Frontends::new(
@@ -55,6 +60,7 @@ fn request() -> SubmitRequest {
         keep_special: false,
         guide: None,
         max_tokens: 5,
+        priority: 0,
         cache_salt: 0,
         end_tokens: vec![1; SUPPRESSED_MAX],
         waited_us: 0,
@@ -91,6 +97,18 @@ fn requests_that_would_harm_a_rank_end_the_link() {
     ];
     for (what, change) in wrong {
         assert!(!submit(change), "{what}");
+    }
+}
+
+#[test]
+fn priorities_of_front_ends_count_where_they_are_followed() {
+    for (followed, expected) in [(true, -3), (false, 0)] {
+        let (receiver, mut taken) = receiver_of(followed);
+        let submit = SubmitRequest { priority: -3, ..request() };
+        assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
+        let command = taken.try_recv().unwrap();
+        let EngineCommand::Submit { request, .. } = command else { panic!("{command:?}") };
+        assert_eq!(request.priority, expected);
     }
 }
 

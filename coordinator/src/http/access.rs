@@ -1,11 +1,14 @@
 //! Every request has an id: the client's `X-Request-Id`, or one made here. The answer's header and
-//! the response's `id` say it, and the access log, where that is wanted.
+//! the response's `id` say it, and the access log, where that is wanted, with what the answer took
+//! and the trace that it belongs to.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::Method;
-use actix_web::http::header::{HeaderName, HeaderValue};
+use actix_web::http::header::{HeaderMap, HeaderName, HeaderValue};
 use actix_web::middleware::Next;
 use actix_web::web::Data;
 use actix_web::{Error, HttpMessage as _, HttpRequest};
@@ -13,12 +16,58 @@ use actix_web::{Error, HttpMessage as _, HttpRequest};
 use super::body::{Companion, accompanied};
 use super::fields::is_request_id;
 use super::state::AppState;
+use super::trace::TraceParent;
 
 const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
 /// A request's id, among its extensions.
 #[derive(Clone, Debug)]
 struct RequestName(String);
+
+/// Counts the tokens of a request, for the access log; without one nothing is counted. Clones are
+/// the same.
+#[derive(Clone, Debug, Default)]
+pub struct Tally(Option<Arc<Counts>>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    prompt: AtomicU64,
+    output: AtomicU64,
+}
+
+impl Tally {
+    fn counting() -> Self {
+        Self(Some(Arc::default()))
+    }
+
+    /// A prompt of so many tokens runs.
+    pub fn prompt(&self, tokens: u64) {
+        if let Some(counts) = &self.0 {
+            counts.prompt.fetch_add(tokens, Ordering::Relaxed);
+        }
+    }
+
+    /// So many tokens more were generated.
+    pub fn output(&self, tokens: u64) {
+        if let Some(counts) = &self.0 {
+            counts.output.fetch_add(tokens, Ordering::Relaxed);
+        }
+    }
+
+    /// Tokens of the prompts and of what was generated, where prompts ran.
+    fn counted(&self) -> Option<(u64, u64)> {
+        let counts = self.0.as_ref()?;
+        let counted =
+            (counts.prompt.load(Ordering::Relaxed), counts.output.load(Ordering::Relaxed));
+        (counted.0 > 0).then_some(counted)
+    }
+}
+
+/// What counts the request's tokens.
+#[must_use]
+pub fn tally(request: &HttpRequest) -> Tally {
+    request.extensions().get::<Tally>().cloned().unwrap_or_default()
+}
 
 /// The request's id.
 #[must_use]
@@ -49,8 +98,13 @@ pub async fn identify<B: MessageBody + 'static>(
         path: request.path().to_owned(),
         status: None,
         sent: false,
+        tally: Tally::counting(),
+        trace: trace(request.headers()),
         state: state.clone(),
     });
+    if let Some(line) = &line {
+        request.extensions_mut().insert(line.tally.clone());
+    }
     let response = next.call(request).await;
     if let Some(line) = &mut line {
         line.status = Some(match &response {
@@ -69,6 +123,14 @@ pub async fn identify<B: MessageBody + 'static>(
     })
 }
 
+/// The trace that the request belongs to, where it says one.
+fn trace(headers: &HeaderMap) -> Option<TraceParent> {
+    let mut given = headers.get_all("traceparent");
+    // Two of them contradict each other.
+    let header = given.next().filter(|_| given.next().is_none())?;
+    header.to_str().ok().and_then(TraceParent::parse)
+}
+
 /// A line of the access log, written when the answer is sent or its client has left.
 #[derive(Debug)]
 struct Line {
@@ -81,11 +143,15 @@ struct Line {
     status: Option<u16>,
     /// To its end.
     sent: bool,
+    tally: Tally,
+    trace: Option<TraceParent>,
 }
 
 impl Drop for Line {
     fn drop(&mut self) {
         let duration = self.state.clock.now().saturating_sub(self.began);
+        let (prompt, output) = self.tally.counted().unzip();
+        let trace = self.trace.as_ref();
         tracing::info!(
             request = %self.id,
             method = %self.method,
@@ -93,6 +159,10 @@ impl Drop for Line {
             status = self.status.unwrap_or(499),
             whole = self.sent,
             duration_ms = duration.as_millis() as u64,
+            prompt_tokens = prompt,
+            output_tokens = output,
+            trace_id = trace.map(|trace| tracing::field::display(&trace.trace_id)),
+            parent_id = trace.map(|trace| tracing::field::display(&trace.parent_id)),
             "http"
         );
     }

@@ -4,6 +4,7 @@
 //! fraction of zero.
 use serde_json::{Map, Value};
 
+use super::access::Tally;
 use super::error::ApiError;
 use super::params::Limits;
 
@@ -15,6 +16,8 @@ pub struct Fields {
     request_id: String,
     /// Bytes of the body.
     bytes: usize,
+    /// What counts the request's tokens.
+    tally: Tally,
 }
 
 impl Fields {
@@ -28,9 +31,12 @@ impl Fields {
             return Err(ApiError::body(format!("The JSON is nested deeper than {max} levels")));
         }
         match serde_json::from_slice(body) {
-            Ok(Value::Object(map)) => {
-                Ok(Self { map, request_id: String::new(), bytes: body.len() })
-            }
+            Ok(Value::Object(map)) => Ok(Self {
+                map,
+                request_id: String::new(),
+                bytes: body.len(),
+                tally: Tally::default(),
+            }),
             Ok(_) => Err(ApiError::body("The body must be a JSON object")),
             Err(error) => Err(ApiError::body(format!("The body is not valid JSON: {error}"))),
         }
@@ -40,6 +46,18 @@ impl Fields {
     #[must_use]
     pub fn of_request(self, request_id: &str) -> Self {
         Self { request_id: request_id.to_owned(), ..self }
+    }
+
+    /// With what counts the request's tokens.
+    #[must_use]
+    pub fn counted_in(self, tally: Tally) -> Self {
+        Self { tally, ..self }
+    }
+
+    /// What counts the request's tokens.
+    #[must_use]
+    pub fn tally(&self) -> &Tally {
+        &self.tally
     }
 
     /// The id of the response: the request's, behind what kind of object it is.

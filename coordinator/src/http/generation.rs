@@ -6,6 +6,7 @@ use std::task::{Context, Poll, ready};
 use serde::Serialize;
 use shared::protocol::TokenLogprobs;
 
+use super::access::Tally;
 use super::error::ApiError;
 use super::params::Common;
 use super::state::AppState;
@@ -52,6 +53,7 @@ pub enum Next {
 pub struct RunningPrompt {
     generation: Generation,
     choices: Vec<TextStream>,
+    tally: Tally,
     /// End tokens that the request did not name.
     model_end_tokens: Vec<u32>,
     /// Tokens of the prompt.
@@ -104,6 +106,7 @@ impl RunningPrompt {
             guides: common.guides(),
             guide_spec: common.guide.as_ref().map(|(spec, _)| spec.clone()),
             max_tokens,
+            priority: common.priority,
             cache_salt: common.cache_salt,
             end_tokens: common.end_tokens.clone(),
             stops: common.stops.as_slice().into(),
@@ -115,9 +118,11 @@ impl RunningPrompt {
             state.stats.rejected(reject_reason(error));
         })?;
         let choices = vec![stream; common.n as usize];
+        common.tally.prompt(prompt_tokens);
         Ok(Self {
             generation,
             choices,
+            tally: common.tally.clone(),
             model_end_tokens: common.model_end_tokens.clone(),
             prompt_tokens,
             cached_tokens: 0,
@@ -144,6 +149,7 @@ impl RunningPrompt {
             EngineEvent::PromptLogprobs(logprobs) => Ok(Next::Prompt(logprobs)),
             EngineEvent::Token { choice, token, logprobs } => {
                 self.completion_tokens += 1;
+                self.tally.output(1);
                 let mut text = String::new();
                 if let Some(stream) = self.choices.get_mut(choice as usize) {
                     stream.push_token(token, &mut text);

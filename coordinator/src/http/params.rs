@@ -9,6 +9,7 @@ use serde_json::Value;
 use shared::protocol::GuideSpec;
 use shared::sampling::SamplingParams;
 
+use super::access::Tally;
 use super::error::ApiError;
 pub use super::fields::Fields;
 use super::options::{ApiOptions, MAX_LOGPROBS};
@@ -58,6 +59,8 @@ pub struct Limits {
     pub echoed_bytes: usize,
     /// Log-probabilities of prompts that are echoed, alternatives included, of all choices.
     pub prompt_alternatives: usize,
+    /// Whether requests may have a priority other than 0.
+    pub priorities: bool,
 }
 
 /// Bodies of so many bytes are taken whatever the model.
@@ -76,6 +79,12 @@ impl Limits {
             top_logprobs: options.max_logprobs,
             ..self
         }
+    }
+
+    /// Whether requests may have a priority other than 0.
+    #[must_use]
+    pub fn with_priorities(self, priorities: bool) -> Self {
+        Self { priorities, ..self }
     }
 
     /// The default bounds, for sequences of `max_model_len` tokens.
@@ -99,6 +108,7 @@ impl Limits {
             logprobs: MAX_LOGPROBS,
             top_logprobs: MAX_LOGPROBS,
             user_bytes: 256,
+            priorities: false,
             max_model_len,
             prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
             echoed_bytes: 64 << 20,
@@ -136,6 +146,8 @@ pub struct Common {
     pub seeded: bool,
     /// Stop strings.
     pub stops: Vec<String>,
+    /// Lower is earlier.
+    pub priority: i32,
     /// Requests of another salt share no cached prompts with it.
     pub cache_salt: u64,
     /// End tokens.
@@ -156,6 +168,8 @@ pub struct Common {
     pub asked: Option<Asked>,
     /// What was made of it.
     pub guide: Option<(Arc<GuideSpec>, Arc<Grammar>)>,
+    /// What counts the request's tokens.
+    pub tally: Tally,
 }
 
 /// Refuses another model's requests.
@@ -238,6 +252,7 @@ impl Common {
             sampling,
             seeded: seed.is_some(),
             stops: stops(fields, limits)?,
+            priority: priority(fields, limits)?,
             cache_salt: cache_salt(fields, limits)?,
             end_tokens,
             model_end_tokens,
@@ -248,6 +263,7 @@ impl Common {
             truncation: truncation(fields, limits)?,
             asked: structured::read(fields, text.vocab_size)?,
             guide: None,
+            tally: fields.tally().clone(),
         })
     }
 
@@ -390,6 +406,17 @@ fn token_ids(
 pub(super) fn token_id(value: &Value, text: &TextModel) -> Option<u32> {
     let id = value.as_u64().and_then(|id| u32::try_from(id).ok())?;
     (id < text.vocab_size).then_some(id)
+}
+
+fn priority(fields: &Fields, limits: &Limits) -> Result<i32, ApiError> {
+    let name = "priority";
+    let priority = fields.integer(name, i32::MIN.into(), i32::MAX.into())?.unwrap_or(0);
+    if priority != 0 && !limits.priorities {
+        let message = "`priority` is not supported here: the server would have to be started with \
+                       --scheduling-policy priority";
+        return Err(ApiError::field(name, message));
+    }
+    Ok(i32::try_from(priority).unwrap_or(0))
 }
 
 fn logit_bias(

@@ -14,8 +14,6 @@ enum Neutral {
     False,
     /// `true`.
     True,
-    /// `0`.
-    Zero,
     /// `1`.
     One,
     /// An empty string, list or object.
@@ -26,7 +24,7 @@ enum Neutral {
     Only(&'static str),
 }
 
-use Neutral::{Empty, False, Null, One, Only, True, Words, Zero};
+use Neutral::{Empty, False, Null, One, Only, True, Words};
 
 /// Of both endpoints.
 const COMMON: &[(&str, Neutral)] = &[
@@ -37,7 +35,6 @@ const COMMON: &[(&str, Neutral)] = &[
     ("kv_transfer_params", Null),
     ("length_penalty", One),
     ("logits_processors", Empty),
-    ("priority", Zero),
     ("prompt_logprobs", Null),
     ("repetition_detection", Null),
     ("return_token_ids", False),
@@ -73,7 +70,6 @@ impl Neutral {
             Null => false,
             False => *value == json!(false),
             True => *value == json!(true),
-            Zero => value.as_f64() == Some(0.0),
             One => value.as_f64() == Some(1.0),
             Empty => match value {
                 Value::String(text) => text.is_empty(),

@@ -238,7 +238,7 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
     } else {
         Fields::parse(&bytes, &state.limits)
     };
-    Ok(fields?.of_request(&id))
+    Ok(fields?.of_request(&id).counted_in(access::tally(request)))
 }
 
 async fn collect(mut body: Payload, limits: &Limits) -> Result<Bytes, ApiError> {

@@ -61,7 +61,7 @@ impl Scheduler {
         clear(plan);
         let mut step = self.spare.pop().unwrap_or_default().cleared();
         let mut budget = self.config.max_num_batched_tokens;
-        // Those who need one token go first, in order of admission; what is left of the budget goes
+        // Those who need one token go first, the most urgent of them before others; what is left of the budget goes
         // to prompts under way, then to the queue.
         self.plan_running(plan, &mut step, &mut budget, true, effects);
         self.plan_running(plan, &mut step, &mut budget, false, effects);
@@ -141,7 +141,7 @@ impl Scheduler {
             }
             let count = wanted.min(*budget);
             // What is preempted to make room stands behind this one or is this one, so nobody
-            // moves up to where others were.
+            // moves up to where others were; nor is it in this plan.
             if self.make_room(slot, count, plan, effects) {
                 self.plan_sequence(slot, count, plan, step);
                 *budget -= count;
@@ -214,7 +214,7 @@ impl Scheduler {
                 num_prompt: seq.num_prompt,
                 sampling: seq.sampling.clone(),
             });
-            self.running.push(slot);
+            self.run(slot);
             self.count_admitted(request, true);
             if let Some(owner) = self.requests.get_mut(&request)
                 && owner.admitted == 1
@@ -251,8 +251,9 @@ impl Scheduler {
         }
     }
 
-    /// Gets the blocks that `count` more tokens of `slot` need, preempting the sequence admitted
-    /// last as often as it takes. Returns false when that was `slot` itself.
+    /// Gets the blocks that `count` more tokens of `slot` need, preempting the least urgent sequence,
+    /// of equals the one admitted last, as often as it takes. Returns false when that was `slot`
+    /// itself, or is in this plan already: then it is preempted when it needs a block of its own.
     fn make_room(
         &mut self,
         slot: usize,
@@ -264,6 +265,10 @@ impl Scheduler {
         let needed = self.config.blocks_for(seq.computed + count) - seq.blocks.len() as u32;
         while self.blocks.num_free() < needed {
             let Some(victim) = self.running.last().copied() else { return false };
+            let id = self.sequences[victim].as_ref().map(|seq| seq.id);
+            if plan.sequences.iter().any(|planned| Some(planned.seq) == id) {
+                return false;
+            }
             self.preempt(victim, plan, effects);
             if victim == slot {
                 return false;

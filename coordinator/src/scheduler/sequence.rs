@@ -8,11 +8,16 @@ use shared::sampling::SamplingParams;
 use super::blocks::Prefix;
 use crate::engine::TokenGuide;
 
+/// The order of admitted sequences: priority, then admission.
+pub(super) type Urgency = (i32, Option<u64>);
+
 /// One choice of a request.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SeqId,
     pub(super) request: RequestId,
+    /// Lower is earlier.
+    pub(super) priority: i32,
     pub(super) sampling: SamplingParams,
     /// The accepted-token log: prompt, then what was accepted.
     pub(super) tokens: Vec<u32>,
@@ -55,6 +60,11 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// Where it stands among those that are admitted.
+    pub(super) fn urgency(&self) -> Urgency {
+        (self.priority, self.admission)
+    }
+
     /// Length once every step in flight is answered.
     pub(super) fn len_ahead(&self) -> u32 {
         self.tokens.len() as u32 + self.pending

@@ -67,6 +67,8 @@ pub struct Serving {
     pub max_model_len: u32,
     /// Of the files that turn text into tokens and back: both sides must have the same.
     pub text_fingerprint: u64,
+    /// Whether requests have priorities.
+    pub priorities: bool,
 }
 
 impl Serving {
@@ -98,6 +100,8 @@ pub struct SubmitRequest {
     pub max_tokens: u32,
     /// What the output of each choice must be, as a whole.
     pub guide: Option<GuideSpec>,
+    /// Lower is earlier.
+    pub priority: i32,
     /// Requests of another salt do not share what is cached of their prompts.
     pub cache_salt: u64,
     /// Tokens that end a sequence.
@@ -256,6 +260,7 @@ mod tests {
             served_model_name: "m".into(),
             max_model_len: 64,
             text_fingerprint: 7,
+            priorities: false,
         };
         assert!(serving.is_same(&Serving { model: "/data/m".into(), ..serving.clone() }));
         let others = [

@@ -20,6 +20,7 @@ fn serving() -> Serving {
         served_model_name: "m".to_owned(),
         max_model_len: 1 << 20,
         text_fingerprint: 1,
+        priorities: false,
     }
 }
 
@@ -33,6 +34,7 @@ fn request(id: u64) -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens: 1,
+        priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),
         stops: Arc::from([]),
