@@ -172,24 +172,33 @@ fn stamp(file: &Path) -> Option<Stamp> {
 
 /// Reads the files again when they have changed, until nobody uses what was read.
 fn keep_current(files: &TlsFiles, mut watch: Watch, every: Duration, current: &Weak<Current>) {
+    let mut said = String::new();
     loop {
         std::thread::sleep(every);
         let Some(current) = current.upgrade() else { return };
         if !watch.look(files.stamps()) {
             continue;
         }
-        match files.load() {
+        let loaded = files.load();
+        watch.has_read(loaded.is_err());
+        match loaded {
             Ok(loaded) => {
+                said.clear();
                 *current.0.write().unwrap_or_else(PoisonError::into_inner) = loaded;
                 tracing::info!(
                     certificate = %files.certificate.display(),
                     "files of TLS have changed and are in use from now on"
                 );
             }
-            Err(error) => tracing::error!(
-                %error,
-                "files of TLS have changed and cannot be used: those read before stay in use"
-            ),
+            // Once, however often it is tried.
+            Err(error) if error.to_string() == said => {}
+            Err(error) => {
+                tracing::error!(
+                    %error,
+                    "files of TLS have changed and cannot be used: those read before stay in use"
+                );
+                said = error.to_string();
+            }
         }
     }
 }

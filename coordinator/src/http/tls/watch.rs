@@ -22,19 +22,21 @@ pub(super) struct Watch {
     read: Stamps,
     /// As they were at the last look, where that was something new.
     pending: Option<Stamps>,
+    /// What was read could not be used, or nothing could be read: for a while, perhaps.
+    failed: bool,
 }
 
 impl Watch {
     /// Of files that have been read.
     pub(super) fn new(read: Stamps) -> Self {
-        Self { read, pending: None }
+        Self { read, pending: None, failed: false }
     }
 
     /// Whether the files are to be read now that they look like this.
     pub(super) fn look(&mut self, now: Stamps) -> bool {
         if now == self.read {
             self.pending = None;
-            return false;
+            return self.failed;
         }
         if self.pending.as_ref() == Some(&now) {
             self.pending = None;
@@ -43,6 +45,11 @@ impl Watch {
         }
         self.pending = Some(now);
         false
+    }
+
+    /// What became of the last reading; one that failed is tried again at every look.
+    pub(super) fn has_read(&mut self, failed: bool) {
+        self.failed = failed;
     }
 }
 
@@ -67,6 +74,13 @@ mod tests {
         assert!(!look(&[0, 2]) && !look(&[2, 2]) && !look(&[2, 2]));
         // One is away for good: that is worth an error, once.
         assert!(!look(&[0, 2]) && look(&[0, 2]) && !look(&[0, 2]));
+        // What cannot be read now may be read later, as it is.
+        watch.has_read(true);
+        let mut look = |states: &[u64]| watch.look(stamps(states));
+        assert!(look(&[0, 2]) && look(&[0, 2]));
+        watch.has_read(false);
+        let mut look = |states: &[u64]| watch.look(stamps(states));
+        assert!(!look(&[0, 2]));
         // Back to what was never read since.
         assert!(!look(&[2, 2]) && look(&[2, 2]));
     }
