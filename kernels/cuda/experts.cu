@@ -7,7 +7,9 @@
 // expert; a product has a block for each tile that there may be, and those behind the last end at
 // once. A tile's product is that of skinny.cu: its sums depend on k alone, so a row's result has the
 // same bits in every tile. Many rows (prefill) take the same way: an expert's weights are read once
-// per tile, from L2 but for the first time.
+// per tile. Tiles are the grid's first axis, features its second: blocks that run at one time have
+// few features of many tiles, so the tiles of one expert, which are neighbours, read the same weights
+// at about the same time, from memory once and then from L2, however large the expert is.
 #include "rows.cuh"
 #include "skinny.cuh"
 
@@ -71,13 +73,13 @@ template <int ROWS>
 __device__ __forceinline__ void experts_gate_up(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {
     release_successors();
     wait_for_predecessors();
-    if (blockIdx.y >= *num_tiles) {
+    if (blockIdx.x >= *num_tiles) {
         return;
     }
-    const TuttiExpertTile tile = tiles[blockIdx.y];
+    const TuttiExpertTile tile = tiles[blockIdx.x];
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
-    const uint32_t first_feature = blockIdx.x * 16;
+    const uint32_t first_feature = blockIdx.y * 16;
     // [0]: gate, [1]: up.
     Weights<2> weights;
 #pragma unroll
@@ -116,13 +118,13 @@ template <int FEATURES, int ROWS>
 __device__ __forceinline__ void experts_down(TUTTI_EXPERTS_DOWN_ARGUMENTS) {
     release_successors();
     wait_for_predecessors();
-    if (blockIdx.y >= *num_tiles) {
+    if (blockIdx.x >= *num_tiles) {
         return;
     }
-    const TuttiExpertTile tile = tiles[blockIdx.y];
+    const TuttiExpertTile tile = tiles[blockIdx.x];
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
-    const uint32_t first_feature = blockIdx.x * FEATURES * 16;
+    const uint32_t first_feature = blockIdx.y * FEATURES * 16;
     Weights<FEATURES> weights;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
@@ -287,12 +289,12 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_experts_sum(const float* parts, const float* weights, float* out, uint32_t top_k,
-                      uint32_t width, const uint32_t* live) {
+                      uint32_t width, uint32_t first_row, const uint32_t* live) {
     using namespace tutti;
     release_successors();
     wait_for_predecessors();
     const uint32_t at = blockIdx.y * 1024 + threadIdx.x * 4;
-    if (!is_live(live, blockIdx.x) || at >= width) {
+    if (!is_live(live, first_row + blockIdx.x) || at >= width) {
         return;
     }
     Four sum = {};

@@ -363,7 +363,7 @@ __global__ void tutti_group_experts(const uint32_t* experts, uint32_t* slots, Tu
  * are of at most so many slots as the name's number. x bf16, rows 16-byte aligned; w bf16
  * [num_experts * 2 * inner, w_stride], rows 16-byte aligned: each expert's gate rows, then its up
  * rows; out bf16 [slots, out_stride]. A slot's result is the same bits with each variant.
- * grid (ceil(inner / 16), most tiles), block 256. */
+ * grid (most tiles, ceil(inner / 16)), block 256. */
 #define TUTTI_EXPERTS_GATE_UP_ARGUMENTS                                                            \
     const tutti_bf16 *x, const tutti_bf16 *w, tutti_bf16 *out, const uint32_t *slots,              \
         const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t top_k, uint32_t inner,   \
@@ -375,7 +375,7 @@ __global__ void tutti_experts_gate_up_64(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 
 /* out[slot - first_slot] = x[slot] W^T for the slots of all tiles. x bf16 [slots, x_stride], w bf16
  * [num_experts * n, w_stride], rows 16-byte aligned; out f32 [.., out_stride].
- * grid (ceil(n / R), most tiles), block 256, with R = TUTTI_SKINNY_FEATURES(number). */
+ * grid (most tiles, ceil(n / R)), block 256, with R = TUTTI_SKINNY_FEATURES(number). */
 #define TUTTI_EXPERTS_DOWN_ARGUMENTS                                                               \
     const tutti_bf16 *x, const tutti_bf16 *w, float *out, const uint32_t *slots,                   \
         const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t first_slot, uint32_t n,  \
@@ -386,9 +386,11 @@ __global__ void tutti_experts_down_32(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_64(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 
 /* out[r] = sum over j, in order, of weights[r, j] * parts[r, j]. parts f32 [rows, top_k, width],
- * weights f32 [rows, top_k], out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256. */
+ * weights f32 [rows, top_k], out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256;
+ * `live` counts rows from `first_row` before the first of these on. */
 __global__ void tutti_experts_sum(const float* parts, const float* weights, float* out,
-                                  uint32_t top_k, uint32_t width, const uint32_t* live);
+                                  uint32_t top_k, uint32_t width, uint32_t first_row,
+                                  const uint32_t* live);
 
 /* ---- sample.cu ------------------------------------------------------------------------------
  * logits f32 [rows, stride], of which the first `vocab` columns count; at most TUTTI_VOCAB_MAX. */

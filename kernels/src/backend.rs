@@ -433,8 +433,10 @@ pub trait Backend {
     /// Every row chooses its experts: `p = softmax(x W^T)` over all experts, in f32; the `top_k`
     /// experts of the largest p, largest first, of equal ones the lowest number first; their weights
     /// are their p, divided by their sum where [`Routing::normalise`]. `x: [rows, in]`,
-    /// `router: [num_experts, in]`; the rows of `routes` are set. Every rank chooses for itself, from
-    /// the same bits; ranks with unlike instructions may round a near tie to different sides.
+    /// `router: [num_experts, in]`; the rows of `routes` are set. Every rank chooses for itself, and
+    /// has to choose alike: from the same bits come the same choices and weights on every CPU,
+    /// whatever its instructions, and on every GPU of one compute capability, whatever else is in the
+    /// batch.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

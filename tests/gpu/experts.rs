@@ -36,6 +36,25 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     cases
 }
 
+/// The least difference between one logit and the next in order, as far as that order counts: more
+/// than f32 sums of the largest cases differ by when they are made in another order.
+const CLEAR: f64 = 1e-3;
+
+/// Rows that choose clearly: of others the order of sums decides, which is not the reference's.
+fn clear_rows(random: &mut Random, rows: usize, router: &[f32], routing: &Routing) -> Vec<f32> {
+    let hidden = router.len() / routing.num_experts;
+    let is_clear = |x: &[f32]| {
+        let dot = |row: &[f32]| -> f64 {
+            row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum()
+        };
+        let mut logits: Vec<f64> = router.chunks(hidden).map(dot).collect();
+        logits.sort_by(|a, b| b.total_cmp(a));
+        logits.windows(2).take(routing.top_k).all(|pair| pair[0] - pair[1] >= CLEAR)
+    };
+    let drawn = std::iter::repeat_with(|| random.vec(hidden));
+    drawn.filter(|x| is_clear(x)).take(rows).flatten().collect()
+}
+
 impl Case for Experts {
     fn name(&self) -> String {
         let Self { rows, hidden, inner, routing, first } = self;
@@ -53,8 +72,9 @@ impl Case for Experts {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
         let Self { rows, hidden, inner, routing, first } = *self;
         let mut random = Random(11);
-        let x = input(backend, &random.vec(rows * hidden), hidden)?;
-        let router = matrix(backend, &random.vec(routing.num_experts * hidden), hidden)?;
+        let router = random.vec(routing.num_experts * hidden);
+        let x = input(backend, &clear_rows(&mut random, rows, &router, &routing), hidden)?;
+        let router = matrix(backend, &router, hidden)?;
         // Exact in bf16, and small enough that sums stay of the order of one.
         let scale = |n: usize| 0.5f32.powi(n.ilog2() as i32 / 2);
         let mut stack = |backend: &mut B, count: usize, rows: usize, cols: usize| {

@@ -193,6 +193,30 @@ fn the_reference_makes_the_same() {
     }
 }
 
+/// Ranks of one replica each choose for themselves, on hosts that may differ: one that chooses another
+/// expert adds its part of something else, and no rank could tell.
+#[test]
+fn choices_have_the_same_bits_with_every_instruction_set() {
+    let mut random = Random(67);
+    for (normalise, hidden, rows) in [(true, 129, 10_000), (false, 1024, 100)] {
+        let routing = routing(128, 8, normalise);
+        let router = Weight::random(&mut random, routing.num_experts, hidden);
+        let x = random.vec(rows * hidden);
+        let mut first: Option<(Vec<u32>, Vec<u32>)> = None;
+        for (isa, precision) in variants() {
+            let mut backend = backend_in(isa, precision, 2);
+            let router = router.load(&mut backend);
+            let x = buffer(&mut backend, &x, hidden);
+            let mut routes = backend.new_routes(rows, routing).unwrap();
+            backend.route(&x, &router, &mut routes).unwrap();
+            let (experts, weights) = backend.read_routes(&routes).unwrap();
+            let found = (experts, bits(&weights));
+            let same = *first.get_or_insert_with(|| found.clone()) == found;
+            assert!(same, "{isa} {precision}: others than with the first");
+        }
+    }
+}
+
 #[test]
 fn a_rows_bits_depend_on_no_other_row_and_not_on_threads() {
     let mut random = Random(63);

@@ -10,14 +10,14 @@ use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
 use kernels::collective::single_rank;
-use kernels::cuda::CudaBackend;
+use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use worker::engine::Engine;
 use worker::rank::StepSource;
 
 use crate::masks;
-use crate::rig::{On, Rig, engine_of, fake_cuda_backend};
+use crate::rig::{On, Rig, engine_of, fake_cuda_backend, fake_cuda_with};
 
 /// How far a log-probability may be off.
 const TOLERANCE: f64 = 0.1;
@@ -186,7 +186,15 @@ fn step(
 
 /// Batches that grow, shrink and mix prefill with decode; greedy, random, and with edited logits.
 fn run_batches(model: &str, graphs: bool, sizes: &[usize]) -> (Vec<(u64, u32, u32)>, usize) {
-    let mut engine = engine_on(model, fake_cuda_backend(graphs, single_rank()));
+    run_batches_with(model, CudaOptions { graphs, ..CudaOptions::default() }, sizes)
+}
+
+fn run_batches_with(
+    model: &str,
+    options: CudaOptions,
+    sizes: &[usize],
+) -> (Vec<(u64, u32, u32)>, usize) {
+    let mut engine = engine_on(model, fake_cuda_with(options, single_rank()));
     let sampling = |index: u32| SamplingParams {
         temperature: if index.is_multiple_of(2) { 0.0 } else { 0.9 },
         top_p: if index.is_multiple_of(3) { 0.8 } else { 1.0 },
@@ -227,6 +235,11 @@ fn graphs_with_experts_give_the_bits_of_single_calls() {
     let (graphs, made) = run_batches("mixtral", true, sizes);
     assert!(made >= 3, "{made} graphs");
     assert_eq!(eager, graphs);
+    // Also where a graph has several chunks of slots, of which the last may have no rows at all.
+    let options = CudaOptions { expert_slots: 16, ..CudaOptions::default() };
+    let (chunks, made) = run_batches_with("mixtral", options, sizes);
+    assert!(made >= 3, "{made} graphs");
+    assert_eq!(eager, chunks);
 }
 
 #[test]

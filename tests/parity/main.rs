@@ -5,6 +5,7 @@
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, one and several
+//! - `experts`: mixtures of experts on one, in many chunks of slots
 //! - [`forming`]: ranks on those as a coordinator has them formed
 //! - [`masks`]: tokens that keep to a rule, on every device and degree
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
@@ -23,6 +24,7 @@ mod broken;
 mod checkpoint;
 mod cuda;
 mod cuda_invariance;
+mod experts;
 mod forming;
 mod goldens;
 mod invariance;

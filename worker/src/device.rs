@@ -206,6 +206,9 @@ impl Device for CudaDevice {
         if let Some(missing) = joined.missing {
             tracing::info!(missing, "GPUs might exchange data faster");
         }
+        if let Some(unlike) = joined.unlike {
+            tracing::warn!(unlike, "GPUs of one replica are of unlike kinds");
+        }
         Ok(())
     }
 

@@ -1,14 +1,16 @@
 //! Mixtures of experts: which experts a row goes to, rows grouped by expert, and the weighted sum of
-//! what experts make of a row. The products are `gemm`'s.
+//! what experts make of a row. The products are `gemm`'s, but for the router's.
 use super::check::ensure;
 use super::elementwise;
-use super::gemm::{self, Group, Grouped, Output, Task};
+use super::gemm::{self, Group, Grouped, Task};
+use super::math::exp;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
-use super::precision::{Arithmetic, Precision};
 use super::{CpuBackend, CpuBuffer, GRAIN};
 use crate::backend::{Buffer, Choices, Routing};
 use crate::error::KernelError;
+
+mod router;
 
 /// Rows times experts that are computed at a time: what lies between two products is that large.
 const SLOTS: usize = 8192;
@@ -60,7 +62,7 @@ impl CpuRoutes {
 }
 
 /// Writes the experts of the largest logits, largest first, and their weights; what is not a number
-/// comes last.
+/// comes last. The same bits on every host, as the logits: see `router`.
 fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f32]) {
     for (i, weight) in weights.iter_mut().enumerate() {
         let (chosen, rest) = experts.split_at_mut(i);
@@ -78,9 +80,9 @@ fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f
     }
     let most = weights[0];
     let all = if normalise { &*weights } else { logits };
-    let sum: f32 = all.iter().map(|logit| (logit - most).exp()).sum();
+    let sum: f32 = all.iter().map(|logit| exp(logit - most)).sum();
     for weight in weights {
-        *weight = (*weight - most).exp() / sum;
+        *weight = exp(*weight - most) / sum;
     }
 }
 
@@ -141,14 +143,9 @@ impl CpuBackend {
         ensure!(op, found == (num_experts, width), "router is {found:?}, x {width} wide");
         ensure!(op, rows <= routes.rows_max, "x has {rows} rows, room is for {}", routes.rows_max);
         routes.rows = rows;
-        // Small, and a near tie should not hang on rounding: of f32 precision always.
-        let arithmetic = Arithmetic { isa: self.isa, precision: Precision::Float32 };
-        let Self { isa, pool, acts, wide, .. } = self;
+        let Self { isa, pool, wide, .. } = self;
         let logits = wide.get(rows * num_experts)?;
-        let acts = gemm::prepare(arithmetic, pool, acts, rows, width, &|i| x.row(i))?;
-        let data = Disjoint::new(&mut *logits);
-        let out = Output { data, stride: num_experts, first_row: 0, column: 0 };
-        gemm::multiply(*isa, pool, &acts, router, None, &out)?;
+        router::multiply(*isa, pool, rows, &|i| x.row(i), router.panels(), logits)?;
         let experts = Disjoint::new(&mut routes.experts);
         let weights = Disjoint::new(&mut routes.weights);
         let logits = &*logits;

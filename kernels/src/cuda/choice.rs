@@ -57,10 +57,12 @@ pub struct Capability {
     pub process: u64,
     /// Multiprocessors of its GPU.
     pub multiprocessors: u32,
+    /// Compute capability of its GPU: 9, 0.
+    pub compute: [u8; 2],
 }
 
 /// Bytes of a capability.
-pub const CAPABILITY_BYTES: usize = 52;
+pub const CAPABILITY_BYTES: usize = 54;
 
 impl Capability {
     /// As bytes: all ranks are of one build, so this form is nobody else's.
@@ -76,7 +78,8 @@ impl Capability {
         bytes[38] = u8::from(self.graphs);
         bytes[39] = u8::from(self.batch_invariant);
         bytes[40..48].copy_from_slice(&self.process.to_le_bytes());
-        bytes[48..].copy_from_slice(&self.multiprocessors.to_le_bytes());
+        bytes[48..52].copy_from_slice(&self.multiprocessors.to_le_bytes());
+        bytes[52..].copy_from_slice(&self.compute);
         bytes
     }
 
@@ -94,6 +97,7 @@ impl Capability {
             batch_invariant: *bytes.get(39)? == 1,
             process: u64::from_le_bytes(bytes.get(40..48)?.try_into().ok()?),
             multiprocessors: u32::from_le_bytes(bytes.get(48..52)?.try_into().ok()?),
+            compute: bytes.get(52..54)?.try_into().ok()?,
         })
     }
 }
@@ -164,6 +168,22 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
         (Exchange::Auto, Some(obstacle)) => obstacle,
     };
     Ok(host(reason))
+}
+
+/// What may go wrong without anybody's noticing where ranks' GPUs are of unlike kinds, in one line:
+/// their tensor cores may round unlike, which is a rounding in a sum, but another expert in a choice.
+#[must_use]
+pub fn unlike(ranks: &[Capability]) -> Option<String> {
+    let (first, rest) = ranks.split_first()?;
+    let (rank, other) =
+        (1..).zip(rest).find(|(_, other): &(usize, _)| other.compute != first.compute)?;
+    let text = |rank: &Capability| format!("{}.{}", rank.compute[0], rank.compute[1]);
+    Some(format!(
+        "rank {rank}'s GPU has compute capability {}, rank 0's {}: with a mixture of experts, ranks \
+         may choose different ones for the same token",
+        text(other),
+        text(first)
+    ))
 }
 
 /// Why these ranks cannot see each other's memory, as far as it is known before they try.
@@ -272,6 +292,7 @@ mod tests {
             batch_invariant: true,
             process: 0x1234_5678_9abc_def0,
             multiprocessors: 0x0102_0304,
+            compute: [9, 1],
         };
         for one in [full.clone(), rank(3)] {
             assert_eq!(Capability::from_bytes(&one.to_bytes()), Some(one));
@@ -280,6 +301,16 @@ mod tests {
         let mut strange = full.to_bytes();
         strange[36] = 77;
         assert_eq!(Capability::from_bytes(&strange), None);
+    }
+
+    #[test]
+    fn unlike_gpus_are_told() {
+        let of = |compute| Capability { compute, ..rank(0) };
+        assert_eq!(unlike(&[of([9, 0]), of([9, 0]), of([9, 0])]), None);
+        assert_eq!(unlike(&[of([9, 0])]), None);
+        let told = unlike(&[of([9, 0]), of([9, 0]), of([8, 0])]).unwrap();
+        assert!(told.contains("rank 2's") && told.contains("8.0, rank 0's 9.0"), "{told}");
+        assert!(!told.contains('\n'));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
-use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choose};
+use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choose, unlike};
 use super::device::CudaOptions;
 use super::group::DeviceGroup;
 use super::nccl::{self, NcclGroup};
@@ -56,6 +56,8 @@ pub struct Joining {
     pub reason: String,
     /// What this rank lacks for something faster, in one line.
     pub missing: Option<String>,
+    /// What nobody would notice of ranks' GPUs that are of unlike kinds, in one line.
+    pub unlike: Option<String>,
     /// How long it took.
     pub took: Duration,
 }
@@ -120,7 +122,7 @@ impl CudaBackend {
             // What this rank would find out later than others.
             self.reserve_exchanged()?;
         }
-        Ok(Joining { algorithm, reason, missing, took: began.elapsed() })
+        Ok(Joining { algorithm, reason, missing, unlike: unlike(&all), took: began.elapsed() })
     }
 
     fn connect_nccl(
@@ -207,6 +209,7 @@ impl CudaBackend {
             Exchange::Auto | Exchange::Nccl => nccl::library::version(folders, nccl_lib.as_deref()),
         };
         let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
+        let compute: [u32; 2] = self.device.context.info().capability.into();
         let capability = Capability {
             wish: *exchange,
             host: host_id().unwrap_or_default(),
@@ -217,6 +220,7 @@ impl CudaBackend {
             batch_invariant: self.options.batch_invariant,
             process: process_id(),
             multiprocessors: self.device.context.info().multiprocessors,
+            compute: compute.map(|number| u8::try_from(number).unwrap_or(u8::MAX)),
         };
         (capability, nccl.err().map(|missing| missing.to_string()))
     }

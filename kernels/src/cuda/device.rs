@@ -31,6 +31,9 @@ pub struct CudaOptions {
     /// Compute every row so that its bits depend on nothing else in the batch, nor on whether it is
     /// a prompt's or was sampled.
     pub batch_invariant: bool,
+    /// Slots (a row at one of its experts) that are grouped and multiplied at a time: what lies
+    /// between two products is that large. Results do not depend on it.
+    pub expert_slots: usize,
     /// How long a step may take before the GPU is thought to hang.
     pub patience: Duration,
     /// What ranks exchange data by.
@@ -50,6 +53,7 @@ impl Default for CudaOptions {
             graphs: true,
             overlap: true,
             batch_invariant: false,
+            expert_slots: 8192,
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
             thresholds: None,

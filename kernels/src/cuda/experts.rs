@@ -2,6 +2,7 @@
 //! host's knowing of it, so a decode step with experts is recorded as any other.
 use super::backend::{CudaBackend, Which};
 use super::context::Context;
+use super::device::Device;
 use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
 use super::stream::Stream;
@@ -10,8 +11,6 @@ use crate::backend::{Buffer, Choices, Routing};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
-/// Slots that are grouped and multiplied at a time: the products of the second half are large.
-const CHUNK_SLOTS: usize = 8192;
 /// Bytes of a `TuttiExpertTile`.
 const TILE: usize = 12;
 /// Slots of the smallest tiles.
@@ -59,9 +58,10 @@ impl CudaRoutes {
         stream: &Stream,
         rows_max: usize,
         routing: Routing,
+        chunk_slots: usize,
     ) -> Result<Self, KernelError> {
         routing.check()?;
-        let chunk_rows = (CHUNK_SLOTS / routing.top_k).max(1);
+        let chunk_rows = (chunk_slots / routing.top_k).max(1);
         let slots = rows_max.saturating_mul(routing.top_k);
         // The kernels count slots by 32 bits.
         ensure!("new_routes", u32::try_from(slots).is_ok(), "{slots} slots are too many");
@@ -118,7 +118,8 @@ impl CudaBackend {
         routing: Routing,
     ) -> Result<CudaRoutes, KernelError> {
         self.step.buffer_made(rows_max);
-        CudaRoutes::new(&self.device.context, &self.device.stream, rows_max, routing)
+        let Device { context, stream, .. } = &self.device;
+        CudaRoutes::new(context, stream, rows_max, routing, self.options.expert_slots)
     }
 
     pub(super) fn choose_experts(
@@ -145,7 +146,12 @@ impl CudaBackend {
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
-        self.product(from, None, router, None, out, count, live)?;
+        // Always this project's own product, whose sums depend on k alone: another algorithm on another
+        // rank, or for another number of rows, could choose another expert, and no rank could tell.
+        let sizes = (count, num_experts, x.width());
+        let call = launch::skinny((from, None), router.at(), None, out, sizes, live);
+        // SAFETY: operands and result have the rows and columns that were checked.
+        unsafe { self.device.launch(call) }?;
         let chosen = (routes.experts.ptr(), routes.weights.ptr());
         let call = experts::route(logits, chosen, &routes.routing, count, live);
         // SAFETY: there are as many logits, and room for as many choices.
@@ -239,11 +245,10 @@ impl CudaBackend {
             let call = experts::down(from, w, parts, &grouped, (first_slot, width, cols));
             // SAFETY: shapes were checked; tiles name slots of this chunk's live rows alone.
             unsafe { self.device.launch(call) }?;
-            // Graphs have one chunk; a later one has as many rows as it is launched for.
-            let live = if chunk == 0 { live } else { DevicePtr::default() };
             let weights = routes.weights.ptr().offset(first_slot * 4);
             let sums = to.offset(own.start * width * 4);
-            let call = experts::sum(made, weights, sums, (own.len(), top_k, width), live);
+            let sizes = (own.len(), top_k, width);
+            let call = experts::sum(made, weights, sums, sizes, (own.start, live));
             // SAFETY: shapes were checked.
             unsafe { self.device.launch(call) }?;
         }

@@ -83,7 +83,7 @@ pub fn gate_up(
     let args = args.ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
     let args = words(args, [top_k, inner, k, x.stride, w.stride, out.stride]);
     let entry = variant(EXPERTS_GATE_UP, grouped);
-    call(entry, (inner.div_ceil(16), grouped.tiles_most, 1), 256, args)
+    call(entry, (grouped.tiles_most, inner.div_ceil(16), 1), 256, args)
 }
 
 /// `tutti_experts_down_*`: W `[num_experts, n, k]`; `out` begins with `first_slot`.
@@ -100,18 +100,18 @@ pub fn down(
     let args = words(args, [first_slot, n, k, x.stride, w.stride, out.stride]);
     let features = if grouped.tile_slots <= 16 { 16 } else { 32 };
     let entry = variant(EXPERTS_DOWN, grouped);
-    call(entry, (n.div_ceil(features), grouped.tiles_most, 1), 256, args)
+    call(entry, (grouped.tiles_most, n.div_ceil(features), 1), 256, args)
 }
 
-/// `tutti_experts_sum`
+/// `tutti_experts_sum`: `rows` rows, the first of which is `first_row` of those that `live` counts.
 #[must_use]
 pub fn sum(
     parts: DevicePtr,
     weights: DevicePtr,
     out: DevicePtr,
     (rows, top_k, width): (usize, usize, usize),
-    live: DevicePtr,
+    (first_row, live): (usize, DevicePtr),
 ) -> Call {
-    let args = words(Args::new().ptr(parts).ptr(weights).ptr(out), [top_k, width]);
+    let args = words(Args::new().ptr(parts).ptr(weights).ptr(out), [top_k, width, first_row]);
     wide(EXPERTS_SUM, width, rows, args.ptr(live))
 }

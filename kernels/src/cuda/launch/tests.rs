@@ -147,7 +147,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
             experts::group(ptr, &grouped, &routing, (number, 256, tiles_most), ptr),
             experts::gate_up(rows, rows, rows, &grouped, (top_k, width, width)),
             experts::down(rows, rows, rows, &grouped, (0, width, width)),
-            experts::sum(ptr, ptr, ptr, (number, top_k, width), ptr),
+            experts::sum(ptr, ptr, ptr, (number, top_k, width), (number, ptr)),
         ]);
     }
     for count in SKINNY.into_iter().chain([number]) {
@@ -265,6 +265,16 @@ fn grids_cover_all_rows_features_and_heads() {
         let (x, y, _) = call.launch.grid;
         assert!(x as usize * features >= 100 && y as usize * number >= count);
         assert!((y as usize - 1) * number < count);
+    }
+    // Tiles come first, so that those of one expert, which are neighbours, run at about one time.
+    for (tile_slots, features) in SKINNY.into_iter().zip([16, 16, 32, 32]) {
+        let (tiles_most, k) = (77, 64);
+        let grouped =
+            experts::Grouped { slots: ptr, tiles: ptr, num_tiles: ptr, tiles_most, tile_slots };
+        let call = experts::gate_up(rows, rows, rows, &grouped, (2, 100, k));
+        assert_eq!(call.launch.grid, (77, 7, 1));
+        let call = experts::down(rows, rows, rows, &grouped, (0, 100, k));
+        assert_eq!(call.launch.grid, (77, 100usize.div_ceil(features) as u32, 1));
     }
     // 20 query heads of one KV head need two blocks.
     let io = AttentionIo {

@@ -1,0 +1,61 @@
+//! The product of a router, which gives the same bits with every instruction set.
+//!
+//! All ranks of a replica choose experts for themselves, each on its own host. What differs by
+//! rounding elsewhere would be another expert here, on one rank alone, and no rank could tell. So
+//! this product has one order of sums and no fused operations; it is small beside those of experts.
+use super::super::isa::{Isa, multiversion};
+use super::super::memory::Disjoint;
+use super::super::pack::{PANEL, PairRow, Panels};
+use super::super::pool::Pool;
+use crate::error::KernelError;
+
+/// Pairs of inputs times panels that are worth a task of their own: some 15 microseconds.
+const TASK_COST: usize = 8 * 1024;
+
+/// `logits = x router^T`: row `i` of x is `row(i)`, logits are `[rows, router's rows]`.
+pub(super) fn multiply<'s>(
+    isa: Isa,
+    pool: &mut Pool,
+    rows: usize,
+    row: &(dyn Fn(usize) -> &'s [f32] + Sync),
+    router: Panels<'_>,
+    logits: &mut [f32],
+) -> Result<(), KernelError> {
+    let (width, pairs) = (router.rows(), router.num_pairs());
+    let logits = Disjoint::new(logits);
+    // Panel by panel, which then stays in the cache from row to row.
+    pool.run_ranges(rows * router.num_panels(), (TASK_COST / pairs).max(1), &|range, _| {
+        for index in range {
+            let (panel, at) = (index / rows, index % rows);
+            let first = panel * PANEL;
+            let len = PANEL.min(width - first);
+            // SAFETY: every row's part of a panel belongs to one task.
+            let out = unsafe { logits.slice(at * width + first, len) };
+            let mut sums = [0.0f32; PANEL];
+            dots(isa, row(at), router.panel(panel, 0..pairs), &mut sums);
+            out.copy_from_slice(&sums[..len]);
+        }
+    })
+}
+
+multiversion! {
+    /// `sums[i] = x . output i of the panel`: input after input, each product rounded, then added.
+    fn dots(x: &[f32], panel: &[PairRow], sums: &mut [f32; PANEL]) = dots_body
+}
+
+#[inline(always)]
+fn dots_body<const FMA: bool>(x: &[f32], panel: &[PairRow], sums: &mut [f32; PANEL]) {
+    // Not fused where there is FMA either: see above.
+    let mut acc = [[0.0f32; 16]; 4];
+    let (chunks, rest) = x.as_chunks::<2>();
+    let last = rest.first().map(|&even| [even, 0.0]);
+    for (&[even, odd], words) in chunks.iter().chain(last.as_ref()).zip(panel) {
+        for (acc, words) in acc.iter_mut().zip(words) {
+            for (sum, &word) in acc.iter_mut().zip(words) {
+                *sum += even * f32::from_bits(word << 16);
+                *sum += odd * f32::from_bits(word & 0xFFFF_0000);
+            }
+        }
+    }
+    sums.copy_from_slice(acc.as_flattened());
+}
