@@ -9,7 +9,7 @@ use tokenizers::Tokenizer;
 
 use super::bound;
 use super::template::ChatTemplate;
-use crate::guide::Guides;
+use crate::guide::{Guides, Making};
 
 /// A model folder cannot be served. One sentence naming the file and the reason.
 #[derive(Debug, thiserror::Error)]
@@ -62,6 +62,8 @@ pub struct TextModel {
     /// The tokenizer writes bytes as printable characters (byte-level BPE).
     byte_level: bool,
     guides: OnceLock<Result<Guides, String>>,
+    /// Where grammars are made for requests.
+    pub grammars: Making,
 }
 
 impl TextModel {
@@ -131,6 +133,7 @@ impl TextModel {
             max_positions,
             byte_level,
             guides: OnceLock::new(),
+            grammars: Making::default(),
             bytes_per_token,
             fingerprint: fingerprint(folder, chat_template),
         })
@@ -142,6 +145,11 @@ impl TextModel {
     /// One sentence when the tokenizer is not fit for it.
     pub fn guides(&self) -> Result<&Guides, String> {
         self.guides.get_or_init(|| Guides::new(self)).as_ref().map_err(String::clone)
+    }
+
+    /// As [`guides`](Self::guides), if they are there already.
+    pub(crate) fn guides_made(&self) -> Option<&Guides> {
+        self.guides.get()?.as_ref().ok()
     }
 
     /// The special token that is written so.
