@@ -515,19 +515,6 @@ fn dear_schemas_are_refused_before_they_are_compiled() {
     }
 }
 
-/// What the library asserts is no sentence for a client.
-#[test]
-fn a_grammar_with_more_symbols_than_there_are_numbers_is_refused_in_plain_words() {
-    let guides = Guides::new(&model("models/demo")).unwrap();
-    // Objects of one property each: a few symbols for each of them.
-    let objects = chain(9000, |i| format!(r#"{{"properties":{{"{i}":{{}}}}}},"#));
-    let schema = format!(r#"{{"type":"array","prefixItems":[{objects}{{}}],"minItems":9000}}"#);
-    let spec = GuideSpec::Json { schema, whitespace: Whitespace::Usual };
-    spec.check().unwrap();
-    let error = guides.make(&spec).unwrap_err();
-    assert!(error.contains("make it smaller"), "{error}");
-}
-
 /// Tools that must be called are, in every form, and what is read of the text is what they take.
 #[test]
 fn calls_that_must_be_made_are_read_as_such() {
