@@ -36,7 +36,6 @@ use crate::cluster::actor::Refusal;
 use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, Gone, StopCheck};
 use crate::http::gate::{Gate, Visit};
 use crate::http::params::Limits;
-use crate::http::pool::TextPool;
 use crate::http::state::ReadinessCheck;
 use crate::metrics::Hub;
 use crate::text::model::TextModel;
@@ -71,8 +70,6 @@ pub struct Frontends {
     readiness: ReadinessCheck,
     gate: Gate,
     slots: Mutex<Slots<Linked>>,
-    /// Where grammars are made.
-    texts: TextPool,
     /// Links so far; link 0 is this process's own front end.
     links: AtomicU64,
 }
@@ -118,7 +115,6 @@ impl Frontends {
             readiness,
             gate,
             slots: Mutex::default(),
-            texts: TextPool::default(),
             links: AtomicU64::new(1),
         }
     }

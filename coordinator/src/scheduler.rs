@@ -6,12 +6,15 @@
 //! arrival and admission, never by hashing.
 //!
 //! - `queue order`: requests are admitted by priority (lower is earlier), and in order of arrival
-//!   among equals. Out of blocks, the least urgent sequence, of equals the one admitted last, is
+//!   among equals; where a plan has no room for more masks, those that are not guided pass those
+//!   that are. Out of blocks, the least urgent sequence, of equals the one admitted last, is
 //!   preempted and returns to the front of its equals, so the oldest of the most urgent always makes
 //!   progress. Who is less urgent may wait for ever: priorities are given on purpose.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
 //!   begin at the position of a token that only the workers know yet. A guided sequence's mask
-//!   depends on that token: no step is planned while one waits for it, for it would be left behind.
+//!   depends on that token. While guided ones wait for theirs and are fewer than half of those that
+//!   run, the others are planned ahead and the guided ones are in every other step; else no step is
+//!   planned before their tokens are there.
 //! - `freeing early`: a sequence that turns out to be finished while a later step with it is in
 //!   flight gives its blocks back at once. Workers run plans in order, so whoever gets the blocks
 //!   writes them after the late step has; the late output is ignored.

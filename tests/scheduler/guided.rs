@@ -150,6 +150,32 @@ fn a_guided_sequence_is_in_every_step_and_none_is_planned_ahead_of_it() {
 }
 
 #[test]
+fn a_few_guided_sequences_are_in_every_other_step_and_the_others_one_ahead() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let slow = Some(Guidance { slow: true, ..Guidance::default() });
+    let few = rig.submit(ClientRequest { guide: slow, ..guided(10) }).unwrap();
+    let many: Vec<_> = (0..2)
+        .map(|_| rig.submit(ClientRequest { max_tokens: 20, ..ClientRequest::default() }).unwrap())
+        .collect();
+    assert!(rig.plan());
+    for step in 1..20 {
+        // Its mask is waited for, though it is not there at once, while a step is in flight.
+        let planned = rig.plan() || (rig.was_woken() && rig.plan());
+        assert!(planned, "step {step}: others are planned ahead");
+        let guided = rig.plan.sequences.iter().filter(|entry| entry.allowed.is_some()).count();
+        assert_eq!((guided, rig.plan.sequences.len()), ((step + 1) % 2, 2 + (step + 1) % 2));
+        assert!(!rig.plan(), "two steps are in flight");
+        assert!(rig.deliver());
+        assert_eq!(rig.requests[&few].1.tokens[0].len(), step.div_ceil(2));
+        for id in &many {
+            assert_eq!(rig.requests[id].1.tokens[0].len(), step);
+        }
+    }
+    rig.drain();
+}
+
+#[test]
 fn a_step_waits_until_all_masks_are_there_and_is_planned_when_it_is_woken() {
     let mut rig = Rig::new(config());
     rig.ready(30);
@@ -248,15 +274,23 @@ fn a_guide_that_gives_up_ends_its_own_request_alone() {
 fn no_more_are_admitted_than_a_plan_has_room_for_masks() {
     let mut rig = Rig::new(config());
     rig.ready(60);
-    // Two of the three fit; the fourth, unguided, does not overtake.
-    let guide = Some(Guidance { mask_bytes: 3 << 20, ..Guidance::default() });
-    for _ in 0..3 {
-        rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
-    }
-    rig.submit(ClientRequest::default()).unwrap();
+    // Two of the four fit. The unguided one, which needs no room, passes the third; the fourth,
+    // which would fit, does not.
+    let of = |bytes| Some(Guidance { mask_bytes: bytes, ..Guidance::default() });
+    let ids: Vec<_> = [of(3 << 20), of(2 << 20), of(3 << 20), of(1), None]
+        .map(|guide| rig.submit(ClientRequest { guide, ..guided(3) }).unwrap())
+        .into();
     assert!(rig.plan());
-    assert_eq!(rig.plan.sequences.len(), 2);
+    assert_eq!(rig.plan.sequences.len(), 3);
+    assert_eq!(rig.plan.sequences.iter().filter(|entry| entry.allowed.is_some()).count(), 2);
+    while rig.requests[&ids[0]].1.reasons.contains(&None) {
+        assert!(rig.requests[&ids[3]].1.tokens[0].is_empty());
+        let _ = rig.plan() || rig.deliver();
+    }
     rig.drain();
+    for id in ids {
+        assert_eq!(rig.requests[&id].1.reasons, [Some(FinishReason::Length)]);
+    }
     // One that is too large by itself runs alone rather than never.
     let guide = Some(Guidance { mask_bytes: 9 << 20, ..Guidance::default() });
     rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();

@@ -7,8 +7,7 @@ use shared::ids::RequestId;
 
 use super::{Frontends, RemoteEvents};
 use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide};
-use crate::guide::Grammar;
-use crate::http::error::ApiError;
+use crate::guide::{Grammar, GrammarError};
 
 /// Those of one link. Clones are the same.
 #[derive(Clone, Debug, Default)]
@@ -29,24 +28,13 @@ impl Making {
         self.insert(id);
         let making = self.clone();
         tokio::spawn(async move {
-            let text = frontends.text.clone();
-            let make = move || {
-                let made = text.guides().and_then(|guides| guides.make(&spec));
-                made.map_err(ApiError::body)
-            };
-            let made = frontends.texts.run(request_bytes(&request), make).await;
+            let made = frontends.text.grammars.make(&frontends.text, &spec).await;
             // Its client may have left meanwhile: the front end has forgotten it.
             if making.cancel(id) {
                 match made {
                     Ok(grammar) => frontends.enter(guided(request, &grammar), events),
                     Err(error) => {
-                        let message = error.to_string();
-                        let error = match error.is_invalid() {
-                            true => EngineError::Guide { message },
-                            // Too much waits.
-                            false => EngineError::Unavailable { message },
-                        };
-                        frontends.refuse(&EventSender::Remote(events), error);
+                        frontends.refuse(&EventSender::Remote(events), engine_error(error));
                     }
                 }
             }
@@ -68,12 +56,34 @@ impl Making {
     }
 }
 
-fn request_bytes(request: &GenerateRequest) -> usize {
-    request.guide_spec.as_ref().map_or(0, |spec| spec.bytes())
+/// What is no fault of the request is answered so that clients try again.
+fn engine_error(error: GrammarError) -> EngineError {
+    match error {
+        GrammarError::Refused(message) => EngineError::Guide { message },
+        GrammarError::Busy | GrammarError::Broke => {
+            EngineError::Unavailable { message: error.to_string() }
+        }
+    }
 }
 
 fn guided(mut request: Box<GenerateRequest>, grammar: &Arc<Grammar>) -> Box<GenerateRequest> {
     let guide = |_| Box::new(grammar.guide()) as Box<dyn TokenGuide>;
     request.guides = request.sampling.iter().map(guide).collect();
     request
+}
+
+#[cfg(test)]
+mod tests {
+    use actix_web::ResponseError;
+
+    use super::*;
+    use crate::http::error::ApiError;
+
+    #[test]
+    fn clients_of_other_processes_get_the_same_status() {
+        let status = |error| ApiError::from(engine_error(error)).status_code().as_u16();
+        assert_eq!(status(GrammarError::Refused("is no grammar".to_owned())), 400);
+        assert_eq!(status(GrammarError::Busy), 503);
+        assert_eq!(status(GrammarError::Broke), 503);
+    }
 }

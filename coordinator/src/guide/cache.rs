@@ -1,4 +1,5 @@
-//! PURE: what was made of which specification, the longest unused forgotten first.
+//! PURE: what was made of which specification, or why nothing was; the longest unused is forgotten
+//! first.
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -6,37 +7,63 @@ use shared::protocol::GuideSpec;
 
 /// Most specifications that are kept.
 const ENTRIES_MAX: usize = 128;
+/// Most bytes that all of them may take, as far as they are known.
+const BYTES_MAX: usize = 256 << 20;
+
+/// What came of a specification.
+pub(super) type Made<T> = Result<Arc<T>, String>;
 
 /// See the module's documentation.
 #[derive(Debug)]
 pub(super) struct Cache<T> {
-    made: HashMap<GuideSpec, (u64, Arc<T>)>,
+    made: HashMap<GuideSpec, Entry<T>>,
+    bytes: usize,
     uses: u64,
+}
+
+#[derive(Debug)]
+struct Entry<T> {
+    used: u64,
+    bytes: usize,
+    made: Made<T>,
 }
 
 impl<T> Default for Cache<T> {
     fn default() -> Self {
-        Self { made: HashMap::new(), uses: 0 }
+        Self { made: HashMap::new(), bytes: 0, uses: 0 }
     }
 }
 
 impl<T> Cache<T> {
-    /// What was made of this one, if it is kept.
-    pub(super) fn get(&mut self, spec: &GuideSpec) -> Option<Arc<T>> {
+    /// What came of this one, if it is kept.
+    pub(super) fn get(&mut self, spec: &GuideSpec) -> Option<Made<T>> {
         self.uses += 1;
-        let (used, made) = self.made.get_mut(spec)?;
-        *used = self.uses;
-        Some(made.clone())
+        let entry = self.made.get_mut(spec)?;
+        entry.used = self.uses;
+        Some(entry.made.clone())
     }
 
-    /// Keeps what was made of this one.
-    pub(super) fn put(&mut self, spec: GuideSpec, made: Arc<T>) {
+    /// Keeps what came of this one, which takes about so many bytes beside the specification
+    /// itself. What is too large by itself is not kept.
+    pub(super) fn put(&mut self, spec: GuideSpec, made: Made<T>, bytes: usize) {
         self.uses += 1;
-        self.made.insert(spec, (self.uses, made));
-        if self.made.len() > ENTRIES_MAX {
-            let oldest = self.made.iter().min_by_key(|(_, (used, _))| *used);
-            let oldest = oldest.map(|(spec, _)| spec.clone());
-            oldest.and_then(|spec| self.made.remove(&spec));
+        self.remove(&spec);
+        let bytes = bytes + spec.bytes();
+        if bytes > BYTES_MAX {
+            return;
+        }
+        while self.made.len() >= ENTRIES_MAX || self.bytes + bytes > BYTES_MAX {
+            let oldest = self.made.iter().min_by_key(|(_, entry)| entry.used);
+            let Some(oldest) = oldest.map(|(spec, _)| spec.clone()) else { break };
+            self.remove(&oldest);
+        }
+        self.bytes += bytes;
+        self.made.insert(spec, Entry { used: self.uses, bytes, made });
+    }
+
+    fn remove(&mut self, spec: &GuideSpec) {
+        if let Some(entry) = self.made.remove(spec) {
+            self.bytes -= entry.bytes;
         }
     }
 }
@@ -45,18 +72,44 @@ impl<T> Cache<T> {
 mod tests {
     use super::*;
 
+    fn spec(n: usize) -> GuideSpec {
+        GuideSpec::Regex(n.to_string())
+    }
+
+    fn kept(cache: &mut Cache<usize>, n: usize) -> Option<usize> {
+        cache.get(&spec(n)).map(|made| *made.unwrap())
+    }
+
     #[test]
     fn the_longest_unused_is_forgotten() {
-        let spec = |n: usize| GuideSpec::Regex(n.to_string());
         let mut cache = Cache::default();
         for n in 0..ENTRIES_MAX {
-            cache.put(spec(n), Arc::new(n));
+            cache.put(spec(n), Ok(Arc::new(n)), 1);
         }
-        assert_eq!(cache.get(&spec(0)).as_deref(), Some(&0));
-        cache.put(spec(ENTRIES_MAX), Arc::new(ENTRIES_MAX));
+        assert_eq!(kept(&mut cache, 0), Some(0));
+        cache.put(spec(ENTRIES_MAX), Ok(Arc::new(ENTRIES_MAX)), 1);
         assert!(cache.get(&spec(1)).is_none());
-        for kept in [0, 2, ENTRIES_MAX] {
-            assert_eq!(cache.get(&spec(kept)).as_deref(), Some(&kept));
+        for n in [0, 2, ENTRIES_MAX] {
+            assert_eq!(kept(&mut cache, n), Some(n));
         }
+    }
+
+    #[test]
+    fn what_is_kept_is_bounded_in_bytes_and_errors_are_kept_as_well() {
+        let mut cache = Cache::default();
+        for n in 0..3 {
+            cache.put(spec(n), Ok(Arc::new(n)), BYTES_MAX / 3 - 1);
+        }
+        assert_eq!(kept(&mut cache, 0), Some(0));
+        cache.put(spec(3), Err("no".to_owned()), BYTES_MAX / 2);
+        assert_eq!((kept(&mut cache, 0), kept(&mut cache, 1)), (Some(0), None));
+        assert_eq!(kept(&mut cache, 2), None);
+        assert_eq!(cache.get(&spec(3)), Some(Err("no".to_owned())));
+        // Again, and lighter.
+        cache.put(spec(3), Ok(Arc::new(3)), 5);
+        cache.put(spec(4), Ok(Arc::new(4)), BYTES_MAX / 2);
+        assert_eq!((kept(&mut cache, 0), kept(&mut cache, 3)), (Some(0), Some(3)));
+        cache.put(spec(5), Ok(Arc::new(5)), BYTES_MAX);
+        assert_eq!((kept(&mut cache, 5), kept(&mut cache, 4)), (None, Some(4)));
     }
 }

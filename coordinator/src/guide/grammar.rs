@@ -6,14 +6,20 @@ use std::task::{Context, Poll, Waker};
 use llguidance::api::{StopReason, TopLevelGrammar};
 use llguidance::toktrie::{SimpleVob, TokenId};
 use llguidance::{Matcher, ParserFactory};
+use serde::Deserialize;
 use serde_json::{Value, json};
 use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 
+use super::bounds;
 use super::masks::Masks;
 use crate::engine::{Guided, TokenGuide};
 
 /// What [`Whitespace::Usual`] is.
 const USUAL_WHITESPACE: &str = r"\x20|\x0A\x20{0,32}|\x0A\x09{1,8}";
+/// Bytes of a small grammar's states, about.
+const GRAMMAR_BYTES: usize = 256 << 10;
+/// Bytes of symbols and expressions that a byte of a specification becomes, about.
+const BYTES_PER_BYTE: usize = 100;
 /// Characters of an error that are shown.
 const ERROR_CHARS: usize = 400;
 
@@ -21,6 +27,8 @@ const ERROR_CHARS: usize = 400;
 pub struct Grammar {
     way: Way,
     first: TokenMask,
+    /// What it takes in memory, about.
+    bytes: usize,
 }
 
 enum Way {
@@ -28,7 +36,7 @@ enum Way {
     Free,
     /// The matcher before the first token; a sequence has a copy of its own, so that what one makes
     /// the matcher learn changes nothing for others.
-    Matched { matcher: Box<Mutex<Matcher>>, is_json: bool, vocab: u32, masks: Arc<Masks> },
+    Matched { matcher: Arc<Mutex<Matcher>>, is_json: bool, vocab: u32, masks: Arc<Masks> },
 }
 
 impl fmt::Debug for Grammar {
@@ -53,16 +61,19 @@ impl Grammar {
         if let GuideSpec::Tokens(tokens) = spec {
             return Self::of_tokens(tokens, vocab);
         }
-        let mut matcher = Matcher::new(factory.create_parser(top_level(spec)?));
+        let parser = factory.create_parser(top_level(spec)?);
+        let lexer = parser.as_ref().map_or(0, |parser| parser.parser.lexer_stats().num_bytes);
+        let mut matcher = Matcher::new(parser);
         let mut first = matcher.compute_mask().map_err(|error| short(&error.to_string()))?;
         for token in barred {
             first.disallow_token(*token);
         }
         let first = mask(vocab, &first)?;
         let is_json = matches!(spec, GuideSpec::Json { .. });
-        let matcher = Box::new(Mutex::new(matcher));
+        let matcher = Arc::new(Mutex::new(matcher));
         let way = Way::Matched { matcher, is_json, vocab, masks };
-        Ok(Self { way, first })
+        let bytes = GRAMMAR_BYTES + lexer + first.weight() + BYTES_PER_BYTE * spec.bytes();
+        Ok(Self { way, first, bytes })
     }
 
     fn of_tokens(tokens: &[u32], vocab: u32) -> Result<Self, String> {
@@ -71,13 +82,19 @@ impl Grammar {
         list.dedup();
         let first = TokenMask::Only(list);
         first.check(vocab)?;
-        Ok(Self { way: Way::Free, first })
+        let bytes = first.weight();
+        Ok(Self { way: Way::Free, first, bytes })
+    }
+
+    /// What it takes in memory, about: what the library keeps cannot be counted whole.
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// A sequence's place in it, before its first token.
     #[must_use]
     pub fn guide(self: &Arc<Self>) -> Guide {
-        Guide { grammar: self.clone(), place: Place::Beginning }
+        Guide { grammar: self.clone(), place: Place::Beginning(None) }
     }
 }
 
@@ -98,6 +115,13 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
         GuideSpec::Lark(grammar) => {
             if grammar.contains("::=") {
                 return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());
+            }
+            for (at, key) in grammar.match_indices("%json") {
+                // What is no JSON is the compiler's to find.
+                let mut schemas = serde_json::Deserializer::from_str(&grammar[at + key.len()..]);
+                if let Ok(schema) = Value::deserialize(&mut schemas) {
+                    bounds::check(&schema)?;
+                }
             }
             TopLevelGrammar::from_lark(grammar.clone())
         }
@@ -124,7 +148,9 @@ pub(crate) fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value
         Whitespace::Pattern(pattern) => json!({"whitespace_pattern": pattern}),
     };
     schema.insert(key.to_owned(), options);
-    Ok(Value::Object(schema))
+    let schema = Value::Object(schema);
+    bounds::check(&schema)?;
+    Ok(schema)
 }
 
 /// A regular expression that matches the whole without saying so.
@@ -137,6 +163,10 @@ pub(crate) fn whole(regex: &str) -> &str {
 
 /// What the library says, in one line and without its inner state.
 fn short(error: &str) -> String {
+    // The library's own assertions say nothing to a client.
+    if error.contains("panic: ") || error.contains("panicked at") {
+        return "is more than grammars can be compiled of: make it smaller or simpler".to_owned();
+    }
     let end = ["\n<", "<state>", "<backtrace>"].iter().filter_map(|it| error.find(it)).min();
     let error = &error[..end.unwrap_or(error.len())];
     // Lines that show where in the source it is: the number, a bar, the source; a caret.
@@ -171,8 +201,12 @@ pub struct Guide {
 
 /// How far a guide has come.
 enum Place {
-    /// Nothing is accepted, or it makes no difference.
-    Beginning,
+    /// Nothing is accepted, or it makes no difference; once the first step is near, with the
+    /// matcher's copy being made.
+    Beginning(Option<Copied>),
+    /// Behind some tokens; which may come next was not asked yet. Whoever has all its tokens does
+    /// not ask.
+    Behind(Box<Matcher>),
     /// Behind some tokens; it is known which may come next.
     Known(Box<Matcher>, TokenMask),
     /// That is being computed.
@@ -180,6 +214,9 @@ enum Place {
     /// It cannot go on, or is over.
     Ended,
 }
+
+/// A copy of a grammar's matcher: there once it is made, taken once. Copying may take milliseconds.
+type Copied = Arc<Mutex<Option<Box<Matcher>>>>;
 
 /// A mask being computed, with the matcher that computes it.
 enum Work {
@@ -192,13 +229,58 @@ enum Work {
 
 impl fmt::Debug for Guide {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let has_begun = !matches!(self.place, Place::Beginning);
+        let has_begun = !matches!(self.place, Place::Beginning(_));
         f.debug_struct("Guide").field("has_begun", &has_begun).finish_non_exhaustive()
     }
 }
 
+impl Guide {
+    /// Has the matcher copied before it is needed.
+    fn copy_ahead(&mut self) {
+        let (Place::Beginning(copy @ None), Way::Matched { matcher, masks, .. }) =
+            (&mut self.place, &self.grammar.way)
+        else {
+            return;
+        };
+        let (copied, matcher) = (Copied::default(), matcher.clone());
+        *copy = Some(copied.clone());
+        masks.run(Box::new(move || {
+            let mut copied = copied.lock().unwrap_or_else(PoisonError::into_inner);
+            *copied = Some(copy_of(&matcher));
+        }));
+    }
+
+    /// Has the mask behind the accepted tokens computed.
+    fn compute(&mut self) {
+        let (Place::Behind(_), Way::Matched { vocab, masks, .. }) =
+            (&self.place, &self.grammar.way)
+        else {
+            return;
+        };
+        let work = Arc::new(Mutex::new(Work::UnderWay(None)));
+        let before = std::mem::replace(&mut self.place, Place::Computed(work.clone()));
+        let (Place::Behind(mut matcher), vocab) = (before, *vocab) else { return };
+        masks.run(Box::new(move || {
+            let allowed = matcher.compute_mask().map_err(|error| short(&error.to_string()));
+            let done = Work::Done(matcher, allowed.and_then(|allowed| mask(vocab, &allowed)));
+            let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
+            let before = std::mem::replace(&mut *work, done);
+            drop(work);
+            if let Work::UnderWay(Some(waker)) = before {
+                waker.wake();
+            }
+        }));
+    }
+}
+
+fn copy_of(matcher: &Mutex<Matcher>) -> Box<Matcher> {
+    Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())
+}
+
 impl TokenGuide for Guide {
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), String>> {
+        self.copy_ahead();
+        self.compute();
         let Place::Computed(work) = &self.place else { return Poll::Ready(Ok(())) };
         let mut under_way = work.lock().unwrap_or_else(PoisonError::into_inner);
         match std::mem::replace(&mut *under_way, Work::Taken) {
@@ -222,9 +304,9 @@ impl TokenGuide for Guide {
 
     fn allowed(&self) -> Option<&TokenMask> {
         match &self.place {
-            Place::Beginning => Some(&self.grammar.first),
+            Place::Beginning(_) => Some(&self.grammar.first),
             Place::Known(_, mask) => Some(mask),
-            Place::Computed(_) | Place::Ended => None,
+            Place::Behind(_) | Place::Computed(_) | Place::Ended => None,
         }
     }
 
@@ -239,29 +321,22 @@ impl TokenGuide for Guide {
         if !self.allowed().is_some_and(|allowed| allowed.allows(token)) {
             return Err(format!("token {token} is not one of those allowed"));
         }
-        let Way::Matched { matcher, is_json, vocab, masks } = &self.grammar.way else {
+        let Way::Matched { matcher, is_json, .. } = &self.grammar.way else {
             return Ok(Guided::GoesOn);
         };
         let mut matcher = match std::mem::replace(&mut self.place, Place::Ended) {
             Place::Known(matcher, _) => matcher,
-            _ => Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone()),
+            Place::Beginning(copy) => {
+                let copy = copy
+                    .and_then(|copy| copy.lock().unwrap_or_else(PoisonError::into_inner).take());
+                copy.unwrap_or_else(|| copy_of(matcher))
+            }
+            _ => return Err("what may come next is not known".to_owned()),
         };
         if take(&mut matcher, token, *is_json)? == Guided::IsOver {
             return Ok(Guided::IsOver);
         }
-        let work = Arc::new(Mutex::new(Work::UnderWay(None)));
-        self.place = Place::Computed(work.clone());
-        let vocab = *vocab;
-        masks.run(Box::new(move || {
-            let allowed = matcher.compute_mask().map_err(|error| short(&error.to_string()));
-            let done = Work::Done(matcher, allowed.and_then(|allowed| mask(vocab, &allowed)));
-            let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
-            let before = std::mem::replace(&mut *work, done);
-            drop(work);
-            if let Work::UnderWay(Some(waker)) = before {
-                waker.wake();
-            }
-        }));
+        self.place = Place::Behind(matcher);
         Ok(Guided::GoesOn)
     }
 }
@@ -285,4 +360,16 @@ fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, Stri
         return Ok(Guided::IsOver);
     }
     Ok(Guided::GoesOn)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::short;
+
+    #[test]
+    fn what_the_library_says_is_one_line_without_its_inner_state() {
+        let said = short("panic: assertion failed: grammar.symbols.len() < u16::MAX\n<state>x");
+        assert!(said.contains("make it smaller") && !said.contains("assert"), "{said}");
+        assert_eq!(short("no such\n3 | rule: a\n  | ^\nrule\n<state>x"), "no such rule");
+    }
 }

@@ -18,6 +18,7 @@ use super::pool::TextPool;
 use super::structured::Asked;
 use super::tls::Tls;
 use crate::engine::EngineHandle;
+use crate::guide::GrammarError;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
 use crate::text::reply::CallFormat;
@@ -196,17 +197,16 @@ impl AppState {
     /// Makes a grammar of what a request's output must be.
     ///
     /// # Errors
-    /// 400 naming the field, and 503 when too much other work waits.
+    /// 400 naming the field, also when it takes too long; 503 when too many others wait.
     pub async fn make_guide(&self, common: &mut Common) -> Result<(), ApiError> {
         let Some(Asked { field, spec }) = common.asked.take() else { return Ok(()) };
-        let bytes = spec.bytes();
-        let make = move |text: &TextModel| {
-            let made = text.guides().and_then(|guides| guides.make(&spec));
-            let made =
-                made.map_err(|error| ApiError::field(field, format!("`{field}`: {error}")))?;
-            Ok((Arc::new(spec), made))
-        };
-        common.guide = Some(self.with_text(bytes, make).await?);
+        let made = self.text.grammars.make(&self.text, &spec).await;
+        let made = made.map_err(|error| match error {
+            GrammarError::Refused(why) => ApiError::field(field, format!("`{field}`: {why}")),
+            GrammarError::Busy => ApiError::overloaded(error.to_string()),
+            GrammarError::Broke => ApiError::internal(error.to_string()),
+        })?;
+        common.guide = Some((Arc::new(spec), made));
         Ok(())
     }
 

@@ -100,13 +100,21 @@ impl Scheduler {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
 
-    /// Whether no admitted sequence waits for its guide: a step without it would leave it behind.
+    /// Whether a step can be planned as far as guides go. Not while a mask is being computed: it is
+    /// there soon, and comes in then. While guided sequences wait for tokens of a step in flight,
+    /// others are planned ahead of them if they are most; so guided ones are in every other step.
     /// Requests whose guides cannot go on end.
     fn guides_are_ready(&mut self, effects: &mut Vec<Effect>) -> bool {
         let mut context = Context::from_waker(&self.waker);
         let (mut ready, mut over) = (true, Vec::new());
+        let (mut waiting, mut wanting) = (0, 0);
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
+            wanting += usize::from(seq.num_wanted(self.config.max_model_len) > 0);
+            if seq.waits_for_token(self.config.max_model_len) {
+                waiting += 1;
+                continue;
+            }
             match seq.poll_guide(self.config.max_model_len, &mut context) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(message)) => over.push((seq.request, message)),
@@ -116,7 +124,7 @@ impl Scheduler {
         for (request, message) in over {
             self.end_request(request, Some(EngineError::Guide { message }), effects);
         }
-        ready
+        ready && (waiting == 0 || 2 * waiting < wanting)
     }
 
     /// Plans admitted sequences: those in decode or those in prefill.
@@ -139,6 +147,9 @@ impl Scheduler {
             if wanted == 0 || (wanted == 1) != decode {
                 continue;
             }
+            if seq.waits_for_token(self.config.max_model_len) {
+                continue;
+            }
             let count = wanted.min(*budget);
             // What is preempted to make room stands behind this one or is this one, so nobody
             // moves up to where others were; nor is it in this plan.
@@ -151,7 +162,7 @@ impl Scheduler {
 
     /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is found
     /// in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody is
-    /// overtaken.
+    /// overtaken, except guided ones that wait for room for masks: by those that need none.
     fn plan_waiting(
         &mut self,
         plan: &mut StepPlan,
@@ -161,12 +172,13 @@ impl Scheduler {
     ) {
         let mut admitted = 0;
         let mut masks: usize = self.running().filter_map(mask_bytes).sum();
-        while let Some(slot) = self.waiting.front().copied() {
+        let mut masks_are_full = false;
+        while let Some((at, slot)) = self.next_waiting(masks_are_full) {
             if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
             }
             let Some(seq) = &mut self.sequences[slot] else {
-                self.waiting.pop_front();
+                self.waiting.remove(at);
                 continue;
             };
             let (length, request) = (seq.tokens.len() as u32, seq.request);
@@ -183,7 +195,11 @@ impl Scheduler {
             admitted += weight::of(seq, &self.config);
             let full = admitted > weight::ADMITTED_MAX && !plan.admitted.is_empty();
             let mask = mask_bytes(seq).unwrap_or(0);
-            let full = full || (mask > 0 && masks > 0 && masks + mask > weight::MASKS_MAX);
+            if !full && mask > 0 && masks > 0 && masks + mask > weight::MASKS_MAX {
+                admitted -= weight::of(seq, &self.config);
+                masks_are_full = true;
+                continue;
+            }
             if full || self.would_blur_blame(request) {
                 return;
             }
@@ -195,7 +211,7 @@ impl Scheduler {
                 return;
             }
             masks += mask;
-            self.waiting.pop_front();
+            self.waiting.remove(at);
             let Some(seq) = &mut self.sequences[slot] else { continue };
             for found in self.found.drain(..) {
                 self.blocks.share(found.block);
@@ -232,6 +248,15 @@ impl Scheduler {
             self.plan_sequence(slot, count, plan, step);
             *budget -= count;
         }
+    }
+
+    /// Who is admitted next, and its place in the queue; where there is no room for masks, the
+    /// first that is not guided.
+    fn next_waiting(&self, masks_are_full: bool) -> Option<(usize, usize)> {
+        let guided =
+            |slot: &usize| self.sequences[*slot].as_ref().is_some_and(|it| it.guide.is_some());
+        let mut queue = self.waiting.iter().copied().enumerate();
+        queue.find(|(_, slot)| !masks_are_full || !guided(slot))
     }
 
     /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to

@@ -86,8 +86,14 @@ impl Sequence {
         self.len_ahead() - self.computed
     }
 
+    /// Whether its next share depends on a token of a step in flight: it has a guide, which cannot
+    /// know before which tokens may come next.
+    pub(super) fn waits_for_token(&self, max_model_len: u32) -> bool {
+        self.guide.is_some() && self.pending > 0 && self.num_wanted(max_model_len) > 0
+    }
+
     /// Ready when its next share can be planned: not while it has a guide that does not know the
-    /// tokens that may come next, which depend on that of the step in flight.
+    /// tokens that may come next.
     pub(super) fn poll_guide(
         &mut self,
         max_model_len: u32,

@@ -10,7 +10,7 @@ use tokenizers::Tokenizer;
 
 use super::bound;
 use super::template::ChatTemplate;
-use crate::guide::Guides;
+use crate::guide::{Guides, Making};
 
 /// A model folder cannot be served. One sentence naming the file and the reason.
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +65,8 @@ pub struct TextModel {
     /// Special tokens by what they are written as.
     special: HashMap<String, u32>,
     guides: OnceLock<Result<Guides, String>>,
+    /// Where grammars are made for requests.
+    pub grammars: Making,
 }
 
 impl TextModel {
@@ -138,6 +140,7 @@ impl TextModel {
             byte_level,
             special,
             guides: OnceLock::new(),
+            grammars: Making::default(),
             bytes_per_token,
             fingerprint: fingerprint(folder, chat_template),
         })
@@ -149,6 +152,11 @@ impl TextModel {
     /// One sentence when the tokenizer is not fit for it.
     pub fn guides(&self) -> Result<&Guides, String> {
         self.guides.get_or_init(|| Guides::new(self)).as_ref().map_err(String::clone)
+    }
+
+    /// As [`guides`](Self::guides), if they are there already.
+    pub(crate) fn guides_made(&self) -> Option<&Guides> {
+        self.guides.get()?.as_ref().ok()
     }
 
     /// The special token that is written so.

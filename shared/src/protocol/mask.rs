@@ -32,20 +32,26 @@ impl TokenMask {
     #[must_use]
     pub fn from_bits(vocab: u32, bits: &[u32]) -> Self {
         let word = |at: usize| bits.get(at).copied().unwrap_or(0) & valid(vocab, at);
-        let (mut only, mut except, mut dense) = (0, 0, 0);
+        let rest = |at: usize| !word(at) & valid(vocab, at);
+        // Which form weighs least is known without looking at each token.
+        let (mut only, mut except, mut dense, mut count) = (0, 0, 0, 0);
         for at in 0..words(vocab) {
-            let (yes, no) = (word(at), !word(at) & valid(vocab, at));
+            let (yes, valid) = (word(at), valid(vocab, at));
             dense += number(yes);
-            only += ids(at, yes).map(number).sum::<usize>();
-            except += ids(at, no).map(number).sum::<usize>();
+            let (ones, first) = (yes.count_ones() as usize, at as u32 * WORD);
+            count += ones;
+            if first > ONE_BYTE_BELOW && valid == u32::MAX {
+                only += ones * number(first);
+                except += (WORD as usize - ones) * number(first);
+            } else {
+                only += weight_of_ids(first, yes);
+                except += weight_of_ids(first, valid & !yes);
+            }
         }
-        let of = |pick: &dyn Fn(usize) -> u32| -> Vec<u32> {
-            (0..words(vocab)).flat_map(|at| ids(at, pick(at))).collect()
-        };
         if only <= except && only <= dense {
-            Self::Only(of(&word))
+            Self::Only(list_of(vocab, count, word))
         } else if except <= dense {
-            Self::Except(of(&|at| !word(at) & valid(vocab, at)))
+            Self::Except(list_of(vocab, vocab as usize - count, rest))
         } else {
             Self::Bits((0..words(vocab)).map(word).collect())
         }
@@ -147,21 +153,38 @@ const fn valid(vocab: u32, at: usize) -> u32 {
     if rest >= WORD as usize { u32::MAX } else { (1 << rest) - 1 }
 }
 
-/// The tokens of word `at`'s set bits, ascending.
-fn ids(at: usize, mut word: u32) -> impl Iterator<Item = u32> {
-    std::iter::from_fn(move || {
-        let bit = word.trailing_zeros();
-        (word != 0).then(|| {
-            word &= word - 1;
-            at as u32 * WORD + bit
-        })
-    })
+/// The tokens of all words' set bits, ascending; they are `count`.
+fn list_of(vocab: u32, count: usize, word: impl Fn(usize) -> u32) -> Vec<u32> {
+    let mut ids = Vec::with_capacity(count);
+    for at in 0..words(vocab) {
+        let mut bits = word(at);
+        while bits != 0 {
+            ids.push(at as u32 * WORD + bits.trailing_zeros());
+            bits &= bits - 1;
+        }
+    }
+    ids
 }
+
+/// Bytes of the ids of a word's set bits; `first` is its first id.
+const fn weight_of_ids(first: u32, word: u32) -> usize {
+    let low = if first < ONE_BYTE_BELOW && ONE_BYTE_BELOW < first + WORD {
+        word & ((1 << (ONE_BYTE_BELOW - first)) - 1)
+    } else {
+        0
+    };
+    // All other words' ids take equally many bytes.
+    let (low, high) = (low.count_ones() as usize, (word & !low).count_ones() as usize);
+    low * number(first) + high * number(first + (WORD - 1))
+}
+
+/// Numbers below take one byte.
+const ONE_BYTE_BELOW: u32 = 251;
 
 /// Bytes of an encoded number.
 const fn number(value: u32) -> usize {
     match value {
-        0..=250 => 1,
+        0..ONE_BYTE_BELOW => 1,
         251..=0xffff => 3,
         _ => 5,
     }
