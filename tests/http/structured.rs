@@ -1,5 +1,5 @@
 //! Fields that say what the output must be: what they may say, and what becomes of it.
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 
 use crate::rig::Rig;
@@ -86,6 +86,7 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
     let structured = |value: Value| json!({"structured_outputs": value});
     let long = "a".repeat(1 << 17);
     let name = "a".repeat(65);
+    let dear = (0..65).map(|n| (format!("^a{n}b*c$"), json!({}))).collect::<Map<_, _>>();
     let both = |other: Value| {
         let mut both = format(json!({"type": "json_object"}));
         both[other.as_object().unwrap().keys().next().unwrap()] =
@@ -110,6 +111,7 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         (named(&json!({"type": "strin"})), "response_format", "Invalid type: strin"),
         (named(&json!({"$ref": "#/$defs/x"})), "response_format", "'/$defs/x' does not exist"),
         (named(&json!({"type": "array", "uniqueItems": true})), "response_format", "uniqueItems"),
+        (named(&json!({"patternProperties": dear})), "response_format", "the bound is 64"),
         (structured(json!([])), "structured_outputs", "must be an object"),
         (structured(json!({})), "structured_outputs", "must say one thing"),
         (structured(json!({"json_object": false})), "structured_outputs", "not 0"),
