@@ -114,6 +114,8 @@ impl Rig {
         self.in_flight.clear();
         self.worker = Some(FakeWorker::new(self.config, num_blocks));
         self.scheduler.replica_ready(Epoch(self.epoch), num_blocks, &mut self.effects);
+        // The epoch before, if it was still there, is over.
+        self.running.clear();
         self.settle();
     }
 

@@ -1,3 +1,4 @@
+//! Replies in every form, whole and in pieces.
 use proptest::prelude::*;
 use serde_json::json;
 
