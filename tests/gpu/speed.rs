@@ -1,12 +1,15 @@
 //! How fast: memory bandwidth, then decode and prefill of models of random weights in the shapes of
-//! known ones. A decode step reads all weights but the embedding, and the KV cache of its sequences:
-//! what that is of the measured read bandwidth is the figure that counts.
+//! known ones. A decode step reads all weights but the embedding (and but for experts that no row
+//! chose), and the KV cache of its sequences: what that is of the measured read bandwidth is the
+//! figure that counts.
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
 use kernels::KernelError;
-use kernels::backend::{AttentionShape, Backend, DType, HostMatrix, QkvWeights, RopeTable};
+use kernels::backend::{
+    AttentionShape, Backend, DType, HostMatrix, QkvWeights, RopeTable, Routing,
+};
 use kernels::cuda::CudaBackend;
 use kernels::cuda::measure::{COLD, Multiplier};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
@@ -16,6 +19,7 @@ use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
+use worker::model::experts::ExpertsConfig;
 use worker::model::rope::{RopeConfig, RopeScaling};
 use worker::model::shard::Shard;
 use worker::model::size;
@@ -29,7 +33,9 @@ const BLOCK_SIZE: u32 = 16;
 struct Shape {
     name: &'static str,
     hidden: usize,
+    /// Of the MLP, or of an expert.
     inner: usize,
+    experts: Option<Routing>,
     layers: usize,
     heads: usize,
     kv_heads: usize,
@@ -38,12 +44,13 @@ struct Shape {
     tied: bool,
 }
 
-/// As Llama 3.1 8B and Llama 3.2 1B.
-static SHAPES: [Shape; 2] = [
+/// As Llama 3.2 1B, a third of Qwen3 30B-A3B's layers, and Llama 3.1 8B.
+static SHAPES: [Shape; 3] = [
     Shape {
         name: "1B",
         hidden: 2048,
         inner: 8192,
+        experts: None,
         layers: 16,
         heads: 32,
         kv_heads: 8,
@@ -52,9 +59,22 @@ static SHAPES: [Shape; 2] = [
         tied: true,
     },
     Shape {
+        name: "30B-A3B, 16 layers",
+        hidden: 2048,
+        inner: 768,
+        experts: Some(Routing { num_experts: 128, top_k: 8, normalise: true }),
+        layers: 16,
+        heads: 32,
+        kv_heads: 4,
+        head_dim: 128,
+        vocab: 151_936,
+        tied: false,
+    },
+    Shape {
         name: "8B",
         hidden: 4096,
         inner: 14_336,
+        experts: None,
         layers: 32,
         heads: 32,
         kv_heads: 8,
@@ -63,17 +83,27 @@ static SHAPES: [Shape; 2] = [
         tied: false,
     },
 ];
-static TINY: [Shape; 1] = [Shape {
+static TINY: [Shape; 2] = [
+    Shape {
+        name: "tiny experts",
+        inner: 24,
+        experts: Some(Routing { num_experts: 4, top_k: 2, normalise: true }),
+        ..TINY_DENSE
+    },
+    TINY_DENSE,
+];
+const TINY_DENSE: Shape = Shape {
     name: "tiny",
     hidden: 64,
     inner: 96,
+    experts: None,
     layers: 2,
     heads: 4,
     kv_heads: 2,
     head_dim: 16,
     vocab: 300,
     tied: false,
-}];
+};
 
 /// What a case measures.
 struct Sizes {
@@ -102,8 +132,12 @@ impl Shape {
     fn config(&self) -> ModelConfig {
         ModelConfig {
             hidden_size: self.hidden,
-            intermediate_size: self.inner,
-            experts: None,
+            intermediate_size: if self.experts.is_some() { 0 } else { self.inner },
+            experts: self.experts.map(|routing| ExpertsConfig {
+                routing,
+                intermediate_size: self.inner,
+                layers: vec![true; self.layers],
+            }),
             num_layers: self.layers,
             num_heads: self.heads,
             num_kv_heads: self.kv_heads,
@@ -120,6 +154,16 @@ impl Shape {
             qk_norm: false,
             is_bf16: true,
         }
+    }
+
+    /// Bytes of weights that a step of so many rows is likely to read: of experts those that some row
+    /// goes to, if they all choose at random.
+    fn read_bytes(&self, all: u64, rows: u32) -> u64 {
+        let Some(routing) = self.experts else { return all };
+        let experts = routing.num_experts as f64;
+        let missed = (1.0 - routing.top_k as f64 / experts).powf(f64::from(rows));
+        let one = 2 * 3 * self.hidden * self.inner * self.layers;
+        all - (experts * missed * one as f64) as u64
     }
 
     /// All matrices from one run of random bytes.
@@ -139,39 +183,49 @@ impl Shape {
             let bits = (state >> 48) as u16;
             element.copy_from_slice(&(0x3c80 ^ (bits & 0x80ff)).to_le_bytes());
         }
-        let mut matrix = |rows: usize, cols: usize| {
-            let part = HostMatrix {
-                data: &data,
-                dtype: DType::Bf16,
-                rows,
-                cols,
-                col_start: 0,
-                row_stride: cols,
-            };
-            backend.load_matrix(&[part])
+        let part = |rows: usize, cols: usize| HostMatrix {
+            data: &data,
+            dtype: DType::Bf16,
+            rows,
+            cols,
+            col_start: 0,
+            row_stride: cols,
         };
+        let mut matrix = |rows: usize, cols: usize| backend.load_matrix(&[part(rows, cols)]);
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let embedding = matrix(self.vocab, self.hidden)?;
         let lm_head = (!self.tied).then(|| matrix(self.vocab, self.hidden)).transpose()?;
         let mut products = Vec::new();
         for _ in 0..self.layers {
-            products.push((
-                matrix(q + 2 * kv, self.hidden)?,
-                matrix(self.hidden, q)?,
-                matrix(2 * self.inner, self.hidden)?,
-                matrix(self.hidden, self.inner)?,
-            ));
+            products.push((matrix(q + 2 * kv, self.hidden)?, matrix(self.hidden, q)?));
         }
         let ones = vec![1.0; self.hidden];
         let mut layers = Vec::new();
-        for (qkv, output, gate_up, down) in products {
+        for (qkv, output) in products {
+            let mlp = match self.experts {
+                None => Mlp::Dense {
+                    gate_up: backend.load_matrix(&[part(2 * self.inner, self.hidden)])?,
+                    gate_up_bias: None,
+                    down: vec![backend.load_matrix(&[part(self.hidden, self.inner)])?],
+                    down_bias: None,
+                },
+                Some(Routing { num_experts, .. }) => {
+                    let gate_up = vec![part(self.inner, self.hidden); 2 * num_experts];
+                    let down = vec![part(self.hidden, self.inner); num_experts];
+                    Mlp::Experts {
+                        router: backend.load_matrix(&[part(num_experts, self.hidden)])?,
+                        gate_up: backend.load_stack(&gate_up)?,
+                        down: vec![backend.load_stack(&down)?],
+                    }
+                }
+            };
             layers.push(LayerWeights {
                 input_norm: backend.load_vector(&ones)?,
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
                 output: vec![output],
                 output_bias: None,
                 post_norm: backend.load_vector(&ones)?,
-                mlp: Mlp::Dense { gate_up, gate_up_bias: None, down: vec![down], down_bias: None },
+                mlp,
             });
         }
         let (cos, sin) = config.rope.tables(config.head_dim, positions);
@@ -334,7 +388,7 @@ fn cases(
         let step = began.elapsed().as_secs_f64() / f64::from(sizes.steps - 3);
         driver.forget(seqs)?;
         let cached = u64::from(batch) * u64::from(sizes.context + sizes.steps / 2) * token;
-        let rate = (weights + cached) as f64 / step;
+        let rate = (shape.read_bytes(weights, batch) + cached) as f64 / step;
         table.add(
             format!("{} decode, batch {batch}", shape.name),
             Ok(format!(
@@ -354,6 +408,7 @@ fn cases(
         took = began.elapsed().as_secs_f64();
         driver.forget(seqs)?;
     }
+    let weights = shape.read_bytes(weights, 1);
     let flops = (weights as f64 - embedding as f64) * f64::from(sizes.prefill) / took;
     table.add(
         format!("{} prefill of {} tokens", shape.name, sizes.prefill),

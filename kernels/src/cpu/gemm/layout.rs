@@ -48,10 +48,11 @@ pub(crate) fn prepare<'s, 'a>(
     source: &(dyn Fn(usize) -> &'s [f32] + Sync),
 ) -> Result<Activations<'a>, KernelError> {
     let Arithmetic { isa, precision } = arithmetic;
-    let Some(terms) = terms(isa, precision) else {
-        #[cfg(target_arch = "x86_64")]
+    #[cfg(target_arch = "x86_64")]
+    if takes_rows(arithmetic) {
         return prepare_rows(pool, scratch, rows, cols, source);
-    };
+    }
+    let terms = terms(isa, precision);
     let pairs = cols.div_ceil(2);
     let words = scratch.get(rows * pairs * 2)?;
     let all = Disjoint::new(words);
@@ -69,14 +70,19 @@ pub(crate) fn prepare<'s, 'a>(
     Ok(Activations { words, rows, layout: Layout::Tiles })
 }
 
-/// What becomes of activations in [`Layout::Tiles`]; none where products take [`Layout::Rows`].
-fn terms(isa: Isa, precision: Precision) -> Option<Terms> {
+/// Whether products take [`Layout::Rows`].
+#[cfg(target_arch = "x86_64")]
+fn takes_rows(arithmetic: Arithmetic) -> bool {
+    let Arithmetic { isa, precision } = arithmetic;
+    matches!((isa, precision), (Isa::Avx512Bf16, Precision::Bfloat16))
+}
+
+/// What becomes of activations in [`Layout::Tiles`].
+fn terms(isa: Isa, precision: Precision) -> Terms {
     match (isa, precision) {
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512Bf16, Precision::Bfloat16) => None,
-        (_, Precision::Bfloat16) => Some(Terms::Rounded),
-        (Isa::Avx512Bf16, Precision::Float32) => Some(Terms::Split),
-        (_, Precision::Float32) => Some(Terms::Whole),
+        (_, Precision::Bfloat16) => Terms::Rounded,
+        (Isa::Avx512Bf16, Precision::Float32) => Terms::Split,
+        (_, Precision::Float32) => Terms::Whole,
     }
 }
 
@@ -119,17 +125,13 @@ pub(super) fn lay_out_groups<'s, 'a>(
 ) -> Result<Laid<'a>, KernelError> {
     let Arithmetic { isa, precision } = arithmetic;
     let rows = groups.last().map_or(0, |group| group.rows.end);
-    let Some(terms) = terms(isa, precision) else {
-        #[cfg(target_arch = "x86_64")]
-        {
-            let Activations { words, layout, .. } =
-                prepare_rows(pool, scratch, rows, cols, source)?;
-            let Layout::Rows { stride: row_words } = layout else {
-                return Err(KernelError::Device("rows were laid out as tiles".to_owned()));
-            };
-            return Ok(Laid { words, row_words, layout });
-        }
-    };
+    #[cfg(target_arch = "x86_64")]
+    if takes_rows(arithmetic) {
+        let Activations { words, layout, .. } = prepare_rows(pool, scratch, rows, cols, source)?;
+        let row_words = words.len().checked_div(rows).unwrap_or(0);
+        return Ok(Laid { words, row_words, layout });
+    }
+    let terms = terms(isa, precision);
     let row_words = cols.div_ceil(2) * 2;
     let words = scratch.get(rows * row_words)?;
     let all = Disjoint::new(words);
