@@ -1,8 +1,8 @@
 //! The actors' side of one process: its links, the mailboxes of its own actors, what it waits for.
 //!
-//! One lock around the pure [`Exchange`] and [`Registry`] and the tables that turn their effects
-//! into sends; nothing waits while it is held. A message that has no effect is counted, and who
-//! waits for one is told.
+//! One lock around the pure [`Exchange`](super::exchange::Exchange) and
+//! [`Registry`](super::registry::Registry) and the tables that turn their effects into sends; nothing
+//! waits while it is held. A message that has no effect is counted, and who waits for one is told.
 //!
 //! - `state`: what is under the lock; `deadlines`: the thread that looks at those of asks
 //! - `waiting`: who waits for an outcome or a death

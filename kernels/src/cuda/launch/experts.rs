@@ -16,7 +16,7 @@ pub struct Grouped {
     pub num_tiles: DevicePtr,
     /// How many there can be.
     pub tiles_most: usize,
-    /// Slots of a tile at most: one of [`SKINNY`].
+    /// Slots of a tile at most: one of `SKINNY`.
     pub tile_slots: usize,
 }
 
