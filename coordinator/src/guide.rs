@@ -1,8 +1,9 @@
 //! Structured output: which tokens may come next, so that the whole text is what a JSON schema, a
 //! regular expression or a grammar describes. The grammars are llguidance's.
 //!
-//! A request's specification is made a [`Grammar`] once, on threads of its own ([`Making`]); each of its sequences has a [`Guide`] through it, which the scheduler asks for
-//! masks and tells of accepted tokens ([`crate::engine::TokenGuide`]).
+//! A request's specification is made a [`Grammar`] once, on threads of its own ([`Making`]); each of
+//! its sequences has a [`Guide`] through it, which the scheduler asks for masks and tells of accepted
+//! tokens ([`crate::engine::TokenGuide`]).
 mod bounds;
 mod cache;
 mod grammar;

@@ -5,54 +5,18 @@
 //! MLP of as many columns as a row's experts have together. Of few rows the bytes of weights that are
 //! read per second count, of 512 the arithmetic. Prints; asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
-use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::backend::{Backend, DType, HostMatrix, Routing};
-use kernels::collective::{AbortHandle, Collective};
+use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuBuffer, Precision};
-use kernels::error::{CollectiveError, KernelError};
+use kernels::error::KernelError;
 
 const HIDDEN: usize = 2048;
 const INNER: usize = 768;
 const ROUTING: Routing = Routing { num_experts: 128, top_k: 8, normalise: true };
 /// MLPs that together do not fit in the caches.
 const DENSE: usize = 6;
-
-/// A group of one.
-#[derive(Debug)]
-struct Alone;
-
-impl AbortHandle for Alone {
-    fn abort(&self) {}
-}
-
-impl Collective for Alone {
-    fn rank(&self) -> u32 {
-        0
-    }
-    fn world_size(&self) -> u32 {
-        1
-    }
-    fn all_reduce_sum(&mut self, _: &mut [f32]) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn gather(&mut self, _: &[f32], _: &mut [f32], _: u32) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn all_gather(&mut self, _: &[f32], _: &mut [f32]) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn broadcast(&mut self, _: &mut [u32], _: u32) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn barrier(&mut self) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn abort_handle(&self) -> Arc<dyn AbortHandle> {
-        Arc::new(Self)
-    }
-}
 
 /// Small numbers that do not repeat soon.
 fn noise(state: &mut u64) -> f32 {
@@ -81,7 +45,7 @@ fn main() -> Result<(), KernelError> {
         Some("float32") => Precision::Float32,
         _ => Precision::Bfloat16,
     };
-    let mut backend = CpuBackend::new(threads, precision, Box::new(Alone))?;
+    let mut backend = CpuBackend::new(threads, precision, single_rank())?;
     println!("{}", backend.describe());
     let mut state = 1;
     let router = bytes(ROUTING.num_experts, HIDDEN, &mut state);

@@ -3,54 +3,18 @@
 //! One row against matrices that together do not fit in the caches shows memory bandwidth; 512 rows
 //! show arithmetic. Prints; asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
-use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::backend::{
     AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, KvShape, SeqRows,
 };
-use kernels::collective::{AbortHandle, Collective};
+use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, Isa, Precision};
-use kernels::error::{CollectiveError, KernelError};
-
-/// A group of one.
-#[derive(Debug)]
-struct Alone;
-
-impl AbortHandle for Alone {
-    fn abort(&self) {}
-}
-
-impl Collective for Alone {
-    fn rank(&self) -> u32 {
-        0
-    }
-    fn world_size(&self) -> u32 {
-        1
-    }
-    fn all_reduce_sum(&mut self, _: &mut [f32]) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn gather(&mut self, _: &[f32], _: &mut [f32], _: u32) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn all_gather(&mut self, _: &[f32], _: &mut [f32]) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn broadcast(&mut self, _: &mut [u32], _: u32) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn barrier(&mut self) -> Result<(), CollectiveError> {
-        Ok(())
-    }
-    fn abort_handle(&self) -> Arc<dyn AbortHandle> {
-        Arc::new(Self)
-    }
-}
+use kernels::error::KernelError;
 
 fn products(isa: Isa, precision: Precision, threads: usize) -> Result<(), KernelError> {
     let (cols, rows) = (2048usize, 5632usize);
-    let mut backend = CpuBackend::with_isa(threads, isa, precision, Box::new(Alone))?;
+    let mut backend = CpuBackend::with_isa(threads, isa, precision, single_rank())?;
     let bytes: Vec<u8> = (0..cols * rows).flat_map(|i| [(i * 37) as u8, 0x3B]).collect();
     let part =
         HostMatrix { data: &bytes, dtype: DType::Bf16, rows, cols, col_start: 0, row_stride: cols };
@@ -81,7 +45,7 @@ fn products(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kernel
 }
 
 fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), KernelError> {
-    let mut backend = CpuBackend::with_isa(threads, isa, precision, Box::new(Alone))?;
+    let mut backend = CpuBackend::with_isa(threads, isa, precision, single_rank())?;
     let shape = AttentionShape {
         num_heads: 32,
         num_kv_heads: 4,

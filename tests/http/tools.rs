@@ -307,3 +307,18 @@ async fn a_clients_own_grammar_is_of_the_whole_output() {
     let choice = ask(&rig, &request).await;
     assert_eq!(choice["message"], json!({"role": "assistant", "content": "no", "refusal": null}));
 }
+
+/// A tool's schema costs no more than any other.
+#[tokio::test]
+async fn schemas_of_tools_have_bounds_too() {
+    let rig = Rig::saying(&CALLS[8..]);
+    let patterns: serde_json::Map<String, Value> =
+        (0..65).map(|number| (format!("^{number}"), json!({}))).collect();
+    let parameters = json!({"type": "object", "patternProperties": patterns});
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+    let more = json!({"tools": tools, "tool_choice": "required"});
+    let reply = rig.client.post(CHAT, &request(&more)).await.unwrap();
+    assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tool_choice")));
+    let message = reply.body["error"]["message"].as_str().unwrap();
+    assert!(message.contains("the bound is 64"), "{message}");
+}

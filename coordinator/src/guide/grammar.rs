@@ -13,6 +13,7 @@ use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 use super::bounds;
 use super::masks::Masks;
 use crate::engine::{Guided, TokenGuide};
+use crate::text::reply::grammar;
 
 /// What [`Whitespace::Usual`] is.
 const USUAL_WHITESPACE: &str = r"\x20|\x0A\x20{0,32}|\x0A\x09{1,8}";
@@ -104,29 +105,26 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
             TopLevelGrammar::from_json_schema(json_schema(schema, whitespace)?)
         }
         GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(whole(regex)),
-        GuideSpec::Choice(strings) => {
-            // One terminal: thousands of rules would be looked at one by one. Lark's strings are
-            // written as JSON's.
-            let strings: Vec<String> =
-                strings.iter().map(|it| Value::from(it.as_str()).to_string()).collect();
-            TopLevelGrammar::from_lark(format!("start: CHOICE\nCHOICE: {}", strings.join(" | ")))
+        GuideSpec::Choice(strings) => TopLevelGrammar::from_lark(grammar::choice("start", strings)),
+        GuideSpec::Made(grammar) => lark(grammar)?,
+        GuideSpec::Lark(grammar) if grammar.contains("::=") => {
+            return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());
         }
-        GuideSpec::Made(grammar) => TopLevelGrammar::from_lark(grammar.clone()),
-        GuideSpec::Lark(grammar) => {
-            if grammar.contains("::=") {
-                return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());
-            }
-            for (at, key) in grammar.match_indices("%json") {
-                // What is no JSON is the compiler's to find.
-                let mut schemas = serde_json::Deserializer::from_str(&grammar[at + key.len()..]);
-                if let Ok(schema) = Value::deserialize(&mut schemas) {
-                    bounds::check(&schema)?;
-                }
-            }
-            TopLevelGrammar::from_lark(grammar.clone())
-        }
+        GuideSpec::Lark(grammar) => lark(grammar)?,
         GuideSpec::Tokens(_) => return Err("is no grammar".to_owned()),
     })
+}
+
+/// A grammar in Lark's notation whose schemas are within bounds.
+fn lark(grammar: &str) -> Result<TopLevelGrammar, String> {
+    for (at, key) in grammar.match_indices("%json") {
+        // What is no JSON is the compiler's to find.
+        let mut schemas = serde_json::Deserializer::from_str(&grammar[at + key.len()..]);
+        if let Ok(schema) = Value::deserialize(&mut schemas) {
+            bounds::check(&schema)?;
+        }
+    }
+    Ok(TopLevelGrammar::from_lark(grammar.to_owned()))
 }
 
 /// A schema with what llguidance is told beside it.

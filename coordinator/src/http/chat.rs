@@ -16,6 +16,7 @@ use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
 use super::tools::{Tools, Wanted};
+use crate::text::model::TextModel;
 use crate::text::reply::{Part, ReplyReader, ReplyRules};
 
 /// Answers a request.
@@ -39,8 +40,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
     let tools = Tools::read(&fields, limits)?;
     let mut rules = tools.rules(state.tool_calls)?;
-    let token = |text: &str| state.text.special_token(text);
-    let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls, &token)?;
+    let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls)?;
     if wanted.as_ref().is_some_and(|wanted| !wanted.has_calls()) {
         rules.calls = None;
     }
@@ -56,15 +56,21 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let (bytes, fit) = (fields.bytes(), common.fit(limits));
     // It may be much larger than what is kept of it.
     drop(fields);
-    let encode = move |text: &_| conversation::encode(text, &conversation, special, fit);
-    let rendered = state.with_text(bytes, encode).await?;
     rules.reasoning = state.reasoning && wanted.as_ref().is_none_or(Wanted::lets_reason);
+    let reasoning = rules.reasoning;
+    let encode = move |text: &TextModel| {
+        let rendered = conversation::encode(text, &conversation, special, fit)?;
+        let opened = reasoning.then_some(rendered.opens_reasoning);
+        let token = |mark: &str| text.special_token(mark);
+        let asked = wanted.map(|wanted| wanted.made(opened, &token)).transpose()?;
+        Ok((rendered, asked))
+    };
+    let (rendered, asked) = state.with_text(bytes, encode).await?;
     rules.begins_reasoning = rendered.opens_reasoning;
-    let opened = rules.reasoning.then_some(rules.begins_reasoning);
-    common.asked = wanted.map(|wanted| wanted.made(opened, &token)).transpose()?;
+    common.asked = asked;
     state.make_guide(&mut common).await?;
     // A mark that is left out would be missed.
-    common.keep_special |= rules.marks().any(|mark| token(mark).is_some());
+    common.keep_special |= rules.marks().any(|mark| state.text.special_token(mark).is_some());
     let mut tokens = rendered.tokens;
     if tokens.is_empty() {
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));

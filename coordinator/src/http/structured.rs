@@ -54,32 +54,21 @@ pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError>
     {
         return Err(wrong(whitespace, "is of use with `guided_json` alone"));
     }
-    if let Some(asked) = &asked {
-        asked.check_end(fields)?;
+    if let Some(Asked { field, spec }) = &asked {
+        check_end(fields, field, !matches!(spec, GuideSpec::Tokens(_)))?;
     }
     Ok(asked)
 }
 
 impl Asked {
-    /// Refuses what else says where the text ends.
-    ///
-    /// # Errors
-    /// 400 naming the field.
-    pub fn check_end(&self, fields: &Fields) -> Result<(), ApiError> {
-        let message =
-            format!("and `{}` exclude each other: it says where the text ends", self.field);
-        if fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0) > 0 {
-            return Err(wrong("min_tokens", &message));
-        }
-        let is_text = !matches!(self.spec, GuideSpec::Tokens(_));
-        if is_text && fields.boolean("ignore_eos", false)? {
-            return Err(wrong("ignore_eos", &message));
-        }
-        Ok(())
+    /// It is of the whole output, whatever else that may be: a client's own grammar, or a list of
+    /// tokens.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        matches!(self.spec, GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_))
     }
 
-    /// The same as a grammar's rule of the name `head`; none for a client's own grammar, and for a
-    /// list of tokens, which are of the whole output.
+    /// The same as a grammar's rule of the name `head`; none of what is of the whole output.
     ///
     /// # Errors
     /// 400 naming the field.
@@ -95,6 +84,22 @@ impl Asked {
             GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_) => None,
         })
     }
+}
+
+/// Refuses what else than `field` says where the text ends; end tokens do, where they are not listed
+/// by the client.
+///
+/// # Errors
+/// 400 naming the field.
+pub(super) fn check_end(fields: &Fields, field: &str, by_end_tokens: bool) -> Result<(), ApiError> {
+    let message = format!("and `{field}` exclude each other: it says where the text ends");
+    if fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0) > 0 {
+        return Err(wrong("min_tokens", &message));
+    }
+    if by_end_tokens && fields.boolean("ignore_eos", false)? {
+        return Err(wrong("ignore_eos", &message));
+    }
+    Ok(())
 }
 
 /// An error of a field whose sentence goes on after its name.

@@ -58,8 +58,7 @@ impl Tools {
     }
 
     /// What the reply must be: calls where they must be made, whatever else was asked for, and what
-    /// was asked for or calls where the model decides. It is made a grammar once it is known where the
-    /// prompt ends.
+    /// was asked for or calls where the model decides.
     ///
     /// # Errors
     /// 400 naming the field.
@@ -68,30 +67,26 @@ impl Tools {
         fields: &Fields,
         asked: Option<Asked>,
         format: Option<CallFormat>,
-        special: Special<'_>,
     ) -> Result<Option<Wanted>, ApiError> {
-        let (functions, several) = match (&self.choice, &asked) {
-            (ToolChoice::None, _) | (ToolChoice::Auto, None) => {
-                return asked.map(Wanted::answer).transpose();
-            }
-            (ToolChoice::Auto | ToolChoice::Required, _) => {
-                (self.functions(|_| true), !self.single)
-            }
-            (ToolChoice::Function(wanted), _) => (self.functions(|name| name == wanted), false),
-        };
-        let rules = grammar::calls("calls", forced(format), &functions, several, special);
         let field = "tool_choice";
-        if let (ToolChoice::Auto, Some(asked)) = (&self.choice, asked) {
-            let Some(answer) = asked.rules("answer")? else {
-                return Wanted::answer(asked).map(Some);
-            };
-            let body = "calls | answer";
-            let rules = rules + &answer;
-            return Ok(Some(Wanted { body, rules, field: asked.field, own: None, calls: true }));
+        let (functions, several, answer) = match (&self.choice, asked) {
+            (ToolChoice::None, asked) | (ToolChoice::Auto, asked @ None) => {
+                return Ok(asked.map(Wanted::Answer));
+            }
+            (ToolChoice::Auto, Some(asked)) if asked.is_whole() => {
+                return Ok(Some(Wanted::Answer(asked)));
+            }
+            (ToolChoice::Auto, asked) => (self.functions(|_| true), !self.single, asked),
+            (ToolChoice::Required, _) => (self.functions(|_| true), !self.single, None),
+            (ToolChoice::Function(wanted), _) => {
+                (self.functions(|name| name == wanted), false, None)
+            }
+        };
+        if answer.is_none() {
+            structured::check_end(fields, field, true)?;
         }
-        let wanted = Wanted { body: "calls", rules, field, own: None, calls: true };
-        wanted.made(None, special)?.check_end(fields)?;
-        Ok(Some(wanted))
+        let calls = Calls { field, format: forced(format), functions, several };
+        Ok(Some(Wanted::Calls(calls, answer)))
     }
 
     fn functions(&self, which: impl Fn(&str) -> bool) -> Vec<Function> {
@@ -135,51 +130,69 @@ impl Tools {
 
 /// What a reply must be.
 #[derive(Clone, Debug)]
-pub struct Wanted {
-    /// The rule, of those below, that the reply follows behind its reasoning.
-    body: &'static str,
-    rules: String,
-    /// The field that asked for it.
+pub enum Wanted {
+    /// What was asked for.
+    Answer(Asked),
+    /// Calls, or else what was asked for.
+    Calls(Calls, Option<Asked>),
+}
+
+/// Calls that are written as their functions say.
+#[derive(Clone, Debug)]
+pub struct Calls {
+    /// The field that asked for them.
     field: &'static str,
-    /// What a client's own grammar says of the whole reply, and its list of tokens.
-    own: Option<Asked>,
-    /// Calls may be part of it.
-    calls: bool,
+    format: CallFormat,
+    functions: Vec<Function>,
+    /// More than one may be made.
+    several: bool,
 }
 
 impl Wanted {
-    fn answer(asked: Asked) -> Result<Self, ApiError> {
-        let rules = asked.rules("answer")?.unwrap_or_default();
-        Ok(Self { body: "answer", rules, field: asked.field, own: Some(asked), calls: false })
-    }
-
     /// Whether calls can be part of the reply.
     #[must_use]
     pub fn has_calls(&self) -> bool {
-        self.calls
+        matches!(self, Self::Calls(..))
     }
 
     /// Whether the reply may have reasoning before it.
     #[must_use]
     pub fn lets_reason(&self) -> bool {
-        !self.rules.is_empty()
+        !matches!(self, Self::Answer(answer) if answer.is_whole())
     }
 
     /// What the engine is asked for. Where reasoning is told apart, `opened` says whether the prompt
-    /// has opened it.
+    /// has opened it; `special` are the vocabulary's special tokens by their text. Work that grows
+    /// with tools and schemas.
     ///
     /// # Errors
     /// 400 naming the field.
-    pub fn made(&self, opened: Option<bool>, special: Special<'_>) -> Result<Asked, ApiError> {
-        let grammar = match (opened, &self.own) {
-            (Some(_), Some(own)) if self.rules.is_empty() => return Ok(own.clone()),
-            (None, Some(own)) => return Ok(own.clone()),
-            (None, None) => grammar::whole(self.body, &self.rules),
-            (Some(is_open), _) => grammar::reasoned(self.body, &self.rules, is_open, special),
+    pub fn made(self, opened: Option<bool>, special: Special<'_>) -> Result<Asked, ApiError> {
+        let (body, field, rules) = match self {
+            Self::Answer(answer) if opened.is_none() => return Ok(answer),
+            Self::Answer(answer) => match answer.rules("answer")? {
+                Some(rules) => ("answer", answer.field, rules),
+                None => return Ok(answer),
+            },
+            Self::Calls(calls, None) => ("calls", calls.field, calls.rules(special)),
+            Self::Calls(calls, Some(answer)) => {
+                let rules = calls.rules(special) + &answer.rules("answer")?.unwrap_or_default();
+                ("calls | answer", answer.field, rules)
+            }
         };
-        let asked = Asked { field: self.field, spec: GuideSpec::Made(grammar) };
-        asked.spec.check().map_err(|error| structured::wrong(self.field, &error))?;
-        Ok(asked)
+        let grammar = match opened {
+            None => grammar::whole(body, &rules),
+            Some(is_open) => grammar::reasoned(body, &rules, is_open, special),
+        };
+        let spec = GuideSpec::Made(grammar);
+        spec.check().map_err(|error| structured::wrong(field, &error))?;
+        Ok(Asked { field, spec })
+    }
+}
+
+impl Calls {
+    fn rules(&self, special: Special<'_>) -> String {
+        grammar::calls("calls", self.format, &self.functions, self.several, special)
     }
 }
 

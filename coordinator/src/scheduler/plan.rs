@@ -61,8 +61,8 @@ impl Scheduler {
         clear(plan);
         let mut step = self.spare.pop().unwrap_or_default().cleared();
         let mut budget = self.config.max_num_batched_tokens;
-        // Those who need one token go first, the most urgent of them before others; what is left of the budget goes
-        // to prompts under way, then to the queue.
+        // Those who need one token go first, the most urgent of them before others; what is left of
+        // the budget goes to prompts under way, then to the queue.
         self.plan_running(plan, &mut step, &mut budget, true, effects);
         self.plan_running(plan, &mut step, &mut budget, false, effects);
         self.plan_waiting(plan, &mut step, &mut budget, effects);
@@ -95,7 +95,7 @@ impl Scheduler {
         self.in_flight.push_back(step);
     }
 
-    /// Admitted sequences, in order of admission.
+    /// Admitted sequences, the most urgent first.
     fn running(&self) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
@@ -170,6 +170,9 @@ impl Scheduler {
         budget: &mut u32,
         effects: &mut Vec<Effect>,
     ) {
+        if self.waiting.is_empty() {
+            return;
+        }
         let mut admitted = 0;
         let mut masks: usize = self.running().filter_map(mask_bytes).sum();
         let mut masks_are_full = false;

@@ -124,8 +124,9 @@ pub fn regex(head: &str, regex: &str) -> String {
 /// The rule `head`: one of these strings.
 #[must_use]
 pub fn choice(head: &str, strings: &[String]) -> String {
+    // One terminal: thousands of rules would be looked at one by one.
     let strings: Vec<String> = strings.iter().map(|string| quoted(string)).collect();
-    format!("{head}: {}\n", strings.join(" | "))
+    format!("{head}: CHOICE\nCHOICE: {}\n", strings.join(" | "))
 }
 
 /// The grammar of a reply that `body` is the rule of, one of `rules`.

@@ -60,8 +60,6 @@ struct Value {
     depth: u32,
     in_string: bool,
     escaped: bool,
-    /// Neither string nor object nor list: whatever follows it ends it.
-    bare: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +94,7 @@ impl Value {
             }
             '}' | ']' | ',' if self.depth == 0 => return Ends::BeforeThis,
             c if c.is_whitespace() && self.depth == 0 => return Ends::BeforeThis,
-            _ => self.bare |= self.depth == 0,
+            _ => {}
         }
         Ends::No
     }
