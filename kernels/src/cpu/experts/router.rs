@@ -46,16 +46,21 @@ multiversion! {
 #[inline(always)]
 fn dots_body<const FMA: bool>(x: &[f32], panel: &[PairRow], sums: &mut [f32; PANEL]) {
     // Not fused where there is FMA either: see above.
-    let mut acc = [[0.0f32; 16]; 4];
-    let (chunks, rest) = x.as_chunks::<2>();
-    let last = rest.first().map(|&even| [even, 0.0]);
-    for (&[even, odd], words) in chunks.iter().chain(last.as_ref()).zip(panel) {
-        for (acc, words) in acc.iter_mut().zip(words) {
-            for (sum, &word) in acc.iter_mut().zip(words) {
-                *sum += even * f32::from_bits(word << 16);
-                *sum += odd * f32::from_bits(word & 0xFFFF_0000);
-            }
-        }
+    *sums = [0.0; PANEL];
+    let (pairs, rest) = x.as_chunks::<2>();
+    for (&[even, odd], words) in pairs.iter().zip(panel) {
+        add_pair(sums, even, odd, words);
     }
-    sums.copy_from_slice(acc.as_flattened());
+    if let (Some(&even), Some(words)) = (rest.first(), panel.get(pairs.len())) {
+        add_pair(sums, even, 0.0, words);
+    }
+}
+
+/// One loop over all outputs of the panel: shorter ones are unrolled, and then not put in vectors.
+#[inline(always)]
+fn add_pair(sums: &mut [f32; PANEL], even: f32, odd: f32, words: &PairRow) {
+    for (sum, &word) in sums.iter_mut().zip(words.as_flattened()) {
+        *sum += even * f32::from_bits(word << 16);
+        *sum += odd * f32::from_bits(word & 0xFFFF_0000);
+    }
 }
