@@ -1,0 +1,185 @@
+//! PURE: what a step's answer changes: tokens that count, sequences that end.
+use shared::ids::{Epoch, SeqId, StepId};
+use shared::protocol::{SequenceOutput, TokenLogprobs};
+
+use super::{Effect, Scheduler, StepSummary, keep_full, plan};
+use crate::engine::{EngineError, FinishReason, Guided};
+
+/// An answer that does not belong to the oldest step in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ApplyError {
+    /// It is of another epoch.
+    #[error("{got} is not the present epoch")]
+    StaleEpoch {
+        /// The answer's epoch.
+        got: Epoch,
+    },
+    /// It is of another step.
+    #[error("{got} is not the oldest step in flight")]
+    UnexpectedStep {
+        /// The answer's step.
+        got: StepId,
+    },
+}
+
+/// Told of every accepted token; returns true when it completes a stop string.
+pub type Stopped<'a> = &'a mut dyn FnMut(SeqId, u32) -> bool;
+
+impl Scheduler {
+    /// Takes the answer of the oldest step in flight.
+    ///
+    /// # Errors
+    /// [`ApplyError`]; nothing has changed then.
+    pub fn apply(
+        &mut self,
+        epoch: Epoch,
+        step: StepId,
+        outputs: Vec<SequenceOutput>,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), ApplyError> {
+        if self.epoch != Some(epoch) {
+            return Err(ApplyError::StaleEpoch { got: epoch });
+        }
+        let answered = match self.in_flight.pop_front() {
+            Some(front) if front.step == step => front,
+            Some(front) => {
+                self.in_flight.push_front(front);
+                return Err(ApplyError::UnexpectedStep { got: step });
+            }
+            None => return Err(ApplyError::UnexpectedStep { got: step }),
+        };
+        let (mut generated, mut wasted) = (0, 0);
+        let mut outputs = outputs.into_iter().peekable();
+        for entry in &answered.entries {
+            let output = outputs.next_if(|output| output.seq == entry.seq);
+            let current = self.sequences[entry.slot]
+                .as_ref()
+                .is_some_and(|seq| seq.id == entry.seq && seq.admission == Some(entry.admission));
+            if !current {
+                wasted += u32::from(output.is_some_and(|output| output.token.is_some()));
+                continue;
+            }
+            if let Some(seq) = &mut self.sequences[entry.slot] {
+                seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
+                if entry.fresh {
+                    seq.progressed = true;
+                    seq.suspicion = 0;
+                }
+            }
+            if self.accept(entry.slot, output, entry.samples, stopped, effects) {
+                generated += 1;
+            }
+        }
+        if answered.sequences > 0 {
+            effects.push(Effect::StepDone(StepSummary {
+                prompt: answered.prompt_tokens,
+                cached: answered.cached_tokens,
+                looked_up: answered.looked_up,
+                found: answered.found,
+                generated,
+                recomputed: answered.recomputed_tokens,
+                wasted,
+                sequences: answered.sequences,
+            }));
+        }
+        self.spare.push(answered);
+        Ok(())
+    }
+
+    /// Takes one sequence's output; returns whether a token was accepted.
+    fn accept(
+        &mut self,
+        slot: usize,
+        output: Option<SequenceOutput>,
+        samples: bool,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        let Some(seq) = &mut self.sequences[slot] else { return false };
+        let request = seq.request;
+        let Some(mut output) = output else {
+            // Nothing was asked for, or a rank kept back what was: only the former is no error.
+            if samples {
+                self.end_request(request, Some(EngineError::Corrupted), effects);
+            } else {
+                self.finish_prefill_only(slot, effects);
+            }
+            return false;
+        };
+        if output.corrupted {
+            // Nobody else shall begin behind what made it so.
+            self.blocks.forget(&seq.blocks);
+        }
+        if output.corrupted || (samples && output.position as usize != seq.tokens.len()) {
+            self.end_request(request, Some(EngineError::Corrupted), effects);
+            return false;
+        }
+        if !seq.prompt_logprobs_done {
+            seq.prompt_logprobs.append(&mut output.prompt_logprobs);
+            if seq.prompt_logprobs.len() + 1 >= seq.num_prompt as usize {
+                seq.prompt_logprobs_done = true;
+                seq.sampling.prompt_logprobs = None;
+                let logprobs = std::mem::take(&mut seq.prompt_logprobs);
+                effects.push(Effect::PromptLogprobs { request, logprobs });
+            }
+        }
+        match output.token {
+            Some(token) if samples => {
+                self.accept_token(slot, token, output.logprobs, stopped, effects);
+                true
+            }
+            _ => {
+                self.finish_prefill_only(slot, effects);
+                false
+            }
+        }
+    }
+
+    fn accept_token(
+        &mut self,
+        slot: usize,
+        token: u32,
+        logprobs: Option<TokenLogprobs>,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(seq) = &mut self.sequences[slot] else { return };
+        seq.tokens.push(token);
+        keep_full(&mut self.blocks, seq, &self.config);
+        let (id, request, choice) = (seq.id, seq.request, seq.sampling.choice);
+        let num_output = seq.num_output();
+        let may_end = num_output >= seq.sampling.min_tokens;
+        let full =
+            num_output >= seq.max_tokens || seq.tokens.len() as u32 >= self.config.max_model_len;
+        let Some(owner) = self.requests.get(&request) else { return };
+        let ends = may_end && owner.end_tokens.contains(&token);
+        effects.push(Effect::Token { request, choice, token, logprobs });
+        // The check sees every token, also one that ends the sequence otherwise.
+        let stops = stopped(id, token) && may_end;
+        if ends {
+            return self.finish(slot, FinishReason::EndToken(token), effects);
+        } else if stops {
+            return self.finish(slot, FinishReason::StopString, effects);
+        }
+        match seq.guide.as_mut().map(|guide| guide.accept(token)) {
+            Some(Ok(Guided::IsOver)) => self.finish(slot, FinishReason::Complete, effects),
+            _ if full => self.finish(slot, FinishReason::Length, effects),
+            Some(Err(message)) => {
+                self.end_request(request, Some(EngineError::Guide { message }), effects);
+            }
+            Some(Ok(Guided::GoesOn)) | None => {}
+        }
+    }
+
+    /// Ends a sequence that wanted no token once its prompt is computed.
+    fn finish_prefill_only(&mut self, slot: usize, effects: &mut Vec<Effect>) {
+        let done = self.sequences[slot]
+            .as_ref()
+            .is_some_and(|seq| seq.max_tokens == 0 && seq.computed >= seq.num_prompt);
+        let in_flight = |entry: &plan::Entry| entry.slot == slot;
+        if done && !self.in_flight.iter().any(|step| step.entries.iter().any(in_flight)) {
+            self.finish(slot, FinishReason::Length, effects);
+        }
+    }
+}
