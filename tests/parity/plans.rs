@@ -50,7 +50,15 @@ fn new(seq: u64, tokens: &[u32], num_prompt: u32) -> NewSequence {
 
 fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {
     let new_blocks = blocks.iter().copied().map(BlockId).collect();
-    SequenceStep { seq: SeqId(seq), start, count, new_blocks, sample: true, allowed: None }
+    SequenceStep {
+        seq: SeqId(seq),
+        start,
+        count,
+        new_blocks,
+        sample: true,
+        allowed: None,
+        drafts: Vec::new(),
+    }
 }
 
 fn step(engine: &mut Engine<ReferenceBackend>, plan: &StepPlan) -> Result<Vec<u32>, String> {

@@ -361,6 +361,7 @@ impl Rig {
                 new_blocks,
                 sample: end == len,
                 allowed: seq.rule.filter(|_| end == len).map(|rule| masks::of(rule, &seq.tokens)),
+                drafts: Vec::new(),
             });
             seq.computed = end;
         }

@@ -48,6 +48,7 @@ fn plan() -> StepPlan {
             new_blocks: vec![BlockId(0), BlockId(77)],
             sample: true,
             allowed: Some(TokenMask::Bits(vec![0x8000_0001, 0, u32::MAX])),
+            drafts: Vec::new(),
         }],
     }
 }
@@ -313,6 +314,7 @@ fn the_form_of_messages_is_pinned() {
         new_blocks: vec![BlockId(7)],
         sample: true,
         allowed: None,
+        drafts: Vec::new(),
     };
     assert_eq!(hex(codec::encode(&entry).unwrap()), "09030101070100");
     let mask = |allowed| codec::encode(&SequenceStep { allowed, ..entry.clone() }).map(hex);

@@ -91,6 +91,7 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
             max_queued_requests: queued,
             max_steps_in_flight: steps,
             prefix_caching: caching,
+            speculation: None,
         },
     )
 }
