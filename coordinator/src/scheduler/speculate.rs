@@ -12,9 +12,9 @@
 use super::config::ConfigError;
 
 /// Most tokens that a draft may be asked to have.
-pub const TOKENS_MAX: u32 = 64;
+const TOKENS_MAX: u32 = 64;
 /// Longest n-gram that may be looked up, in tokens.
-pub const LOOKUP_MAX: u32 = 16;
+const LOOKUP_MAX: u32 = 16;
 /// Fewest sequences that drafts may be given up beyond, as elsewhere.
 const BATCH_SIZE_MIN: u32 = 2;
 
@@ -31,9 +31,9 @@ const TRUST_LEAST: i32 = -16;
 /// What drafts are made of. Names as in vLLM's `--speculative-config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speculation {
-    /// Most tokens of a draft: 1 to [`TOKENS_MAX`].
+    /// Most tokens of a draft: 1 to 64.
     pub num_speculative_tokens: u32,
-    /// Longest n-gram looked up, in tokens: `prompt_lookup_min` to [`LOOKUP_MAX`].
+    /// Longest n-gram looked up, in tokens: `prompt_lookup_min` to 16.
     pub prompt_lookup_max: u32,
     /// Shortest n-gram looked up, in tokens: at least 1.
     pub prompt_lookup_min: u32,
