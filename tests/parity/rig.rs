@@ -53,6 +53,8 @@ pub(crate) struct Seq {
     sampling: SamplingParams,
     /// Its tokens keep to the rule of this number.
     pub(crate) rule: Option<u64>,
+    /// What its next step drafts, when it computes nothing but its last token.
+    pub(crate) drafts: Vec<u32>,
     admitted: bool,
 }
 
@@ -326,6 +328,7 @@ impl Rig {
             blocks: 0,
             sampling,
             rule: None,
+            drafts: Vec::new(),
             admitted: false,
         }
     }
@@ -345,10 +348,15 @@ impl Rig {
                 });
             }
             let len = seq.tokens.len() as u32;
+            let mut drafts = std::mem::take(&mut seq.drafts);
+            if seq.computed + 1 != len {
+                drafts.clear();
+            }
             let count = (len - seq.computed).min(chunk);
             let end = seq.computed + count;
+            let count = count + drafts.len() as u32;
             let mut new_blocks = Vec::new();
-            while seq.blocks * BLOCK_SIZE < end {
+            while seq.blocks * BLOCK_SIZE < seq.computed + count {
                 // Scattered over the cache, so that a wrong table cannot pass.
                 self.next_block += 1;
                 new_blocks.push(BlockId(self.next_block * 769 % NUM_BLOCKS));
@@ -361,7 +369,7 @@ impl Rig {
                 new_blocks,
                 sample: end == len,
                 allowed: seq.rule.filter(|_| end == len).map(|rule| masks::of(rule, &seq.tokens)),
-                drafts: Vec::new(),
+                drafts,
             });
             seq.computed = end;
         }
@@ -369,12 +377,16 @@ impl Rig {
             sender.send(plan.clone()).unwrap();
         }
         let outputs = self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        let mut seen = Vec::new();
         for output in outputs {
             let seq = seqs.iter_mut().find(|seq| seq.id == output.seq).unwrap();
             let report = output.prompt_logprobs.iter().map(|entry| (entry.token, entry.logprob));
             seq.prompt_logprobs.extend(report);
             assert!(!output.corrupted);
             if let Some(token) = output.token {
+                // All but the first token of a sequence were drafted, and computed already.
+                seq.computed += u32::from(seen.contains(&seq.id));
+                seen.push(seq.id);
                 assert_eq!(output.position as usize, seq.tokens.len());
                 assert!(seq.rule.is_none_or(|rule| masks::of(rule, &seq.tokens).allows(token)));
                 seq.tokens.push(token);
