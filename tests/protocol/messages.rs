@@ -316,14 +316,19 @@ fn the_form_of_messages_is_pinned() {
         allowed: None,
         drafts: Vec::new(),
     };
-    assert_eq!(hex(codec::encode(&entry).unwrap()), "09030101070100");
+    assert_eq!(hex(codec::encode(&entry).unwrap()), "0903010107010000");
     let mask = |allowed| codec::encode(&SequenceStep { allowed, ..entry.clone() }).map(hex);
     let only = mask(Some(TokenMask::Only(vec![5, 70_000])));
-    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc70110100");
+    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc7011010000");
     let except = mask(Some(TokenMask::Except(vec![300])));
-    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c01");
+    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c0100");
     let bits = mask(Some(TokenMask::Bits(vec![u32::MAX, 1])));
-    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff01");
+    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff0100");
+    let drafts = SequenceStep { count: 3, drafts: vec![5, 70_000], ..entry };
+    assert_eq!(
+        hex(codec::encode(&drafts).unwrap()),
+        "09030301070100".to_owned() + "0205fc70110100"
+    );
 }
 
 #[test]

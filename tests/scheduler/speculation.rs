@@ -253,7 +253,7 @@ fn more_than_was_verified_is_not_believed() {
         let (mut effects, mut plan) = (Vec::new(), Default::default());
         let scheduler: &mut Scheduler = &mut rig.scheduler;
         assert!(scheduler.plan(&mut plan, &mut effects));
-        let mut apply = |scheduler: &mut Scheduler, step, outputs: &[(u32, u32)]| {
+        let apply = |scheduler: &mut Scheduler, step, outputs: &[(u32, u32)]| {
             let outputs = outputs.iter().map(|(position, token)| output(*position, *token));
             let (outputs, mut effects) = (outputs.collect(), Vec::new());
             let applied: Result<(), ApplyError> =
