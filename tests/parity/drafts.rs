@@ -125,3 +125,44 @@ fn drafts_change_not_a_bit() {
         }
     }
 }
+
+/// On the emulation of CUDA's kernels, whose decode steps run as graphs from the third of a kind on.
+#[test]
+fn drafts_change_not_a_bit_on_gpus_that_do_not_mind_the_batch() {
+    for (model, degree) in [("llama-gqa", 1), ("qwen3-moe", 1), ("mistral-swa", 2)] {
+        check(&variant(model), On::FakeInvariant, degree);
+    }
+}
+
+/// Elsewhere kernels are chosen by how many rows there are, so it is about the same: of the true next
+/// token the log-probability is the same but for rounding, behind drafts as without.
+#[test]
+fn drafts_change_next_to_nothing_on_other_gpus() {
+    for (on, degree) in [(On::FakeCuda, 1), (On::FakeNccl, 2)] {
+        let model = variant("llama-gqa");
+        let mut rig = Rig::on(on, &model, degree);
+        let golden = goldens(&model).into_iter().max_by_key(|it| it.prompt_ids.len()).unwrap();
+        let prompt = &golden.prompt_ids;
+        let greedy = SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+        let mut text = rig.sequence(prompt, prompt.len(), greedy.clone());
+        rig.run(&mut text, OUTPUT, u32::MAX);
+        let mut drafted = rig.sequence(prompt, prompt.len(), greedy);
+        let mut steps = 0;
+        while drafted.output().len() < OUTPUT {
+            let left = OUTPUT - drafted.output().len();
+            drafted.drafts = drafts(&text, drafted.tokens.len(), left - 1, 384);
+            rig.step(&mut [&mut drafted], u32::MAX);
+            steps += 1;
+        }
+        assert!(steps < OUTPUT * 2 / 3, "{steps} steps");
+        let pairs = text.output().iter().zip(drafted.output());
+        let alike = pairs.take_while(|(one, other)| one == other).count();
+        let gap = golden.greedy_top1_top2_gap.get(alike);
+        assert!(alike == OUTPUT || gap.is_none_or(|gap| *gap < 1e-2), "{alike} tokens on {on:?}");
+        assert!(alike > 6, "{alike} tokens on {on:?}");
+        for at in 0..alike {
+            let (one, other) = (text.logprobs[at], drafted.logprobs[at]);
+            assert!((one - other).abs() < 1e-2, "token {at} on {on:?}: {one}, {other}");
+        }
+    }
+}

@@ -75,6 +75,8 @@ pub(crate) enum On {
     Reference,
     /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
     FakeCuda,
+    /// The same, told to be independent of the batch.
+    FakeInvariant,
     /// The same, whose ranks see each other's memory. Of messages, those of up to so many bytes go
     /// one-shot, fused with the norm behind them.
     FakePeers(usize),
@@ -261,7 +263,7 @@ impl Rig {
     pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
-        if let On::FakeCuda | On::FakeNccl = backend {
+        if let On::FakeCuda | On::FakeInvariant | On::FakeNccl = backend {
             // Before the ranks' threads are at it: compiled once.
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
             fake_nccl(folder, &fake_cuda_of(folder, GPUS).unwrap(), None).unwrap();
@@ -287,6 +289,12 @@ impl Rig {
                 }
                 On::FakeCuda => {
                     let backend = fake_cuda_backend(true, collective);
+                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
+                }
+                On::FakeInvariant => {
+                    let options = CudaOptions { batch_invariant: true, ..CudaOptions::default() };
+                    let backend = fake_cuda_with(options, collective);
                     let engine = engine_on(&model, rank, degrees, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
