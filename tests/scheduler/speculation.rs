@@ -110,6 +110,22 @@ fn no_draft_reaches_beyond_the_last_token_or_the_longest_sequence() {
     }
 }
 
+/// The last token of a prompt is known: behind it, too, may be drafted, while the part before it is
+/// still being computed.
+#[test]
+fn a_prompts_last_token_drafts_while_the_part_before_is_in_flight() {
+    let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 8, ..config() });
+    rig.ready(30);
+    let prompt: Vec<u32> = (0..17).map(|at| at % 5).collect();
+    rig.submit(ClientRequest { prompt, ..repetitive(40) }).unwrap();
+    assert!(rig.plan() && rig.plan() && rig.deliver());
+    assert!(rig.plan() && rig.scheduler.gauges().steps_in_flight == 2);
+    let last = &entries(&rig)[0];
+    assert_eq!((last.start, last.drafts.len()), (16, 4));
+    rig.drain();
+    assert!(rig.drafted.1 > 10);
+}
+
 #[test]
 fn an_end_in_the_middle_of_a_draft_ends_the_text_there() {
     let mut rig = Rig::new(config());

@@ -61,7 +61,9 @@ impl Scheduler {
                     seq.progressed = true;
                     seq.suspicion = 0;
                 }
-                verifying.drafts = std::mem::take(&mut seq.drafts);
+                if entry.verifies {
+                    verifying.drafts = std::mem::take(&mut seq.drafts);
+                }
                 let token = output.as_ref().and_then(|output| output.token);
                 if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
                     verifying.got(token);

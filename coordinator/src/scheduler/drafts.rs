@@ -70,12 +70,12 @@ impl Scheduler {
 
     /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget and of rows to
     /// sample. A block is taken for them only where every sequence could have another one all the same.
-    pub(super) fn plan_drafts(&mut self, plan: &mut StepPlan, step: &InFlight, budget: u32) {
+    pub(super) fn plan_drafts(&mut self, plan: &mut StepPlan, step: &mut InFlight, budget: u32) {
         let Some(config) = &self.config.speculation else { return };
         let size = self.config.block_size;
         let sampled = step.entries.iter().filter(|entry| entry.samples).count() as u32;
         let mut left = budget.min(self.config.max_num_seqs.saturating_sub(sampled));
-        for (entry, planned) in step.entries.iter().zip(&mut plan.sequences) {
+        for (entry, planned) in step.entries.iter_mut().zip(&mut plan.sequences) {
             let Some(seq) = &mut self.sequences[entry.slot] else { continue };
             let len = seq.tokens.len() as u32;
             // Its last token is known, for it has not waited; and that one is all that it computes.
@@ -89,6 +89,7 @@ impl Scheduler {
             let Some(drafter) = &seq.drafter else { continue };
             drafter.draft(&seq.tokens, most as usize, &mut seq.drafts);
             let drafted = seq.drafts.len() as u32;
+            entry.verifies = drafted > 0;
             while (seq.blocks.len() as u32) < self.config.blocks_for(len + drafted) {
                 let Some(block) = self.blocks.take() else { break };
                 seq.blocks.push(block);

@@ -40,6 +40,8 @@ pub(super) struct Entry {
     /// Position of the first token that it computes.
     pub(super) start: u32,
     pub(super) samples: bool,
+    /// It verifies the sequence's drafts. Parts of a prompt before it may be in flight, too.
+    pub(super) verifies: bool,
     /// It computes more of the sequence than was ever computed before.
     pub(super) fresh: bool,
     /// The sequence was looked up in the KV cache for the first time.
@@ -69,7 +71,7 @@ impl Scheduler {
         self.plan_running(plan, &mut step, &mut budget, true, effects);
         self.plan_running(plan, &mut step, &mut budget, false, effects);
         self.plan_waiting(plan, &mut step, &mut budget, effects);
-        self.plan_drafts(plan, &step, budget);
+        self.plan_drafts(plan, &mut step, budget);
         if plan.sequences.is_empty() {
             self.spare.push(step);
             return false;
@@ -375,8 +377,17 @@ impl Scheduler {
         let (seq_id, fresh) = (seq.id, fresh > 0);
         keep_full(&mut self.blocks, seq, &self.config);
         let seq = seq_id;
-        let entry = Entry { slot, seq, admission, start, samples, fresh, looks_up, computed_max };
-        step.entries.push(entry);
+        step.entries.push(Entry {
+            slot,
+            seq,
+            admission,
+            start,
+            samples,
+            verifies: false,
+            fresh,
+            looks_up,
+            computed_max,
+        });
     }
 }
 
