@@ -253,7 +253,8 @@ fn more_than_was_verified_is_not_believed() {
         corrupted: false,
     };
     // Of the drafts 4 0 1 2 behind 3: what comes, and the tokens believed of it, if it is.
-    let cases: [(&[(u32, u32)], Option<usize>); 7] = [
+    type Case<'a> = (&'a [(u32, u32)], Option<usize>);
+    let cases: [Case<'_>; 7] = [
         (&[(9, 4), (10, 0), (11, 1), (12, 2), (13, 3)], Some(5)),
         (&[(9, 4), (10, 7)], Some(2)),
         (&[(9, 4)], Some(1)),
