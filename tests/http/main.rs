@@ -6,6 +6,7 @@
 //! - [`bounds`]: every bad request gets a 4xx that names the field
 //! - [`fields`]: no field is ignored that would change the answer
 //! - [`conversations`]: what templates are given of a chat request
+//! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, limits that an operator chooses
 //! - [`structured`]: fields that say what the output must be
 //! - [`tls`]: HTTPS, with curl
@@ -18,6 +19,7 @@ mod bounds;
 mod conversations;
 mod fields;
 mod options;
+mod responses;
 mod rig;
 mod shapes;
 mod streams;

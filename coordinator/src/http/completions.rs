@@ -53,7 +53,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         );
         return Err(ApiError::field("n", message));
     }
-    let id: Arc<str> = fields.response_id("cmpl", limits)?.into();
+    let id: Arc<str> = fields.response_id("cmpl-", limits)?.into();
     let fit = common.fit(limits);
     let encode = move |text: &_| encode(text, prompts, echo, special, fit);
     let bytes = fields.bytes();

@@ -295,6 +295,14 @@ impl Common {
         over > 0
     }
 
+    /// Bounds the tokens per choice by what the model's length leaves behind a prompt of `prompt`
+    /// tokens.
+    pub fn cap_output(&mut self, prompt: usize, limits: &Limits) {
+        let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
+        let left = limits.max_model_len.saturating_sub(prompt).max(1);
+        self.max_tokens = self.max_tokens.map(|asked| asked.min(left));
+    }
+
     /// Tokens per choice for a prompt of `prompt` tokens, which came in this field.
     ///
     /// # Errors

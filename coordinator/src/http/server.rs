@@ -19,7 +19,9 @@ use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
-use super::{access, admin, chat, completions, keys, metrics, models, pool, tls, tokenize};
+use super::{
+    access, admin, chat, completions, keys, metrics, models, pool, responses, tls, tokenize,
+};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -29,9 +31,10 @@ pub(super) const BODY_DEADLINE_S: u64 = 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 14] = [
+const ROUTES: [(&str, &str); 15] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/responses", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
     ("/tokenize", "POST"),
@@ -88,6 +91,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         let route: Route = match path {
             "/v1/completions" => web::post().to(post_completions),
             "/v1/chat/completions" => web::post().to(post_chat),
+            "/v1/responses" => web::post().to(post_responses),
             "/tokenize" => web::post().to(post_tokenize),
             "/detokenize" => web::post().to(post_detokenize),
             "/ping" => {
@@ -171,6 +175,20 @@ async fn post_chat(
     let fields = read(&state, &request, body).await;
     let answer = match fields {
         Ok(fields) => chat::respond(&state, fields).await,
+        Err(error) => Err(error),
+    };
+    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+}
+
+async fn post_responses(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let visit = enter(&state)?;
+    let fields = read(&state, &request, body).await;
+    let answer = match fields {
+        Ok(fields) => responses::respond(&state, fields).await,
         Err(error) => Err(error),
     };
     answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
