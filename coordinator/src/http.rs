@@ -7,7 +7,7 @@
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: what the output must be
-//! - [`completions`], [`chat`], [`responses`], [`models`]: OpenAI's endpoints
+//! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - [`dialogue`]: a conversation's request, from its fields to a running one
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
@@ -31,6 +31,7 @@ pub mod chat;
 pub mod completions;
 pub mod conversation;
 pub mod dialogue;
+pub mod embeddings;
 pub mod envelope;
 pub mod error;
 pub mod fields;

@@ -12,7 +12,7 @@ async fn the_openai_package_works_unchanged() {
     };
     // The coordinator's own front end, and one in a process of its own.
     let fleet = Fleet::start(&["--tensor-parallel", "2"], 2, 1).await.unwrap();
-    let scripts = ["test_openai_client.py", "test_responses.py"];
+    let scripts = ["test_openai_client.py", "test_responses.py", "test_embeddings.py"];
     let servers = [&fleet.coordinator, &fleet.frontends[0]];
     for (server, script) in servers.iter().flat_map(|server| scripts.map(|script| (server, script)))
     {

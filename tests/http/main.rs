@@ -4,6 +4,7 @@
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
 //! - [`bounds`]: every bad request gets a 4xx that names the field
+//! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field is ignored that would change the answer
 //! - [`conversations`]: what templates are given of a chat request
 //! - [`responses`]: `/v1/responses`, its items and events
@@ -17,6 +18,7 @@
 
 mod bounds;
 mod conversations;
+mod embeddings;
 mod fields;
 mod options;
 mod responses;

@@ -212,6 +212,7 @@ impl RankEngine {
                 prompt_logprobs: Vec::new(),
                 prompt_start: 0,
                 corrupted: false,
+                embedding: Vec::new(),
             });
         }
         (outputs, digest.value())

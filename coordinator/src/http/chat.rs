@@ -199,7 +199,7 @@ impl EventSource for Chat {
             Some(Ok(Next::Piece(piece))) => {
                 self.greet(out).and_then(|()| self.push_piece(piece, out))
             }
-            Some(Ok(Next::Prompt(_))) => Ok(()),
+            Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
             None if self.common.include_usage => {
                 return out.push_last(&self.envelope.with::<Value>(&[], Some(&self.usage())));
             }

@@ -226,6 +226,7 @@ impl Completion {
             let (prompt, next) = poll_fn(|context| self.poll_prompts(context)).await?;
             match next {
                 Err(error) => return Some(Err(error)),
+                Ok(Next::Embedding(_)) => {}
                 Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, &logprobs),
                 Ok(Next::Piece(piece)) => return Some(Ok(self.take_piece(prompt, piece))),
             }

@@ -27,6 +27,8 @@ pub struct Limits {
     pub json_depth: usize,
     /// Prompts of one completions request.
     pub prompts: usize,
+    /// Inputs of one embeddings request.
+    pub inputs: usize,
     /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
     pub choices: usize,
     /// Messages of one conversation, and documents beside it.
@@ -95,6 +97,8 @@ impl Limits {
             // Schemas of tools nest deeper than anything else.
             json_depth: 64,
             prompts: 512,
+            // OpenAI's.
+            inputs: 2048,
             choices: 512,
             messages: 1024,
             tools: 128,
@@ -244,6 +248,7 @@ impl Common {
             min_tokens,
             logprobs: None,
             prompt_logprobs: None,
+            pooling: None,
         };
         let include_usage = include_usage(fields, stream)?;
         Ok(Self {

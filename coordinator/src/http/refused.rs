@@ -85,6 +85,18 @@ const RESPONSES: &[(&str, Neutral)] = &[
     ("service_tier", Words(&["auto", "default"])),
 ];
 
+/// Of `/v1/embeddings` alone.
+const EMBEDDINGS: &[(&str, Neutral)] = &[
+    ("activation", True),
+    ("additional_data", Null),
+    ("embed_dtype", Words(&["float32"])),
+    ("endianness", Words(&["little", "native"])),
+    ("messages", Null),
+    ("mm_processor_kwargs", Empty),
+    ("normalize", True),
+    ("use_activation", True),
+];
+
 impl Neutral {
     fn holds(self, value: &Value) -> bool {
         match self {
@@ -113,6 +125,8 @@ pub enum Endpoint {
     Chat,
     /// `/v1/responses`.
     Responses,
+    /// `/v1/embeddings`.
+    Embeddings,
 }
 
 impl Endpoint {
@@ -121,6 +135,7 @@ impl Endpoint {
             Self::Completions => COMPLETIONS,
             Self::Chat => CHAT,
             Self::Responses => RESPONSES,
+            Self::Embeddings => EMBEDDINGS,
         }
     }
 }

@@ -233,7 +233,7 @@ impl EventSource for Answering {
         let pushed = match next {
             Some(Err(error)) => Err(error),
             Some(Ok(Next::Piece(piece))) => self.begin(sink).and_then(|()| self.take(&piece, sink)),
-            Some(Ok(Next::Prompt(_))) => Ok(()),
+            Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
             None => {
                 let finished = self.begin(sink).and_then(|()| self.finish(sink));
                 let kind = if self.is_cut { "response.incomplete" } else { "response.completed" };

@@ -20,7 +20,8 @@ use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
 use super::{
-    access, admin, chat, completions, keys, metrics, models, pool, responses, tls, tokenize,
+    access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, tls,
+    tokenize,
 };
 
 /// How long a request's head may take.
@@ -31,10 +32,11 @@ pub(super) const BODY_DEADLINE_S: u64 = 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 15] = [
+const ROUTES: [(&str, &str); 16] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
+    ("/v1/embeddings", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
     ("/tokenize", "POST"),
@@ -92,6 +94,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/completions" => web::post().to(post_completions),
             "/v1/chat/completions" => web::post().to(post_chat),
             "/v1/responses" => web::post().to(post_responses),
+            "/v1/embeddings" => web::post().to(post_embeddings),
             "/tokenize" => web::post().to(post_tokenize),
             "/detokenize" => web::post().to(post_detokenize),
             "/ping" => {
@@ -189,6 +192,20 @@ async fn post_responses(
     let fields = read(&state, &request, body).await;
     let answer = match fields {
         Ok(fields) => responses::respond(&state, fields).await,
+        Err(error) => Err(error),
+    };
+    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+}
+
+async fn post_embeddings(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let visit = enter(&state)?;
+    let fields = read(&state, &request, body).await;
+    let answer = match fields {
+        Ok(fields) => embeddings::respond(&state, fields).await,
         Err(error) => Err(error),
     };
     answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))

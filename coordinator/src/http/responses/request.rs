@@ -357,7 +357,7 @@ fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> 
         }
         None => return Err(wrong(".type", "must be \"function\"")),
     }
-    if !fields.get("name").and_then(Value::as_str).is_some_and(|name| !name.is_empty()) {
+    if fields.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
         return Err(wrong(".name", "must be a string that is not empty"));
     }
     if fields.get("parameters").is_some_and(|it| !it.is_object() && !it.is_null()) {
