@@ -160,13 +160,7 @@ async fn post_completions(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let visit = enter(&state)?;
-    let fields = read(&state, &request, body).await;
-    let answer = match fields {
-        Ok(fields) => completions::respond(&state, fields).await,
-        Err(error) => Err(error),
-    };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+    answer(&state, &request, body, completions::respond).await
 }
 
 async fn post_chat(
@@ -174,13 +168,7 @@ async fn post_chat(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let visit = enter(&state)?;
-    let fields = read(&state, &request, body).await;
-    let answer = match fields {
-        Ok(fields) => chat::respond(&state, fields).await,
-        Err(error) => Err(error),
-    };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+    answer(&state, &request, body, chat::respond).await
 }
 
 async fn post_responses(
@@ -188,13 +176,7 @@ async fn post_responses(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let visit = enter(&state)?;
-    let fields = read(&state, &request, body).await;
-    let answer = match fields {
-        Ok(fields) => responses::respond(&state, fields).await,
-        Err(error) => Err(error),
-    };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+    answer(&state, &request, body, responses::respond).await
 }
 
 async fn post_embeddings(
@@ -202,13 +184,22 @@ async fn post_embeddings(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let visit = enter(&state)?;
-    let fields = read(&state, &request, body).await;
-    let answer = match fields {
-        Ok(fields) => embeddings::respond(&state, fields).await,
+    answer(&state, &request, body, embeddings::respond).await
+}
+
+/// Answers a request for the engine: it counts as one that is inside until its answer is sent.
+async fn answer(
+    state: &AppState,
+    request: &HttpRequest,
+    body: Payload,
+    respond: impl AsyncFnOnce(&AppState, Fields) -> Result<HttpResponse, ApiError>,
+) -> Result<HttpResponse, ApiError> {
+    let visit = enter(state)?;
+    let answer = match read(state, request, body).await {
+        Ok(fields) => respond(state, fields).await,
         Err(error) => Err(error),
     };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(state, error))
 }
 
 async fn post_tokenize(
