@@ -328,6 +328,12 @@ fn the_form_of_messages_is_pinned() {
     assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c01");
     let bits = mask(Some(TokenMask::Bits(vec![u32::MAX, 1])));
     assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff01");
+    let embedding = EngineEvent::Embedding(vec![1.0, -0.5]);
+    assert_eq!(hex(codec::encode(&embedding).unwrap()), "01020000803f000000bf");
+    let sampling = codec::encode(&SamplingParams::greedy()).unwrap();
+    let pooled = SamplingParams { pooling: Some(Pooling::Mean), ..SamplingParams::greedy() };
+    let pooled = hex(codec::encode(&pooled).unwrap());
+    assert_eq!(pooled, hex(sampling).strip_suffix("00").unwrap().to_owned() + "0102");
 }
 
 #[test]
