@@ -9,6 +9,7 @@
 //! the batch and however many threads there are.
 #![allow(unsafe_code, reason = "vector instructions, and tasks that write disjoint places")]
 use std::fmt;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
@@ -561,6 +562,19 @@ impl Backend for CpuBackend {
 
     fn read_buffer(&mut self, buffer: &CpuBuffer) -> Result<Vec<f32>, KernelError> {
         Ok(buffer.values().to_vec())
+    }
+
+    fn read_rows(
+        &mut self,
+        buffer: &CpuBuffer,
+        rows: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), KernelError> {
+        let (len, width) = (buffer.rows(), buffer.width());
+        ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
+        out.clear();
+        out.extend_from_slice(&buffer.values()[rows.start * width..rows.end * width]);
+        Ok(())
     }
 
     fn read_routes(&mut self, routes: &CpuRoutes) -> Result<Choices, KernelError> {

@@ -8,9 +8,9 @@ use shared::ids::SeqId;
 use shared::protocol::{
     EngineConfig, SequenceOutput, SequenceStep, StepPlan, TokenDigest, TokenMask,
 };
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 
-use crate::model::{EMPTY, POISON, extend};
+use crate::model::{EMPTY, POISON, embedding, extend};
 
 /// As the real engine: sequences held for each that a step can run.
 const HELD_PER_RUNNING: usize = 4;
@@ -119,6 +119,9 @@ impl RankEngine {
         // The first share may begin behind what the cache has already.
         let size = config.block_size as usize;
         if known.states.is_empty() && start > 0 && start < known.tokens.len() {
+            if known.sampling.pooling.is_some_and(Pooling::needs_all) {
+                return Err(format!("begins at {start}, and needs all its tokens"));
+            }
             let prefix = entry.new_blocks.get(..start / size).unwrap_or_default();
             if start % size != 0 || prefix.len() * size != start {
                 return Err(format!("begins at {start} with {} blocks", entry.new_blocks.len()));
@@ -196,10 +199,14 @@ impl RankEngine {
         tokens: &[u32],
         learned: &[u32],
     ) -> (Vec<SequenceOutput>, u32) {
-        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
+        let mut sampled = tokens.iter().zip(learned);
         let mut outputs = Vec::new();
         let mut digest = TokenDigest::of(plan.step);
-        for (entry, (token, learned)) in sampled.zip(tokens.iter().zip(learned)) {
+        for entry in &plan.sequences {
+            outputs.extend(self.embedded(entry));
+            let Some((token, learned)) = entry.sample.then(|| sampled.next()).flatten() else {
+                continue;
+            };
             if let Some(known) = self.known.get_mut(&entry.seq) {
                 digest = digest.with(entry.seq, known.tokens.len() as u32, *learned);
                 known.tokens.push(*learned);
@@ -212,8 +219,27 @@ impl RankEngine {
                 prompt_logprobs: Vec::new(),
                 prompt_start: 0,
                 corrupted: false,
+                embedding: Vec::new(),
             });
         }
         (outputs, digest.value())
+    }
+
+    /// The output of a prompt whose embedding is complete with this share.
+    fn embedded(&self, entry: &SequenceStep) -> Option<SequenceOutput> {
+        let known = self.known.get(&entry.seq)?;
+        known.sampling.pooling?;
+        let end = entry.start + entry.count;
+        let state = known.states.last().filter(|_| end as usize == known.tokens.len())?;
+        Some(SequenceOutput {
+            seq: entry.seq,
+            position: end,
+            token: None,
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: embedding(*state),
+        })
     }
 }
