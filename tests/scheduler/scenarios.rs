@@ -18,6 +18,7 @@ fn config() -> SchedulerConfig {
         max_queued_requests: 3,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        speculation: None,
     }
 }
 
