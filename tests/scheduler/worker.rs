@@ -173,6 +173,7 @@ fn verified(known: &mut Known, entry: &SequenceStep) -> Vec<SequenceOutput> {
             prompt_logprobs: Vec::new(),
             prompt_start: 0,
             corrupted: false,
+            embedding: Vec::new(),
         });
         if entry.drafts.get(row) != Some(&token) {
             break;

@@ -42,6 +42,8 @@ pub(crate) struct RankEngine {
     num_blocks: u32,
     known: BTreeMap<SeqId, Known>,
     last_step: u64,
+    /// It has learned something else than was sampled.
+    pub(crate) has_other_tokens: bool,
     /// Guards that are taken away: see [`crate::switches`].
     pub(crate) believes_drafts: bool,
     pub(crate) keeps_rejected: bool,
@@ -231,6 +233,7 @@ impl RankEngine {
     ) -> (Vec<SequenceOutput>, u32) {
         let mut outputs = Vec::new();
         let mut digest = TokenDigest::of(plan.step);
+        self.has_other_tokens |= tokens != learned;
         let (mut tokens, mut learned) = (tokens, learned);
         for entry in &plan.sequences {
             outputs.extend(self.embedded(entry));

@@ -348,6 +348,10 @@ impl World {
         executor.engine.keeps_rejected = self.switches.rejected_drafts_stay;
         let shares = match executor.engine.run(plan) {
             Ok(shares) => shares,
+            // Of other tokens other drafts are right: the next plan does not fit what it has.
+            Err(_) if executor.engine.has_other_tokens => {
+                return self.step_failed(slot, plan, "the plan does not fit");
+            }
             Err(why) => {
                 return self.fail(format!("slot {slot} refuses a plan of {}: {why}", plan.epoch));
             }
