@@ -4,8 +4,7 @@ use kernels::backend::{AttentionShape, Backend, Batch, KvShape, QkvWeights, Rope
 use kernels::cpu::{CpuBackend, CpuKvCache, CpuMatrix, CpuVector, Isa, Precision};
 
 use crate::support::{
-    Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, poisoned,
-    variants,
+    Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, poisoned, variants,
 };
 
 pub(crate) const LAYERS: usize = 2;

@@ -128,7 +128,7 @@ fn run_queries<S: PairSimd, const Q: usize>(
         row[..start].fill(0.0);
         row[end..].fill(0.0);
         let words = &mut words[i * pair_stride..][..pair_stride];
-        round_weights(row, block_size, words);
+        round_weights::<S>(row, block_size, words);
     }
 
     let weights = Weights { words, base: first_block * per_block, stride: pair_stride };
@@ -160,12 +160,9 @@ fn run_queries<S: PairSimd, const Q: usize>(
 
 /// Weights of whole blocks in pairs of tokens; the last pair of an odd block has one token.
 #[inline(always)]
-fn round_weights(row: &[f32], block_size: usize, words: &mut [u32]) {
+fn round_weights<S: PairSimd>(row: &[f32], block_size: usize, words: &mut [u32]) {
     if block_size.is_multiple_of(2) {
-        for (word, &[first, second]) in words.iter_mut().zip(row.as_chunks::<2>().0) {
-            *word = bf16_pair(first, second);
-        }
-        return;
+        return S::round(row.as_chunks::<2>().0, words);
     }
     let blocks = words.chunks_exact_mut(block_size.div_ceil(2)).zip(row.chunks_exact(block_size));
     for (words, row) in blocks {

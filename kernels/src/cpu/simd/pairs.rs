@@ -3,6 +3,7 @@
 //!
 //! What a product is of is the same on every instruction set: two bf16. Whether each is added with a
 //! rounding of its own differs, and subnormal numbers are zeros where `vdpbf16ps` takes them.
+use super::super::math::bf16_pair;
 use super::{Plain, Simd};
 
 /// A vector of sums, and words of pairs of as many lanes.
@@ -21,6 +22,14 @@ pub(crate) trait PairSimd: Simd {
 
     /// `self + a.low * b.low + a.high * b.high`.
     fn dot(self, a: Self::Words, b: Self::Words) -> Self;
+
+    /// Rounds neighbouring values to bf16, two to a word.
+    #[inline(always)]
+    fn round(values: &[[f32; 2]], words: &mut [u32]) {
+        for (word, &[first, second]) in words.iter_mut().zip(values) {
+            *word = bf16_pair(first, second);
+        }
+    }
 
     /// As `load_words`, with zeros where `words` is too short.
     #[inline(always)]
@@ -179,6 +188,24 @@ mod x86 {
         #[inline(always)]
         fn keep(words: __m512i, mask: u32) -> __m512i {
             <__m512 as PairSimd>::keep(words, mask)
+        }
+
+        #[inline(always)]
+        fn round(values: &[[f32; 2]], words: &mut [u32]) {
+            let (vectors, rest) = values.as_chunks::<16>();
+            let (whole, last) = words[..values.len()].split_at_mut(vectors.len() * 16);
+            for (values, words) in vectors.iter().zip(whole.as_chunks_mut::<16>().0) {
+                let values = values.as_flattened();
+                // SAFETY: 32 values, 16 words; and see the module above.
+                unsafe {
+                    let low = _mm512_loadu_ps(values.as_ptr());
+                    let high = _mm512_loadu_ps(values[16..].as_ptr());
+                    let pairs = _mm512_cvtne2ps_pbh(high, low);
+                    let pairs = std::mem::transmute::<__m512bh, __m512i>(pairs);
+                    _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs);
+                }
+            }
+            <__m512 as PairSimd>::round(rest, last);
         }
 
         #[inline(always)]
