@@ -172,6 +172,20 @@ mod x86 {
         }
     }
 
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    fn round(values: &[[f32; 2]; 16], words: &mut [u32; 16]) {
+        let (low, high) = values.as_flattened().split_at(16);
+        // SAFETY: there are 16 values.
+        let low = unsafe { _mm512_loadu_ps(low.as_ptr()) };
+        // SAFETY: as above.
+        let high = unsafe { _mm512_loadu_ps(high.as_ptr()) };
+        let pairs = _mm512_cvtne2ps_pbh(high, low);
+        // SAFETY: both are 512 bits of plain data.
+        let pairs = unsafe { std::mem::transmute::<__m512bh, __m512i>(pairs) };
+        // SAFETY: there are 16 words.
+        unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs) };
+    }
+
     impl PairSimd for Bf16 {
         type Words = __m512i;
 
@@ -195,15 +209,8 @@ mod x86 {
             let (vectors, rest) = values.as_chunks::<16>();
             let (whole, last) = words[..values.len()].split_at_mut(vectors.len() * 16);
             for (values, words) in vectors.iter().zip(whole.as_chunks_mut::<16>().0) {
-                let values = values.as_flattened();
-                // SAFETY: 32 values, 16 words; and see the module above.
-                unsafe {
-                    let low = _mm512_loadu_ps(values.as_ptr());
-                    let high = _mm512_loadu_ps(values[16..].as_ptr());
-                    let pairs = _mm512_cvtne2ps_pbh(high, low);
-                    let pairs = std::mem::transmute::<__m512bh, __m512i>(pairs);
-                    _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs);
-                }
+                // SAFETY: see the module above.
+                unsafe { round(values, words) };
             }
             <__m512 as PairSimd>::round(rest, last);
         }
