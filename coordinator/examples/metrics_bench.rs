@@ -152,6 +152,7 @@ fn step(on: bool, batch: u32, steps: u32) {
                 prompt_logprobs: Vec::new(),
                 prompt_start: 0,
                 corrupted: false,
+                embedding: Vec::new(),
             });
             let result = StepResult {
                 epoch: plan.epoch,

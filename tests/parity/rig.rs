@@ -48,6 +48,7 @@ pub(crate) struct Seq {
     pub(crate) num_prompt: usize,
     pub(crate) logprobs: Vec<f32>,
     pub(crate) prompt_logprobs: Vec<(u32, f32)>,
+    pub(crate) embedding: Vec<f32>,
     computed: u32,
     blocks: u32,
     sampling: SamplingParams,
@@ -332,6 +333,7 @@ impl Rig {
             num_prompt,
             logprobs: Vec::new(),
             prompt_logprobs: Vec::new(),
+            embedding: Vec::new(),
             computed: 0,
             blocks: 0,
             sampling,
@@ -375,7 +377,7 @@ impl Rig {
                 start: seq.computed,
                 count,
                 new_blocks,
-                sample: end == len,
+                sample: end == len && seq.sampling.pooling.is_none(),
                 allowed: seq.rule.filter(|_| end == len).map(|rule| masks::of(rule, &seq.tokens)),
                 drafts,
             });
@@ -391,6 +393,10 @@ impl Rig {
             let report = output.prompt_logprobs.iter().map(|entry| (entry.token, entry.logprob));
             seq.prompt_logprobs.extend(report);
             assert!(!output.corrupted);
+            if !output.embedding.is_empty() {
+                assert!(seq.embedding.is_empty() && seq.computed as usize == seq.tokens.len());
+                seq.embedding = output.embedding;
+            }
             if let Some(token) = output.token {
                 // All but the first token of a sequence were drafted, and computed already.
                 seq.computed += u32::from(seen.contains(&seq.id));

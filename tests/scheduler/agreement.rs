@@ -66,6 +66,7 @@ fn result(plan: &StepPlan, digest: u32) -> StepResult {
         prompt_logprobs: Vec::new(),
         prompt_start: 0,
         corrupted: false,
+        embedding: Vec::new(),
     });
     let (timings, stats) = (StepTimings::default(), WorkerStats::default());
     let (epoch, step, outputs) = (plan.epoch, plan.step, outputs.collect());

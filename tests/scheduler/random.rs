@@ -3,6 +3,8 @@ use coordinator::engine::EngineError;
 use coordinator::scheduler::{SchedulerConfig, Speculation};
 use proptest::prelude::*;
 
+use shared::sampling::Pooling;
+
 use crate::guided::Guidance;
 use crate::rig::{ClientRequest, Rig};
 
@@ -29,7 +31,11 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         0u32..6,
         prop::option::weighted(0.3, 0u32..50),
         any::<u64>(),
-        (prop::bool::weighted(0.2), prop_oneof![3 => Just(0), 1 => -2i32..3]),
+        (
+            prop::bool::weighted(0.2),
+            prop_oneof![3 => Just(0), 1 => -2i32..3],
+            prop::option::weighted(0.2, prop_oneof![Just(Pooling::Last), Just(Pooling::Mean)]),
+        ),
         prop::option::weighted(0.3, (any::<u64>(), 0u64..30, any::<bool>())),
     )
         .prop_map(
@@ -41,7 +47,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                 min_tokens,
                 stop_token,
                 seed,
-                (logprobs, priority),
+                (logprobs, priority, pooling),
                 guide,
             )| {
                 let guide = guide.map(|(key, over_in, slow)| Guidance {
@@ -51,6 +57,10 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     ..Guidance::default()
                 });
                 let prompt_logprobs = logprobs && prompt.len() > 1;
+                if pooling.is_some() {
+                    let plain = ClientRequest::default();
+                    return ClientRequest { prompt, priority, pooling, max_tokens: 0, ..plain };
+                }
                 ClientRequest {
                     prompt,
                     n,
@@ -61,6 +71,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     seed,
                     priority,
                     prompt_logprobs,
+                    pooling,
                     guide,
                 }
             },

@@ -7,7 +7,7 @@ use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, To
 use coordinator::scheduler::{Effect, EpochEnd, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 
 use crate::frames::travels;
 use crate::guided::{Guidance, TestGuide, Woken, known};
@@ -26,6 +26,7 @@ pub(crate) struct ClientRequest {
     pub(crate) seed: u64,
     pub(crate) priority: i32,
     pub(crate) prompt_logprobs: bool,
+    pub(crate) pooling: Option<Pooling>,
     pub(crate) guide: Option<Guidance>,
 }
 
@@ -41,6 +42,7 @@ impl Default for ClientRequest {
             seed: 1,
             priority: 0,
             prompt_logprobs: false,
+            pooling: None,
             guide: None,
         }
     }
@@ -59,6 +61,7 @@ pub(crate) struct Got {
     pub(crate) reasons: Vec<Option<FinishReason>>,
     pub(crate) dropped: Option<Option<EngineError>>,
     pub(crate) prompt_logprobs: Option<usize>,
+    pub(crate) embedded: bool,
 }
 
 impl Got {
@@ -182,6 +185,7 @@ impl Rig {
             seed: client.seed,
             min_tokens: client.min_tokens,
             prompt_logprobs: client.prompt_logprobs.then_some(0),
+            pooling: client.pooling,
             ..SamplingParams::greedy()
         };
         let request = GenerateRequest {
@@ -296,6 +300,7 @@ impl Rig {
                 let (client, got) = self.requests.get_mut(&request).unwrap();
                 let tokens = &got.tokens[choice as usize];
                 finish_reason_is_right(client, tokens, reason, self.config.max_model_len);
+                assert_eq!(got.embedded, client.pooling.is_some(), "{request}");
                 assert!(got.reasons[choice as usize].replace(reason).is_none());
                 assert_eq!(last, got.ended());
                 if last {
@@ -314,6 +319,11 @@ impl Rig {
                 let tokens: Vec<u32> = logprobs.iter().map(|entry| entry.token).collect();
                 assert_eq!(tokens, client.prompt[1..], "prompt_logprobs_complete");
                 got.prompt_logprobs = Some(tokens.len());
+            }
+            Effect::Embedding { request, embedding } => {
+                let (client, got) = self.requests.get_mut(&request).unwrap();
+                assert!(client.pooling.is_some() && !std::mem::replace(&mut got.embedded, true));
+                assert_eq!(embedding, super::worker::embedding(&client.prompt), "{request}");
             }
             Effect::Preempted { request, waits, .. } => {
                 self.preemptions += 1;
@@ -396,6 +406,10 @@ fn finish_reason_is_right(
     };
     let early = (0..tokens.len().saturating_sub(1)).find(|at| ends(*at));
     assert_eq!(early, None, "it should have ended at {early:?} of {tokens:?}");
+    if client.pooling.is_some() {
+        assert_eq!((reason, tokens), (FinishReason::Complete, &[][..]));
+        return;
+    }
     match reason {
         FinishReason::EndToken(token) => {
             assert!(client.end_tokens.contains(&token) && tokens.last() == Some(&token));

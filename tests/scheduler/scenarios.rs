@@ -5,6 +5,7 @@ use coordinator::engine::{EngineError, FinishReason};
 use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig, Speculation};
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
+use shared::sampling::Pooling;
 
 use crate::rig::{ClientRequest, Rig};
 
@@ -289,6 +290,28 @@ fn a_request_for_no_tokens_ends_with_its_prompt() {
     let got = &rig.requests[&id].1;
     assert_eq!((got.prompt_logprobs, &got.tokens[0]), (Some(69), &Vec::new()));
     assert_eq!(got.reasons, [Some(FinishReason::Length)]);
+}
+
+#[test]
+fn an_embedding_is_a_prompt_that_is_computed_and_is_no_token() {
+    for pooling in [Pooling::Last, Pooling::First, Pooling::Mean] {
+        let mut rig = ready();
+        let client = ClientRequest { max_tokens: 0, pooling: Some(pooling), ..prompt(70) };
+        // The rig compares the vector with what the model makes of the whole prompt; the second of
+        // them may begin behind blocks of the first.
+        let ids = [rig.submit(client.clone()).unwrap(), {
+            rig.drain();
+            rig.submit(client).unwrap()
+        }];
+        rig.drain();
+        for id in ids {
+            let got = &rig.requests[&id].1;
+            assert!(got.embedded && got.tokens[0].is_empty());
+            assert_eq!(got.reasons, [Some(FinishReason::Complete)]);
+        }
+        let computed = if pooling.needs_all() { 140 } else { 70 + 70 % 16 };
+        assert_eq!((rig.totals.prompt, rig.totals.generated), (computed, 0), "{pooling:?}");
+    }
 }
 
 #[test]

@@ -251,10 +251,11 @@ fn more_than_was_verified_is_not_believed() {
         prompt_logprobs: Vec::new(),
         prompt_start: 0,
         corrupted: false,
+        embedding: Vec::new(),
     };
     // Of the drafts 4 0 1 2 behind 3: what comes, and the tokens believed of it, if it is.
-    type Case<'a> = (&'a [(u32, u32)], Option<usize>);
-    let cases: [Case<'_>; 7] = [
+    type Case = (&'static [(u32, u32)], Option<usize>);
+    let cases: [Case; 7] = [
         (&[(9, 4), (10, 0), (11, 1), (12, 2), (13, 3)], Some(5)),
         (&[(9, 4), (10, 7)], Some(2)),
         (&[(9, 4)], Some(1)),

@@ -89,6 +89,7 @@ impl FakeWorker {
             if known.blocks.is_empty() && entry.start > 0 {
                 assert!(self.config.prefix_caching && entry.start % self.config.block_size == 0);
                 assert!(known.sampling.prompt_logprobs.is_none());
+                assert!(known.sampling.pooling.is_none_or(|it| !it.needs_all()));
                 known.computed = entry.start;
             }
             assert_eq!(entry.start, known.computed, "{} goes on where it ended", entry.seq);
@@ -172,6 +173,7 @@ fn verified(known: &mut Known, entry: &SequenceStep) -> Vec<SequenceOutput> {
             prompt_logprobs: Vec::new(),
             prompt_start: 0,
             corrupted: false,
+            embedding: Vec::new(),
         });
         if entry.drafts.get(row) != Some(&token) {
             break;
@@ -197,7 +199,9 @@ fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
     };
     let prompt_logprobs: Vec<TokenLogprobs> =
         if wants { (start..last).map(logprobs).collect() } else { Vec::new() };
-    if !sample && prompt_logprobs.is_empty() {
+    let pooling = known.sampling.pooling.filter(|_| end as usize == known.tokens.len());
+    let embedding = pooling.map(|_| embedding(&known.tokens)).unwrap_or_default();
+    if !sample && prompt_logprobs.is_empty() && embedding.is_empty() {
         return None;
     }
     let allowed = entry.allowed.as_ref();
@@ -211,5 +215,12 @@ fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
         prompt_logprobs,
         prompt_start: start + 1,
         corrupted: false,
+        embedding,
     })
+}
+
+/// What the model makes of these tokens.
+pub(crate) fn embedding(tokens: &[u32]) -> Vec<f32> {
+    let holds = tokens.iter().fold(0, |holds, token| extend(holds, *token));
+    vec![(holds % 65_536) as f32, tokens.len() as f32]
 }

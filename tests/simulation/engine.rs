@@ -8,9 +8,9 @@ use shared::ids::SeqId;
 use shared::protocol::{
     EngineConfig, SequenceOutput, SequenceStep, StepPlan, TokenDigest, TokenMask,
 };
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 
-use crate::model::{EMPTY, POISON, extend};
+use crate::model::{EMPTY, POISON, embedding, extend};
 
 /// As the real engine: sequences held for each that a step can run.
 const HELD_PER_RUNNING: usize = 4;
@@ -140,6 +140,9 @@ impl RankEngine {
         // The first share may begin behind what the cache has already.
         let size = config.block_size as usize;
         if known.states.is_empty() && start > 0 && start < known.tokens.len() {
+            if known.sampling.pooling.is_some_and(Pooling::needs_all) {
+                return Err(format!("begins at {start}, and needs all its tokens"));
+            }
             let prefix = entry.new_blocks.get(..start / size).unwrap_or_default();
             if start % size != 0 || prefix.len() * size != start {
                 return Err(format!("begins at {start} with {} blocks", entry.new_blocks.len()));
@@ -228,12 +231,15 @@ impl RankEngine {
         tokens: &[u32],
         learned: &[u32],
     ) -> (Vec<SequenceOutput>, u32) {
-        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
         let mut outputs = Vec::new();
         let mut digest = TokenDigest::of(plan.step);
         self.has_other_tokens |= tokens != learned;
         let (mut tokens, mut learned) = (tokens, learned);
-        for entry in sampled {
+        for entry in &plan.sequences {
+            outputs.extend(self.embedded(entry));
+            if !entry.sample {
+                continue;
+            }
             let rows = 1 + entry.drafts.len();
             let (all, mine);
             (all, tokens) = tokens.split_at(rows.min(tokens.len()));
@@ -261,8 +267,27 @@ impl RankEngine {
                 prompt_logprobs: Vec::new(),
                 prompt_start: 0,
                 corrupted: false,
+                embedding: Vec::new(),
             }));
         }
         (outputs, digest.value())
+    }
+
+    /// The output of a prompt whose embedding is complete with this share.
+    fn embedded(&self, entry: &SequenceStep) -> Option<SequenceOutput> {
+        let known = self.known.get(&entry.seq)?;
+        known.sampling.pooling?;
+        let end = entry.start + entry.count;
+        let state = known.states.last().filter(|_| end as usize == known.tokens.len())?;
+        Some(SequenceOutput {
+            seq: entry.seq,
+            position: end,
+            token: None,
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: embedding(*state),
+        })
     }
 }

@@ -94,6 +94,12 @@ pub(crate) fn all_reduce(shares: &[u64]) -> u64 {
     shares.iter().fold(0, |sum, share| mix(sum, *share))
 }
 
+/// The embedding of a prompt that leads to this state.
+pub(crate) fn embedding(state: u64) -> Vec<f32> {
+    // As many bits as such a number holds.
+    [state, state >> 24, state >> 48].map(|bits| (bits & 0xff_ffff) as f32).to_vec()
+}
+
 /// What ends a text.
 #[derive(Clone, Debug)]
 pub(crate) struct Ends {

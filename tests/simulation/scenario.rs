@@ -5,6 +5,7 @@ use coordinator::engine::FinishReason;
 use coordinator::replica::driver::DriverLimits;
 use coordinator::scheduler::{SchedulerConfig, Speculation};
 use shared::protocol::EngineConfig;
+use shared::sampling::Pooling;
 
 use crate::model::{Ends, POISON, VOCABULARY, undisturbed};
 use crate::random::Random;
@@ -95,6 +96,8 @@ pub(crate) struct Client {
     pub(crate) n: u32,
     pub(crate) seed: u64,
     pub(crate) ends: Ends,
+    /// It wants an embedding, not tokens.
+    pub(crate) pooling: Option<Pooling>,
     pub(crate) leaves: Option<(Time, Leaving)>,
     pub(crate) expected: Vec<(Vec<u32>, FinishReason)>,
 }
@@ -263,8 +266,18 @@ impl Scenario {
         // Whether a request for no tokens finished before its client was gone, no token tells.
         let ways = if max_tokens == 0 { [Leaving::Cancels; 2] } else { Leaving::ALL };
         let leaves = random.chance(15).then(|| (random.skewed(MS, 6 * S), random.pick(&ways)));
-        let expected = (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect();
-        Client { at, prompt, n, seed, ends, leaves, expected }
+        let pooling = match seed % 4 {
+            _ if max_tokens > 0 || n > 1 => None,
+            0 => None,
+            1 => Some(Pooling::Last),
+            2 => Some(Pooling::First),
+            _ => Some(Pooling::Mean),
+        };
+        let expected = match pooling {
+            Some(_) => vec![(Vec::new(), FinishReason::Complete)],
+            None => (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect(),
+        };
+        Client { at, prompt, n, seed, ends, pooling, leaves, expected }
     }
 
     /// When a process is started again, if ever.

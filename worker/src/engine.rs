@@ -5,6 +5,7 @@
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
 mod ahead;
 mod masks;
+mod pool;
 mod profile;
 mod sequence;
 mod verify;
@@ -85,6 +86,8 @@ struct StepBuffers {
     /// Rows and next tokens of one chunk of prompt log-probabilities.
     prompt_rows: Vec<u32>,
     targets: Vec<u32>,
+    /// Rows that an embedding is made of.
+    hidden: Vec<f32>,
 }
 
 impl<B: Backend> std::fmt::Debug for Engine<B> {
@@ -181,8 +184,8 @@ impl<B: Backend> Engine<B> {
         self.queued.clear();
     }
 
-    /// Runs one step. On rank 0 one output is appended per sequence that samples or reports prompt
-    /// log-probabilities, in the plan's order.
+    /// Runs one step. On rank 0 one output is appended per sequence that samples, reports prompt
+    /// log-probabilities or has its embedding, in the plan's order.
     ///
     /// # Errors
     /// [`EngineError`]; the epoch is over then.
@@ -224,8 +227,9 @@ impl<B: Backend> Engine<B> {
         } else {
             let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
             sampling = self.compute(plan, outputs, false)?;
+            let pools = self.pool(plan, outputs)?;
             self.share(plan, outputs)?;
-            if reports {
+            if reports || pools {
                 let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
                 outputs.sort_by_cached_key(|output| place(output.seq));
             }
@@ -522,6 +526,7 @@ fn prompt_logprobs<B: Backend>(
                 prompt_logprobs: report,
                 prompt_start: entry.start + 1,
                 corrupted,
+                embedding: Vec::new(),
             });
         }
     }
@@ -552,6 +557,7 @@ fn merge_output(
         prompt_logprobs: Vec::new(),
         prompt_start: 0,
         corrupted,
+        embedding: Vec::new(),
     });
 }
 

@@ -374,6 +374,11 @@ impl ReplicaDriver {
                         send(live, request, EngineEvent::PromptLogprobs(logprobs), &mut self.gone);
                     }
                 }
+                Effect::Embedding { request, embedding } => {
+                    if let Some(live) = self.live.get_mut(&request) {
+                        send(live, request, EngineEvent::Embedding(embedding), &mut self.gone);
+                    }
+                }
                 Effect::Token { request, choice, token, logprobs } => {
                     if let Some(live) = self.live.get_mut(&request) {
                         recording.tokens(&mut live.track, choice, 1, now);

@@ -138,6 +138,12 @@ impl Scheduler {
                 effects.push(Effect::PromptLogprobs { request, logprobs });
             }
         }
+        if !output.embedding.is_empty() && seq.sampling.pooling.is_some() {
+            let embedding = std::mem::take(&mut output.embedding);
+            effects.push(Effect::Embedding { request, embedding });
+            self.finish(slot, FinishReason::Complete, effects);
+            return false;
+        }
         match output.token {
             Some(token) if samples => {
                 self.accept_token(slot, token, output.logprobs, stopped, effects);
@@ -188,12 +194,17 @@ impl Scheduler {
 
     /// Ends a sequence that wanted no token once its prompt is computed.
     fn finish_prefill_only(&mut self, slot: usize, effects: &mut Vec<Effect>) {
-        let done = self.sequences[slot]
-            .as_ref()
-            .is_some_and(|seq| seq.max_tokens == 0 && seq.computed >= seq.num_prompt);
+        let Some(seq) = &self.sequences[slot] else { return };
+        let (request, pools) = (seq.request, seq.sampling.pooling.is_some());
+        let done = seq.max_tokens == 0 && seq.computed >= seq.num_prompt;
         let in_flight = |entry: &plan::Entry| entry.slot == slot;
-        if done && !self.in_flight.iter().any(|step| step.entries.iter().any(in_flight)) {
-            self.finish(slot, FinishReason::Length, effects);
+        if !done || self.in_flight.iter().any(|step| step.entries.iter().any(in_flight)) {
+            return;
         }
+        if pools {
+            // The embedding comes with the last share of its prompt: a rank kept it back.
+            return self.end_request(request, Some(EngineError::Corrupted), effects);
+        }
+        self.finish(slot, FinishReason::Length, effects);
     }
 }

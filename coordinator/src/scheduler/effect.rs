@@ -24,6 +24,13 @@ pub enum Effect {
         /// One for each prompt token but the first.
         logprobs: Vec<TokenLogprobs>,
     },
+    /// The prompt's embedding is there.
+    Embedding {
+        /// Of which request.
+        request: RequestId,
+        /// As many numbers as the model's hidden size.
+        embedding: Vec<f32>,
+    },
     /// A token was accepted.
     Token {
         /// Of which request.

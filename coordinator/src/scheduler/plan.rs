@@ -3,6 +3,7 @@ use std::task::{Context, Poll};
 
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
+use shared::sampling::Pooling;
 
 use super::sequence::Sequence;
 use super::{Effect, Scheduler, keep_full, weight};
@@ -269,11 +270,13 @@ impl Scheduler {
     }
 
     /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
-    /// be computed: its logits are what is wanted. Log-probabilities of a prompt need it all.
+    /// be computed: its logits are what is wanted, or its embedding. Log-probabilities of a prompt need
+    /// it all, and so do embeddings that are made of more.
     fn look_up(&mut self, slot: usize) {
         self.found.clear();
         let Some(seq) = &self.sequences[slot] else { return };
-        if !self.config.prefix_caching || !seq.prompt_logprobs_done {
+        let needs_all = seq.sampling.pooling.is_some_and(Pooling::needs_all);
+        if !self.config.prefix_caching || !seq.prompt_logprobs_done || needs_all {
             return;
         }
         let size = self.config.block_size as usize;

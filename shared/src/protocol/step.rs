@@ -70,9 +70,9 @@ pub struct StepResult {
     pub epoch: Epoch,
     /// The plan's step.
     pub step: StepId,
-    /// One per sequence with `sample` set or prompt log-probabilities, in the plan's order; of a
-    /// sequence with drafts one per token that counts, at consecutive positions. Empty on other ranks
-    /// than 0.
+    /// One per sequence with `sample` set, prompt log-probabilities or an embedding, in the plan's
+    /// order; of a sequence with drafts one per token that counts, at consecutive positions. Empty
+    /// on other ranks than 0.
     pub outputs: Vec<SequenceOutput>,
     /// A [`TokenDigest`] of what the step yielded, as this rank has it: equal on all ranks.
     pub digest: u32,
@@ -127,8 +127,11 @@ pub struct SequenceOutput {
     pub prompt_logprobs: Vec<TokenLogprobs>,
     /// Position of the first entry of `prompt_logprobs`.
     pub prompt_start: u32,
-    /// The logits were not finite: the sequence must fail, not continue.
+    /// The logits or the embedding were not finite: the sequence must fail, not continue.
     pub corrupted: bool,
+    /// The prompt's embedding, where one was asked for and this step computed its last token: as many
+    /// numbers as the model's hidden size. Empty otherwise.
+    pub embedding: Vec<f32>,
 }
 
 /// Log-probabilities of one token, from the model's own distribution (before temperature, penalties

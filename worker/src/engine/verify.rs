@@ -98,6 +98,7 @@ pub(super) fn report(
             logprobs: wants_logprobs.then(|| token_logprobs(sampled)),
             prompt_logprobs: Vec::new(),
             prompt_start: 0,
+            embedding: Vec::new(),
         });
     }
 }
