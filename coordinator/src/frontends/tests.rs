@@ -4,7 +4,7 @@ use std::path::Path;
 use shared::clock::SystemClock;
 use shared::metrics::Limits as MetricLimits;
 use shared::protocol::{FromFrontend, GuideSpec, SubmitRequest};
-use shared::sampling::{LOGPROBS_MAX, SUPPRESSED_MAX, SamplingParams};
+use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
 
 use super::link::LINK_SHIFT;
 use super::*;
