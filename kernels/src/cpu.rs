@@ -223,11 +223,11 @@ impl Backend for CpuBackend {
     }
 
     fn new_kv_cache(&mut self, shape: KvShape) -> Result<CpuKvCache, KernelError> {
-        CpuKvCache::new(shape)
+        CpuKvCache::new(shape, self.precision)
     }
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
-        kv::block_bytes(shape)
+        kv::block_bytes(shape, self.precision)
     }
 
     fn embed(
@@ -322,10 +322,10 @@ impl Backend for CpuBackend {
     ) -> Result<(), KernelError> {
         check::attention(q, shape, batch, cache, layer, out)?;
         out.set_rows(q.rows())?;
-        let positions = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0)
-            * cache.shape().block_size;
+        let blocks = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0);
+        let positions = blocks * cache.shape().block_size;
         for worker in &mut self.workers {
-            worker.attention.reserve(positions, shape.head_dim)?;
+            worker.attention.reserve(blocks, cache)?;
         }
         attention::cut(batch, &mut self.tiles);
         let tiles = &self.tiles;

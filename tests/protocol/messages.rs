@@ -52,6 +52,7 @@ fn plan() -> StepPlan {
             new_blocks: vec![BlockId(0), BlockId(77)],
             sample: true,
             allowed: Some(TokenMask::Bits(vec![0x8000_0001, 0, u32::MAX])),
+            drafts: Vec::new(),
         }],
     }
 }
@@ -319,21 +320,27 @@ fn the_form_of_messages_is_pinned() {
         new_blocks: vec![BlockId(7)],
         sample: true,
         allowed: None,
+        drafts: Vec::new(),
     };
-    assert_eq!(hex(codec::encode(&entry).unwrap()), "09030101070100");
+    assert_eq!(hex(codec::encode(&entry).unwrap()), "0903010107010000");
     let mask = |allowed| codec::encode(&SequenceStep { allowed, ..entry.clone() }).map(hex);
     let only = mask(Some(TokenMask::Only(vec![5, 70_000])));
-    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc70110100");
+    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc7011010000");
     let except = mask(Some(TokenMask::Except(vec![300])));
-    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c01");
+    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c0100");
     let bits = mask(Some(TokenMask::Bits(vec![u32::MAX, 1])));
-    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff01");
+    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff0100");
     let embedding = EngineEvent::Embedding(vec![1.0, -0.5]);
     assert_eq!(hex(codec::encode(&embedding).unwrap()), "01020000803f000000bf");
     let sampling = codec::encode(&SamplingParams::greedy()).unwrap();
     let pooled = SamplingParams { pooling: Some(Pooling::Mean), ..SamplingParams::greedy() };
     let pooled = hex(codec::encode(&pooled).unwrap());
     assert_eq!(pooled, hex(sampling).strip_suffix("00").unwrap().to_owned() + "0102");
+    let drafts = SequenceStep { count: 3, drafts: vec![5, 70_000], ..entry };
+    assert_eq!(
+        hex(codec::encode(&drafts).unwrap()),
+        "09030301070100".to_owned() + "0205fc70110100"
+    );
 }
 
 #[test]

@@ -44,6 +44,7 @@ fn operation(observer: &Observer) -> Operation {
         max_queued_requests: 4,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        speculation: None,
     };
     let limits = DriverLimits {
         step_timeout: Duration::from_secs(9),

@@ -85,6 +85,8 @@ pub(crate) struct Rig {
     woken: Arc<Woken>,
     pub(crate) totals: StepSummary,
     pub(crate) preemptions: u32,
+    /// Tokens drafted, and those of them accepted.
+    pub(crate) drafted: (u32, u32),
     /// Requests with a sequence admitted, as effects say.
     running: BTreeSet<RequestId>,
 }
@@ -108,6 +110,7 @@ impl Rig {
             next: 1,
             totals: StepSummary::default(),
             preemptions: 0,
+            drafted: (0, 0),
             running: BTreeSet::new(),
         }
     }
@@ -296,7 +299,7 @@ impl Rig {
             Effect::Finished { request, choice, reason, last, .. } => {
                 let (client, got) = self.requests.get_mut(&request).unwrap();
                 let tokens = &got.tokens[choice as usize];
-                finish_reason_is_right(client, tokens, reason);
+                finish_reason_is_right(client, tokens, reason, self.config.max_model_len);
                 assert_eq!(got.embedded, client.pooling.is_some(), "{request}");
                 assert!(got.reasons[choice as usize].replace(reason).is_none());
                 assert_eq!(last, got.ended());
@@ -330,6 +333,12 @@ impl Rig {
                 if waits {
                     self.running.remove(&request);
                 }
+            }
+            Effect::Drafted { tokens, accepted, emitted } => {
+                assert!(accepted <= tokens && tokens > 0 && accepted <= emitted);
+                assert!(emitted <= accepted + 1, "one more than accepted at most");
+                self.drafted.0 += tokens;
+                self.drafted.1 += accepted;
             }
             Effect::StepDone(step) => {
                 self.totals.prompt += step.prompt;
@@ -385,7 +394,12 @@ impl Rig {
     }
 }
 
-fn finish_reason_is_right(client: &ClientRequest, tokens: &[u32], reason: FinishReason) {
+fn finish_reason_is_right(
+    client: &ClientRequest,
+    tokens: &[u32],
+    reason: FinishReason,
+    max_model_len: u32,
+) {
     let ends = |at: usize| {
         let may = at + 1 >= client.min_tokens as usize;
         may && (client.end_tokens.contains(&tokens[at]) || client.stop_token == Some(tokens[at]))
@@ -401,7 +415,10 @@ fn finish_reason_is_right(client: &ClientRequest, tokens: &[u32], reason: Finish
             assert!(client.end_tokens.contains(&token) && tokens.last() == Some(&token));
         }
         FinishReason::StopString => assert_eq!(tokens.last().copied(), client.stop_token),
-        FinishReason::Length => assert_eq!(tokens.len() as u32, client.max_tokens),
+        FinishReason::Length => {
+            let room = max_model_len - client.prompt.len() as u32;
+            assert_eq!(tokens.len() as u32, client.max_tokens.min(room));
+        }
         FinishReason::Complete => {
             let mut guide = client.guide().expect("a guide was asked for");
             let over = tokens.iter().position(|it| {

@@ -2,7 +2,7 @@
 use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
-use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig};
+use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig, Speculation};
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
 use shared::sampling::Pooling;
@@ -18,6 +18,7 @@ fn config() -> SchedulerConfig {
         max_queued_requests: 3,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        speculation: None,
     }
 }
 
@@ -338,16 +339,31 @@ fn bounds_in_conflict_are_named() {
 #[test]
 #[ignore = "a measurement"]
 fn time_of_a_decode_step_of_256() {
+    for (what, speculation) in [("", None), (", which look for drafts", DRAFTS)] {
+        let spent = spent_on_256(SchedulerConfig { speculation, ..config() });
+        println!("plan + apply of 256 sequences{what}: {:.1} us", spent.as_secs_f64() * 1e6);
+    }
+}
+
+const DRAFTS: Option<Speculation> = Some(Speculation {
+    num_speculative_tokens: 5,
+    prompt_lookup_max: 4,
+    prompt_lookup_min: 2,
+    disable_by_batch_size: None,
+});
+
+/// Per step.
+fn spent_on_256(config: SchedulerConfig) -> std::time::Duration {
     let wide = SchedulerConfig {
         max_num_seqs: 256,
         max_num_batched_tokens: 8192,
         max_queued_requests: 1000,
-        ..config()
+        ..config
     };
     let mut rig = Rig::new(wide);
     rig.ready(100_000);
     for seed in 0..256 {
-        rig.submit(ClientRequest { max_tokens: 400, seed, ..prompt(16) }).unwrap();
+        rig.submit(ClientRequest { max_tokens: 400, seed: seed * 3 + 1, ..prompt(16) }).unwrap();
     }
     let mut plan = StepPlan::default();
     let mut effects = Vec::new();
@@ -364,8 +380,5 @@ fn time_of_a_decode_step_of_256() {
         spent += began.elapsed();
         effects.clear();
     }
-    println!(
-        "plan + apply of 256 sequences: {:.1} us",
-        spent.as_secs_f64() * 1e6 / f64::from(steps)
-    );
+    spent / steps
 }

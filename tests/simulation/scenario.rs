@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use coordinator::engine::FinishReason;
 use coordinator::replica::driver::DriverLimits;
-use coordinator::scheduler::SchedulerConfig;
+use coordinator::scheduler::{SchedulerConfig, Speculation};
 use shared::protocol::EngineConfig;
 use shared::sampling::Pooling;
 
@@ -140,6 +140,18 @@ pub(crate) struct Scenario {
     pub(crate) faults: Vec<(Time, Fault)>,
 }
 
+/// Whether sequences draft, and how: of the seed alone, so that all else stays what it was.
+fn speculation(seed: u64, max_num_seqs: u32) -> Option<Speculation> {
+    let random = &mut Random::new(seed ^ 0xd4af7);
+    let min = random.range(1, 3) as u32;
+    random.chance(50).then(|| Speculation {
+        num_speculative_tokens: random.range(1, u64::from(max_num_seqs - 1)) as u32,
+        prompt_lookup_max: min + random.range(0, 2) as u32,
+        prompt_lookup_min: min,
+        disable_by_batch_size: random.chance(20).then_some(3),
+    })
+}
+
 impl Scenario {
     pub(crate) fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
@@ -168,6 +180,7 @@ impl Scenario {
             max_queued_requests: random.pick(&[4, 16, 64]),
             max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
             prefix_caching: random.chance(80),
+            speculation: speculation(seed, max_num_seqs),
         };
         let limits = DriverLimits {
             step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),

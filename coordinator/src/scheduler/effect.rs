@@ -75,6 +75,15 @@ pub enum Effect {
         /// Tokens whose K and V were computed and are lost.
         tokens: u32,
     },
+    /// Drafts were verified.
+    Drafted {
+        /// Tokens drafted, at least 1.
+        tokens: u32,
+        /// Of them those that the sequence got: the first so many.
+        accepted: u32,
+        /// Tokens that the sequence got by it: one more, unless it ended.
+        emitted: u32,
+    },
     /// A step was answered.
     StepDone(StepSummary),
 }

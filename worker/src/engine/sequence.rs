@@ -76,7 +76,7 @@ impl Sequence {
             return Err(format!("is to be computed from {start}, its cache ends at {computed}"));
         }
         let end = entry.start.checked_add(entry.count).filter(|_| entry.count > 0);
-        let known = self.tokens.len() as u32;
+        let known = (self.tokens.len() + entry.drafts.len()) as u32;
         let Some(end) = end.filter(|end| *end <= known) else {
             return Err(format!("is to be computed to beyond its {known} tokens"));
         };
@@ -110,9 +110,19 @@ impl Sequence {
         (entry.start + 1 < end).then_some(entry.start + 1..end)
     }
 
-    /// What sampling its next token needs to know, where `allowed` is the mask for it.
-    pub(super) fn sample_row<'a>(&'a self, allowed: Option<&'a [u32]>) -> SampleRow<'a> {
-        let (prompt, output) = self.tokens.split_at(self.num_prompt as usize);
+    /// Where in the cache the K and V of a position are, which its blocks cover.
+    pub(super) fn slot(&self, position: u32, block_size: u32) -> u32 {
+        self.blocks[(position / block_size) as usize] * block_size + position % block_size
+    }
+
+    /// What sampling the token behind its first `known` ones needs to know, where `allowed` is the mask
+    /// for it.
+    pub(super) fn sample_row<'a>(
+        &'a self,
+        known: usize,
+        allowed: Option<&'a [u32]>,
+    ) -> SampleRow<'a> {
+        let (prompt, output) = self.tokens[..known].split_at(self.num_prompt as usize);
         SampleRow { params: &self.params, prompt, output, allowed }
     }
 }
