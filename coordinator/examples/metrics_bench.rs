@@ -105,6 +105,7 @@ fn engine() -> EngineConfig {
         max_num_seqs: 256,
         max_num_batched_tokens: 8192,
         kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
     }
 }
 

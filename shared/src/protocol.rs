@@ -26,8 +26,8 @@ pub use guide::{GuideSpec, Whitespace};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
-    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings,
-    TokenDigest, TokenLogprobs,
+    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings, Swap,
+    SwapPair, TokenDigest, TokenLogprobs,
 };
 
 use crate::actor::peer::RemoteMessage;
@@ -36,7 +36,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 9;
+pub const PROTOCOL_VERSION: u16 = 10;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -50,6 +50,7 @@ pub(crate) fn config(num_blocks: u32) -> ReplicaConfig {
             max_num_seqs: 64,
             max_num_batched_tokens: 2048,
             kv_cache_bytes: 1 << 30,
+            swap_bytes: 0,
         },
         num_blocks,
         tensor_parallel: 2,

@@ -95,6 +95,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
             kv_cache_bytes: 1 << 40,
+            swap_bytes: 0,
         },
     })
 }
@@ -106,7 +107,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         form(CollectiveSpec::None),
         form(CollectiveSpec::SharedMemory { name: "tutti-1".to_owned() }),
         form(CollectiveSpec::Tcp { ranks, token: u64::MAX }),
-        ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 9 }),
+        ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 9, host_blocks: 0 }),
         ToWorker::Step(plan()),
         ToWorker::Abort { epoch: Epoch(1) },
         ToWorker::Shutdown { reason: "r".to_owned() },
@@ -116,7 +117,13 @@ fn every_message_survives_and_every_cut_is_noticed() {
     let epoch = Epoch(1);
     let from = [
         FromWorker::Progress(LoadProgress { epoch, bytes_done: 1, bytes_total: 2 }),
-        FromWorker::Formed(Formed { epoch, kv_blocks: 1, weight_bytes: 2, load_seconds: 0.5 }),
+        FromWorker::Formed(Formed {
+            epoch,
+            kv_blocks: 1,
+            host_blocks: 0,
+            weight_bytes: 2,
+            load_seconds: 0.5,
+        }),
         FromWorker::FormFailed(FormFailed { epoch, message: "m".to_owned(), permanent: true }),
         FromWorker::Started(Started { epoch }),
         FromWorker::Step(result()),
@@ -298,8 +305,12 @@ fn the_form_of_messages_is_pinned() {
     let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let abort = codec::encode(&ToWorker::Abort { epoch: Epoch(300) }).unwrap();
     assert_eq!(hex(abort), "03fb2c01");
-    let start =
-        codec::encode(&ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 70_000 })).unwrap();
+    let start = codec::encode(&ToWorker::Start(Start {
+        epoch: Epoch(1),
+        num_blocks: 70_000,
+        host_blocks: 0,
+    }))
+    .unwrap();
     assert_eq!(hex(start), "0101fc70110100");
     let id = GroupId { epoch: Epoch(5), bytes: vec![0xab, 0xcd] };
     assert_eq!(hex(codec::encode(&ToWorker::GroupId(id.clone())).unwrap()), "050502abcd");

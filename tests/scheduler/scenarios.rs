@@ -8,7 +8,7 @@ use shared::protocol::StepPlan;
 
 use crate::rig::{ClientRequest, Rig};
 
-fn config() -> SchedulerConfig {
+pub(crate) fn config() -> SchedulerConfig {
     SchedulerConfig {
         block_size: 16,
         max_model_len: 1024,

@@ -303,7 +303,13 @@ impl World {
         process.executor.loaded = Some((form.rank, form.world_size));
         process.executor.epoch = Some((process.executor.entered, form.epoch));
         process.stats().formed(form.replica, form.rank);
-        let formed = Formed { epoch: form.epoch, kv_blocks, weight_bytes: 1, load_seconds: 0.0 };
+        let formed = Formed {
+            epoch: form.epoch,
+            kv_blocks,
+            host_blocks: 0,
+            weight_bytes: 1,
+            load_seconds: 0.0,
+        };
         process.executor.form = Some(form);
         process.executor.kv_blocks = kv_blocks;
         self.tell(slot, FromWorker::Formed(formed));

@@ -156,6 +156,7 @@ impl Scenario {
             max_num_seqs,
             max_num_batched_tokens,
             kv_cache_bytes: 1 << 20,
+            swap_bytes: 0,
         };
         let scheduler = SchedulerConfig {
             block_size: engine.block_size,

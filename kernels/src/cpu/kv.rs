@@ -4,7 +4,8 @@
 //! The K and V of one (layer, block, KV head) lie together: K transposed, `[head_dim, block_size]`,
 //! so that scores of neighbouring tokens are computed in the lanes of a vector without sums across
 //! lanes; then V, `[block_size, head_dim]`.
-use super::memory::AlignedVec;
+use super::memory::{AlignedVec, Disjoint};
+use super::pool::Pool;
 use crate::backend::KvShape;
 use crate::error::KernelError;
 
@@ -58,6 +59,27 @@ impl CpuKvCache {
     pub(crate) fn data_mut(&mut self) -> &mut [KvElement] {
         &mut self.data
     }
+}
+
+/// Copies blocks (from, to), which were checked, in all layers. Layers are tasks of their own.
+pub(crate) fn copy_blocks(
+    pool: &mut Pool,
+    from: &CpuKvCache,
+    to: &mut CpuKvCache,
+    pairs: impl Fn(usize) -> (usize, usize) + Sync,
+    count: usize,
+) -> Result<(), KernelError> {
+    let len = 2 * from.half_len() * from.shape.num_kv_heads;
+    let (shape, layers) = (to.shape, from.shape.num_layers);
+    let to = Disjoint::new(&mut to.data);
+    pool.run_ranges(count * layers, 8, &|range, _| {
+        for task in range {
+            let (layer, (source, target)) = (task % layers, pairs(task / layers));
+            // SAFETY: each block of each layer is the target of one task.
+            let target = unsafe { to.slice(tile_offset(&shape, layer, target, 0), len) };
+            target.copy_from_slice(&from.data[tile_offset(&from.shape, layer, source, 0)..][..len]);
+        }
+    })
 }
 
 /// Writes one token's `k` and `v` at `offset` of a block and head's K ++ V.
