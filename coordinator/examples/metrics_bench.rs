@@ -63,7 +63,8 @@ fn scrape(workers: u32) {
         record.worker_info(worker, &format!("node-{index}"), "0.1.0");
         record.worker_reported(worker, Duration::from_secs(1_700_000_000));
         if index % 2 == 0 {
-            let config = ReplicaConfig { engine: engine(), num_blocks: 4096, tensor_parallel: 2 };
+            let (engine, num_blocks, host_blocks) = (engine(), 4096, 0);
+            let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel: 2 };
             record.replica_ready(replica, &config);
         }
     }

@@ -184,7 +184,7 @@ catalogue! {
         Coordinator,
         "Of tutti_preemptions_total those whose KV blocks went to host memory; of the others they are computed again.",
         when "requests are swapped";
-    counter KV_BLOCKS_SWAPPED: "tutti_kv_blocks_swapped_total", Blocks,
+    counter KV_SWAPPED_BLOCKS: "tutti_kv_swapped_blocks_total", Blocks,
         model [SwapDirection::LABEL, REPLICA], Coordinator,
         "KV blocks copied to host memory (out) and back (in).", when "requests are swapped";
 

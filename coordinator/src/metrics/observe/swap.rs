@@ -28,7 +28,7 @@ impl HostCells {
             blocks: stats.gauge(catalogue::HOST_KV_CACHE_BLOCKS, label),
             preemptions: stats.counter(catalogue::PREEMPTIONS_SWAPPED, label),
             moved: PerValue::new::<SwapDirection>(|direction| {
-                stats.counter(catalogue::KV_BLOCKS_SWAPPED, [direction, &name])
+                stats.counter(catalogue::KV_SWAPPED_BLOCKS, [direction, &name])
             }),
         };
         stats.set(cells.used_blocks, 0.0);
