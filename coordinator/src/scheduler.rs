@@ -51,6 +51,9 @@ use crate::engine::{EngineError, FinishReason, GenerateRequest};
 /// but the first of them it had for itself.
 pub const SUSPICION_MAX: u32 = 3;
 
+/// A request that does not fit where it was to go on, and why.
+pub type Refused = Box<(HandedOver, EngineError)>;
+
 /// Why an epoch is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EpochEnd {
@@ -274,15 +277,12 @@ impl Scheduler {
     ///
     /// # Errors
     /// The request, when it does not fit here.
-    pub fn adopt(
-        &mut self,
-        handed: HandedOver,
-    ) -> Result<Vec<(SeqId, SeqId)>, (HandedOver, EngineError)> {
+    pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
         let needed = handed.sequences.first();
         let needed = needed.map_or(0, |seq| self.blocks_needed(seq.num_prompt, seq.max_tokens));
         if self.epoch.is_some() && needed > self.blocks.total() {
             let available = self.blocks.total();
-            return Err((handed, EngineError::TooLarge { needed, available }));
+            return Err(Box::new((handed, EngineError::TooLarge { needed, available })));
         }
         let HandedOver { id, mut owner, sequences } = handed;
         owner.live.clear();

@@ -21,6 +21,7 @@
 //! - [`secrets`]: who may join
 //! - [`strangers`]: connections that say nothing
 //! - [`structured`]: JSON, patterns and grammars of a real model, also when a worker dies
+//! - [`swapping`]: requests that are put back to host memory
 //! - [`tls`]: HTTPS, its files and who asks by it
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
@@ -54,6 +55,7 @@ mod secrets;
 mod serving;
 mod strangers;
 mod structured;
+mod swapping;
 mod tls;
 
 use serde_json::{Value, json};

@@ -26,10 +26,13 @@ const TOKENS: u32 = 48;
 const MAX_LEN: u32 = 112;
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// Tokens, and what was said of them.
+type Text = Vec<(u32, Option<TokenLogprobs>)>;
+
 /// What became of a load: each choice's tokens with what was said of them, and how it went.
 #[derive(Debug, Default)]
 struct Outcome {
-    choices: BTreeMap<(RequestId, u32), Vec<(u32, Option<TokenLogprobs>)>>,
+    choices: BTreeMap<(RequestId, u32), Text>,
     swapped: (u32, u32),
     preemptions: u32,
     recomputed: u32,

@@ -136,6 +136,7 @@ fn a_group_forms_when_complete_and_serves_with_the_smallest_cache() {
         epoch: Epoch(1),
         ranks: vec![WorkerId(0), WorkerId(1)],
         num_blocks: 100,
+        host_blocks: 0,
     };
     assert_eq!(effects.last(), Some(&ready));
 }

@@ -238,7 +238,10 @@ impl ReplicaDriver {
                     self.observer.record().routed(&mut live.track, self.id);
                     self.live.insert(id, live);
                 }
-                Err((_, error)) => dropped(&mut self.observer.record(), live, Some(error)),
+                Err(refused) => {
+                    let (_, error) = *refused;
+                    dropped(&mut self.observer.record(), live, Some(error));
+                }
             }
         }
     }
