@@ -130,7 +130,7 @@ fn step(on: bool, batch: u32, steps: u32) {
     };
     let mut now = Duration::ZERO;
     let mut driver = ReplicaDriver::new(now, ReplicaId(0), scheduler, observer, limits);
-    driver.ready(now, Epoch(1), 1 << 20);
+    driver.ready(now, Epoch(1), 1 << 20, 0);
     let mut rank = RankStats::new(WorkerId(0));
     rank.formed(ReplicaId(0), 0, 1, Duration::ZERO);
     let mut receivers = Vec::new();

@@ -138,7 +138,7 @@ mod tests {
         // Half a GiB more for each.
         let swapping =
             Line::parse_from(["doctor", "--tensor-parallel", "2", "--swap-space", "0.5"]);
-        let found = |mib| memory(4 << 30, &swapping.args, 2, Some(mib << 20));
+        let found = |mib: u64| memory(4 << 30, &swapping.args, 2, Some(mib << 20));
         assert_eq!(found((2048 + 512 + 512 + 256) * 2).level, Level::Ok);
         assert_eq!(found((2048 + 512 + 256) * 2 - 1).level, Level::Fail);
         assert!(found(0).fix.unwrap_or_default().contains("--swap-space"));
