@@ -19,6 +19,7 @@
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
+//! - [`speculation`]: drafted tokens change how many steps a text takes and nothing else
 //! - [`strangers`]: connections that say nothing
 //! - [`structured`]: JSON, patterns and grammars of a real model, also when a worker dies
 //! - [`swapping`]: requests that are put back to host memory
@@ -53,6 +54,7 @@ mod scaling;
 mod scraping;
 mod secrets;
 mod serving;
+mod speculation;
 mod strangers;
 mod structured;
 mod swapping;

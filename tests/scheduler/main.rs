@@ -11,6 +11,7 @@
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 //! - [`swapping`]: sequences that go to host memory and come back
+//! - [`speculation`]: sequences that repeat themselves, and their drafts
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -27,5 +28,6 @@ mod priorities;
 mod random;
 mod rig;
 mod scenarios;
+mod speculation;
 mod swapping;
 mod worker;

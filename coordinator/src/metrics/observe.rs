@@ -10,6 +10,7 @@
 //! - finished over all reasons + in flight = accepted
 mod cluster;
 mod request;
+mod speculation;
 mod swap;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,6 +29,7 @@ use shared::protocol::FrontendId;
 
 pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
+use self::speculation::SpeculationCells;
 use self::swap::HostCells;
 use super::level::Level;
 
@@ -120,6 +122,8 @@ struct ReplicaCells {
     host: Option<HostCells>,
     /// The present configuration's series.
     config: Option<Gauge>,
+    /// Where decoding is speculative.
+    speculation: Option<SpeculationCells>,
 }
 
 /// What a request that a replica holds can wait for.
@@ -394,6 +398,7 @@ impl ReplicaCells {
             blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS, label),
             host: None,
             config: None,
+            speculation: None,
         }
     }
 }

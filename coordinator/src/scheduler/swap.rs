@@ -103,8 +103,9 @@ impl Scheduler {
         self.look_up(slot);
         let Some(seq) = &mut self.sequences[slot] else { return false };
         let count = seq.num_wanted(self.config.max_model_len).min(*budget);
-        let Some(swapped) = seq.swapped.take_if(|_| count > 0) else {
-            // Its last token is in flight.
+        let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
+        let Some(swapped) = seq.swapped.take_if(|_| !waits) else {
+            // Its last token is in flight, or drafts are of which nobody knows what comes.
             return false;
         };
         // Others may have computed more of the same tokens: what the workers know of this sequence
@@ -113,10 +114,12 @@ impl Scheduler {
         self.found.truncate(full);
         let num_found = self.found.len() as u32;
         let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
-        let now = self.config.blocks_for(seq.computed + count) - num_found + found_free;
+        // It may bring more blocks than it needs: those of drafts that were not accepted.
+        let table = self.config.blocks_for(seq.computed + count).max(swapped.host.len() as u32);
+        let now = table - num_found + found_free;
         // As at admission, and a block more for each that runs: or they would soon have to put it
         // back again.
-        let ahead = self.config.blocks_for(seq.len_ahead() + 1).max(now + num_found - found_free);
+        let ahead = self.config.blocks_for(seq.len_ahead() + 1).max(table);
         let wanted = ahead - num_found + found_free + self.running.len() as u32;
         let num_free = self.blocks.num_free();
         let fits = now <= num_free && (wanted <= num_free || self.running.is_empty());
