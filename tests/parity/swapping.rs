@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use coordinator::engine::GenerateRequest;
-use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig};
+use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, Speculation};
 use kernels::collective::{Collective, local_group};
 use kernels::cpu::Precision;
 use kernels::cuda::CudaOptions;
@@ -36,6 +36,7 @@ struct Outcome {
     swapped: (u32, u32),
     preemptions: u32,
     recomputed: u32,
+    drafted: u32,
 }
 
 /// The next plans, of which an engine may see the first.
@@ -119,7 +120,7 @@ fn serve<B: Backend>(
 fn run<B: Backend>(
     degree: u32,
     (blocks, host): (u32, u32),
-    prefix_caching: bool,
+    (prefix_caching, speculation): (bool, Option<Speculation>),
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
     let sizes = EngineConfig {
@@ -138,6 +139,7 @@ fn run<B: Backend>(
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching,
+        speculation,
     })
     .unwrap();
     let (sender, results) = channel();
@@ -182,6 +184,7 @@ fn run<B: Backend>(
                     }
                     Effect::Preempted { .. } => outcome.preemptions += 1,
                     Effect::StepDone(step) => outcome.recomputed += step.recomputed,
+                    Effect::Drafted { tokens, .. } => outcome.drafted += tokens,
                     Effect::Dropped { error, .. } => panic!("{error:?}"),
                     _ => {}
                 }
@@ -193,27 +196,37 @@ fn run<B: Backend>(
     })
 }
 
+const DRAFTS: Speculation = Speculation {
+    num_speculative_tokens: 3,
+    prompt_lookup_max: 3,
+    prompt_lookup_min: 1,
+    disable_by_batch_size: None,
+};
+
 /// As many as the longest needs, and one.
 const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
 
 fn all_alike<B: Backend>(degree: u32, make: impl Fn(Box<dyn Collective>) -> B + Copy + Send) {
-    let undisturbed = run(degree, (100, 0), true, make);
+    let undisturbed = run(degree, (100, 0), (true, None), make);
     assert_eq!((undisturbed.preemptions, undisturbed.recomputed), (0, 0));
     assert_eq!(undisturbed.choices.len(), 8);
-    let again = run(degree, (FEW, 0), true, make);
+    let again = run(degree, (FEW, 0), (true, None), make);
     assert!(again.recomputed > 0 && again.swapped == (0, 0));
     assert_eq!(again.choices, undisturbed.choices, "computed again");
-    let swapped = run(degree, (FEW, 100), true, make);
+    let swapped = run(degree, (FEW, 100), (true, None), make);
     let (out, back) = swapped.swapped;
     assert!(back > 0 && back < out, "{back} of {out} blocks came back, the cache had the others");
     assert_eq!(swapped.recomputed, 0);
     assert_eq!(swapped.choices, undisturbed.choices, "swapped");
-    let whole = run(degree, (FEW, 100), false, make);
+    let whole = run(degree, (FEW, 100), (false, None), make);
     let (out, back) = whole.swapped;
     assert!(out == back && back > 10, "{back} of {out} blocks came back");
     assert_eq!(whole.choices, undisturbed.choices, "swapped as a whole");
+    let drafting = run(degree, (FEW, 100), (false, Some(DRAFTS)), make);
+    assert!(drafting.drafted > 0 && drafting.swapped.1 > 0, "{drafting:?}");
+    assert_eq!(drafting.choices, undisturbed.choices, "swapped with drafts");
     // Room for one or two of them: the others are computed again.
-    let mixed = run(degree, (FEW, 3), false, make);
+    let mixed = run(degree, (FEW, 3), (false, None), make);
     assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);
     assert_eq!(mixed.choices, undisturbed.choices, "some swapped, some computed again");
 }
@@ -236,7 +249,8 @@ fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let options = || options.clone();
     all_alike(1, |collective| fake_cuda_with(options(), collective));
-    let two = |blocks| run(2, blocks, false, |collective| fake_cuda_with(options(), collective));
+    let two =
+        |blocks| run(2, blocks, (false, None), |collective| fake_cuda_with(options(), collective));
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
     assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
     assert_eq!(swapped.choices, undisturbed.choices);
