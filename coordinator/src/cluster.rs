@@ -107,6 +107,8 @@ pub enum Effect {
         ranks: Vec<WorkerId>,
         /// KV blocks every rank has.
         num_blocks: u32,
+        /// Those in host memory.
+        host_blocks: u32,
     },
     /// A replica that was ready cannot serve any more.
     ReplicaBroken {
@@ -330,13 +332,13 @@ impl Cluster {
     pub fn worker_formed(&mut self, worker: WorkerId, formed: Formed, effects: &mut Vec<Effect>) {
         let epoch = formed.epoch;
         let complete = self.replicas.in_epoch(worker, epoch, |replica| {
-            Some((replica.formed(worker, formed.kv_blocks)?, replica.ranks()))
+            Some((replica.formed(worker, &formed)?, replica.ranks()))
         });
-        let Some((num_blocks, ranks)) = complete.flatten() else { return };
+        let Some(((num_blocks, host_blocks), ranks)) = complete.flatten() else { return };
         effects.extend(ranks.into_iter().map(|worker| Effect::Send {
             worker,
             epoch,
-            message: ToWorker::Start(Start { epoch, num_blocks }),
+            message: ToWorker::Start(Start { epoch, num_blocks, host_blocks }),
         }));
     }
 
@@ -372,8 +374,9 @@ impl Cluster {
         let complete = self.replicas.in_epoch(worker, epoch, |replica| {
             Some((replica.started(now, worker)?, replica.ranks()))
         });
-        if let Some((num_blocks, ranks)) = complete.flatten() {
-            effects.push(Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks });
+        if let Some(((num_blocks, host_blocks), ranks)) = complete.flatten() {
+            let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
+            effects.push(ready);
         }
     }
 

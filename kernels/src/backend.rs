@@ -236,6 +236,8 @@ pub trait Backend {
     type Vector;
     /// A paged KV cache.
     type KvCache;
+    /// KV blocks in host memory.
+    type HostKv;
 
     /// What it runs on, for the log: `cpu avx512_bf16, 2 threads`.
     fn describe(&self) -> String;
@@ -302,6 +304,37 @@ pub trait Backend {
 
     /// Bytes that one block takes over all layers, K and V together.
     fn kv_block_bytes(&self, shape: &KvShape) -> u64;
+
+    /// Makes room for `shape.num_blocks` KV blocks in host memory.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn new_host_kv(&mut self, shape: KvShape) -> Result<Self::HostKv, KernelError>;
+
+    /// Copies blocks of the cache, with K and V of all layers, to host memory: (block, host block)
+    /// pairs, no host block twice. Not within a step. Whatever is called later, and writes to those
+    /// blocks of the cache, does so behind it.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when a block is not there or is written twice; [`KernelError::Device`].
+    fn swap_out(
+        &mut self,
+        cache: &Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError>;
+
+    /// Copies blocks from host memory to the cache: (block, host block) pairs, no block twice. Not
+    /// within a step. Whatever is called later sees them.
+    ///
+    /// # Errors
+    /// As [`Backend::swap_out`].
+    fn swap_in(
+        &mut self,
+        cache: &mut Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError>;
 
     /// A step begins. What an earlier one left unfinished is dropped.
     ///

@@ -187,6 +187,7 @@ impl Backend for CpuBackend {
     type Routes = CpuRoutes;
     type Vector = CpuVector;
     type KvCache = CpuKvCache;
+    type HostKv = CpuKvCache;
 
     fn describe(&self) -> String {
         let threads = self.pool.num_threads();
@@ -228,6 +229,32 @@ impl Backend for CpuBackend {
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
         kv::block_bytes(shape, self.precision)
+    }
+
+    fn new_host_kv(&mut self, shape: KvShape) -> Result<CpuKvCache, KernelError> {
+        CpuKvCache::new(shape, self.precision)
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        let pair = |i: usize| (pairs[i].0 as usize, pairs[i].1 as usize);
+        kv::copy_blocks(&mut self.pool, cache, host, pair, pairs.len())
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        let pair = |i: usize| (pairs[i].1 as usize, pairs[i].0 as usize);
+        kv::copy_blocks(&mut self.pool, host, cache, pair, pairs.len())
     }
 
     fn embed(

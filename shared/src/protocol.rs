@@ -26,8 +26,8 @@ pub use guide::{GuideSpec, Whitespace};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
-    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings,
-    TokenDigest, TokenLogprobs,
+    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings, Swap,
+    SwapPair, TokenDigest, TokenLogprobs,
 };
 
 use crate::actor::peer::RemoteMessage;

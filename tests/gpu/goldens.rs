@@ -60,6 +60,7 @@ pub(crate) fn engine_over(
         max_num_seqs: 8,
         max_num_batched_tokens: 1024,
         kv_cache_bytes: 0,
+        swap_bytes: 0,
     };
     let positions = sizes.max_model_len as usize;
     let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;

@@ -253,6 +253,7 @@ impl Shape {
             max_num_seqs: batch,
             max_num_batched_tokens: sizes.prefill.max(batch),
             kv_cache_bytes: 0,
+            swap_bytes: 0,
         };
         let weights = self.weights(&mut backend, longest as usize)?;
         let model = self.config();

@@ -58,6 +58,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
                 max_num_seqs: 4,
                 max_num_batched_tokens: 32,
                 kv_cache_bytes: 1 << 20,
+                swap_bytes: 0,
             },
         };
         let ends = (epoch == 1).then_some(own);

@@ -14,6 +14,7 @@
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`rig`]: ranks as threads, driven by step plans
 //! - [`samplers`]: the fast sampler against the one by definition
+//! - `swapping`: sequences that go to host memory and come back, on every device
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -39,3 +40,4 @@ mod peers;
 mod plans;
 mod rig;
 mod samplers;
+mod swapping;

@@ -21,6 +21,7 @@ fn unstarted() -> Engine<ReferenceBackend> {
         max_num_seqs: 2,
         max_num_batched_tokens: 14,
         kv_cache_bytes: 1 << 20,
+        swap_bytes: 0,
     };
     let backend = ReferenceBackend::new(single_rank());
     engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap()

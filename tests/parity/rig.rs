@@ -200,6 +200,7 @@ fn engine_on<B: Backend>(
         max_num_seqs: SEQS_MAX,
         max_num_batched_tokens: TOKENS_MAX,
         kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
     };
     let mut engine = engine_reducing(model, rank, degree, backend, sizes)?;
     engine.start(NUM_BLOCKS)?;

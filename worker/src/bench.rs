@@ -263,6 +263,7 @@ fn engine<D: Device>(
         max_num_seqs: seqs,
         max_num_batched_tokens: options.prompt_tokens.max(seqs).max(32),
         kv_cache_bytes: u64::MAX,
+        swap_bytes: 0,
     };
     device.check_fit(&backend, &config, &shard, &sizes)?;
     let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;

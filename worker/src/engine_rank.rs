@@ -13,10 +13,11 @@ use kernels::collective::{
 };
 use kernels::cuda::{GroupSetup, Relay};
 use kernels::{Backend as _, Collective, CollectiveError, KernelError};
+use shared::host::available_memory;
 use shared::ids::Epoch;
 use shared::protocol::{CollectiveSpec, Dtype, Form, SequenceOutput, StepPlan, StepTimings};
 
-use crate::device::Device;
+use crate::device::{Device, bytes_text};
 use crate::engine::{Engine, EngineError};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -137,6 +138,31 @@ impl<D: Device> EngineRank<D> {
         self.device.prepare(&mut engine)?;
         D::set_alone(engine.backend(), false);
         Ok(engine)
+    }
+}
+
+/// KV blocks that `bytes` of host memory hold, if the host has so much.
+fn swap_space(bytes: u64, block_bytes: u64) -> Result<u32, String> {
+    if bytes == 0 {
+        return Ok(0);
+    }
+    // What other ranks of this host are about to take is not seen: each looks at what is left.
+    if let Some(available) = available_memory(Path::new("/"))
+        && bytes > available
+    {
+        return Err(format!(
+            "--swap-space is {}, and this host has {} of memory left",
+            bytes_text(bytes),
+            bytes_text(available)
+        ));
+    }
+    match u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX) {
+        0 => Err(format!(
+            "--swap-space is {}, less than the {} that one KV block takes",
+            bytes_text(bytes),
+            bytes_text(block_bytes)
+        )),
+        blocks => Ok(blocks),
     }
 }
 
@@ -262,12 +288,19 @@ impl<D: Device> Rank for EngineRank<D> {
             );
             return Err(FormError { message, permanent: true });
         }
-        Ok(RankReady { kv_blocks, weight_bytes: loaded.engine.weight_bytes(), load_seconds })
+        let host_blocks = swap_space(sizes.swap_bytes, loaded.engine.block_bytes())
+            .map_err(|message| FormError { message, permanent: false })?;
+        Ok(RankReady {
+            kv_blocks,
+            host_blocks,
+            weight_bytes: loaded.engine.weight_bytes(),
+            load_seconds,
+        })
     }
 
-    fn start(&mut self, num_blocks: u32) -> Result<(), String> {
+    fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String> {
         let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
-        let result = loaded.engine.start(num_blocks);
+        let result = loaded.engine.start_with(num_blocks, host_blocks);
         result.map_err(|error| {
             self.note(&error);
             error.to_string()

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
-use super::options::parse_bytes;
+use super::options::{parse_bytes, parse_swap_space};
 use super::output::print_line;
 use super::work::cores;
 use super::{CliError, api, secret};
@@ -73,6 +73,10 @@ pub(crate) struct DoctorArgs {
     /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
     #[arg(long, value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
+    /// Host memory per worker for requests that are put back when the KV cache is full: in GiB, or
+    /// bytes with a suffix KiB, MiB, GiB
+    #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
+    pub(crate) swap_space: u64,
     /// NVIDIA's management library, when the system's loader does not find it
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,

@@ -415,6 +415,11 @@ pub(crate) struct ServingArgs {
     /// on GPUs what --gpu-memory-utilization leaves]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: Option<u64>,
+    /// Host memory per worker for the KV of requests that are put back when the KV cache is full, so
+    /// that they need not be computed again: in GiB, or bytes with a suffix KiB, MiB, GiB; 0: they
+    /// are computed again
+    #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
+    pub(crate) swap_space: u64,
     /// Compute every prompt whole, also where the KV cache still has its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
@@ -541,6 +546,21 @@ fn parse_dtype(text: &str) -> Result<Dtype, String> {
         let names = Dtype::ALL.map(Dtype::name).join(", ");
         format!("it must be one of: {names}")
     })
+}
+
+/// Parses a number of GiB, as `4` and `0.5`, or what `parse_bytes` takes with a unit.
+pub(crate) fn parse_swap_space(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let Ok(gib) = text.parse::<f64>() else {
+        return parse_bytes(text).map_err(|why| {
+            format!("expected GiB, such as 4 or 0.5, or a size with a unit: {why}")
+        });
+    };
+    let bytes = gib * (1u64 << 30) as f64;
+    if !(0.0..=(1u64 << 50) as f64).contains(&bytes) {
+        return Err("must be 0 to 1048576 GiB".to_owned());
+    }
+    Ok(bytes as u64)
 }
 
 /// Parses `1073741824`, `512MiB`, `2GiB`.

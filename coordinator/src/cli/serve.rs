@@ -102,6 +102,7 @@ pub(crate) fn coordinator_options(
         block_size: args.block_size,
         // 0 leaves it to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
+        swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
         speculation: args.speculative_config,
         api: api::options(&args.api)?,

@@ -49,6 +49,8 @@ pub struct CoordinatorOptions {
     pub block_size: u32,
     /// KV cache memory per rank, in bytes.
     pub kv_cache_bytes: u64,
+    /// Host memory for swapped KV blocks per rank, in bytes; 0 for none.
+    pub swap_bytes: u64,
     /// Whether prompts begin behind what the KV cache still has of them.
     pub prefix_caching: bool,
     /// Whether sequences draft tokens, and how.

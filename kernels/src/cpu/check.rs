@@ -1,7 +1,7 @@
 //! Checks of arguments before memory is touched. A failed check is a caller's bug and an error, not
 //! a panic; nothing has been written then.
 use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector};
-use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable};
+use crate::backend::{AttentionShape, Batch, Buffer, KvShape, QkvWeights, RopeTable};
 use crate::error::KernelError;
 
 pub(crate) fn shape_error(op: &'static str, message: String) -> KernelError {
@@ -205,4 +205,36 @@ pub(crate) fn logits(
         first.saturating_add(count)
     );
     Ok(())
+}
+
+/// (block, host block) pairs that are copied out, or in.
+pub(crate) fn swap(
+    op: &'static str,
+    cache: &KvShape,
+    host: &KvShape,
+    pairs: &[(u32, u32)],
+    out: bool,
+) -> Result<(), KernelError> {
+    let alike = KvShape { num_blocks: cache.num_blocks, ..*host };
+    ensure!(op, alike == *cache, "the cache is {cache:?}, host memory has {host:?}");
+    for (block, host_block) in pairs {
+        let (blocks, host_blocks) = (cache.num_blocks, host.num_blocks);
+        ensure!(op, (*block as usize) < blocks, "block is {block} of {blocks}");
+        ensure!(
+            op,
+            (*host_block as usize) < host_blocks,
+            "host block is {host_block} of {host_blocks}"
+        );
+    }
+    let (count, most) = (pairs.len(), host.num_blocks);
+    ensure!(op, count <= most, "{count} pairs, host memory has {most} blocks");
+    // All are copied at once: none may be written twice.
+    let target = |(block, host): &(u32, u32)| if out { *host } else { *block };
+    let mut targets: Vec<u32> = pairs.iter().map(target).collect();
+    targets.sort_unstable();
+    let twice = targets.windows(2).find(|pair| pair[0] == pair[1]);
+    match twice {
+        Some(pair) => Err(shape_error(op, format!("block {} is written twice", pair[0]))),
+        None => Ok(()),
+    }
 }

@@ -11,6 +11,7 @@
 //!   zero.
 use super::math::{bf16_pair, round_bf16};
 use super::memory::{AlignedVec, Disjoint};
+use super::pool::Pool;
 use super::precision::Precision;
 use crate::backend::KvShape;
 use crate::error::KernelError;
@@ -117,6 +118,52 @@ impl CpuKvCache {
             Tiles::Bfloat16(data) => TilesMut::Bfloat16(Disjoint::new(data)),
         }
     }
+}
+
+/// Copies blocks (from, to), which were checked, in all layers. A block of a layer is a task of its own.
+pub(crate) fn copy_blocks(
+    pool: &mut Pool,
+    from: &CpuKvCache,
+    to: &mut CpuKvCache,
+    pairs: impl Fn(usize) -> (usize, usize) + Sync,
+    count: usize,
+) -> Result<(), KernelError> {
+    let (layers, len) = (from.shape.num_layers, from.tile_len() * from.shape.num_kv_heads);
+    let stride = to.shape.num_blocks;
+    // Where block (layer, source) and block (layer, target) begin.
+    let places = |task: usize| {
+        let (layer, (source, target)) = (task % layers, pairs(task / layers));
+        (from.tile_offset(layer, source, 0), (layer * stride + target) * len)
+    };
+    match (&from.tiles, to.tiles_mut()) {
+        (Tiles::Float32(from), TilesMut::Float32(to)) => {
+            copy(pool, from, &to, &places, count * layers, len)
+        }
+        (Tiles::Bfloat16(from), TilesMut::Bfloat16(to)) => {
+            copy(pool, from, &to, &places, count * layers, len)
+        }
+        _ => Err(KernelError::Shape {
+            op: "swap",
+            message: "the cache and host memory are of different precisions".to_owned(),
+        }),
+    }
+}
+
+fn copy<T: Copy + Sync + Send>(
+    pool: &mut Pool,
+    from: &[T],
+    to: &Disjoint<'_, T>,
+    places: &(dyn Fn(usize) -> (usize, usize) + Sync),
+    tasks: usize,
+    len: usize,
+) -> Result<(), KernelError> {
+    pool.run_ranges(tasks, 8, &|range, _| {
+        for (source, target) in range.map(places) {
+            // SAFETY: each block of each layer is the target of one task.
+            let target = unsafe { to.slice(target, len) };
+            target.copy_from_slice(&from[source..source + len]);
+        }
+    })
 }
 
 impl TilesMut<'_> {

@@ -94,6 +94,8 @@ entries! {
     PEER_GATHER: "tutti_peer_gather",
     ARGMAX_MERGE: "tutti_argmax_merge",
     TREE_SUM: "tutti_tree_sum",
+    BLOCKS_OUT: "tutti_blocks_out",
+    BLOCKS_IN: "tutti_blocks_in",
 }
 
 impl Entry {
@@ -298,6 +300,40 @@ pub fn tree_sum(
 ) -> Call {
     let args = word(Args::new().ptr(parts).ptr(out), ranks).u64((rows * width) as u64);
     wide(TREE_SUM, width, rows, word(args, width).ptr(live))
+}
+
+/// `tutti_blocks_out`: of (blocks, planes, elements of a block, elements from plane to plane).
+#[must_use]
+pub fn blocks_out(
+    cache: DevicePtr,
+    names: DevicePtr,
+    staging: DevicePtr,
+    sizes: (usize, usize, usize, usize),
+) -> Call {
+    blocks(BLOCKS_OUT, cache, names, staging, sizes)
+}
+
+/// `tutti_blocks_in`: likewise.
+#[must_use]
+pub fn blocks_in(
+    cache: DevicePtr,
+    names: DevicePtr,
+    staging: DevicePtr,
+    sizes: (usize, usize, usize, usize),
+) -> Call {
+    blocks(BLOCKS_IN, cache, names, staging, sizes)
+}
+
+fn blocks(
+    entry: Entry,
+    cache: DevicePtr,
+    names: DevicePtr,
+    staging: DevicePtr,
+    (count, planes, elements, stride): (usize, usize, usize, usize),
+) -> Call {
+    let args = Args::new().ptr(cache).ptr(names).ptr(staging).u64(stride as u64);
+    let args = word(args, elements).ptr(DevicePtr::default());
+    call(entry, (count, planes, 1), 256, args)
 }
 
 /// `tutti_to_f32`

@@ -12,6 +12,7 @@ use super::device::Device;
 use super::experts::{CudaRoutes, CudaStack};
 use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::memory::DevicePtr;
+use super::swap::CudaHostKv;
 use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, kv_block_bytes,
 };
@@ -76,6 +77,7 @@ impl Backend for CudaBackend {
     type Routes = CudaRoutes;
     type Vector = CudaVector;
     type KvCache = CudaKvCache;
+    type HostKv = CudaHostKv;
 
     fn describe(&self) -> String {
         let info = self.device.context.info();
@@ -148,6 +150,28 @@ impl Backend for CudaBackend {
         self.settle()?;
         self.sampling.forget();
         CudaKvCache::new(&self.device.context, &self.device.stream, shape)
+    }
+
+    fn new_host_kv(&mut self, shape: KvShape) -> Result<CudaHostKv, KernelError> {
+        CudaHostKv::new(&self.device.context, &self.device.stream, shape)
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, true)
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, false)
     }
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {

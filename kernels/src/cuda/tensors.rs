@@ -226,6 +226,18 @@ impl CudaKvCache {
         &self.shape
     }
 
+    /// Where it begins.
+    pub(super) fn ptr(&self) -> DevicePtr {
+        self.memory.ptr()
+    }
+
+    /// Elements of a block of one plane (the K or the V of a layer), and of a plane.
+    pub(super) fn block_and_plane(&self) -> (usize, usize) {
+        let KvShape { num_kv_heads, head_dim, block_size, num_blocks, .. } = self.shape;
+        let block = num_kv_heads * head_dim * block_size;
+        (block, block * num_blocks)
+    }
+
     /// Keys and values of a layer, which must be one of its.
     #[must_use]
     pub fn layer(&self, layer: usize) -> LayerCache {

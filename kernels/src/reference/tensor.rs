@@ -177,6 +177,18 @@ impl ReferenceKvCache {
         (&mut self.keys[start..][..width], &mut self.values[start..][..width])
     }
 
+    /// Overwrites block `to` by block `from` of another cache, in all layers.
+    pub(super) fn copy_block(&mut self, other: &Self, from: u32, to: u32) {
+        let size = self.shape.block_size;
+        let len = size * self.width();
+        for layer in 0..self.shape.num_layers {
+            let source = other.start(layer, from as usize * size);
+            let target = self.start(layer, to as usize * size);
+            self.keys[target..][..len].copy_from_slice(&other.keys[source..][..len]);
+            self.values[target..][..len].copy_from_slice(&other.values[source..][..len]);
+        }
+    }
+
     /// K of one head at one slot.
     pub(super) fn key(&self, layer: usize, slot: usize, head: usize) -> &[f32] {
         let start = self.start(layer, slot) + head * self.shape.head_dim;

@@ -167,6 +167,9 @@ pub struct EngineConfig {
     pub max_num_batched_tokens: u32,
     /// Memory for the KV cache per rank, in bytes; 0: as much as the rank's device has for it.
     pub kv_cache_bytes: u64,
+    /// Host memory for the KV blocks of sequences that are swapped out, per rank, in bytes; 0: none
+    /// is swapped.
+    pub swap_bytes: u64,
 }
 
 /// What matrix products take of their activations, named as vLLM does. Weights are bf16 always, and
@@ -262,6 +265,8 @@ pub struct Formed {
     pub epoch: Epoch,
     /// How many KV blocks fit on this rank.
     pub kv_blocks: u32,
+    /// How many KV blocks fit into its host memory for swapping.
+    pub host_blocks: u32,
     /// Bytes of weights held.
     pub weight_bytes: u64,
     /// Seconds the load took; 0 when weights were kept from an earlier epoch.
@@ -287,6 +292,8 @@ pub struct Start {
     pub epoch: Epoch,
     /// Blocks to allocate: the minimum over the ranks.
     pub num_blocks: u32,
+    /// Blocks to allocate in host memory: likewise.
+    pub host_blocks: u32,
 }
 
 /// The KV cache is allocated.

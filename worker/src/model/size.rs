@@ -162,6 +162,7 @@ mod tests {
             max_num_seqs: 64,
             max_num_batched_tokens: 2048,
             kv_cache_bytes: 0,
+            swap_bytes: 0,
         };
         let whole = Shard::new(&config, 0, 1).unwrap();
         assert_eq!(sequence_bytes(&config, &whole, &sizes), 8192 * 128 * 1024);

@@ -44,6 +44,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         max_num_seqs: 4,
         max_num_batched_tokens: 64,
         kv_cache_bytes: 1 << 20,
+        swap_bytes: 0,
     };
     let config = ClusterConfig {
         tensor_parallel: 1,
@@ -130,7 +131,8 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
             };
             actor.core.worker_joined(now, member, &mut effects);
             let epoch = Epoch(1);
-            let formed = Formed { epoch, kv_blocks: 9, weight_bytes: 1, load_seconds: 0.0 };
+            let formed =
+                Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
             actor.core.worker_formed(worker, formed, &mut effects);
             actor.core.worker_started(now, worker, Started { epoch }, &mut effects);
             actor.start_replica(ctx, id);
