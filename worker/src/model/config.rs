@@ -7,6 +7,7 @@ use serde::Deserialize;
 
 use super::ModelError;
 use super::experts::ExpertsConfig;
+use super::quantization::{self, RawQuantization};
 use super::rope::{RopeConfig, RopeScaling};
 
 /// Architectures this worker computes.
@@ -92,7 +93,7 @@ struct Raw {
     norm_topk_prob: Option<bool>,
     decoder_sparse_step: Option<usize>,
     mlp_only_layers: Option<Vec<usize>>,
-    quantization_config: Option<serde::de::IgnoredAny>,
+    quantization_config: Option<RawQuantization>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
 }
@@ -141,12 +142,8 @@ impl ModelConfig {
         if let Some(factor) = raw.partial_rotary_factor.filter(|factor| *factor != 1.0) {
             return Err(format!("partial_rotary_factor is {factor}, only 1 is supported"));
         }
-        if raw.quantization_config.is_some() {
-            return Err(
-                "quantization_config is set: quantized weights are not supported, use the \
-                        model's bf16, f16 or f32 weights"
-                    .to_owned(),
-            );
+        if let Some(raw) = &raw.quantization_config {
+            quantization::check(raw)?;
         }
         let num_heads = size("num_attention_heads", raw.num_attention_heads)?;
         let hidden_size = size("hidden_size", raw.hidden_size)?;
@@ -464,7 +461,10 @@ mod tests {
             (r#", "rope_scaling": {"rope_type": "llama3"}"#, "low_freq_factor is missing"),
             (r#", "hidden_act": "gelu""#, "hidden_act is \"gelu\""),
             (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor is 0.5, only 1"),
-            (r#", "quantization_config": {"bits": 4}"#, "quantized weights are not supported"),
+            (
+                r#", "quantization_config": {"quant_method": "gptq", "bits": 4}"#,
+                "quantization_config (quant_method \"gptq\", 4 bits) is not supported",
+            ),
         ];
         for (more, expected) in cases {
             let error = check(more).unwrap_err();
