@@ -190,6 +190,7 @@ impl Shape {
             cols,
             col_start: 0,
             row_stride: cols,
+            scales: None,
         };
         let mut matrix = |rows: usize, cols: usize| backend.load_matrix(&[part(rows, cols)]);
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);

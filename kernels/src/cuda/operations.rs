@@ -125,6 +125,16 @@ impl Backend for CudaBackend {
         matrix
     }
 
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
+        let _ = parts;
+        Err(KernelError::Unsupported("int8 weights on GPUs".to_owned()))
+    }
+
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
+        let _ = matrices;
+        Err(KernelError::Unsupported("int8 weights of experts on GPUs".to_owned()))
+    }
+
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
         let rows = matrices.first().map_or(0, |matrix| matrix.rows);
         for matrix in matrices {

@@ -270,7 +270,7 @@ impl Uploader {
         let op = "load_matrix";
         let cols = parts.first().map_or(0, |part| part.cols);
         for part in parts {
-            check_part(part, cols)?;
+            part.check(op, cols)?;
         }
         let rows: usize = parts.iter().map(|part| part.rows).sum();
         let stride = cols.next_multiple_of(ALIGN);
@@ -281,7 +281,7 @@ impl Uploader {
         }
         let bytes = rows.saturating_mul(stride).saturating_mul(2);
         let memory = DeviceMemory::new(context, bytes, "weights")?;
-        let mut at = 0;
+        let (mut at, mut room) = (0, Vec::new());
         for part in parts {
             let mut row = 0;
             while row < part.rows {
@@ -291,7 +291,7 @@ impl Uploader {
                 travelled.wait(std::time::Duration::from_secs(60))?;
                 let words = piece.as_mut_slice();
                 for (i, out) in words.chunks_exact_mut(stride).take(count).enumerate() {
-                    copy_row(part, row + i, out);
+                    copy_row(part, row + i, &mut room, out);
                 }
                 memory.upload_pinned(stream, at * stride * 2, piece, count * stride)?;
                 travelled.record(stream)?;
@@ -303,39 +303,19 @@ impl Uploader {
     }
 }
 
-fn check_part(part: &HostMatrix<'_>, cols: usize) -> Result<(), KernelError> {
-    let fault = |message: String| KernelError::Shape { op: "load_matrix", message };
-    if part.cols != cols {
-        return Err(fault(format!("parts have {cols} and {} columns", part.cols)));
-    }
-    let within = part.col_start.checked_add(cols).is_some_and(|end| end <= part.row_stride);
-    let needed = (part.rows.saturating_sub(1))
-        .saturating_mul(part.row_stride)
-        .saturating_add(part.col_start + cols)
-        .saturating_mul(part.dtype.bytes());
-    if !within || (part.rows > 0 && part.data.len() < needed) {
-        let found = part.data.len();
-        return Err(fault(format!("{found} bytes, {needed} needed, rows of {}", part.row_stride)));
-    }
-    Ok(())
-}
-
 /// One row in bf16, zeros behind it.
-fn copy_row(part: &HostMatrix<'_>, row: usize, out: &mut [u16]) {
+fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
     let bytes = part.dtype.bytes();
     let from = &part.data[(row * part.row_stride + part.col_start) * bytes..][..part.cols * bytes];
     let (used, padding) = out.split_at_mut(part.cols);
     let halves = || from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
     match part.dtype {
+        _ if part.scales.is_some() => part.row_bf16(row, room, used),
         DType::Bf16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| *to = bits),
         DType::F16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| {
             *to = bf16::from_f32(f16::from_bits(bits).to_f32()).to_bits();
         }),
-        DType::F32 => {
-            used.iter_mut().zip(from.chunks_exact(4)).for_each(|(to, b)| {
-                *to = bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]])).to_bits();
-            });
-        }
+        DType::F32 | DType::F8E4M3 | DType::I8 => part.row_bf16(row, room, used),
     }
     padding.fill(0);
 }
@@ -351,34 +331,23 @@ mod tests {
         let f16s: Vec<u8> = values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect();
         let bf16s: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect();
         for (dtype, data) in [(DType::F32, f32s), (DType::F16, f16s), (DType::Bf16, bf16s)] {
-            let part =
-                HostMatrix { data: &data, dtype, rows: 2, cols: 1, col_start: 1, row_stride: 2 };
-            check_part(&part, 1).unwrap();
+            let (rows, row_stride) = (2, 2);
+            let part = HostMatrix {
+                data: &data,
+                dtype,
+                rows,
+                cols: 1,
+                col_start: 1,
+                row_stride,
+                scales: None,
+            };
+            part.check("test", 1).unwrap();
             let mut out = [7u16; 8];
-            copy_row(&part, 1, &mut out);
+            copy_row(&part, 1, &mut Vec::new(), &mut out);
             let got = bf16::from_bits(out[0]).to_f32();
             assert!((got - 65504.0).abs() < 300.0, "{dtype:?}: {got}");
             assert_eq!(out[1..], [0; 7]);
         }
-    }
-
-    #[test]
-    fn parts_that_are_too_short_are_refused() {
-        let part = HostMatrix {
-            data: &[0; 22],
-            dtype: DType::Bf16,
-            rows: 3,
-            cols: 3,
-            col_start: 1,
-            row_stride: 4,
-        };
-        assert!(check_part(&part, 3).is_err());
-        assert!(check_part(&HostMatrix { data: &[0; 24], ..part }, 3).is_ok());
-        assert!(check_part(&HostMatrix { data: &[0; 24], ..part }, 4).is_err());
-        let outside = HostMatrix { data: &[0; 64], col_start: 2, ..part };
-        assert!(check_part(&outside, 3).is_err());
-        let huge = HostMatrix { rows: usize::MAX, ..part };
-        assert!(check_part(&huge, 3).is_err());
     }
 
     #[test]

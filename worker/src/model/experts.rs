@@ -129,5 +129,6 @@ fn cut<'a>(tensor: &TensorView<'a>, rows: Range<usize>, cols: Range<usize>) -> H
         cols: cols.len(),
         col_start: cols.start,
         row_stride: stride,
+        scales: None,
     }
 }

@@ -282,6 +282,7 @@ fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
         cols,
         col_start: 0,
         row_stride: cols,
+        scales: None,
     }
 }
 
@@ -293,6 +294,7 @@ fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
         cols: cols.len(),
         col_start: cols.start,
         row_stride: tensor.shape[1],
+        scales: None,
     }
 }
 
