@@ -4,10 +4,11 @@
 //! Everything but HTTP lives on one arbiter (thread): links, cluster and replicas exchange messages
 //! without crossing threads, and a step needs no lock that another thread holds for long.
 mod options;
+mod prepared;
+mod stats;
 
 use std::collections::BTreeSet;
-use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -18,8 +19,7 @@ use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{Desires, Role, View};
-use shared::metrics;
-use shared::protocol::{EngineConfig, Serving};
+use shared::protocol::Serving;
 use tokio::sync::{mpsc, watch};
 
 use crate::checkpoint::Publication;
@@ -40,18 +40,15 @@ use crate::http::state::{AppState, Readiness, ReadinessCheck};
 use crate::http::tls::{Tls, scheme};
 use crate::links;
 use crate::metrics::exposition::PageOptions;
-use crate::metrics::{
-    Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges, logger, membership,
-};
+use crate::metrics::{Hub, membership};
 use crate::replica::actor::{ReplicaActor, ReplicaLoad};
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{Scheduler, SchedulerConfig};
-use crate::text::model::TextModel;
 
 pub use self::options::{CoordinatorOptions, LogStats, StartError};
+pub(crate) use self::prepared::Bound;
+pub use self::prepared::Prepared;
 
-/// Steps in flight: one runs, the next is there when it is done.
-const STEPS_IN_FLIGHT: u32 = 2;
 /// Deadline of a collective's set-up and of each of its operations.
 const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -63,27 +60,6 @@ const RESHARD_AFTER: Duration = Duration::from_millis(1500);
 const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
 /// How long connections may take to close once all is said.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_millis(300);
-
-/// An address that is listened on.
-#[derive(Debug)]
-pub(crate) struct Bound {
-    pub(crate) listener: TcpListener,
-    pub(crate) address: SocketAddr,
-}
-
-/// A coordinator that could serve at once: its options are checked, its model's text side is
-/// loaded, its addresses are its own.
-#[derive(Debug)]
-pub struct Prepared {
-    options: CoordinatorOptions,
-    text: Arc<TextModel>,
-    engine: EngineConfig,
-    scheduling: SchedulerConfig,
-    hub: Arc<Hub>,
-    pub(crate) http: Bound,
-    pub(crate) cluster: Bound,
-    pub(crate) metrics: Option<Bound>,
-}
 
 /// What membership brings to a coordinator that leads.
 #[derive(Debug)]
@@ -123,76 +99,6 @@ pub struct Coordinator {
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
     actors: ActorRuntime,
-}
-
-impl Prepared {
-    /// Checks the options, loads the model's text side, binds the addresses.
-    ///
-    /// # Errors
-    /// [`StartError`].
-    pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
-        let text =
-            Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);
-        let max_model_len = options.max_model_len.unwrap_or(text.max_positions);
-        if max_model_len > text.max_positions {
-            return Err(StartError::Sizes(format!(
-                "--max-model-len {max_model_len} is over the model's own limit of {}",
-                text.max_positions
-            )));
-        }
-        let engine = EngineConfig {
-            block_size: options.block_size,
-            max_model_len,
-            max_num_seqs: options.max_num_seqs,
-            max_num_batched_tokens: options.max_num_batched_tokens,
-            kv_cache_bytes: options.kv_cache_bytes,
-        };
-        let scheduling = SchedulerConfig {
-            block_size: engine.block_size,
-            max_model_len,
-            max_num_seqs: engine.max_num_seqs,
-            max_num_batched_tokens: engine.max_num_batched_tokens,
-            max_queued_requests: options.max_queued_requests,
-            max_steps_in_flight: STEPS_IN_FLIGHT,
-            prefix_caching: options.prefix_caching,
-        };
-        scheduling.validate()?;
-        let http = listen(options.listen, "--listen")?;
-        let cluster = listen(options.cluster_listen, "--cluster-listen")?;
-        let alone = options.metrics_listen;
-        let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
-        let make_hub = if options.metrics { Hub::new } else { Hub::off };
-        let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
-        Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
-    }
-
-    /// Where everything is counted; nothing is yet.
-    #[must_use]
-    pub fn hub(&self) -> &Arc<Hub> {
-        &self.hub
-    }
-
-    /// Where HTTP is served.
-    #[must_use]
-    pub fn http_addr(&self) -> SocketAddr {
-        self.http.address
-    }
-
-    /// Where workers dial in.
-    #[must_use]
-    pub fn cluster_addr(&self) -> SocketAddr {
-        self.cluster.address
-    }
-
-    /// The scheme of URLs of where HTTP is served.
-    #[must_use]
-    pub fn scheme(&self) -> &'static str {
-        scheme(self.tls())
-    }
-
-    pub(crate) fn tls(&self) -> Option<&Tls> {
-        self.options.api.tls.as_ref()
-    }
 }
 
 impl Coordinator {
@@ -242,7 +148,6 @@ impl Coordinator {
         let (view_sender, view) = watch::channel(ClusterView::default());
         let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
         hub.with_actors(actors.stats().clone());
-        let workers = leadership.as_ref().map(Leadership::workers).unwrap_or_default();
         let cluster = ClusterActor::new(
             config,
             clock.clone(),
@@ -250,42 +155,16 @@ impl Coordinator {
             factory,
             view_sender,
             actors.clone(),
-        )
-        .expecting(workers);
-        let cluster = match &leadership {
-            Some(leadership) => {
-                let told = leadership.view.borrow().desired.clone();
-                if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
-                    tracing::info!(
-                        replicas,
-                        "bound of replicas as `tutti scale` said to the last leader (0: none)"
-                    );
-                }
-                cluster.desiring(told, leadership.desires.clone())
-            }
-            None => cluster,
-        }
-        .start();
+        );
+        let cluster = led(cluster, leadership.as_ref()).start();
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
         let (handle, commands) = EngineHandle::channel();
         actix::spawn(forward(commands, cluster.clone()));
         let gate = Gate::default();
-        let readiness: ReadinessCheck = {
-            let (view, clock, gate) = (view.clone(), clock.clone(), gate.clone());
-            let degree = options.tensor_parallel;
-            Arc::new(move || {
-                if gate.is_closed() {
-                    return Readiness::ending();
-                }
-                let view = view.borrow();
-                if view.is_ready(clock.now()) {
-                    return Readiness { ready: true, message: "serving".to_owned() };
-                }
-                Readiness { ready: false, message: not_ready(&view, degree) }
-            })
-        };
+        let readiness =
+            readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel);
         let serving = Serving {
             model: options.model.to_string_lossy().into_owned(),
             served_model_name: options.served_model_name.clone(),
@@ -346,23 +225,13 @@ impl Coordinator {
             run: options.run,
         });
         let failed = |error| StartError::Listen { address: http_addr, option: "--listen", error };
-        let http = server::start(http.listener, state, options.http_threads).map_err(failed)?;
-        let http_handle = http.handle();
-        actix::spawn(http);
-        let metrics = match metrics {
-            None => None,
-            Some(Bound { listener, address }) => {
-                let option = "--metrics-listen";
-                let failed = |error| StartError::Listen { address, option, error };
-                let server = metrics_page::start(listener, page, tls.as_ref()).map_err(failed)?;
-                let handle = server.handle();
-                actix::spawn(server);
-                Some((address, handle))
-            }
-        };
-        let (loggers, interval) = stat_loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
-        actix::spawn(log_stats(hub, clock.clone(), loggers, interval));
-        let http = http_handle;
+        let server = server::start(http.listener, state, options.http_threads).map_err(failed)?;
+        let http = server.handle();
+        actix::spawn(server);
+        let metrics = metrics.map(|bound| start_metrics(bound, page, tls.as_ref())).transpose()?;
+        let (loggers, interval) =
+            stats::loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
+        actix::spawn(stats::run(hub, clock.clone(), loggers, interval));
         Ok(Self {
             http_addr,
             scheme: scheme(tls.as_ref()),
@@ -491,6 +360,52 @@ impl Coordinator {
     }
 }
 
+/// The cluster's actor, which goes on where the last leader ended, if there was one.
+fn led(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
+    let Some(leadership) = leadership else { return cluster };
+    let told = leadership.view.borrow().desired.clone();
+    if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
+        tracing::info!(
+            replicas,
+            "bound of replicas as `tutti scale` said to the last leader (0: none)"
+        );
+    }
+    cluster.expecting(leadership.workers()).desiring(told, leadership.desires.clone())
+}
+
+/// Whether requests can be served, for whoever asks, and why not.
+fn readiness(
+    view: watch::Receiver<ClusterView>,
+    clock: Arc<dyn Clock>,
+    gate: Gate,
+    degree: u32,
+) -> ReadinessCheck {
+    Arc::new(move || {
+        if gate.is_closed() {
+            return Readiness::ending();
+        }
+        let view = view.borrow();
+        if view.is_ready(clock.now()) {
+            return Readiness { ready: true, message: "serving".to_owned() };
+        }
+        Readiness { ready: false, message: not_ready(&view, degree) }
+    })
+}
+
+/// Serves `/metrics` on an address of its own.
+fn start_metrics(
+    bound: Bound,
+    page: Arc<MetricsPage>,
+    tls: Option<&Tls>,
+) -> Result<(SocketAddr, ServerHandle), StartError> {
+    let Bound { listener, address } = bound;
+    let failed = |error| StartError::Listen { address, option: "--metrics-listen", error };
+    let server = metrics_page::start(listener, page, tls).map_err(failed)?;
+    let handle = server.handle();
+    actix::spawn(server);
+    Ok((address, handle))
+}
+
 /// Degrees from `wanted` down to `least`, halving.
 fn degrees(wanted: u32, least: u32) -> Vec<u32> {
     std::iter::successors(Some(wanted.max(1)), |degree| {
@@ -498,16 +413,6 @@ fn degrees(wanted: u32, least: u32) -> Vec<u32> {
     })
     .take_while(|degree| *degree == wanted || *degree >= least.max(1))
     .collect()
-}
-
-fn listen(address: SocketAddr, option: &'static str) -> Result<Bound, StartError> {
-    let bind = || {
-        let listener = TcpListener::bind(address)?;
-        listener.set_nonblocking(true)?;
-        let bound = listener.local_addr()?;
-        Ok(Bound { listener, address: bound })
-    };
-    bind().map_err(|error| StartError::Listen { address, option, error })
 }
 
 fn replica_factory(
@@ -532,55 +437,6 @@ async fn forward(mut commands: mpsc::Receiver<EngineCommand>, cluster: Addr<Clus
         if cluster.send(Command(command)).await.is_err() {
             return;
         }
-    }
-}
-
-/// The loggers asked for, and how often they are called.
-fn stat_loggers(
-    options: &LogStats,
-    hub: &Hub,
-    now: Duration,
-    clock_start: Duration,
-) -> Result<(Vec<Box<dyn StatLogger>>, Duration), StartError> {
-    let mut loggers: Vec<Box<dyn StatLogger>> =
-        vec![Box::new(ThroughputGauges::new(now, hub.observer().clone()))];
-    if options.interval.is_zero() {
-        // The gauges go on.
-        return Ok((loggers, logger::DEFAULT_INTERVAL));
-    }
-    loggers.push(Box::new(LogLine::new(now, options.fields.clone())));
-    if let Some(file) = &options.json {
-        let out: Box<dyn io::Write + Send> = if file.as_os_str() == "-" {
-            Box::new(io::stdout())
-        } else {
-            let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
-            Box::new(open.map_err(|error| StartError::StatsFile { file: file.clone(), error })?)
-        };
-        loggers.push(Box::new(JsonLines::new(now, clock_start, out)));
-    }
-    Ok((loggers, options.interval))
-}
-
-async fn log_stats(
-    hub: Arc<Hub>,
-    clock: Arc<dyn Clock>,
-    loggers: Vec<Box<dyn StatLogger>>,
-    interval: Duration,
-) {
-    let mut loggers = StatLoggers::new(loggers, interval, clock.now());
-    // What a leader before this one left may come late.
-    let mut restorations = None;
-    loop {
-        let restored = Some(hub.restorations());
-        if restorations != restored {
-            restorations = restored;
-            loggers.begin(clock.now(), &hub.merged());
-        }
-        tokio::time::sleep(loggers.next().saturating_sub(clock.now())).await;
-        if restorations != Some(hub.restorations()) {
-            continue;
-        }
-        loggers.tick(clock.now(), || hub.merged());
     }
 }
 

@@ -3,9 +3,10 @@ use std::path::Path;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits as MetricLimits;
-use shared::protocol::GuideSpec;
-use shared::sampling::{LOGPROBS_MAX, SamplingParams};
+use shared::protocol::{FromFrontend, GuideSpec, SubmitRequest};
+use shared::sampling::{LOGPROBS_MAX, SUPPRESSED_MAX, SamplingParams};
 
+use super::link::LINK_SHIFT;
 use super::*;
 use crate::http::state::Readiness;
 
@@ -36,17 +37,16 @@ fn receiver_of(priorities: bool) -> (Receiver, mpsc::Receiver<EngineCommand>) {
         ActorRuntime::hub("coordinator", 1, clock),
         Gate::default(),
     ));
-    let receiver = Receiver {
-        peer: frontends.actors.reserve_peer(),
-        frontends,
-        id: FrontendId(1),
-        incarnation: Incarnation(2),
-        link_number: 3,
-        queue: mpsc::channel(64).0,
-        open: Arc::new(AtomicBool::new(true)),
+    let peer = frontends.actors.reserve_peer();
+    let (queue, open) = (mpsc::channel(64).0, Arc::new(AtomicBool::new(true)));
+    let hello = FrontendHello {
         node: "a".into(),
-        making: Making::default(),
+        incarnation: Incarnation(2),
+        pid: 1,
+        version: String::new(),
+        slot: None,
     };
+    let receiver = Receiver::new(frontends, &hello, FrontendId(1), 3, queue, open, peer);
     (receiver, taken)
 }
 
@@ -152,13 +152,8 @@ async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
 fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
     let (queue, mut events) = mpsc::channel(16);
     let remote = |choices: usize| {
-        RemoteEvents(Arc::new(RemoteRequest {
-            id: RequestId(7),
-            queue: queue.clone(),
-            open: Arc::new(AtomicBool::new(true)),
-            choices_left: AtomicUsize::new(choices),
-            _visit: None,
-        }))
+        let open = Arc::new(AtomicBool::new(true));
+        RemoteEvents::new(RequestId(7), choices, queue.clone(), open, None)
     };
     let finished = |choice| EngineEvent::Finished {
         choice,

@@ -1,0 +1,117 @@
+//! Everything that can go wrong before a coordinator serves.
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+
+use shared::ids::Incarnation;
+use shared::metrics;
+use shared::protocol::EngineConfig;
+
+use super::options::{CoordinatorOptions, StartError};
+use crate::http::tls::{Tls, scheme};
+use crate::metrics::Hub;
+use crate::scheduler::SchedulerConfig;
+use crate::text::model::TextModel;
+
+/// Steps in flight: one runs, the next is there when it is done.
+const STEPS_IN_FLIGHT: u32 = 2;
+
+/// An address that is listened on.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    pub(crate) listener: TcpListener,
+    pub(crate) address: SocketAddr,
+}
+
+/// A coordinator that could serve at once: its options are checked, its model's text side is
+/// loaded, its addresses are its own.
+#[derive(Debug)]
+pub struct Prepared {
+    pub(super) options: CoordinatorOptions,
+    pub(super) text: Arc<TextModel>,
+    pub(super) engine: EngineConfig,
+    pub(super) scheduling: SchedulerConfig,
+    pub(super) hub: Arc<Hub>,
+    pub(crate) http: Bound,
+    pub(crate) cluster: Bound,
+    pub(crate) metrics: Option<Bound>,
+}
+
+impl Prepared {
+    /// Checks the options, loads the model's text side, binds the addresses.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
+        let text =
+            Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);
+        let max_model_len = options.max_model_len.unwrap_or(text.max_positions);
+        if max_model_len > text.max_positions {
+            return Err(StartError::Sizes(format!(
+                "--max-model-len {max_model_len} is over the model's own limit of {}",
+                text.max_positions
+            )));
+        }
+        let engine = EngineConfig {
+            block_size: options.block_size,
+            max_model_len,
+            max_num_seqs: options.max_num_seqs,
+            max_num_batched_tokens: options.max_num_batched_tokens,
+            kv_cache_bytes: options.kv_cache_bytes,
+        };
+        let scheduling = SchedulerConfig {
+            block_size: engine.block_size,
+            max_model_len,
+            max_num_seqs: engine.max_num_seqs,
+            max_num_batched_tokens: engine.max_num_batched_tokens,
+            max_queued_requests: options.max_queued_requests,
+            max_steps_in_flight: STEPS_IN_FLIGHT,
+            prefix_caching: options.prefix_caching,
+        };
+        scheduling.validate()?;
+        let http = listen(options.listen, "--listen")?;
+        let cluster = listen(options.cluster_listen, "--cluster-listen")?;
+        let alone = options.metrics_listen;
+        let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
+        let make_hub = if options.metrics { Hub::new } else { Hub::off };
+        let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
+        Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
+    }
+
+    /// Where everything is counted; nothing is yet.
+    #[must_use]
+    pub fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    /// Where HTTP is served.
+    #[must_use]
+    pub fn http_addr(&self) -> SocketAddr {
+        self.http.address
+    }
+
+    /// Where workers dial in.
+    #[must_use]
+    pub fn cluster_addr(&self) -> SocketAddr {
+        self.cluster.address
+    }
+
+    /// The scheme of URLs of where HTTP is served.
+    #[must_use]
+    pub fn scheme(&self) -> &'static str {
+        scheme(self.tls())
+    }
+
+    pub(crate) fn tls(&self) -> Option<&Tls> {
+        self.options.api.tls.as_ref()
+    }
+}
+
+fn listen(address: SocketAddr, option: &'static str) -> Result<Bound, StartError> {
+    let bind = || {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let bound = listener.local_addr()?;
+        Ok(Bound { listener, address: bound })
+    };
+    bind().map_err(|error| StartError::Listen { address, option, error })
+}

@@ -1,0 +1,100 @@
+//! The engine's request of what a front end sends.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shared::ids::RequestId;
+use shared::protocol::SubmitRequest;
+use shared::sampling::SUPPRESSED_MAX;
+
+use super::Frontends;
+use crate::engine::{GenerateRequest, StopCheck};
+use crate::text::stream::{StopRules, TextStream};
+
+/// Bytes of a response's id.
+const RESPONSE_ID_MAX: usize = 256;
+
+impl Frontends {
+    /// Makes the engine's request of a front end's. The front end has checked everything for its
+    /// client already; this only keeps a broken one from harming the engine.
+    pub(super) fn request(
+        &self,
+        id: RequestId,
+        submit: SubmitRequest,
+    ) -> Result<GenerateRequest, String> {
+        let max = self.serving.max_model_len;
+        let vocab = self.text.vocab_size;
+        if submit.prompt.is_empty() || submit.prompt.len() > max as usize {
+            return Err(format!("a prompt of {} tokens; 1 to {max} fit", submit.prompt.len()));
+        }
+        let tokens = submit.prompt.iter().chain(&submit.end_tokens);
+        if let Some(token) = tokens.copied().find(|token| *token >= vocab) {
+            return Err(format!("token {token} is not below the vocabulary's {vocab}"));
+        }
+        let choices = self.limits.n;
+        if submit.n == 0 || submit.n > choices || submit.max_tokens > max {
+            return Err(format!(
+                "n {} of 1 to {choices}, max_tokens {} of 0 to {max}",
+                submit.n, submit.max_tokens
+            ));
+        }
+        let (stops, stop_bytes) = (self.limits.stops, self.limits.stop_bytes);
+        if submit.stops.len() > stops {
+            return Err(format!("{} stop strings, at most {stops}", submit.stops.len()));
+        }
+        let fits = |stop: &&String| !(1..=stop_bytes).contains(&stop.len());
+        if let Some(stop) = submit.stops.iter().find(fits) {
+            return Err(format!("a stop string of {} bytes, 1 to {stop_bytes} fit", stop.len()));
+        }
+        if submit.end_tokens.len() > SUPPRESSED_MAX {
+            let count = submit.end_tokens.len();
+            return Err(format!("{count} end tokens, at most {SUPPRESSED_MAX}"));
+        }
+        if submit.response_id.len() > RESPONSE_ID_MAX {
+            let len = submit.response_id.len();
+            return Err(format!("a response id of {len} bytes, at most {RESPONSE_ID_MAX}"));
+        }
+        if let Some(spec) = &submit.guide {
+            spec.check().map_err(|error| format!("what the output must be {error}"))?;
+        }
+        submit.sampling.check(vocab)?;
+        let waited = Duration::from_micros(submit.waited_us);
+        let stop_checks = self.stop_checks(&submit);
+        let sampling = submit.sampling;
+        Ok(GenerateRequest {
+            id,
+            prompt: submit.prompt,
+            sampling: (0..submit.n)
+                .map(|choice| shared::sampling::SamplingParams { choice, ..sampling.clone() })
+                .collect(),
+            stop_checks,
+            guides: Vec::new(),
+            guide_spec: submit.guide.map(Arc::new),
+            max_tokens: submit.max_tokens,
+            // Of one that does not know yet that priorities are not followed any more.
+            priority: if self.serving.priorities { submit.priority } else { 0 },
+            cache_salt: submit.cache_salt,
+            end_tokens: submit.end_tokens,
+            stops: submit.stops.into(),
+            keep_special: submit.keep_special,
+            arrived: self.clock.now().saturating_sub(waited),
+            response_id: submit.response_id.into(),
+        })
+    }
+
+    fn stop_checks(&self, submit: &SubmitRequest) -> Vec<Box<dyn StopCheck>> {
+        if submit.stops.is_empty() {
+            return Vec::new();
+        }
+        let rules = Arc::new(StopRules {
+            stops: submit.stops.clone(),
+            end_tokens: submit.end_tokens.clone(),
+            min_tokens: submit.sampling.min_tokens,
+            // Where text ends is the front end's business.
+            include_stop: false,
+            keep_special: submit.keep_special,
+        });
+        let stream = TextStream::new(self.text.tokenizer.clone(), rules);
+        (0..submit.n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
+    }
+}
