@@ -198,8 +198,8 @@ fn round(x: f32) -> i8 {
     sum.to_bits().wrapping_sub(ONES.to_bits()) as i8
 }
 
-/// Elements in f32, which is exact.
-fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+/// Elements in f32, which is exact: as many as there are of both.
+pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     match dtype {
         DType::Bf16 => {
             for (to, &from) in out.iter_mut().zip(bytes.as_chunks().0) {

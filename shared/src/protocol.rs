@@ -15,8 +15,8 @@ pub mod step;
 
 pub use control::{
     CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX,
-    GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin,
-    Start, Started, Welcome, WorkerStats,
+    GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, Quantization,
+    RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
@@ -36,7 +36,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 9;
+pub const PROTOCOL_VERSION: u16 = 10;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -189,7 +189,7 @@ fn embed_returns_rows_of_this_rank_and_zeros() {
 #[test]
 fn shapes_that_do_not_fit_are_errors() {
     let mut random = Random(6);
-    let mut backend = backend(kernels::cpu::Isa::Portable, 1);
+    let mut backend = backend(Isa::Portable, 1);
     let matrix = Weight::random(&mut random, 10, 8).load(&mut backend);
     let odd = Weight::random(&mut random, 9, 8).load(&mut backend);
     let short = backend.load_vector(&[0.0; 9]).unwrap();

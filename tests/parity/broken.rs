@@ -3,11 +3,12 @@ use std::path::Path;
 
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
+use shared::protocol::Quantization;
 use testkit::models::variant;
 use worker::model::config::ModelConfig;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
-use worker::model::weights;
+use worker::model::weights::{self, Source};
 
 use crate::checkpoint::{Folder, Tensor};
 use crate::rig::engine;
@@ -162,7 +163,9 @@ fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     let files = WeightFiles::open(folder.path()).unwrap();
     let mut backend = ReferenceBackend::new(single_rank());
     let mut reports = 0;
-    let loaded = weights::load(&mut backend, &files, &config, &shard, 16, &mut |_, _| reports += 1);
+    let source = Source { files: &files, config: &config, shard: &shard };
+    let mut progress = |_, _| reports += 1;
+    let loaded = weights::load(&mut backend, &source, Quantization::None, 16, &mut progress);
     names(&loaded.unwrap_err().to_string(), &["tensor model.norm.weight", "missing"]);
     assert_eq!(reports, 0);
 }
@@ -183,7 +186,8 @@ fn progress_ends_with_all_bytes_of_the_shard() {
         let mut backend = ReferenceBackend::new(single_rank());
         let mut reports = Vec::new();
         let mut progress = |done, total| reports.push((done, total));
-        weights::load(&mut backend, &files, &config, &shard, 16, &mut progress).unwrap();
+        let source = Source { files: &files, config: &config, shard: &shard };
+        weights::load(&mut backend, &source, Quantization::None, 16, &mut progress).unwrap();
         assert_eq!(reports.first(), Some(&(0, expected)), "tp {degree}");
         assert_eq!(reports.last(), Some(&(expected, expected)), "tp {degree}");
         assert!(reports.is_sorted());
