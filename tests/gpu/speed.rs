@@ -152,6 +152,7 @@ impl Shape {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            quantised: None,
             is_bf16: true,
         }
     }

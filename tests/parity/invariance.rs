@@ -139,6 +139,8 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("qwen2"),
         variant("mixtral"),
         variant("qwen3-moe"),
+        variant("qwen3-fp8-blocks"),
+        variant("llama-int8"),
     ] {
         let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
         let prompt = &golden.prompt_ids;

@@ -129,6 +129,15 @@ fn biases_and_head_norms() {
     check(&variant("qwen3"), RANDOM);
 }
 
+/// FP8 is quantised anew; int8 is taken as it is.
+#[test]
+fn checkpoints_that_are_quantised() {
+    check(&variant("qwen2-fp8"), RANDOM);
+    check(&variant("qwen3-fp8-blocks"), RANDOM);
+    check(&variant("qwen3-moe-fp8"), RANDOM);
+    check(&variant("llama-int8"), RANDOM);
+}
+
 #[test]
 fn experts() {
     check(&variant("mixtral"), RANDOM);

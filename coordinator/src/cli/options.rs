@@ -543,7 +543,7 @@ fn parse_dtype(text: &str) -> Result<Dtype, String> {
 }
 
 /// Parses `none`, `int8`.
-fn parse_quantization(text: &str) -> Result<Quantization, String> {
+pub(crate) fn parse_quantization(text: &str) -> Result<Quantization, String> {
     let found = Quantization::ALL.into_iter().find(|method| method.name() == text);
     found.ok_or_else(|| {
         let names = Quantization::ALL.map(Quantization::name).join(", ");

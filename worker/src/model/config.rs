@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use super::ModelError;
 use super::experts::ExpertsConfig;
-use super::quantization::{self, RawQuantization};
+use super::quantization::{self, Quantised, RawQuantization};
 use super::rope::{RopeConfig, RopeScaling};
 
 /// Architectures this worker computes.
@@ -57,6 +57,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// q and k heads are normalised before the rotary embedding.
     pub qk_norm: bool,
+    /// The checkpoint's weights are quantised.
+    pub quantised: Option<Quantised>,
     /// The checkpoint is bfloat16, as `dtype` or `torch_dtype` says; false where neither does.
     pub is_bf16: bool,
 }
@@ -142,9 +144,7 @@ impl ModelConfig {
         if let Some(factor) = raw.partial_rotary_factor.filter(|factor| *factor != 1.0) {
             return Err(format!("partial_rotary_factor is {factor}, only 1 is supported"));
         }
-        if let Some(raw) = &raw.quantization_config {
-            quantization::check(raw)?;
-        }
+        let quantised = raw.quantization_config.as_ref().map(quantization::check).transpose()?;
         let num_heads = size("num_attention_heads", raw.num_attention_heads)?;
         let hidden_size = size("hidden_size", raw.hidden_size)?;
         let num_kv_heads = raw
@@ -195,6 +195,7 @@ impl ModelConfig {
             output_bias: attention_bias,
             mlp_bias: architecture == "LlamaForCausalLM" && raw.mlp_bias.unwrap_or(false),
             qk_norm: qwen3,
+            quantised,
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
         })
     }

@@ -114,6 +114,7 @@ mod tests {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            quantised: None,
             is_bf16: true,
         }
     }

@@ -5,7 +5,7 @@
 //! layer fails at once. Only the pages of this rank's rectangles are read from the files.
 use std::ops::Range;
 
-use kernels::backend::{Backend, HostMatrix, QkvWeights, RopeTable};
+use kernels::backend::{Backend, HostMatrix, QkvWeights, RopeTable, Scales};
 use kernels::error::KernelError;
 use kernels::weights;
 use shared::protocol::Quantization;
@@ -13,6 +13,7 @@ use shared::protocol::Quantization;
 use super::ModelError;
 use super::config::ModelConfig;
 use super::experts::ExpertParts;
+use super::quantization::Tensors;
 use super::safetensors::{TensorView, WeightFiles};
 use super::shard::Shard;
 
@@ -198,10 +199,10 @@ impl<'a> Part<'a> {
         let columns = [("q", &q), ("k", &kv), ("v", &kv)];
 
         let rows = |suffix: &str, (all, own): &(usize, Range<usize>)| {
-            Ok::<_, ModelError>(rows_of(&self.tensor(&name(suffix), &[*all, hidden])?, own))
+            Ok::<_, ModelError>(rows_of(&self.weight(&name(suffix), [*all, hidden])?, own))
         };
         let cols = |suffix: &str, (all, own): &(usize, Range<usize>)| {
-            let tensor = self.tensor(&name(suffix), &[hidden, *all])?;
+            let tensor = self.weight(&name(suffix), [hidden, *all])?;
             let width = own.len() / shard.parts;
             let part = |i: usize| own.start + i * width..own.start + (i + 1) * width;
             let parts = (0..shard.parts).map(|i| cols_of(&tensor, &part(i)));
@@ -246,8 +247,14 @@ impl<'a> Part<'a> {
             mlp: match config.experts.as_ref().filter(|experts| experts.layers[index]) {
                 Some(experts) => {
                     let (layer, own) = (format!("model.layers.{index}"), &shard.expert);
-                    let found =
-                        ExpertParts::find(self.0.files, experts, &layer, hidden, own, shard.parts);
+                    let found = ExpertParts::find(
+                        self.tensors(),
+                        experts,
+                        &layer,
+                        hidden,
+                        own,
+                        shard.parts,
+                    );
                     MlpPart::Experts(found?)
                 }
                 None => MlpPart::Dense {
@@ -276,23 +283,27 @@ impl<'a> Part<'a> {
         'a: 'b,
     {
         let Source { config, shard, .. } = self.0;
-        let tensor = self.tensor(name, &[config.vocab_size, config.hidden_size])?;
+        let tensor = self.weight(name, [config.vocab_size, config.hidden_size])?;
         let own = rows_of(&tensor, &shard.vocab);
         let rows = shard.vocab_width - shard.vocab.len();
-        let mut parts = vec![own, HostMatrix { data: padding, rows, ..own }];
+        let mut parts = vec![own, HostMatrix { data: padding, rows, scales: None, ..own }];
         parts.retain(|part| part.rows > 0);
         Ok(parts)
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
-        let tensor = self.tensor(name, &[len])?;
+        let tensor = self.0.files.tensor(name, &[len])?;
         let mut values = vec![0.0; len];
         weights::widen(tensor.dtype, tensor.data, &mut values);
         Ok(values)
     }
 
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorView<'a>, ModelError> {
-        self.0.files.tensor(name, shape)
+    fn weight(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'a>, ModelError> {
+        self.tensors().weight(name, &shape)
+    }
+
+    fn tensors(&self) -> Tensors<'a> {
+        Tensors { files: self.0.files, quantised: self.0.config.quantised }
     }
 }
 
@@ -306,7 +317,7 @@ fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
         cols,
         col_start: 0,
         row_stride: cols,
-        scales: None,
+        scales: tensor.scales.map(|scales| Scales { first_row: rows.start, ..scales }),
     }
 }
 
@@ -318,7 +329,7 @@ fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
         cols: cols.len(),
         col_start: cols.start,
         row_stride: tensor.shape[1],
-        scales: None,
+        scales: tensor.scales,
     }
 }
 
