@@ -81,17 +81,21 @@ pub(crate) enum On {
     ReferenceInt8,
     /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
     FakeCuda,
-    /// The same, whose ranks see each other's memory. Of messages, those of up to so many bytes go
+    /// As `FakeCuda`, whose ranks see each other's memory. Of messages, those of up to so many bytes go
     /// one-shot, fused with the norm behind them.
     FakePeers(usize),
     /// The same, with a GPU for each rank and a stand-in for NCCL between them.
     FakeNccl,
+    /// As `FakeCuda`, weights quantised to int8.
+    FakeCudaInt8,
 }
 
 impl On {
     fn quantization(self) -> Quantization {
         match self {
-            Self::CpuInt8 | Self::CpuBf16Int8 | Self::ReferenceInt8 => Quantization::Int8,
+            Self::CpuInt8 | Self::CpuBf16Int8 | Self::ReferenceInt8 | Self::FakeCudaInt8 => {
+                Quantization::Int8
+            }
             _ => Quantization::None,
         }
     }
@@ -281,7 +285,7 @@ impl Rig {
     pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
-        if let On::FakeCuda | On::FakeNccl = backend {
+        if let On::FakeCuda | On::FakeCudaInt8 | On::FakeNccl = backend {
             // Before the ranks' threads are at it: compiled once.
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
             fake_nccl(folder, &fake_cuda_of(folder, GPUS).unwrap(), None).unwrap();
@@ -306,7 +310,7 @@ impl Rig {
                     let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
-                On::FakeCuda => {
+                On::FakeCuda | On::FakeCudaInt8 => {
                     let backend = fake_cuda_backend(true, collective);
                     let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);

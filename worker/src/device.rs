@@ -228,7 +228,7 @@ impl Device for CudaDevice {
         let need = |shard: &Shard| Need {
             degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
             weights: size::weight_bytes(config, shard, quantization),
-            activations: size::activation_bytes(config, shard, sizes),
+            activations: size::activation_bytes(config, shard, quantization, sizes),
             one_sequence: size::sequence_bytes(config, shard, sizes),
         };
         let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);

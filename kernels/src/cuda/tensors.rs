@@ -4,7 +4,7 @@ use std::rc::Rc;
 use half::{bf16, f16};
 
 use super::context::Context;
-use super::launch::{LayerCache, Rows};
+use super::launch::{LayerCache, Rows, Weight};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::{Event, Stream};
 use crate::backend::{Buffer, DType, HostMatrix, KvShape};
@@ -128,10 +128,12 @@ impl Buffer for CudaBuffer {
     }
 }
 
-/// A weight matrix in bf16, `[rows, cols]`, rows at multiples of 16 bytes.
+/// A weight matrix, `[rows, cols]`, rows at multiples of 16 bytes: bf16, or int8 with 128 added.
 #[derive(Debug)]
 pub struct CudaMatrix {
     memory: DeviceMemory,
+    /// f32, one for each row, of int8.
+    scales: Option<DeviceMemory>,
     rows: usize,
     cols: usize,
     stride: usize,
@@ -154,6 +156,12 @@ impl CudaMatrix {
     #[must_use]
     pub fn at(&self) -> Rows {
         Rows { ptr: self.memory.ptr(), stride: self.stride }
+    }
+
+    /// What products take of it.
+    #[must_use]
+    pub fn weight(&self) -> Weight {
+        Weight { at: self.at(), scales: self.scales.as_ref().map(DeviceMemory::ptr) }
     }
 }
 
@@ -260,12 +268,53 @@ impl Uploader {
         Ok(Self { pieces: [piece()?, piece()?], next: 0 })
     }
 
-    /// Loads the vertical concatenation of `parts`.
+    /// Loads the vertical concatenation of `parts` in bf16.
     pub(super) fn load(
         &mut self,
         context: &Rc<Context>,
         stream: &Stream,
         parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let mut room = Vec::new();
+        self.load_rows(context, stream, parts, ALIGN, 1, &mut |part, row, out| {
+            copy_row(part, row, &mut room, out);
+        })
+    }
+
+    /// The same, quantised to int8.
+    pub(super) fn load_int8(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let (mut room, mut values, mut scales) = (Vec::new(), Vec::new(), Vec::new());
+        let mut matrix =
+            self.load_rows(context, stream, parts, 2 * ALIGN, 2, &mut |part, row, out| {
+                values.clear();
+                // Zero behind the row.
+                values.resize(out.len() * 2, 0);
+                scales.push(part.row_int8(row, &mut room, &mut values[..part.cols]));
+                for (to, pair) in out.iter_mut().zip(values.chunks_exact(2)) {
+                    *to = u16::from_le_bytes([biased(pair[0]), biased(pair[1])]);
+                }
+            })?;
+        let memory = DeviceMemory::new(context, size_of_val(&scales[..]), "scales of weights")?;
+        memory.upload(stream, 0, &scales)?;
+        matrix.scales = Some(memory);
+        Ok(matrix)
+    }
+
+    /// Loads rows, `write` putting each into as many words of 16 bits as it takes: rows begin at
+    /// multiples of `align` elements, of which a word has `per_word`.
+    fn load_rows(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+        align: usize,
+        per_word: usize,
+        write: &mut dyn FnMut(&HostMatrix<'_>, usize, &mut [u16]),
     ) -> Result<CudaMatrix, KernelError> {
         let op = "load_matrix";
         let cols = parts.first().map_or(0, |part| part.cols);
@@ -273,15 +322,16 @@ impl Uploader {
             part.check(op, cols)?;
         }
         let rows: usize = parts.iter().map(|part| part.rows).sum();
-        let stride = cols.next_multiple_of(ALIGN);
-        let rows_per_piece = (PIECE / 2).checked_div(stride).unwrap_or(0);
+        let stride = cols.next_multiple_of(align);
+        let words_per_row = stride / per_word;
+        let rows_per_piece = (PIECE / 2).checked_div(words_per_row).unwrap_or(0);
         if rows_per_piece == 0 || u32::try_from(rows.max(stride)).is_err() {
             let message = format!("{rows} x {cols}: no empty matrix, no row above {PIECE} bytes");
             return Err(KernelError::Shape { op, message });
         }
-        let bytes = rows.saturating_mul(stride).saturating_mul(2);
+        let bytes = rows.saturating_mul(words_per_row).saturating_mul(2);
         let memory = DeviceMemory::new(context, bytes, "weights")?;
-        let (mut at, mut room) = (0, Vec::new());
+        let mut at = 0;
         for part in parts {
             let mut row = 0;
             while row < part.rows {
@@ -290,17 +340,27 @@ impl Uploader {
                 self.next = 1 - self.next;
                 travelled.wait(std::time::Duration::from_secs(60))?;
                 let words = piece.as_mut_slice();
-                for (i, out) in words.chunks_exact_mut(stride).take(count).enumerate() {
-                    copy_row(part, row + i, &mut room, out);
+                for (i, out) in words.chunks_exact_mut(words_per_row).take(count).enumerate() {
+                    write(part, row + i, out);
                 }
-                memory.upload_pinned(stream, at * stride * 2, piece, count * stride)?;
+                memory.upload_pinned(
+                    stream,
+                    at * words_per_row * 2,
+                    piece,
+                    count * words_per_row,
+                )?;
                 travelled.record(stream)?;
                 row += count;
                 at += count;
             }
         }
-        Ok(CudaMatrix { memory, rows, cols, stride })
+        Ok(CudaMatrix { memory, scales: None, rows, cols, stride })
     }
+}
+
+/// As kernels take an integer.
+fn biased(value: i8) -> u8 {
+    value.cast_unsigned() ^ 0x80
 }
 
 /// One row in bf16, zeros behind it.

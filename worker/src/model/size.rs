@@ -53,7 +53,12 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
 
 /// Activations of the largest step, in bytes.
 #[must_use]
-pub fn activation_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
+pub fn activation_bytes(
+    config: &ModelConfig,
+    shard: &Shard,
+    quantization: Quantization,
+    sizes: &EngineConfig,
+) -> u64 {
     let n = |n: usize| n as u64;
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
@@ -73,7 +78,13 @@ pub fn activation_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfi
         tokens * (top * slot + n(experts.routing.num_experts) * 4)
             + (tokens * top).min(EXPERT_ROWS) * hidden * (2 + 4)
     });
+    // A layer's largest quantised matrix, as products of many rows take it.
+    let widened = match quantization {
+        Quantization::None => 0,
+        Quantization::Int8 => 2 * hidden * (q + 2 * kv).max(2 * inner),
+    };
     experts
+        + widened
         + u64::from(sizes.max_num_batched_tokens) * row
         + product.max(u64::from(sizes.max_num_seqs) * q * 64 * 4)
         + u64::from(sizes.max_num_seqs) * logits
@@ -196,7 +207,10 @@ mod tests {
         let eighth = Shard::new(&config, 0, 8).unwrap();
         assert_eq!(sequence_bytes(&config, &eighth, &sizes), 8192 * 16 * 1024);
         let more = EngineConfig { max_num_batched_tokens: 4096, ..sizes.clone() };
-        let bytes = |sizes| activation_bytes(&config, &whole, sizes);
+        let bytes = |sizes| activation_bytes(&config, &whole, Quantization::None, sizes);
         assert!(bytes(&sizes) < bytes(&more) && bytes(&more) < 2 << 30);
+        // Gate and up of one layer in bf16.
+        let int8 = activation_bytes(&config, &whole, Quantization::Int8, &sizes);
+        assert_eq!(int8 - bytes(&sizes), 2 * 2 * 14336 * 4096);
     }
 }
