@@ -118,6 +118,7 @@ fn step(on: bool, batch: u32, steps: u32) {
         max_num_batched_tokens: engine.max_num_batched_tokens,
         max_queued_requests: 1024,
         prefix_caching: false,
+        speculation: None,
         max_steps_in_flight: 2,
     };
     let scheduler = Scheduler::new(config).expect("sizes that fit");
@@ -151,6 +152,7 @@ fn step(on: bool, batch: u32, steps: u32) {
                 prompt_logprobs: Vec::new(),
                 prompt_start: 0,
                 corrupted: false,
+                embedding: Vec::new(),
             });
             let result = StepResult {
                 epoch: plan.epoch,

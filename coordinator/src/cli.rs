@@ -22,6 +22,7 @@ mod resources;
 mod secret;
 mod serve;
 mod signals;
+mod speculative;
 mod up;
 mod work;
 

@@ -219,7 +219,9 @@ impl Generation {
         match &event {
             EngineEvent::Finished { .. } => self.choices_left -= 1,
             EngineEvent::Failed(_) => self.choices_left = 0,
-            EngineEvent::PromptLogprobs(_) | EngineEvent::Token { .. } => {}
+            EngineEvent::PromptLogprobs(_)
+            | EngineEvent::Embedding(_)
+            | EngineEvent::Token { .. } => {}
         }
         Poll::Ready(Some(event))
     }

@@ -7,7 +7,8 @@
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: what the output must be
-//! - [`completions`], [`chat`], [`models`]: OpenAI's endpoints
+//! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
+//! - [`dialogue`]: a conversation's request, from its fields to a running one
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes
@@ -29,6 +30,8 @@ mod body;
 pub mod chat;
 pub mod completions;
 pub mod conversation;
+pub mod dialogue;
+pub mod embeddings;
 pub mod envelope;
 pub mod error;
 pub mod fields;
@@ -43,6 +46,7 @@ pub mod options;
 pub mod params;
 pub mod pool;
 pub mod refused;
+pub mod responses;
 pub mod server;
 pub mod sse;
 pub mod state;

@@ -14,7 +14,11 @@
 //!   begin at the position of a token that only the workers know yet. A guided sequence's mask
 //!   depends on that token. While guided ones wait for theirs and are fewer than half of those that
 //!   run, the others are planned ahead and the guided ones are in every other step; else no step is
-//!   planned before their tokens are there.
+//!   planned before their tokens are there. The same holds for sequences that are about to draft.
+//! - `speculation`: a sequence that repeats what it has before drafts the tokens that may come next
+//!   (`speculate`), and a step computes them all: its own tokens count as far as they are those
+//!   drafted, and one more. Drafts take what nobody else wants of a step; of what a step drafts only
+//!   its first token is taken for computed until the answer is there.
 //! - `freeing early`: a sequence that turns out to be finished while a later step with it is in
 //!   flight gives its blocks back at once. Workers run plans in order, so whoever gets the blocks
 //!   writes them after the late step has; the late output is ignored.
@@ -24,9 +28,11 @@
 mod accept;
 mod blocks;
 mod config;
+mod drafts;
 mod effect;
 mod plan;
 mod sequence;
+mod speculate;
 mod weight;
 
 pub use accept::{ApplyError, Stopped};
@@ -38,6 +44,7 @@ use plan::InFlight;
 pub use sequence::HandedOver;
 use sequence::{Request, Sequence, Urgency};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
+pub use speculate::{Drafter, Speculation};
 use std::collections::{HashMap, VecDeque};
 use std::task::Waker;
 
@@ -147,6 +154,12 @@ impl Scheduler {
             blocks_total: self.blocks.total(),
             steps_in_flight: self.in_flight.len() as u32,
         }
+    }
+
+    /// Whether sequences draft tokens, and how.
+    #[must_use]
+    pub fn speculation(&self) -> Option<&Speculation> {
+        self.config.speculation.as_ref()
     }
 
     /// The last step planned in this epoch.
@@ -325,6 +338,9 @@ impl Scheduler {
                 admission: None,
                 prompt_logprobs: Vec::new(),
                 prompt_logprobs_done: !wants_prompt,
+                drafter: None,
+                wants_draft: false,
+                drafts: Vec::new(),
             };
             let slot = self.store(sequence);
             self.wait_last(slot);

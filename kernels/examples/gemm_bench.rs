@@ -102,6 +102,7 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
         }
         times.sort_by(f64::total_cmp);
         let median = times[times.len() / 2];
+        let bytes = backend.kv_block_bytes(&KvShape { num_layers: 1, ..kv });
         let flops = 4 * rows * context * 32 * 64;
         println!(
             "{}: attention of {} rows at context {context}: {:.3} ms, {:.0} GFLOP/s, {:.1} GB/s",
@@ -109,7 +110,7 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
             out.rows(),
             median * 1e3,
             flops as f64 / median / 1e9,
-            (context * 4 * 64 * 2 * 4) as f64 / median / 1e9
+            (bytes * (context as u64 / 16)) as f64 / median / 1e9
         );
     }
     Ok(())
@@ -123,7 +124,9 @@ fn main() -> Result<(), KernelError> {
                 products(isa, precision, is_int8, threads)?;
             }
         }
-        attention(isa, Precision::Float32, threads)?;
+        for precision in [Precision::Float32, Precision::Bfloat16] {
+            attention(isa, precision, threads)?;
+        }
     }
     Ok(())
 }

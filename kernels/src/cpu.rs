@@ -9,6 +9,7 @@
 //! the batch and however many threads there are.
 #![allow(unsafe_code, reason = "vector instructions, and tasks that write disjoint places")]
 use std::fmt;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
@@ -230,11 +231,11 @@ impl Backend for CpuBackend {
     }
 
     fn new_kv_cache(&mut self, shape: KvShape) -> Result<CpuKvCache, KernelError> {
-        CpuKvCache::new(shape)
+        CpuKvCache::new(shape, self.precision)
     }
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
-        kv::block_bytes(shape)
+        kv::block_bytes(shape, self.precision)
     }
 
     fn embed(
@@ -329,10 +330,10 @@ impl Backend for CpuBackend {
     ) -> Result<(), KernelError> {
         check::attention(q, shape, batch, cache, layer, out)?;
         out.set_rows(q.rows())?;
-        let positions = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0)
-            * cache.shape().block_size;
+        let blocks = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0);
+        let positions = blocks * cache.shape().block_size;
         for worker in &mut self.workers {
-            worker.attention.reserve(positions, shape.head_dim)?;
+            worker.attention.reserve(blocks, cache)?;
         }
         attention::cut(batch, &mut self.tiles);
         let tiles = &self.tiles;
@@ -569,6 +570,19 @@ impl Backend for CpuBackend {
 
     fn read_buffer(&mut self, buffer: &CpuBuffer) -> Result<Vec<f32>, KernelError> {
         Ok(buffer.values().to_vec())
+    }
+
+    fn read_rows(
+        &mut self,
+        buffer: &CpuBuffer,
+        rows: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), KernelError> {
+        let (len, width) = (buffer.rows(), buffer.width());
+        ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
+        out.clear();
+        out.extend_from_slice(&buffer.values()[rows.start * width..rows.end * width]);
+        Ok(())
     }
 
     fn read_routes(&mut self, routes: &CpuRoutes) -> Result<Choices, KernelError> {

@@ -239,7 +239,7 @@ const F8E4M3: [f32; 256] = {
             f32::NAN.to_bits()
         } else if exponent > 0 {
             // The bias is 7, f32's is 127.
-            exponent + 120 << 23 | mantissa << 20
+            ((exponent + 120) << 23) | (mantissa << 20)
         } else {
             // Multiples of 2^-9, which f32 has as normal numbers.
             (mantissa as f32 / 512.0).to_bits()

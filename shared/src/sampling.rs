@@ -46,6 +46,27 @@ pub struct SamplingParams {
     pub logprobs: Option<u32>,
     /// Report the same for every prompt token (OpenAI's `echo` with `logprobs`).
     pub prompt_logprobs: Option<u32>,
+    /// Report an embedding of the prompt, made in this way. Of sequences that are to get no token.
+    pub pooling: Option<Pooling>,
+}
+
+/// How one vector is made of those that the model's last norm gives for the tokens of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Pooling {
+    /// The last token's.
+    Last,
+    /// The first token's.
+    First,
+    /// Their mean.
+    Mean,
+}
+
+impl Pooling {
+    /// Whether all tokens have to be computed: then nothing that a KV cache has of them is of use.
+    #[must_use]
+    pub fn needs_all(self) -> bool {
+        self != Self::Last
+    }
 }
 
 impl Default for SamplingParams {
@@ -65,6 +86,7 @@ impl Default for SamplingParams {
             min_tokens: 0,
             logprobs: None,
             prompt_logprobs: None,
+            pooling: None,
         }
     }
 }

@@ -121,6 +121,7 @@ impl Rank for IdleRank {
                 prompt_logprobs: Vec::new(),
                 prompt_start: 0,
                 corrupted: false,
+                embedding: Vec::new(),
             });
         }
         self.digest = digest;

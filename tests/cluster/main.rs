@@ -19,6 +19,7 @@
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
+//! - [`speculation`]: drafted tokens change how many steps a text takes and nothing else
 //! - [`strangers`]: connections that say nothing
 //! - [`structured`]: JSON, patterns and grammars of a real model, also when a worker dies
 //! - [`tls`]: HTTPS, its files and who asks by it
@@ -52,6 +53,7 @@ mod scaling;
 mod scraping;
 mod secrets;
 mod serving;
+mod speculation;
 mod strangers;
 mod structured;
 mod tls;

@@ -12,9 +12,12 @@ async fn the_openai_package_works_unchanged() {
     };
     // The coordinator's own front end, and one in a process of its own.
     let fleet = Fleet::start(&["--tensor-parallel", "2"], 2, 1).await.unwrap();
-    for server in [&fleet.coordinator, &fleet.frontends[0]] {
+    let scripts = ["test_openai_client.py", "test_responses.py", "test_embeddings.py"];
+    let servers = [&fleet.coordinator, &fleet.frontends[0]];
+    for (server, script) in servers.iter().flat_map(|server| scripts.map(|script| (server, script)))
+    {
         let output = Command::new(&python)
-            .arg(repository().join("tests/openai/test_openai_client.py"))
+            .arg(repository().join("tests/openai").join(script))
             .env("TUTTI_BASE_URL", format!("{}/v1", server.base()))
             .env("NO_PROXY", "127.0.0.1")
             .output()

@@ -121,7 +121,12 @@ fn a_gpu_that_fails_while_it_computes_is_one_line() {
 /// A graph that cannot be captured is no reason to stop.
 #[test]
 fn steps_that_cannot_be_captured_are_called() {
-    for fault in ["cuStreamEndCapture:1=901", "cuStreamBeginCapture_v2:1=900"] {
+    for fault in [
+        "cuStreamEndCapture:1=901",
+        "cuStreamBeginCapture_v2:1=900",
+        "cuGraphInstantiateWithFlags:1=801",
+        "captured_cuLaunchKernel:7=1",
+    ] {
         let mut args = BENCH.to_vec();
         args.extend(["--batches", "1,3"]);
         let (code, stdout, stderr) = with_fake(&args, &[("FAKE_CUDA_FAIL", fault)]);

@@ -15,7 +15,7 @@
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
 //   700 on break the context: every later call gives it too. -1: it never returns; -2: it ends the
-//   process.
+//   process. `captured_cuLaunchKernel` counts the launches that are captured alone.
 // - FAKE_CUDA_ONCE: a file that is made when FAKE_CUDA_FAIL does something: once, over all processes
 // - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
 #include <fcntl.h>
@@ -623,7 +623,7 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* strea
 int cuMemsetD8Async(uint64_t at, unsigned char byte, size_t bytes, Stream* stream) {
     ENTER("cuMemsetD8Async");
     NEEDS_CONTEXT_OF(stream);
-    if (!is_device(at, bytes)) {
+    if (bytes == 0 || !is_device(at, bytes)) {
         return INVALID_VALUE;
     }
     return enqueue(stream, [=] {
@@ -826,6 +826,9 @@ int cuLaunchKernel(const Kernel* kernel, unsigned x, unsigned y, unsigned z, uns
                    void** params, void** extra) {
     ENTER("cuLaunchKernel");
     NEEDS_CONTEXT_OF(stream);
+    if (stream->captures) {
+        ENTER("captured_cuLaunchKernel");
+    }
     if (loaded.count(kernel) == 0) {
         NO_CAPTURE;
         return LAUNCH_FAILED;

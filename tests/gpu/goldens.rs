@@ -112,6 +112,7 @@ pub(crate) fn follow(
             new_blocks,
             sample: true,
             allowed: None,
+            drafts: Vec::new(),
         });
         let mut outputs = Vec::new();
         engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;

@@ -33,6 +33,7 @@ use std::process::ExitCode;
 
 use kernels::KernelError;
 use kernels::collective::single_rank;
+use kernels::cuda::context::{Context, Driver};
 use kernels::cuda::devices::{Survey, survey};
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange};
@@ -224,6 +225,10 @@ fn part(options: &Options, name: &str) -> ExitCode {
     };
     let count = steps.len();
     let mut table = Table::default();
+    // Each step makes backends of its own. The context under them stays, as it does in a worker:
+    // libraries that keep something in it may not outlive it well.
+    let folders = options.cuda(ordinal).folders;
+    let _context = Driver::load(&folders).and_then(|driver| Context::new(driver, ordinal));
     for (index, step) in steps.into_iter().enumerate().skip(options.skip) {
         println!("{STEP}{}", step.name);
         (step.run)(&mut table);

@@ -71,7 +71,11 @@ impl Random {
 }
 
 pub(crate) fn bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect()
+    let halves = |x: &f32| {
+        let [_, _, low, high] = x.to_le_bytes();
+        [low, high]
+    };
+    values.iter().flat_map(halves).collect()
 }
 
 pub(crate) fn matrix<B: Backend>(

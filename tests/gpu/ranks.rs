@@ -268,7 +268,7 @@ pub(crate) fn child(
     let how = (options.exchange, timeout);
     let mut backend = joined(options, how, ordinal, collective, &mut relay).map_err(words)?;
     if options.endless {
-        return Ok(until_the_other_is_gone(&mut backend));
+        return until_the_other_is_gone(&mut backend);
     }
     if let Some(model) = &options.golden {
         return golden(options, rank, backend, model);
@@ -277,7 +277,7 @@ pub(crate) fn child(
 }
 
 /// Sums without end; what ends them.
-fn until_the_other_is_gone(backend: &mut CudaBackend) -> String {
+fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> {
     let mut sum = || -> Result<(), KernelError> {
         let mut data = backend.new_buffer(1, 4096)?;
         data.set_rows(1)?;
@@ -290,8 +290,10 @@ fn until_the_other_is_gone(backend: &mut CudaBackend) -> String {
         }
     };
     match sum() {
-        Ok(()) => String::new(),
-        Err(error) => error.to_string(),
+        Ok(()) => Ok(String::new()),
+        Err(error @ KernelError::Collective(_)) => Ok(error.to_string()),
+        // A server would have lost its GPU by that.
+        Err(error) => Err(format!("no error of the exchange: {error}")),
     }
 }
 
@@ -337,13 +339,14 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
     std::thread::sleep(Duration::from_millis(200));
     let began = Instant::now();
     let pid = victim.id().to_string();
-    Command::new("kill").args([signal, &pid]).status().map_err(words)?;
+    Command::new("sh").args(["-c", "kill $0 $1", signal, &pid]).status().map_err(words)?;
     let output = survivor.wait_with_output();
     let took = began.elapsed();
     let _ = victim.kill();
     let _ = victim.wait();
-    let said = String::from_utf8_lossy(&output.map_err(words)?.stdout).trim().to_owned();
-    if said.is_empty() || took > 3 * SHORT {
+    let output = output.map_err(words)?;
+    let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    if !output.status.success() || said.is_empty() || took > 3 * SHORT {
         return Err(format!("after {took:?}: {said}"));
     }
     Ok(format!("the other ended after {:.1} s: {said}", took.as_secs_f64()))

@@ -323,6 +323,7 @@ impl Driver<'_> {
                     new_blocks: own.map(BlockId).collect(),
                     sample: true,
                     allowed: None,
+                    drafts: Vec::new(),
                 });
                 slot += 1;
             }
@@ -350,6 +351,7 @@ impl Driver<'_> {
             new_blocks: Vec::new(),
             sample: true,
             allowed: None,
+            drafts: Vec::new(),
         };
         self.step += 1;
         StepPlan {

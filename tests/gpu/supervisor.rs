@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::{AGAIN, Options, PARTS, ROW, STEP, head};
 
 /// All of it, on a GPU: somebody waits for the table.
-const ALL: Duration = Duration::from_secs(570);
+const ALL: Duration = Duration::from_secs(540);
 /// One step, on a GPU; longer where it makes up a model of 16 GB.
 const EACH: Duration = Duration::from_secs(60);
 const EACH_OF_SPEED: Duration = Duration::from_secs(150);

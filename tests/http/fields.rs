@@ -195,7 +195,9 @@ async fn a_request_keeps_its_clients_id() {
 #[test]
 fn the_documentation_lists_what_is_refused() {
     let document = std::fs::read_to_string(repository().join("docs/api.md")).unwrap();
-    for endpoint in [Endpoint::Completions, Endpoint::Chat] {
+    for endpoint in
+        [Endpoint::Completions, Endpoint::Chat, Endpoint::Responses, Endpoint::Embeddings]
+    {
         for name in refused::names(endpoint) {
             assert!(document.contains(&format!("`{name}`")), "docs/api.md lacks `{name}`");
         }

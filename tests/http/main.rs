@@ -4,8 +4,10 @@
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
 //! - [`bounds`]: every bad request gets a 4xx that names the field
+//! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field is ignored that would change the answer
 //! - [`conversations`]: what templates are given of a chat request
+//! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, limits that an operator chooses
 //! - [`structured`]: fields that say what the output must be
 //! - [`tls`]: HTTPS, with curl
@@ -16,8 +18,10 @@
 
 mod bounds;
 mod conversations;
+mod embeddings;
 mod fields;
 mod options;
+mod responses;
 mod rig;
 mod shapes;
 mod streams;

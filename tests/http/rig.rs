@@ -184,6 +184,19 @@ fn generate(
         let prompt = request.prompt[1..].iter().map(|token| logprobs(*token)).collect();
         let _ = events.send(EngineEvent::PromptLogprobs(prompt));
     }
+    if request.sampling[0].pooling.is_some() {
+        if script.fail_after.is_some() {
+            let _ = events.send(EngineEvent::Failed(EngineError::Corrupted));
+            return;
+        }
+        // A vector that tells its prompt.
+        let first = request.prompt[0] as f32;
+        let vector = vec![first, request.prompt.len() as f32, 0.0, -1.0];
+        let _ = events.send(EngineEvent::Embedding(vector));
+        let reason = FinishReason::Complete;
+        let _ = events.send(EngineEvent::Finished { choice: 0, reason, cached: 0 });
+        return;
+    }
     for (choice, sampling) in (0u32..).zip(&request.sampling) {
         let mut reason = FinishReason::Length;
         for (index, token) in tokens.iter().take(request.max_tokens as usize).enumerate() {

@@ -1,9 +1,11 @@
 //! qkv_rope_write and paged_attention against a naive attention over unpaged K and V in f64.
 use kernels::KernelError;
 use kernels::backend::{AttentionShape, Backend, Batch, KvShape, QkvWeights, RopeTable, SeqRows};
-use kernels::cpu::{CpuBackend, CpuKvCache, CpuMatrix, CpuVector, Isa};
+use kernels::cpu::{CpuBackend, CpuKvCache, CpuMatrix, CpuVector, Isa, Precision};
 
-use crate::support::{Random, Weight, assert_close, backend, bits, buffer, isas, poisoned};
+use crate::support::{
+    Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, poisoned, variants,
+};
 
 pub(crate) const LAYERS: usize = 2;
 pub(crate) const MAX_POSITIONS: usize = 128;
@@ -149,15 +151,20 @@ impl Case {
             .collect()
     }
 
-    /// q and attention outputs of a whole sequence.
-    fn oracle(&self, x: &[f32]) -> (Vec<f64>, Vec<f64>) {
+    /// q and attention outputs of a whole sequence, as exact as what they are made of: activations
+    /// of the projection, and queries, K and V of attention, are as the precision says.
+    fn oracle(&self, x: &[f32], precision: Precision) -> (Vec<f64>, Vec<f64>) {
+        let taken = |values: &[f64]| -> Vec<f64> {
+            let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
+            as_taken(precision, &values).into_iter().map(f64::from).collect()
+        };
         let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, .. } = self.shape;
         let rows = x.len() / self.hidden;
         let (mut q, mut k, mut v) = (vec![], vec![], vec![]);
         let q_norm = self.norms.as_ref().map(|norms| &norms.0[..]);
         let k_norm = self.norms.as_ref().map(|norms| &norms.1[..]);
         for (position, x) in x.chunks(self.hidden).enumerate() {
-            let row = self.weight.product(x, self.bias.as_deref());
+            let row = self.weight.product(&as_taken(precision, x), self.bias.as_deref());
             for head in 0..num_heads {
                 q.extend(self.head(&row, head, q_norm, Some(position)));
             }
@@ -165,6 +172,10 @@ impl Case {
                 k.extend(self.head(&row, num_heads + head, k_norm, Some(position)));
                 v.extend(self.head(&row, num_heads + num_kv_heads + head, None, None));
             }
+        }
+        let exact_q = q.clone();
+        if precision == Precision::Bfloat16 {
+            (q, k, v) = (taken(&q), taken(&k), taken(&v));
         }
         let mut out = vec![];
         for row in 0..rows {
@@ -188,7 +199,7 @@ impl Case {
                 }
             }
         }
-        (q, out)
+        (exact_q, out)
     }
 }
 
@@ -223,16 +234,19 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
         (shape(6, 2, 80, None), 5, true),
         (shape(4, 1, 2, Some(1)), 1, false),
     ];
-    for isa in isas() {
+    for (isa, precision) in variants() {
+        // The rounding of a weight is that of one part in 256, and an element of q, K or V that
+        // lies between two bf16 may be rounded the other way than the oracle does.
+        let tolerance = if precision == Precision::Float32 { 1e-3 } else { 3e-2 };
         for (shape, block_size, extras) in shapes {
             let case = Case::random(&mut random, shape, block_size, extras);
             let rows = 53;
             let x = random.vec(rows * case.hidden);
-            let (want_q, want) = case.oracle(&x);
+            let (want_q, want) = case.oracle(&x, precision);
             let blocks = shuffled(&mut random, rows.div_ceil(block_size) + 2);
             let mut whole: Option<Vec<u32>> = None;
             for chunks in [&[53][..], &[1, 52], &[20, 1, 1, 16, 15], &[52, 1], &[17, 19, 17]] {
-                let mut backend = backend(isa, 2);
+                let mut backend = backend_in(isa, precision, 2);
                 let mut loaded = case.load(&mut backend, blocks.len());
                 let (mut q, mut out, mut start) = (vec![], vec![], 0);
                 for &chunk in chunks {
@@ -243,14 +257,15 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
                     out.extend(chunk_out);
                     start += chunk;
                 }
-                let what = format!("{isa} {shape:?} blocks of {block_size} chunks {chunks:?}");
+                let what =
+                    format!("{isa} {precision} {shape:?} blocks of {block_size} chunks {chunks:?}");
                 assert_eq!(q.len(), want_q.len());
                 for (&got, &want) in q.iter().zip(&want_q) {
                     assert_close(got, want, 2e-4, format!("q {what}"));
                 }
                 // With heads normalized by up to 1/rms the scores' error grows; values are below 10.
                 for (&got, &want) in out.iter().zip(&want) {
-                    assert_close(got, want, 1e-3, format!("out {what}"));
+                    assert_close(got, want, tolerance, format!("out {what}"));
                 }
                 assert_eq!(*whole.get_or_insert_with(|| bits(&out)), bits(&out), "{what}");
             }
@@ -262,21 +277,24 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
 fn stale_and_foreign_cache_contents_do_not_matter() {
     // NaN in every slot that the sequence does not own: a mask by multiplication would spread it.
     let mut random = Random(32);
-    for isa in isas() {
-        let case = Case::random(&mut random, shape(4, 2, 32, Some(6)), 4, false);
-        let mut backend = backend(isa, 1);
+    for ((isa, precision), block_size) in variants().flat_map(|it| [(it, 4), (it, 5)]) {
+        let case = Case::random(&mut random, shape(4, 2, 32, Some(6)), block_size, false);
+        let mut backend = backend_in(isa, precision, 1);
         let mut loaded = case.load(&mut backend, 4);
-        let poison = vec![f32::NAN; 16 * case.hidden];
+        let poison = vec![f32::NAN; 4 * block_size * case.hidden];
         case.step(
             &mut backend,
             &mut loaded,
             &[Rows { x: &poison, start: 0, blocks: &[0, 1, 2, 3] }],
         );
-        let x = random.vec(10 * case.hidden);
-        let (_, out) =
-            case.step(&mut backend, &mut loaded, &[Rows { x: &x, start: 0, blocks: &[2, 0, 3] }]);
-        for (&got, &want) in out.iter().zip(&case.oracle(&x).1) {
-            assert_close(got, want, 1e-4, isa);
+        let tolerance = if precision == Precision::Float32 { 1e-4 } else { 3e-2 };
+        for rows in [9, 10] {
+            let x = random.vec(rows * case.hidden);
+            let seq = Rows { x: &x, start: 0, blocks: &[2, 0, 3] };
+            let (_, out) = case.step(&mut backend, &mut loaded, &[seq]);
+            for (&got, &want) in out.iter().zip(&case.oracle(&x, precision).1) {
+                assert_close(got, want, tolerance, format!("{isa} {precision}"));
+            }
         }
     }
 }
@@ -285,9 +303,9 @@ fn stale_and_foreign_cache_contents_do_not_matter() {
 fn non_finite_activations_reach_the_output() {
     // Or nobody could tell a corrupted request from a sound one.
     let mut random = Random(33);
-    for isa in isas() {
+    for (isa, precision) in variants() {
         let case = Case::random(&mut random, shape(2, 1, 16, None), 4, false);
-        let mut backend = backend(isa, 1);
+        let mut backend = backend_in(isa, precision, 1);
         let mut loaded = case.load(&mut backend, 1);
         let mut x = random.vec(2 * case.hidden);
         x[case.hidden + 3] = f32::NAN;

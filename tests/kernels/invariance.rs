@@ -2,7 +2,7 @@
 use kernels::backend::Backend;
 
 use crate::attention::{Case, Rows, shape, shuffled};
-use crate::support::{Random, Weight, backend, backend_in, bits, buffer, isas, poisoned, variants};
+use crate::support::{Random, Weight, backend_in, bits, buffer, poisoned, variants};
 
 #[test]
 fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
@@ -45,7 +45,7 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
 #[test]
 fn attention_of_a_sequence_does_not_depend_on_the_batch_or_the_threads() {
     let mut random = Random(42);
-    for isa in isas() {
+    for (isa, precision) in variants() {
         // Heads of 64 and 128 are summed up in other tiles than those of 32, several queries at once.
         let shapes = [(6, 32), (8, 64), (2, 128)].into_iter();
         for ((heads, dim), window) in shapes.flat_map(|it| [(it, None), (it, Some(9))]) {
@@ -64,7 +64,7 @@ fn attention_of_a_sequence_does_not_depend_on_the_batch_or_the_threads() {
             };
             let mut alone: Option<[Vec<u32>; 2]> = None;
             for threads in [1, 2, 3] {
-                let mut backend = backend(isa, threads);
+                let mut backend = backend_in(isa, precision, threads);
                 let mut loaded = case.load(&mut backend, 15);
                 let separate = [false, true].map(|decode| {
                     let each = (0..lens.len())
@@ -76,8 +76,11 @@ fn attention_of_a_sequence_does_not_depend_on_the_batch_or_the_threads() {
                     let seqs: Vec<_> = (0..lens.len()).map(|i| rows(i, decode)).collect();
                     bits(&case.step(&mut backend, &mut loaded, &seqs).1)
                 });
-                assert!(separate == together, "{isa} {threads} threads {window:?}");
-                assert!(*alone.get_or_insert(separate) == together, "{isa} {threads} {window:?}");
+                assert!(separate == together, "{isa} {precision} {threads} threads {window:?}");
+                assert!(
+                    *alone.get_or_insert(separate) == together,
+                    "{isa} {precision} {threads} {window:?}"
+                );
             }
         }
     }

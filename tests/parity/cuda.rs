@@ -158,6 +158,7 @@ fn plan(number: &mut u64, running: &mut [&mut Running]) -> StepPlan {
             new_blocks,
             sample: true,
             allowed: None,
+            drafts: Vec::new(),
         });
         seq.computed = len;
     }
@@ -343,6 +344,7 @@ pub(crate) fn plans_with(masked: &[usize]) -> VecDeque<StepPlan> {
                 new_blocks,
                 sample: true,
                 allowed,
+                drafts: Vec::new(),
             });
         }
         plans.push_back(plan);

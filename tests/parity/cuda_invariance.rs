@@ -60,6 +60,7 @@ impl Request {
             new_blocks,
             sample,
             allowed: None,
+            drafts: Vec::new(),
         });
     }
 }

@@ -5,6 +5,8 @@
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, one and several
+//! - [`drafts`]: drafted tokens change nothing but the number of steps
+//! - `embeddings`: those of transformers, whole and in chunks, on every device and degree
 //! - `experts`: mixtures of experts on one, in many chunks of slots
 //! - [`forming`]: ranks on those as a coordinator has them formed
 //! - [`masks`]: tokens that keep to a rule, on every device and degree
@@ -25,6 +27,8 @@ mod broken;
 mod checkpoint;
 mod cuda;
 mod cuda_invariance;
+mod drafts;
+mod embeddings;
 mod experts;
 mod forming;
 mod goldens;

@@ -138,6 +138,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
         new_blocks: if start == 0 { vec![BlockId(seq)] } else { Vec::new() },
         sample: true,
         allowed,
+        drafts: Vec::new(),
     };
     let sampling = SamplingParams::greedy();
     let new = |seq| NewSequence {

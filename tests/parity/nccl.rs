@@ -205,6 +205,7 @@ fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
                 new_blocks,
                 sample: true,
                 allowed,
+                drafts: Vec::new(),
             });
         }
         plans.push_back(plan);

@@ -50,7 +50,15 @@ fn new(seq: u64, tokens: &[u32], num_prompt: u32) -> NewSequence {
 
 fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {
     let new_blocks = blocks.iter().copied().map(BlockId).collect();
-    SequenceStep { seq: SeqId(seq), start, count, new_blocks, sample: true, allowed: None }
+    SequenceStep {
+        seq: SeqId(seq),
+        start,
+        count,
+        new_blocks,
+        sample: true,
+        allowed: None,
+        drafts: Vec::new(),
+    }
 }
 
 fn step(engine: &mut Engine<ReferenceBackend>, plan: &StepPlan) -> Result<Vec<u32>, String> {
@@ -64,6 +72,10 @@ fn plans_that_do_not_fit() {
     let chunk = |seq, start, count, blocks: &[u32]| SequenceStep {
         sample: false,
         ..run(seq, start, count, blocks)
+    };
+    let drafts = |drafts: &[u32]| SequenceStep {
+        drafts: drafts.to_vec(),
+        ..run(1, 5, 1 + drafts.len() as u32, &[2])
     };
     let masked = |mask| SequenceStep { allowed: Some(mask), ..run(1, 5, 1, &[]) };
     let cases = [
@@ -119,6 +131,39 @@ fn plans_that_do_not_fit() {
             vec![],
             vec![SequenceStep { sample: false, ..masked(TokenMask::Only(vec![5])) }],
             "seq-1 has a mask, but is not to be sampled",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { count: 1, ..drafts(&[7]) }],
+            "seq-1 is to be sampled at 6, it has 7 tokens",
+        ),
+        (
+            vec![new(2, &TOKENS, 5)],
+            vec![SequenceStep { drafts: vec![7], ..run(2, 0, 6, &[2, 3]) }],
+            "seq-2 has 1 drafts, but 6 tokens to compute",
+        ),
+        (
+            vec![new(2, &TOKENS, 5)],
+            vec![SequenceStep { drafts: vec![7], ..run(2, 0, 2, &[2, 3]) }],
+            "seq-2 is to be sampled at 2, it has 6 tokens",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { sample: false, ..drafts(&[7]) }],
+            "seq-1 has drafts, but is not to be sampled freely",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { allowed: Some(TokenMask::Only(vec![7])), ..drafts(&[7]) }],
+            "seq-1 has drafts, but is not to be sampled freely",
+        ),
+        (vec![], vec![drafts(&[7, 384])], "seq-1 has draft 384 of 384"),
+        (vec![], vec![drafts(&[7, 8])], "3 rows to sample, the bound is 2"),
+        (vec![], vec![drafts(&[7; 7])], "seq-1 is to be sampled at 13, it has 13 tokens"),
+        (
+            vec![],
+            vec![SequenceStep { new_blocks: vec![], ..drafts(&[7, 7, 7]) }],
+            "seq-1 has 2 blocks, too few for 9 tokens",
         ),
         (
             (2..10).map(|seq| new(seq, &[1], 1)).collect(),

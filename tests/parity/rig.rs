@@ -50,11 +50,14 @@ pub(crate) struct Seq {
     pub(crate) num_prompt: usize,
     pub(crate) logprobs: Vec<f32>,
     pub(crate) prompt_logprobs: Vec<(u32, f32)>,
+    pub(crate) embedding: Vec<f32>,
     computed: u32,
     blocks: u32,
     sampling: SamplingParams,
     /// Its tokens keep to the rule of this number.
     pub(crate) rule: Option<u64>,
+    /// What its next step drafts, when it computes nothing but its last token.
+    pub(crate) drafts: Vec<u32>,
     admitted: bool,
 }
 
@@ -81,6 +84,8 @@ pub(crate) enum On {
     ReferenceInt8,
     /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
     FakeCuda,
+    /// As `FakeCuda`, told to be independent of the batch.
+    FakeInvariant,
     /// As `FakeCuda`, whose ranks see each other's memory. Of messages, those of up to so many bytes go
     /// one-shot, fused with the norm behind them.
     FakePeers(usize),
@@ -285,7 +290,7 @@ impl Rig {
     pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
-        if let On::FakeCuda | On::FakeCudaInt8 | On::FakeNccl = backend {
+        if let On::FakeCuda | On::FakeCudaInt8 | On::FakeInvariant | On::FakeNccl = backend {
             // Before the ranks' threads are at it: compiled once.
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
             fake_nccl(folder, &fake_cuda_of(folder, GPUS).unwrap(), None).unwrap();
@@ -312,6 +317,12 @@ impl Rig {
                 }
                 On::FakeCuda | On::FakeCudaInt8 => {
                     let backend = fake_cuda_backend(true, collective);
+                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
+                    serve(rank, engine, plan_receiver, &sender);
+                }
+                On::FakeInvariant => {
+                    let options = CudaOptions { batch_invariant: true, ..CudaOptions::default() };
+                    let backend = fake_cuda_with(options, collective);
                     let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
@@ -349,10 +360,12 @@ impl Rig {
             num_prompt,
             logprobs: Vec::new(),
             prompt_logprobs: Vec::new(),
+            embedding: Vec::new(),
             computed: 0,
             blocks: 0,
             sampling,
             rule: None,
+            drafts: Vec::new(),
             admitted: false,
         }
     }
@@ -372,10 +385,15 @@ impl Rig {
                 });
             }
             let len = seq.tokens.len() as u32;
+            let mut drafts = std::mem::take(&mut seq.drafts);
+            if seq.computed + 1 != len {
+                drafts.clear();
+            }
             let count = (len - seq.computed).min(chunk);
             let end = seq.computed + count;
+            let count = count + drafts.len() as u32;
             let mut new_blocks = Vec::new();
-            while seq.blocks * BLOCK_SIZE < end {
+            while seq.blocks * BLOCK_SIZE < seq.computed + count {
                 // Scattered over the cache, so that a wrong table cannot pass.
                 self.next_block += 1;
                 new_blocks.push(BlockId(self.next_block * 769 % NUM_BLOCKS));
@@ -386,8 +404,9 @@ impl Rig {
                 start: seq.computed,
                 count,
                 new_blocks,
-                sample: end == len,
+                sample: end == len && seq.sampling.pooling.is_none(),
                 allowed: seq.rule.filter(|_| end == len).map(|rule| masks::of(rule, &seq.tokens)),
+                drafts,
             });
             seq.computed = end;
         }
@@ -395,12 +414,20 @@ impl Rig {
             sender.send(plan.clone()).unwrap();
         }
         let outputs = self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        let mut seen = Vec::new();
         for output in outputs {
             let seq = seqs.iter_mut().find(|seq| seq.id == output.seq).unwrap();
             let report = output.prompt_logprobs.iter().map(|entry| (entry.token, entry.logprob));
             seq.prompt_logprobs.extend(report);
             assert!(!output.corrupted);
+            if !output.embedding.is_empty() {
+                assert!(seq.embedding.is_empty() && seq.computed as usize == seq.tokens.len());
+                seq.embedding = output.embedding;
+            }
             if let Some(token) = output.token {
+                // All but the first token of a sequence were drafted, and computed already.
+                seq.computed += u32::from(seen.contains(&seq.id));
+                seen.push(seq.id);
                 assert_eq!(output.position as usize, seq.tokens.len());
                 assert!(seq.rule.is_none_or(|rule| masks::of(rule, &seq.tokens).allows(token)));
                 seq.tokens.push(token);

@@ -12,7 +12,7 @@ use shared::protocol::{
     StepPlan, StepResult, StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs,
     TokenMask, Whitespace, WorkerStats,
 };
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
 use shared::wire::frame::HANDSHAKE_MAX;
 
@@ -39,7 +39,11 @@ fn plan() -> StepPlan {
             seq: SeqId(9),
             tokens: vec![1, 2, 70_000],
             num_prompt: 2,
-            sampling: SamplingParams { logit_bias: vec![(5, -1.5)], ..SamplingParams::greedy() },
+            sampling: SamplingParams {
+                logit_bias: vec![(5, -1.5)],
+                pooling: Some(Pooling::Mean),
+                ..SamplingParams::greedy()
+            },
         }],
         sequences: vec![SequenceStep {
             seq: SeqId(9),
@@ -48,6 +52,7 @@ fn plan() -> StepPlan {
             new_blocks: vec![BlockId(0), BlockId(77)],
             sample: true,
             allowed: Some(TokenMask::Bits(vec![0x8000_0001, 0, u32::MAX])),
+            drafts: Vec::new(),
         }],
     }
 }
@@ -65,6 +70,7 @@ fn result() -> StepResult {
             prompt_logprobs: vec![logprobs],
             prompt_start: 1,
             corrupted: false,
+            embedding: vec![0.5, -2.0],
         }],
         digest: 0x0102_0304,
         timings: StepTimings {
@@ -262,6 +268,7 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
     let logprobs = TokenLogprobs { token: 4, logprob: -0.25, rank: 1, top: vec![(4, -0.25)] };
     let events = [
         EngineEvent::PromptLogprobs(vec![logprobs.clone()]),
+        EngineEvent::Embedding(vec![1.0, -0.5]),
         EngineEvent::Token { choice: 1, token: 70_000, logprobs: Some(logprobs) },
         EngineEvent::Token { choice: 0, token: 3, logprobs: None },
         EngineEvent::Finished { choice: 0, reason: FinishReason::EndToken(5), cached: 3 },
@@ -314,15 +321,27 @@ fn the_form_of_messages_is_pinned() {
         new_blocks: vec![BlockId(7)],
         sample: true,
         allowed: None,
+        drafts: Vec::new(),
     };
-    assert_eq!(hex(codec::encode(&entry).unwrap()), "09030101070100");
+    assert_eq!(hex(codec::encode(&entry).unwrap()), "0903010107010000");
     let mask = |allowed| codec::encode(&SequenceStep { allowed, ..entry.clone() }).map(hex);
     let only = mask(Some(TokenMask::Only(vec![5, 70_000])));
-    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc70110100");
+    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc7011010000");
     let except = mask(Some(TokenMask::Except(vec![300])));
-    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c01");
+    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c0100");
     let bits = mask(Some(TokenMask::Bits(vec![u32::MAX, 1])));
-    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff01");
+    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff0100");
+    let embedding = EngineEvent::Embedding(vec![1.0, -0.5]);
+    assert_eq!(hex(codec::encode(&embedding).unwrap()), "01020000803f000000bf");
+    let sampling = codec::encode(&SamplingParams::greedy()).unwrap();
+    let pooled = SamplingParams { pooling: Some(Pooling::Mean), ..SamplingParams::greedy() };
+    let pooled = hex(codec::encode(&pooled).unwrap());
+    assert_eq!(pooled, hex(sampling).strip_suffix("00").unwrap().to_owned() + "0102");
+    let drafts = SequenceStep { count: 3, drafts: vec![5, 70_000], ..entry };
+    assert_eq!(
+        hex(codec::encode(&drafts).unwrap()),
+        "09030301070100".to_owned() + "0205fc70110100"
+    );
 }
 
 #[test]

@@ -44,6 +44,7 @@ fn operation(observer: &Observer) -> Operation {
         max_queued_requests: 4,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        speculation: None,
     };
     let limits = DriverLimits {
         step_timeout: Duration::from_secs(9),
@@ -65,6 +66,7 @@ fn result(plan: &StepPlan, digest: u32) -> StepResult {
         prompt_logprobs: Vec::new(),
         prompt_start: 0,
         corrupted: false,
+        embedding: Vec::new(),
     });
     let (timings, stats) = (StepTimings::default(), WorkerStats::default());
     let (epoch, step, outputs) = (plan.epoch, plan.step, outputs.collect());

@@ -28,6 +28,7 @@ fn long() -> SchedulerConfig {
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        speculation: None,
     }
 }
 

@@ -123,6 +123,7 @@ fn config() -> SchedulerConfig {
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        speculation: None,
     }
 }
 

@@ -10,6 +10,7 @@
 //! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
+//! - [`speculation`]: sequences that repeat themselves, and their drafts
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -26,4 +27,5 @@ mod priorities;
 mod random;
 mod rig;
 mod scenarios;
+mod speculation;
 mod worker;

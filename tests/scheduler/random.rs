@@ -1,7 +1,9 @@
 //! Random schedules of everything that can happen, with few blocks.
 use coordinator::engine::EngineError;
-use coordinator::scheduler::SchedulerConfig;
+use coordinator::scheduler::{SchedulerConfig, Speculation};
 use proptest::prelude::*;
+
+use shared::sampling::Pooling;
 
 use crate::guided::Guidance;
 use crate::rig::{ClientRequest, Rig};
@@ -29,7 +31,11 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         0u32..6,
         prop::option::weighted(0.3, 0u32..50),
         any::<u64>(),
-        (prop::bool::weighted(0.2), prop_oneof![3 => Just(0), 1 => -2i32..3]),
+        (
+            prop::bool::weighted(0.2),
+            prop_oneof![3 => Just(0), 1 => -2i32..3],
+            prop::option::weighted(0.2, prop_oneof![Just(Pooling::Last), Just(Pooling::Mean)]),
+        ),
         prop::option::weighted(0.3, (any::<u64>(), 0u64..30, any::<bool>())),
     )
         .prop_map(
@@ -41,7 +47,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                 min_tokens,
                 stop_token,
                 seed,
-                (logprobs, priority),
+                (logprobs, priority, pooling),
                 guide,
             )| {
                 let guide = guide.map(|(key, over_in, slow)| Guidance {
@@ -51,6 +57,10 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     ..Guidance::default()
                 });
                 let prompt_logprobs = logprobs && prompt.len() > 1;
+                if pooling.is_some() {
+                    let plain = ClientRequest::default();
+                    return ClientRequest { prompt, priority, pooling, max_tokens: 0, ..plain };
+                }
                 ClientRequest {
                     prompt,
                     n,
@@ -61,6 +71,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     seed,
                     priority,
                     prompt_logprobs,
+                    pooling,
                     guide,
                 }
             },
@@ -80,10 +91,22 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
+fn speculation() -> impl Strategy<Value = Option<Speculation>> {
+    let size = prop::option::weighted(0.2, 2u32..6);
+    let speculation =
+        (1u32..6, 1u32..4, 0u32..3, size).prop_map(|(tokens, min, more, size)| Speculation {
+            num_speculative_tokens: tokens,
+            prompt_lookup_max: min + more,
+            prompt_lookup_min: min,
+            disable_by_batch_size: size,
+        });
+    prop::option::weighted(0.6, speculation)
+}
+
 fn config() -> impl Strategy<Value = SchedulerConfig> {
     let caching = prop::bool::weighted(0.8);
-    (1u32..6, 1u32..3, 1u32..8, 0u32..40, caching).prop_map(
-        |(seqs, steps, queued, budget, caching)| SchedulerConfig {
+    (1u32..8, 1u32..3, 1u32..8, 0u32..40, caching, speculation()).prop_map(
+        |(seqs, steps, queued, budget, caching, speculation)| SchedulerConfig {
             block_size: 16,
             max_model_len: 100,
             max_num_seqs: seqs,
@@ -91,6 +114,10 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
             max_queued_requests: queued,
             max_steps_in_flight: steps,
             prefix_caching: caching,
+            speculation: speculation.filter(|_| seqs > 1).map(|it| Speculation {
+                num_speculative_tokens: it.num_speculative_tokens.min(seqs - 1),
+                ..it
+            }),
         },
     )
 }

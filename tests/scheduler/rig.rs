@@ -7,7 +7,7 @@ use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, To
 use coordinator::scheduler::{Effect, EpochEnd, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 
 use crate::frames::travels;
 use crate::guided::{Guidance, TestGuide, Woken, known};
@@ -26,6 +26,7 @@ pub(crate) struct ClientRequest {
     pub(crate) seed: u64,
     pub(crate) priority: i32,
     pub(crate) prompt_logprobs: bool,
+    pub(crate) pooling: Option<Pooling>,
     pub(crate) guide: Option<Guidance>,
 }
 
@@ -41,6 +42,7 @@ impl Default for ClientRequest {
             seed: 1,
             priority: 0,
             prompt_logprobs: false,
+            pooling: None,
             guide: None,
         }
     }
@@ -59,6 +61,7 @@ pub(crate) struct Got {
     pub(crate) reasons: Vec<Option<FinishReason>>,
     pub(crate) dropped: Option<Option<EngineError>>,
     pub(crate) prompt_logprobs: Option<usize>,
+    pub(crate) embedded: bool,
 }
 
 impl Got {
@@ -82,6 +85,8 @@ pub(crate) struct Rig {
     woken: Arc<Woken>,
     pub(crate) totals: StepSummary,
     pub(crate) preemptions: u32,
+    /// Tokens drafted, and those of them accepted.
+    pub(crate) drafted: (u32, u32),
     /// Requests with a sequence admitted, as effects say.
     running: BTreeSet<RequestId>,
 }
@@ -105,6 +110,7 @@ impl Rig {
             next: 1,
             totals: StepSummary::default(),
             preemptions: 0,
+            drafted: (0, 0),
             running: BTreeSet::new(),
         }
     }
@@ -179,6 +185,7 @@ impl Rig {
             seed: client.seed,
             min_tokens: client.min_tokens,
             prompt_logprobs: client.prompt_logprobs.then_some(0),
+            pooling: client.pooling,
             ..SamplingParams::greedy()
         };
         let request = GenerateRequest {
@@ -292,7 +299,8 @@ impl Rig {
             Effect::Finished { request, choice, reason, last, .. } => {
                 let (client, got) = self.requests.get_mut(&request).unwrap();
                 let tokens = &got.tokens[choice as usize];
-                finish_reason_is_right(client, tokens, reason);
+                finish_reason_is_right(client, tokens, reason, self.config.max_model_len);
+                assert_eq!(got.embedded, client.pooling.is_some(), "{request}");
                 assert!(got.reasons[choice as usize].replace(reason).is_none());
                 assert_eq!(last, got.ended());
                 if last {
@@ -312,6 +320,11 @@ impl Rig {
                 assert_eq!(tokens, client.prompt[1..], "prompt_logprobs_complete");
                 got.prompt_logprobs = Some(tokens.len());
             }
+            Effect::Embedding { request, embedding } => {
+                let (client, got) = self.requests.get_mut(&request).unwrap();
+                assert!(client.pooling.is_some() && !std::mem::replace(&mut got.embedded, true));
+                assert_eq!(embedding, super::worker::embedding(&client.prompt), "{request}");
+            }
             Effect::Preempted { request, waits, .. } => {
                 self.preemptions += 1;
                 let own = self.priority(request);
@@ -320,6 +333,12 @@ impl Rig {
                 if waits {
                     self.running.remove(&request);
                 }
+            }
+            Effect::Drafted { tokens, accepted, emitted } => {
+                assert!(accepted <= tokens && tokens > 0 && accepted <= emitted);
+                assert!(emitted <= accepted + 1, "one more than accepted at most");
+                self.drafted.0 += tokens;
+                self.drafted.1 += accepted;
             }
             Effect::StepDone(step) => {
                 self.totals.prompt += step.prompt;
@@ -375,19 +394,31 @@ impl Rig {
     }
 }
 
-fn finish_reason_is_right(client: &ClientRequest, tokens: &[u32], reason: FinishReason) {
+fn finish_reason_is_right(
+    client: &ClientRequest,
+    tokens: &[u32],
+    reason: FinishReason,
+    max_model_len: u32,
+) {
     let ends = |at: usize| {
         let may = at + 1 >= client.min_tokens as usize;
         may && (client.end_tokens.contains(&tokens[at]) || client.stop_token == Some(tokens[at]))
     };
     let early = (0..tokens.len().saturating_sub(1)).find(|at| ends(*at));
     assert_eq!(early, None, "it should have ended at {early:?} of {tokens:?}");
+    if client.pooling.is_some() {
+        assert_eq!((reason, tokens), (FinishReason::Complete, &[][..]));
+        return;
+    }
     match reason {
         FinishReason::EndToken(token) => {
             assert!(client.end_tokens.contains(&token) && tokens.last() == Some(&token));
         }
         FinishReason::StopString => assert_eq!(tokens.last().copied(), client.stop_token),
-        FinishReason::Length => assert_eq!(tokens.len() as u32, client.max_tokens),
+        FinishReason::Length => {
+            let room = max_model_len - client.prompt.len() as u32;
+            assert_eq!(tokens.len() as u32, client.max_tokens.min(room));
+        }
         FinishReason::Complete => {
             let mut guide = client.guide().expect("a guide was asked for");
             let over = tokens.iter().position(|it| {

@@ -2,9 +2,10 @@
 use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
-use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig};
+use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig, Speculation};
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
+use shared::sampling::Pooling;
 
 use crate::rig::{ClientRequest, Rig};
 
@@ -17,6 +18,7 @@ fn config() -> SchedulerConfig {
         max_queued_requests: 3,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        speculation: None,
     }
 }
 
@@ -291,6 +293,28 @@ fn a_request_for_no_tokens_ends_with_its_prompt() {
 }
 
 #[test]
+fn an_embedding_is_a_prompt_that_is_computed_and_is_no_token() {
+    for pooling in [Pooling::Last, Pooling::First, Pooling::Mean] {
+        let mut rig = ready();
+        let client = ClientRequest { max_tokens: 0, pooling: Some(pooling), ..prompt(70) };
+        // The rig compares the vector with what the model makes of the whole prompt; the second of
+        // them may begin behind blocks of the first.
+        let ids = [rig.submit(client.clone()).unwrap(), {
+            rig.drain();
+            rig.submit(client).unwrap()
+        }];
+        rig.drain();
+        for id in ids {
+            let got = &rig.requests[&id].1;
+            assert!(got.embedded && got.tokens[0].is_empty());
+            assert_eq!(got.reasons, [Some(FinishReason::Complete)]);
+        }
+        let computed = if pooling.needs_all() { 140 } else { 70 + 70 % 16 };
+        assert_eq!((rig.totals.prompt, rig.totals.generated), (computed, 0), "{pooling:?}");
+    }
+}
+
+#[test]
 fn cancelling_frees_everything_at_once() {
     let mut rig = ready();
     let id = rig.submit(ClientRequest { n: 3, max_tokens: 50, ..prompt(20) }).unwrap();
@@ -315,16 +339,31 @@ fn bounds_in_conflict_are_named() {
 #[test]
 #[ignore = "a measurement"]
 fn time_of_a_decode_step_of_256() {
+    for (what, speculation) in [("", None), (", which look for drafts", DRAFTS)] {
+        let spent = spent_on_256(SchedulerConfig { speculation, ..config() });
+        println!("plan + apply of 256 sequences{what}: {:.1} us", spent.as_secs_f64() * 1e6);
+    }
+}
+
+const DRAFTS: Option<Speculation> = Some(Speculation {
+    num_speculative_tokens: 5,
+    prompt_lookup_max: 4,
+    prompt_lookup_min: 2,
+    disable_by_batch_size: None,
+});
+
+/// Per step.
+fn spent_on_256(config: SchedulerConfig) -> std::time::Duration {
     let wide = SchedulerConfig {
         max_num_seqs: 256,
         max_num_batched_tokens: 8192,
         max_queued_requests: 1000,
-        ..config()
+        ..config
     };
     let mut rig = Rig::new(wide);
     rig.ready(100_000);
     for seed in 0..256 {
-        rig.submit(ClientRequest { max_tokens: 400, seed, ..prompt(16) }).unwrap();
+        rig.submit(ClientRequest { max_tokens: 400, seed: seed * 3 + 1, ..prompt(16) }).unwrap();
     }
     let mut plan = StepPlan::default();
     let mut effects = Vec::new();
@@ -341,8 +380,5 @@ fn time_of_a_decode_step_of_256() {
         spent += began.elapsed();
         effects.clear();
     }
-    println!(
-        "plan + apply of 256 sequences: {:.1} us",
-        spent.as_secs_f64() * 1e6 / f64::from(steps)
-    );
+    spent / steps
 }

@@ -19,6 +19,13 @@ pub(crate) fn next_token(
     for token in tokens {
         hash = (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
     }
+    // Every third text goes round and round, and is thrown out of it now and then.
+    if sampling.seed.is_multiple_of(3) && !(hash >> 11).is_multiple_of(16) {
+        let next = tokens.last().map_or(0, |last| (last + 1) % 5);
+        if allowed.is_none_or(|mask| mask.allows(next)) {
+            return next;
+        }
+    }
     let all = 0..VOCABULARY;
     let allowed: Vec<u32> =
         all.filter(|token| allowed.is_none_or(|mask| mask.allows(*token))).collect();
@@ -82,10 +89,19 @@ impl FakeWorker {
             if known.blocks.is_empty() && entry.start > 0 {
                 assert!(self.config.prefix_caching && entry.start % self.config.block_size == 0);
                 assert!(known.sampling.prompt_logprobs.is_none());
+                assert!(known.sampling.pooling.is_none_or(|it| !it.needs_all()));
                 known.computed = entry.start;
             }
             assert_eq!(entry.start, known.computed, "{} goes on where it ended", entry.seq);
             let end = entry.start + entry.count;
+            if !entry.drafts.is_empty() {
+                assert_eq!(entry.start as usize + 1, known.tokens.len(), "drafts_at_the_end");
+                assert_eq!(entry.count as usize, 1 + entry.drafts.len());
+                assert!(
+                    entry.sample && entry.allowed.is_none() && self.config.speculation.is_some()
+                );
+                known.tokens.extend(&entry.drafts);
+            }
             assert!(entry.count > 0 && end as usize <= known.tokens.len(), "{entry:?}");
             known.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
             let room = known.blocks.len() as u32 * self.config.block_size;
@@ -103,6 +119,7 @@ impl FakeWorker {
             assert!(end <= self.config.max_model_len);
             assert!(entry.sample || entry.allowed.is_none(), "a mask is for what is sampled");
             outputs.extend(output(known, entry));
+            outputs.extend(verified(known, entry));
         }
         self.cache_holds_what_it_shall();
         outputs
@@ -112,6 +129,9 @@ impl FakeWorker {
         let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
         assert!(tokens <= self.config.max_num_batched_tokens, "{tokens} tokens in a step");
         assert!(plan.sequences.len() <= self.config.max_num_seqs as usize);
+        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
+        let rows: usize = sampled.map(|entry| 1 + entry.drafts.len()).sum();
+        assert!(rows <= self.config.max_num_seqs as usize, "{rows} rows are sampled");
         let seqs: BTreeSet<SeqId> = plan.sequences.iter().map(|entry| entry.seq).collect();
         assert_eq!(seqs.len(), plan.sequences.len(), "a sequence occurs once");
     }
@@ -133,7 +153,40 @@ impl FakeWorker {
     }
 }
 
+/// The tokens of a share with drafts that count: up to the first that is not the draft.
+fn verified(known: &mut Known, entry: &SequenceStep) -> Vec<SequenceOutput> {
+    if entry.drafts.is_empty() {
+        return Vec::new();
+    }
+    let tokens = std::mem::take(&mut known.tokens);
+    let first = entry.start as usize + 1;
+    known.tokens.extend(&tokens[..first]);
+    let mut outputs = Vec::new();
+    for row in 0..=entry.drafts.len() {
+        let token = next_token(&known.sampling, &tokens[..first + row], None);
+        known.tokens.push(token);
+        outputs.push(SequenceOutput {
+            seq: entry.seq,
+            position: (first + row) as u32,
+            token: Some(token),
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: Vec::new(),
+        });
+        if entry.drafts.get(row) != Some(&token) {
+            break;
+        }
+    }
+    known.computed = entry.start + outputs.len() as u32;
+    outputs
+}
+
 fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
+    if !entry.drafts.is_empty() {
+        return None;
+    }
     let (seq, start, sample) = (entry.seq, entry.start, entry.sample);
     let end = known.computed;
     let wants = known.sampling.prompt_logprobs.is_some();
@@ -146,7 +199,9 @@ fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
     };
     let prompt_logprobs: Vec<TokenLogprobs> =
         if wants { (start..last).map(logprobs).collect() } else { Vec::new() };
-    if !sample && prompt_logprobs.is_empty() {
+    let pooling = known.sampling.pooling.filter(|_| end as usize == known.tokens.len());
+    let embedding = pooling.map(|_| embedding(&known.tokens)).unwrap_or_default();
+    if !sample && prompt_logprobs.is_empty() && embedding.is_empty() {
         return None;
     }
     let allowed = entry.allowed.as_ref();
@@ -160,5 +215,12 @@ fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
         prompt_logprobs,
         prompt_start: start + 1,
         corrupted: false,
+        embedding,
     })
+}
+
+/// What the model makes of these tokens.
+pub(crate) fn embedding(tokens: &[u32]) -> Vec<f32> {
+    let holds = tokens.iter().fold(0, |holds, token| extend(holds, *token));
+    vec![(holds % 65_536) as f32, tokens.len() as f32]
 }

@@ -9,6 +9,8 @@ use shared::metrics::catalogue::{
     KV_CACHE_BLOCKS_USED, PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, PROMPT_TOKENS,
     PROMPT_TOKENS_BY_SOURCE, RANK_STEP, REPORTS_REFUSED, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
     REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, REQUESTS_RUNNING, REQUESTS_SWAPPED, REQUESTS_WAITING,
+    SPEC_DECODE_ACCEPTED_PER_POSITION, SPEC_DECODE_ACCEPTED_TOKENS, SPEC_DECODE_DRAFT_TOKENS,
+    SPEC_DECODE_DRAFTS, SPEC_DECODE_EMITTABLE_TOKENS, SPEC_DECODE_EMITTED_TOKENS,
 };
 use shared::metrics::labels::{FinishedReason, LabelValue as _, PromptSource, RejectReason};
 use shared::metrics::{Merged, Value};
@@ -174,6 +176,17 @@ impl World {
         let (looked_up, found) =
             (merged.counter_sum(PREFIX_CACHE_QUERIES), merged.counter_sum(PREFIX_CACHE_HITS));
         self.report.cached = cached;
+        let drafted = merged.counter_sum(SPEC_DECODE_DRAFT_TOKENS);
+        let accepted = merged.counter_sum(SPEC_DECODE_ACCEPTED_TOKENS);
+        let (drafts, emitted) = (
+            merged.counter_sum(SPEC_DECODE_DRAFTS),
+            merged.counter_sum(SPEC_DECODE_EMITTED_TOKENS),
+        );
+        let emittable = merged.counter_sum(SPEC_DECODE_EMITTABLE_TOKENS);
+        same("tokens that drafts could emit", emittable, drafted + drafts);
+        let by_position = merged.counter_sum(SPEC_DECODE_ACCEPTED_PER_POSITION);
+        same("accepted tokens by position", by_position, accepted);
+        (self.report.drafted, self.report.accepted) = (drafted, accepted);
         same("iterations", iterations.count(), merged.counter_sum(ENGINE_STEPS));
         same(
             "refused reports",
@@ -182,6 +195,12 @@ impl World {
         );
         let rank_steps = merged.histogram_sum(RANK_STEP).count();
         same("steps of ranks", rank_steps, self.coordinator.checks.rank_steps(&self.checks));
+        if accepted > drafted
+            || !(accepted..=accepted + drafts).contains(&emitted)
+            || emitted > generated
+        {
+            wrong.push(format!("{accepted} of {drafted} tokens of {drafts} drafts emit {emitted}"));
+        }
         // Those that were admitted before are not looked up again, but may find something.
         if found > looked_up || found > cached {
             wrong.push(format!("{found} of {looked_up} tokens found in the cache, {cached} used"));

@@ -16,6 +16,7 @@ use coordinator::replica::driver::reject_reason;
 use coordinator::scheduler::SUSPICION_MAX;
 
 use crate::coordinator::Life;
+use crate::model::{EMPTY, embedding, extend};
 use crate::scenario::{Client, Leaving, MS, Time};
 use crate::tally::Tally;
 use crate::world::World;
@@ -58,6 +59,7 @@ struct Open {
     log: Log,
     got: Vec<Vec<u32>>,
     reasons: Vec<Option<FinishReason>>,
+    embedded: bool,
     state: State,
     left: Option<Leaving>,
     left_at: Time,
@@ -85,6 +87,7 @@ impl Clients {
                 log: Arc::new(Mutex::new(vec![Vec::new(); n])),
                 got: vec![Vec::new(); n],
                 reasons: vec![None; n],
+                embedded: false,
                 state: State::Coming,
                 left: None,
                 left_at: 0,
@@ -112,6 +115,7 @@ impl Clients {
             choice,
             seed: client.seed,
             min_tokens: client.ends.min_tokens,
+            pooling: client.pooling,
             ..SamplingParams::greedy()
         };
         let stop_check = |choice| -> Box<dyn StopCheck> {
@@ -422,6 +426,9 @@ impl World {
                     if open.reasons[choice as usize].replace(reason).is_some() {
                         return Err(format!("choice {choice} finishes twice"));
                     }
+                    if open.client.pooling.is_some() && !open.embedded {
+                        return Err("finishes without its embedding".to_owned());
+                    }
                     let (text, expected) = &open.client.expected[choice as usize];
                     if reason != *expected || *text != open.got[choice as usize] {
                         let got = &open.got[choice as usize];
@@ -445,6 +452,15 @@ impl World {
                         }
                     }
                     open.state = State::Ended(FinishedReason::Error);
+                }
+                Ok(EngineEvent::Embedding(found)) => {
+                    let state = open.client.prompt.iter();
+                    let state = state.fold(EMPTY, |state, token| extend(state, *token));
+                    let asked = open.client.pooling.is_some() && !open.embedded;
+                    if !asked || found != embedding(state) {
+                        return Err(format!("the embedding {found:?}, asked for: {asked}"));
+                    }
+                    open.embedded = true;
                 }
                 Ok(EngineEvent::PromptLogprobs(_)) => return Err("nobody asked".to_owned()),
                 Err(TryRecvError::Empty) => break,

@@ -8,9 +8,9 @@ use shared::ids::SeqId;
 use shared::protocol::{
     EngineConfig, SequenceOutput, SequenceStep, StepPlan, TokenDigest, TokenMask,
 };
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 
-use crate::model::{EMPTY, POISON, extend};
+use crate::model::{EMPTY, POISON, embedding, extend};
 
 /// As the real engine: sequences held for each that a step can run.
 const HELD_PER_RUNNING: usize = 4;
@@ -22,11 +22,14 @@ struct Known {
     blocks: Vec<u32>,
     /// The state after each computed token, as this sequence wrote it.
     states: Vec<u64>,
+    /// Places that it has written to, rejected drafts' included.
+    written: usize,
 }
 
 /// What a sequence's next token depends on besides the model.
 #[derive(Debug)]
 pub(crate) struct Chooser {
+    pub(crate) last: u32,
     pub(crate) seed: u64,
     pub(crate) choice: u32,
     pub(crate) allowed: Option<TokenMask>,
@@ -39,6 +42,11 @@ pub(crate) struct RankEngine {
     num_blocks: u32,
     known: BTreeMap<SeqId, Known>,
     last_step: u64,
+    /// It has learned something else than was sampled.
+    pub(crate) has_other_tokens: bool,
+    /// Guards that are taken away: see [`crate::switches`].
+    pub(crate) believes_drafts: bool,
+    pub(crate) keeps_rejected: bool,
 }
 
 impl RankEngine {
@@ -59,7 +67,7 @@ impl RankEngine {
         *self = Self::default();
     }
 
-    /// Computes a plan: one share of the logits for each sequence that samples, in order.
+    /// Computes a plan: one share of the logits for each row that is sampled, in order.
     pub(crate) fn run(&mut self, plan: &StepPlan) -> Result<Vec<u64>, String> {
         let Some(config) = self.config.clone() else { return Err("no KV cache".to_owned()) };
         if plan.step.0 != self.last_step + 1 {
@@ -68,8 +76,10 @@ impl RankEngine {
         self.last_step = plan.step.0;
         self.admit(plan, &config)?;
         let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
+        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
+        let rows: usize = sampled.map(|entry| 1 + entry.drafts.len()).sum();
         if tokens > config.max_num_batched_tokens
-            || plan.sequences.len() > config.max_num_seqs as usize
+            || plan.sequences.len().max(rows) > config.max_num_seqs as usize
         {
             return Err(format!("{tokens} tokens of {} sequences", plan.sequences.len()));
         }
@@ -80,10 +90,11 @@ impl RankEngine {
                 return Err(format!("{} occurs twice", entry.seq));
             }
             seen.push(entry.seq);
-            let state =
-                self.compute(entry, &config).map_err(|why| format!("{}: {why}", entry.seq))?;
-            if entry.sample {
-                shares.push(state);
+            self.compute(entry, &config).map_err(|why| format!("{}: {why}", entry.seq))?;
+            if entry.sample
+                && let Some(known) = self.known.get(&entry.seq)
+            {
+                shares.extend(&known.states[known.states.len() - entry.drafts.len() - 1..]);
             }
         }
         Ok(shares)
@@ -102,6 +113,7 @@ impl RankEngine {
                 sampling: new.sampling.clone(),
                 blocks: Vec::new(),
                 states: Vec::new(),
+                written: 0,
             };
             if self.known.insert(new.seq, known).is_some() {
                 return Err(format!("{} is admitted twice", new.seq));
@@ -113,12 +125,24 @@ impl RankEngine {
         Ok(())
     }
 
-    fn compute(&mut self, entry: &SequenceStep, config: &EngineConfig) -> Result<u64, String> {
+    fn compute(&mut self, entry: &SequenceStep, config: &EngineConfig) -> Result<(), String> {
         let known = self.known.get_mut(&entry.seq).ok_or("is not known")?;
+        if !entry.drafts.is_empty() {
+            let (drafts, count, start) = (entry.drafts.len(), entry.count, entry.start);
+            let is_last = start as usize + 1 == known.tokens.len();
+            if count as usize != drafts + 1 || !entry.sample || entry.allowed.is_some() || !is_last
+            {
+                return Err(format!("{drafts} drafts in {count} tokens from {start}"));
+            }
+            known.tokens.extend(&entry.drafts);
+        }
         let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
         // The first share may begin behind what the cache has already.
         let size = config.block_size as usize;
         if known.states.is_empty() && start > 0 && start < known.tokens.len() {
+            if known.sampling.pooling.is_some_and(Pooling::needs_all) {
+                return Err(format!("begins at {start}, and needs all its tokens"));
+            }
             let prefix = entry.new_blocks.get(..start / size).unwrap_or_default();
             if start % size != 0 || prefix.len() * size != start {
                 return Err(format!("begins at {start} with {} blocks", entry.new_blocks.len()));
@@ -160,10 +184,13 @@ impl RankEngine {
         let mut state = known.states.last().copied().unwrap_or(EMPTY);
         for at in start..end {
             state = extend(state, known.tokens[at]);
-            self.cache[place(at)] = state;
+            if at >= known.written || !self.keeps_rejected {
+                self.cache[place(at)] = state;
+            }
             known.states.push(state);
         }
-        Ok(state)
+        known.written = known.written.max(end);
+        Ok(())
     }
 
     /// Whether a step of this plan computes what ends the process.
@@ -177,13 +204,21 @@ impl RankEngine {
         plan.sequences.iter().any(|entry| tokens(entry).is_some_and(|it| it.contains(&POISON)))
     }
 
-    /// How the sequences that sample choose, in order.
+    /// How the sampled rows choose, in order; once they are computed.
     pub(crate) fn choosers(&self, plan: &StepPlan) -> Vec<Chooser> {
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);
         sampled
-            .filter_map(|entry| {
-                let SamplingParams { seed, choice, .. } = self.known.get(&entry.seq)?.sampling;
-                Some(Chooser { seed, choice, allowed: entry.allowed.clone() })
+            .filter_map(|entry| Some((entry, self.known.get(&entry.seq)?)))
+            .flat_map(|(entry, known)| {
+                let SamplingParams { seed, choice, .. } = known.sampling;
+                let rows = &known.tokens[known.states.len() - entry.drafts.len() - 1..];
+                let allowed = &entry.allowed;
+                rows.iter().map(move |last| Chooser {
+                    last: *last,
+                    seed,
+                    choice,
+                    allowed: allowed.clone(),
+                })
             })
             .collect()
     }
@@ -196,24 +231,63 @@ impl RankEngine {
         tokens: &[u32],
         learned: &[u32],
     ) -> (Vec<SequenceOutput>, u32) {
-        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
         let mut outputs = Vec::new();
         let mut digest = TokenDigest::of(plan.step);
-        for (entry, (token, learned)) in sampled.zip(tokens.iter().zip(learned)) {
-            if let Some(known) = self.known.get_mut(&entry.seq) {
-                digest = digest.with(entry.seq, known.tokens.len() as u32, *learned);
-                known.tokens.push(*learned);
+        self.has_other_tokens |= tokens != learned;
+        let (mut tokens, mut learned) = (tokens, learned);
+        for entry in &plan.sequences {
+            outputs.extend(self.embedded(entry));
+            if !entry.sample {
+                continue;
             }
-            outputs.push(SequenceOutput {
+            let rows = 1 + entry.drafts.len();
+            let (all, mine);
+            (all, tokens) = tokens.split_at(rows.min(tokens.len()));
+            (mine, learned) = learned.split_at(rows.min(learned.len()));
+            // Of what was sampled behind drafts counts what agrees with them, and one more.
+            let counting = |of: &[u32]| {
+                let agrees = of.iter().zip(&entry.drafts).take_while(|(it, draft)| it == draft);
+                if self.believes_drafts { rows } else { agrees.count() + 1 }
+            };
+            let (told, mine) = (&all[..counting(all)], &mine[..counting(mine)]);
+            let first = entry.start + entry.count - entry.drafts.len() as u32;
+            if let Some(known) = self.known.get_mut(&entry.seq) {
+                known.tokens.truncate(first as usize);
+                known.states.truncate(first as usize - 1 + mine.len());
+                for learned in mine {
+                    digest = digest.with(entry.seq, known.tokens.len() as u32, *learned);
+                    known.tokens.push(*learned);
+                }
+            }
+            outputs.extend((first..).zip(told).map(|(position, token)| SequenceOutput {
                 seq: entry.seq,
-                position: entry.start + entry.count,
+                position,
                 token: Some(*token),
                 logprobs: None,
                 prompt_logprobs: Vec::new(),
                 prompt_start: 0,
                 corrupted: false,
-            });
+                embedding: Vec::new(),
+            }));
         }
         (outputs, digest.value())
+    }
+
+    /// The output of a prompt whose embedding is complete with this share.
+    fn embedded(&self, entry: &SequenceStep) -> Option<SequenceOutput> {
+        let known = self.known.get(&entry.seq)?;
+        known.sampling.pooling?;
+        let end = entry.start + entry.count;
+        let state = known.states.last().filter(|_| end as usize == known.tokens.len())?;
+        Some(SequenceOutput {
+            seq: entry.seq,
+            position: end,
+            token: None,
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: embedding(*state),
+        })
     }
 }

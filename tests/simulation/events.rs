@@ -98,6 +98,9 @@ pub(crate) struct Report {
     pub(crate) preemptions: u64,
     /// Prompt tokens that the KV cache had.
     pub(crate) cached: u64,
+    /// Tokens drafted, and those of them that were right.
+    pub(crate) drafted: u64,
+    pub(crate) accepted: u64,
     pub(crate) fenced: u64,
     pub(crate) lasted: Time,
     /// From the last fault until all workers served again, and until all requests had ended.

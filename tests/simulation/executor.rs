@@ -344,8 +344,14 @@ impl World {
             return self.step_failed(slot, plan, "the device failed");
         }
         let executor = &mut self.processes[slot].executor;
+        executor.engine.believes_drafts = self.switches.drafts_are_believed;
+        executor.engine.keeps_rejected = self.switches.rejected_drafts_stay;
         let shares = match executor.engine.run(plan) {
             Ok(shares) => shares,
+            // Of other tokens other drafts are right: the next plan does not fit what it has.
+            Err(_) if executor.engine.has_other_tokens => {
+                return self.step_failed(slot, plan, "the plan does not fit");
+            }
             Err(why) => {
                 return self.fail(format!("slot {slot} refuses a plan of {}: {why}", plan.epoch));
             }
@@ -481,13 +487,13 @@ impl World {
     }
 }
 
-/// The ranks' shares to tokens, in the order of the sequences.
+/// The ranks' shares to tokens, in the order of the sampled rows.
 fn tokens_of(shares: &[Vec<u64>], choosers: &[Chooser]) -> Vec<u32> {
     let sampled = choosers.iter().enumerate();
     sampled
-        .map(|(index, Chooser { seed, choice, allowed })| {
+        .map(|(index, Chooser { last, seed, choice, allowed })| {
             let of_ranks: Vec<u64> = shares.iter().map(|rank| rank[index]).collect();
-            choose(all_reduce(&of_ranks), *seed, *choice, allowed.as_ref())
+            choose(all_reduce(&of_ranks), *last, (*seed, *choice), allowed.as_ref())
         })
         .collect()
 }

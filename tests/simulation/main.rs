@@ -98,6 +98,8 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.poisoned += report.poisoned;
                 all.drained += report.drained;
                 all.cached += report.cached;
+                all.drafted += report.drafted;
+                all.accepted += report.accepted;
                 all.disagreed += report.disagreed;
                 all.relieved += report.relieved;
                 all.preemptions += report.preemptions;
@@ -122,7 +124,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 43] = [
+const MUTATIONS: [Mutation; 46] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -151,6 +153,9 @@ const MUTATIONS: [Mutation; 43] = [
     ("token_repeated", |it| it.token_repeated = true),
     ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
     ("masks_are_ignored", |it| it.masks_are_ignored = true),
+    ("drafts_are_believed", |it| it.drafts_are_believed = true),
+    ("rejected_drafts_stay", |it| it.rejected_drafts_stay = true),
+    ("drafts_are_cut", |it| it.drafts_are_cut = true),
     ("no_canary", |it| it.no_canary = true),
     ("old_words_pass", |it| it.old_words_pass = true),
     ("collectives_share_names", |it| it.collectives_share_names = true),

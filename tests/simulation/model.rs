@@ -20,10 +20,17 @@ pub(crate) fn extend(state: u64, token: u32) -> u64 {
     mix(state, u64::from(token)) | 1
 }
 
-/// The token that follows a state, of those allowed.
-pub(crate) fn choose(state: u64, seed: u64, choice: u32, allowed: Option<&TokenMask>) -> u32 {
+/// The token that follows a state whose last token was `last`, of those allowed. Every third text goes
+/// round and round as prompts do that begin alike, until something throws it out.
+pub(crate) fn choose(
+    state: u64,
+    last: u32,
+    (seed, choice): (u64, u32),
+    allowed: Option<&TokenMask>,
+) -> u32 {
     let drawn = (mix(state, mix(seed, u64::from(choice))) >> 33) as u32;
     match allowed {
+        None if seed.is_multiple_of(3) && !(drawn >> 8).is_multiple_of(16) => (last + 1) % 7,
         None => drawn % VOCABULARY,
         Some(TokenMask::Only(tokens)) => tokens[drawn as usize % tokens.len()],
         Some(mask) => {
@@ -87,6 +94,12 @@ pub(crate) fn all_reduce(shares: &[u64]) -> u64 {
     shares.iter().fold(0, |sum, share| mix(sum, *share))
 }
 
+/// The embedding of a prompt that leads to this state.
+pub(crate) fn embedding(state: u64) -> Vec<f32> {
+    // As many bits as such a number holds.
+    [state, state >> 24, state >> 48].map(|bits| (bits & 0xff_ffff) as f32).to_vec()
+}
+
 /// What ends a text.
 #[derive(Clone, Debug)]
 pub(crate) struct Ends {
@@ -118,8 +131,11 @@ pub(crate) fn undisturbed(
         return (text, FinishReason::Length);
     }
     let mut guide = ends.guide();
+    let mut last = prompt.last().copied().unwrap_or_default();
     loop {
-        let token = choose(state, seed, choice, guide.as_ref().and_then(Guide::allowed));
+        let allowed = guide.as_ref().and_then(Guide::allowed);
+        let token = choose(state, last, (seed, choice), allowed);
+        last = token;
         state = extend(state, token);
         text.push(token);
         let len = text.len() as u32;

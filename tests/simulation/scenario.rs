@@ -3,8 +3,9 @@ use std::time::Duration;
 
 use coordinator::engine::FinishReason;
 use coordinator::replica::driver::DriverLimits;
-use coordinator::scheduler::SchedulerConfig;
+use coordinator::scheduler::{SchedulerConfig, Speculation};
 use shared::protocol::EngineConfig;
+use shared::sampling::Pooling;
 
 use crate::model::{Ends, POISON, VOCABULARY, undisturbed};
 use crate::random::Random;
@@ -95,6 +96,8 @@ pub(crate) struct Client {
     pub(crate) n: u32,
     pub(crate) seed: u64,
     pub(crate) ends: Ends,
+    /// It wants an embedding, not tokens.
+    pub(crate) pooling: Option<Pooling>,
     pub(crate) leaves: Option<(Time, Leaving)>,
     pub(crate) expected: Vec<(Vec<u32>, FinishReason)>,
 }
@@ -137,6 +140,18 @@ pub(crate) struct Scenario {
     pub(crate) faults: Vec<(Time, Fault)>,
 }
 
+/// Whether sequences draft, and how: of the seed alone, so that all else stays what it was.
+fn speculation(seed: u64, max_num_seqs: u32) -> Option<Speculation> {
+    let random = &mut Random::new(seed ^ 0xd4af7);
+    let min = random.range(1, 3) as u32;
+    random.chance(50).then(|| Speculation {
+        num_speculative_tokens: random.range(1, u64::from(max_num_seqs - 1)) as u32,
+        prompt_lookup_max: min + random.range(0, 2) as u32,
+        prompt_lookup_min: min,
+        disable_by_batch_size: random.chance(20).then_some(3),
+    })
+}
+
 impl Scenario {
     pub(crate) fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
@@ -165,6 +180,7 @@ impl Scenario {
             max_queued_requests: random.pick(&[4, 16, 64]),
             max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
             prefix_caching: random.chance(80),
+            speculation: speculation(seed, max_num_seqs),
         };
         let limits = DriverLimits {
             step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),
@@ -250,8 +266,18 @@ impl Scenario {
         // Whether a request for no tokens finished before its client was gone, no token tells.
         let ways = if max_tokens == 0 { [Leaving::Cancels; 2] } else { Leaving::ALL };
         let leaves = random.chance(15).then(|| (random.skewed(MS, 6 * S), random.pick(&ways)));
-        let expected = (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect();
-        Client { at, prompt, n, seed, ends, leaves, expected }
+        let pooling = match seed % 4 {
+            _ if max_tokens > 0 || n > 1 => None,
+            0 => None,
+            1 => Some(Pooling::Last),
+            2 => Some(Pooling::First),
+            _ => Some(Pooling::Mean),
+        };
+        let expected = match pooling {
+            Some(_) => vec![(Vec::new(), FinishReason::Complete)],
+            None => (0..n).map(|choice| undisturbed(&prompt, seed, choice, &ends)).collect(),
+        };
+        Client { at, prompt, n, seed, ends, pooling, leaves, expected }
     }
 
     /// When a process is started again, if ever.

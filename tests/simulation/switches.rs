@@ -61,6 +61,12 @@ pub(crate) struct Switches {
     pub(crate) token_repeated: bool,
     /// Workers choose among all tokens, whatever is allowed.
     pub(crate) masks_are_ignored: bool,
+    /// Workers take every token that they sampled behind drafts, right or not.
+    pub(crate) drafts_are_believed: bool,
+    /// What was computed for a draft that was wrong stays in the KV cache.
+    pub(crate) rejected_drafts_stay: bool,
+    /// Of several tokens of a sequence in one answer the last is lost.
+    pub(crate) drafts_are_cut: bool,
     /// What a worker has to say of an earlier link's epochs goes over the present one.
     pub(crate) old_words_pass: bool,
     /// Names of collectives come again: for other epochs, and for those of other coordinators.

@@ -62,3 +62,33 @@ pub fn goldens(model: &std::path::Path) -> Vec<Golden> {
     let text = std::fs::read_to_string(model.join("golden.json")).expect("golden.json");
     serde_json::from_str::<File>(&text).expect("golden.json has the known fields").prompts
 }
+
+/// Reference embeddings of one prompt, each of length 1, by transformers in float32.
+#[derive(Clone, Debug, Deserialize)]
+pub struct EmbeddingGolden {
+    /// The prompt's name in `golden.json`.
+    pub name: String,
+    /// The prompt's tokens.
+    pub prompt_ids: Vec<u32>,
+    /// Of its last token.
+    pub last: Vec<f64>,
+    /// Of its first token.
+    pub first: Vec<f64>,
+    /// The mean of all tokens'.
+    pub mean: Vec<f64>,
+}
+
+/// Reads a model folder's reference embeddings.
+///
+/// # Panics
+/// When the file is missing or malformed: the repository is broken then.
+#[must_use]
+#[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
+pub fn embedding_goldens(model: &std::path::Path) -> Vec<EmbeddingGolden> {
+    #[derive(Deserialize)]
+    struct File {
+        prompts: Vec<EmbeddingGolden>,
+    }
+    let text = std::fs::read_to_string(model.join("embeddings.json")).expect("embeddings.json");
+    serde_json::from_str::<File>(&text).expect("embeddings.json has the known fields").prompts
+}

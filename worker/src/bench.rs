@@ -185,6 +185,7 @@ impl Replica {
                 new_blocks: own.map(BlockId).collect(),
                 sample: true,
                 allowed: None,
+                drafts: Vec::new(),
             }];
             let began = Instant::now();
             self.run(StepPlan { admitted, sequences, ..StepPlan::default() })?;
@@ -199,6 +200,7 @@ impl Replica {
                 new_blocks: Vec::new(),
                 sample: true,
                 allowed: None,
+                drafts: Vec::new(),
             };
             let sequences = seqs.iter().map(entry).collect();
             self.run(StepPlan { sequences, ..StepPlan::default() })?;

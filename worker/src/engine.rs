@@ -5,8 +5,10 @@
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
 mod ahead;
 mod masks;
+mod pool;
 mod profile;
 mod sequence;
+mod verify;
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -70,7 +72,9 @@ struct StepBuffers {
     slots: Vec<u32>,
     seqs: Vec<SeqRows>,
     block_tables: Vec<u32>,
-    /// Row of the logits of each sampled sequence, and which entry of the plan it is.
+    /// The first row of each entry of the plan.
+    entry_rows: Vec<u32>,
+    /// Rows of the logits that are sampled, and which entry of the plan each is of.
     sample_rows: Vec<u32>,
     sample_entries: Vec<usize>,
     /// Rows of the step before whose tokens are this one's; empty when all of its own are known.
@@ -82,6 +86,8 @@ struct StepBuffers {
     /// Rows and next tokens of one chunk of prompt log-probabilities.
     prompt_rows: Vec<u32>,
     targets: Vec<u32>,
+    /// Rows that an embedding is made of.
+    hidden: Vec<f32>,
 }
 
 impl<B: Backend> std::fmt::Debug for Engine<B> {
@@ -178,8 +184,8 @@ impl<B: Backend> Engine<B> {
         self.queued.clear();
     }
 
-    /// Runs one step. On rank 0 one output is appended per sequence that samples or reports prompt
-    /// log-probabilities, in the plan's order.
+    /// Runs one step. On rank 0 one output is appended per sequence that samples, reports prompt
+    /// log-probabilities or has its embedding, in the plan's order.
     ///
     /// # Errors
     /// [`EngineError`]; the epoch is over then.
@@ -221,8 +227,9 @@ impl<B: Backend> Engine<B> {
         } else {
             let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
             sampling = self.compute(plan, outputs, false)?;
+            let pools = self.pool(plan, outputs)?;
             self.share(plan, outputs)?;
-            if reports {
+            if reports || pools {
                 let place = |seq| plan.sequences.iter().position(|entry| entry.seq == seq);
                 outputs.sort_by_cached_key(|output| place(output.seq));
             }
@@ -290,22 +297,30 @@ impl<B: Backend> Engine<B> {
             }
             seq.check(entry, &self.config, self.num_blocks)
                 .and_then(|()| masks::check(entry, vocab))
+                .and_then(|()| match entry.drafts.is_empty() {
+                    true => Ok(()),
+                    false => verify::check(seq, entry, vocab),
+                })
                 .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
             seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
+            seq.tokens.extend_from_slice(&entry.drafts);
             let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
             let tokens = &seq.tokens[start..end];
             if let Some(token) = tokens.iter().find(|token| **token >= vocab) {
                 return Err(fault(format!("{} has token {token} of {vocab}", entry.seq)));
             }
             let row_start = step.ids.len() as u32;
-            step.ids.extend_from_slice(tokens);
-            step.positions.extend(entry.start..entry.start + entry.count);
-            let block_size = self.config.block_size;
-            step.slots.extend((entry.start..entry.start + entry.count).map(|position| {
-                seq.blocks[(position / block_size) as usize] * block_size + position % block_size
-            }));
+            step.entry_rows.push(row_start);
             let table_start = step.block_tables.len() as u32;
             step.block_tables.extend_from_slice(&seq.blocks);
+            if !entry.drafts.is_empty() {
+                step.lay_out_drafts(entry, index, seq, table_start, &self.config);
+                continue;
+            }
+            step.ids.extend_from_slice(tokens);
+            step.positions.extend(entry.start..entry.start + entry.count);
+            let positions = entry.start..entry.start + entry.count;
+            step.slots.extend(positions.map(|position| seq.slot(position, self.config.block_size)));
             step.seqs.push(SeqRows {
                 row_start,
                 num_rows: entry.count,
@@ -322,6 +337,10 @@ impl<B: Backend> Engine<B> {
         let max = self.config.max_num_batched_tokens as usize;
         if step.ids.len() > max {
             return Err(fault(format!("{} tokens, the bound is {max}", step.ids.len())));
+        }
+        let (rows, max) = (step.sample_rows.len(), self.config.max_num_seqs as usize);
+        if rows > max {
+            return Err(fault(format!("{rows} rows to sample, the bound is {max}")));
         }
         Ok(())
     }
@@ -365,7 +384,8 @@ impl<B: Backend> Engine<B> {
             masks.lay_out(entries.clone(), decoder.config().vocab_size as u32);
             for (row, entry) in entries.enumerate() {
                 if let Some(seq) = sequences.get(&entry.seq) {
-                    rows.push(seq.sample_row(masks.of(row)));
+                    let known = step.positions[step.sample_rows[row] as usize] as usize + 1;
+                    rows.push(seq.sample_row(known, masks.of(row)));
                 }
             }
         }
@@ -426,15 +446,28 @@ impl<B: Backend> Engine<B> {
             backend.broadcast_tokens(&mut step.tokens)?;
         }
         let mut sampled = step.sampled.drain(..);
-        for (index, token) in step.sample_entries.iter().zip(&step.tokens) {
+        let mut row = 0;
+        while let Some(index) = step.sample_entries.get(row) {
             let entry = &plan.sequences[*index];
+            let tokens = &step.tokens[row..=row + entry.drafts.len()];
+            let mut sampled = sampled.by_ref().take(tokens.len());
+            row += tokens.len();
             let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
-            *digest = digest.with(entry.seq, seq.tokens.len() as u32, *token);
-            seq.tokens.push(*token);
+            let wants_logprobs = seq.params.logprobs.is_some();
+            if !entry.drafts.is_empty() {
+                let counting = seq.verify(entry, tokens, digest);
+                if rank == 0 {
+                    verify::report(entry, sampled.by_ref().take(counting), wants_logprobs, outputs);
+                }
+                sampled.for_each(drop);
+                continue;
+            }
+            *digest = digest.with(entry.seq, seq.tokens.len() as u32, tokens[0]);
+            seq.tokens.push(tokens[0]);
             if rank == 0
                 && let Some(sampled) = sampled.next()
             {
-                merge_output(outputs, entry, sampled, seq.params.logprobs.is_some());
+                merge_output(outputs, entry, sampled, wants_logprobs);
             }
         }
         Ok(())
@@ -466,7 +499,7 @@ fn prompt_logprobs<B: Backend>(
         let last = targets.end - 1;
         let mut report = Vec::with_capacity((last - entry.start) as usize);
         let mut corrupted = false;
-        let row_start = step.seqs[index].row_start;
+        let row_start = step.entry_rows[index];
         let mut from = entry.start;
         while from < last {
             let to = last.min(from + rows_max);
@@ -493,6 +526,7 @@ fn prompt_logprobs<B: Backend>(
                 prompt_logprobs: report,
                 prompt_start: entry.start + 1,
                 corrupted,
+                embedding: Vec::new(),
             });
         }
     }
@@ -523,6 +557,7 @@ fn merge_output(
         prompt_logprobs: Vec::new(),
         prompt_start: 0,
         corrupted,
+        embedding: Vec::new(),
     });
 }
 
@@ -554,6 +589,7 @@ impl StepBuffers {
         self.slots.clear();
         self.seqs.clear();
         self.block_tables.clear();
+        self.entry_rows.clear();
         self.sample_rows.clear();
         self.sample_entries.clear();
         self.feed.clear();

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
+use coordinator::scheduler::Speculation;
 use shared::protocol::{Dtype, Quantization};
 use worker::device::Exchange;
 
@@ -12,6 +13,7 @@ use super::asking::TrustArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
 use super::resources::{PlacementArgs, ResourceArgs};
+use super::speculative;
 
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
@@ -423,6 +425,12 @@ pub(crate) struct ServingArgs {
     /// Compute every prompt whole, also where the KV cache still has its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
+    /// Draft tokens from what a text repeats of its prompt or of itself, and verify several in one
+    /// step; the text is the same. JSON as vLLM has it:
+    /// {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2};
+    /// with "disable_by_batch_size":N nothing is drafted while more than N sequences run
+    #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
+    pub(crate) speculative_config: Option<Speculation>,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
     /// Which waiting request is next: the first to come, or the one with the lowest `priority`, of

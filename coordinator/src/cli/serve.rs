@@ -104,6 +104,7 @@ pub(crate) fn coordinator_options(
         // 0 leaves it to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         prefix_caching: !args.no_enable_prefix_caching,
+        speculation: args.speculative_config,
         api: api::options(&args.api)?,
         priorities: args.scheduling_policy == PolicyArg::Priority,
         max_queued_requests: args.max_queued_requests,

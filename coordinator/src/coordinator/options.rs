@@ -15,7 +15,7 @@ use crate::http::admin::ScaleWorkers;
 use crate::http::options::ApiOptions;
 use crate::metrics::log_line::Field;
 use crate::replica::driver::DriverLimits;
-use crate::scheduler::ConfigError;
+use crate::scheduler::{ConfigError, Speculation};
 use crate::text::model::TextModelError;
 
 /// What a coordinator is asked for.
@@ -53,6 +53,8 @@ pub struct CoordinatorOptions {
     pub kv_cache_bytes: u64,
     /// Whether prompts begin behind what the KV cache still has of them.
     pub prefix_caching: bool,
+    /// Whether sequences draft tokens, and how.
+    pub speculation: Option<Speculation>,
     /// Whether requests have priorities; else all are alike, in order of arrival.
     pub priorities: bool,
     /// Most requests waiting.

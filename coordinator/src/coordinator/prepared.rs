@@ -66,6 +66,7 @@ impl Prepared {
             max_queued_requests: options.max_queued_requests,
             max_steps_in_flight: STEPS_IN_FLIGHT,
             prefix_caching: options.prefix_caching,
+            speculation: options.speculation,
         };
         scheduling.validate()?;
         let http = listen(options.listen, "--listen")?;

@@ -314,7 +314,9 @@ impl Uplink {
         match event {
             EngineEvent::Failed(_) => live.choices_left = 0,
             EngineEvent::Finished { .. } => live.choices_left = live.choices_left.saturating_sub(1),
-            EngineEvent::Token { .. } | EngineEvent::PromptLogprobs(_) => {}
+            EngineEvent::Token { .. }
+            | EngineEvent::PromptLogprobs(_)
+            | EngineEvent::Embedding(_) => {}
         }
         let done = live.choices_left == 0;
         // A client that left cancels its request by itself.

@@ -63,7 +63,9 @@ impl RemoteEvents {
                 let less = |left: usize| Some(left.saturating_sub(1));
                 let _ = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
             }
-            EngineEvent::Token { .. } | EngineEvent::PromptLogprobs(_) => {}
+            EngineEvent::Token { .. }
+            | EngineEvent::PromptLogprobs(_)
+            | EngineEvent::Embedding(_) => {}
         }
         match event {
             EngineEvent::PromptLogprobs(all) if all.len() > PROMPT_LOGPROBS_PIECE => all
@@ -141,6 +143,7 @@ fn weight(event: &EngineEvent) -> usize {
     let logprobs = |token: &shared::protocol::TokenLogprobs| 16 + 10 * token.top.len();
     match event {
         EngineEvent::PromptLogprobs(all) => all.iter().map(logprobs).sum(),
+        EngineEvent::Embedding(vector) => 16 + vector.len() * size_of::<f32>(),
         EngineEvent::Token { logprobs: Some(token), .. } => 16 + logprobs(token),
         _ => 16,
     }

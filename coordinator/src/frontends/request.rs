@@ -58,6 +58,12 @@ impl Frontends {
             spec.check().map_err(|error| format!("what the output must be {error}"))?;
         }
         submit.sampling.check(vocab)?;
+        let (n, max_tokens) = (submit.n, submit.max_tokens);
+        if submit.sampling.pooling.is_some() && (n, max_tokens) != (1, 0) {
+            return Err(format!(
+                "an embedding with n {n} and max_tokens {max_tokens}, not 1 and 0"
+            ));
+        }
         let waited = Duration::from_micros(submit.waited_us);
         let stop_checks = self.stop_checks(&submit);
         let sampling = submit.sampling;

@@ -4,7 +4,7 @@ use std::path::Path;
 use shared::clock::SystemClock;
 use shared::metrics::Limits as MetricLimits;
 use shared::protocol::{FromFrontend, GuideSpec, SubmitRequest};
-use shared::sampling::{LOGPROBS_MAX, SUPPRESSED_MAX, SamplingParams};
+use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
 
 use super::link::LINK_SHIFT;
 use super::*;
@@ -82,7 +82,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         kept
     };
     assert!(submit(&|_| ()), "what is allowed");
-    let wrong: [(&str, Change<'_>); 11] = [
+    let wrong: [(&str, Change<'_>); 12] = [
         ("no prompt", &|it| it.prompt.clear()),
         ("a long prompt", &|it| it.prompt = vec![1; 101]),
         ("no token", &|it| it.prompt[0] = u32::MAX),
@@ -93,6 +93,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
         ("end tokens", &|it| it.end_tokens.push(1)),
         ("a long stop string", &|it| it.stops[3] = "x".repeat(257)),
         ("an empty choice", &|it| it.guide = Some(GuideSpec::Choice(Vec::new()))),
+        ("an embedding and tokens", &|it| it.sampling.pooling = Some(Pooling::Last)),
         ("an empty stop string", &|it| it.stops[3].clear()),
     ];
     for (what, change) in wrong {

@@ -5,7 +5,7 @@ use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::conversation;
+use super::dialogue::{self, Form, Started};
 use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
@@ -15,8 +15,6 @@ use super::params::{Common, Fields};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
-use super::tools::{Tools, Wanted};
-use crate::text::model::TextModel;
 use crate::text::reply::{Part, ReplyReader, ReplyRules};
 
 /// Answers a request.
@@ -24,68 +22,14 @@ use crate::text::reply::{Part, ReplyReader, ReplyRules};
 /// # Errors
 /// Everything a client can do wrong, and what the engine refuses.
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
-    let arrived = state.clock.now();
-    let limits = &state.limits;
-    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
     refused::check(&fields, Endpoint::Chat)?;
-    let logprobs = fields.boolean("logprobs", false)?;
-    let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
-    if top.is_some_and(|top| top > 0) && !logprobs {
-        return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
-    }
-    common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
-    let max_tokens = fields.count("max_tokens", 1, limits.max_model_len)?;
-    common.max_tokens =
-        fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
-    let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
-    let tools = Tools::read(&fields, limits)?;
-    let mut rules = tools.rules(state.tool_calls)?;
-    let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls)?;
-    if wanted.as_ref().is_some_and(|wanted| !wanted.has_calls()) {
-        rules.calls = None;
-    }
-    let conversation = conversation::read(&fields, limits, template, tools.told())?;
-    let shows_reasoning = fields.boolean("include_reasoning", true)?;
-    if !shows_reasoning && !state.reasoning {
-        let message = "`include_reasoning` cannot be false: reasoning is not told from the answer \
-                       (the server's --reasoning-parser does)";
-        return Err(ApiError::field("include_reasoning", message));
-    }
-    let special = fields.boolean("add_special_tokens", false)?;
-    let id: Arc<str> = fields.response_id("chatcmpl", limits)?.into();
-    let (bytes, fit) = (fields.bytes(), common.fit(limits));
-    // It may be much larger than what is kept of it.
-    drop(fields);
-    rules.reasoning = state.reasoning && wanted.as_ref().is_none_or(Wanted::lets_reason);
-    let reasoning = rules.reasoning;
-    let encode = move |text: &TextModel| {
-        let rendered = conversation::encode(text, &conversation, special, fit)?;
-        let opened = reasoning.then_some(rendered.opens_reasoning);
-        let token = |mark: &str| text.special_token(mark);
-        let asked = wanted.map(|wanted| wanted.made(opened, &token)).transpose()?;
-        Ok((rendered, asked))
-    };
-    let (rendered, asked) = state.with_text(bytes, encode).await?;
-    rules.begins_reasoning = rendered.opens_reasoning;
-    common.asked = asked;
-    state.make_guide(&mut common).await?;
-    // A mark that is left out would be missed.
-    common.keep_special |= rules.marks().any(|mark| state.text.special_token(mark).is_some());
-    let mut tokens = rendered.tokens;
-    if tokens.is_empty() {
-        return Err(ApiError::field("messages", "`messages` give an empty prompt"));
-    }
-    common.truncate(&mut tokens, limits);
-    let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
-    limits.check_prompts(tokens.len() * common.n as usize)?;
-    let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
+    let Started { common, running, rules, shows_reasoning, told, ids, id } =
+        dialogue::start(state, fields, Form::Chat).await?;
     let object = if common.stream { "chat.completion.chunk" } else { "chat.completion" };
     let envelope = Envelope::new(state, id, object);
     let choice = Choice::new(rules, shows_reasoning);
     let choices = vec![choice; common.n as usize];
-    let ids = CallIds { drawn: state.draw_seed(state.next_request()) };
     let state = state.clone();
-    let told = tools.finish_with_calls();
     let mut chat = Chat { state, common, envelope, running, choices, ids, told, greeted: false };
     if chat.common.stream {
         return sse::respond(chat).await;
@@ -255,7 +199,7 @@ impl EventSource for Chat {
             Some(Ok(Next::Piece(piece))) => {
                 self.greet(out).and_then(|()| self.push_piece(piece, out))
             }
-            Some(Ok(Next::Prompt(_))) => Ok(()),
+            Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
             None if self.common.include_usage => {
                 return out.push_last(&self.envelope.with::<Value>(&[], Some(&self.usage())));
             }

@@ -53,7 +53,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         );
         return Err(ApiError::field("n", message));
     }
-    let id: Arc<str> = fields.response_id("cmpl", limits)?.into();
+    let id: Arc<str> = fields.response_id("cmpl-", limits)?.into();
     let fit = common.fit(limits);
     let encode = move |text: &_| encode(text, prompts, echo, special, fit);
     let bytes = fields.bytes();
@@ -226,6 +226,7 @@ impl Completion {
             let (prompt, next) = poll_fn(|context| self.poll_prompts(context)).await?;
             match next {
                 Err(error) => return Some(Err(error)),
+                Ok(Next::Embedding(_)) => {}
                 Ok(Next::Prompt(logprobs)) => self.take_prompt(prompt, &logprobs),
                 Ok(Next::Piece(piece)) => return Some(Ok(self.take_piece(prompt, piece))),
             }

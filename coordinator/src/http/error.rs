@@ -163,6 +163,32 @@ impl ApiError {
         self.status.is_client_error() && !self.by_engine
     }
 
+    /// The same of a request that says a field by another name; `names` are pairs of the name here
+    /// and the client's.
+    #[must_use]
+    pub fn renamed(self, names: &[(&str, &str)]) -> Self {
+        let mut message = self.message;
+        for (here, there) in names {
+            message = message.replace(&format!("`{here}"), &format!("`{there}"));
+        }
+        let there = |param: String| {
+            let name = names.iter().find(|(here, _)| *here == param);
+            name.map_or(param, |(_, there)| (*there).to_owned())
+        };
+        Self { message, param: self.param.map(there), ..self }
+    }
+
+    /// What OpenAI's Responses API calls the error of a response that failed: code and message.
+    #[must_use]
+    pub fn of_response(&self) -> Value {
+        let code = match self.status {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_exceeded",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_prompt",
+        };
+        json!({"code": code, "message": self.message})
+    }
+
     /// The body, also sent as the last event of a stream that fails.
     #[must_use]
     pub fn json(&self) -> Value {

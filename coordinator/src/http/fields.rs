@@ -54,13 +54,20 @@ impl Fields {
         Self { tally, ..self }
     }
 
+    /// The same request, said in other fields.
+    #[must_use]
+    pub fn said_as(&self, map: Map<String, Value>) -> Self {
+        let Self { map: _, request_id, bytes, tally } = self;
+        Self { map, request_id: request_id.clone(), bytes: *bytes, tally: tally.clone() }
+    }
+
     /// What counts the request's tokens.
     #[must_use]
     pub fn tally(&self) -> &Tally {
         &self.tally
     }
 
-    /// The id of the response: the request's, behind what kind of object it is.
+    /// The id of the response: the request's, behind a prefix that says what kind of object it is.
     ///
     /// # Errors
     /// 400 when the body's `request_id` is none.
@@ -75,7 +82,7 @@ impl Fields {
                 return Err(Self::wrong(name, other, &expected));
             }
         };
-        Ok(format!("{prefix}-{id}"))
+        Ok(format!("{prefix}{id}"))
     }
 
     /// Bytes of the body.

@@ -44,6 +44,8 @@ pub enum StopReason {
 pub enum Next {
     /// Log-probabilities of the prompt.
     Prompt(Vec<TokenLogprobs>),
+    /// The embedding of the prompt.
+    Embedding(Vec<f32>),
     /// A piece of one choice.
     Piece(Piece),
 }
@@ -147,6 +149,7 @@ impl RunningPrompt {
     fn take(&mut self, event: EngineEvent) -> Result<Next, ApiError> {
         match event {
             EngineEvent::PromptLogprobs(logprobs) => Ok(Next::Prompt(logprobs)),
+            EngineEvent::Embedding(vector) => Ok(Next::Embedding(vector)),
             EngineEvent::Token { choice, token, logprobs } => {
                 self.completion_tokens += 1;
                 self.tally.output(1);

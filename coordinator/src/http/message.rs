@@ -154,7 +154,8 @@ pub struct CallIds {
 
 impl CallIds {
     /// Nine letters and digits: what the templates of Mistral's models insist on.
-    fn id(self, choice: u32, index: u32) -> String {
+    #[must_use]
+    pub fn id(self, choice: u32, index: u32) -> String {
         let call = u64::from(choice) << 32 | u64::from(index);
         // Two calls differ in few bits; what is shown are a few digits.
         let mut number = self.drawn.wrapping_add((call + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));

@@ -27,6 +27,8 @@ pub struct Limits {
     pub json_depth: usize,
     /// Prompts of one completions request.
     pub prompts: usize,
+    /// Inputs of one embeddings request.
+    pub inputs: usize,
     /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
     pub choices: usize,
     /// Messages of one conversation, and documents beside it.
@@ -95,6 +97,8 @@ impl Limits {
             // Schemas of tools nest deeper than anything else.
             json_depth: 64,
             prompts: 512,
+            // OpenAI's.
+            inputs: 2048,
             choices: 512,
             messages: 1024,
             tools: 128,
@@ -244,6 +248,7 @@ impl Common {
             min_tokens,
             logprobs: None,
             prompt_logprobs: None,
+            pooling: None,
         };
         let include_usage = include_usage(fields, stream)?;
         Ok(Self {
@@ -293,6 +298,14 @@ impl Common {
         let over = tokens.len().saturating_sub(max as usize);
         tokens.drain(..over);
         over > 0
+    }
+
+    /// Bounds the tokens per choice by what the model's length leaves behind a prompt of `prompt`
+    /// tokens.
+    pub fn cap_output(&mut self, prompt: usize, limits: &Limits) {
+        let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
+        let left = limits.max_model_len.saturating_sub(prompt).max(1);
+        self.max_tokens = self.max_tokens.map(|asked| asked.min(left));
     }
 
     /// Tokens per choice for a prompt of `prompt` tokens, which came in this field.

@@ -26,7 +26,7 @@ enum Neutral {
 
 use Neutral::{Empty, False, Null, One, Only, True, Words};
 
-/// Of both endpoints.
+/// Of all endpoints.
 const COMMON: &[(&str, Neutral)] = &[
     ("bad_words", Empty),
     ("detokenize", True),
@@ -64,6 +64,39 @@ const CHAT: &[(&str, Neutral)] = &[
     ("web_search_options", Null),
 ];
 
+/// Of `/v1/responses` alone.
+const RESPONSES: &[(&str, Neutral)] = &[
+    ("access_programs", Empty),
+    ("add_generation_prompt", True),
+    ("background", False),
+    ("context_management", Empty),
+    ("continue_final_message", False),
+    ("conversation", Null),
+    ("documents", Empty),
+    ("enable_response_messages", False),
+    ("image", Empty),
+    ("mm_processor_kwargs", Empty),
+    ("moderation", Null),
+    ("n", One),
+    ("previous_input_messages", Empty),
+    ("previous_response", Null),
+    ("previous_response_id", Null),
+    ("prompt", Null),
+    ("service_tier", Words(&["auto", "default"])),
+];
+
+/// Of `/v1/embeddings` alone.
+const EMBEDDINGS: &[(&str, Neutral)] = &[
+    ("activation", True),
+    ("additional_data", Null),
+    ("embed_dtype", Words(&["float32"])),
+    ("endianness", Words(&["little", "native"])),
+    ("messages", Null),
+    ("mm_processor_kwargs", Empty),
+    ("normalize", True),
+    ("use_activation", True),
+];
+
 impl Neutral {
     fn holds(self, value: &Value) -> bool {
         match self {
@@ -90,6 +123,21 @@ pub enum Endpoint {
     Completions,
     /// `/v1/chat/completions`.
     Chat,
+    /// `/v1/responses`.
+    Responses,
+    /// `/v1/embeddings`.
+    Embeddings,
+}
+
+impl Endpoint {
+    fn own(self) -> &'static [(&'static str, Neutral)] {
+        match self {
+            Self::Completions => COMPLETIONS,
+            Self::Chat => CHAT,
+            Self::Responses => RESPONSES,
+            Self::Embeddings => EMBEDDINGS,
+        }
+    }
 }
 
 /// Refuses what is not supported.
@@ -97,10 +145,9 @@ pub enum Endpoint {
 /// # Errors
 /// 400 naming the field.
 pub fn check(fields: &Fields, endpoint: Endpoint) -> Result<(), ApiError> {
-    let own = if endpoint == Endpoint::Chat { CHAT } else { COMPLETIONS };
-    for (name, neutral) in COMMON.iter().chain(own) {
+    for (name, neutral) in COMMON.iter().chain(endpoint.own()) {
         if fields.get(name).is_some_and(|value| !neutral.holds(value)) {
-            return Err(ApiError::field(name, format!("`{name}` is not supported")));
+            return Err(ApiError::field(name, format!("`{name}` is not supported{}", why(name))));
         }
     }
     let option = "stream_options.continuous_usage_stats";
@@ -111,9 +158,19 @@ pub fn check(fields: &Fields, endpoint: Endpoint) -> Result<(), ApiError> {
     Ok(())
 }
 
+/// What a client does instead, where that is not plain.
+fn why(name: &str) -> &'static str {
+    match name {
+        "conversation" | "previous_response_id" | "previous_response" => {
+            ": no response is kept; send what was said before in `input`"
+        }
+        "background" => ": no response is kept, so none can be asked for later",
+        _ => "",
+    }
+}
+
 /// Every refused field of an endpoint: for the documentation's test.
 #[must_use]
 pub fn names(endpoint: Endpoint) -> Vec<&'static str> {
-    let own = if endpoint == Endpoint::Chat { CHAT } else { COMPLETIONS };
-    COMMON.iter().chain(own).map(|(name, _)| *name).collect()
+    COMMON.iter().chain(endpoint.own()).map(|(name, _)| *name).collect()
 }

@@ -19,7 +19,10 @@ use super::error::ApiError;
 use super::gate::{self, Visit};
 use super::params::{Fields, Limits};
 use super::state::{AppState, Readiness};
-use super::{access, admin, chat, completions, keys, metrics, models, pool, tls, tokenize};
+use super::{
+    access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, tls,
+    tokenize,
+};
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -29,9 +32,11 @@ pub(super) const BODY_DEADLINE_S: u64 = 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 14] = [
+const ROUTES: [(&str, &str); 16] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/embeddings", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
     ("/tokenize", "POST"),
@@ -88,6 +93,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         let route: Route = match path {
             "/v1/completions" => web::post().to(post_completions),
             "/v1/chat/completions" => web::post().to(post_chat),
+            "/v1/responses" => web::post().to(post_responses),
+            "/v1/embeddings" => web::post().to(post_embeddings),
             "/tokenize" => web::post().to(post_tokenize),
             "/detokenize" => web::post().to(post_detokenize),
             "/ping" => {
@@ -153,13 +160,7 @@ async fn post_completions(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let visit = enter(&state)?;
-    let fields = read(&state, &request, body).await;
-    let answer = match fields {
-        Ok(fields) => completions::respond(&state, fields).await,
-        Err(error) => Err(error),
-    };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+    answer(&state, &request, body, completions::respond).await
 }
 
 async fn post_chat(
@@ -167,13 +168,38 @@ async fn post_chat(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let visit = enter(&state)?;
-    let fields = read(&state, &request, body).await;
-    let answer = match fields {
-        Ok(fields) => chat::respond(&state, fields).await,
+    answer(&state, &request, body, chat::respond).await
+}
+
+async fn post_responses(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    answer(&state, &request, body, responses::respond).await
+}
+
+async fn post_embeddings(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    answer(&state, &request, body, embeddings::respond).await
+}
+
+/// Answers a request for the engine: it counts as one that is inside until its answer is sent.
+async fn answer(
+    state: &AppState,
+    request: &HttpRequest,
+    body: Payload,
+    respond: impl AsyncFnOnce(&AppState, Fields) -> Result<HttpResponse, ApiError>,
+) -> Result<HttpResponse, ApiError> {
+    let visit = enter(state)?;
+    let answer = match read(state, request, body).await {
+        Ok(fields) => respond(state, fields).await,
         Err(error) => Err(error),
     };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(&state, error))
+    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(state, error))
 }
 
 async fn post_tokenize(

@@ -38,6 +38,18 @@ impl Events {
         Ok(())
     }
 
+    /// Appends an event that has a name.
+    ///
+    /// # Errors
+    /// As [`Events::push`].
+    pub fn push_named(&mut self, name: &str, event: &impl Serialize) -> Result<(), ApiError> {
+        let before = self.bytes.len();
+        self.bytes.extend_from_slice(b"event: ");
+        self.bytes.extend_from_slice(name.as_bytes());
+        self.bytes.push(b'\n');
+        self.push(event).inspect_err(|_| self.bytes.truncate(before))
+    }
+
     /// Appends the last event: says what [`EventSource::next`] says then.
     pub fn push_last(&mut self, event: &impl Serialize) -> Option<Result<(), ApiError>> {
         self.push(event).err().map(Err)
@@ -63,6 +75,18 @@ pub trait EventSource {
     /// Appends the next events, if what came makes any; `None` with the last, which may be none. A
     /// failure is the last. Dropped while it waits, it has taken nothing.
     fn next(&mut self, out: &mut Events) -> impl Future<Output = Option<Result<(), ApiError>>>;
+
+    /// Appends what ends a stream in order.
+    fn end(&self, out: &mut Events) {
+        out.bytes.extend_from_slice(b"data: [DONE]\n\n");
+    }
+
+    /// Appends the event that ends a stream that failed: no `[DONE]`, since the client must see that
+    /// this is no regular end.
+    fn fail(&mut self, error: &ApiError, out: &mut Events) {
+        // It is JSON already.
+        let _ = out.push(&error.json());
+    }
 }
 
 /// What waiting for events gave.
@@ -129,7 +153,8 @@ enum Phase<S> {
     Over,
 }
 
-/// Streams the source's events; ends with `[DONE]`, or with the error alone.
+/// Streams the source's events; ends as the source says, which is with `[DONE]`, or with the error
+/// alone, unless it says otherwise.
 ///
 /// The response begins with the first event, or after the first silence: a request that is refused
 /// or fails before is answered with a plain error.
@@ -151,12 +176,14 @@ pub async fn respond<S: EventSource + 'static>(source: S) -> Result<HttpResponse
         let (bytes, phase) = match outcome {
             Outcome::Silence => (body.events.take(b": ping\n\n"), Phase::Events(body)),
             Outcome::Events => (body.events.take(b""), Phase::Events(body)),
-            // No [DONE]: the client must see that this is no regular end.
             Outcome::Failed(error) => {
-                let event = format!("data: {}\n\n", error.json());
-                (body.events.take(event.as_bytes()), Phase::Over)
+                body.source.fail(&error, &mut body.events);
+                (body.events.take(b""), Phase::Over)
             }
-            Outcome::End => (body.events.take(b"data: [DONE]\n\n"), Phase::Over),
+            Outcome::End => {
+                body.source.end(&mut body.events);
+                (body.events.take(b""), Phase::Over)
+            }
         };
         Some((Ok::<_, Infallible>(bytes), phase))
     });

@@ -10,6 +10,7 @@
 //! - finished over all reasons + in flight = accepted
 mod cluster;
 mod request;
+mod speculation;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,6 +28,7 @@ use shared::protocol::FrontendId;
 
 pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
+use self::speculation::SpeculationCells;
 use super::level::Level;
 
 /// Where the coordinator records. Clones share the same cells.
@@ -116,6 +118,8 @@ struct ReplicaCells {
     blocks: Gauge,
     /// The present configuration's series.
     config: Option<Gauge>,
+    /// Where decoding is speculative.
+    speculation: Option<SpeculationCells>,
 }
 
 /// What a request that a replica holds can wait for.
@@ -390,6 +394,7 @@ impl ReplicaCells {
             used_blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS_USED, label),
             blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS, label),
             config: None,
+            speculation: None,
         }
     }
 }

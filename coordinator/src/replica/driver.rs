@@ -173,6 +173,9 @@ impl ReplicaDriver {
         self.in_flight.clear();
         self.scheduler.replica_ready(epoch, num_blocks, &mut self.effects);
         let mut recording = self.observer.record();
+        if let Some(speculation) = self.scheduler.speculation() {
+            recording.speculates(self.id, speculation.num_speculative_tokens);
+        }
         for live in self.live.values_mut() {
             recording.routed(&mut live.track, self.id);
         }
@@ -371,6 +374,11 @@ impl ReplicaDriver {
                         send(live, request, EngineEvent::PromptLogprobs(logprobs), &mut self.gone);
                     }
                 }
+                Effect::Embedding { request, embedding } => {
+                    if let Some(live) = self.live.get_mut(&request) {
+                        send(live, request, EngineEvent::Embedding(embedding), &mut self.gone);
+                    }
+                }
                 Effect::Token { request, choice, token, logprobs } => {
                     if let Some(live) = self.live.get_mut(&request) {
                         recording.tokens(&mut live.track, choice, 1, now);
@@ -396,6 +404,9 @@ impl ReplicaDriver {
                     if let Some(live) = self.live.remove(&request) {
                         dropped(&mut recording, live, error);
                     }
+                }
+                Effect::Drafted { tokens, accepted, emitted } => {
+                    recording.drafted(self.id, tokens, accepted, emitted);
                 }
                 Effect::StepDone(tokens) => {
                     let tokens = StepTokens {

@@ -2,6 +2,7 @@
 use shared::ids::{Epoch, SeqId, StepId};
 use shared::protocol::{SequenceOutput, TokenLogprobs};
 
+use super::drafts::Verifying;
 use super::{Effect, Scheduler, StepSummary, keep_full, plan};
 use crate::engine::{EngineError, FinishReason, Guided};
 
@@ -49,27 +50,40 @@ impl Scheduler {
             }
             None => return Err(ApplyError::UnexpectedStep { got: step }),
         };
-        let (mut generated, mut wasted) = (0, 0);
+        let (mut generated, mut wasted, mut recomputed) = (0, 0, answered.recomputed_tokens);
         let mut outputs = outputs.into_iter().peekable();
         for entry in &answered.entries {
-            let output = outputs.next_if(|output| output.seq == entry.seq);
-            let current = self.sequences[entry.slot]
-                .as_ref()
-                .is_some_and(|seq| seq.id == entry.seq && seq.admission == Some(entry.admission));
-            if !current {
-                wasted += u32::from(output.is_some_and(|output| output.token.is_some()));
-                continue;
-            }
-            if let Some(seq) = &mut self.sequences[entry.slot] {
+            let mut output = outputs.next_if(|output| output.seq == entry.seq);
+            let mut verifying = Verifying::default();
+            if let Some(seq) = self.current(entry) {
                 seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
                 if entry.fresh {
                     seq.progressed = true;
                     seq.suspicion = 0;
                 }
+                if entry.verifies {
+                    verifying.drafts = std::mem::take(&mut seq.drafts);
+                }
+                let token = output.as_ref().and_then(|output| output.token);
+                if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
+                    verifying.got(token);
+                }
             }
-            if self.accept(entry.slot, output, entry.samples, stopped, effects) {
-                generated += 1;
+            // More than one where drafts were verified; what the sequence did not live to see is
+            // ignored.
+            while let Some(output) =
+                output.take().or_else(|| outputs.next_if(|output| output.seq == entry.seq))
+            {
+                let token = output.token;
+                if self.current(entry).is_none() {
+                    wasted += u32::from(token.is_some());
+                } else if self.accept_next(entry, output, &verifying, stopped, effects) {
+                    recomputed += u32::from(verifying.repeats(entry));
+                    verifying.got(token);
+                }
             }
+            generated += verifying.emitted;
+            self.verified(entry, verifying, effects);
         }
         if answered.sequences > 0 {
             effects.push(Effect::StepDone(StepSummary {
@@ -78,7 +92,7 @@ impl Scheduler {
                 looked_up: answered.looked_up,
                 found: answered.found,
                 generated,
-                recomputed: answered.recomputed_tokens,
+                recomputed,
                 wasted,
                 sequences: answered.sequences,
             }));
@@ -88,7 +102,7 @@ impl Scheduler {
     }
 
     /// Takes one sequence's output; returns whether a token was accepted.
-    fn accept(
+    pub(super) fn accept(
         &mut self,
         slot: usize,
         output: Option<SequenceOutput>,
@@ -123,6 +137,12 @@ impl Scheduler {
                 let logprobs = std::mem::take(&mut seq.prompt_logprobs);
                 effects.push(Effect::PromptLogprobs { request, logprobs });
             }
+        }
+        if !output.embedding.is_empty() && seq.sampling.pooling.is_some() {
+            let embedding = std::mem::take(&mut output.embedding);
+            effects.push(Effect::Embedding { request, embedding });
+            self.finish(slot, FinishReason::Complete, effects);
+            return false;
         }
         match output.token {
             Some(token) if samples => {
@@ -174,12 +194,17 @@ impl Scheduler {
 
     /// Ends a sequence that wanted no token once its prompt is computed.
     fn finish_prefill_only(&mut self, slot: usize, effects: &mut Vec<Effect>) {
-        let done = self.sequences[slot]
-            .as_ref()
-            .is_some_and(|seq| seq.max_tokens == 0 && seq.computed >= seq.num_prompt);
+        let Some(seq) = &self.sequences[slot] else { return };
+        let (request, pools) = (seq.request, seq.sampling.pooling.is_some());
+        let done = seq.max_tokens == 0 && seq.computed >= seq.num_prompt;
         let in_flight = |entry: &plan::Entry| entry.slot == slot;
-        if done && !self.in_flight.iter().any(|step| step.entries.iter().any(in_flight)) {
-            self.finish(slot, FinishReason::Length, effects);
+        if !done || self.in_flight.iter().any(|step| step.entries.iter().any(in_flight)) {
+            return;
         }
+        if pools {
+            // The embedding comes with the last share of its prompt: a rank kept it back.
+            return self.end_request(request, Some(EngineError::Corrupted), effects);
+        }
+        self.finish(slot, FinishReason::Length, effects);
     }
 }

@@ -1,5 +1,5 @@
 //! The scheduler's bounds.
-use super::weight;
+use super::{Speculation, weight};
 
 /// What bounds one replica's scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +18,8 @@ pub struct SchedulerConfig {
     pub max_steps_in_flight: u32,
     /// Whether a sequence begins behind what the KV cache still has of its tokens.
     pub prefix_caching: bool,
+    /// Whether sequences draft tokens, and how.
+    pub speculation: Option<Speculation>,
 }
 
 /// Bounds that cannot hold together.
@@ -48,6 +50,9 @@ impl SchedulerConfig {
                  every sequence a token",
                 self.max_num_batched_tokens, self.max_num_seqs
             )));
+        }
+        if let Some(speculation) = &self.speculation {
+            speculation.validate(self.max_num_seqs)?;
         }
         weight::check(self)
     }

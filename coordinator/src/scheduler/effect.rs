@@ -24,6 +24,13 @@ pub enum Effect {
         /// One for each prompt token but the first.
         logprobs: Vec<TokenLogprobs>,
     },
+    /// The prompt's embedding is there.
+    Embedding {
+        /// Of which request.
+        request: RequestId,
+        /// As many numbers as the model's hidden size.
+        embedding: Vec<f32>,
+    },
     /// A token was accepted.
     Token {
         /// Of which request.
@@ -67,6 +74,15 @@ pub enum Effect {
         waits: bool,
         /// Tokens whose K and V were computed and are lost.
         tokens: u32,
+    },
+    /// Drafts were verified.
+    Drafted {
+        /// Tokens drafted, at least 1.
+        tokens: u32,
+        /// Of them those that the sequence got: the first so many.
+        accepted: u32,
+        /// Tokens that the sequence got by it: one more, unless it ended.
+        emitted: u32,
     },
     /// A step was answered.
     StepDone(StepSummary),

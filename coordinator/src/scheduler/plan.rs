@@ -3,6 +3,7 @@ use std::task::{Context, Poll};
 
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
+use shared::sampling::Pooling;
 
 use super::sequence::Sequence;
 use super::{Effect, Scheduler, keep_full, weight};
@@ -37,7 +38,11 @@ pub(super) struct Entry {
     pub(super) slot: usize,
     pub(super) seq: SeqId,
     pub(super) admission: u64,
+    /// Position of the first token that it computes.
+    pub(super) start: u32,
     pub(super) samples: bool,
+    /// It verifies the sequence's drafts. Parts of a prompt before it may be in flight, too.
+    pub(super) verifies: bool,
     /// It computes more of the sequence than was ever computed before.
     pub(super) fresh: bool,
     /// The sequence was looked up in the KV cache for the first time.
@@ -55,7 +60,8 @@ impl Scheduler {
         if self.in_flight.len() >= self.config.max_steps_in_flight as usize {
             return false;
         }
-        if !self.guides_are_ready(effects) {
+        self.look_for_drafts();
+        if !self.tokens_are_ready(effects) {
             return false;
         }
         clear(plan);
@@ -66,6 +72,7 @@ impl Scheduler {
         self.plan_running(plan, &mut step, &mut budget, true, effects);
         self.plan_running(plan, &mut step, &mut budget, false, effects);
         self.plan_waiting(plan, &mut step, &mut budget, effects);
+        self.plan_drafts(plan, &mut step, budget);
         if plan.sequences.is_empty() {
             self.spare.push(step);
             return false;
@@ -100,11 +107,11 @@ impl Scheduler {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
 
-    /// Whether a step can be planned as far as guides go. Not while a mask is being computed: it is
-    /// there soon, and comes in then. While guided sequences wait for tokens of a step in flight,
-    /// others are planned ahead of them if they are most; so guided ones are in every other step.
-    /// Requests whose guides cannot go on end.
-    fn guides_are_ready(&mut self, effects: &mut Vec<Effect>) -> bool {
+    /// Whether a step can be planned as far as tokens go that are not known yet. Not while a mask is
+    /// being computed: it is there soon, and comes in then. While sequences that are guided or draft
+    /// wait for tokens of a step in flight, others are planned ahead of them if they are most; so
+    /// those are in every other step. Requests whose guides cannot go on end.
+    fn tokens_are_ready(&mut self, effects: &mut Vec<Effect>) -> bool {
         let mut context = Context::from_waker(&self.waker);
         let (mut ready, mut over) = (true, Vec::new());
         let (mut waiting, mut wanting) = (0, 0);
@@ -263,11 +270,13 @@ impl Scheduler {
     }
 
     /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
-    /// be computed: its logits are what is wanted. Log-probabilities of a prompt need it all.
+    /// be computed: its logits are what is wanted, or its embedding. Log-probabilities of a prompt need
+    /// it all, and so do embeddings that are made of more.
     fn look_up(&mut self, slot: usize) {
         self.found.clear();
         let Some(seq) = &self.sequences[slot] else { return };
-        if !self.config.prefix_caching || !seq.prompt_logprobs_done {
+        let needs_all = seq.sampling.pooling.is_some_and(Pooling::needs_all);
+        if !self.config.prefix_caching || !seq.prompt_logprobs_done || needs_all {
             return;
         }
         let size = self.config.block_size as usize;
@@ -290,7 +299,9 @@ impl Scheduler {
         effects: &mut Vec<Effect>,
     ) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
-        let needed = self.config.blocks_for(seq.computed + count) - seq.blocks.len() as u32;
+        // There may be more than that already: those of drafts that were not accepted.
+        let needed = self.config.blocks_for(seq.computed + count);
+        let needed = needed.saturating_sub(seq.blocks.len() as u32);
         while self.blocks.num_free() < needed {
             let Some(victim) = self.running.last().copied() else { return false };
             let id = self.sequences[victim].as_ref().map(|seq| seq.id);
@@ -362,13 +373,24 @@ impl Scheduler {
             new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
             allowed: seq.guide.as_ref().filter(|_| samples).and_then(|it| it.allowed().cloned()),
+            drafts: Vec::new(),
         });
         seq.told = seq.blocks.len() as u32;
         let admission = seq.admission.unwrap_or_default();
         let (seq_id, fresh) = (seq.id, fresh > 0);
         keep_full(&mut self.blocks, seq, &self.config);
-        let entry = Entry { slot, seq: seq_id, admission, samples, fresh, looks_up, computed_max };
-        step.entries.push(entry);
+        let seq = seq_id;
+        step.entries.push(Entry {
+            slot,
+            seq,
+            admission,
+            start,
+            samples,
+            verifies: false,
+            fresh,
+            looks_up,
+            computed_max,
+        });
     }
 }
 

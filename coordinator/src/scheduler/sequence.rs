@@ -6,6 +6,7 @@ use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
 
 use super::blocks::Prefix;
+use super::speculate::Drafter;
 use crate::engine::TokenGuide;
 
 /// The order of admitted sequences: priority, then admission.
@@ -57,6 +58,12 @@ pub(super) struct Sequence {
     /// Prompt log-probabilities gathered so far; taken when complete.
     pub(super) prompt_logprobs: Vec<TokenLogprobs>,
     pub(super) prompt_logprobs_done: bool,
+    /// What its tokens repeat; while it is admitted, where there is speculation.
+    pub(super) drafter: Option<Box<Drafter>>,
+    /// Its next share shall have drafts: of the last look, made before every plan.
+    pub(super) wants_draft: bool,
+    /// Those of the step in flight that is to verify them; empty when there is none.
+    pub(super) drafts: Vec<u32>,
 }
 
 impl Sequence {
@@ -87,9 +94,11 @@ impl Sequence {
     }
 
     /// Whether its next share depends on a token of a step in flight: it has a guide, which cannot
-    /// know before which tokens may come next.
+    /// know before which tokens may come next, is about to draft, or has drafted, so that nobody knows
+    /// how many tokens it gets.
     pub(super) fn waits_for_token(&self, max_model_len: u32) -> bool {
-        self.guide.is_some() && self.pending > 0 && self.num_wanted(max_model_len) > 0
+        let depends = self.guide.is_some() || self.wants_draft || !self.drafts.is_empty();
+        depends && self.pending > 0 && self.num_wanted(max_model_len) > 0
     }
 
     /// Ready when its next share can be planned: not while it has a guide that does not know the
@@ -122,6 +131,9 @@ impl Sequence {
         self.computed = 0;
         self.pending = 0;
         self.admission = None;
+        self.drafter = None;
+        self.wants_draft = false;
+        self.drafts.clear();
         if !self.prompt_logprobs_done {
             self.prompt_logprobs.clear();
         }

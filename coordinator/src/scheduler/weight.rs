@@ -10,8 +10,8 @@ const U32: usize = 5;
 const U64: usize = 9;
 /// What a plan has but for its lists: the message's variant, epoch, step, lengths of the lists.
 const HEAD: usize = U32 + 5 * U64;
-/// A `SequenceStep` but for its blocks and its mask: one byte says that there is none.
-const SHARE: usize = U64 + 2 * U32 + U64 + 2;
+/// A `SequenceStep` but for its blocks, its drafts and its mask: one byte says that there is none.
+const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 2;
 /// A `NewSequence` but for its tokens and the lists of its sampling parameters.
 const NEW: usize = 2 * U64 + U32 + SAMPLING;
 /// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, two that
@@ -40,11 +40,12 @@ const fn longest(max_model_len: usize, block_size: usize) -> usize {
     new_sequence(max_model_len, block_size, LOGIT_BIAS_MAX, SUPPRESSED_MAX)
 }
 
-/// Bytes of a plan's batch: each sequence's share, the blocks that its tokens begin, and as many
-/// sequences that are forgotten twice, which were finished before and are preempted by the plan.
+/// Bytes of a plan's batch: each sequence's share, the blocks that its tokens begin, as many
+/// sequences that are forgotten twice, which were finished before and are preempted by the plan, and
+/// as many drafted tokens, since a step samples no more rows.
 const fn batch(sequences: usize, tokens: usize, block_size: usize) -> usize {
     let blocks = tokens.div_ceil(block_size) + sequences;
-    HEAD + sequences * (SHARE + 2 * U64) + blocks * U32
+    HEAD + sequences * (SHARE + 2 * U64 + U32) + blocks * U32
 }
 
 /// Bytes of admitting this one.

@@ -1,12 +1,15 @@
 //! What a model folder says about text: tokenizer, chat template, end tokens, sampling defaults,
 //! and the two sizes that bound a request.
+mod pooling;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use serde::Deserialize;
 use serde_json::Value;
-use tokenizers::Tokenizer;
+use shared::sampling::Pooling;
+use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
 use super::bound;
 use super::template::ChatTemplate;
@@ -56,6 +59,10 @@ pub struct TextModel {
     pub vocab_size: u32,
     /// Longest sequence the model was made for.
     pub max_positions: u32,
+    /// Numbers of an embedding; 0 where the folder does not say.
+    pub hidden_size: u32,
+    /// How embeddings are made of what the model gives for each token, or why they are not.
+    pub pooling: Result<Pooling, String>,
     /// Of all files that the above came from: equal on hosts that turn text into tokens alike.
     pub fingerprint: u64,
     /// Bytes of text that one token stands for at most, where that can be told.
@@ -137,6 +144,8 @@ impl TextModel {
             defaults,
             vocab_size,
             max_positions,
+            hidden_size: size("hidden_size").unwrap_or(0),
+            pooling: pooling::read(folder)?,
             byte_level,
             special,
             guides: OnceLock::new(),
@@ -175,6 +184,28 @@ impl TextModel {
             .encode_fast(text, add_special_tokens)
             .map_err(|error| error.to_string())?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Text to at most `max` tokens: those of its beginning, with the special tokens around them.
+    ///
+    /// # Errors
+    /// The tokenizer's words.
+    pub fn encode_beginning(
+        &self,
+        text: &str,
+        add_special_tokens: bool,
+        max: usize,
+    ) -> Result<Vec<u32>, String> {
+        let tokenizer = &self.tokenizer;
+        let failed = |error: tokenizers::Error| error.to_string();
+        let mut encoding = tokenizer.encode_fast(text, false).map_err(failed)?;
+        let special = tokenizer.get_post_processor().filter(|_| add_special_tokens);
+        let special = special.map_or(0, |post| post.added_tokens(false));
+        encoding.truncate(max.saturating_sub(special), 0, TruncationDirection::Right);
+        let encoding = tokenizer.post_process(encoding, None, add_special_tokens);
+        let mut tokens = encoding.map_err(failed)?.get_ids().to_vec();
+        tokens.truncate(max);
+        Ok(tokens)
     }
 
     /// Tokens to text, without special tokens.
@@ -260,6 +291,8 @@ fn fingerprint(folder: &Path, chat_template: Option<&Path>) -> u64 {
         "tokenizer_config.json",
         "chat_template.jinja",
         "chat_template.json",
+        pooling::FILES[0],
+        pooling::FILES[1],
     ];
     let mut state = 0xcbf2_9ce4_8422_2325u64;
     let files = files.into_iter().map(|name| (name, folder.join(name)));

@@ -129,6 +129,12 @@ impl ReplyReader {
         while !self.held.is_empty() && self.advance(parts) {}
     }
 
+    /// Whether what comes next is reasoning, as far as the text was read.
+    #[must_use]
+    pub fn reasons(&self) -> bool {
+        matches!(self.state, State::Reasoning { .. })
+    }
+
     /// The text is over: appends what was held back.
     pub fn finish(&mut self, parts: &mut Vec<Part>) {
         let held = std::mem::take(&mut self.held);

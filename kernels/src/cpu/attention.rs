@@ -4,14 +4,15 @@
 //! neighbouring rows) go through K and V together, but each has its own range of positions and its
 //! own sums in ascending positions: all scores, then softmax, then the weighted sum of V. So a
 //! row's result does not depend on which rows it was computed with.
-use std::ops::Range;
+mod bfloat16;
+mod float32;
 
 use super::isa::Isa;
 use super::kv::CpuKvCache;
 use super::math::{LANES, exp, sum_by};
 use super::memory::{Disjoint, Scratch};
 use super::simd::{Plain, Simd};
-use crate::backend::{AttentionShape, Batch, SeqRows};
+use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
 use crate::error::KernelError;
 
 /// Most queries at a time.
@@ -48,6 +49,10 @@ pub(crate) struct AttentionScratch {
     scores: Scratch<f32>,
     /// `[head_dim, queries]`, scaled
     queries: Scratch<f32>,
+    /// `[head_dim / 2, queries]` in bf16 pairs
+    query_words: Scratch<u32>,
+    /// `[queries, pairs of positions]` in bf16
+    weight_words: Scratch<u32>,
 }
 
 impl AttentionScratch {
@@ -55,13 +60,21 @@ impl AttentionScratch {
         Ok(Self {
             scores: Scratch::new("attention scores")?,
             queries: Scratch::new("attention queries")?,
+            query_words: Scratch::new("attention queries")?,
+            weight_words: Scratch::new("attention weights")?,
         })
     }
 
-    /// Makes room for contexts of `positions` tokens, whole blocks.
-    pub(crate) fn reserve(&mut self, positions: usize, head_dim: usize) -> Result<(), KernelError> {
-        self.scores.get(positions * QUERIES)?;
-        self.queries.get(head_dim * QUERIES)?;
+    /// Makes room for contexts of `blocks` whole blocks of a cache.
+    pub(crate) fn reserve(&mut self, blocks: usize, cache: &CpuKvCache) -> Result<(), KernelError> {
+        let KvShape { block_size, head_dim, .. } = *cache.shape();
+        self.scores.get(blocks * block_size * QUERIES)?;
+        if cache.is_bfloat16() {
+            self.query_words.get(head_dim / 2 * QUERIES)?;
+            self.weight_words.get(blocks * block_size.div_ceil(2) * QUERIES)?;
+        } else {
+            self.queries.get(head_dim * QUERIES)?;
+        }
         Ok(())
     }
 }
@@ -90,10 +103,7 @@ impl Attention<'_> {
             block_size: self.cache.shape().block_size,
             head_dim: self.shape.head_dim,
         };
-        let positions = tile.seq.table_len as usize * view.block_size;
-        let scores = scratch.scores.reserved(positions * QUERIES);
-        let queries = scratch.queries.reserved(view.head_dim * QUERIES);
-        run_tile(self, tile, &view, scores, queries);
+        run_tile(self, tile, &view, scratch);
     }
 
     /// Row (in the batch), head and positions of query `index` of a tile.
@@ -130,25 +140,18 @@ struct View<'a> {
 }
 
 impl View<'_> {
+    /// K and V of a block in f32: `[head_dim, block_size]`, `[block_size, head_dim]`.
     #[inline(always)]
     fn block(&self, index: usize) -> (&[f32], &[f32]) {
         self.cache.block(self.layer, self.table[index] as usize, self.kv_head)
     }
-}
 
-/// Scores or weights of several queries: `[queries, stride]`, the first column being position
-/// `base`.
-#[derive(Clone, Copy)]
-struct Columns {
-    base: usize,
-    stride: usize,
-}
-
-/// `e^(score - max)` of several queries.
-#[derive(Clone, Copy)]
-struct Weights<'a> {
-    rows: &'a [f32],
-    columns: Columns,
+    /// K and V of a block in bf16 pairs: `[head_dim / 2, block_size]`,
+    /// `[block_size / 2, head_dim]`.
+    #[inline(always)]
+    fn pairs(&self, index: usize) -> (&[u32], &[u32]) {
+        self.cache.pairs(self.layer, self.table[index] as usize, self.kv_head)
+    }
 }
 
 /// Computes a tile with the vectors of an instruction set.
@@ -156,189 +159,44 @@ fn run_tile(
     attention: &Attention<'_>,
     tile: RowTile,
     view: &View<'_>,
-    scores: &mut [f32],
-    queries: &mut [f32],
+    scratch: &mut AttentionScratch,
 ) {
     #[cfg(target_arch = "x86_64")]
+    use std::arch::x86_64::{__m256, __m512};
+
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+    fn avx512bf16(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+        bfloat16::run_tile::<super::simd::Bf16>(a, t, v, s);
+    }
+    #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-    fn avx512(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut [f32], q: &mut [f32]) {
-        run_tile_with::<std::arch::x86_64::__m512>(a, t, v, s, q);
+    fn avx512(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+        match v.cache.is_bfloat16() {
+            true => bfloat16::run_tile::<__m512>(a, t, v, s),
+            false => float32::run_tile::<__m512>(a, t, v, s),
+        }
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
-    fn avx2(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut [f32], q: &mut [f32]) {
-        run_tile_with::<std::arch::x86_64::__m256>(a, t, v, s, q);
+    fn avx2(a: &Attention<'_>, t: RowTile, v: &View<'_>, s: &mut AttentionScratch) {
+        match v.cache.is_bfloat16() {
+            true => bfloat16::run_tile::<__m256>(a, t, v, s),
+            false => float32::run_tile::<__m256>(a, t, v, s),
+        }
     }
-    match attention.isa {
+    match (attention.isa, view.cache.is_bfloat16()) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the backend refuses an instruction set that this machine lacks.
-        Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512(attention, tile, view, scores, queries) },
+        (Isa::Avx512Bf16, true) => unsafe { avx512bf16(attention, tile, view, scratch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Isa::Avx2Fma => unsafe { avx2(attention, tile, view, scores, queries) },
-        _ => run_tile_with::<Plain>(attention, tile, view, scores, queries),
-    }
-}
-
-#[inline(always)]
-fn run_tile_with<S: Simd>(
-    attention: &Attention<'_>,
-    tile: RowTile,
-    view: &View<'_>,
-    scores: &mut [f32],
-    queries: &mut [f32],
-) {
-    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
-    let total = tile.rows as usize * group;
-    let mut next = 0;
-    while next < total {
-        let query = |i| attention.query(&tile, view.kv_head, next + i);
-        // Two vectors of sums per query.
-        next += match (total - next).min(S::ACCUMULATORS / 2) {
-            8.. => run_queries::<S, 8>(attention, view, query, scores, queries),
-            4.. => run_queries::<S, 4>(attention, view, query, scores, queries),
-            2.. => run_queries::<S, 2>(attention, view, query, scores, queries),
-            _ => run_queries::<S, 1>(attention, view, query, scores, queries),
-        };
-    }
-}
-
-#[inline(always)]
-fn run_queries<S: Simd, const Q: usize>(
-    attention: &Attention<'_>,
-    view: &View<'_>,
-    query: impl Fn(usize) -> Query,
-    scores: &mut [f32],
-    scaled: &mut [f32],
-) -> usize {
-    let queries: [Query; Q] = std::array::from_fn(query);
-    let scaled = &mut scaled.as_chunks_mut::<Q>().0[..view.head_dim];
-    let scale = 1.0 / (view.head_dim as f32).sqrt();
-    for (i, query) in queries.iter().enumerate() {
-        for (column, &x) in scaled.iter_mut().zip(&attention.q[query.offset..]) {
-            column[i] = x * scale;
-        }
-    }
-
-    let first_block = queries.iter().map(|q| q.start).min().unwrap_or(0) / view.block_size;
-    let last_block = queries.iter().map(|q| q.end - 1).max().unwrap_or(0) / view.block_size;
-    let columns = Columns {
-        base: first_block * view.block_size,
-        stride: (last_block + 1 - first_block) * view.block_size,
-    };
-    if view.block_size.is_multiple_of(S::LANES) {
-        // Two vectors of neighbouring tokens at a time: a query's element is read once for both.
-        let mut at = 0;
-        while at < columns.stride {
-            let keys = |at: usize| {
-                let (keys, _) = view.block(first_block + at / view.block_size);
-                &keys[at % view.block_size..]
-            };
-            if columns.stride - at >= 2 * S::LANES {
-                let keys = [keys(at), keys(at + S::LANES)];
-                score_vectors::<S, Q, 2>(scaled, keys, view.block_size, scores, columns.stride, at);
-                at += 2 * S::LANES;
-            } else {
-                let keys = [keys(at)];
-                score_vectors::<S, Q, 1>(scaled, keys, view.block_size, scores, columns.stride, at);
-                at += S::LANES;
-            }
-        }
-    } else {
-        for index in first_block..=last_block {
-            let (keys, _) = view.block(index);
-            let at = (index - first_block) * view.block_size;
-            score_block::<S, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
-        }
-    }
-
-    let mut inverse = [0.0; Q];
-    for (i, query) in queries.iter().enumerate() {
-        let row = &mut scores[i * columns.stride..][..columns.stride];
-        inverse[i] = softmax::<S>(&mut row[query.start - columns.base..], query.end - query.start);
-    }
-
-    let weights = Weights { rows: scores, columns };
-    let mut dim = 0;
-    while dim < view.head_dim {
-        let left = view.head_dim - dim;
-        // The squarer the tile of sums, the fewer loads.
-        if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
-            for first in (0..Q).step_by(4) {
-                let (mut four, mut four_inverse) = ([queries[0]; 4], [0.0; 4]);
-                four.copy_from_slice(&queries[first..first + 4]);
-                four_inverse.copy_from_slice(&inverse[first..first + 4]);
-                mix::<S, 4, 4>(attention, view, &four, weights, first, four_inverse, dim);
-            }
-            dim += 4 * S::LANES;
-        } else if left >= 2 * S::LANES {
-            mix::<S, Q, 2>(attention, view, &queries, weights, 0, inverse, dim);
-            dim += 2 * S::LANES;
-        } else {
-            mix::<S, Q, 1>(attention, view, &queries, weights, 0, inverse, dim);
-            dim += S::LANES;
-        }
-    }
-    Q
-}
-
-/// Scores of `W` vectors of tokens, from column `at` on: `keys[w]` begins with the first element of
-/// its first token, and has the next element `block_size` further on. Those that a query does not
-/// attend to are computed too and not looked at.
-#[inline(always)]
-fn score_vectors<S: Simd, const Q: usize, const W: usize>(
-    queries: &[[f32; Q]],
-    keys: [&[f32]; W],
-    block_size: usize,
-    scores: &mut [f32],
-    stride: usize,
-    at: usize,
-) {
-    let mut sums = [[S::splat(0.0); W]; Q];
-    for (d, query) in queries.iter().enumerate() {
-        let mut vectors = [S::splat(0.0); W];
-        for (vector, keys) in vectors.iter_mut().zip(&keys) {
-            *vector = S::load(&keys[d * block_size..]);
-        }
-        for (sums, &x) in sums.iter_mut().zip(query) {
-            let x = S::splat(x);
-            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
-                *sum = x.mul_add(keys, *sum);
-            }
-        }
-    }
-    for (i, sums) in sums.iter().enumerate() {
-        for (w, sum) in sums.iter().enumerate() {
-            sum.store(&mut scores[i * stride + at + w * S::LANES..]);
-        }
-    }
-}
-
-/// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
-/// computed too and not looked at.
-#[inline(always)]
-fn score_block<S: Simd, const Q: usize>(
-    queries: &[[f32; Q]],
-    keys: &[f32],
-    block_size: usize,
-    scores: &mut [f32],
-    stride: usize,
-    at: usize,
-) {
-    let mut token = 0;
-    while token < block_size {
-        let end = (token + S::LANES).min(block_size);
-        let mut sums = [S::splat(0.0); Q];
-        for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
-            let keys = S::load_some(&keys[token..end]);
-            for (sum, &x) in sums.iter_mut().zip(query) {
-                *sum = S::splat(x).mul_add(keys, *sum);
-            }
-        }
-        for (i, sum) in sums.iter().enumerate() {
-            sum.store_some(&mut scores[i * stride + at + token..i * stride + at + end]);
-        }
-        token = end;
+        (Isa::Avx512Bf16 | Isa::Avx512, _) => unsafe { avx512(attention, tile, view, scratch) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        (Isa::Avx2Fma, _) => unsafe { avx2(attention, tile, view, scratch) },
+        (_, true) => bfloat16::run_tile::<Plain>(attention, tile, view, scratch),
+        (_, false) => float32::run_tile::<Plain>(attention, tile, view, scratch),
     }
 }
 
@@ -364,97 +222,4 @@ fn softmax<S: Simd>(row: &mut [f32], len: usize) -> f32 {
         *x = exp(*x - max);
     }
     1.0 / sum_by(scores, |x| x)
-}
-
-/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for `Q` queries, the first of
-/// which has row `first` of the weights.
-#[inline(always)]
-fn mix<S: Simd, const Q: usize, const W: usize>(
-    attention: &Attention<'_>,
-    view: &View<'_>,
-    queries: &[Query; Q],
-    weights: Weights<'_>,
-    first: usize,
-    inverse: [f32; Q],
-    dim: usize,
-) {
-    let Weights { rows: weights, columns } = weights;
-    let mut sums = [[S::splat(0.0); W]; Q];
-    // The positions that all queries attend to are read once for all. A query's own positions
-    // before and after come before and after, so that each sum is in ascending order.
-    let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
-    let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
-    let mut rows: [&[f32]; Q] = [&[]; Q];
-    for (i, row) in rows.iter_mut().enumerate() {
-        *row = &weights[(first + i) * columns.stride..][..columns.stride];
-    }
-    for (i, query) in queries.iter().enumerate() {
-        let own = query.start..start.min(query.end);
-        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
-    }
-    add_values::<S, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
-    for (i, query) in queries.iter().enumerate() {
-        let own = end..query.end;
-        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
-    }
-    for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
-        for (w, sum) in sums.iter().enumerate() {
-            let first = dim + w * S::LANES;
-            let len = S::LANES.min(view.head_dim - first);
-            // SAFETY: one task computes this head of this row, and writes it here alone.
-            let out = unsafe { attention.out.slice(query.offset + first, len) };
-            sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
-        }
-    }
-}
-
-/// `all_sums[q] += weights[q][position - base] * V[position]` over `positions`; `all_sums` has `Q`.
-#[inline(always)]
-fn add_values<S: Simd, const Q: usize, const W: usize>(
-    view: &View<'_>,
-    positions: Range<usize>,
-    weights: [&[f32]; Q],
-    base: usize,
-    dim: usize,
-    all_sums: &mut [[S; W]],
-) {
-    if positions.is_empty() {
-        return;
-    }
-    // A copy that stays in registers. Loops instead of functions of arrays: those are not always
-    // inlined here, and a call has every sum in memory.
-    let mut sums = [[S::splat(0.0); W]; Q];
-    sums.copy_from_slice(all_sums);
-    let width = (view.head_dim - dim).min(W * S::LANES);
-    let mut position = positions.start;
-    while position < positions.end {
-        let (_, values) = view.block(position / view.block_size);
-        let offset = position % view.block_size;
-        let count = (view.block_size - offset).min(positions.end - position);
-        let mut rows = weights;
-        for row in &mut rows {
-            *row = &row[position - base..][..count];
-        }
-        for i in 0..count {
-            let values = &values[(offset + i) * view.head_dim + dim..][..width];
-            let mut vectors = [S::splat(0.0); W];
-            if width == W * S::LANES {
-                for (w, vector) in vectors.iter_mut().enumerate() {
-                    *vector = S::load(&values[w * S::LANES..]);
-                }
-            } else {
-                for (w, vector) in vectors.iter_mut().enumerate() {
-                    *vector = S::load_some(&values[(w * S::LANES).min(width)..]);
-                }
-            }
-            for (sums, row) in sums.iter_mut().zip(&rows) {
-                let weight = S::splat(row[i]);
-                for (sum, &value) in sums.iter_mut().zip(&vectors) {
-                    *sum = weight.mul_add(value, *sum);
-                }
-            }
-        }
-        position += count;
-    }
-    all_sums.copy_from_slice(&sums);
 }

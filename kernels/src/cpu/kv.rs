@@ -1,41 +1,68 @@
 //! The paged KV cache in host memory. Owns its layout; who owns which block is the scheduler's
 //! affair.
 //!
-//! The K and V of one (layer, block, KV head) lie together: K transposed, `[head_dim, block_size]`,
-//! so that scores of neighbouring tokens are computed in the lanes of a vector without sums across
-//! lanes; then V, `[block_size, head_dim]`.
-use super::memory::AlignedVec;
+//! The K and V of one (layer, block, KV head) lie together in one tile. K is transposed, so that
+//! scores of neighbouring tokens are computed in the lanes of a vector without sums across lanes.
+//!
+//! - f32: K `[head_dim, block_size]`, then V `[block_size, head_dim]`.
+//! - bf16, two to a word, the first in its low half: K `[head_dim / 2, block_size]`, a word being two
+//!   neighbouring elements of a token; then V `[block_size / 2, head_dim]`, a word being the same
+//!   element of two neighbouring tokens. Blocks of an odd size have room for one token more, which is
+//!   zero.
+use super::math::{bf16_pair, round_bf16};
+use super::memory::{AlignedVec, Disjoint};
+use super::precision::Precision;
 use crate::backend::KvShape;
 use crate::error::KernelError;
 
-/// What is stored.
-pub(crate) type KvElement = f32;
-
-/// A paged KV cache.
+/// A paged KV cache: as precise as what products take of their activations.
 #[derive(Debug)]
 pub struct CpuKvCache {
-    data: AlignedVec<KvElement>,
+    tiles: Tiles,
     shape: KvShape,
 }
 
-/// Bytes of one block over all layers, K and V together.
-pub(crate) fn block_bytes(shape: &KvShape) -> u64 {
-    [shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size]
-        .into_iter()
-        .fold(2 * size_of::<KvElement>() as u64, |bytes, n| bytes.saturating_mul(n as u64))
+#[derive(Debug)]
+enum Tiles {
+    Float32(AlignedVec<f32>),
+    /// Pairs.
+    Bfloat16(AlignedVec<u32>),
 }
 
-/// Where the K of a block and head begins; its V follows.
-pub(crate) fn tile_offset(shape: &KvShape, layer: usize, block: usize, head: usize) -> usize {
-    let tile = 2 * shape.block_size * shape.head_dim;
-    ((layer * shape.num_blocks + block) * shape.num_kv_heads + head) * tile
+/// What of the cache tasks write, each in tiles of its own.
+pub(crate) enum TilesMut<'a> {
+    /// See [`CpuKvCache`].
+    Float32(Disjoint<'a, f32>),
+    /// Pairs.
+    Bfloat16(Disjoint<'a, u32>),
+}
+
+/// Words of four bytes of K, and of V, of one block and head.
+fn halves(shape: &KvShape, precision: Precision) -> (usize, usize) {
+    let KvShape { head_dim, block_size, .. } = *shape;
+    match precision {
+        Precision::Float32 => (head_dim * block_size, head_dim * block_size),
+        Precision::Bfloat16 => (head_dim / 2 * block_size, block_size.div_ceil(2) * head_dim),
+    }
+}
+
+/// Bytes of one block over all layers, K and V together.
+pub(crate) fn block_bytes(shape: &KvShape, precision: Precision) -> u64 {
+    let (keys, values) = halves(shape, precision);
+    [shape.num_layers, shape.num_kv_heads, keys + values]
+        .into_iter()
+        .fold(4, |bytes: u64, n| bytes.saturating_mul(n as u64))
 }
 
 impl CpuKvCache {
-    pub(crate) fn new(shape: KvShape) -> Result<Self, KernelError> {
-        let bytes = block_bytes(&shape).saturating_mul(shape.num_blocks as u64);
-        let len = usize::try_from(bytes).unwrap_or(usize::MAX) / size_of::<KvElement>();
-        Ok(Self { data: AlignedVec::zeroed(len, "the KV cache")?, shape })
+    pub(crate) fn new(shape: KvShape, precision: Precision) -> Result<Self, KernelError> {
+        let bytes = block_bytes(&shape, precision).saturating_mul(shape.num_blocks as u64);
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX) / 4;
+        let tiles = match precision {
+            Precision::Float32 => Tiles::Float32(AlignedVec::zeroed(len, "the KV cache")?),
+            Precision::Bfloat16 => Tiles::Bfloat16(AlignedVec::zeroed(len, "the KV cache")?),
+        };
+        Ok(Self { tiles, shape })
     }
 
     /// Its sizes.
@@ -44,30 +71,99 @@ impl CpuKvCache {
         &self.shape
     }
 
-    /// Elements of the K (or of the V) of one block and head.
-    pub(crate) fn half_len(&self) -> usize {
-        self.shape.block_size * self.shape.head_dim
+    pub(crate) fn is_bfloat16(&self) -> bool {
+        matches!(self.tiles, Tiles::Bfloat16(_))
     }
 
-    /// K and V of a block and head.
+    fn precision(&self) -> Precision {
+        match self.tiles {
+            Tiles::Float32(_) => Precision::Float32,
+            Tiles::Bfloat16(_) => Precision::Bfloat16,
+        }
+    }
+
+    /// Words of a tile.
+    pub(crate) fn tile_len(&self) -> usize {
+        let (keys, values) = halves(&self.shape, self.precision());
+        keys + values
+    }
+
+    /// Where the tile of a block and head begins. That of the next head follows.
+    #[inline(always)]
+    pub(crate) fn tile_offset(&self, layer: usize, block: usize, head: usize) -> usize {
+        let shape = &self.shape;
+        ((layer * shape.num_blocks + block) * shape.num_kv_heads + head) * self.tile_len()
+    }
+
+    /// K and V of a block and head in f32; empty in a cache of bf16.
+    #[inline(always)]
     pub(crate) fn block(&self, layer: usize, block: usize, head: usize) -> (&[f32], &[f32]) {
-        let len = self.half_len();
-        self.data[tile_offset(&self.shape, layer, block, head)..][..2 * len].split_at(len)
+        let Tiles::Float32(data) = &self.tiles else { return (&[], &[]) };
+        let (keys, values) = halves(&self.shape, Precision::Float32);
+        data[self.tile_offset(layer, block, head)..][..keys + values].split_at(keys)
     }
 
-    pub(crate) fn data_mut(&mut self) -> &mut [KvElement] {
-        &mut self.data
+    /// K and V of a block and head in pairs of bf16; empty in a cache of f32.
+    #[inline(always)]
+    pub(crate) fn pairs(&self, layer: usize, block: usize, head: usize) -> (&[u32], &[u32]) {
+        let Tiles::Bfloat16(data) = &self.tiles else { return (&[], &[]) };
+        let (keys, values) = halves(&self.shape, Precision::Bfloat16);
+        data[self.tile_offset(layer, block, head)..][..keys + values].split_at(keys)
+    }
+
+    pub(crate) fn tiles_mut(&mut self) -> TilesMut<'_> {
+        match &mut self.tiles {
+            Tiles::Float32(data) => TilesMut::Float32(Disjoint::new(data)),
+            Tiles::Bfloat16(data) => TilesMut::Bfloat16(Disjoint::new(data)),
+        }
     }
 }
 
-/// Writes one token's `k` and `v` at `offset` of a block and head's K ++ V.
-pub(crate) fn write_token(tile: &mut [KvElement], offset: usize, k: &[f32], v: &[f32]) {
-    let (keys, values) = tile.split_at_mut(tile.len() / 2);
-    let block_size = keys.len() / k.len();
-    for (column, &x) in keys.chunks_exact_mut(block_size).zip(k) {
-        column[offset] = x;
+impl TilesMut<'_> {
+    /// Writes one token's `k` and `v` to slot `offset` of the tile of `len` words at `start`.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes that tile meanwhile.
+    pub(crate) unsafe fn write_token(
+        &self,
+        (start, len): (usize, usize),
+        block_size: usize,
+        offset: usize,
+        k: &[f32],
+        v: &[f32],
+    ) {
+        match self {
+            Self::Float32(data) => {
+                // SAFETY: the caller's promise.
+                let tile = unsafe { data.slice(start, len) };
+                let (keys, values) = tile.split_at_mut(k.len() * block_size);
+                for (column, &x) in keys.chunks_exact_mut(block_size).zip(k) {
+                    column[offset] = x;
+                }
+                values[offset * v.len()..][..v.len()].copy_from_slice(v);
+            }
+            Self::Bfloat16(data) => {
+                // SAFETY: the caller's promise.
+                let tile = unsafe { data.slice(start, len) };
+                let (keys, values) = tile.split_at_mut(k.len() / 2 * block_size);
+                let columns = keys.chunks_exact_mut(block_size).zip(k.as_chunks::<2>().0);
+                for (column, &[first, second]) in columns {
+                    column[offset] = bf16_pair(first, second);
+                }
+                let row = &mut values[offset / 2 * v.len()..][..v.len()];
+                let is_first = offset.is_multiple_of(2);
+                for (word, &x) in row.iter_mut().zip(v) {
+                    let bits = round_bf16(x);
+                    // The pair's other token stays as it is.
+                    *word = if is_first {
+                        *word & 0xffff_0000 | bits >> 16
+                    } else {
+                        *word & 0x0000_ffff | bits
+                    };
+                }
+            }
+        }
     }
-    values[offset * v.len()..][..v.len()].copy_from_slice(v);
 }
 
 #[cfg(test)]
@@ -78,30 +174,52 @@ mod tests {
     fn tokens_do_not_overlap() {
         let shape =
             KvShape { num_layers: 2, num_kv_heads: 3, head_dim: 4, block_size: 5, num_blocks: 6 };
-        let mut cache = CpuKvCache::new(shape).unwrap();
-        let half = cache.half_len();
         let value = |layer, block, head, offset, d| {
-            ((((layer * 6 + block) * 3 + head) * 5 + offset) * 4 + d) as f32
+            // All of them are bf16, and none is another's.
+            let index = (((layer * 6 + block) * 3 + head) * 5 + offset) * 4 + d;
+            f32::from_bits(0x3000_0000 + ((index as u32) << 16))
         };
         let all = |f: &mut dyn FnMut(usize, usize, usize, usize)| {
-            for i in 0..2 * 6 * 3 * 5 {
+            // Later tokens before earlier ones: nobody's neighbour is lost.
+            for i in (0..2 * 6 * 3 * 5).rev() {
                 f(i / 90, i / 15 % 6, i / 5 % 3, i % 5);
             }
         };
-        all(&mut |layer, block, head, offset| {
-            let k: Vec<f32> = (0..4).map(|d| value(layer, block, head, offset, d)).collect();
-            let v: Vec<f32> = k.iter().map(|x| -x).collect();
-            let start = tile_offset(&shape, layer, block, head);
-            write_token(&mut cache.data_mut()[start..start + 2 * half], offset, &k, &v);
-        });
-        all(&mut |layer, block, head, offset| {
-            let (k, v) = cache.block(layer, block, head);
-            for d in 0..4 {
-                let want = value(layer, block, head, offset, d);
-                assert_eq!(k[d * 5 + offset], want);
-                assert_eq!(v[offset * 4 + d], -want);
-            }
-        });
-        assert_eq!(cache.data.len() as u64 * 4, block_bytes(&shape) * 6);
+        for precision in [Precision::Float32, Precision::Bfloat16] {
+            let mut cache = CpuKvCache::new(shape, precision).unwrap();
+            all(&mut |layer, block, head, offset| {
+                let k: Vec<f32> = (0..4).map(|d| value(layer, block, head, offset, d)).collect();
+                let v: Vec<f32> = k.iter().map(|x| -x).collect();
+                let tile = (cache.tile_offset(layer, block, head), cache.tile_len());
+                // SAFETY: there is one thread.
+                unsafe { cache.tiles_mut().write_token(tile, 5, offset, &k, &v) };
+            });
+            let half = |word: u32, second: bool| {
+                f32::from_bits(if second { word & 0xffff_0000 } else { word << 16 })
+            };
+            all(&mut |layer, block, head, offset| {
+                for d in 0..4 {
+                    let want = value(layer, block, head, offset, d);
+                    let (k, v) = cache.block(layer, block, head);
+                    let (k_pairs, v_pairs) = cache.pairs(layer, block, head);
+                    let got = match precision {
+                        Precision::Float32 => (k[d * 5 + offset], v[offset * 4 + d]),
+                        Precision::Bfloat16 => (
+                            half(k_pairs[d / 2 * 5 + offset], d % 2 == 1),
+                            half(v_pairs[offset / 2 * 4 + d], offset % 2 == 1),
+                        ),
+                    };
+                    assert_eq!(got, (want, -want), "{precision}");
+                }
+            });
+            let len = match &cache.tiles {
+                Tiles::Float32(data) => data.len(),
+                Tiles::Bfloat16(data) => data.len(),
+            };
+            assert_eq!(len as u64 * 4, block_bytes(&shape, precision) * 6);
+        }
+        let even = KvShape { block_size: 16, ..shape };
+        let bytes = |precision| block_bytes(&even, precision);
+        assert_eq!(bytes(Precision::Float32), 2 * bytes(Precision::Bfloat16));
     }
 }

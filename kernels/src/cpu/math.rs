@@ -29,6 +29,21 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < -87.33 { 0.0 } else { p * two_to_n }
 }
 
+/// The nearest bf16, ties to even, as the bits of an f32 with an empty low half.
+#[inline(always)]
+pub(crate) fn round_bf16(x: f32) -> u32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
+    // A NaN must not be rounded up to an infinity or beyond.
+    (if x.is_nan() { bits | 0x0040_0000 } else { rounded }) & 0xFFFF_0000
+}
+
+/// Two elements, each rounded to bf16, in a word: the first in the low half.
+#[inline(always)]
+pub(crate) fn bf16_pair(first: f32, second: f32) -> u32 {
+    round_bf16(first) >> 16 | round_bf16(second)
+}
+
 /// `x * sigmoid(x)`.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {

@@ -44,6 +44,7 @@ impl<'a> PairRows<'a> {
     }
 
     /// Those of int8.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn int8(self) -> Option<&'a [Int8Row]> {
         match self {
             Self::Bf16(_) => None,

@@ -1,7 +1,6 @@
 //! What follows the fused QKV projection: norm and RoPE per head, K and V to the cache.
 use super::elementwise::norm_rope;
 use super::isa::Isa;
-use super::kv::{tile_offset, write_token};
 use super::memory::Disjoint;
 use super::pool::Pool;
 use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN};
@@ -37,8 +36,9 @@ impl Heads<'_> {
             (&rope.cos[start..start + half], &rope.sin[start..start + half])
         };
         let kv = *cache.shape();
-        let tile_len = 2 * cache.half_len();
-        let cache = Disjoint::new(cache.data_mut());
+        let tile_len = cache.tile_len();
+        let first_tile = cache.tile_offset(layer, 0, 0);
+        let tiles = cache.tiles_mut();
         let projected = Disjoint::new(projected);
         let q_out = Disjoint::new(q_out.values_mut());
         let rows = batch.positions.len();
@@ -62,10 +62,12 @@ impl Heads<'_> {
                     // SAFETY: the v head belongs to the task of its k head.
                     let v = unsafe { projected.slice(v_at, head_dim) };
                     let slot = batch.slots[row] as usize;
-                    let at = tile_offset(&kv, layer, slot / kv.block_size, kv_head);
-                    // SAFETY: a KV head's part of every block belongs to one task.
-                    let tile = unsafe { cache.slice(at, tile_len) };
-                    write_token(tile, slot % kv.block_size, x, v);
+                    let tile = slot / kv.block_size * num_kv_heads + kv_head;
+                    let tile = (first_tile + tile * tile_len, tile_len);
+                    // SAFETY: a KV head's tiles belong to one task.
+                    unsafe {
+                        tiles.write_token(tile, kv.block_size, slot % kv.block_size, x, v);
+                    }
                 }
             }
         })

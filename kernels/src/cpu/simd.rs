@@ -4,6 +4,12 @@
 //! Implementations for x86 must only be used in code that is compiled for, and dispatched on, an
 //! instruction set that was detected: that is the callers' side of every SAFETY comment here.
 
+mod pairs;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use pairs::Bf16;
+pub(crate) use pairs::{HIGH, LOW, PairSimd};
+
 /// A vector of [`Simd::LANES`] f32.
 pub(crate) trait Simd: Copy {
     /// Elements.

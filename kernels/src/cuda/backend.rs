@@ -1,6 +1,7 @@
 //! A rank on a GPU: what its operations share. Products, scratch, inputs of a step, copies to and
 //! from the host.
 use std::fmt;
+use std::ops::Range;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -359,19 +360,30 @@ impl CudaBackend {
 
     /// A buffer's rows, on the host.
     pub(super) fn download(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {
+        self.download_rows(buffer, 0..buffer.rows())
+    }
+
+    /// Some of a buffer's rows, on the host; they are in use.
+    pub(super) fn download_rows(
+        &mut self,
+        buffer: &CudaBuffer,
+        rows: Range<usize>,
+    ) -> Result<Vec<f32>, KernelError> {
         self.step.close(&self.device.stream)?;
-        let (rows, width) = (buffer.rows(), buffer.width());
+        let width = buffer.width();
         let Rows { ptr, stride } = buffer.at();
-        let count = rows * stride;
+        let (first, count) = (rows.start * stride, rows.len() * stride);
+        let at = first * buffer.element().bytes();
         let Device { context, stream, .. } = &self.device;
         let mut host = Pinned::<f32>::new(context, count, "pinned memory to read a buffer")?;
         match buffer.element() {
-            Element::F32 => buffer.memory().download_pinned(stream, 0, &mut host, count)?,
+            Element::F32 => buffer.memory().download_pinned(stream, at, &mut host, count)?,
             Element::Bf16 => {
                 let wide = DeviceMemory::new(context, count * 4, "a buffer in f32")?;
                 if count > 0 {
-                    // SAFETY: both have `count` elements.
-                    unsafe { self.device.launch(launch::to_f32(ptr, wide.ptr(), count)) }?;
+                    let from = ptr.offset(at);
+                    // SAFETY: both have `count` elements: the rows are in use.
+                    unsafe { self.device.launch(launch::to_f32(from, wide.ptr(), count)) }?;
                 }
                 wide.download_pinned(stream, 0, &mut host, count)?;
                 stream.synchronize()?;

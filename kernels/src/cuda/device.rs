@@ -197,7 +197,7 @@ impl Scratch {
         device.stream.synchronize()?;
         // The old one first: both at once may be too much.
         self.memory = None;
-        let bytes = bytes.next_multiple_of(256);
+        let bytes = bytes.max(1).next_multiple_of(256);
         let memory = DeviceMemory::zeroed(&device.context, &device.stream, bytes, self.what)?;
         let ptr = memory.ptr();
         self.memory = Some(memory);

@@ -28,6 +28,11 @@ const ALIGNMENT_MOST: u64 = 256;
 const PLANS_MAX: usize = 512;
 /// `CUBLAS_STATUS_NOT_SUPPORTED`
 const NOT_SUPPORTED: u32 = 15;
+/// By these (`INVALID_VALUE`, `ARCH_MISMATCH`, `NOT_SUPPORTED`) the library refuses a product before
+/// anything of it is launched.
+const REFUSED: [u32; 3] = [7, 8, NOT_SUPPORTED];
+/// Algorithms asked for: the library may name some that cannot run.
+const CHOICES: usize = 8;
 
 /// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -135,8 +140,7 @@ impl Matmul {
         let shape = Shape::new(product)?;
         if let Some(Some(algorithm)) = planned {
             // SAFETY: this function's contract.
-            let launched = unsafe { self.launch(stream, &shape, algorithm, x, w, out) };
-            if launched.is_ok() {
+            if unsafe { self.launch(stream, &shape, algorithm, x, w, out) }? {
                 return Ok(true);
             }
         }
@@ -148,10 +152,14 @@ impl Matmul {
         self.plans.insert(key, algorithm);
         let Some(algorithm) = algorithm else { return Ok(false) };
         // SAFETY: this function's contract.
-        unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }.map(|()| true)
+        let launched = unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }?;
+        if !launched {
+            self.plans.insert(key, None);
+        }
+        Ok(launched)
     }
 
-    /// Runs one algorithm.
+    /// Runs one algorithm; false when the library refuses to.
     ///
     /// # Safety
     /// As [`Matmul::run`].
@@ -163,7 +171,7 @@ impl Matmul {
         x: DevicePtr,
         w: DevicePtr,
         out: DevicePtr,
-    ) -> Result<(), KernelError> {
+    ) -> Result<bool, KernelError> {
         let (one, zero) = (1.0f32, 0.0f32);
         let pointer = |ptr: DevicePtr| std::ptr::without_provenance_mut::<c_void>(ptr.0 as usize);
         // SAFETY: the descriptions are alive; the operands are as they say, by the contract.
@@ -187,19 +195,25 @@ impl Matmul {
                 stream.raw().cast(),
             )
         };
-        check(status, "a matrix product")
+        if REFUSED.contains(&(status as u32)) {
+            return Ok(false);
+        }
+        let launched = check(status, "a matrix product").map_err(|error| stream.failed(error));
+        launched.map(|()| true)
     }
 
-    /// The library's own first choice for operands that are aligned to so many bytes, if it has any.
+    /// The library's own first choice that can run, for operands that are aligned to so many bytes, if
+    /// it has any.
     fn choose(
         &self,
         shape: &Shape,
         alignment: u32,
     ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, KernelError> {
         let preference = Preference::new(WORKSPACE, alignment)?;
-        let mut found = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        type Found = sys::cublasLtMatmulHeuristicResult_t;
+        let mut found = [const { std::mem::MaybeUninit::<Found>::zeroed() }; CHOICES];
         let mut count = 0;
-        // SAFETY: all descriptions are alive; one result is written at most.
+        // SAFETY: all descriptions are alive; as many results are written at most.
         let status = unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
@@ -209,8 +223,8 @@ impl Matmul {
                 shape.out,
                 shape.out,
                 preference.0,
-                1,
-                found.as_mut_ptr(),
+                CHOICES as i32,
+                found.as_mut_ptr().cast(),
                 &raw mut count,
             )
         };
@@ -218,8 +232,12 @@ impl Matmul {
             return Ok(None);
         }
         check(status, "choose an algorithm for a matrix product")?;
-        // SAFETY: all-zero is a value of the type, and the library wrote one if it says so.
-        Ok((count > 0).then(|| unsafe { found.assume_init() }.algo))
+        let count = usize::try_from(count).unwrap_or(0);
+        let mut found = found.iter().take(count).map(|found| {
+            // SAFETY: all-zero is a value of the type, and the library wrote one if it says so.
+            unsafe { found.assume_init() }
+        });
+        Ok(found.find(|found| found.state as u32 == 0).map(|found| found.algo))
     }
 }
 

@@ -86,6 +86,10 @@ impl DeviceMemory {
     /// # Errors
     /// [`KernelError::Device`].
     pub fn fill(&self, stream: &Stream, byte: u8) -> Result<(), KernelError> {
+        if self.bytes == 0 {
+            // What the driver makes of nothing is written nowhere.
+            return Ok(());
+        }
         // SAFETY: the range is this allocation.
         let status = unsafe { sys::cuMemsetD8Async(self.ptr.0, byte, self.bytes, stream.raw()) };
         check(status, "fill GPU memory")

@@ -252,7 +252,7 @@ impl Kernel {
                 std::ptr::null_mut(),
             )
         };
-        check(status, self.name)
+        check(status, self.name).map_err(|error| stream.failed(error))
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Every operation checks its arguments, then asks the step whether it is only to be compared with
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
+use std::ops::Range;
 use std::time::Duration;
 
 use super::backend::{CudaBackend, Part, Which};
@@ -674,6 +675,18 @@ impl Backend for CudaBackend {
 
     fn read_buffer(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {
         self.download(buffer)
+    }
+
+    fn read_rows(
+        &mut self,
+        buffer: &CudaBuffer,
+        rows: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), KernelError> {
+        let len = buffer.rows();
+        ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
+        *out = self.download_rows(buffer, rows)?;
+        Ok(())
     }
 
     fn take_collective_time(&mut self) -> Duration {

@@ -1,4 +1,5 @@
 //! A queue of work on the GPU, marks in it, and graphs: work recorded once and run many times.
+use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -25,6 +26,8 @@ pub(super) fn pause(waited: Duration) {
 /// A stream. Work on it runs in the order of the calls.
 pub struct Stream {
     raw: sys::CUstream,
+    /// What is called is recorded.
+    captures: Cell<bool>,
     context: Rc<Context>,
 }
 
@@ -38,7 +41,7 @@ impl Stream {
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
-        Ok(Self { raw, context: context.clone() })
+        Ok(Self { raw, captures: Cell::new(false), context: context.clone() })
     }
 
     pub(super) fn raw(&self) -> sys::CUstream {
@@ -90,14 +93,37 @@ impl Stream {
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive, and not the default one.
         let status = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
-        check(status, "begin to capture a graph")
+        check(status, "begin to capture a graph")?;
+        self.captures.set(true);
+        Ok(())
+    }
+
+    /// What a call's failure means: of one that was only to be recorded, nothing has run, and
+    /// nothing is broken but the graph. If the context is, calling it again will say so.
+    pub(super) fn failed(&self, error: KernelError) -> KernelError {
+        match error {
+            KernelError::Device(_)
+            | KernelError::Unsupported(_)
+            | KernelError::OutOfMemory { .. }
+                if self.captures.get() =>
+            {
+                KernelError::Again(error.to_string())
+            }
+            error => error,
+        }
     }
 
     /// Ends recording; the graph can be run.
     ///
     /// # Errors
-    /// [`KernelError::Device`]; nothing is being recorded then.
+    /// [`KernelError::Again`]; nothing is being recorded then, and nothing of it has run.
     pub fn end_capture(&self) -> Result<Graph, KernelError> {
+        let made = self.make_graph().map_err(|error| self.failed(error));
+        self.captures.set(false);
+        made
+    }
+
+    fn make_graph(&self) -> Result<Graph, KernelError> {
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream is alive; the graph is destroyed below.
         let status = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
@@ -113,6 +139,7 @@ impl Stream {
 
     /// Ends recording and throws away what was recorded, if anything was.
     pub fn abandon_capture(&self) {
+        self.captures.set(false);
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream is alive.
         let status = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };

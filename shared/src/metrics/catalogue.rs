@@ -10,9 +10,9 @@ use super::definition::{
 use super::labels::{
     ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, GuideKind, HOST,
     Label, LabelValue, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole,
-    MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal, PROCESS, PromptSource,
-    RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID, VERSION,
-    WORKER, WaitingReason,
+    MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal, POSITION, PROCESS,
+    PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID,
+    VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -180,18 +180,26 @@ catalogue! {
     counter PREEMPTED_TOKENS: "tutti_preempted_tokens_total", Tokens, model [REPLICA], Coordinator,
         "Computed tokens whose KV blocks were given up by preemptions.";
 
-    // Speculative decoding.
+    // Speculative decoding: what the coordinator made of each draft when its step was answered.
+    counter SPEC_DECODE_DRAFTS: "tutti_spec_decode_drafts_total", Events, model [REPLICA],
+        Coordinator, "Drafts verified, each of one or more tokens.",
+        when "decoding is speculative";
     counter SPEC_DECODE_DRAFT_TOKENS: "tutti_spec_decode_draft_tokens_total", Tokens,
         model [REPLICA], Coordinator, "Tokens drafted.", when "decoding is speculative";
     counter SPEC_DECODE_ACCEPTED_TOKENS: "tutti_spec_decode_accepted_tokens_total", Tokens,
         model [REPLICA], Coordinator, "Drafted tokens accepted.", when "decoding is speculative";
+    counter SPEC_DECODE_ACCEPTED_PER_POSITION:
+        "tutti_spec_decode_accepted_tokens_per_position_total", Tokens,
+        model [POSITION, REPLICA], Coordinator,
+        "Drafted tokens accepted, by their place in the draft, from 0; adds up to those accepted.",
+        when "decoding is speculative";
     counter SPEC_DECODE_EMITTED_TOKENS: "tutti_spec_decode_emitted_tokens_total", Tokens,
         model [REPLICA], Coordinator,
-        "Tokens emitted by speculative steps: accepted drafts and one more per draft.",
+        "Tokens emitted by drafts: those accepted and one more each, but for texts that ended before.",
         when "decoding is speculative";
     counter SPEC_DECODE_EMITTABLE_TOKENS: "tutti_spec_decode_emittable_tokens_total", Tokens,
         model [REPLICA], Coordinator,
-        "Tokens that speculative steps would emit if every draft were accepted.",
+        "Tokens that drafts would emit if all of theirs were accepted: those drafted and one more each.",
         when "decoding is speculative";
     gauge(Ratio {
         numerator: SPEC_DECODE_ACCEPTED_TOKENS.series(),

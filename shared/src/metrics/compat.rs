@@ -105,8 +105,11 @@ const VLLM: &[Alias] = aliases! {
     "vllm:request_inference_time_seconds" = of!(REQUEST_INFERENCE_TIME), [];
     "vllm:request_prefill_time_seconds" = of!(REQUEST_PREFILL_TIME), [];
     "vllm:request_decode_time_seconds" = of!(REQUEST_DECODE_TIME), [];
+    "vllm:spec_decode_num_drafts_total" = of!(SPEC_DECODE_DRAFTS), [ENGINE];
     "vllm:spec_decode_num_draft_tokens_total" = of!(SPEC_DECODE_DRAFT_TOKENS), [ENGINE];
     "vllm:spec_decode_num_accepted_tokens_total" = of!(SPEC_DECODE_ACCEPTED_TOKENS), [ENGINE];
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total" = of!(SPEC_DECODE_ACCEPTED_PER_POSITION),
+        [ENGINE, ("position", "position")];
 };
 
 const APHRODITE: &[Alias] = aliases! {

@@ -53,6 +53,8 @@ pub const MAX_MODEL_LEN: Label = Label::open("max_model_len");
 pub const MAX_NUM_SEQS: Label = Label::open("max_num_seqs");
 /// Most tokens computed in one step.
 pub const MAX_NUM_BATCHED_TOKENS: Label = Label::open("max_num_batched_tokens");
+/// Place in a draft, from 0.
+pub const POSITION: Label = Label::open("position");
 /// Ranks of the replica.
 pub const TENSOR_PARALLEL: Label = Label::open("tensor_parallel");
 

@@ -119,6 +119,8 @@ pub enum EngineEvent {
     /// Log-probabilities of the prompt tokens 1.., complete before the first token; a long prompt's
     /// come in several pieces, in order.
     PromptLogprobs(Vec<TokenLogprobs>),
+    /// The prompt's embedding, complete, as the model gives it: of no particular length.
+    Embedding(Vec<f32>),
     /// One accepted token.
     Token {
         /// The choice it belongs to.

@@ -56,6 +56,11 @@ pub struct SequenceStep {
     /// sequence whose tokens up to there are all known to the coordinator: what is allowed depends
     /// on them.
     pub allowed: Option<TokenMask>,
+    /// Tokens that may come next, drafted by the coordinator; mostly none. Where there are, the share
+    /// is the sequence's last token, known to the coordinator, and the drafts behind it: `count` is one
+    /// more than they are, `sample` is set and there is no mask. A token is sampled after each, and
+    /// those count up to the first that is not the draft in its place, that one included.
+    pub drafts: Vec<u32>,
 }
 
 /// One rank's outcome of one step. Only rank 0 fills `outputs`.
@@ -65,7 +70,8 @@ pub struct StepResult {
     pub epoch: Epoch,
     /// The plan's step.
     pub step: StepId,
-    /// One per sequence with `sample` set or prompt log-probabilities, in the plan's order; empty
+    /// One per sequence with `sample` set, prompt log-probabilities or an embedding, in the plan's
+    /// order; of a sequence with drafts one per token that counts, at consecutive positions. Empty
     /// on other ranks than 0.
     pub outputs: Vec<SequenceOutput>,
     /// A [`TokenDigest`] of what the step yielded, as this rank has it: equal on all ranks.
@@ -121,8 +127,11 @@ pub struct SequenceOutput {
     pub prompt_logprobs: Vec<TokenLogprobs>,
     /// Position of the first entry of `prompt_logprobs`.
     pub prompt_start: u32,
-    /// The logits were not finite: the sequence must fail, not continue.
+    /// The logits or the embedding were not finite: the sequence must fail, not continue.
     pub corrupted: bool,
+    /// The prompt's embedding, where one was asked for and this step computed its last token: as many
+    /// numbers as the model's hidden size. Empty otherwise.
+    pub embedding: Vec<f32>,
 }
 
 /// Log-probabilities of one token, from the model's own distribution (before temperature, penalties

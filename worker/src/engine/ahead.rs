@@ -88,7 +88,8 @@ impl<B: Backend> Engine<B> {
             let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
             seq.tokens.push(0);
             // Lists are not asked for again.
-            let step = SequenceStep { new_blocks: Vec::new(), allowed: None, ..*step };
+            let step =
+                SequenceStep { new_blocks: Vec::new(), allowed: None, drafts: Vec::new(), ..*step };
             entries.push(Entry { step, place, wants_logprobs });
         }
         self.queued.push_back(Queued { step: plan.step, entries });

@@ -4,6 +4,7 @@ use std::ops::Range;
 use kernels::sampling::{SampleParams, SampleRow};
 use shared::ids::StepId;
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep};
+use shared::sampling::Pooling;
 
 /// One sequence.
 #[derive(Debug)]
@@ -21,6 +22,10 @@ pub(super) struct Sequence {
     pub(super) params: SampleParams,
     /// How many alternatives to report for each prompt token.
     pub(super) prompt_logprobs: Option<u32>,
+    /// How its embedding is made, where that is what is wanted of it.
+    pub(super) pooling: Option<Pooling>,
+    /// What the embedding is made of so far: a vector or a sum of vectors.
+    pub(super) pooled: Vec<f64>,
 }
 
 impl Sequence {
@@ -52,6 +57,8 @@ impl Sequence {
             last_step: None,
             params,
             prompt_logprobs: sampling.prompt_logprobs,
+            pooling: sampling.pooling,
+            pooled: Vec::new(),
         }
     }
 
@@ -69,12 +76,22 @@ impl Sequence {
             return Err(format!("is to be computed from {start}, its cache ends at {computed}"));
         }
         let end = entry.start.checked_add(entry.count).filter(|_| entry.count > 0);
-        let known = self.tokens.len() as u32;
+        let known = (self.tokens.len() + entry.drafts.len()) as u32;
         let Some(end) = end.filter(|end| *end <= known) else {
             return Err(format!("is to be computed to beyond its {known} tokens"));
         };
         if entry.sample && (end != known || end > config.max_model_len) {
             return Err(format!("is to be sampled at {end}, it has {known} tokens"));
+        }
+        if self.pooling.is_some() && entry.sample {
+            return Err("is to have an embedding, not a token".to_owned());
+        }
+        if self.computed.is_none()
+            && entry.start > 0
+            && self.pooling.is_some_and(Pooling::needs_all)
+        {
+            let start = entry.start;
+            return Err(format!("needs all its tokens, and is to be computed from {start}"));
         }
         if let Some(block) = entry.new_blocks.iter().find(|block| block.0 >= num_blocks) {
             return Err(format!("is given {block} of {num_blocks}"));
@@ -93,9 +110,19 @@ impl Sequence {
         (entry.start + 1 < end).then_some(entry.start + 1..end)
     }
 
-    /// What sampling its next token needs to know, where `allowed` is the mask for it.
-    pub(super) fn sample_row<'a>(&'a self, allowed: Option<&'a [u32]>) -> SampleRow<'a> {
-        let (prompt, output) = self.tokens.split_at(self.num_prompt as usize);
+    /// Where in the cache the K and V of a position are, which its blocks cover.
+    pub(super) fn slot(&self, position: u32, block_size: u32) -> u32 {
+        self.blocks[(position / block_size) as usize] * block_size + position % block_size
+    }
+
+    /// What sampling the token behind its first `known` ones needs to know, where `allowed` is the mask
+    /// for it.
+    pub(super) fn sample_row<'a>(
+        &'a self,
+        known: usize,
+        allowed: Option<&'a [u32]>,
+    ) -> SampleRow<'a> {
+        let (prompt, output) = self.tokens[..known].split_at(self.num_prompt as usize);
         SampleRow { params: &self.params, prompt, output, allowed }
     }
 }

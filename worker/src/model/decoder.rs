@@ -218,6 +218,20 @@ impl<B: Backend> Decoder<B> {
         add_norm(backend, buffers, pending, &weights.final_norm, eps, sharded)
     }
 
+    /// What the last norm gave for some of the last batch's rows, `[rows, hidden]`: the same on every
+    /// rank. Clears and fills `out`.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn read_hidden(
+        &self,
+        backend: &mut B,
+        rows: std::ops::Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), KernelError> {
+        backend.read_rows(&self.buffers.normed, rows, out)
+    }
+
     /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
     /// 0, or where [`Backend::samples_everywhere`]. Every rank calls it with the same rows.
     ///

@@ -72,6 +72,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
             max_queued_requests: 4,
             max_steps_in_flight: 2,
             prefix_caching: true,
+            speculation: None,
         })?;
         let limits = DriverLimits { step_timeout: PATIENCE, unavailable_timeout: PATIENCE };
         let observer = of_replicas.observer().clone();

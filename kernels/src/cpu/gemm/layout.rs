@@ -2,6 +2,7 @@
 use std::ops::Range;
 
 use super::super::isa::{Isa, multiversion};
+use super::super::math::round_bf16;
 use super::super::memory::{Disjoint, Scratch};
 use super::super::pool::Pool;
 use super::super::precision::{Arithmetic, Precision};
@@ -214,15 +215,6 @@ fn lay_out_row_body<const FMA: bool>(
 fn split_bf16(x: f32) -> (u32, u32) {
     let hi = round_bf16(x);
     (hi, round_bf16(x - f32::from_bits(hi)))
-}
-
-/// To nearest, ties to even.
-#[inline(always)]
-fn round_bf16(x: f32) -> u32 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
-    // A NaN must not be rounded up to an infinity or beyond.
-    (if x.is_nan() { bits | 0x0040_0000 } else { rounded }) & 0xFFFF_0000
 }
 
 #[cfg(test)]

@@ -174,7 +174,7 @@ fn all<'a, W, const P: usize>(
     panels: &[PairRows<'a>; P],
     get: impl Fn(PairRows<'a>) -> Option<&'a [W]>,
 ) -> Option<[&'a [W]; P]> {
-    let found = panels.map(|panel| get(panel));
+    let found = panels.map(get);
     found.iter().all(Option::is_some).then(|| found.map(|rows| rows.unwrap_or_default()))
 }
 

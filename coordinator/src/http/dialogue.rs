@@ -1,0 +1,110 @@
+//! A conversation's request, from its fields to a running one: what `/v1/chat/completions` and
+//! `/v1/responses` have in common.
+use std::sync::Arc;
+
+use super::conversation;
+use super::error::ApiError;
+use super::generation::RunningPrompt;
+use super::message::CallIds;
+use super::params::{Common, Fields};
+use super::state::AppState;
+use super::tools::{Tools, Wanted};
+use crate::text::model::TextModel;
+use crate::text::reply::ReplyRules;
+
+/// Which API the fields are answered in; they have the names of chat's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/responses`: the bound of the output is one, not a wish, so it may be beyond what the
+    /// model's length leaves.
+    Responses,
+}
+
+/// A request that runs.
+#[derive(Debug)]
+pub struct Started {
+    /// What it has in common with all others.
+    pub common: Common,
+    /// Its text as it comes.
+    pub running: RunningPrompt,
+    /// What is looked for in the text.
+    pub rules: ReplyRules,
+    /// What is found of reasoning is shown.
+    pub shows_reasoning: bool,
+    /// Calls are a choice's reason to finish.
+    pub told: bool,
+    /// The ids of its calls.
+    pub ids: CallIds,
+    /// The id of its answer.
+    pub id: Arc<str>,
+}
+
+/// Validates a request and hands it to the engine.
+///
+/// # Errors
+/// Everything a client can do wrong, and what the engine refuses.
+pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Started, ApiError> {
+    let arrived = state.clock.now();
+    let limits = &state.limits;
+    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
+    let logprobs = fields.boolean("logprobs", false)?;
+    let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
+    if top.is_some_and(|top| top > 0) && !logprobs {
+        return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
+    }
+    common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
+    let max_tokens = fields.count("max_tokens", 1, limits.max_model_len)?;
+    common.max_tokens =
+        fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
+    let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
+    let tools = Tools::read(&fields, limits)?;
+    let mut rules = tools.rules(state.tool_calls)?;
+    let wanted = tools.wanted(&fields, common.asked.take(), state.tool_calls)?;
+    if wanted.as_ref().is_some_and(|wanted| !wanted.has_calls()) {
+        rules.calls = None;
+    }
+    let conversation = conversation::read(&fields, limits, template, tools.told())?;
+    let shows_reasoning = fields.boolean("include_reasoning", true)?;
+    if !shows_reasoning && !state.reasoning {
+        let message = "`include_reasoning` cannot be false: reasoning is not told from the answer \
+                       (the server's --reasoning-parser does)";
+        return Err(ApiError::field("include_reasoning", message));
+    }
+    let special = fields.boolean("add_special_tokens", false)?;
+    let prefix = if form == Form::Chat { "chatcmpl-" } else { "resp_" };
+    let id: Arc<str> = fields.response_id(prefix, limits)?.into();
+    let (bytes, fit) = (fields.bytes(), common.fit(limits));
+    // It may be much larger than what is kept of it.
+    drop(fields);
+    rules.reasoning = state.reasoning && wanted.as_ref().is_none_or(Wanted::lets_reason);
+    let reasoning = rules.reasoning;
+    let encode = move |text: &TextModel| {
+        let rendered = conversation::encode(text, &conversation, special, fit)?;
+        let opened = reasoning.then_some(rendered.opens_reasoning);
+        let token = |mark: &str| text.special_token(mark);
+        let asked = wanted.map(|wanted| wanted.made(opened, &token)).transpose()?;
+        Ok((rendered, asked))
+    };
+    let (rendered, asked) = state.with_text(bytes, encode).await?;
+    rules.begins_reasoning = rendered.opens_reasoning;
+    common.asked = asked;
+    state.make_guide(&mut common).await?;
+    // A mark that is left out would be missed.
+    common.keep_special |= rules.marks().any(|mark| state.text.special_token(mark).is_some());
+    let mut tokens = rendered.tokens;
+    if tokens.is_empty() {
+        return Err(ApiError::field("messages", "`messages` give an empty prompt"));
+    }
+    common.truncate(&mut tokens, limits);
+    if form == Form::Responses {
+        common.cap_output(tokens.len(), limits);
+    }
+    let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;
+    limits.check_prompts(tokens.len() * common.n as usize)?;
+    let running = RunningPrompt::start(state, &common, tokens, max_tokens, arrived, &id)?;
+    let ids = CallIds { drawn: state.draw_seed(state.next_request()) };
+    let told = tools.finish_with_calls();
+    Ok(Started { common, running, rules, shows_reasoning, told, ids, id })
+}

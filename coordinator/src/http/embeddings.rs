@@ -1,0 +1,249 @@
+//! `POST /v1/embeddings`: a vector for each text, of length 1. It is computed as a prompt is whose
+//! output is wanted of no token.
+use std::sync::Arc;
+
+use actix_web::HttpResponse;
+use actix_web::http::header::ContentType;
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+
+use super::conversation;
+use super::error::ApiError;
+use super::fields::Fields;
+use super::generation::{Next, RunningPrompt};
+use super::params::{Common, Limits, Truncation, token_id};
+use super::refused::{self, Endpoint};
+use super::state::AppState;
+use crate::text::model::TextModel;
+
+/// Inputs of one request that the engine has at a time: the others wait here, so that a long list
+/// does not fill the queue that all clients share.
+const AT_A_TIME: usize = 64;
+
+/// One input as the client gave it.
+#[derive(Clone, Debug)]
+enum Input {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+/// How a vector is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Format {
+    /// A list of numbers.
+    Float,
+    /// Its bytes, f32 of little endian, in base64: what OpenAI's clients ask for by themselves.
+    Base64,
+}
+
+/// Answers a request.
+///
+/// # Errors
+/// Everything a client can do wrong, and what the engine refuses.
+pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
+    let arrived = state.clock.now();
+    let limits = &state.limits;
+    refused::check(&fields, Endpoint::Embeddings)?;
+    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
+    let pooling = state.text.pooling.clone();
+    let pooling = pooling.map_err(|why| {
+        ApiError::field("model", format!("this model's embeddings are not supported: {why}"))
+    })?;
+    // Nothing is sampled: what says how is of no effect.
+    (common.n, common.sampling.pooling) = (1, Some(pooling));
+    common.stops.clear();
+    let format = format(&fields)?;
+    let dimensions = dimensions(&fields, &state.text)?;
+    let special = fields.boolean("add_special_tokens", true)?;
+    let inputs = inputs(&fields, limits, &state.text)?;
+    let id: Arc<str> = fields.response_id("embd-", limits)?.into();
+    let keep = common.truncation.map(|truncation| match truncation {
+        Truncation::To(max) => max.min(limits.max_model_len) as usize,
+        Truncation::Fit => limits.max_model_len as usize,
+    });
+    let bytes = fields.bytes();
+    // It may be much larger than what is kept of it.
+    drop(fields);
+    let max = limits.max_model_len;
+    let encode = move |text: &_| encode(text, inputs, special, keep, max);
+    let encoded = state.with_text(bytes, encode).await?;
+    let tokens: usize = encoded.iter().map(Vec::len).sum();
+    if tokens > limits.prompt_tokens {
+        let max = limits.prompt_tokens;
+        let message = format!("`input` has {tokens} tokens together, the bound is {max}");
+        return Err(ApiError::field("input", message));
+    }
+    let (shared, named) = (&common, &id);
+    let vectors = stream::iter(encoded)
+        .map(|tokens| async move {
+            let running = RunningPrompt::start(state, shared, tokens, 0, arrived, named)?;
+            embedding(running).await
+        })
+        .buffered(AT_A_TIME)
+        .try_collect::<Vec<_>>()
+        .await?;
+    let model = state.model_name.clone();
+    let write = move |_: &TextModel| {
+        let vectors = vectors.into_iter().map(|vector| unit(vector, dimensions));
+        let data = (0..).zip(vectors).map(|(index, vector)| Entry {
+            object: "embedding",
+            index,
+            embedding: Vector { values: vector, format },
+        });
+        let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
+        let data = data.collect();
+        let answer = Answer { id: &id, object: "list", data, model: &model, usage };
+        serde_json::to_string(&answer).map_err(|error| ApiError::internal(error.to_string()))
+    };
+    let answer = state.with_text(bytes, write).await?;
+    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
+}
+
+/// What the model makes of one input.
+async fn embedding(mut running: RunningPrompt) -> Result<Vec<f32>, ApiError> {
+    let mut found = None;
+    while let Some(next) = running.next().await {
+        if let Next::Embedding(vector) = next? {
+            found = Some(vector);
+        }
+    }
+    found.ok_or_else(|| ApiError::internal("the engine gave no embedding"))
+}
+
+/// The beginning of a vector, of length 1.
+fn unit(mut vector: Vec<f32>, dimensions: Option<u32>) -> Vec<f32> {
+    vector.truncate(dimensions.map_or(usize::MAX, |dimensions| dimensions as usize));
+    let length = vector.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
+    if length > 0.0 {
+        vector.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
+    }
+    vector
+}
+
+fn format(fields: &Fields) -> Result<Format, ApiError> {
+    let name = "encoding_format";
+    match fields.get(name).map(|value| (value.as_str(), value)) {
+        None | Some((Some("float"), _)) => Ok(Format::Float),
+        Some((Some("base64"), _)) => Ok(Format::Base64),
+        Some((_, other)) => Err(Fields::wrong(name, other, "\"float\" or \"base64\"")),
+    }
+}
+
+fn dimensions(fields: &Fields, text: &TextModel) -> Result<Option<u32>, ApiError> {
+    // Without the model's own number nothing is known to be too large: all that there is comes.
+    let max = if text.hidden_size == 0 { u32::MAX } else { text.hidden_size };
+    fields.count("dimensions", 1, max)
+}
+
+fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Input>, ApiError> {
+    let (name, max, ids) = ("input", limits.inputs, text.vocab_size - 1);
+    let wrong = || {
+        let message = format!(
+            "`{name}` must be a string, a list of 1 to {max} strings, a list of token ids from 0 \
+             to {ids}, or a list of 1 to {max} such lists; none may be empty"
+        );
+        ApiError::field(name, message)
+    };
+    let one = |value: &Value| match value {
+        Value::String(text) if !text.is_empty() => Ok(Input::Text(text.clone())),
+        Value::Array(list) if !list.is_empty() => {
+            let ids: Option<Vec<u32>> = list.iter().map(|id| token_id(id, text)).collect();
+            ids.map(Input::Tokens).ok_or_else(wrong)
+        }
+        _ => Err(wrong()),
+    };
+    match fields.get(name) {
+        None => Err(ApiError::field(name, "`input` is required")),
+        Some(Value::Array(list)) if !list.first().is_some_and(Value::is_number) => {
+            if !(1..=max).contains(&list.len()) {
+                return Err(wrong());
+            }
+            list.iter().map(one).collect()
+        }
+        Some(value) => Ok(vec![one(value)?]),
+    }
+}
+
+/// Inputs to tokens: at most `keep` of each, where that is said, else at most `max` or a refusal.
+fn encode(
+    model: &TextModel,
+    inputs: Vec<Input>,
+    special: bool,
+    keep: Option<usize>,
+    max: u32,
+) -> Result<Vec<Vec<u32>>, ApiError> {
+    let name = "input";
+    let failed = |error: String| ApiError::field(name, error);
+    let encode = |(index, input)| {
+        let tokens = match (input, keep) {
+            (Input::Text(text), Some(keep)) => {
+                model.encode_beginning(&text, special, keep).map_err(failed)?
+            }
+            (Input::Text(text), None) => {
+                conversation::check_fits(model, name, &text, Some(max))?;
+                model.encode(&text, special).map_err(failed)?
+            }
+            (Input::Tokens(mut tokens), keep) => {
+                tokens.truncate(keep.unwrap_or(usize::MAX));
+                tokens
+            }
+        };
+        if tokens.is_empty() {
+            return Err(failed(format!("`{name}[{index}]` has no tokens")));
+        }
+        if tokens.len() > max as usize {
+            let message = format!(
+                "This model's maximum context length is {max} tokens. However, `{name}[{index}]` \
+                 has {} tokens. Please reduce it, or say `truncate_prompt_tokens`.",
+                tokens.len()
+            );
+            return Err(ApiError::context_length(name, message));
+        }
+        Ok(tokens)
+    };
+    inputs.into_iter().enumerate().map(encode).collect()
+}
+
+/// A response, in the order in which OpenAI's API has its fields.
+#[derive(Serialize)]
+struct Answer<'a> {
+    /// As vLLM's.
+    id: &'a str,
+    object: &'static str,
+    data: Vec<Entry>,
+    model: &'a str,
+    usage: Usage,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    object: &'static str,
+    index: usize,
+    embedding: Vector,
+}
+
+#[derive(Serialize)]
+struct Usage {
+    prompt_tokens: usize,
+    total_tokens: usize,
+}
+
+struct Vector {
+    values: Vec<f32>,
+    format: Format,
+}
+
+impl Serialize for Vector {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.format {
+            Format::Float => self.values.serialize(serializer),
+            Format::Base64 => {
+                let bytes: Vec<u8> = self.values.iter().flat_map(|it| it.to_le_bytes()).collect();
+                serializer.serialize_str(&BASE64_STANDARD.encode(bytes))
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! `POST /v1/responses`: OpenAI's Responses API, on the way that chat goes. Nothing is kept of a
+//! response: what was said before comes in its input.
+//!
+//! - `input`: items of the input as the messages of a conversation
+//! - `request`: a request in chat's fields
+//! - `output`: what was said as items, and the events that tell of them
+mod input;
+mod output;
+mod request;
+
+use std::sync::Arc;
+
+use actix_web::HttpResponse;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use self::output::{Output, Sink, Status};
+use super::dialogue::{self, Form, Started};
+use super::error::ApiError;
+use super::fields::Fields;
+use super::generation::{Next, Piece, RunningPrompt};
+use super::logprobs::chat_logprob;
+use super::sse::{self, EventSource, Events};
+use super::state::{AppState, since_1970};
+use crate::text::reply::{Part, ReplyReader};
+
+/// Answers a request.
+///
+/// # Errors
+/// Everything a client can do wrong, and what the engine refuses.
+pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
+    let request = request::read(state, &fields)?;
+    // It may be much larger than what is kept of it.
+    drop(fields);
+    let started = dialogue::start(state, request.fields, Form::Responses).await;
+    let started = started.map_err(|error| error.renamed(request::NAMES))?;
+    let is_stream = started.common.stream;
+    let mut answering = Answering::new(state, started, request.echo);
+    if is_stream {
+        return sse::respond(answering).await;
+    }
+    while let Some(next) = answering.running.next().await {
+        if let Next::Piece(piece) = next? {
+            answering.take(&piece, &mut None)?;
+        }
+    }
+    answering.finish(&mut None)?;
+    Ok(HttpResponse::Ok().json(answering.response(None)))
+}
+
+/// A response that is being given.
+#[derive(Debug)]
+struct Answering {
+    state: AppState,
+    running: RunningPrompt,
+    head: Head,
+    output: Output,
+    /// Where something is looked for in the reply.
+    reader: Option<ReplyReader>,
+    /// What it finds of reasoning is shown.
+    shows_reasoning: bool,
+    /// Log-probabilities of tokens whose text has not come yet.
+    pending: Vec<Value>,
+    reasoning_tokens: u64,
+    /// The bound of the output cut it.
+    is_cut: bool,
+    status: Status,
+    completed_at: Option<u64>,
+    /// The first events were sent.
+    begun: bool,
+}
+
+/// What does not change while the response comes.
+#[derive(Clone, Debug, Serialize)]
+struct Head {
+    id: Arc<str>,
+    object: &'static str,
+    created_at: u64,
+    model: Arc<str>,
+    background: bool,
+    previous_response_id: (),
+    service_tier: &'static str,
+    /// Whatever was asked for: nothing is kept.
+    store: bool,
+    temperature: f32,
+    top_p: f32,
+    #[serde(flatten)]
+    echo: Map<String, Value>,
+}
+
+/// The response, as far as it has come.
+#[derive(Debug, Serialize)]
+struct Response<'a> {
+    #[serde(flatten)]
+    head: &'a Head,
+    status: Status,
+    completed_at: Option<u64>,
+    error: Option<Value>,
+    incomplete_details: Option<Value>,
+    output: &'a Output,
+    usage: Option<Value>,
+}
+
+impl Answering {
+    fn new(state: &AppState, started: Started, echo: Map<String, Value>) -> Self {
+        let Started { common, running, rules, shows_reasoning, ids, id, .. } = started;
+        let reads = rules.reasoning || rules.calls.is_some();
+        let head = Head {
+            id: id.clone(),
+            object: "response",
+            created_at: since_1970(),
+            model: state.model_name.clone(),
+            background: false,
+            previous_response_id: (),
+            service_tier: "default",
+            store: false,
+            temperature: common.sampling.temperature,
+            top_p: common.sampling.top_p,
+            echo,
+        };
+        Self {
+            state: state.clone(),
+            running,
+            head,
+            output: Output::new(id.trim_start_matches("resp_"), ids),
+            reader: reads.then(|| ReplyReader::new(Arc::new(rules))),
+            shows_reasoning,
+            pending: Vec::new(),
+            reasoning_tokens: 0,
+            is_cut: false,
+            status: Status::InProgress,
+            completed_at: None,
+            begun: false,
+        }
+    }
+
+    /// The response now; its usage is known at the end.
+    fn response(&self, error: Option<&ApiError>) -> Response<'_> {
+        let is_over = matches!(self.status, Status::Completed | Status::Incomplete);
+        let is_cut = self.status == Status::Incomplete;
+        Response {
+            head: &self.head,
+            status: self.status,
+            completed_at: self.completed_at,
+            error: error.map(ApiError::of_response),
+            incomplete_details: is_cut.then(|| json!({"reason": "max_output_tokens"})),
+            output: &self.output,
+            usage: is_over.then(|| self.usage()),
+        }
+    }
+
+    fn usage(&self) -> Value {
+        let (prompt, completion) = (self.running.prompt_tokens, self.running.completion_tokens);
+        json!({
+            "input_tokens": prompt,
+            // What is kept of a prompt is not told apart from what was kept before.
+            "input_tokens_details": {
+                "cached_tokens": self.running.cached_tokens, "cache_write_tokens": 0,
+            },
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": prompt + completion,
+        })
+    }
+
+    /// The first events, once.
+    fn begin(&mut self, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        if std::mem::replace(&mut self.begun, true) {
+            return Ok(());
+        }
+        self.tell("response.created", None, sink)?;
+        self.tell("response.in_progress", None, sink)
+    }
+
+    fn tell(
+        &mut self,
+        kind: &'static str,
+        error: Option<&ApiError>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), ApiError> {
+        let number = self.output.number();
+        output::tell(kind, number, &self.response(error), sink)
+    }
+
+    fn take(&mut self, piece: &Piece, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        let mut parts = Vec::new();
+        let mut reasons = false;
+        match &mut self.reader {
+            None if piece.text.is_empty() => {}
+            None => parts.push(Part::Content(piece.text.clone())),
+            Some(reader) => {
+                let reasoned = reader.reasons();
+                reader.push(&piece.text, &mut parts);
+                if piece.finish_reason.is_some() {
+                    reader.finish(&mut parts);
+                }
+                let said = parts.iter().any(|part| matches!(part, Part::Reasoning(_)));
+                reasons = reasoned || reader.reasons() || said;
+            }
+        }
+        // Every piece but the last is a token.
+        self.reasoning_tokens += u64::from(reasons && piece.finish_reason.is_none());
+        self.is_cut |= piece.finish_reason == Some("length");
+        let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
+        self.pending.extend(entry);
+        let answers = parts.iter().any(|part| matches!(part, Part::Content(_)));
+        if !answers && (reasons || !parts.is_empty()) {
+            // They are of no text of the answer.
+            self.pending.clear();
+        }
+        for part in parts {
+            if !self.shows_reasoning && matches!(part, Part::Reasoning(_)) {
+                continue;
+            }
+            let is_answer = matches!(part, Part::Content(_));
+            let logprobs = if is_answer { std::mem::take(&mut self.pending) } else { Vec::new() };
+            self.output.take(part, logprobs, sink)?;
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        self.status = if self.is_cut { Status::Incomplete } else { Status::Completed };
+        self.completed_at = (!self.is_cut).then(since_1970);
+        self.output.finish(self.status, sink)
+    }
+}
+
+impl EventSource for Answering {
+    async fn next(&mut self, out: &mut Events) -> Option<Result<(), ApiError>> {
+        let next = self.running.next().await;
+        let sink = &mut Some(out);
+        let pushed = match next {
+            Some(Err(error)) => Err(error),
+            Some(Ok(Next::Piece(piece))) => self.begin(sink).and_then(|()| self.take(&piece, sink)),
+            Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
+            None => {
+                let finished = self.begin(sink).and_then(|()| self.finish(sink));
+                let kind = if self.is_cut { "response.incomplete" } else { "response.completed" };
+                return finished.and_then(|()| self.tell(kind, None, sink)).err().map(Err);
+            }
+        };
+        Some(pushed)
+    }
+
+    /// Nothing: the last event says by itself that it is the last.
+    fn end(&self, _: &mut Events) {}
+
+    fn fail(&mut self, error: &ApiError, out: &mut Events) {
+        let sink = &mut Some(out);
+        let begun = self.begin(sink);
+        self.status = Status::Failed;
+        // They are JSON, or the stream ends without a last event, which says that it failed.
+        let _ = begun.and_then(|()| self.tell("response.failed", Some(error), sink));
+    }
+}

@@ -1,0 +1,305 @@
+//! The items of a response's input as the messages of a conversation.
+//!
+//! What the model said in one turn comes as several items, reasoning, text and calls; templates know
+//! one message with all of it.
+use serde_json::{Map, Value, json};
+
+use super::super::error::ApiError;
+use super::super::fields::Fields;
+use super::super::params::Limits;
+
+/// The input of a request.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Input {
+    /// As chat's messages.
+    pub(super) messages: Vec<Value>,
+    /// The model goes on with the last one, as vLLM has it: it is the assistant's and says that it
+    /// is not complete.
+    pub(super) goes_on: bool,
+}
+
+/// Reads `instructions` and `input`.
+///
+/// # Errors
+/// 400 naming the field, the item and what it must be.
+pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Input, ApiError> {
+    let mut input = Input::default();
+    if let Some(text) = fields.string("instructions", limits.body_bytes)? {
+        input.push("system", text.into());
+    }
+    let max = limits.messages;
+    match fields.get("input") {
+        None => return Err(ApiError::field("input", "`input` is required")),
+        Some(Value::String(text)) => input.push("user", text.as_str().into()),
+        Some(Value::Array(items)) if (1..=max).contains(&items.len()) => {
+            for (index, item) in items.iter().enumerate() {
+                input.take(&format!("input[{index}]"), item)?;
+            }
+            input.goes_on = items.last().is_some_and(is_open);
+        }
+        Some(other) => {
+            let expected = format!("a string or a list of 1 to {max} items");
+            return Err(Fields::wrong("input", other, &expected));
+        }
+    }
+    Ok(input)
+}
+
+/// An assistant's message that its own status calls incomplete.
+fn is_open(item: &Value) -> bool {
+    let is = |name: &str, words: &[&str]| {
+        item.get(name).and_then(Value::as_str).is_some_and(|word| words.contains(&word))
+    };
+    is("role", &["assistant"]) && is("status", &["in_progress", "incomplete"])
+}
+
+impl Input {
+    fn push(&mut self, role: &str, content: Value) {
+        self.messages.push(json!({"role": role, "content": content}));
+    }
+
+    fn take(&mut self, at: &str, item: &Value) -> Result<(), ApiError> {
+        let fields = item.as_object().ok_or_else(|| wrong(at, "must be an object"))?;
+        match fields.get("type").and_then(Value::as_str) {
+            Some("message") => self.take_message(at, fields),
+            None if fields.get("type").is_none_or(Value::is_null) => self.take_message(at, fields),
+            Some("function_call") => self.take_call(at, fields),
+            Some("function_call_output") => self.take_output(at, fields),
+            Some("reasoning") => self.take_reasoning(at, fields),
+            Some("item_reference") => {
+                Err(wrong(at, "refers to an item that is not kept here: send the item itself"))
+            }
+            Some(other) => {
+                let message = format!(
+                    "has the type {other:?}, which is not supported: message, function_call, \
+                     function_call_output and reasoning are"
+                );
+                Err(wrong(at, &message))
+            }
+            None => Err(wrong(&format!("{at}.type"), "must be a string")),
+        }
+    }
+
+    fn take_message(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
+        let role = fields.get("role").and_then(Value::as_str).unwrap_or_default();
+        if !["system", "developer", "user", "assistant"].contains(&role) {
+            let path = format!("{at}.role");
+            return Err(wrong(&path, "must be one of system, developer, user and assistant"));
+        }
+        let content = text(&format!("{at}.content"), fields.get("content"))?;
+        if role == "assistant" {
+            // It is the answer that follows the reasoning before it.
+            let has = |message: &Map<String, Value>, name: &str| message.contains_key(name);
+            let last = self.last_assistant();
+            if let Some(last) = last.filter(|it| !has(it, "content") && !has(it, "tool_calls")) {
+                last.insert("content".to_owned(), content.into());
+                return Ok(());
+            }
+        }
+        self.push(role, content.into());
+        Ok(())
+    }
+
+    fn take_call(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
+        let id = string(at, fields, "call_id")?;
+        let name = string(at, fields, "name")?;
+        let arguments = string(at, fields, "arguments")?;
+        let function = json!({"name": name, "arguments": arguments});
+        let call = json!({"id": id, "type": "function", "function": function});
+        match self.last_assistant() {
+            Some(message) => {
+                let calls = message.entry("tool_calls").or_insert_with(|| json!([]));
+                calls.as_array_mut().into_iter().for_each(|calls| calls.push(call.clone()));
+            }
+            None => self.messages.push(json!({"role": "assistant", "tool_calls": [call]})),
+        }
+        Ok(())
+    }
+
+    fn take_output(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
+        let id = string(at, fields, "call_id")?;
+        let output = text(&format!("{at}.output"), fields.get("output"))?;
+        self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
+        Ok(())
+    }
+
+    /// It begins a turn of the assistant's: the answer and the calls come behind it.
+    fn take_reasoning(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
+        let part = |name: &str| -> Result<String, ApiError> {
+            let path = format!("{at}.{name}");
+            let list = match fields.get(name) {
+                None | Some(Value::Null) => return Ok(String::new()),
+                Some(Value::Array(list)) => list,
+                Some(_) => return Err(wrong(&path, "must be a list of texts")),
+            };
+            let texts = list.iter().map(|part| part.get("text").and_then(Value::as_str));
+            let texts: Option<Vec<&str>> = texts.collect();
+            Ok(texts.ok_or_else(|| wrong(&path, "must be a list of texts"))?.join("\n"))
+        };
+        let (content, summary) = (part("content")?, part("summary")?);
+        let said = if content.is_empty() { summary } else { content };
+        let is_secret = fields.get("encrypted_content").is_some_and(|it| !it.is_null());
+        if said.is_empty() && is_secret {
+            let message = "has `encrypted_content` alone, which only the server that wrote it can \
+                           read: leave the item out";
+            return Err(wrong(at, message));
+        }
+        if !said.is_empty() {
+            self.messages.push(json!({"role": "assistant", "reasoning_content": said}));
+        }
+        Ok(())
+    }
+
+    fn last_assistant(&mut self) -> Option<&mut Map<String, Value>> {
+        let last = self.messages.last_mut().and_then(Value::as_object_mut)?;
+        last.get("role").is_some_and(|role| role == "assistant").then_some(last)
+    }
+}
+
+/// An error of the input whose sentence goes on after the place.
+fn wrong(at: &str, message: &str) -> ApiError {
+    ApiError::field("input", format!("`{at}` {message}"))
+}
+
+fn string<'a>(at: &str, fields: &'a Map<String, Value>, name: &str) -> Result<&'a str, ApiError> {
+    let value = fields.get(name).and_then(Value::as_str);
+    value.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
+}
+
+/// A content: a string, or parts that are text.
+fn text(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
+    let parts = match content {
+        Some(Value::String(text)) => return Ok(text.clone()),
+        Some(Value::Array(parts)) => parts,
+        _ => return Err(wrong(at, "must be a string or a list of text parts")),
+    };
+    fn part<'a>(at: &str, index: usize, part: &'a Value) -> Result<&'a str, ApiError> {
+        let at = format!("{at}[{index}]");
+        let kind = part.get("type").and_then(Value::as_str);
+        let name = match kind {
+            Some("input_text" | "output_text" | "text") => "text",
+            Some("refusal") => "refusal",
+            _ => {
+                let found = kind.map_or_else(|| "none".to_owned(), |kind| format!("{kind:?}"));
+                let message =
+                    format!("has the type {found}, which is not supported: text alone is");
+                return Err(wrong(&at, &message));
+            }
+        };
+        let text = part.get(name).and_then(Value::as_str);
+        text.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
+    }
+    let parts = parts.iter().enumerate().map(|(index, it)| part(at, index, it));
+    Ok(parts.collect::<Result<Vec<_>, _>>()?.join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn input(body: Value) -> Result<Input, String> {
+        let limits = Limits::new(1024);
+        let fields = Fields::parse(body.to_string().as_bytes(), &limits).unwrap();
+        read(&fields, &limits).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_the_model_said_in_one_turn_is_one_message() {
+        let call = |id: &str| json!({"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"});
+        let told = |id: &str| json!({"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}});
+        let read = input(json!({"instructions": "Be brief.", "input": [
+            {"role": "user", "content": "a"},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "status": "completed", "id": "msg_1",
+             "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+            call("1"), call("2"),
+            {"type": "function_call_output", "call_id": "1", "output": "one"},
+            {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "two"}]},
+            call("3"),
+            {"type": "function_call_output", "call_id": "3", "output": "three"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
+            call("4"),
+            {"type": "message", "role": "developer", "content": [
+                {"type": "input_text", "text": "c"}, {"type": "input_text", "text": "d"}]},
+        ]}));
+        let read = read.unwrap();
+        assert!(!read.goes_on);
+        let expected = json!([
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "reasoning_content": "hm", "content": "b", "tool_calls": [told("1"), told("2")]},
+            {"role": "tool", "tool_call_id": "1", "content": "one"},
+            {"role": "tool", "tool_call_id": "2", "content": "two"},
+            {"role": "assistant", "tool_calls": [told("3")]},
+            {"role": "tool", "tool_call_id": "3", "content": "three"},
+            {"role": "assistant", "reasoning_content": "so", "tool_calls": [told("4")]},
+            {"role": "developer", "content": "c\nd"},
+        ]);
+        assert_eq!(Value::Array(read.messages), expected);
+    }
+
+    #[test]
+    fn two_answers_are_two_messages_and_an_open_one_is_gone_on_with() {
+        let said = |text: &str, status: &str| json!({"role": "assistant", "content": text, "status": status});
+        let read =
+            input(json!({"input": [said("a", "completed"), said("b", "incomplete")]})).unwrap();
+        assert_eq!(read.messages.len(), 2);
+        assert!(read.goes_on);
+        let read =
+            input(json!({"input": [said("a", "incomplete"), said("b", "completed")]})).unwrap();
+        assert!(!read.goes_on);
+    }
+
+    #[test]
+    fn what_is_no_item_is_named() {
+        let user = json!({"role": "user", "content": "x"});
+        for (bad, says) in [
+            (json!(5), "`input[1]` must be an object"),
+            (json!({"content": "x"}), "`input[1].role`"),
+            (json!({"role": "tool", "content": "x"}), "`input[1].role`"),
+            (json!({"type": 5, "role": "user", "content": "x"}), "`input[1].type`"),
+            (json!({"type": "item_reference", "id": "msg_1"}), "not kept here"),
+            (json!({"type": "web_search_call"}), "\"web_search_call\", which is not supported"),
+            (json!({"role": "user"}), "`input[1].content`"),
+            (
+                json!({"role": "user", "content": [{"type": "input_image"}]}),
+                "`input[1].content[0]` has the type \"input_image\"",
+            ),
+            (
+                json!({"role": "user", "content": [{"text": "x"}]}),
+                "`input[1].content[0]` has the type none",
+            ),
+            (
+                json!({"role": "user", "content": [{"type": "input_text"}]}),
+                "`input[1].content[0].text`",
+            ),
+            (
+                json!({"type": "function_call", "name": "f", "arguments": "{}"}),
+                "`input[1].call_id`",
+            ),
+            (
+                json!({"type": "function_call", "call_id": "1", "name": "f", "arguments": {}}),
+                "`input[1].arguments`",
+            ),
+            (json!({"type": "function_call_output", "call_id": "1"}), "`input[1].output`"),
+            (json!({"type": "reasoning", "summary": "x"}), "`input[1].summary`"),
+            (
+                json!({"type": "reasoning", "summary": [], "encrypted_content": "x"}),
+                "encrypted_content",
+            ),
+        ] {
+            let error = input(json!({"input": [user, bad]})).unwrap_err();
+            assert!(error.contains(says), "{bad}: {error}");
+        }
+        for (body, says) in [
+            (json!({}), "`input` is required"),
+            (json!({"input": []}), "1 to 1024 items"),
+            (json!({"input": 5}), "1 to 1024 items"),
+            (json!({"input": vec![user; 1025]}), "1 to 1024 items"),
+            (json!({"input": "x", "instructions": 5}), "`instructions`"),
+        ] {
+            let error = input(body.clone()).unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+}

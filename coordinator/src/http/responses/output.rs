@@ -1,0 +1,346 @@
+//! PURE: the output of a response as far as it has come: items, one behind the other, and the events
+//! that tell a client of them.
+use serde::ser::SerializeMap as _;
+use serde::{Serialize, Serializer};
+use serde_json::{Value, json};
+
+use super::super::error::ApiError;
+use super::super::message::CallIds;
+use super::super::sse::Events;
+use crate::text::reply::Part;
+
+/// Where events are written to; nowhere, for an answer that comes whole.
+pub(super) type Sink<'a> = Option<&'a mut Events>;
+
+/// What an item is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    Reasoning,
+    Message,
+    Call { call_id: String, name: String },
+}
+
+/// How far an item or a response has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Status {
+    /// More comes.
+    InProgress,
+    /// All of it is there.
+    Completed,
+    /// A bound cut it.
+    Incomplete,
+    /// It came to no end. Responses alone.
+    Failed,
+}
+
+/// An item.
+#[derive(Clone, Debug)]
+struct Item {
+    id: String,
+    kind: Kind,
+    /// The text; a call's arguments.
+    text: String,
+    logprobs: Vec<Value>,
+    status: Status,
+}
+
+impl Item {
+    /// The part of its content, with so much of the text.
+    fn part(&self, text: &str, logprobs: &[Value]) -> Value {
+        match self.kind {
+            Kind::Reasoning => json!({"type": "reasoning_text", "text": text}),
+            _ => json!({
+                "type": "output_text", "text": text, "annotations": [], "logprobs": logprobs,
+            }),
+        }
+    }
+}
+
+impl Serialize for Item {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("id", &self.id)?;
+        // An item that has just been added has no part yet.
+        let content = || match self.text.is_empty() && self.status == Status::InProgress {
+            true => json!([]),
+            false => json!([self.part(&self.text, &self.logprobs)]),
+        };
+        match &self.kind {
+            Kind::Reasoning => {
+                map.serialize_entry("type", "reasoning")?;
+                map.serialize_entry("summary", &[(); 0])?;
+                map.serialize_entry("content", &content())?;
+            }
+            Kind::Message => {
+                map.serialize_entry("type", "message")?;
+                map.serialize_entry("role", "assistant")?;
+                map.serialize_entry("content", &content())?;
+            }
+            Kind::Call { call_id, name } => {
+                map.serialize_entry("type", "function_call")?;
+                map.serialize_entry("call_id", call_id)?;
+                map.serialize_entry("name", name)?;
+                map.serialize_entry("arguments", &self.text)?;
+            }
+        }
+        map.serialize_entry("status", &self.status)?;
+        map.end()
+    }
+}
+
+/// An event: its name, its number, and what it says, written without a tree of values.
+#[derive(Debug, Serialize)]
+struct Event<'a, B> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    sequence_number: u64,
+    #[serde(flatten)]
+    body: &'a B,
+}
+
+#[derive(Serialize)]
+struct OfItem<'a> {
+    output_index: usize,
+    item: &'a Item,
+}
+
+#[derive(Serialize)]
+struct OfPart<'a> {
+    item_id: &'a str,
+    output_index: usize,
+    content_index: u32,
+    part: Value,
+}
+
+/// More text, or all of it.
+#[derive(Serialize)]
+struct OfText<'a> {
+    item_id: &'a str,
+    output_index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content_index: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    delta: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    arguments: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logprobs: Option<&'a [Value]>,
+}
+
+#[derive(Serialize)]
+struct OfResponse<'a, R> {
+    response: &'a R,
+}
+
+/// Writes an event that is about the whole response.
+///
+/// # Errors
+/// When it is no JSON, which is a fault of this program.
+pub(super) fn tell(
+    kind: &'static str,
+    sequence_number: u64,
+    response: &impl Serialize,
+    sink: &mut Sink<'_>,
+) -> Result<(), ApiError> {
+    let Some(events) = sink else { return Ok(()) };
+    let body = &OfResponse { response };
+    events.push_named(kind, &Event { kind, sequence_number, body })
+}
+
+/// The output.
+#[derive(Clone, Debug)]
+pub(super) struct Output {
+    items: Vec<Item>,
+    /// What the items' ids have behind what they are: the response's id.
+    name: String,
+    ids: CallIds,
+    /// The next event's number.
+    sequence: u64,
+}
+
+impl Serialize for Output {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.items.serialize(serializer)
+    }
+}
+
+impl Output {
+    /// No item yet. `name` tells the ids of its items from those of others.
+    #[must_use]
+    pub(super) fn new(name: &str, ids: CallIds) -> Self {
+        Self { items: Vec::new(), name: name.to_owned(), ids, sequence: 0 }
+    }
+
+    /// The number of the next event.
+    pub(super) fn number(&mut self) -> u64 {
+        self.sequence += 1;
+        self.sequence - 1
+    }
+
+    fn event(
+        &mut self,
+        kind: &'static str,
+        body: &impl Serialize,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), ApiError> {
+        let Some(events) = sink else { return Ok(()) };
+        let sequence_number = self.number();
+        events.push_named(kind, &Event { kind, sequence_number, body })
+    }
+
+    /// Takes what the reply said next; `logprobs` are of text of the answer.
+    ///
+    /// # Errors
+    /// As [`tell`].
+    pub(super) fn take(
+        &mut self,
+        part: Part,
+        logprobs: Vec<Value>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), ApiError> {
+        match part {
+            Part::Reasoning(text) => {
+                self.turn_to(Kind::Reasoning, sink)?;
+                self.add(&text, Vec::new(), sink)
+            }
+            Part::Content(text) => {
+                self.turn_to(Kind::Message, sink)?;
+                self.add(&text, logprobs, sink)
+            }
+            Part::Call { index, name } => {
+                self.close(Status::Completed, sink)?;
+                self.open(Kind::Call { call_id: self.ids.id(0, index), name }, sink)
+            }
+            Part::Arguments { text, .. } => self.add(&text, Vec::new(), sink),
+        }
+    }
+
+    /// Closes the last item at the end of the output; one that says nothing is made where there is
+    /// none, since clients look for an answer.
+    ///
+    /// # Errors
+    /// As [`tell`].
+    pub(super) fn finish(&mut self, status: Status, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        if self.items.is_empty() {
+            self.turn_to(Kind::Message, sink)?;
+        }
+        self.close(status, sink)
+    }
+
+    /// Goes on with an item of this kind.
+    fn turn_to(&mut self, kind: Kind, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        let last = self.items.last();
+        if last.is_some_and(|it| it.kind == kind && it.status == Status::InProgress) {
+            return Ok(());
+        }
+        self.close(Status::Completed, sink)?;
+        self.open(kind, sink)
+    }
+
+    fn open(&mut self, kind: Kind, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        let output_index = self.items.len();
+        let prefix = match kind {
+            Kind::Reasoning => "rs",
+            Kind::Message => "msg",
+            Kind::Call { .. } => "fc",
+        };
+        let id = format!("{prefix}_{}_{output_index}", self.name);
+        let item = Item {
+            id,
+            kind,
+            text: String::new(),
+            logprobs: Vec::new(),
+            status: Status::InProgress,
+        };
+        self.event("response.output_item.added", &OfItem { output_index, item: &item }, sink)?;
+        if !matches!(item.kind, Kind::Call { .. }) {
+            let part = item.part("", &[]);
+            let of_part = OfPart { item_id: &item.id, output_index, content_index: 0, part };
+            self.event("response.content_part.added", &of_part, sink)?;
+        }
+        self.items.push(item);
+        Ok(())
+    }
+
+    fn add(
+        &mut self,
+        text: &str,
+        logprobs: Vec<Value>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), ApiError> {
+        let Some(mut item) = self.items.pop() else { return Ok(()) };
+        let is_call = matches!(item.kind, Kind::Call { .. });
+        let of_text = OfText {
+            item_id: &item.id,
+            output_index: self.items.len(),
+            content_index: (!is_call).then_some(0),
+            delta: Some(text),
+            text: None,
+            name: None,
+            arguments: None,
+            logprobs: (item.kind == Kind::Message).then_some(&logprobs),
+        };
+        let kind = match item.kind {
+            Kind::Reasoning => "response.reasoning_text.delta",
+            Kind::Message => "response.output_text.delta",
+            Kind::Call { .. } => "response.function_call_arguments.delta",
+        };
+        let told = if text.is_empty() { Ok(()) } else { self.event(kind, &of_text, sink) };
+        item.text.push_str(text);
+        item.logprobs.extend(logprobs);
+        self.items.push(item);
+        told
+    }
+
+    /// Ends the item that is open, if one is.
+    fn close(&mut self, status: Status, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        let open = self.items.pop_if(|item| item.status == Status::InProgress);
+        let Some(mut item) = open else { return Ok(()) };
+        item.status = status;
+        let told = self.tell_end(&item, sink);
+        self.items.push(item);
+        told
+    }
+
+    fn tell_end(&mut self, item: &Item, sink: &mut Sink<'_>) -> Result<(), ApiError> {
+        if sink.is_none() {
+            return Ok(());
+        }
+        let (item_id, output_index) = (item.id.as_str(), self.items.len());
+        let mut of_text = OfText {
+            item_id,
+            output_index,
+            content_index: Some(0),
+            delta: None,
+            text: Some(&item.text),
+            name: None,
+            arguments: None,
+            logprobs: None,
+        };
+        let kind = match &item.kind {
+            Kind::Reasoning => "response.reasoning_text.done",
+            Kind::Message => {
+                of_text.logprobs = Some(&item.logprobs);
+                "response.output_text.done"
+            }
+            Kind::Call { name, .. } => {
+                (of_text.content_index, of_text.text) = (None, None);
+                of_text.name = Some(name);
+                of_text.arguments = Some(&item.text);
+                "response.function_call_arguments.done"
+            }
+        };
+        self.event(kind, &of_text, sink)?;
+        if !matches!(item.kind, Kind::Call { .. }) {
+            let part = item.part(&item.text, &item.logprobs);
+            let of_part = OfPart { item_id, output_index, content_index: 0, part };
+            self.event("response.content_part.done", &of_part, sink)?;
+        }
+        self.event("response.output_item.done", &OfItem { output_index, item }, sink)
+    }
+}

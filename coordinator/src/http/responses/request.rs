@@ -1,0 +1,413 @@
+//! A response's request as chat's: the same fields under their names there, and what the answer says
+//! again of them.
+use serde_json::{Map, Value, json};
+
+use super::super::error::ApiError;
+use super::super::fields::Fields;
+use super::super::params::Limits;
+use super::super::refused::{self, Endpoint};
+use super::super::state::AppState;
+use super::input;
+
+/// Fields that chat has too, by the same name and with the same meaning.
+const SAME: &[&str] = &[
+    "add_special_tokens",
+    "allowed_token_ids",
+    "cache_salt",
+    "chat_template_kwargs",
+    "frequency_penalty",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "guided_whitespace_pattern",
+    "ignore_eos",
+    "include_reasoning",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "model",
+    "parallel_tool_calls",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "request_id",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "structured_outputs",
+    "temperature",
+    "top_k",
+    "top_p",
+    "truncate_prompt_tokens",
+    "user",
+];
+
+/// Chat's fields that are said in others here, as OpenAI's API names them.
+const MOVED: &[(&str, &str)] = &[
+    ("function_call", "tool_choice"),
+    ("functions", "tools"),
+    ("logprobs", "include"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("max_tokens", "max_output_tokens"),
+    ("messages", "input"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("response_format", "text.format"),
+];
+
+/// Names of chat's that an error may say, and what they are called here.
+pub(super) const NAMES: &[(&str, &str)] = &[
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("response_format", "text.format"),
+    ("json_schema.", "text.format."),
+];
+
+/// What `include` may name; all but the first are parts of tools that are refused, or come unasked.
+const INCLUDE: &[&str] = &[
+    LOGPROBS,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+];
+const LOGPROBS: &str = "message.output_text.logprobs";
+
+/// Entries, characters of a key and of a value of `metadata`: OpenAI's bounds.
+const METADATA: (usize, usize, usize) = (16, 64, 512);
+
+/// A request, read.
+#[derive(Clone, Debug)]
+pub(super) struct Request {
+    /// As chat's.
+    pub(super) fields: Fields,
+    /// What the answer repeats.
+    pub(super) echo: Map<String, Value>,
+}
+
+/// Reads a request.
+///
+/// # Errors
+/// 400 naming the field.
+pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiError> {
+    let limits = &state.limits;
+    for (name, now) in MOVED {
+        if fields.get(name).is_some() {
+            let message = format!("`{name}` is not supported: here it is `{now}`");
+            return Err(ApiError::field(name, message));
+        }
+    }
+    refused::check(fields, Endpoint::Responses)?;
+    let input = input::read(fields, limits)?;
+    let mut chat: Map<String, Value> = SAME
+        .iter()
+        .filter_map(|name| Some(((*name).to_owned(), fields.get(name)?.clone())))
+        .collect();
+    let mut echo = Map::new();
+    chat.insert("messages".to_owned(), input.messages.into());
+    if input.goes_on {
+        chat.insert("add_generation_prompt".to_owned(), false.into());
+        chat.insert("continue_final_message".to_owned(), true.into());
+    }
+    let max = fields.count("max_output_tokens", 1, u32::MAX)?;
+    if let Some(max) = max {
+        chat.insert("max_completion_tokens".to_owned(), max.min(limits.max_model_len).into());
+    }
+    ignored(fields, limits)?;
+    logprobs(fields, limits, &mut chat)?;
+    truncation(fields, &mut chat)?;
+    let text = text(fields, &mut chat)?;
+    let reasoning = reasoning(state, fields, &mut chat)?;
+    let (tools, choice) = tools(fields, &mut chat)?;
+    for (name, value) in [
+        ("instructions", fields.get("instructions").cloned().into()),
+        ("max_output_tokens", max.into()),
+        ("max_tool_calls", fields.get("max_tool_calls").cloned().into()),
+        ("metadata", metadata(fields)?),
+        ("parallel_tool_calls", fields.boolean("parallel_tool_calls", true)?.into()),
+        ("prompt_cache_key", fields.get("prompt_cache_key").cloned().into()),
+        ("reasoning", reasoning),
+        ("safety_identifier", fields.get("safety_identifier").cloned().into()),
+        ("text", text),
+        ("tool_choice", choice),
+        ("tools", tools),
+        ("top_logprobs", chat.get("top_logprobs").cloned().unwrap_or(json!(0))),
+        ("truncation", fields.get("truncation").cloned().unwrap_or(json!("disabled"))),
+        ("user", fields.get("user").cloned().into()),
+    ] {
+        echo.insert(name.to_owned(), value);
+    }
+    Ok(Request { fields: fields.said_as(chat), echo })
+}
+
+/// Fields that change nothing; what they say must still be something.
+fn ignored(fields: &Fields, limits: &Limits) -> Result<(), ApiError> {
+    for name in ["prompt_cache_key", "prompt_cache_retention", "safety_identifier"] {
+        fields.string(name, limits.user_bytes)?;
+    }
+    // No response is kept, whatever a client wishes: the answer says so.
+    fields.boolean("store", true)?;
+    // Of built-in tools, which there are none of.
+    fields.count("max_tool_calls", 1, u32::MAX)?;
+    let name = "stream_options";
+    match fields.get(name) {
+        None => Ok(()),
+        Some(Value::Object(_)) if !fields.boolean("stream", false)? => {
+            Err(ApiError::field(name, format!("`{name}` is allowed only with `stream`: true")))
+        }
+        Some(Value::Object(options)) => match options.get("include_obfuscation") {
+            None | Some(Value::Null | Value::Bool(false)) => Ok(()),
+            Some(Value::Bool(true)) => {
+                let message = "`stream_options.include_obfuscation` is not supported";
+                Err(ApiError::field(name, message))
+            }
+            Some(other) => {
+                Err(Fields::wrong("stream_options.include_obfuscation", other, "true or false"))
+            }
+        },
+        Some(other) => Err(Fields::wrong(name, other, "an object")),
+    }
+}
+
+fn logprobs(
+    fields: &Fields,
+    limits: &Limits,
+    chat: &mut Map<String, Value>,
+) -> Result<(), ApiError> {
+    let name = "include";
+    let known = |value: &Value| value.as_str().is_some_and(|word| INCLUDE.contains(&word));
+    let wanted = match fields.get(name) {
+        None => false,
+        Some(Value::Array(list)) if list.iter().all(known) => list.iter().any(|it| it == LOGPROBS),
+        Some(other) => {
+            let expected = format!("a list of some of {}", INCLUDE.join(", "));
+            return Err(Fields::wrong(name, other, &expected));
+        }
+    };
+    let name = "top_logprobs";
+    let top = fields.count(name, 0, limits.top_logprobs)?.unwrap_or(0);
+    if top > 0 && !wanted {
+        let message = format!("`{name}` needs `include`: [\"{LOGPROBS}\"]");
+        return Err(ApiError::field(name, message));
+    }
+    if wanted {
+        chat.insert("logprobs".to_owned(), true.into());
+        chat.insert(name.to_owned(), top.into());
+    }
+    Ok(())
+}
+
+/// `auto` keeps the end of an input that is too long, as vLLM has it.
+fn truncation(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(), ApiError> {
+    let (name, tokens) = ("truncation", "truncate_prompt_tokens");
+    match fields.get(name) {
+        None => Ok(()),
+        Some(Value::String(word)) if word == "disabled" => Ok(()),
+        Some(Value::String(word)) if word == "auto" && !chat.contains_key(tokens) => {
+            chat.insert(tokens.to_owned(), json!(-1));
+            Ok(())
+        }
+        Some(Value::String(word)) if word == "auto" => {
+            Err(ApiError::field(name, format!("`{name}` and `{tokens}` exclude each other")))
+        }
+        Some(other) => Err(Fields::wrong(name, other, "\"auto\" or \"disabled\"")),
+    }
+}
+
+/// `text.format`, which chat calls `response_format` and nests deeper.
+fn text(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, ApiError> {
+    let name = "text";
+    let plain = json!({"type": "text"});
+    let mut text = match fields.get(name) {
+        None => Map::new(),
+        Some(Value::Object(text)) => text.clone(),
+        Some(other) => return Err(Fields::wrong(name, other, "an object")),
+    };
+    let name = "text.verbosity";
+    match text.get("verbosity") {
+        None | Some(Value::Null) => {}
+        Some(Value::String(word)) if word == "medium" => {}
+        Some(_) => return Err(ApiError::field(name, format!("`{name}` is not supported"))),
+    }
+    let name = "text.format";
+    let format = text.entry("format").or_insert(Value::Null);
+    if format.is_null() {
+        *format = plain;
+    }
+    let expected = "an object with the `type` \"text\", \"json_object\" or \"json_schema\"";
+    let wrong = || Fields::wrong(name, format, expected);
+    let asked = match format.get("type").and_then(Value::as_str).ok_or_else(wrong)? {
+        "text" => None,
+        "json_object" => Some(format.clone()),
+        "json_schema" => {
+            let mut schema = format.as_object().cloned().unwrap_or_default();
+            schema.remove("type");
+            Some(json!({"type": "json_schema", "json_schema": schema}))
+        }
+        _ => return Err(wrong()),
+    };
+    if let Some(asked) = asked {
+        chat.insert("response_format".to_owned(), asked);
+    }
+    Ok(text.into())
+}
+
+/// `reasoning.effort` goes to a template that reads it; what else `reasoning` says is of summaries,
+/// which there are none of: reasoning comes as it is.
+fn reasoning(
+    state: &AppState,
+    fields: &Fields,
+    chat: &mut Map<String, Value>,
+) -> Result<Value, ApiError> {
+    let name = "reasoning";
+    let reasoning = match fields.get(name) {
+        None => return Ok(json!({"effort": null, "summary": null})),
+        Some(Value::Object(reasoning)) => reasoning,
+        Some(other) => return Err(Fields::wrong(name, other, "an object")),
+    };
+    let word = |key: &str| match reasoning.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(word)) if word.len() <= 64 => Ok(Some(word)),
+        Some(other) => {
+            let name = format!("{name}.{key}");
+            Err(Fields::wrong(&name, other, "a string of at most 64 bytes"))
+        }
+    };
+    let effort = word("effort")?;
+    word("summary")?;
+    let variable = "reasoning_effort";
+    let template = state.text.template.as_ref();
+    if let Some(effort) = effort
+        && template.is_some_and(|template| template.knows(variable))
+    {
+        chat.insert(variable.to_owned(), effort.as_str().into());
+    }
+    Ok(json!({"effort": effort, "summary": null}))
+}
+
+fn metadata(fields: &Fields) -> Result<Value, ApiError> {
+    let name = "metadata";
+    let (entries, key, value) = METADATA;
+    match fields.get(name) {
+        None => Ok(json!({})),
+        Some(Value::Object(map))
+            if map.len() <= entries
+                && map.keys().all(|it| it.chars().count() <= key)
+                && map
+                    .values()
+                    .all(|it| it.as_str().is_some_and(|text| text.chars().count() <= value)) =>
+        {
+            Ok(map.clone().into())
+        }
+        Some(other) => {
+            let expected = format!(
+                "an object of at most {entries} strings of at most {value} characters, under keys \
+                 of at most {key}"
+            );
+            Err(Fields::wrong(name, other, &expected))
+        }
+    }
+}
+
+/// The tools and which of them are called, put into chat's fields; returns both as the answer
+/// repeats them.
+fn tools(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(Value, Value), ApiError> {
+    let list = match fields.get("tools") {
+        None => &[][..],
+        Some(Value::Array(list)) => list,
+        Some(other) => return Err(Fields::wrong("tools", other, "a list of tools")),
+    };
+    let functions = list.iter().enumerate().map(|(index, tool)| function(index, tool));
+    let mut functions = functions.collect::<Result<Vec<_>, _>>()?;
+    let (choice, echo) = choice(fields, &mut functions)?;
+    if let Some(choice) = choice {
+        chat.insert("tool_choice".to_owned(), choice);
+    }
+    let told = |function: &Map<String, Value>| json!({"type": "function", "function": function});
+    chat.insert("tools".to_owned(), functions.iter().map(told).collect());
+    let repeated = list.iter().map(|tool| {
+        let mut tool = tool.clone();
+        if let Some(fields) = tool.as_object_mut() {
+            fields.entry("strict").or_insert(false.into());
+            fields.entry("parameters").or_insert(Value::Null);
+        }
+        tool
+    });
+    Ok((repeated.collect(), echo))
+}
+
+/// What chat nests below `function`.
+fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> {
+    let wrong = |part: &str, message: &str| {
+        ApiError::field("tools", format!("`tools[{index}]{part}` {message}"))
+    };
+    let fields = tool.as_object().ok_or_else(|| wrong("", "must be an object"))?;
+    match fields.get("type").and_then(Value::as_str) {
+        Some("function") => {}
+        Some(kind) => {
+            let message = format!("is a {kind:?}, which is not supported: functions alone are");
+            return Err(wrong("", &message));
+        }
+        None => return Err(wrong(".type", "must be \"function\"")),
+    }
+    if fields.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
+        return Err(wrong(".name", "must be a string that is not empty"));
+    }
+    if fields.get("parameters").is_some_and(|it| !it.is_object() && !it.is_null()) {
+        return Err(wrong(".parameters", "must be a JSON schema"));
+    }
+    let told = ["name", "description", "parameters", "strict"];
+    let told = told.iter().filter_map(|name| {
+        let value = fields.get(*name).filter(|value| !value.is_null())?;
+        Some(((*name).to_owned(), value.clone()))
+    });
+    Ok(told.collect())
+}
+
+/// Chat's `tool_choice`, and the answer's; tools that may not be called are left out.
+fn choice(
+    fields: &Fields,
+    functions: &mut Vec<Map<String, Value>>,
+) -> Result<(Option<Value>, Value), ApiError> {
+    let field = "tool_choice";
+    let expected = "\"none\", \"auto\", \"required\", {\"type\": \"function\", \"name\": ..} or \
+                    {\"type\": \"allowed_tools\", \"mode\": .., \"tools\": ..}";
+    let Some(value) = fields.get(field) else { return Ok((None, json!("auto"))) };
+    let wrong = || Fields::wrong(field, value, expected);
+    if value.is_string() {
+        return Ok((Some(value.clone()), value.clone()));
+    }
+    let name = |tool: &Value| {
+        let is_function = tool.get("type").and_then(Value::as_str) == Some("function");
+        tool.get("name").and_then(Value::as_str).filter(|_| is_function).map(str::to_owned)
+    };
+    let chosen = match value.get("type").and_then(Value::as_str) {
+        Some("function") => {
+            let name = name(value).ok_or_else(wrong)?;
+            json!({"type": "function", "function": {"name": name}})
+        }
+        Some("allowed_tools") => {
+            let mode = value.get("mode").and_then(Value::as_str);
+            let mode = mode.filter(|mode| ["auto", "required"].contains(mode)).ok_or_else(wrong)?;
+            let allowed = value.get("tools").and_then(Value::as_array).ok_or_else(wrong)?;
+            let allowed: Option<Vec<String>> = allowed.iter().map(name).collect();
+            let allowed = allowed.ok_or_else(wrong)?;
+            let known = |it: &&String| !functions.iter().any(|tool| tool["name"] == **it);
+            if let Some(unknown) = allowed.iter().find(known) {
+                let message = format!("`{field}` allows {unknown:?}, which is none of `tools`");
+                return Err(ApiError::field(field, message));
+            }
+            functions.retain(|tool| allowed.iter().any(|it| tool["name"] == **it));
+            mode.into()
+        }
+        _ => return Err(wrong()),
+    };
+    Ok((Some(chosen), value.clone()))
+}

@@ -1,0 +1,151 @@
+//! PURE: who drafts tokens in the next step, and what comes of it.
+use shared::protocol::{SequenceOutput, StepPlan};
+
+use super::plan::{Entry, InFlight};
+use super::sequence::Sequence;
+use super::speculate::{Drafter, Speculation};
+use super::{Effect, Scheduler, Stopped};
+use crate::engine::EngineError;
+
+/// A sequence's answer of which a part was taken.
+#[derive(Debug, Default)]
+pub(super) struct Verifying {
+    /// What was drafted.
+    pub(super) drafts: Vec<u32>,
+    /// Tokens taken, and how many of them were drafted.
+    pub(super) emitted: u32,
+    accepted: u32,
+}
+
+impl Verifying {
+    /// One more token was taken.
+    pub(super) fn got(&mut self, token: Option<u32>) {
+        let drafted = self.drafts.get(self.emitted as usize).copied();
+        self.accepted += u32::from(drafted.is_some() && drafted == token);
+        self.emitted += 1;
+    }
+
+    /// Whether another token may be taken: one that was sampled behind drafts that were all right.
+    fn goes_on(&self) -> bool {
+        self.emitted > 0 && self.accepted == self.emitted
+    }
+
+    /// Whether the token that was computed for the next one had been computed before.
+    pub(super) fn repeats(&self, entry: &Entry) -> bool {
+        entry.start + self.emitted < entry.computed_max
+    }
+}
+
+impl Sequence {
+    /// Most tokens that it may draft: it gets one more than are accepted of them.
+    fn drafts_most(&self, max_model_len: u32) -> u32 {
+        let left = self.max_tokens.saturating_sub(self.num_output());
+        left.min(max_model_len.saturating_sub(self.tokens.len() as u32)).saturating_sub(1)
+    }
+
+    /// Enters what is new into the index, and says whether a draft could be made of it.
+    fn has_draft(&mut self, config: &Speculation, max_model_len: u32) -> bool {
+        if self.guide.is_some() || self.drafts_most(max_model_len) == 0 {
+            return false;
+        }
+        let room = self.num_prompt.saturating_add(self.max_tokens).min(max_model_len) as usize;
+        let drafter = self.drafter.get_or_insert_with(|| Box::new(Drafter::new(config, room)));
+        let is_whole = drafter.enter(&self.tokens, self.num_prompt as usize);
+        // Nothing but its last token is to be computed, or that is under way.
+        is_whole && drafter.is_ready() && self.computed + 1 >= self.tokens.len() as u32
+    }
+}
+
+impl Scheduler {
+    /// Looks which admitted sequences are about to draft, as far as their tokens are known.
+    pub(super) fn look_for_drafts(&mut self) {
+        let Some(config) = &self.config.speculation else { return };
+        let most = config.disable_by_batch_size.unwrap_or(u32::MAX);
+        let is_off = self.running.len() > most as usize;
+        for slot in &self.running {
+            let Some(seq) = &mut self.sequences[*slot] else { continue };
+            seq.wants_draft = !is_off && seq.has_draft(config, self.config.max_model_len);
+        }
+    }
+
+    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget and of rows to
+    /// sample. A block is taken for them only where every sequence could have another one all the same.
+    pub(super) fn plan_drafts(&mut self, plan: &mut StepPlan, step: &mut InFlight, budget: u32) {
+        let Some(config) = &self.config.speculation else { return };
+        let size = self.config.block_size;
+        let sampled = step.entries.iter().filter(|entry| entry.samples).count() as u32;
+        let mut left = budget.min(self.config.max_num_seqs.saturating_sub(sampled));
+        for (entry, planned) in step.entries.iter_mut().zip(&mut plan.sequences) {
+            let Some(seq) = &mut self.sequences[entry.slot] else { continue };
+            let len = seq.tokens.len() as u32;
+            // Its last token is known, for it has not waited; and that one is all that it computes.
+            if !seq.wants_draft || planned.count != 1 || planned.start + 1 != len {
+                continue;
+            }
+            let blocks = self.blocks.num_free().saturating_sub(self.running.len() as u32);
+            let room = (seq.blocks.len() as u32).saturating_add(blocks).saturating_mul(size) - len;
+            let most = seq.drafts_most(self.config.max_model_len);
+            let most = most.min(config.num_speculative_tokens).min(left).min(room);
+            let Some(drafter) = &seq.drafter else { continue };
+            drafter.draft(&seq.tokens, most as usize, &mut seq.drafts);
+            let drafted = seq.drafts.len() as u32;
+            entry.verifies = drafted > 0;
+            while (seq.blocks.len() as u32) < self.config.blocks_for(len + drafted) {
+                let Some(block) = self.blocks.take() else { break };
+                seq.blocks.push(block);
+                planned.new_blocks.push(block);
+            }
+            seq.told = seq.blocks.len() as u32;
+            planned.count += drafted;
+            planned.drafts.clone_from(&seq.drafts);
+            left -= drafted;
+        }
+    }
+
+    /// The sequence of a step's entry, if it is still the one that was planned.
+    pub(super) fn current(&mut self, entry: &Entry) -> Option<&mut Sequence> {
+        let seq = self.sequences[entry.slot].as_mut();
+        seq.filter(|seq| seq.id == entry.seq && seq.admission == Some(entry.admission))
+    }
+
+    /// Takes a token that was sampled behind a draft; returns whether it was accepted. Behind what was
+    /// not drafted, or not what was drafted, nothing can have been computed.
+    pub(super) fn accept_next(
+        &mut self,
+        entry: &Entry,
+        output: SequenceOutput,
+        verifying: &Verifying,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        let Some(seq) = self.current(entry) else { return false };
+        if !verifying.goes_on() || output.token.is_none() {
+            let request = seq.request;
+            self.end_request(request, Some(EngineError::Corrupted), effects);
+            return false;
+        }
+        // The draft before it was right: its K and V stay.
+        seq.computed += 1;
+        seq.computed_max = seq.computed_max.max(seq.computed);
+        self.accept(entry.slot, Some(output), true, stopped, effects)
+    }
+
+    /// All of an entry's answer is taken.
+    pub(super) fn verified(
+        &mut self,
+        entry: &Entry,
+        verifying: Verifying,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Verifying { mut drafts, emitted, accepted } = verifying;
+        let tokens = drafts.len() as u32;
+        if tokens == 0 {
+            return;
+        }
+        effects.push(Effect::Drafted { tokens, accepted, emitted });
+        if let Some(seq) = self.current(entry) {
+            drafts.clear();
+            seq.drafts = drafts;
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! PURE: drafts of tokens that may come next, looked up in what a sequence has so far ("prompt
+//! lookup"): what followed the last tokens where they stood before.
+//!
+//! An index holds, for each length of n-gram, where each n-gram of the sequence ended last. A token
+//! costs as many look-ups as there are lengths, however long the sequence is; the index has its memory
+//! from the start, and knows a long prompt bit by bit.
+//!
+//! Whether drafts are worth while is known without making any: of every token that comes, the index
+//! has said before which it expected, if any. [`Drafter::trust`] counts how that turns out. So a
+//! sequence that does not repeat itself drafts nothing, the longer it goes wrong the longer it must go
+//! right before it drafts again, and all that depends on its tokens alone.
+use super::config::ConfigError;
+
+/// Most tokens that a draft may be asked to have.
+const TOKENS_MAX: u32 = 64;
+/// Longest n-gram that may be looked up, in tokens.
+const LOOKUP_MAX: u32 = 16;
+/// Fewest sequences that drafts may be given up beyond, as elsewhere.
+const BATCH_SIZE_MIN: u32 = 2;
+
+/// Tokens that one step's planning enters into one sequence's index, at most: a prompt of a hundred
+/// thousand tokens delays nobody.
+const ENTERED_MAX: usize = 2048;
+
+/// Trust of a sequence that nothing is known of, from which on it drafts, and its bounds.
+const TRUST_AT_FIRST: i32 = 6;
+const TRUST_NEEDED: i32 = 4;
+const TRUST_MOST: i32 = 12;
+const TRUST_LEAST: i32 = -16;
+
+/// What drafts are made of. Names as in vLLM's `--speculative-config`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Speculation {
+    /// Most tokens of a draft: 1 to 64.
+    pub num_speculative_tokens: u32,
+    /// Longest n-gram looked up, in tokens: `prompt_lookup_min` to 16.
+    pub prompt_lookup_max: u32,
+    /// Shortest n-gram looked up, in tokens: at least 1.
+    pub prompt_lookup_min: u32,
+    /// Nothing is drafted while more sequences than this are admitted; at least 2.
+    pub disable_by_batch_size: Option<u32>,
+}
+
+impl Speculation {
+    /// Checks the bounds; a draft is sampled in one step, of at most `max_num_seqs` rows.
+    ///
+    /// # Errors
+    /// One sentence naming the field, its value and its bound.
+    pub fn validate(&self, max_num_seqs: u32) -> Result<(), ConfigError> {
+        let Self { num_speculative_tokens: tokens, prompt_lookup_max: max, .. } = *self;
+        let min = self.prompt_lookup_min;
+        let within = |name: &str, value: u32, least: u32, most: u32| {
+            let is_within = (least..=most).contains(&value);
+            let error = format!("{name} is {value}, it must be {least} to {most}");
+            is_within.then_some(()).ok_or(ConfigError(error))
+        };
+        within("num_speculative_tokens", tokens, 1, TOKENS_MAX)?;
+        within("prompt_lookup_max", max, 1, LOOKUP_MAX)?;
+        within("prompt_lookup_min", min, 1, LOOKUP_MAX)?;
+        if min > max {
+            return Err(ConfigError(format!(
+                "prompt_lookup_min ({min}) is above prompt_lookup_max ({max})"
+            )));
+        }
+        if let Some(size) = self.disable_by_batch_size {
+            within("disable_by_batch_size", size, BATCH_SIZE_MIN, u32::MAX)?;
+        }
+        if tokens >= max_num_seqs {
+            return Err(ConfigError(format!(
+                "num_speculative_tokens ({tokens}) needs a max_num_seqs of at least {}, which is \
+                 {max_num_seqs}: a step samples at most so many rows, those of drafts included",
+                tokens + 1
+            )));
+        }
+        Ok(())
+    }
+
+    /// N-gram lengths looked up.
+    fn lengths(&self) -> usize {
+        (self.prompt_lookup_max - self.prompt_lookup_min + 1) as usize
+    }
+}
+
+/// One sequence's index and how far it is trusted.
+#[derive(Debug)]
+pub struct Drafter {
+    /// For each length, from the shortest, `slots` places: where an n-gram ended last, 0 where there
+    /// is none. Found by the n-gram's hash, and the tokens there compared.
+    index: Vec<u32>,
+    /// A power of two; at least a quarter of the places stays empty.
+    slots: usize,
+    min: usize,
+    max: usize,
+    /// Tokens there is room for.
+    room: usize,
+    /// Tokens entered.
+    entered: usize,
+    /// Where the longest n-gram that the sequence ends with ended before; 0 when it is new.
+    found: usize,
+    trust: i32,
+}
+
+impl Drafter {
+    /// An empty index with room for sequences of up to `room` tokens.
+    #[must_use]
+    pub fn new(config: &Speculation, room: usize) -> Self {
+        let slots = (room + room / 3 + 1).next_power_of_two();
+        Self {
+            index: vec![0; slots * config.lengths()],
+            slots,
+            min: config.prompt_lookup_min as usize,
+            max: config.prompt_lookup_max as usize,
+            room,
+            entered: 0,
+            found: 0,
+            trust: TRUST_AT_FIRST,
+        }
+    }
+
+    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt: up
+    /// to a bound, the rest with the next call. Returns whether all are entered.
+    pub fn enter(&mut self, tokens: &[u32], num_prompt: usize) -> bool {
+        let end = tokens.len().min(self.room).min(self.entered + ENTERED_MAX);
+        while self.entered < end {
+            // How a prompt repeats itself says little of what follows it.
+            if self.found > 0 && self.entered >= num_prompt {
+                let is_right = tokens[self.found] == tokens[self.entered];
+                let trust = if is_right { self.trust + 1 } else { self.trust - 1 };
+                self.trust = trust.clamp(TRUST_LEAST, TRUST_MOST);
+            }
+            self.entered += 1;
+            self.found = self.exchange(tokens, self.entered);
+        }
+        self.entered == tokens.len()
+    }
+
+    /// Enters all n-grams that end at `end`; returns where the longest of them that was there before
+    /// ended.
+    fn exchange(&mut self, tokens: &[u32], end: usize) -> usize {
+        let (mut hash, mut found) = (0u64, 0);
+        for length in 1..=self.max.min(end) {
+            let token = u64::from(tokens[end - length]);
+            hash = (hash ^ token).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+            if length < self.min {
+                continue;
+            }
+            let first = (length - self.min) * self.slots;
+            let places = &mut self.index[first..first + self.slots];
+            let ngram = &tokens[end - length..end];
+            // The low bits of a product know nothing of the high bits of its factors.
+            let mut at = (hash >> 32) as usize & (self.slots - 1);
+            loop {
+                let ended = places[at] as usize;
+                let is_same = ended > 0 && tokens[ended - length..ended] == *ngram;
+                if ended == 0 || is_same {
+                    places[at] = end as u32;
+                    found = if is_same { ended } else { found };
+                    break;
+                }
+                at = (at + 1) & (self.slots - 1);
+            }
+        }
+        found
+    }
+
+    /// Whether a draft would be made of what was entered, as far as that is trusted.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.found > 0 && self.trust >= TRUST_NEEDED
+    }
+
+    /// Fills `draft` with up to `most` tokens: those that followed where the sequence's end was found,
+    /// and behind them, where that reaches the sequence's end, the draft's own. `tokens` are those
+    /// entered.
+    pub fn draft(&self, tokens: &[u32], most: usize, draft: &mut Vec<u32>) {
+        draft.clear();
+        if !self.is_ready() || self.entered != tokens.len() {
+            return;
+        }
+        for at in self.found..self.found + most {
+            let token = tokens.get(at).or_else(|| draft.get(at - tokens.len()));
+            let Some(token) = token.copied() else { return };
+            draft.push(token);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn config(min: u32, max: u32) -> Speculation {
+        Speculation {
+            num_speculative_tokens: 5,
+            prompt_lookup_max: max,
+            prompt_lookup_min: min,
+            disable_by_batch_size: None,
+        }
+    }
+
+    /// By definition: the longest n-gram that the tokens end with and that stands before, where it
+    /// ended last.
+    fn naive(tokens: &[u32], min: usize, max: usize) -> usize {
+        for length in (min..=max.min(tokens.len())).rev() {
+            let ngram = &tokens[tokens.len() - length..];
+            for end in (length..tokens.len()).rev() {
+                if tokens[end - length..end] == *ngram {
+                    return end;
+                }
+            }
+        }
+        0
+    }
+
+    fn naive_draft(tokens: &[u32], found: usize, most: usize) -> Vec<u32> {
+        let mut all = tokens.to_vec();
+        for at in found..found + most {
+            all.push(all[at]);
+        }
+        all.split_off(tokens.len())
+    }
+
+    fn entered(drafter: &mut Drafter, tokens: &[u32], num_prompt: usize) {
+        while !drafter.enter(tokens, num_prompt) {}
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(500))]
+        /// Few different tokens, so that all lengths occur; entered one by one or many at a time.
+        #[test]
+        fn it_finds_what_a_search_of_everything_finds(
+            tokens in (2u32..5).prop_flat_map(|kinds| prop::collection::vec(0..kinds, 1..150)),
+            min in 1u32..4,
+            more in 0u32..5,
+            steps in prop::collection::vec(1usize..20, 1..40),
+            num_prompt in 0usize..150,
+        ) {
+            let mut drafter = Drafter::new(&config(min, min + more), tokens.len());
+            let mut steps = steps.into_iter().cycle();
+            let mut draft = Vec::new();
+            let (mut end, mut trust) = (0, TRUST_AT_FIRST);
+            while end < tokens.len() {
+                let before = end;
+                end = (end + steps.next().unwrap()).min(tokens.len());
+                entered(&mut drafter, &tokens[..end], num_prompt);
+                let search = |end: usize| naive(&tokens[..end], min as usize, (min + more) as usize);
+                let expected = search(end);
+                prop_assert_eq!(drafter.found, expected);
+                for at in before.max(num_prompt)..end {
+                    let found = search(at);
+                    if found > 0 {
+                        trust += if tokens[found] == tokens[at] { 1 } else { -1 };
+                        trust = trust.clamp(TRUST_LEAST, TRUST_MOST);
+                    }
+                }
+                prop_assert_eq!(drafter.trust, trust);
+                drafter.draft(&tokens[..end], 7, &mut draft);
+                if expected > 0 && trust >= TRUST_NEEDED {
+                    prop_assert_eq!(&draft, &naive_draft(&tokens[..end], expected, 7));
+                } else {
+                    prop_assert!(draft.is_empty() && !drafter.is_ready());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_draft_goes_on_in_itself_behind_the_end() {
+        let mut drafter = Drafter::new(&config(2, 3), 100);
+        let tokens = [9, 1, 2, 3, 1, 2, 3];
+        assert!(drafter.enter(&tokens, 7));
+        let mut draft = Vec::new();
+        drafter.draft(&tokens, 7, &mut draft);
+        assert_eq!(draft, [1, 2, 3, 1, 2, 3, 1]);
+        drafter.draft(&tokens, 0, &mut draft);
+        assert!(draft.is_empty());
+        // Of other tokens than those entered nothing is said.
+        drafter.draft(&tokens[..5], 7, &mut draft);
+        assert!(draft.is_empty());
+    }
+
+    #[test]
+    fn a_long_prompt_is_entered_bit_by_bit_and_no_more_than_there_is_room_for() {
+        let tokens: Vec<u32> = (0..5000).map(|at| at % 1000).collect();
+        let mut drafter = Drafter::new(&config(3, 3), 5000);
+        assert!(!drafter.enter(&tokens, 5000) && !drafter.enter(&tokens, 5000));
+        let mut draft = Vec::new();
+        drafter.draft(&tokens, 3, &mut draft);
+        assert!(draft.is_empty(), "not all is entered");
+        assert!(drafter.enter(&tokens, 5000));
+        drafter.draft(&tokens, 3, &mut draft);
+        assert_eq!(draft, [0, 1, 2]);
+        let mut small = Drafter::new(&config(1, 2), 10);
+        let memory = small.index.capacity();
+        assert!(!small.enter(&tokens, 5000) && !small.enter(&tokens, 5000));
+        assert_eq!((small.entered, small.index.capacity()), (10, memory));
+    }
+
+    #[test]
+    fn who_is_wrong_for_longer_must_be_right_for_longer() {
+        // "1 2" is followed by something else each time, then by the same for long.
+        let wrong = |times: u32| (0..times).flat_map(|at| [1, 2, 100 + at]);
+        let drafts_after = |times: u32| {
+            let mut tokens: Vec<u32> = wrong(times).collect();
+            let mut drafter = Drafter::new(&config(2, 2), 10_000);
+            entered(&mut drafter, &tokens, 0);
+            for right in 0u32.. {
+                tokens.extend([1, 2, 7]);
+                entered(&mut drafter, &tokens, 0);
+                // "2 7" is followed by 1 again.
+                if drafter.is_ready() {
+                    return right;
+                }
+            }
+            0
+        };
+        let waits: Vec<u32> = [2, 6, 10, 14, 1000, 2000].map(drafts_after).to_vec();
+        assert!(waits.windows(2).all(|pair| pair[0] <= pair[1]), "{waits:?}");
+        assert!(waits[0] < waits[3] && waits[3] < 20 && waits[4] == waits[5], "{waits:?}");
+    }
+
+    #[test]
+    fn text_without_repetition_never_drafts() {
+        let mut drafter = Drafter::new(&config(2, 4), 3000);
+        let tokens: Vec<u32> = (0..3000).collect();
+        for end in 1..3000 {
+            entered(&mut drafter, &tokens[..end], 10);
+            assert!(!drafter.is_ready());
+        }
+    }
+
+    #[test]
+    fn bounds_are_named_with_field_and_value() {
+        let error = |config: Speculation| config.validate(8).unwrap_err().to_string();
+        assert!(config(1, 16).validate(8).is_ok());
+        let bad = error(Speculation { num_speculative_tokens: 65, ..config(1, 1) });
+        assert_eq!(bad, "num_speculative_tokens is 65, it must be 1 to 64");
+        let bad = error(Speculation { num_speculative_tokens: 8, ..config(1, 1) });
+        assert!(bad.contains("num_speculative_tokens (8) needs a max_num_seqs of at least 9"));
+        assert!(bad.contains("which is 8"), "{bad}");
+        assert_eq!(error(config(0, 3)), "prompt_lookup_min is 0, it must be 1 to 16");
+        assert_eq!(error(config(3, 17)), "prompt_lookup_max is 17, it must be 1 to 16");
+        assert_eq!(error(config(4, 3)), "prompt_lookup_min (4) is above prompt_lookup_max (3)");
+        let bad = error(Speculation { disable_by_batch_size: Some(1), ..config(1, 1) });
+        assert!(bad.starts_with("disable_by_batch_size is 1, it must be 2 to"), "{bad}");
+    }
+}

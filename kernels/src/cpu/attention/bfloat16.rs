@@ -1,0 +1,348 @@
+//! Attention over K and V in bf16: queries and weights are rounded to it, too, and enter products in
+//! pairs. Sums, scores and softmax are f32.
+//!
+//! A pair is two neighbouring elements of a head for scores, two neighbouring tokens for weighted
+//! sums. Where a query attends to one token of a pair alone, the other's weight and V are taken as
+//! zeros, whatever V there is.
+use std::ops::Range;
+
+use super::super::math::bf16_pair;
+use super::super::simd::{HIGH, LOW, PairSimd};
+use super::{Attention, AttentionScratch, Query, RowTile, View, softmax};
+
+#[inline(always)]
+pub(super) fn run_tile<S: PairSimd>(
+    attention: &Attention<'_>,
+    tile: RowTile,
+    view: &View<'_>,
+    scratch: &mut AttentionScratch,
+) {
+    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
+    let total = tile.rows as usize * group;
+    let mut next = 0;
+    while next < total {
+        let query = |i| attention.query(&tile, view.kv_head, next + i);
+        // Two vectors of sums per query.
+        next += match (total - next).min(S::ACCUMULATORS / 2) {
+            8.. => run_queries::<S, 8>(attention, view, query, scratch),
+            4.. => run_queries::<S, 4>(attention, view, query, scratch),
+            2.. => run_queries::<S, 2>(attention, view, query, scratch),
+            _ => run_queries::<S, 1>(attention, view, query, scratch),
+        };
+    }
+}
+
+/// Weights of several queries, `[queries, stride]` in pairs of tokens, the first being the pair
+/// `base` of the sequence.
+#[derive(Clone, Copy)]
+struct Weights<'a> {
+    words: &'a [u32],
+    base: usize,
+    stride: usize,
+}
+
+/// What a query attends to, in pairs of tokens, counted over its blocks.
+#[derive(Clone, Copy)]
+struct Pairs {
+    /// The first pair of which it attends to both tokens.
+    start: usize,
+    /// One past the last.
+    end: usize,
+    /// It attends to the second token alone of the pair before them.
+    front: bool,
+    /// It attends to the first token alone of the pair behind them.
+    back: bool,
+}
+
+impl Pairs {
+    #[inline(always)]
+    fn of(query: &Query, block_size: usize) -> Self {
+        let per_block = block_size.div_ceil(2);
+        let place = |position: usize| (position / block_size * per_block, position % block_size);
+        let (first, offset) = place(query.start);
+        let front = offset % 2 == 1;
+        let start = first + offset / 2 + usize::from(front);
+        let (last, offset) = place(query.end - 1);
+        let back = offset.is_multiple_of(2);
+        let end = last + offset / 2 + usize::from(!back);
+        // A query of one second token has neither whole pairs nor a back.
+        Self { start, end: end.max(start), front, back }
+    }
+}
+
+#[inline(always)]
+fn run_queries<S: PairSimd, const Q: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    query: impl Fn(usize) -> Query,
+    scratch: &mut AttentionScratch,
+) -> usize {
+    let queries: [Query; Q] = std::array::from_fn(query);
+    let (head_dim, block_size) = (view.head_dim, view.block_size);
+    let first_block = queries.iter().map(|q| q.start).min().unwrap_or(0) / block_size;
+    let last_block = queries.iter().map(|q| q.end - 1).max().unwrap_or(0) / block_size;
+    let blocks = last_block + 1 - first_block;
+    let (base, stride) = (first_block * block_size, blocks * block_size);
+    let per_block = block_size.div_ceil(2);
+    let pair_stride = blocks * per_block;
+
+    let rounded = scratch.query_words.reserved(head_dim / 2 * Q).as_chunks_mut::<Q>().0;
+    for (i, query) in queries.iter().enumerate() {
+        let pairs = attention.q[query.offset..][..head_dim].as_chunks::<2>().0;
+        for (words, &[first, second]) in rounded.iter_mut().zip(pairs) {
+            words[i] = bf16_pair(first, second);
+        }
+    }
+    let scale = S::splat(1.0 / (head_dim as f32).sqrt());
+    let scores = scratch.scores.reserved(stride * Q);
+    if block_size.is_multiple_of(S::LANES) {
+        // Two vectors of neighbouring tokens at a time: a query's pair is read once for both.
+        let mut at = 0;
+        while at < stride {
+            let keys = |at: usize| &view.pairs(first_block + at / block_size).0[at % block_size..];
+            if stride - at >= 2 * S::LANES {
+                let keys = [keys(at), keys(at + S::LANES)];
+                score_vectors::<S, Q, 2>(rounded, keys, block_size, scale, scores, stride, at);
+                at += 2 * S::LANES;
+            } else {
+                let keys = [keys(at)];
+                score_vectors::<S, Q, 1>(rounded, keys, block_size, scale, scores, stride, at);
+                at += S::LANES;
+            }
+        }
+    } else {
+        for index in 0..blocks {
+            let (keys, _) = view.pairs(first_block + index);
+            let at = index * block_size;
+            score_block::<S, Q>(rounded, keys, block_size, scale, scores, stride, at);
+        }
+    }
+
+    let words = scratch.weight_words.reserved(pair_stride * Q);
+    let mut inverse = [0.0; Q];
+    for (i, query) in queries.iter().enumerate() {
+        let row = &mut scores[i * stride..][..stride];
+        let (start, end) = (query.start - base, query.end - base);
+        inverse[i] = softmax::<S>(&mut row[start..], end - start);
+        // Half pairs are made of these; others of tokens beyond are not looked at.
+        row[..start].fill(0.0);
+        row[end..].fill(0.0);
+        let words = &mut words[i * pair_stride..][..pair_stride];
+        round_weights::<S>(row, block_size, words);
+    }
+
+    let weights = Weights { words, base: first_block * per_block, stride: pair_stride };
+    let pairs = queries.map(|query| Pairs::of(&query, block_size));
+    let mut dim = 0;
+    while dim < head_dim {
+        let left = head_dim - dim;
+        // The squarer the tile of sums, the fewer loads.
+        if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
+            for first in (0..Q).step_by(4) {
+                let at = |i: usize| (queries[first + i], pairs[first + i], inverse[first + i]);
+                let four: [_; 4] = std::array::from_fn(at);
+                mix::<S, 4, 4>(attention, view, &four, weights, first, dim);
+            }
+            dim += 4 * S::LANES;
+            continue;
+        }
+        let all: [_; Q] = std::array::from_fn(|i| (queries[i], pairs[i], inverse[i]));
+        if left >= 2 * S::LANES {
+            mix::<S, Q, 2>(attention, view, &all, weights, 0, dim);
+            dim += 2 * S::LANES;
+        } else {
+            mix::<S, Q, 1>(attention, view, &all, weights, 0, dim);
+            dim += S::LANES;
+        }
+    }
+    Q
+}
+
+/// Weights of whole blocks in pairs of tokens; the last pair of an odd block has one token.
+#[inline(always)]
+fn round_weights<S: PairSimd>(row: &[f32], block_size: usize, words: &mut [u32]) {
+    if block_size.is_multiple_of(2) {
+        return S::round(row.as_chunks::<2>().0, words);
+    }
+    let blocks = words.chunks_exact_mut(block_size.div_ceil(2)).zip(row.chunks_exact(block_size));
+    for (words, row) in blocks {
+        for (word, pair) in words.iter_mut().zip(row.chunks(2)) {
+            *word = bf16_pair(pair[0], pair.get(1).copied().unwrap_or(0.0));
+        }
+    }
+}
+
+/// Scores of `W` vectors of tokens, from column `at` on: `keys[w]` begins with the first pair of its
+/// first token, and has the next pair `block_size` further on. Those that a query does not attend to
+/// are computed too and not looked at.
+#[inline(always)]
+fn score_vectors<S: PairSimd, const Q: usize, const W: usize>(
+    queries: &[[u32; Q]],
+    keys: [&[u32]; W],
+    block_size: usize,
+    scale: S,
+    scores: &mut [f32],
+    stride: usize,
+    at: usize,
+) {
+    let mut sums = [[S::splat(0.0); W]; Q];
+    for (pair, query) in queries.iter().enumerate() {
+        let mut vectors = [S::splat_words(0); W];
+        for (vector, keys) in vectors.iter_mut().zip(&keys) {
+            *vector = S::load_words(&keys[pair * block_size..]);
+        }
+        for (sums, &word) in sums.iter_mut().zip(query) {
+            let x = S::splat_words(word);
+            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
+                *sum = sum.dot(x, keys);
+            }
+        }
+    }
+    for (i, sums) in sums.iter().enumerate() {
+        for (w, sum) in sums.iter().enumerate() {
+            let scaled = sum.mul_add(scale, S::splat(0.0));
+            scaled.store(&mut scores[i * stride + at + w * S::LANES..]);
+        }
+    }
+}
+
+/// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
+/// computed too and not looked at.
+#[inline(always)]
+fn score_block<S: PairSimd, const Q: usize>(
+    queries: &[[u32; Q]],
+    keys: &[u32],
+    block_size: usize,
+    scale: S,
+    scores: &mut [f32],
+    stride: usize,
+    at: usize,
+) {
+    let mut token = 0;
+    while token < block_size {
+        let end = (token + S::LANES).min(block_size);
+        let mut sums = [S::splat(0.0); Q];
+        for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
+            let keys = S::load_some_words(&keys[token..end]);
+            for (sum, &word) in sums.iter_mut().zip(query) {
+                *sum = sum.dot(S::splat_words(word), keys);
+            }
+        }
+        for (i, sum) in sums.iter().enumerate() {
+            let scaled = sum.mul_add(scale, S::splat(0.0));
+            scaled.store_some(&mut scores[i * stride + at + token..i * stride + at + end]);
+        }
+        token = end;
+    }
+}
+
+/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for `Q` queries, the first of
+/// which has row `first` of the weights.
+#[inline(always)]
+fn mix<S: PairSimd, const Q: usize, const W: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    queries: &[(Query, Pairs, f32); Q],
+    weights: Weights<'_>,
+    first: usize,
+    dim: usize,
+) {
+    let mut sums = [[S::splat(0.0); W]; Q];
+    // The pairs that all queries attend to are read once for all. A query's own pairs before and
+    // after come before and after, so that each sum is in ascending order.
+    let start = queries.iter().map(|(_, pairs, _)| pairs.start).max().unwrap_or(0);
+    let end = queries.iter().map(|(_, pairs, _)| pairs.end).min().unwrap_or(0).max(start);
+    let mut rows: [&[u32]; Q] = [&[]; Q];
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = &weights.words[(first + i) * weights.stride..][..weights.stride];
+    }
+    let base = weights.base;
+    for (i, (_, pairs, _)) in queries.iter().enumerate() {
+        let (own, sums) = (pairs.start..pairs.end, &mut sums[i..=i]);
+        if pairs.front {
+            let half = own.start - 1..own.start;
+            add_values::<S, 1, W>(view, half, [rows[i]], base, dim, HIGH, sums);
+        }
+        let before = own.start..start.min(own.end);
+        add_values::<S, 1, W>(view, before, [rows[i]], base, dim, u32::MAX, sums);
+    }
+    add_values::<S, Q, W>(view, start..end, rows, base, dim, u32::MAX, &mut sums);
+    for (i, (_, pairs, _)) in queries.iter().enumerate() {
+        let (own, sums) = (pairs.start..pairs.end, &mut sums[i..=i]);
+        add_values::<S, 1, W>(view, end..own.end, [rows[i]], base, dim, u32::MAX, sums);
+        if pairs.back {
+            let half = own.end..own.end + 1;
+            add_values::<S, 1, W>(view, half, [rows[i]], base, dim, LOW, sums);
+        }
+    }
+    for ((query, _, inverse), sums) in queries.iter().zip(&sums) {
+        for (w, sum) in sums.iter().enumerate() {
+            let first = dim + w * S::LANES;
+            // The last vector may lie behind the head's end.
+            let len = S::LANES.min(view.head_dim.saturating_sub(first));
+            // SAFETY: one task computes this head of this row, and writes it here alone.
+            let out = unsafe { attention.out.slice(query.offset + first.min(view.head_dim), len) };
+            sum.mul_add(S::splat(*inverse), S::splat(0.0)).store_some(out);
+        }
+    }
+}
+
+/// `all_sums[q] += weights[q][pair - base] * V[pair]` over `pairs`, of V's words only the bits of
+/// `mask`; `all_sums` has `Q`.
+#[inline(always)]
+fn add_values<S: PairSimd, const Q: usize, const W: usize>(
+    view: &View<'_>,
+    pairs: Range<usize>,
+    weights: [&[u32]; Q],
+    base: usize,
+    dim: usize,
+    mask: u32,
+    all_sums: &mut [[S; W]],
+) {
+    if pairs.is_empty() {
+        return;
+    }
+    // A copy that stays in registers. Loops instead of functions of arrays: those are not always
+    // inlined here, and a call has every sum in memory.
+    let mut sums = [[S::splat(0.0); W]; Q];
+    sums.copy_from_slice(all_sums);
+    let width = (view.head_dim - dim).min(W * S::LANES);
+    let per_block = view.block_size.div_ceil(2);
+    let mut pair = pairs.start;
+    while pair < pairs.end {
+        let (_, values) = view.pairs(pair / per_block);
+        let offset = pair % per_block;
+        let count = (per_block - offset).min(pairs.end - pair);
+        let mut rows = weights;
+        for row in &mut rows {
+            *row = &row[pair - base..][..count];
+        }
+        for i in 0..count {
+            let values = &values[(offset + i) * view.head_dim + dim..][..width];
+            let mut vectors = [S::splat_words(0); W];
+            if width == W * S::LANES {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load_words(&values[w * S::LANES..]);
+                }
+            } else {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load_some_words(&values[(w * S::LANES).min(width)..]);
+                }
+            }
+            if mask != u32::MAX {
+                for vector in &mut vectors {
+                    *vector = S::keep(*vector, mask);
+                }
+            }
+            for (sums, row) in sums.iter_mut().zip(&rows) {
+                // The other half's weight is zero where the mask is one.
+                let weight = S::splat_words(row[i] & mask);
+                for (sum, &value) in sums.iter_mut().zip(&vectors) {
+                    *sum = sum.dot(weight, value);
+                }
+            }
+        }
+        pair += count;
+    }
+    all_sums.copy_from_slice(&sums);
+}

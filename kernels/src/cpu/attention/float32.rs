@@ -1,0 +1,277 @@
+//! Attention over K and V in f32.
+use std::ops::Range;
+
+use super::super::simd::Simd;
+use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View, softmax};
+
+/// Scores or weights of several queries: `[queries, stride]`, the first column being position
+/// `base`.
+#[derive(Clone, Copy)]
+struct Columns {
+    base: usize,
+    stride: usize,
+}
+
+/// `e^(score - max)` of several queries.
+#[derive(Clone, Copy)]
+struct Weights<'a> {
+    rows: &'a [f32],
+    columns: Columns,
+}
+
+#[inline(always)]
+pub(super) fn run_tile<S: Simd>(
+    attention: &Attention<'_>,
+    tile: RowTile,
+    view: &View<'_>,
+    scratch: &mut AttentionScratch,
+) {
+    let positions = tile.seq.table_len as usize * view.block_size;
+    let scores = scratch.scores.reserved(positions * QUERIES);
+    let queries = scratch.queries.reserved(view.head_dim * QUERIES);
+    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
+    let total = tile.rows as usize * group;
+    let mut next = 0;
+    while next < total {
+        let query = |i| attention.query(&tile, view.kv_head, next + i);
+        // Two vectors of sums per query.
+        next += match (total - next).min(S::ACCUMULATORS / 2) {
+            8.. => run_queries::<S, 8>(attention, view, query, scores, queries),
+            4.. => run_queries::<S, 4>(attention, view, query, scores, queries),
+            2.. => run_queries::<S, 2>(attention, view, query, scores, queries),
+            _ => run_queries::<S, 1>(attention, view, query, scores, queries),
+        };
+    }
+}
+
+#[inline(always)]
+fn run_queries<S: Simd, const Q: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    query: impl Fn(usize) -> Query,
+    scores: &mut [f32],
+    scaled: &mut [f32],
+) -> usize {
+    let queries: [Query; Q] = std::array::from_fn(query);
+    let scaled = &mut scaled.as_chunks_mut::<Q>().0[..view.head_dim];
+    let scale = 1.0 / (view.head_dim as f32).sqrt();
+    for (i, query) in queries.iter().enumerate() {
+        for (column, &x) in scaled.iter_mut().zip(&attention.q[query.offset..]) {
+            column[i] = x * scale;
+        }
+    }
+
+    let first_block = queries.iter().map(|q| q.start).min().unwrap_or(0) / view.block_size;
+    let last_block = queries.iter().map(|q| q.end - 1).max().unwrap_or(0) / view.block_size;
+    let columns = Columns {
+        base: first_block * view.block_size,
+        stride: (last_block + 1 - first_block) * view.block_size,
+    };
+    if view.block_size.is_multiple_of(S::LANES) {
+        // Two vectors of neighbouring tokens at a time: a query's element is read once for both.
+        let mut at = 0;
+        while at < columns.stride {
+            let keys = |at: usize| {
+                let (keys, _) = view.block(first_block + at / view.block_size);
+                &keys[at % view.block_size..]
+            };
+            if columns.stride - at >= 2 * S::LANES {
+                let keys = [keys(at), keys(at + S::LANES)];
+                score_vectors::<S, Q, 2>(scaled, keys, view.block_size, scores, columns.stride, at);
+                at += 2 * S::LANES;
+            } else {
+                let keys = [keys(at)];
+                score_vectors::<S, Q, 1>(scaled, keys, view.block_size, scores, columns.stride, at);
+                at += S::LANES;
+            }
+        }
+    } else {
+        for index in first_block..=last_block {
+            let (keys, _) = view.block(index);
+            let at = (index - first_block) * view.block_size;
+            score_block::<S, Q>(scaled, keys, view.block_size, scores, columns.stride, at);
+        }
+    }
+
+    let mut inverse = [0.0; Q];
+    for (i, query) in queries.iter().enumerate() {
+        let row = &mut scores[i * columns.stride..][..columns.stride];
+        inverse[i] = softmax::<S>(&mut row[query.start - columns.base..], query.end - query.start);
+    }
+
+    let weights = Weights { rows: scores, columns };
+    let mut dim = 0;
+    while dim < view.head_dim {
+        let left = view.head_dim - dim;
+        // The squarer the tile of sums, the fewer loads.
+        if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
+            for first in (0..Q).step_by(4) {
+                let (mut four, mut four_inverse) = ([queries[0]; 4], [0.0; 4]);
+                four.copy_from_slice(&queries[first..first + 4]);
+                four_inverse.copy_from_slice(&inverse[first..first + 4]);
+                mix::<S, 4, 4>(attention, view, &four, weights, first, four_inverse, dim);
+            }
+            dim += 4 * S::LANES;
+        } else if left >= 2 * S::LANES {
+            mix::<S, Q, 2>(attention, view, &queries, weights, 0, inverse, dim);
+            dim += 2 * S::LANES;
+        } else {
+            mix::<S, Q, 1>(attention, view, &queries, weights, 0, inverse, dim);
+            dim += S::LANES;
+        }
+    }
+    Q
+}
+
+/// Scores of `W` vectors of tokens, from column `at` on: `keys[w]` begins with the first element of
+/// its first token, and has the next element `block_size` further on. Those that a query does not
+/// attend to are computed too and not looked at.
+#[inline(always)]
+fn score_vectors<S: Simd, const Q: usize, const W: usize>(
+    queries: &[[f32; Q]],
+    keys: [&[f32]; W],
+    block_size: usize,
+    scores: &mut [f32],
+    stride: usize,
+    at: usize,
+) {
+    let mut sums = [[S::splat(0.0); W]; Q];
+    for (d, query) in queries.iter().enumerate() {
+        let mut vectors = [S::splat(0.0); W];
+        for (vector, keys) in vectors.iter_mut().zip(&keys) {
+            *vector = S::load(&keys[d * block_size..]);
+        }
+        for (sums, &x) in sums.iter_mut().zip(query) {
+            let x = S::splat(x);
+            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
+                *sum = x.mul_add(keys, *sum);
+            }
+        }
+    }
+    for (i, sums) in sums.iter().enumerate() {
+        for (w, sum) in sums.iter().enumerate() {
+            sum.store(&mut scores[i * stride + at + w * S::LANES..]);
+        }
+    }
+}
+
+/// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
+/// computed too and not looked at.
+#[inline(always)]
+fn score_block<S: Simd, const Q: usize>(
+    queries: &[[f32; Q]],
+    keys: &[f32],
+    block_size: usize,
+    scores: &mut [f32],
+    stride: usize,
+    at: usize,
+) {
+    let mut token = 0;
+    while token < block_size {
+        let end = (token + S::LANES).min(block_size);
+        let mut sums = [S::splat(0.0); Q];
+        for (query, keys) in queries.iter().zip(keys.chunks_exact(block_size)) {
+            let keys = S::load_some(&keys[token..end]);
+            for (sum, &x) in sums.iter_mut().zip(query) {
+                *sum = S::splat(x).mul_add(keys, *sum);
+            }
+        }
+        for (i, sum) in sums.iter().enumerate() {
+            sum.store_some(&mut scores[i * stride + at + token..i * stride + at + end]);
+        }
+        token = end;
+    }
+}
+
+/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for `Q` queries, the first of
+/// which has row `first` of the weights.
+#[inline(always)]
+fn mix<S: Simd, const Q: usize, const W: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    queries: &[Query; Q],
+    weights: Weights<'_>,
+    first: usize,
+    inverse: [f32; Q],
+    dim: usize,
+) {
+    let Weights { rows: weights, columns } = weights;
+    let mut sums = [[S::splat(0.0); W]; Q];
+    // The positions that all queries attend to are read once for all. A query's own positions
+    // before and after come before and after, so that each sum is in ascending order.
+    let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
+    let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
+    let mut rows: [&[f32]; Q] = [&[]; Q];
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = &weights[(first + i) * columns.stride..][..columns.stride];
+    }
+    for (i, query) in queries.iter().enumerate() {
+        let own = query.start..start.min(query.end);
+        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+    }
+    add_values::<S, Q, W>(view, start..end, rows, columns.base, dim, &mut sums);
+    for (i, query) in queries.iter().enumerate() {
+        let own = end..query.end;
+        add_values::<S, 1, W>(view, own, [rows[i]], columns.base, dim, &mut sums[i..=i]);
+    }
+    for ((query, sums), inverse) in queries.iter().zip(&sums).zip(inverse) {
+        for (w, sum) in sums.iter().enumerate() {
+            let first = dim + w * S::LANES;
+            let len = S::LANES.min(view.head_dim - first);
+            // SAFETY: one task computes this head of this row, and writes it here alone.
+            let out = unsafe { attention.out.slice(query.offset + first, len) };
+            sum.mul_add(S::splat(inverse), S::splat(0.0)).store_some(out);
+        }
+    }
+}
+
+/// `all_sums[q] += weights[q][position - base] * V[position]` over `positions`; `all_sums` has `Q`.
+#[inline(always)]
+fn add_values<S: Simd, const Q: usize, const W: usize>(
+    view: &View<'_>,
+    positions: Range<usize>,
+    weights: [&[f32]; Q],
+    base: usize,
+    dim: usize,
+    all_sums: &mut [[S; W]],
+) {
+    if positions.is_empty() {
+        return;
+    }
+    // A copy that stays in registers. Loops instead of functions of arrays: those are not always
+    // inlined here, and a call has every sum in memory.
+    let mut sums = [[S::splat(0.0); W]; Q];
+    sums.copy_from_slice(all_sums);
+    let width = (view.head_dim - dim).min(W * S::LANES);
+    let mut position = positions.start;
+    while position < positions.end {
+        let (_, values) = view.block(position / view.block_size);
+        let offset = position % view.block_size;
+        let count = (view.block_size - offset).min(positions.end - position);
+        let mut rows = weights;
+        for row in &mut rows {
+            *row = &row[position - base..][..count];
+        }
+        for i in 0..count {
+            let values = &values[(offset + i) * view.head_dim + dim..][..width];
+            let mut vectors = [S::splat(0.0); W];
+            if width == W * S::LANES {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load(&values[w * S::LANES..]);
+                }
+            } else {
+                for (w, vector) in vectors.iter_mut().enumerate() {
+                    *vector = S::load_some(&values[(w * S::LANES).min(width)..]);
+                }
+            }
+            for (sums, row) in sums.iter_mut().zip(&rows) {
+                let weight = S::splat(row[i]);
+                for (sum, &value) in sums.iter_mut().zip(&vectors) {
+                    *sum = weight.mul_add(value, *sum);
+                }
+            }
+        }
+        position += count;
+    }
+    all_sums.copy_from_slice(&sums);
+}

@@ -1,0 +1,105 @@
+//! Embeddings against those of transformers: every way to make them, whole prompts and chunks of them,
+//! alone and beside sequences that get tokens.
+use std::path::Path;
+
+use shared::sampling::{Pooling, SamplingParams};
+use testkit::models::{EmbeddingGolden, demo, embedding_goldens, variant};
+
+use crate::rig::{On, Rig, Seq};
+
+/// How far the cosine of two vectors may be from 1, and each of their numbers from the other's.
+const FLOAT32: f64 = 1e-4;
+/// The same where products, or the activations that are read, are of bf16.
+const BFLOAT16: f64 = 2e-2;
+
+const POOLINGS: [Pooling; 3] = [Pooling::Last, Pooling::First, Pooling::Mean];
+
+fn wanted(golden: &EmbeddingGolden, pooling: Pooling) -> &[f64] {
+    match pooling {
+        Pooling::Last => &golden.last,
+        Pooling::First => &golden.first,
+        Pooling::Mean => &golden.mean,
+    }
+}
+
+fn asking(rig: &mut Rig, golden: &EmbeddingGolden, pooling: Pooling) -> Seq {
+    let sampling = SamplingParams { pooling: Some(pooling), ..SamplingParams::greedy() };
+    rig.sequence(&golden.prompt_ids, golden.prompt_ids.len(), sampling)
+}
+
+fn check(seq: &Seq, golden: &EmbeddingGolden, pooling: Pooling, tolerance: f64, at: &str) {
+    let expected = wanted(golden, pooling);
+    assert_eq!(seq.embedding.len(), expected.len(), "{at}");
+    let length = seq.embedding.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    let mut cosine = 0.0;
+    for (index, (value, expected)) in seq.embedding.iter().zip(expected).enumerate() {
+        let value = f64::from(*value) / length;
+        let error = (value - expected).abs();
+        assert!(error < tolerance, "{at}, {pooling:?}: number {index}: {value} for {expected}");
+        cosine += value * expected;
+    }
+    assert!(cosine > 1.0 - tolerance, "{at}, {pooling:?}: cosine {cosine}");
+}
+
+fn check_on(on: On, model: &Path, degrees: &[u32], tolerance: f64) {
+    let goldens = embedding_goldens(model);
+    assert!(goldens.iter().any(|golden| golden.prompt_ids.len() > 64));
+    for degree in degrees {
+        let mut rig = Rig::on(on, model, *degree);
+        for chunk in [u32::MAX, 17] {
+            for golden in &goldens {
+                let at = format!("{} on {on:?}, tp {degree}, chunks of {chunk}", golden.name);
+                let mut seqs = POOLINGS.map(|pooling| asking(&mut rig, golden, pooling));
+                let longest = golden.prompt_ids.len() as u32;
+                for _ in 0..longest.div_ceil(chunk) {
+                    rig.step(&mut seqs.each_mut(), chunk);
+                }
+                for (seq, pooling) in seqs.iter().zip(POOLINGS) {
+                    check(seq, golden, pooling, tolerance, &at);
+                }
+                rig.forget(&seqs.each_ref());
+            }
+        }
+    }
+}
+
+#[test]
+fn they_are_those_of_transformers() {
+    for model in [demo(), variant("qwen3"), variant("llama-gqa")] {
+        check_on(On::Cpu, &model, &[1, 2], FLOAT32);
+        check_on(On::CpuBf16, &model, &[1], BFLOAT16);
+    }
+    check_on(On::Reference, &variant("qwen3"), &[1, 2], FLOAT32);
+}
+
+#[test]
+fn they_are_on_emulated_gpus() {
+    check_on(On::FakeCuda, &variant("qwen3"), &[1, 2], BFLOAT16);
+}
+
+#[test]
+fn they_share_steps_with_sequences_that_get_tokens() {
+    let model = demo();
+    let goldens = embedding_goldens(&model);
+    let mut rig = Rig::new(&model, 2);
+    let prompt = &goldens[1].prompt_ids;
+    let mut alone = rig.sequence(prompt, prompt.len(), SamplingParams::greedy());
+    rig.run(&mut alone, 8, u32::MAX);
+    rig.forget(&[&alone]);
+    let mut writes = rig.sequence(prompt, prompt.len(), SamplingParams::greedy());
+    rig.run(&mut writes, 2, u32::MAX);
+    let mut seqs = POOLINGS.map(|pooling| asking(&mut rig, &goldens[0], pooling));
+    let steps = (goldens[0].prompt_ids.len() as u32).div_ceil(17);
+    for _ in 0..steps {
+        let [last, first, mean] = seqs.each_mut();
+        // The order of outputs is that of the plan.
+        rig.step(&mut [last, &mut writes, first, mean], 17);
+    }
+    while writes.output().len() < 8 {
+        rig.step(&mut [&mut writes], 17);
+    }
+    assert_eq!(writes.output()[..8], alone.output()[..8]);
+    for (seq, pooling) in seqs.iter().zip(POOLINGS) {
+        check(seq, &goldens[0], pooling, FLOAT32, "beside one that writes");
+    }
+}

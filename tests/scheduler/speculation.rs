@@ -1,0 +1,324 @@
+//! Sequences that repeat themselves, and what the scheduler makes of their drafts.
+use coordinator::engine::{EngineError, FinishReason};
+use coordinator::scheduler::{ApplyError, Effect, Scheduler, SchedulerConfig, Speculation};
+use shared::ids::{BlockId, Epoch, SeqId, StepId};
+use shared::protocol::{SequenceOutput, SequenceStep};
+
+use crate::guided::Guidance;
+use crate::rig::{ClientRequest, Rig};
+
+fn config() -> SchedulerConfig {
+    SchedulerConfig {
+        block_size: 16,
+        max_model_len: 400,
+        max_num_seqs: 8,
+        max_num_batched_tokens: 64,
+        max_queued_requests: 100,
+        max_steps_in_flight: 2,
+        prefix_caching: true,
+        speculation: Some(Speculation {
+            num_speculative_tokens: 4,
+            prompt_lookup_max: 3,
+            prompt_lookup_min: 2,
+            disable_by_batch_size: None,
+        }),
+    }
+}
+
+/// Goes round and round: a seed divisible by 3.
+fn repetitive(max_tokens: u32) -> ClientRequest {
+    ClientRequest {
+        seed: 3,
+        prompt: vec![0, 1, 2, 3, 4, 0, 1, 2],
+        max_tokens,
+        ..Default::default()
+    }
+}
+
+/// Repeats nothing.
+fn plain(max_tokens: u32) -> ClientRequest {
+    ClientRequest { seed: 1, prompt: vec![7, 8, 9], max_tokens, ..ClientRequest::default() }
+}
+
+fn entries(rig: &Rig) -> &[SequenceStep] {
+    &rig.plan.sequences
+}
+
+#[test]
+fn a_text_that_repeats_itself_takes_far_fewer_steps() {
+    let steps = |speculation| {
+        let mut rig = Rig::new(SchedulerConfig { speculation, ..config() });
+        rig.ready(30);
+        rig.submit(repetitive(200)).unwrap();
+        let mut steps = 0;
+        while rig.plan() || rig.deliver() {
+            steps = rig.plan.step.0;
+        }
+        rig.drain();
+        (steps, rig.drafted)
+    };
+    let (without, none) = steps(None);
+    let (with, (drafted, accepted)) = steps(config().speculation);
+    assert_eq!((without, none), (200, (0, 0)));
+    assert!(with < 100 && accepted > 100, "{with} steps, {accepted} of {drafted} accepted");
+}
+
+#[test]
+fn what_does_not_repeat_itself_stays_one_step_ahead() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    rig.submit(plain(60)).unwrap();
+    assert!(rig.plan());
+    for step in 2..=60 {
+        assert!(rig.plan(), "step {step} is planned before the one before is answered");
+        assert!(rig.deliver());
+    }
+    rig.drain();
+}
+
+#[test]
+fn drafts_wait_for_their_token_and_others_for_nothing() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    rig.submit(repetitive(100)).unwrap();
+    let others: Vec<_> = (0..2).map(|_| rig.submit(plain(100)).unwrap()).collect();
+    assert!(rig.plan() && rig.plan(), "others are planned ahead");
+    assert_eq!(entries(&rig).len(), 2);
+    assert!(rig.deliver() && rig.plan());
+    let drafts: Vec<usize> = entries(&rig).iter().map(|entry| entry.drafts.len()).collect();
+    assert_eq!(drafts, [4, 0, 0]);
+    assert!(rig.deliver() && rig.plan());
+    assert_eq!(entries(&rig).len(), 2, "nobody knows how many tokens the first one gets");
+    assert!(!rig.plan() && rig.deliver());
+    assert!(rig.plan() && entries(&rig).len() == 3);
+    rig.drain();
+    assert_eq!(rig.requests[&others[0]].1.tokens[0].len(), 100);
+}
+
+#[test]
+fn no_draft_reaches_beyond_the_last_token_or_the_longest_sequence() {
+    for (max_tokens, max_model_len) in [(1, 400), (2, 400), (3, 400), (7, 400), (90, 32), (90, 33)]
+    {
+        let mut rig = Rig::new(SchedulerConfig { max_model_len, ..config() });
+        // As many blocks as the longest sequence has: the worker takes no more.
+        rig.ready(max_model_len.min(8 + max_tokens).div_ceil(16));
+        let id = rig.submit(repetitive(max_tokens)).unwrap();
+        rig.drain();
+        let got = &rig.requests[&id].1;
+        assert_eq!(got.tokens[0].len() as u32, max_tokens.min(max_model_len - 8));
+        assert_eq!(got.reasons, [Some(FinishReason::Length)]);
+    }
+}
+
+/// The last token of a prompt is known: behind it, too, may be drafted, while the part before it is
+/// still being computed.
+#[test]
+fn a_prompts_last_token_drafts_while_the_part_before_is_in_flight() {
+    let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 8, ..config() });
+    rig.ready(30);
+    let prompt: Vec<u32> = (0..17).map(|at| at % 5).collect();
+    rig.submit(ClientRequest { prompt, ..repetitive(40) }).unwrap();
+    assert!(rig.plan() && rig.plan() && rig.deliver());
+    assert!(rig.plan() && rig.scheduler.gauges().steps_in_flight == 2);
+    let last = &entries(&rig)[0];
+    assert_eq!((last.start, last.drafts.len()), (16, 4));
+    rig.drain();
+    assert!(rig.drafted.1 > 10);
+}
+
+#[test]
+fn an_end_in_the_middle_of_a_draft_ends_the_text_there() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let whole = rig.submit(repetitive(100)).unwrap();
+    rig.drain();
+    let text = rig.requests[&whole].1.tokens[0].clone();
+    let before = rig.totals.wasted;
+    // `finish_reason_is_right` looks that nothing comes behind it.
+    for token in 0..5 {
+        let end_tokens = vec![token];
+        rig.submit(ClientRequest { end_tokens, min_tokens: 9, ..repetitive(100) }).unwrap();
+        let stop_token = Some(token);
+        rig.submit(ClientRequest { stop_token, min_tokens: 9, ..repetitive(100) }).unwrap();
+    }
+    rig.drain();
+    assert!(rig.totals.wasted > before, "some ended in the middle: {text:?}");
+}
+
+#[test]
+fn nothing_is_drafted_where_more_sequences_run_than_were_said() {
+    let speculation =
+        Speculation { disable_by_batch_size: Some(2), ..config().speculation.unwrap() };
+    let mut rig = Rig::new(SchedulerConfig { speculation: Some(speculation), ..config() });
+    rig.ready(40);
+    for _ in 0..3 {
+        rig.submit(repetitive(60)).unwrap();
+    }
+    for step in 0..40 {
+        assert!(rig.plan() && (step == 0 || rig.deliver()));
+        assert!(entries(&rig).iter().all(|entry| entry.drafts.is_empty()));
+    }
+    rig.drain();
+    assert_eq!(rig.drafted, (0, 0));
+    rig.submit(repetitive(60)).unwrap();
+    rig.submit(repetitive(60)).unwrap();
+    rig.drain();
+    assert!(rig.drafted.1 > 0);
+}
+
+#[test]
+fn drafts_take_what_is_left_of_rows_and_budget() {
+    // 8 rows: 6 sequences leave 2; and 10 tokens: a prompt takes what there is.
+    let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 10, ..config() });
+    rig.ready(60);
+    for _ in 0..6 {
+        rig.submit(repetitive(60)).unwrap();
+    }
+    let mut most = 0;
+    while rig.plan() || rig.deliver() {
+        let drafts: usize = entries(&rig).iter().map(|entry| entry.drafts.len()).sum();
+        if entries(&rig).len() == 6 {
+            assert!(drafts <= 2);
+            most = most.max(drafts);
+        }
+    }
+    assert_eq!(most, 2);
+    rig.drain();
+}
+
+#[test]
+fn no_block_is_taken_for_a_draft_that_another_may_need() {
+    let mut rig = Rig::new(config());
+    // Two sequences of 8 + 8 tokens have a block each; the next token of each needs another. Of 3
+    // blocks the free one is kept for that.
+    rig.ready(3);
+    rig.submit(repetitive(24)).unwrap();
+    rig.submit(repetitive(24)).unwrap();
+    while rig.plan() || rig.deliver() {
+        for entry in entries(&rig).iter().filter(|entry| !entry.drafts.is_empty()) {
+            let own_end = entry.start + 1;
+            let within = (entry.start + entry.count).div_ceil(16) == own_end.div_ceil(16);
+            assert!(within || rig.scheduler.gauges().blocks_used < 3, "{entry:?}");
+        }
+    }
+    rig.drain();
+}
+
+#[test]
+fn guided_sequences_do_not_draft() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    rig.submit(ClientRequest { guide: Some(Guidance::default()), ..repetitive(60) }).unwrap();
+    rig.drain();
+    assert_eq!(rig.drafted, (0, 0));
+}
+
+#[test]
+fn drafts_survive_preemption_loss_and_a_move_of_their_sequence() {
+    let mut rig = Rig::new(config());
+    rig.ready(9);
+    for seed in 0..4 {
+        let prompt = (0..20).map(|at| at % 5).collect();
+        rig.submit(ClientRequest { seed: seed * 3, prompt, ..repetitive(60) }).unwrap();
+    }
+    for at in 0..400 {
+        let (planned, delivered) = (rig.plan(), at % 3 != 2 && rig.deliver());
+        if at % 41 == 40 {
+            rig.lost();
+            rig.ready(9);
+        }
+        if at % 67 == 66 {
+            rig.move_on();
+            rig.ready(9);
+        }
+        if !planned && !delivered && rig.scheduler.gauges().in_flight == 0 {
+            break;
+        }
+    }
+    // Every token was compared with the undisturbed one as it came.
+    rig.drain();
+    assert!(rig.preemptions > 0 && rig.drafted.1 > 20, "{} {:?}", rig.preemptions, rig.drafted);
+}
+
+/// What a rank may answer by mistake.
+#[test]
+fn more_than_was_verified_is_not_believed() {
+    let output = |position: u32, token: u32| SequenceOutput {
+        seq: SeqId(1),
+        position,
+        token: Some(token),
+        logprobs: None,
+        prompt_logprobs: Vec::new(),
+        prompt_start: 0,
+        corrupted: false,
+        embedding: Vec::new(),
+    };
+    // Of the drafts 4 0 1 2 behind 3: what comes, and the tokens believed of it, if it is.
+    type Case = (&'static [(u32, u32)], Option<usize>);
+    let cases: [Case; 7] = [
+        (&[(9, 4), (10, 0), (11, 1), (12, 2), (13, 3)], Some(5)),
+        (&[(9, 4), (10, 7)], Some(2)),
+        (&[(9, 4)], Some(1)),
+        (&[(9, 7), (10, 0)], None),
+        (&[(9, 4), (10, 0), (11, 1), (12, 2), (13, 3), (14, 4)], None),
+        (&[(9, 4), (11, 1)], None),
+        (&[], None),
+    ];
+    for (outputs, believed) in cases {
+        let mut rig = Rig::new(config());
+        rig.ready(30);
+        rig.submit(repetitive(100)).unwrap();
+        let (mut effects, mut plan) = (Vec::new(), Default::default());
+        let scheduler: &mut Scheduler = &mut rig.scheduler;
+        assert!(scheduler.plan(&mut plan, &mut effects));
+        let apply = |scheduler: &mut Scheduler, step, outputs: &[(u32, u32)]| {
+            let outputs = outputs.iter().map(|(position, token)| output(*position, *token));
+            let (outputs, mut effects) = (outputs.collect(), Vec::new());
+            let applied: Result<(), ApplyError> =
+                scheduler.apply(Epoch(1), StepId(step), outputs, &mut |_, _| false, &mut effects);
+            applied.unwrap();
+            effects
+        };
+        apply(scheduler, 1, &[(8, 3)]);
+        assert!(scheduler.plan(&mut plan, &mut effects));
+        assert_eq!(plan.sequences[0].drafts, [4, 0, 1, 2]);
+        let effects = apply(scheduler, 2, outputs);
+        let is_token = |effect: &&Effect| matches!(effect, Effect::Token { .. });
+        let tokens = effects.iter().filter(is_token).count();
+        let corrupted = Some(EngineError::Corrupted);
+        let ended = effects
+            .iter()
+            .any(|effect| matches!(effect, Effect::Dropped { error, .. } if *error == corrupted));
+        assert_eq!(ended, believed.is_none(), "{outputs:?}");
+        if let Some(believed) = believed {
+            assert_eq!(tokens, believed, "{outputs:?}");
+            assert!(scheduler.plan(&mut plan, &mut Vec::new()));
+            assert_eq!(plan.sequences[0].start, 8 + believed as u32, "{outputs:?}");
+        }
+    }
+}
+
+/// A block is found by others only when all of its tokens are accepted: the KV cache is as it would
+/// be without drafts.
+#[test]
+fn blocks_of_drafts_are_nobody_elses() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    // 13 tokens and one more: the first draft fills the first block.
+    let prompt: Vec<u32> = (0..13).map(|at| at % 5).collect();
+    rig.submit(ClientRequest { prompt, ..repetitive(40) }).unwrap();
+    // Others, so that a step is planned behind the draft's.
+    for _ in 0..3 {
+        rig.submit(plain(40)).unwrap();
+    }
+    assert!(rig.plan() && rig.deliver() && rig.plan());
+    assert_eq!(entries(&rig)[0].drafts.len(), 4);
+    // Another that begins with what the draft says shares nothing yet.
+    let alike: Vec<u32> = (0..20).map(|at| at % 5).collect();
+    rig.submit(ClientRequest { prompt: alike, ..repetitive(2) }).unwrap();
+    assert!(rig.plan());
+    let shared = entries(&rig).iter().find(|entry| entry.seq == SeqId(5)).unwrap();
+    assert_eq!((shared.start, shared.new_blocks.contains(&BlockId(0))), (0, false));
+    // `cache_holds_what_it_shall` looks at what everybody reads.
+    rig.drain();
+}

@@ -1,0 +1,77 @@
+//! Embeddings: what the last norm gives for a prompt's tokens, made one vector while its chunks are
+//! computed. Every rank has these vectors whole; rank 0 reports.
+use std::ops::Range;
+
+use kernels::Backend;
+use shared::protocol::{SequenceOutput, SequenceStep, StepPlan};
+use shared::sampling::Pooling;
+
+use super::sequence::Sequence;
+use super::{Engine, EngineError};
+
+/// Rows of the step that a sequence's embedding takes, of those from `first` on that are its share.
+fn wanted(pooling: Pooling, seq: &Sequence, entry: &SequenceStep, first: usize) -> Range<usize> {
+    let end = first + entry.count as usize;
+    let is_last = (entry.start + entry.count) as usize == seq.tokens.len();
+    match pooling {
+        Pooling::Mean => first..end,
+        Pooling::First if entry.start == 0 => first..first + 1,
+        Pooling::Last if is_last => end - 1..end,
+        Pooling::First | Pooling::Last => first..first,
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// Takes what the computed step has for the embeddings of its sequences, and reports those that
+    /// are complete; returns whether any is.
+    pub(super) fn pool(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<bool, EngineError> {
+        let Self { backend, decoder, sequences, step, .. } = self;
+        let (before, width) = (outputs.len(), decoder.config().hidden_size);
+        if backend.rank() != 0 {
+            return Ok(false);
+        }
+        let mut first = 0;
+        for entry in &plan.sequences {
+            let at = first;
+            first += entry.count as usize;
+            let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
+            let Some(pooling) = seq.pooling else { continue };
+            let rows = wanted(pooling, seq, entry, at);
+            if !rows.is_empty() {
+                decoder.read_hidden(backend, rows, &mut step.hidden)?;
+                add(&mut seq.pooled, &step.hidden, width);
+            }
+            let end = entry.start + entry.count;
+            if end as usize != seq.tokens.len() {
+                continue;
+            }
+            let count = if pooling == Pooling::Mean { f64::from(end) } else { 1.0 };
+            let embedding: Vec<f32> =
+                seq.pooled.drain(..).map(|sum| (sum / count) as f32).collect();
+            outputs.push(SequenceOutput {
+                seq: entry.seq,
+                position: end,
+                token: None,
+                logprobs: None,
+                prompt_logprobs: Vec::new(),
+                prompt_start: 0,
+                corrupted: embedding.iter().any(|value| !value.is_finite()),
+                embedding,
+            });
+        }
+        Ok(outputs.len() > before)
+    }
+}
+
+/// Adds rows of this width to a sum. In double precision, so that the sum of a long prompt does not
+/// depend on how it was cut into chunks.
+fn add(sum: &mut Vec<f64>, rows: &[f32], width: usize) {
+    sum.resize(width, 0.0);
+    for row in rows.chunks_exact(width) {
+        sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += f64::from(*value));
+    }
+}

@@ -1,0 +1,104 @@
+//! Drafted tokens, verified: a sequence's last token and the drafts behind it are computed as rows of
+//! their own, each over the cache up to itself, so that every row is what a step for its token alone
+//! would have been, to the bit. A token is sampled after each. Those count up to the first that is not
+//! the draft in its place; what was written for drafts behind it is written over by later steps.
+use kernels::backend::SeqRows;
+use kernels::sampling::Sampled;
+use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, TokenDigest};
+
+use super::sequence::Sequence;
+use super::{StepBuffers, token_logprobs};
+
+/// Checks a share with drafts; the rest of its checks are those of any share.
+pub(super) fn check(seq: &Sequence, entry: &SequenceStep, vocab: u32) -> Result<(), String> {
+    let drafts = entry.drafts.len();
+    if entry.count as usize != drafts + 1 {
+        let count = entry.count;
+        return Err(format!("has {drafts} drafts, but {count} tokens to compute"));
+    }
+    if !entry.sample || entry.allowed.is_some() {
+        return Err("has drafts, but is not to be sampled freely".to_owned());
+    }
+    if entry.start as usize + 1 != seq.tokens.len() {
+        let (start, known) = (entry.start, seq.tokens.len());
+        return Err(format!("has drafts behind position {start}, but {known} tokens"));
+    }
+    match entry.drafts.iter().find(|token| **token >= vocab) {
+        Some(token) => Err(format!("has draft {token} of {vocab}")),
+        None => Ok(()),
+    }
+}
+
+impl StepBuffers {
+    /// Lays out a share with drafts: decode rows that share a block table.
+    pub(super) fn lay_out_drafts(
+        &mut self,
+        entry: &SequenceStep,
+        index: usize,
+        seq: &Sequence,
+        table_start: u32,
+        config: &EngineConfig,
+    ) {
+        for (row, position) in (entry.start..entry.start + entry.count).enumerate() {
+            let row_start = self.ids.len() as u32;
+            self.ids.push(seq.tokens[entry.start as usize + row]);
+            self.positions.push(position);
+            self.slots.push(seq.slot(position, config.block_size));
+            self.seqs.push(SeqRows {
+                row_start,
+                num_rows: 1,
+                context_len: position + 1,
+                table_start,
+                table_len: seq.blocks.len() as u32,
+            });
+            self.sample_rows.push(row_start);
+            self.sample_entries.push(index);
+        }
+    }
+}
+
+impl Sequence {
+    /// How many of `tokens`, sampled after each row of a share, count.
+    fn counting(&self, entry: &SequenceStep, tokens: &[u32]) -> usize {
+        let agreeing = tokens.iter().zip(&entry.drafts).take_while(|(token, draft)| token == draft);
+        agreeing.count() + 1
+    }
+
+    /// Takes the sampled `tokens` that count in place of the drafts; returns how many.
+    pub(super) fn verify(
+        &mut self,
+        entry: &SequenceStep,
+        tokens: &[u32],
+        digest: &mut TokenDigest,
+    ) -> usize {
+        let counting = self.counting(entry, tokens).min(tokens.len());
+        self.tokens.truncate(entry.start as usize + 1);
+        for token in &tokens[..counting] {
+            *digest = digest.with(entry.seq, self.tokens.len() as u32, *token);
+            self.tokens.push(*token);
+        }
+        self.computed = Some(entry.start + counting as u32);
+        counting
+    }
+}
+
+/// What is reported of the sampled tokens that count.
+pub(super) fn report(
+    entry: &SequenceStep,
+    sampled: impl Iterator<Item = Sampled>,
+    wants_logprobs: bool,
+    outputs: &mut Vec<SequenceOutput>,
+) {
+    for (position, sampled) in (entry.start + 1..).zip(sampled) {
+        outputs.push(SequenceOutput {
+            seq: entry.seq,
+            position,
+            token: Some(sampled.token),
+            corrupted: sampled.corrupted,
+            logprobs: wants_logprobs.then(|| token_logprobs(sampled)),
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            embedding: Vec::new(),
+        });
+    }
+}
