@@ -29,7 +29,7 @@ use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::Desired;
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
-    HeldShard, LoadProgress, NodeResources, Start, Started, ToWorker,
+    HeldShard, LoadProgress, NodeResources, Quantization, Start, Started, ToWorker,
 };
 use shared::wire::auth::Secret;
 
@@ -52,6 +52,8 @@ pub struct ClusterConfig {
     pub model: String,
     /// How matrix products are computed, the same on every rank of every replica.
     pub dtype: Dtype,
+    /// How weights are kept, likewise.
+    pub quantization: Quantization,
     /// Sizes sent to every rank.
     pub engine: EngineConfig,
     /// Deadline of collective set-up and operations.
@@ -472,6 +474,7 @@ impl Cluster {
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
                 model: self.config.model.clone(),
                 dtype: self.config.dtype,
+                quantization: self.config.quantization,
                 engine: self.config.engine.clone(),
             });
             effects.push(Effect::Send { worker, epoch, message });

@@ -1,4 +1,4 @@
-//! The CPU backend: SIMD kernels over packed bf16 weights, f32 activations, own threads.
+//! The CPU backend: SIMD kernels over packed bf16 or int8 weights, f32 activations, own threads.
 //!
 //! Owns how operations are put together from the parts below; `check` looks at the arguments first:
 //! - [`isa`]: which instructions; `simd`: vectors of them; `math`: scalar functions
@@ -51,7 +51,7 @@ use check::ensure;
 use experts::Grouping;
 use gemm::Output;
 use memory::{Disjoint, Scratch};
-use pack::PANEL;
+use pack::{Format, PANEL};
 use pool::Pool;
 use precision::Arithmetic;
 use sample::Sampler;
@@ -208,11 +208,19 @@ impl Backend for CpuBackend {
     }
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
-        CpuMatrix::pack(&mut self.pool, parts)
+        CpuMatrix::pack(&mut self.pool, Format::Bf16, parts)
+    }
+
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
+        CpuMatrix::pack(&mut self.pool, Format::Int8, parts)
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CpuStack, KernelError> {
-        CpuStack::pack(&mut self.pool, matrices)
+        CpuStack::pack(&mut self.pool, Format::Bf16, matrices)
+    }
+
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CpuStack, KernelError> {
+        CpuStack::pack(&mut self.pool, Format::Int8, matrices)
     }
 
     fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CpuRoutes, KernelError> {

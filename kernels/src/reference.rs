@@ -172,8 +172,17 @@ impl Backend for ReferenceBackend {
         ReferenceMatrix::widen(parts)
     }
 
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError> {
+        ReferenceMatrix::quantise(parts)
+    }
+
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError> {
         matrices.iter().map(|matrix| ReferenceMatrix::widen(std::slice::from_ref(matrix))).collect()
+    }
+
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError> {
+        let one = |matrix| ReferenceMatrix::quantise(std::slice::from_ref(matrix));
+        matrices.iter().map(one).collect()
     }
 
     fn new_routes(

@@ -10,9 +10,9 @@ use shared::protocol::{
     CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
     FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
     GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, NewSequence, NodeResources,
-    Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan,
-    StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs,
-    TokenMask, Whitespace, WorkerStats,
+    Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed,
+    StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker,
+    TokenLogprobs, TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -103,6 +103,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         collective_timeout_ms: 30_000,
         model: "/models/\u{e9}".to_owned(),
         dtype: Dtype::Bfloat16,
+        quantization: Quantization::Int8,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,

@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRules};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
-use shared::protocol::{Dtype, EngineConfig, Formed, NodeResources, Started, ToWorker};
+use shared::protocol::{
+    Dtype, EngineConfig, Formed, NodeResources, Quantization, Started, ToWorker,
+};
 use shared::wire::auth::Secret;
 
 const WORKERS: u32 = 1000;
@@ -17,6 +19,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         max_replicas: None,
         model: "m".into(),
         dtype: Dtype::Float32,
+        quantization: Quantization::None,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,

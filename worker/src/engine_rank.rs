@@ -15,7 +15,9 @@ use kernels::cuda::{GroupSetup, Relay};
 use kernels::{Backend as _, Collective, CollectiveError, KernelError};
 use shared::host::available_memory;
 use shared::ids::Epoch;
-use shared::protocol::{CollectiveSpec, Dtype, Form, SequenceOutput, StepPlan, StepTimings};
+use shared::protocol::{
+    CollectiveSpec, Dtype, Form, Quantization, SequenceOutput, StepPlan, StepTimings,
+};
 
 use crate::device::{Device, bytes_text};
 use crate::engine::{Engine, EngineError};
@@ -24,7 +26,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
-use crate::model::weights;
+use crate::model::weights::{self, Source};
 use crate::rank::{
     AbortSlot, Exchanged, FormError, FormNews, NoSteps, Rank, RankReady, StepSource,
 };
@@ -43,9 +45,9 @@ pub struct EngineRank<D: Device> {
     unfinished: u64,
 }
 
-/// What was loaded: model folder, precision, rank, degree and that of its sums, and the sizes the
+/// What was loaded: model folder, precision and format of weights, rank, degree and that of its sums, and the sizes the
 /// buffers were made for.
-type Key = (String, Dtype, u32, (u32, u32), u32, u32, u32);
+type Key = (String, (Dtype, Quantization), u32, (u32, u32), u32, u32, u32);
 
 struct Loaded<D: Device> {
     engine: Engine<D::Backend>,
@@ -126,11 +128,11 @@ impl<D: Device> EngineRank<D> {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
-        self.device.check_fit(&backend, &config, &shard, &form.engine)?;
+        self.device.check_fit(&backend, &config, &shard, form.quantization, &form.engine)?;
+        let source = Source { files: &files, config: &config, shard: &shard };
+        let mut progress = |done, total| news.progress(done, total);
         let weights =
-            weights::load(&mut backend, &files, &config, &shard, positions, &mut |done, total| {
-                news.progress(done, total)
-            })?;
+            weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;
         let tokens_max = form.engine.max_num_batched_tokens as usize;
         let rows_max = form.engine.max_num_seqs as usize;
         let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
@@ -234,7 +236,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let sizes = &form.engine;
         let key = (
             form.model.clone(),
-            form.dtype,
+            (form.dtype, form.quantization),
             form.rank,
             (form.world_size, form.reduction_ranks),
             sizes.max_model_len,

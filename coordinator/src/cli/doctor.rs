@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::json;
+use shared::protocol::Quantization;
 
 use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
-use super::options::{parse_bytes, parse_swap_space};
+use super::options::{parse_bytes, parse_quantization, parse_swap_space};
 use super::output::print_line;
 use super::work::cores;
 use super::{CliError, api, secret};
@@ -67,6 +68,9 @@ pub(crate) struct DoctorArgs {
     /// Workers per replica
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
+    /// Quantise weights while they are loaded: int8 or none, as when serving
+    #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
+    pub(crate) quantization: Quantization,
     /// Workers on this host [default: 1 with --coordinator, else --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,

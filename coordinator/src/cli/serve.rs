@@ -89,6 +89,7 @@ pub(crate) fn coordinator_options(
         served_model_name: name.unwrap_or_else(|| "model".to_owned()),
         model,
         dtype: args.dtype,
+        quantization: args.quantization,
         tensor_parallel: args.tensor_parallel,
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(args.tensor_parallel),
         max_replicas: args.replicas,

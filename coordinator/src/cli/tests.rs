@@ -89,6 +89,21 @@ fn swap_space_is_in_gib() {
 }
 
 #[test]
+fn weights_are_quantised_when_that_is_asked_for() {
+    use shared::protocol::Quantization;
+
+    assert_eq!(up(&[], "").unwrap().serving.quantization, Quantization::None);
+    assert_eq!(
+        up(&[], "quantization = \"int8\"").unwrap().serving.quantization,
+        Quantization::Int8
+    );
+    let args = up(&["--quantization", "none"], "quantization = \"int8\"").unwrap();
+    assert_eq!(args.serving.quantization, Quantization::None);
+    let error = up(&["--quantization", "fp8"], "").unwrap_err();
+    assert!(error.contains("--quantization") && error.contains("none, int8"), "{error}");
+}
+
+#[test]
 fn a_missing_file_is_named() {
     let error = parse_words(&["tutti", "worker", "--config", "/no/such.toml"]).unwrap_err();
     assert!(error.contains("/no/such.toml") && error.contains("cannot read"), "{error}");

@@ -13,6 +13,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         max_replicas: None,
         model: "m".into(),
         dtype: Dtype::Bfloat16,
+        quantization: Quantization::None,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,

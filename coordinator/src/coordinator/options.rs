@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
-use shared::protocol::Dtype;
+use shared::protocol::{Dtype, Quantization};
 use shared::wire::auth::Secret;
 use tokio::sync::mpsc;
 
@@ -25,6 +25,8 @@ pub struct CoordinatorOptions {
     pub model: PathBuf,
     /// How its matrix products are computed.
     pub dtype: Dtype,
+    /// How its weights are kept.
+    pub quantization: Quantization,
     /// The model's name in the API.
     pub served_model_name: String,
     /// Ranks per replica.

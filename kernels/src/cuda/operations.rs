@@ -118,23 +118,19 @@ impl Backend for CudaBackend {
     }
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
-        let Device { context, stream, .. } = &self.device;
-        let mut uploader = match self.uploader.take() {
-            Some(uploader) => uploader,
-            None => Uploader::new(context)?,
-        };
-        let matrix = uploader.load(context, stream, parts);
-        self.uploader = Some(uploader);
-        matrix
+        self.load_with(parts, Uploader::load)
+    }
+
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
+        self.load_with(parts, Uploader::load_int8)
+    }
+
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
+        self.load_stack_with(matrices, Uploader::load_int8)
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
-        let rows = matrices.first().map_or(0, |matrix| matrix.rows);
-        for matrix in matrices {
-            let found = matrix.rows;
-            ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
-        }
-        Ok(CudaStack { all: self.load_matrix(matrices)?, count: matrices.len() })
+        self.load_stack_with(matrices, Uploader::load)
     }
 
     fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CudaRoutes, KernelError> {
@@ -214,6 +210,7 @@ impl Backend for CudaBackend {
         let op = "embed";
         let width = out.width();
         ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
+        ensure!(op, table.weight().scales.is_none(), "the table is int8: it must be bf16");
         ensure!(
             op,
             table.at().stride == width,
@@ -511,9 +508,9 @@ impl Backend for CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let bias = bias.map(CudaVector::ptr);
-        if self.is_skinny(count) {
+        if self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());
-            let call = launch::skinny_gate_up(from, weight.at(), bias, to, sizes, live);
+            let call = launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, live);
             // SAFETY: shapes were checked.
             return unsafe { self.device.launch(call) };
         }

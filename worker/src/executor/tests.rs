@@ -3,7 +3,9 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, StepId};
-use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, SequenceOutput, StepTimings};
+use shared::protocol::{
+    CollectiveSpec, Dtype, EngineConfig, Quantization, SequenceOutput, StepTimings,
+};
 
 use super::*;
 use crate::rank::{FormError, RankReady};
@@ -143,6 +145,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         world_size: 1,
         reduction_ranks: 1,
         dtype: Dtype::Auto,
+        quantization: Quantization::None,
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
         model: model.into(),

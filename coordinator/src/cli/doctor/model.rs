@@ -20,7 +20,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
         Err(finding) => return vec![finding],
     };
     let mut findings = Vec::new();
-    match worker::check::model(&folder, args.tensor_parallel) {
+    match worker::check::model(&folder, args.tensor_parallel, args.quantization) {
         Ok(needs) => {
             findings.push(Finding::ok(
                 MODEL,

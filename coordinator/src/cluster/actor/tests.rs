@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits;
-use shared::protocol::{Dtype, Formed, NodeResources, Started};
+use shared::protocol::{Dtype, Formed, NodeResources, Quantization, Started};
 use shared::wire::auth::Secret;
 
 use super::*;
@@ -53,6 +53,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         max_replicas: None,
         model: "m".into(),
         dtype: Dtype::Float32,
+        quantization: Quantization::None,
         engine,
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,

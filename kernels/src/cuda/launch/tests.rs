@@ -70,6 +70,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
     let Sizes { rows: number, seqs, width, vocab, heads: (heads, kv_heads) } = sizes;
     let ptr = DevicePtr(0x1000);
     let rows = Rows { ptr, stride: width };
+    let int8 = Weight { at: rows, scales: Some(ptr) };
     let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4 };
     let io = AttentionIo { q: ptr, cache, seqs: ptr, block_tables: ptr, out: ptr };
     let partials = Partials { out: ptr, ml: ptr };
@@ -111,6 +112,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
         add_rmsnorm((ptr, None), ptr, rows, width, 1e-5, number, ptr),
         silu_mul(ptr, None, rows, width, number, ptr),
         add_bias(ptr, ptr, width, number, ptr),
+        scale_add_bias(ptr, ptr, None, width, number, ptr),
+        widen_int8(rows, ptr, number),
         add(ptr, ptr, width, number, ptr),
         gather_rows(rows, ptr, rows, width, number, ptr),
         copy_columns(rows, rows, 3, width, number, ptr),
@@ -148,13 +151,17 @@ fn all(sizes: Sizes) -> Vec<Call> {
             experts::route(ptr, (ptr, ptr), &routing, number, ptr),
             experts::group(ptr, &grouped, &routing, (number, 256, tiles_most), ptr),
             experts::gate_up(rows, rows, rows, &grouped, (top_k, width, width)),
+            experts::gate_up(rows, int8, rows, &grouped, (top_k, width, width)),
             experts::down(rows, rows, rows, &grouped, (0, width, width)),
+            experts::down(rows, int8, rows, &grouped, (0, width, width)),
             experts::sum(ptr, ptr, ptr, (number, top_k, width), (number, ptr)),
         ]);
     }
     for count in SKINNY.into_iter().chain([number]) {
         calls.push(skinny((rows, None), rows, None, rows, (count, vocab, width), ptr));
+        calls.push(skinny((rows, None), int8, None, rows, (count, vocab, width), ptr));
         calls.push(skinny_gate_up(rows, rows, None, rows, (count, width, width), ptr));
+        calls.push(skinny_gate_up(rows, int8, None, rows, (count, width, width), ptr));
     }
     calls
 }
