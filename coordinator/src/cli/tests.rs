@@ -98,3 +98,19 @@ fn a_missing_file_is_named() {
 fn options_have_no_conflicts() {
     options::command().debug_assert();
 }
+
+#[test]
+fn speculation_is_json_on_the_command_line_and_in_a_file() {
+    let config = |tokens: u32| {
+        format!(r#"{{"method":"ngram","num_speculative_tokens":{tokens},"prompt_lookup_max":3}}"#)
+    };
+    assert_eq!(up(&[], "").unwrap().serving.speculative_config, None);
+    let args = up(&[], &format!("speculative-config = '{}'", config(4))).unwrap();
+    let speculation = args.serving.speculative_config.unwrap();
+    assert_eq!((speculation.num_speculative_tokens, speculation.prompt_lookup_min), (4, 3));
+    let error = up(&["--speculative-config", &config(65)], "").unwrap_err();
+    assert!(error.contains("--speculative-config"), "{error}");
+    assert!(error.contains("num_speculative_tokens is 65, it must be 1 to 64"), "{error}");
+    let error = up(&[], "speculative-config = 'ngram'").unwrap_err();
+    assert!(error.contains("it is not JSON") && error.contains(".toml"), "{error}");
+}
