@@ -238,3 +238,35 @@ pub(crate) fn swap(
         None => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_swap_is_within_both_and_writes_nothing_twice() {
+        let shape = |num_blocks| KvShape {
+            num_layers: 1,
+            num_kv_heads: 1,
+            head_dim: 8,
+            block_size: 4,
+            num_blocks,
+        };
+        let (cache, host) = (shape(4), shape(3));
+        let said = |pairs: &[(u32, u32)], out| {
+            swap("swap", &cache, &host, pairs, out).map_err(|error| error.to_string())
+        };
+        assert_eq!(said(&[(3, 0), (0, 2)], true), Ok(()));
+        assert_eq!(said(&[], false), Ok(()));
+        assert_eq!(said(&[(4, 0)], true).unwrap_err(), "swap: block is 4 of 4");
+        assert_eq!(said(&[(0, 3)], false).unwrap_err(), "swap: host block is 3 of 3");
+        let twice = [(1, 2), (3, 2)];
+        assert_eq!(said(&twice, true).unwrap_err(), "swap: block 2 is written twice");
+        assert_eq!(said(&twice, false), Ok(()), "one block to two places");
+        let most = [(0, 0), (1, 1), (2, 2), (3, 0)];
+        assert!(said(&most, false).unwrap_err().contains("4 pairs, host memory has 3"));
+        let other = KvShape { head_dim: 16, ..host };
+        let unlike = swap("swap", &cache, &other, &[], true).unwrap_err().to_string();
+        assert!(unlike.contains("head_dim: 16"), "{unlike}");
+    }
+}
