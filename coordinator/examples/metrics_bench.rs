@@ -63,7 +63,8 @@ fn scrape(workers: u32) {
         record.worker_info(worker, &format!("node-{index}"), "0.1.0");
         record.worker_reported(worker, Duration::from_secs(1_700_000_000));
         if index % 2 == 0 {
-            let config = ReplicaConfig { engine: engine(), num_blocks: 4096, tensor_parallel: 2 };
+            let (engine, num_blocks, host_blocks) = (engine(), 4096, 0);
+            let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel: 2 };
             record.replica_ready(replica, &config);
         }
     }
@@ -105,6 +106,7 @@ fn engine() -> EngineConfig {
         max_num_seqs: 256,
         max_num_batched_tokens: 8192,
         kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
     }
 }
 
@@ -129,7 +131,7 @@ fn step(on: bool, batch: u32, steps: u32) {
     };
     let mut now = Duration::ZERO;
     let mut driver = ReplicaDriver::new(now, ReplicaId(0), scheduler, observer, limits);
-    driver.ready(now, Epoch(1), 1 << 20);
+    driver.ready(now, Epoch(1), 1 << 20, 0);
     let mut rank = RankStats::new(WorkerId(0));
     rank.formed(ReplicaId(0), 0, 1, Duration::ZERO);
     let mut receivers = Vec::new();

@@ -29,7 +29,7 @@ use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::Desired;
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
-    HeldShard, LoadProgress, NodeResources, Start, Started, ToWorker,
+    HeldShard, LoadProgress, NodeResources, Quantization, Start, Started, ToWorker,
 };
 use shared::wire::auth::Secret;
 
@@ -52,6 +52,8 @@ pub struct ClusterConfig {
     pub model: String,
     /// How matrix products are computed, the same on every rank of every replica.
     pub dtype: Dtype,
+    /// How weights are kept, likewise.
+    pub quantization: Quantization,
     /// Sizes sent to every rank.
     pub engine: EngineConfig,
     /// Deadline of collective set-up and operations.
@@ -107,6 +109,8 @@ pub enum Effect {
         ranks: Vec<WorkerId>,
         /// KV blocks every rank has.
         num_blocks: u32,
+        /// Those in host memory.
+        host_blocks: u32,
     },
     /// A replica that was ready cannot serve any more.
     ReplicaBroken {
@@ -330,13 +334,13 @@ impl Cluster {
     pub fn worker_formed(&mut self, worker: WorkerId, formed: Formed, effects: &mut Vec<Effect>) {
         let epoch = formed.epoch;
         let complete = self.replicas.in_epoch(worker, epoch, |replica| {
-            Some((replica.formed(worker, formed.kv_blocks)?, replica.ranks()))
+            Some((replica.formed(worker, &formed)?, replica.ranks()))
         });
-        let Some((num_blocks, ranks)) = complete.flatten() else { return };
+        let Some(((num_blocks, host_blocks), ranks)) = complete.flatten() else { return };
         effects.extend(ranks.into_iter().map(|worker| Effect::Send {
             worker,
             epoch,
-            message: ToWorker::Start(Start { epoch, num_blocks }),
+            message: ToWorker::Start(Start { epoch, num_blocks, host_blocks }),
         }));
     }
 
@@ -372,8 +376,9 @@ impl Cluster {
         let complete = self.replicas.in_epoch(worker, epoch, |replica| {
             Some((replica.started(now, worker)?, replica.ranks()))
         });
-        if let Some((num_blocks, ranks)) = complete.flatten() {
-            effects.push(Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks });
+        if let Some(((num_blocks, host_blocks), ranks)) = complete.flatten() {
+            let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
+            effects.push(ready);
         }
     }
 
@@ -469,6 +474,7 @@ impl Cluster {
                 collective_timeout_ms: self.config.collective_timeout.as_millis() as u64,
                 model: self.config.model.clone(),
                 dtype: self.config.dtype,
+                quantization: self.config.quantization,
                 engine: self.config.engine.clone(),
             });
             effects.push(Effect::Send { worker, epoch, message });

@@ -138,6 +138,7 @@ impl Coordinator {
             placement: options.placement,
             model: options.model.to_string_lossy().into_owned(),
             dtype: options.dtype,
+            quantization: options.quantization,
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
             worker_stats: options.metrics,

@@ -1,5 +1,5 @@
 //! PURE: the scheduler of one replica. Continuous batching, chunked prefill under a token budget,
-//! paged KV, preemption by recomputation, one step ahead of the workers.
+//! paged KV, preemption by swapping or recomputation, one step ahead of the workers.
 //!
 //! Events and the time go in ([`Scheduler::submit`], [`Scheduler::plan`], [`Scheduler::apply`],
 //! [`Scheduler::cancel`]); plans and [`Effect`]s come out. The order of everything is decided by
@@ -9,7 +9,8 @@
 //!   among equals; where a plan has no room for more masks, those that are not guided pass those
 //!   that are. Out of blocks, the least urgent sequence, of equals the one admitted last, is
 //!   preempted and returns to the front of its equals, so the oldest of the most urgent always makes
-//!   progress. Who is less urgent may wait for ever: priorities are given on purpose.
+//!   progress. Who is less urgent may wait for ever: priorities are given on purpose. What was
+//!   computed of it goes to host memory where that has room (`swap`), else it is computed again.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
 //!   begin at the position of a token that only the workers know yet. A guided sequence's mask
 //!   depends on that token. While guided ones wait for theirs and are fewer than half of those that
@@ -23,8 +24,8 @@
 //!   flight gives its blocks back at once. Workers run plans in order, so whoever gets the blocks
 //!   writes them after the late step has; the late output is ignored.
 //! - `acceptance`: an output counts only if epoch, step, admission and position match what was
-//!   planned. A token in flight of a preempted sequence is ignored and sampled again, which gives
-//!   the same token (law 7).
+//!   planned. A token in flight of a sequence that is computed again is ignored and sampled again,
+//!   which gives the same token (law 7); that of a swapped one counts.
 mod accept;
 mod blocks;
 mod config;
@@ -33,26 +34,32 @@ mod effect;
 mod plan;
 mod sequence;
 mod speculate;
+mod swap;
 mod weight;
 
 pub use accept::{ApplyError, Stopped};
 pub(crate) use blocks::mix;
 pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
-pub use effect::{Effect, StepSummary};
+pub use effect::{Effect, Place, StepSummary};
 use plan::InFlight;
 pub use sequence::HandedOver;
 use sequence::{Request, Sequence, Urgency};
-use shared::ids::{Epoch, RequestId, SeqId, StepId};
+use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
+use shared::protocol::Swap;
 pub use speculate::{Drafter, Speculation};
 use std::collections::{HashMap, VecDeque};
 use std::task::Waker;
+use swap::HostPool;
 
 use crate::engine::{EngineError, FinishReason, GenerateRequest};
 
 /// A request is given up when so many epochs in a row ended before a step with it was answered; all
 /// but the first of them it had for itself.
 pub const SUSPICION_MAX: u32 = 3;
+
+/// A request that does not fit where it was to go on, and why.
+pub type Refused = Box<(HandedOver, EngineError)>;
 
 /// Why an epoch is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,19 +92,27 @@ pub struct Scheduler {
     spare: Vec<InFlight>,
     /// Sequences the workers shall forget with the next plan.
     forget: Vec<SeqId>,
+    host: HostPool,
+    /// Sequences that go to host memory with the next plan.
+    outgoing: Vec<Swap>,
+    /// Host blocks that are free once this plan is sent.
+    left: Vec<HostBlockId>,
     next_seq: u64,
     next_admission: u64,
     num_running_requests: u32,
+    num_swapped_requests: u32,
     /// Wakes the shell when a guide that was waited for is ready.
     waker: Waker,
 }
 
-/// The state that gauges show. `running + waiting = in_flight`.
+/// The state that gauges show. `running + waiting + swapped = in_flight`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauges {
     /// Requests with at least one sequence admitted.
     pub running: u32,
-    /// Requests without.
+    /// Requests without, of which a sequence is in host memory.
+    pub swapped: u32,
+    /// All others.
     pub waiting: u32,
     /// Requests accepted and not ended.
     pub in_flight: u32,
@@ -105,6 +120,10 @@ pub struct Gauges {
     pub blocks_used: u32,
     /// KV blocks there are.
     pub blocks_total: u32,
+    /// Blocks of host memory in use.
+    pub host_used: u32,
+    /// Blocks of host memory there are.
+    pub host_total: u32,
     /// Steps sent and not answered.
     pub steps_in_flight: u32,
 }
@@ -130,9 +149,13 @@ impl Scheduler {
             found: Vec::new(),
             spare: Vec::new(),
             forget: Vec::new(),
+            host: HostPool::default(),
+            outgoing: Vec::new(),
+            left: Vec::new(),
             next_seq: 1,
             next_admission: 1,
             num_running_requests: 0,
+            num_swapped_requests: 0,
             waker: Waker::noop().clone(),
         })
     }
@@ -148,10 +171,13 @@ impl Scheduler {
         let in_flight = self.requests.len() as u32;
         Gauges {
             running: self.num_running_requests,
-            waiting: in_flight - self.num_running_requests,
+            swapped: self.num_swapped_requests,
+            waiting: in_flight - self.num_running_requests - self.num_swapped_requests,
             in_flight,
             blocks_used: self.blocks.num_used(),
             blocks_total: self.blocks.total(),
+            host_used: self.host.num_used(),
+            host_total: self.host.total(),
             steps_in_flight: self.in_flight.len() as u32,
         }
     }
@@ -168,15 +194,22 @@ impl Scheduler {
         self.last_step
     }
 
-    /// The ranks are formed with `num_blocks` empty blocks and know no sequence. Requests that can
-    /// no longer fit, because the new cache is smaller, fail.
-    pub fn replica_ready(&mut self, epoch: Epoch, num_blocks: u32, effects: &mut Vec<Effect>) {
+    /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know no
+    /// sequence. Requests that can no longer fit, because the new cache is smaller, fail.
+    pub fn replica_ready(
+        &mut self,
+        epoch: Epoch,
+        num_blocks: u32,
+        host_blocks: u32,
+        effects: &mut Vec<Effect>,
+    ) {
         if self.epoch.is_some() {
             self.replica_lost(EpochEnd::Planned, effects);
         }
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
         self.blocks = BlockPool::new(num_blocks, self.config.block_size);
+        self.host = HostPool::new(host_blocks);
         let mut too_large: Vec<(RequestId, u32)> = self
             .waiting
             .iter()
@@ -221,6 +254,7 @@ impl Scheduler {
             }
             self.unadmit(slot);
         }
+        self.lose_swapped();
         for (request, epochs) in guilty {
             self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
         }
@@ -256,15 +290,12 @@ impl Scheduler {
     ///
     /// # Errors
     /// The request, when it does not fit here.
-    pub fn adopt(
-        &mut self,
-        handed: HandedOver,
-    ) -> Result<Vec<(SeqId, SeqId)>, (HandedOver, EngineError)> {
+    pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
         let needed = handed.sequences.first();
         let needed = needed.map_or(0, |seq| self.blocks_needed(seq.num_prompt, seq.max_tokens));
         if self.epoch.is_some() && needed > self.blocks.total() {
             let available = self.blocks.total();
-            return Err((handed, EngineError::TooLarge { needed, available }));
+            return Err(Box::new((handed, EngineError::TooLarge { needed, available })));
         }
         let HandedOver { id, mut owner, sequences } = handed;
         owner.live.clear();
@@ -325,6 +356,8 @@ impl Scheduler {
                 guide: guides.next(),
                 blocks: Vec::with_capacity(needed as usize),
                 told: 0,
+                known: false,
+                swapped: None,
                 kept: 0,
                 prefix: Prefix::Start { salt: request.cache_salt },
                 cache_salt: request.cache_salt,
@@ -348,7 +381,7 @@ impl Scheduler {
             ids.push(id);
         }
         let end_tokens = request.end_tokens;
-        let owner = Request { live, end_tokens, admitted: 0, scheduled: false };
+        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled: false };
         self.requests.insert(request.id, owner);
         Ok(ids)
     }
@@ -364,8 +397,13 @@ impl Scheduler {
     }
 
     fn finish(&mut self, slot: usize, reason: FinishReason, effects: &mut Vec<Effect>) {
+        let place = |scheduler: &Self, request| {
+            scheduler.requests.get(&request).map_or(Place::Waiting, Request::place)
+        };
+        let Some(request) = self.sequences[slot].as_ref().map(|seq| seq.request) else { return };
+        let before = place(self, request);
         let Some(seq) = self.remove(slot) else { return };
-        let request = seq.request;
+        let now = place(self, request);
         let Some(owner) = self.requests.get_mut(&request) else { return };
         owner.live.retain(|live| *live != slot);
         let last = owner.live.is_empty();
@@ -374,6 +412,9 @@ impl Scheduler {
         }
         let (choice, cached) = (seq.sampling.choice, seq.cached);
         effects.push(Effect::Finished { request, seq: seq.id, choice, reason, cached, last });
+        if !last && now != before {
+            effects.push(Effect::Rests { request, place: now });
+        }
     }
 
     fn end_request(
@@ -394,13 +435,16 @@ impl Scheduler {
     fn remove(&mut self, slot: usize) -> Option<Sequence> {
         let mut seq = self.sequences[slot].take()?;
         self.free_slots.push(slot);
-        if seq.admission.is_some() {
+        if seq.known {
+            self.forget.push(seq.id);
+        }
+        if let Some(swapped) = seq.swapped.take() {
+            self.waiting.retain(|waiting| *waiting != slot);
+            self.drop_swapped(&seq, swapped);
+        } else if seq.admission.is_some() {
             self.no_longer_running(slot, seq.urgency());
             self.blocks.give_back(&mut seq.blocks);
-            if seq.told > 0 {
-                self.forget.push(seq.id);
-            }
-            self.count_admitted(seq.request, false);
+            self.count(seq.request, |owner| owner.admitted -= 1);
         } else {
             self.waiting.retain(|waiting| *waiting != slot);
         }
@@ -453,23 +497,39 @@ impl Scheduler {
         let Some(seq) = &mut self.sequences[slot] else { return };
         let request = seq.request;
         self.blocks.give_back(&mut seq.blocks);
-        if seq.told > 0 {
+        if seq.known {
             self.forget.push(seq.id);
         }
         seq.reset();
         self.wait_first(slot);
-        self.count_admitted(request, false);
+        self.count(request, |owner| owner.admitted -= 1);
     }
 
-    /// Keeps count of requests that have a sequence admitted.
-    fn count_admitted(&mut self, request: RequestId, admitted: bool) {
+    /// Changes how many of a request's sequences are where, and keeps count of where requests are.
+    fn count(&mut self, request: RequestId, change: impl FnOnce(&mut Request)) {
         let Some(owner) = self.requests.get_mut(&request) else { return };
-        let before = owner.admitted > 0;
-        owner.admitted = if admitted { owner.admitted + 1 } else { owner.admitted - 1 };
-        match (before, owner.admitted > 0) {
-            (false, true) => self.num_running_requests += 1,
-            (true, false) => self.num_running_requests -= 1,
-            _ => {}
+        let before = owner.place();
+        change(owner);
+        let now = owner.place();
+        for (place, count) in [
+            (Place::Running, &mut self.num_running_requests),
+            (Place::Swapped, &mut self.num_swapped_requests),
+        ] {
+            *count = *count + u32::from(now == place) - u32::from(before == place);
+        }
+    }
+
+    /// Tells that a request runs, once the first of its sequences is admitted.
+    fn resumed(&mut self, request: RequestId, effects: &mut Vec<Effect>) {
+        if let Some(owner) = self.requests.get_mut(&request)
+            && owner.admitted == 1
+        {
+            effects.push(if owner.scheduled {
+                Effect::Resumed { request }
+            } else {
+                Effect::FirstScheduled { request }
+            });
+            owner.scheduled = true;
         }
     }
 
@@ -498,7 +558,8 @@ fn keep_full(blocks: &mut BlockPool, seq: &mut Sequence, config: &SchedulerConfi
         return;
     }
     let known = seq.computed.min(seq.tokens.len() as u32);
-    while (seq.kept + 1) * config.block_size <= known {
+    // Of one that is swapped nothing is there.
+    while (seq.kept + 1) * config.block_size <= known && (seq.kept as usize) < seq.blocks.len() {
         let start = (seq.kept * config.block_size) as usize;
         let tokens = &seq.tokens[start..start + config.block_size as usize];
         seq.prefix = blocks.keep(seq.blocks[seq.kept as usize], seq.prefix, tokens);

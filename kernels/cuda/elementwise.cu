@@ -7,6 +7,7 @@
 // where rows allow it (width a multiple of 4), else one element at a time with the same sums in the
 // same order. Limits: none on widths.
 #include "rows.cuh"
+#include "skinny_int8.cuh"
 
 namespace tutti {
 namespace {
@@ -138,6 +139,45 @@ extern "C" __global__ void __launch_bounds__(256)
         v.v[i] += b.v[i];
     }
     store_up_to_4(row, first, width, v);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_scale_add_bias(float* data, const float* scales, const float* bias, uint32_t width,
+                         const uint32_t* live) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t first = first_of_tile();
+    if (!is_live(live, blockIdx.x) || first >= width) {
+        return;
+    }
+    float* row = data + static_cast<size_t>(blockIdx.x) * width;
+    Four v = load_up_to_4(row, first, width);
+    const Four s = load_up_to_4(scales, first, width);
+    Four b = {};
+    if (bias != nullptr) {
+        b = load_up_to_4(bias, first, width);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        v.v[i] = __fmul_rn(v.v[i], s.v[i]) + b.v[i];
+    }
+    store_up_to_4(row, first, width, v);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_widen_int8(const uint8_t* w, tutti_bf16* out, uint32_t stride) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t at = (blockIdx.y * 256 + threadIdx.x) * 16;
+    if (at >= stride) {
+        return;
+    }
+    const size_t place = static_cast<size_t>(blockIdx.x) * stride + at;
+    const void* from = w + place;
+    const uint4 v = load_weights(static_cast<const tutti_bf16*>(from));
+    uint4* to = reinterpret_cast<uint4*>(out + place);
+    to[0] = make_uint4(widen_two<0>(v.x), widen_two<2>(v.x), widen_two<0>(v.y), widen_two<2>(v.y));
+    to[1] = make_uint4(widen_two<0>(v.z), widen_two<2>(v.z), widen_two<0>(v.w), widen_two<2>(v.w));
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -11,7 +11,7 @@
 // few features of many tiles, so the tiles of one expert, which are neighbours, read the same weights
 // at about the same time, from memory once and then from L2, however large the expert is.
 #include "rows.cuh"
-#include "skinny.cuh"
+#include "skinny_int8.cuh"
 
 namespace tutti {
 namespace {
@@ -69,8 +69,13 @@ __device__ __forceinline__ void rows_of_slots(const tutti_bf16* x, const uint32_
     }
 }
 
-template <int ROWS>
-__device__ __forceinline__ void experts_gate_up(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {
+template <class W, int ROWS, class Scale>
+__device__ __forceinline__ void experts_gate_up(const tutti_bf16* x, const typename W::Element* w,
+                                                Scale scale, tutti_bf16* out, const uint32_t* slots,
+                                                const TuttiExpertTile* tiles,
+                                                const uint32_t* num_tiles, uint32_t top_k,
+                                                uint32_t inner, uint32_t k, uint32_t x_stride,
+                                                uint32_t w_stride, uint32_t out_stride) {
     release_successors();
     wait_for_predecessors();
     if (blockIdx.x >= *num_tiles) {
@@ -81,7 +86,7 @@ __device__ __forceinline__ void experts_gate_up(TUTTI_EXPERTS_GATE_UP_ARGUMENTS)
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.y * 16;
     // [0]: gate, [1]: up.
-    Weights<2> weights;
+    W weights;
 #pragma unroll
     for (uint32_t part = 0; part < 2; part++) {
 #pragma unroll
@@ -108,14 +113,23 @@ __device__ __forceinline__ void experts_gate_up(TUTTI_EXPERTS_GATE_UP_ARGUMENTS)
             const uint32_t row = 8 * r + 2 * t + i % 2;
             if (feature < inner && row < tile.slots) {
                 const size_t slot = slots[tile.first + row];
-                out[slot * out_stride + feature] = to_bf16(silu(sums[0][r][i]) * sums[1][r][i]);
+                const size_t gate_row = static_cast<size_t>(tile.expert) * 2 * inner + feature;
+                const float gate = scale(sums[0][r][i], gate_row);
+                const float up = scale(sums[1][r][i], gate_row + inner);
+                out[slot * out_stride + feature] = to_bf16(silu(gate) * up);
             }
         }
     }
 }
 
-template <int FEATURES, int ROWS>
-__device__ __forceinline__ void experts_down(TUTTI_EXPERTS_DOWN_ARGUMENTS) {
+template <class W, int ROWS, class Scale>
+__device__ __forceinline__ void experts_down(const tutti_bf16* x, const typename W::Element* w,
+                                             Scale scale, float* out, const uint32_t* slots,
+                                             const TuttiExpertTile* tiles,
+                                             const uint32_t* num_tiles, uint32_t first_slot,
+                                             uint32_t n, uint32_t k, uint32_t x_stride,
+                                             uint32_t w_stride, uint32_t out_stride) {
+    constexpr int FEATURES = W::COUNT;
     release_successors();
     wait_for_predecessors();
     if (blockIdx.x >= *num_tiles) {
@@ -125,7 +139,7 @@ __device__ __forceinline__ void experts_down(TUTTI_EXPERTS_DOWN_ARGUMENTS) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.y * FEATURES * 16;
-    Weights<FEATURES> weights;
+    W weights;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
 #pragma unroll
@@ -154,7 +168,8 @@ __device__ __forceinline__ void experts_down(TUTTI_EXPERTS_DOWN_ARGUMENTS) {
                 const uint32_t row = 8 * r + 2 * t + i % 2;
                 if (feature < n && row < tile.slots) {
                     const size_t slot = slots[tile.first + row] - first_slot;
-                    out[slot * out_stride + feature] = sums[f][r][i];
+                    const size_t w_row = static_cast<size_t>(tile.expert) * n + feature;
+                    out[slot * out_stride + feature] = scale(sums[f][r][i], w_row);
                 }
             }
         }
@@ -313,8 +328,16 @@ extern "C" __global__ void __launch_bounds__(256)
 #define EXPERTS_GATE_UP(number)                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_experts_gate_up_##number(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {                          \
-        tutti::experts_gate_up<number / 8>(x, w, out, slots, tiles, num_tiles, top_k, inner, k,    \
-                                           x_stride, w_stride, out_stride);                        \
+        using namespace tutti;                                                                     \
+        experts_gate_up<Weights<2>, number / 8>(x, w, Unscaled{}, out, slots, tiles, num_tiles,    \
+                                                top_k, inner, k, x_stride, w_stride, out_stride);  \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_experts_gate_up_int8_##number(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS) {                \
+        using namespace tutti;                                                                     \
+        experts_gate_up<Int8Weights<2>, number / 8>(x, w, Scaled{scales}, out, slots, tiles,       \
+                                                    num_tiles, top_k, inner, k, x_stride,          \
+                                                    w_stride, out_stride);                         \
     }
 EXPERTS_GATE_UP(8)
 EXPERTS_GATE_UP(16)
@@ -324,8 +347,17 @@ EXPERTS_GATE_UP(64)
 #define EXPERTS_DOWN(number, features)                                                             \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_experts_down_##number(TUTTI_EXPERTS_DOWN_ARGUMENTS) {                                \
-        tutti::experts_down<features, number / 8>(x, w, out, slots, tiles, num_tiles, first_slot,  \
-                                                  n, k, x_stride, w_stride, out_stride);           \
+        using namespace tutti;                                                                     \
+        experts_down<Weights<features>, number / 8>(x, w, Unscaled{}, out, slots, tiles,           \
+                                                    num_tiles, first_slot, n, k, x_stride,         \
+                                                    w_stride, out_stride);                         \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_experts_down_int8_##number(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS) {                      \
+        using namespace tutti;                                                                     \
+        experts_down<Int8Weights<features>, number / 8>(x, w, Scaled{scales}, out, slots, tiles,   \
+                                                        num_tiles, first_slot, n, k, x_stride,     \
+                                                        w_stride, out_stride);                     \
     }
 EXPERTS_DOWN(8, 1)
 EXPERTS_DOWN(16, 1)

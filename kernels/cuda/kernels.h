@@ -169,6 +169,17 @@ __global__ void tutti_silu_mul_f32(const float* input, const float* bias, tutti_
  * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live);
 
+/* data = data * scales + bias, per row: what the sums of int8 weights become. data f32 [rows, width]
+ * contiguous; scales f32 [width]; bias f32 [width] or null.
+ * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
+__global__ void tutti_scale_add_bias(float* data, const float* scales, const float* bias,
+                                     uint32_t width, const uint32_t* live);
+
+/* out = w - 128, exactly: int8 weights, as tutti_skinny_int8_8 takes them, for products that take
+ * bf16. w u8, out bf16, both [rows, stride], the stride a multiple of 16.
+ * grid (rows, ceil(stride / 4096)), block 256. */
+__global__ void tutti_widen_int8(const uint8_t* w, tutti_bf16* out, uint32_t stride);
+
 /* sum += other, both f32 [rows, width] contiguous. grid (rows, ceil(width / 1024)), block 256;
  * `live` counts rows. */
 __global__ void tutti_add(float* sum, const float* other, uint32_t width, const uint32_t* live);
@@ -325,6 +336,17 @@ __global__ void tutti_skinny_16(TUTTI_SKINNY_ARGUMENTS);
 __global__ void tutti_skinny_32(TUTTI_SKINNY_ARGUMENTS);
 __global__ void tutti_skinny_64(TUTTI_SKINNY_ARGUMENTS);
 
+/* The same with weights of int8: w u8 [n, w_stride], each weight plus 128, rows 16-byte aligned (the
+ * stride is a multiple of 16); scales f32 [n]: out = (x W^T) * scales + bias. */
+#define TUTTI_SKINNY_INT8_ARGUMENTS                                                                \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, const float *bias, float *out,     \
+        const uint32_t *row_index, uint32_t rows, uint32_t n, uint32_t k, uint32_t x_stride,       \
+        uint32_t w_stride, uint32_t out_stride, const uint32_t *live
+__global__ void tutti_skinny_int8_8(TUTTI_SKINNY_INT8_ARGUMENTS);
+__global__ void tutti_skinny_int8_16(TUTTI_SKINNY_INT8_ARGUMENTS);
+__global__ void tutti_skinny_int8_32(TUTTI_SKINNY_INT8_ARGUMENTS);
+__global__ void tutti_skinny_int8_64(TUTTI_SKINNY_INT8_ARGUMENTS);
+
 /* out = silu(x Wg^T + bg) * (x Wu^T + bu). As above with w bf16 [2 * inner, w_stride]: gate rows,
  * then up rows; bias f32 [2 * inner] or null; out bf16 [rows, out_stride].
  * grid (ceil(inner / 16), ceil(rows / number)), block 256. */
@@ -336,6 +358,16 @@ __global__ void tutti_skinny_gate_up_8(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_16(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_32(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_64(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
+
+/* The same with w u8 [2 * inner, w_stride] as above, and scales f32 [2 * inner]. */
+#define TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS                                                        \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, const float *bias,                 \
+        tutti_bf16 *out, uint32_t rows, uint32_t inner, uint32_t k, uint32_t x_stride,             \
+        uint32_t w_stride, uint32_t out_stride, const uint32_t *live
+__global__ void tutti_skinny_gate_up_int8_8(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_int8_16(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_int8_32(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_int8_64(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 
 /* ---- experts.cu -----------------------------------------------------------------------------
  * A slot is one row at one of its experts: row r's expert j is slot r * top_k + j.
@@ -373,6 +405,18 @@ __global__ void tutti_experts_gate_up_16(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 __global__ void tutti_experts_gate_up_32(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 __global__ void tutti_experts_gate_up_64(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 
+/* The same with weights of int8: see tutti_skinny_int8_8. w u8 [num_experts * 2 * inner, w_stride],
+ * scales f32 [num_experts * 2 * inner]. */
+#define TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS                                                       \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, tutti_bf16 *out,                   \
+        const uint32_t *slots, const TuttiExpertTile *tiles, const uint32_t *num_tiles,            \
+        uint32_t top_k, uint32_t inner, uint32_t k, uint32_t x_stride, uint32_t w_stride,          \
+        uint32_t out_stride
+__global__ void tutti_experts_gate_up_int8_8(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
+__global__ void tutti_experts_gate_up_int8_16(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
+__global__ void tutti_experts_gate_up_int8_32(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
+__global__ void tutti_experts_gate_up_int8_64(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
+
 /* out[slot - first_slot] = x[slot] W^T for the slots of all tiles. x bf16 [slots, x_stride], w bf16
  * [num_experts * n, w_stride], rows 16-byte aligned; out f32 [.., out_stride].
  * grid (most tiles, ceil(n / R)), block 256, with R = TUTTI_SKINNY_FEATURES(number). */
@@ -384,6 +428,16 @@ __global__ void tutti_experts_down_8(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_16(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_32(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_64(TUTTI_EXPERTS_DOWN_ARGUMENTS);
+
+/* The same with weights of int8: w u8 [num_experts * n, w_stride], scales f32 [num_experts * n]. */
+#define TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS                                                          \
+    const tutti_bf16 *x, const uint8_t *w, const float *scales, float *out, const uint32_t *slots, \
+        const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t first_slot, uint32_t n,  \
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride
+__global__ void tutti_experts_down_int8_8(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
+__global__ void tutti_experts_down_int8_16(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
+__global__ void tutti_experts_down_int8_32(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
+__global__ void tutti_experts_down_int8_64(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 
 /* out[r] = sum over j, in order, of weights[r, j] * parts[r, j]. parts f32 [rows, top_k, width],
  * weights f32 [rows, top_k], out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256;

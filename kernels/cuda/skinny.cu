@@ -9,10 +9,13 @@
 //   lane (g, t): features g and g + 8, k = 8t .. 8t + 7 of every 32
 //   end:    the 8 warps' sums are added as a tree, ((0+4) + (2+6)) + ((1+5) + (3+7))
 //
+// Weights of int8 take the same way (skinny_int8.cuh): a lane has k = 16t .. 16t + 15 of every 64, and
+// each sum is multiplied by its feature's scale at the end.
+//
 // The order of every sum depends on k alone, so each row's result has the same bits with any number
 // of rows, in any variant. Shapes and launch rules: kernels.h. Limits: rows of x and W begin at
 // multiples of 16 bytes. Best up to 32 rows; each further 64 read W again.
-#include "skinny.cuh"
+#include "skinny_int8.cuh"
 
 namespace tutti {
 namespace {
@@ -32,13 +35,18 @@ __device__ __forceinline__ void rows_of_lane(const tutti_bf16* x, const uint32_t
     }
 }
 
-template <int FEATURES, int ROWS>
-__device__ __forceinline__ void skinny(TUTTI_SKINNY_ARGUMENTS) {
+template <class W, int ROWS, class Scale>
+__device__ __forceinline__ void skinny(const tutti_bf16* x, const typename W::Element* w,
+                                       Scale scale, const float* bias, float* out,
+                                       const uint32_t* row_index, uint32_t rows, uint32_t n,
+                                       uint32_t k, uint32_t x_stride, uint32_t w_stride,
+                                       uint32_t out_stride, const uint32_t* live) {
+    constexpr int FEATURES = W::COUNT;
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.x * FEATURES * 16;
     const uint32_t first_row = blockIdx.y * ROWS * 8;
-    Weights<FEATURES> weights;
+    W weights;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
 #pragma unroll
@@ -75,21 +83,26 @@ __device__ __forceinline__ void skinny(TUTTI_SKINNY_ARGUMENTS) {
                 const uint32_t row = first_row + 8 * r + 2 * t + i % 2;
                 if (feature < n && row < rows) {
                     const float b = bias == nullptr ? 0.0f : bias[feature];
-                    out[static_cast<size_t>(row) * out_stride + feature] = sums[f][r][i] + b;
+                    out[static_cast<size_t>(row) * out_stride + feature] =
+                        scale(sums[f][r][i], feature) + b;
                 }
             }
         }
     }
 }
 
-template <int ROWS>
-__device__ __forceinline__ void skinny_gate_up(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {
+template <class W, int ROWS, class Scale>
+__device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typename W::Element* w,
+                                               Scale scale, const float* bias, tutti_bf16* out,
+                                               uint32_t rows, uint32_t inner, uint32_t k,
+                                               uint32_t x_stride, uint32_t w_stride,
+                                               uint32_t out_stride, const uint32_t* live) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.x * 16;
     const uint32_t first_row = blockIdx.y * ROWS * 8;
     // [0]: gate, [1]: up.
-    Weights<2> weights;
+    W weights;
 #pragma unroll
     for (uint32_t part = 0; part < 2; part++) {
 #pragma unroll
@@ -123,8 +136,11 @@ __device__ __forceinline__ void skinny_gate_up(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {
             const uint32_t feature = first_feature + g + i / 2 * 8;
             const uint32_t row = first_row + 8 * r + 2 * t + i % 2;
             if (feature < inner && row < rows) {
-                const float gate = sums[0][r][i] + (bias == nullptr ? 0.0f : bias[feature]);
-                const float up = sums[1][r][i] + (bias == nullptr ? 0.0f : bias[inner + feature]);
+                const uint32_t other = inner + feature;
+                const float gate =
+                    scale(sums[0][r][i], feature) + (bias == nullptr ? 0.0f : bias[feature]);
+                const float up =
+                    scale(sums[1][r][i], other) + (bias == nullptr ? 0.0f : bias[other]);
                 out[static_cast<size_t>(row) * out_stride + feature] = to_bf16(silu(gate) * up);
             }
         }
@@ -137,8 +153,16 @@ __device__ __forceinline__ void skinny_gate_up(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {
 #define SKINNY(number, features)                                                                   \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_skinny_##number(TUTTI_SKINNY_ARGUMENTS) {                                            \
-        tutti::skinny<features, number / 8>(x, w, bias, out, row_index, rows, n, k, x_stride,      \
-                                            w_stride, out_stride, live);                           \
+        using namespace tutti;                                                                     \
+        skinny<Weights<features>, number / 8>(x, w, Unscaled{}, bias, out, row_index, rows, n, k,  \
+                                              x_stride, w_stride, out_stride, live);               \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_skinny_int8_##number(TUTTI_SKINNY_INT8_ARGUMENTS) {                                  \
+        using namespace tutti;                                                                     \
+        skinny<Int8Weights<features>, number / 8>(x, w, Scaled{scales}, bias, out, row_index,      \
+                                                  rows, n, k, x_stride, w_stride, out_stride,      \
+                                                  live);                                           \
     }
 SKINNY(8, 1)
 SKINNY(16, 1)
@@ -148,8 +172,15 @@ SKINNY(64, 2)
 #define SKINNY_GATE_UP(number)                                                                     \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_skinny_gate_up_##number(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {                            \
-        tutti::skinny_gate_up<number / 8>(x, w, bias, out, rows, inner, k, x_stride, w_stride,     \
-                                          out_stride, live);                                       \
+        using namespace tutti;                                                                     \
+        skinny_gate_up<Weights<2>, number / 8>(x, w, Unscaled{}, bias, out, rows, inner, k,        \
+                                               x_stride, w_stride, out_stride, live);              \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_skinny_gate_up_int8_##number(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS) {                  \
+        using namespace tutti;                                                                     \
+        skinny_gate_up<Int8Weights<2>, number / 8>(x, w, Scaled{scales}, bias, out, rows, inner,   \
+                                                   k, x_stride, w_stride, out_stride, live);       \
     }
 SKINNY_GATE_UP(8)
 SKINNY_GATE_UP(16)

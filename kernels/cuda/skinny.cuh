@@ -1,5 +1,6 @@
 // The inner loop of products of few rows with a large matrix: 16 (or 32) rows of W times up to 64
 // rows of x, by 8 warps that share k among them. What it is for, and how its sums are made: skinny.cu.
+// Weights of int8: skinny_int8.cuh.
 #pragma once
 #include "device.cuh"
 
@@ -34,6 +35,8 @@ __device__ __forceinline__ uint4 load8_before(const tutti_bf16* row, uint32_t k,
 // 16 * FEATURES rows of W, as far as one lane has them, and one chunk of them.
 template <int FEATURES>
 struct Weights {
+    using Element = tutti_bf16;
+    static constexpr int COUNT = FEATURES;
     const tutti_bf16* rows[FEATURES][2];
     uint4 chunk[FEATURES][2][LOADS];
 
@@ -70,6 +73,18 @@ struct Weights {
                 load(i, start + K_LOAD * i + 8 * (threadIdx.x % 4));
             }
         }
+    }
+};
+
+// What a sum becomes: nothing else of bf16 weights, of int8 ones that many times the output's scale.
+struct Unscaled {
+    __device__ __forceinline__ float operator()(float sum, size_t) const { return sum; }
+};
+struct Scaled {
+    const float* scales;
+
+    __device__ __forceinline__ float operator()(float sum, size_t row) const {
+        return __fmul_rn(sum, scales[row]);
     }
 };
 

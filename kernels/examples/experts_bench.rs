@@ -31,7 +31,15 @@ fn bytes(rows: usize, cols: usize, state: &mut u64) -> Vec<u8> {
 }
 
 fn host(data: &[u8], rows: usize, cols: usize) -> HostMatrix<'_> {
-    HostMatrix { data, dtype: DType::Bf16, rows, cols, col_start: 0, row_stride: cols }
+    HostMatrix {
+        data,
+        dtype: DType::Bf16,
+        rows,
+        cols,
+        col_start: 0,
+        row_stride: cols,
+        scales: None,
+    }
 }
 
 fn fill(buffer: &mut CpuBuffer, state: &mut u64) {

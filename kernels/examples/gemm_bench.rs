@@ -12,15 +12,35 @@ use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, Isa, Precision};
 use kernels::error::KernelError;
 
-fn products(isa: Isa, precision: Precision, threads: usize) -> Result<(), KernelError> {
+fn products(
+    isa: Isa,
+    precision: Precision,
+    is_int8: bool,
+    threads: usize,
+) -> Result<(), KernelError> {
     let (cols, rows) = (2048usize, 5632usize);
     let mut backend = CpuBackend::with_isa(threads, isa, precision, single_rank())?;
     let bytes: Vec<u8> = (0..cols * rows).flat_map(|i| [(i * 37) as u8, 0x3B]).collect();
-    let part =
-        HostMatrix { data: &bytes, dtype: DType::Bf16, rows, cols, col_start: 0, row_stride: cols };
-    let matrices =
-        (0..6).map(|_| backend.load_matrix(&[part])).collect::<Result<Vec<_>, KernelError>>()?;
-    for m in [1usize, 2, 4, 8, 16, 32, 64, 512] {
+    let part = HostMatrix {
+        data: &bytes,
+        dtype: DType::Bf16,
+        rows,
+        cols,
+        col_start: 0,
+        row_stride: cols,
+        scales: None,
+    };
+    let mut load = || match is_int8 {
+        true => backend.load_int8_matrix(&[part]),
+        false => backend.load_matrix(&[part]),
+    };
+    // Together larger than the caches, in int8 too.
+    let matrices = (0..12).map(|_| load()).collect::<Result<Vec<_>, KernelError>>()?;
+    let (size, format) = if is_int8 { (1, "int8") } else { (2, "bf16") };
+    for m in std::env::args().nth(2).map_or_else(
+        || vec![1usize, 2, 4, 8, 16, 32, 64, 512],
+        |n| n.split(",").filter_map(|n| n.parse().ok()).collect(),
+    ) {
         let mut x = backend.new_buffer(m, cols)?;
         x.values_mut().iter_mut().enumerate().for_each(|(i, x)| *x = (i % 101) as f32 * 0.01);
         let mut out = backend.new_buffer(m, rows)?;
@@ -35,9 +55,9 @@ fn products(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kernel
         times.sort_by(f64::total_cmp);
         let median = times[times.len() / 2];
         println!(
-            "{}: {m} x {cols} x {rows}: {:.1} GB/s of weights, {:.0} GFLOP/s",
+            "{}, {format}: {m} x {cols} x {rows}: {:.1} GB/s of weights, {:.0} GFLOP/s",
             backend.describe(),
-            (cols * rows * 2) as f64 / median / 1e9,
+            (cols * rows * size) as f64 / median / 1e9,
             (2 * m * cols * rows) as f64 / median / 1e9
         );
     }
@@ -100,7 +120,9 @@ fn main() -> Result<(), KernelError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(1);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
         for precision in [Precision::Float32, Precision::Bfloat16] {
-            products(isa, precision, threads)?;
+            for is_int8 in [false, true] {
+                products(isa, precision, is_int8, threads)?;
+            }
         }
         for precision in [Precision::Float32, Precision::Bfloat16] {
             attention(isa, precision, threads)?;

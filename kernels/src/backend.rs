@@ -25,46 +25,7 @@
 use crate::collective::Tally;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
-
-/// Element type of a tensor in a model file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DType {
-    /// bfloat16, little endian.
-    Bf16,
-    /// IEEE half, little endian.
-    F16,
-    /// IEEE single, little endian.
-    F32,
-}
-
-impl DType {
-    /// Bytes per element.
-    #[must_use]
-    pub const fn bytes(self) -> usize {
-        match self {
-            Self::Bf16 | Self::F16 => 2,
-            Self::F32 => 4,
-        }
-    }
-}
-
-/// A rectangle of a weight matrix in a (memory-mapped) model file: rows `0..rows`, columns
-/// `col_start..col_start + cols` of rows that are `row_stride` elements apart.
-#[derive(Clone, Copy, Debug)]
-pub struct HostMatrix<'a> {
-    /// Bytes, beginning at the first row's column 0.
-    pub data: &'a [u8],
-    /// Element type.
-    pub dtype: DType,
-    /// Output features taken.
-    pub rows: usize,
-    /// Input features taken.
-    pub cols: usize,
-    /// First column taken.
-    pub col_start: usize,
-    /// Elements from one row to the next.
-    pub row_stride: usize,
-}
+pub use crate::weights::{DType, HostMatrix, Scales};
 
 /// Sizes of a paged KV cache on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -236,6 +197,8 @@ pub trait Backend {
     type Vector;
     /// A paged KV cache.
     type KvCache;
+    /// KV blocks in host memory.
+    type HostKv;
 
     /// What it runs on, for the log: `cpu avx512_bf16, 2 threads`.
     fn describe(&self) -> String;
@@ -271,11 +234,25 @@ pub trait Backend {
     /// [`KernelError::Shape`] when a part's data is too short or widths differ.
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
 
+    /// As [`Backend::load_matrix`], quantised to int8 on the way ([`HostMatrix::row_int8`]): products
+    /// take activations as they do otherwise, weights' integers exactly, and multiply each sum by its
+    /// output's scale.
+    ///
+    /// # Errors
+    /// As there.
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
+
     /// Packs each of `matrices`, which have one shape, as [`Backend::load_matrix`] does.
     ///
     /// # Errors
     /// As there, and when shapes differ; [`KernelError::Unsupported`].
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError>;
+
+    /// As [`Backend::load_stack`], quantised as [`Backend::load_int8_matrix`] does it.
+    ///
+    /// # Errors
+    /// As there.
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError>;
 
     /// Makes room for what up to `rows_max` rows choose.
     ///
@@ -302,6 +279,37 @@ pub trait Backend {
 
     /// Bytes that one block takes over all layers, K and V together.
     fn kv_block_bytes(&self, shape: &KvShape) -> u64;
+
+    /// Makes room for `shape.num_blocks` KV blocks in host memory.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    fn new_host_kv(&mut self, shape: KvShape) -> Result<Self::HostKv, KernelError>;
+
+    /// Copies blocks of the cache, with K and V of all layers, to host memory: (block, host block)
+    /// pairs, no host block twice. Not within a step. Whatever is called later, and writes to those
+    /// blocks of the cache, does so behind it.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when a block is not there or is written twice; [`KernelError::Device`].
+    fn swap_out(
+        &mut self,
+        cache: &Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError>;
+
+    /// Copies blocks from host memory to the cache: (block, host block) pairs, no block twice. Not
+    /// within a step. Whatever is called later sees them.
+    ///
+    /// # Errors
+    /// As [`Backend::swap_out`].
+    fn swap_in(
+        &mut self,
+        cache: &mut Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError>;
 
     /// A step begins. What an earlier one left unfinished is dropped.
     ///

@@ -1,4 +1,4 @@
-//! The CPU backend: SIMD kernels over packed bf16 weights, f32 activations, own threads.
+//! The CPU backend: SIMD kernels over packed bf16 or int8 weights, f32 activations, own threads.
 //!
 //! Owns how operations are put together from the parts below; `check` looks at the arguments first:
 //! - [`isa`]: which instructions; `simd`: vectors of them; `math`: scalar functions
@@ -51,7 +51,7 @@ use check::ensure;
 use experts::Grouping;
 use gemm::Output;
 use memory::{Disjoint, Scratch};
-use pack::PANEL;
+use pack::{Format, PANEL};
 use pool::Pool;
 use precision::Arithmetic;
 use sample::Sampler;
@@ -187,6 +187,7 @@ impl Backend for CpuBackend {
     type Routes = CpuRoutes;
     type Vector = CpuVector;
     type KvCache = CpuKvCache;
+    type HostKv = CpuKvCache;
 
     fn describe(&self) -> String {
         let threads = self.pool.num_threads();
@@ -207,11 +208,19 @@ impl Backend for CpuBackend {
     }
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
-        CpuMatrix::pack(&mut self.pool, parts)
+        CpuMatrix::pack(&mut self.pool, Format::Bf16, parts)
+    }
+
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
+        CpuMatrix::pack(&mut self.pool, Format::Int8, parts)
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CpuStack, KernelError> {
-        CpuStack::pack(&mut self.pool, matrices)
+        CpuStack::pack(&mut self.pool, Format::Bf16, matrices)
+    }
+
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CpuStack, KernelError> {
+        CpuStack::pack(&mut self.pool, Format::Int8, matrices)
     }
 
     fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CpuRoutes, KernelError> {
@@ -228,6 +237,32 @@ impl Backend for CpuBackend {
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
         kv::block_bytes(shape, self.precision)
+    }
+
+    fn new_host_kv(&mut self, shape: KvShape) -> Result<CpuKvCache, KernelError> {
+        CpuKvCache::new(shape, self.precision)
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        let pair = |i: usize| (pairs[i].0 as usize, pairs[i].1 as usize);
+        kv::copy_blocks(&mut self.pool, cache, host, pair, pairs.len())
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        let pair = |i: usize| (pairs[i].1 as usize, pairs[i].0 as usize);
+        kv::copy_blocks(&mut self.pool, host, cache, pair, pairs.len())
     }
 
     fn embed(

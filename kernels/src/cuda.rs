@@ -9,7 +9,8 @@
 //!   memory
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
-//! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `step`: what a step is
+//! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `swap`: blocks in
+//!   host memory; `step`: what a step is
 //!   in, and its graph; `operations`, `exchange`, `experts`, `sample`: the operations
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
@@ -39,6 +40,7 @@ pub mod peer;
 mod sample;
 mod step;
 pub mod stream;
+mod swap;
 pub mod tensors;
 
 pub use backend::CudaBackend;

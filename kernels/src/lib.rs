@@ -10,6 +10,7 @@
 //! - [`philox`]: the random numbers of sampling
 //! - [`mod@reference`]: the float32 backend that is every other backend's oracle
 //! - [`sampling`]: the parameters and results of token sampling
+//! - [`weights`]: weights as files have them, and how they are quantised
 //!
 //! Names no other crate of the workspace.
 
@@ -22,6 +23,7 @@ pub mod mapped;
 pub mod philox;
 pub mod reference;
 pub mod sampling;
+pub mod weights;
 
 pub use backend::Backend;
 pub use collective::Collective;

@@ -22,6 +22,7 @@ use crate::backend::{
     Routing,
 };
 use crate::collective::Collective;
+use crate::cpu::check;
 use crate::error::{CollectiveError, KernelError};
 use crate::sampling::{SampleRow, Sampled};
 
@@ -149,6 +150,7 @@ impl Backend for ReferenceBackend {
     type Routes = ReferenceRoutes;
     type Vector = Vec<f32>;
     type KvCache = ReferenceKvCache;
+    type HostKv = ReferenceKvCache;
 
     fn describe(&self) -> String {
         "cpu reference float32, 1 thread".to_owned()
@@ -170,8 +172,17 @@ impl Backend for ReferenceBackend {
         ReferenceMatrix::widen(parts)
     }
 
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError> {
+        ReferenceMatrix::quantise(parts)
+    }
+
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError> {
         matrices.iter().map(|matrix| ReferenceMatrix::widen(std::slice::from_ref(matrix))).collect()
+    }
+
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError> {
+        let one = |matrix| ReferenceMatrix::quantise(std::slice::from_ref(matrix));
+        matrices.iter().map(one).collect()
     }
 
     fn new_routes(
@@ -188,6 +199,32 @@ impl Backend for ReferenceBackend {
 
     fn new_kv_cache(&mut self, shape: KvShape) -> Result<Self::KvCache, KernelError> {
         ReferenceKvCache::new(shape)
+    }
+
+    fn new_host_kv(&mut self, shape: KvShape) -> Result<Self::HostKv, KernelError> {
+        ReferenceKvCache::new(shape)
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        pairs.iter().for_each(|(block, to)| host.copy_block(cache, *block, *to));
+        Ok(())
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        pairs.iter().for_each(|(block, from)| cache.copy_block(host, *from, *block));
+        Ok(())
     }
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {

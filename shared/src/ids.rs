@@ -1,7 +1,7 @@
 //! Newtypes for everything that is identified across processes.
 //!
 //! All are plain integers on the wire. None is ever reused within a cluster's life, except
-//! [`BlockId`] and [`ReplicaId`], which name places rather than things: what happens in a replica
+//! [`BlockId`], [`HostBlockId`] and [`ReplicaId`], which name places rather than things: what happens in a replica
 //! has an [`Epoch`].
 use std::fmt;
 
@@ -55,4 +55,8 @@ id!(
 id!(
     /// One block of the paged KV cache: an index into every rank's cache.
     BlockId, u32, "block-"
+);
+id!(
+    /// One block of KV in host memory: an index into every rank's host pool.
+    HostBlockId, u32, "host-block-"
 );

@@ -15,8 +15,8 @@ pub mod step;
 
 pub use control::{
     CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX,
-    GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin,
-    Start, Started, Welcome, WorkerStats,
+    GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, Quantization,
+    RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
@@ -26,8 +26,8 @@ pub use guide::{GuideSpec, Whitespace};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
-    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings,
-    TokenDigest, TokenLogprobs,
+    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings, Swap,
+    SwapPair, TokenDigest, TokenLogprobs,
 };
 
 use crate::actor::peer::RemoteMessage;

@@ -83,10 +83,10 @@ impl Rank for IdleRank {
         news: &mut dyn FormNews,
     ) -> Result<RankReady, FormError> {
         news.progress(1, 1);
-        Ok(RankReady { kv_blocks: 1 << 20, weight_bytes: 1, load_seconds: 0.0 })
+        Ok(RankReady { kv_blocks: 1 << 20, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 })
     }
 
-    fn start(&mut self, _num_blocks: u32) -> Result<(), String> {
+    fn start(&mut self, _num_blocks: u32, _host_blocks: u32) -> Result<(), String> {
         Ok(())
     }
 

@@ -22,6 +22,7 @@
 //! - [`speculation`]: drafted tokens change how many steps a text takes and nothing else
 //! - [`strangers`]: connections that say nothing
 //! - [`structured`]: JSON, patterns and grammars of a real model, also when a worker dies
+//! - [`swapping`]: requests that are put back to host memory
 //! - [`tls`]: HTTPS, its files and who asks by it
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
@@ -56,6 +57,7 @@ mod serving;
 mod speculation;
 mod strangers;
 mod structured;
+mod swapping;
 mod tls;
 
 use serde_json::{Value, json};

@@ -90,6 +90,7 @@ impl Case for Experts {
                     cols,
                     col_start: 0,
                     row_stride: cols,
+                    scales: None,
                 })
                 .collect();
             backend.load_stack(&matrices)

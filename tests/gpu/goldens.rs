@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use kernels::Backend as _;
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 use testkit::models::{Golden, goldens};
 use worker::engine::Engine;
@@ -13,7 +13,7 @@ use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
-use worker::model::weights;
+use worker::model::weights::{self, Source};
 
 use crate::{Options, Step};
 
@@ -60,9 +60,12 @@ pub(crate) fn engine_over(
         max_num_seqs: 8,
         max_num_batched_tokens: 1024,
         kv_cache_bytes: 0,
+        swap_bytes: 0,
     };
     let positions = sizes.max_model_len as usize;
-    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
+    let source = Source { files: &files, config: &config, shard: &shard };
+    let none = Quantization::None;
+    let weights = weights::load(&mut backend, &source, none, positions, &mut |_, _| {})?;
     let decoder = Decoder::new(&mut backend, config, shard, weights, 1024, 8)?;
     let mut engine = Engine::new(backend, decoder, sizes);
     if profiled {

@@ -85,8 +85,15 @@ pub(crate) fn matrix<B: Backend>(
 ) -> Result<B::Matrix, KernelError> {
     let data = bytes(values);
     let rows = values.len() / cols;
-    let part =
-        HostMatrix { data: &data, dtype: DType::Bf16, rows, cols, col_start: 0, row_stride: cols };
+    let part = HostMatrix {
+        data: &data,
+        dtype: DType::Bf16,
+        rows,
+        cols,
+        col_start: 0,
+        row_stride: cols,
+        scales: None,
+    };
     backend.load_matrix(&[part])
 }
 

@@ -13,7 +13,7 @@ use kernels::backend::{
 use kernels::cuda::CudaBackend;
 use kernels::cuda::measure::{COLD, Multiplier};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
 use worker::model::ModelError;
@@ -152,6 +152,7 @@ impl Shape {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            quantised: None,
             is_bf16: true,
         }
     }
@@ -190,6 +191,7 @@ impl Shape {
             cols,
             col_start: 0,
             row_stride: cols,
+            scales: None,
         };
         let mut matrix = |rows: usize, cols: usize| backend.load_matrix(&[part(rows, cols)]);
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
@@ -236,7 +238,7 @@ impl Shape {
             layers,
             final_norm: backend.load_vector(&ones)?,
             rope: RopeTable { cos: backend.load_vector(&cos)?, sin: backend.load_vector(&sin)? },
-            bytes: size::weight_bytes(&config, &shard),
+            bytes: size::weight_bytes(&config, &shard, Quantization::None),
         })
     }
 
@@ -253,6 +255,7 @@ impl Shape {
             max_num_seqs: batch,
             max_num_batched_tokens: sizes.prefill.max(batch),
             kv_cache_bytes: 0,
+            swap_bytes: 0,
         };
         let weights = self.weights(&mut backend, longest as usize)?;
         let model = self.config();
@@ -375,7 +378,8 @@ fn cases(
     let config = shape.config();
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
-    let weights = size::weight_bytes(&config, &shard) - if shape.tied { 0 } else { embedding };
+    let weights = size::weight_bytes(&config, &shard, Quantization::None)
+        - if shape.tied { 0 } else { embedding };
     let token = 4 * (shape.layers * shape.kv_heads * shape.head_dim) as u64;
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
     let mut driver = Driver { engine, vocab, step: 0, next_seq: 1 };

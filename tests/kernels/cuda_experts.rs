@@ -4,6 +4,7 @@ use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, read_u32, rounded_all,
     u32s,
 };
+use crate::cuda_int8::Int8;
 use crate::support::{Random, assert_close, bits};
 
 /// Runs `tutti_route`.
@@ -164,6 +165,8 @@ struct Products {
     experts: Vec<u32>,
     x: Vec<f32>,
     w: Vec<f32>,
+    /// In their place.
+    int8: Option<Int8>,
 }
 
 const EXPERTS: usize = 5;
@@ -174,7 +177,35 @@ impl Products {
         let experts = (0..rows).flat_map(|row| [0, 1 + (row % 3) as u32]).collect();
         let x = rounded_all(&random.vec(rows * k));
         let w = rounded_all(&random.vec(EXPERTS * 2 * inner * k));
-        Self { rows, k, experts, x, w }
+        Self { rows, k, experts, x, w, int8: None }
+    }
+
+    /// The same with other weights, of int8.
+    fn with_int8(mut self, random: &mut Random) -> Self {
+        self.int8 = Some(Int8::random(random, self.w.len() / self.k, self.k));
+        self
+    }
+
+    /// The weights and what belongs to them, and their stride.
+    fn weights(&self) -> (Vec<Arg>, Arg) {
+        match &self.int8 {
+            None => {
+                let (w, stride) = Self::padded(&self.w, self.k);
+                (vec![w], stride)
+            }
+            Some(int8) => {
+                let (w, scales, stride) = int8.args();
+                (vec![w, scales], stride)
+            }
+        }
+    }
+
+    /// The kernel of this family and how many buffers it has before its result.
+    fn kernel(&self, family: &str, number: usize) -> (String, usize) {
+        match self.int8 {
+            None => (format!("tutti_experts_{family}_{number}"), 2),
+            Some(_) => (format!("tutti_experts_{family}_int8_{number}"), 3),
+        }
     }
 
     fn padded(values: &[f32], width: usize) -> (Arg, Arg) {
@@ -197,6 +228,9 @@ impl Products {
     }
 
     fn dot(&self, x: &[f32], row: usize) -> (f64, f64) {
+        if let Some(int8) = &self.int8 {
+            return int8.dot(x, row);
+        }
         let w = &self.w[row * self.k..][..self.k];
         let terms = x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w));
         terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()))
@@ -206,31 +240,23 @@ impl Products {
 #[test]
 fn gate_and_up_of_every_slot() {
     let mut random = Random(73);
-    for (rows, inner, k) in [(3, 20, 40), (70, 33, 300), (9, 16, 1031)] {
+    let shapes = [(3, 20, 40), (70, 33, 300), (9, 16, 1031)].into_iter();
+    for ((rows, inner, k), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
         let all = Products::random(&mut random, rows, inner, k);
+        let all = if is_int8 { all.with_int8(&mut random) } else { all };
         let live = rows - 1;
         let mut first: Option<Vec<u32>> = None;
         for number in [8, 16, 32, 64] {
             let ([slots, tiles, count], most) = all.grouped(number, live);
-            let ((x, x_stride), (w, w_stride)) =
-                (Products::padded(&all.x, k), Products::padded(&all.w, k));
-            let args = [
-                x,
-                w,
-                poison_bf16(2 * rows * (inner + 1)),
-                slots,
-                tiles,
-                count,
-                Arg::U32(2),
-                Arg::U32(inner as u32),
-                Arg::U32(k as u32),
-                x_stride,
-                w_stride,
-                Arg::U32(inner as u32 + 1),
-            ];
-            let name = format!("tutti_experts_gate_up_{number}");
+            let ((x, x_stride), (w, w_stride)) = (Products::padded(&all.x, k), all.weights());
+            let mut args = vec![x];
+            args.extend(w);
+            args.extend([poison_bf16(2 * rows * (inner + 1)), slots, tiles, count]);
+            args.extend([2, inner, k].map(|n| Arg::U32(n as u32)));
+            args.extend([x_stride, w_stride, Arg::U32(inner as u32 + 1)]);
+            let (name, at) = all.kernel("gate_up", number);
             let grid = [most, inner.div_ceil(16), 1];
-            let out = read_bf16(&launch(&name, grid, 256).run(&args)[2]);
+            let out = read_bf16(&launch(&name, grid, 256).run(&args)[at]);
             for (slot, out) in out.chunks(inner + 1).enumerate() {
                 assert!(out[inner].is_nan());
                 if slot / 2 >= live {
@@ -257,33 +283,24 @@ fn gate_and_up_of_every_slot() {
 #[test]
 fn down_of_every_slot() {
     let mut random = Random(74);
-    for (rows, n, k) in [(3, 40, 20), (70, 66, 136)] {
-        let mut all = Products::random(&mut random, rows, n, k);
+    let shapes = [(3, 40, 20), (70, 66, 136)].into_iter();
+    for ((rows, n, k), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
+        let all = Products::random(&mut random, rows, n, k);
+        let mut all = if is_int8 { all.with_int8(&mut random) } else { all };
         all.x = rounded_all(&random.vec(2 * rows * k));
         let mut first: Option<Vec<u32>> = None;
         for number in [8, 16, 32, 64] {
             let ([slots, tiles, count], most) = all.grouped(number, rows);
-            let weights = &all.w[..EXPERTS * n * k];
-            let ((x, x_stride), (w, w_stride)) =
-                (Products::padded(&all.x, k), Products::padded(weights, k));
-            let args = [
-                x,
-                w,
-                poison_f32(2 * rows * n),
-                slots,
-                tiles,
-                count,
-                Arg::U32(0),
-                Arg::U32(n as u32),
-                Arg::U32(k as u32),
-                x_stride,
-                w_stride,
-                Arg::U32(n as u32),
-            ];
-            let name = format!("tutti_experts_down_{number}");
+            let ((x, x_stride), (w, w_stride)) = (Products::padded(&all.x, k), all.weights());
+            let mut args = vec![x];
+            args.extend(w);
+            args.extend([poison_f32(2 * rows * n), slots, tiles, count]);
+            args.extend([0, n, k].map(|n| Arg::U32(n as u32)));
+            args.extend([x_stride, w_stride, Arg::U32(n as u32)]);
+            let (name, at) = all.kernel("down", number);
             let features = if number <= 16 { 16 } else { 32 };
             let grid = [most, n.div_ceil(features), 1];
-            let out = read_f32(&launch(&name, grid, 256).run(&args)[2]);
+            let out = read_f32(&launch(&name, grid, 256).run(&args)[at]);
             for (slot, out) in out.chunks(n).enumerate() {
                 let x = &all.x[slot * k..][..k];
                 for (i, got) in out.iter().enumerate() {

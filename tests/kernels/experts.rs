@@ -34,6 +34,13 @@ fn hosts(weights: &[Weight]) -> Vec<HostMatrix<'_>> {
     weights.iter().map(Weight::host).collect()
 }
 
+fn load_stack<B: Backend>(backend: &mut B, weights: &[Weight]) -> B::Stack {
+    match weights[0].is_int8 {
+        true => backend.load_int8_stack(&hosts(weights)).unwrap(),
+        false => backend.load_stack(&hosts(weights)).unwrap(),
+    }
+}
+
 impl Layer {
     pub(crate) fn random(
         random: &mut Random,
@@ -50,11 +57,17 @@ impl Layer {
         Self { routing, hidden, inner, router, gate_up, down }
     }
 
+    /// The same with experts in int8.
+    pub(crate) fn quantised(self) -> Self {
+        let all = |weights: Vec<Weight>| weights.iter().map(Weight::quantised).collect();
+        Self { gate_up: all(self.gate_up), down: all(self.down), ..self }
+    }
+
     fn load(&self, backend: &mut CpuBackend) -> Loaded {
         Loaded {
             router: self.router.load(backend),
-            gate_up: backend.load_stack(&hosts(&self.gate_up)).unwrap(),
-            down: backend.load_stack(&hosts(&self.down)).unwrap(),
+            gate_up: load_stack(backend, &self.gate_up),
+            down: load_stack(backend, &self.down),
         }
     }
 
@@ -115,13 +128,16 @@ const fn routing(num_experts: usize, top_k: usize, normalise: bool) -> Routing {
 fn experts_match_the_naive_version() {
     let mut random = Random(61);
     for (isa, precision) in variants() {
-        for (routing, hidden, inner) in [
-            (routing(1, 1, true), 5, 3),
-            (routing(4, 2, true), 33, 64),
-            (routing(9, 3, false), 40, 20),
-            (routing(70, 8, true), 66, 130),
+        for (routing, hidden, inner, is_int8) in [
+            (routing(1, 1, true), 5, 3, false),
+            (routing(4, 2, true), 33, 64, false),
+            (routing(4, 2, true), 34, 64, true),
+            (routing(9, 3, false), 40, 20, true),
+            (routing(70, 8, true), 66, 130, false),
+            (routing(20, 8, true), 66, 130, true),
         ] {
             let layer = Layer::random(&mut random, routing, hidden, inner);
+            let layer = if is_int8 { layer.quantised() } else { layer };
             let mut backend = backend_in(isa, precision, 2);
             let loaded = layer.load(&mut backend);
             for rows in [1, 2, 7, 40] {
@@ -161,8 +177,10 @@ fn experts_match_the_naive_version() {
 #[test]
 fn the_reference_makes_the_same() {
     let mut random = Random(62);
-    for routing in [routing(6, 2, true), routing(11, 4, false)] {
+    let routings = [routing(6, 2, true), routing(11, 4, false)].into_iter();
+    for (routing, is_int8) in routings.flat_map(|it| [(it, false), (it, true)]) {
         let layer = Layer::random(&mut random, routing, 24, 20);
+        let layer = if is_int8 { layer.quantised() } else { layer };
         let mut cpu = backend_in(Isa::Portable, Precision::Float32, 1);
         let loaded = layer.load(&mut cpu);
         let x = random.vec(9 * 24);
@@ -171,8 +189,8 @@ fn the_reference_makes_the_same() {
 
         let mut reference = ReferenceBackend::new(single_rank());
         let router = reference.load_matrix(&[layer.router.host()]).unwrap();
-        let gate_up = reference.load_stack(&hosts(&layer.gate_up)).unwrap();
-        let down = reference.load_stack(&hosts(&layer.down)).unwrap();
+        let gate_up = load_stack(&mut reference, &layer.gate_up);
+        let down = load_stack(&mut reference, &layer.down);
         let mut input = reference.new_buffer(9, 24).unwrap();
         input.values_mut().copy_from_slice(&x);
         let mut found = reference.new_routes(9, routing).unwrap();

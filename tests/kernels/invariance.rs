@@ -9,8 +9,10 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
     let mut random = Random(41);
     for (isa, precision) in variants() {
         // The long one is cut into blocks of inputs when there are several tiles of rows.
-        for (cols, rows) in [(67, 190), (2306, 384)] {
+        let shapes = [(67, 190), (2306, 384)].into_iter();
+        for ((cols, rows), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
             let weight = Weight::random(&mut random, rows, cols);
+            let weight = if is_int8 { weight.quantised() } else { weight };
             let x = random.vec(67 * cols);
             let mut reference: Option<(Vec<u32>, Vec<u32>)> = None;
             for threads in [1, 2, 3] {
@@ -31,7 +33,8 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
                     let same = *reference.get_or_insert_with(|| got.clone()) == got;
                     assert!(
                         same,
-                        "{isa} {precision} {cols}x{rows}, {m} rows at a time, {threads} threads"
+                        "{isa} {precision} {is_int8} {cols}x{rows}, {m} rows at a time, {threads} \
+                         threads"
                     );
                 }
             }

@@ -2,7 +2,7 @@
 use kernels::KernelError;
 use kernels::backend::{Backend, Buffer};
 
-use kernels::cpu::Precision;
+use kernels::cpu::{Isa, Precision};
 
 use crate::support::{
     Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, isas, poisoned,
@@ -22,8 +22,9 @@ fn linear_matches_the_naive_product() {
     let mut random = Random(1);
     for (isa, precision) in variants() {
         let mut backend = backend_in(isa, precision, 2);
-        for (cols, rows) in SHAPES {
+        for ((cols, rows), is_int8) in SHAPES.iter().flat_map(|it| [(*it, false), (*it, true)]) {
             let weight = Weight::random(&mut random, rows, cols);
+            let weight = if is_int8 { weight.quantised() } else { weight };
             let packed = weight.load(&mut backend);
             let bias = random.vec(rows);
             let bias_vector = backend.load_vector(&bias).unwrap();
@@ -39,7 +40,8 @@ fn linear_matches_the_naive_product() {
                         let x = as_taken(precision, x);
                         let want = weight.product(&x, biased.then_some(&bias[..]));
                         for (j, (&got, (want, size))) in out.iter().zip(want).enumerate() {
-                            let what = format!("{isa} {precision} {m}x{cols}x{rows} [{i},{j}]");
+                            let what =
+                                format!("{isa} {precision} {is_int8} {m}x{cols}x{rows} [{i},{j}]");
                             assert_close(got, want, TOLERANCE * size + 1e-7, what);
                         }
                     }
@@ -105,8 +107,10 @@ fn gate_up_silu_matches_the_naive_version() {
     let mut random = Random(3);
     for (isa, precision) in variants() {
         let mut backend = backend_in(isa, precision, 2);
-        for (cols, inner) in [(9, 1), (16, 5), (33, 64), (20, 70), (40, 192)] {
+        let shapes = [(9, 1), (16, 5), (33, 64), (20, 70), (40, 192)].into_iter();
+        for ((cols, inner), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
             let weight = Weight::random(&mut random, inner * 2, cols);
+            let weight = if is_int8 { weight.quantised() } else { weight };
             let packed = weight.load(&mut backend);
             let bias = random.vec(inner * 2);
             let bias_vector = backend.load_vector(&bias).unwrap();
@@ -140,6 +144,7 @@ fn lm_head_takes_the_rows_named() {
         let mut backend = backend_in(isa, precision, 1);
         let (cols, vocab) = (24, 150);
         let weight = Weight::random(&mut random, vocab, cols);
+        let weight = if isa == Isa::detect() { weight.quantised() } else { weight };
         let packed = weight.load(&mut backend);
         let x = random.vec(9 * cols);
         let input = buffer(&mut backend, &x, cols);
@@ -164,6 +169,7 @@ fn embed_returns_rows_of_this_rank_and_zeros() {
         for cols in [1, 7, 64] {
             let mut backend = backend(isa, 3);
             let table = Weight::random(&mut random, 100, cols);
+            let table = if isa == Isa::Portable { table.quantised() } else { table };
             let packed = table.load(&mut backend);
             let ids = [50, 149, 49, 150, 0, u32::MAX, 113, 50];
             let mut out = poisoned(&mut backend, 9, cols);
@@ -183,7 +189,7 @@ fn embed_returns_rows_of_this_rank_and_zeros() {
 #[test]
 fn shapes_that_do_not_fit_are_errors() {
     let mut random = Random(6);
-    let mut backend = backend(kernels::cpu::Isa::Portable, 1);
+    let mut backend = backend(Isa::Portable, 1);
     let matrix = Weight::random(&mut random, 10, 8).load(&mut backend);
     let odd = Weight::random(&mut random, 9, 8).load(&mut backend);
     let short = backend.load_vector(&[0.0; 9]).unwrap();

@@ -138,6 +138,8 @@ pub(crate) struct Weight {
     /// Exactly representable in bf16.
     pub(crate) values: Vec<f32>,
     bytes: Vec<u8>,
+    /// Loaded as int8, as which `values` are what that makes of the file's.
+    pub(crate) is_int8: bool,
 }
 
 impl Weight {
@@ -146,7 +148,7 @@ impl Weight {
             .map(|_| f32::from_bits(random.f32().to_bits() & 0xFFFF_0000))
             .collect();
         let bytes = values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect();
-        Self { rows, cols, values, bytes }
+        Self { rows, cols, values, bytes, is_int8: false }
     }
 
     /// Other values, exactly representable in bf16.
@@ -154,6 +156,17 @@ impl Weight {
         let cols = self.cols;
         self.values = (0..self.rows * cols).map(|i| value(i / cols, i % cols)).collect();
         self.bytes = self.values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect();
+    }
+
+    /// The same file to be loaded as int8.
+    pub(crate) fn quantised(&self) -> Self {
+        let quantise = |row: &[f32]| {
+            let most = row.iter().map(|x| x.abs()).fold(0.0, f32::max);
+            let scale = most / 127.0;
+            row.iter().map(|x| (x / scale).round_ties_even() * scale).collect::<Vec<f32>>()
+        };
+        let values = self.values.chunks(self.cols).flat_map(quantise).collect();
+        Self { values, bytes: self.bytes.clone(), is_int8: true, ..*self }
     }
 
     pub(crate) fn row(&self, row: usize) -> &[f32] {
@@ -169,11 +182,15 @@ impl Weight {
             cols: self.cols,
             col_start: 0,
             row_stride: self.cols,
+            scales: None,
         }
     }
 
     pub(crate) fn load(&self, backend: &mut CpuBackend) -> CpuMatrix {
-        backend.load_matrix(&[self.host()]).unwrap()
+        match self.is_int8 {
+            true => backend.load_int8_matrix(&[self.host()]).unwrap(),
+            false => backend.load_matrix(&[self.host()]).unwrap(),
+        }
     }
 
     /// `x W^T + bias` in f64, and how large the sums' terms are.

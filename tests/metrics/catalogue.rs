@@ -41,7 +41,7 @@ fn suffixes_tell_kind_and_unit() {
         Unit::Watts => d.name.ends_with("_watts"),
         Unit::Tokens => d.name.contains("tokens"),
         Unit::Requests => d.name.contains("request"),
-        Unit::Blocks => d.name.ends_with("_blocks"),
+        Unit::Blocks => d.name.trim_end_matches("_total").ends_with("_blocks"),
         Unit::Steps => d.name.ends_with("_steps_total"),
         Unit::Events | Unit::Items | Unit::Value => true,
     };

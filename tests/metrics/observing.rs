@@ -50,8 +50,10 @@ pub(crate) fn config(num_blocks: u32) -> ReplicaConfig {
             max_num_seqs: 64,
             max_num_batched_tokens: 2048,
             kv_cache_bytes: 1 << 30,
+            swap_bytes: 0,
         },
         num_blocks,
+        host_blocks: 0,
         tensor_parallel: 2,
     }
 }
@@ -329,6 +331,62 @@ fn cluster_and_http_events_come_out() {
     assert_eq!(gone.get("tutti_worker_restarts_total{worker=\"4\"}"), 1.0);
 }
 
+#[test]
+fn what_is_swapped_is_shown_where_there_is_host_memory_for_it() {
+    let hub = hub();
+    let (with, without) = (ReplicaId(1), ReplicaId(2));
+    let mut record = hub.observer().record();
+    record.replica_ready(with, &ReplicaConfig { host_blocks: 8, ..config(10) });
+    record.replica_ready(without, &config(10));
+    let mut track = record.accepted(ms(0), 1, &id());
+    record.routed(&mut track, with);
+    record.scheduled(&mut track, with, ms(1));
+    drop(record);
+    let before = scrape(&hub);
+    for series in ["requests_swapped", "host_kv_cache_used_blocks", "host_kv_cache_usage_ratio"] {
+        assert_eq!(before.get(&format!("tutti_{series}{{replica=\"1\"}}")), 0.0);
+        assert_eq!(before.matching(&format!("tutti_{series}")).count(), 1, "{series} of replica 2");
+    }
+    let mut record = hub.observer().record();
+    record.swapped_out(&mut track, with, 3);
+    record.host_kv_blocks(with, 3);
+    drop(record);
+    let out = scrape(&hub);
+    out.check_identities();
+    for (series, value) in [
+        ("tutti_requests_swapped{replica=\"1\"}", 1.0),
+        ("tutti_requests_running{replica=\"1\"}", 0.0),
+        ("tutti_host_kv_cache_used_blocks{replica=\"1\"}", 3.0),
+        ("tutti_host_kv_cache_blocks{replica=\"1\"}", 8.0),
+        ("tutti_host_kv_cache_usage_ratio{replica=\"1\"}", 0.375),
+        ("tutti_kv_swapped_blocks_total{direction=\"out\",replica=\"1\"}", 3.0),
+        ("tutti_kv_swapped_blocks_total{direction=\"in\",replica=\"1\"}", 0.0),
+        ("tutti_preemptions_total{replica=\"1\"}", 1.0),
+        ("tutti_preemptions_swapped_total{replica=\"1\"}", 1.0),
+        ("tutti_preempted_tokens_total{replica=\"1\"}", 0.0),
+    ] {
+        assert_eq!(out.get(series), value, "{series}");
+    }
+    let mut record = hub.observer().record();
+    record.swapped_in(with, 2);
+    record.scheduled(&mut track, with, ms(5));
+    record.host_kv_blocks(with, 0);
+    drop(record);
+    let back = scrape(&hub);
+    assert_eq!(back.get("tutti_requests_swapped{replica=\"1\"}"), 0.0);
+    assert_eq!(back.get("tutti_kv_swapped_blocks_total{direction=\"in\",replica=\"1\"}"), 2.0);
+    // What describes the present vanishes with the epoch, totals stay.
+    let mut record = hub.observer().record();
+    record.failover(with);
+    record.interrupted(&mut track);
+    record.finished(track, FinishedReason::Stop, SUMMARY, ms(9));
+    drop(record);
+    let gone = scrape(&hub);
+    assert_eq!(gone.matching("tutti_host_kv_cache_blocks").count(), 0);
+    assert_eq!(gone.matching("tutti_requests_swapped").count(), 0);
+    assert_eq!(gone.get("tutti_preemptions_swapped_total{replica=\"1\"}"), 1.0);
+}
+
 /// What may happen to a request, chosen blindly.
 #[derive(Clone, Copy, Debug)]
 enum Event {
@@ -401,7 +459,9 @@ proptest! {
                 }
                 Event::Swap(i, r) => {
                     if let Some(i) = picked(i) {
-                        record.swapped_out(&mut tracks[i], ReplicaId(r));
+                        record.swapped_out(&mut tracks[i], ReplicaId(r), 2);
+                        record.swapped_in(ReplicaId(r), 2);
+                        record.host_kv_blocks(ReplicaId(r), 2);
                     }
                 }
                 Event::Replay(i) => {
@@ -431,7 +491,10 @@ proptest! {
                         StepTokens { prompt_computed, prompt_cached, generated, recomputed, ..<_>::default() };
                     record.step(ReplicaId(r), tokens);
                 }
-                Event::Ready(r) => record.replica_ready(ReplicaId(r), &config(10)),
+                Event::Ready(r) => {
+                    let config = ReplicaConfig { host_blocks: 8 * (r % 2), ..config(10) };
+                    record.replica_ready(ReplicaId(r), &config);
+                }
                 Event::Gone(r) => record.failover(ReplicaId(r)),
             }
             drop(record);

@@ -3,11 +3,12 @@ use std::path::Path;
 
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
+use shared::protocol::Quantization;
 use testkit::models::variant;
 use worker::model::config::ModelConfig;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
-use worker::model::weights;
+use worker::model::weights::{self, Source};
 
 use crate::checkpoint::{Folder, Tensor};
 use crate::rig::engine;
@@ -130,12 +131,60 @@ fn experts_that_are_not_there() {
     names(&error, &["tensor model.layers.0.mlp.gate.weight", "missing"]);
     // What doctor looks at says the same.
     let folder = Folder::copy_of("mixtral");
-    assert!(worker::check::model(folder.path(), 1).is_ok());
+    assert!(worker::check::model(folder.path(), 1, Quantization::None).is_ok());
     folder.edit(|tensors| tensors.retain(|tensor| !tensor.name.ends_with("experts.3.w1.weight")));
-    let error = worker::check::model(folder.path(), 1).unwrap_err().to_string();
+    let error = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err().to_string();
     names(&error, &["block_sparse_moe.experts.3.w1.weight", "missing"]);
-    let error = worker::check::model(&variant("qwen3-moe"), 16).unwrap_err().to_string();
+    let error = worker::check::model(&variant("qwen3-moe"), 16, Quantization::None)
+        .unwrap_err()
+        .to_string();
     names(&error, &["degree 16", "experts of 40", "possible degrees: 1, 2, 4"]);
+}
+
+#[test]
+fn quantised_tensors_need_their_scales() {
+    let folder = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let folder = Folder::copy_of("qwen3-fp8-blocks");
+        folder.edit(change);
+        folder
+    };
+    let error = |folder: &Folder| {
+        engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string()
+    };
+    let scale = "model.layers.1.mlp.up_proj.weight_scale_inv";
+    let find = |tensors: &mut Vec<Tensor>| tensors.iter().position(|t| t.name == scale).unwrap();
+    let lacking = folder(&|tensors| {
+        let at = find(tensors);
+        tensors.remove(at);
+    });
+    names(&error(&lacking), &["model.layers.1.mlp.up_proj.weight_scale", "missing", "scales"]);
+    let short = folder(&|tensors| {
+        let at = find(tensors);
+        tensors[at].cut_rows(1);
+    });
+    names(&error(&short), &[scale, "[1, 2]", "[128, 64]"]);
+    let plain = folder(&|_| ());
+    plain.configure("quantization_config", serde_json::Value::Null);
+    names(&error(&plain), &["q_proj.weight", "quantised", "quantization_config"]);
+    let other = folder(&|_| ());
+    other.configure("quantization_config", serde_json::json!({"quant_method": "awq", "bits": 4}));
+    names(&error(&other), &["config.json", "quant_method \"awq\", 4 bits", "\"fp8\""]);
+    let said = worker::check::model(other.path(), 1, Quantization::None).unwrap_err().to_string();
+    assert_eq!(said, error(&other), "what doctor says");
+    // Norms are never quantised.
+    let norm = folder(&|tensors| {
+        let norm = tensors.iter_mut().find(|t| t.name == "model.norm.weight").unwrap();
+        norm.dtype = "F8_E4M3".to_owned();
+        norm.data.truncate(norm.shape[0]);
+    });
+    names(&error(&norm), &["model.norm.weight", "F8E4M3", "BF16, F16 or F32"]);
+    // FP8 becomes bf16, so ranks keep more than the files have.
+    let whole = folder(&|_| ());
+    let bytes =
+        |quantization| worker::check::model(whole.path(), 1, quantization).unwrap().weight_bytes;
+    let file = std::fs::metadata(whole.file(WEIGHTS)).unwrap().len();
+    assert!(bytes(Quantization::None) > file);
+    assert!(bytes(Quantization::Int8) < bytes(Quantization::None));
 }
 
 #[test]
@@ -162,7 +211,9 @@ fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     let files = WeightFiles::open(folder.path()).unwrap();
     let mut backend = ReferenceBackend::new(single_rank());
     let mut reports = 0;
-    let loaded = weights::load(&mut backend, &files, &config, &shard, 16, &mut |_, _| reports += 1);
+    let source = Source { files: &files, config: &config, shard: &shard };
+    let mut progress = |_, _| reports += 1;
+    let loaded = weights::load(&mut backend, &source, Quantization::None, 16, &mut progress);
     names(&loaded.unwrap_err().to_string(), &["tensor model.norm.weight", "missing"]);
     assert_eq!(reports, 0);
 }
@@ -183,7 +234,8 @@ fn progress_ends_with_all_bytes_of_the_shard() {
         let mut backend = ReferenceBackend::new(single_rank());
         let mut reports = Vec::new();
         let mut progress = |done, total| reports.push((done, total));
-        weights::load(&mut backend, &files, &config, &shard, 16, &mut progress).unwrap();
+        let source = Source { files: &files, config: &config, shard: &shard };
+        weights::load(&mut backend, &source, Quantization::None, 16, &mut progress).unwrap();
         assert_eq!(reports.first(), Some(&(0, expected)), "tp {degree}");
         assert_eq!(reports.last(), Some(&(expected, expected)), "tp {degree}");
         assert!(reports.is_sorted());

@@ -108,6 +108,7 @@ pub(crate) fn engine_on(model: &str, backend: CudaBackend) -> Engine<CudaBackend
         max_num_seqs: 80,
         max_num_batched_tokens: 768,
         kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
     };
     let mut engine = engine_of(&variant(model), 0, 1, backend, sizes).unwrap();
     engine.profile().unwrap();

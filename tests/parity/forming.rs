@@ -2,7 +2,7 @@
 use std::net::TcpListener;
 
 use shared::ids::{Epoch, ReplicaId};
-use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form};
+use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form, Quantization};
 use testkit::models::variant;
 use worker::device::CudaDevice;
 use worker::engine_rank::EngineRank;
@@ -49,6 +49,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
             world_size: 2,
             reduction_ranks: 2,
             dtype: Dtype::Auto,
+            quantization: Quantization::None,
             collective: CollectiveSpec::SharedMemory { name },
             collective_timeout_ms: 30_000,
             model: variant("llama-gqa").to_str().unwrap().to_owned(),
@@ -58,6 +59,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
                 max_num_seqs: 4,
                 max_num_batched_tokens: 32,
                 kv_cache_bytes: 1 << 20,
+                swap_bytes: 0,
             },
         };
         let ends = (epoch == 1).then_some(own);

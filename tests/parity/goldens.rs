@@ -108,4 +108,8 @@ variants! {
     mixtral: "mixtral",
     qwen3_moe: "qwen3-moe",
     qwen3_moe_stacked: "qwen3-moe-stacked",
+    qwen2_fp8: "qwen2-fp8",
+    qwen3_fp8_blocks: "qwen3-fp8-blocks",
+    qwen3_moe_fp8: "qwen3-moe-fp8",
+    llama_int8: "llama-int8",
 }

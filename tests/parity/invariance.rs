@@ -4,8 +4,14 @@ use testkit::models::{demo, goldens, variant};
 
 use crate::rig::{On, Rig, Seq};
 
-const ON_AND_DEGREES: [(On, u32); 4] =
-    [(On::Cpu, 1), (On::Cpu, 2), (On::CpuBf16, 1), (On::CpuBf16, 2)];
+const ON_AND_DEGREES: [(On, u32); 6] = [
+    (On::Cpu, 1),
+    (On::Cpu, 2),
+    (On::CpuBf16, 1),
+    (On::CpuBf16, 2),
+    (On::CpuInt8, 1),
+    (On::CpuBf16Int8, 2),
+];
 
 fn sampled(seed: u64) -> SamplingParams {
     SamplingParams {
@@ -133,11 +139,15 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("qwen2"),
         variant("mixtral"),
         variant("qwen3-moe"),
+        variant("qwen3-fp8-blocks"),
+        variant("llama-int8"),
     ] {
         let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
         let prompt = &golden.prompt_ids;
         for (on, sampling) in
             [(On::Cpu, greedy()), (On::Cpu, sampled(3)), (On::CpuBf16, sampled(3))]
+                .into_iter()
+                .chain([(On::CpuInt8, greedy()), (On::CpuBf16Int8, sampled(3))])
         {
             let run = |degrees| {
                 let mut rig = Rig::reducing(on, &model, degrees);

@@ -12,8 +12,10 @@
 //! - [`masks`]: tokens that keep to a rule, on every device and degree
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
+//! - [`quantised`]: weights in int8, and how far that is from the goldens
 //! - [`rig`]: ranks as threads, driven by step plans
 //! - [`samplers`]: the fast sampler against the one by definition
+//! - `swapping`: sequences that go to host memory and come back, on every device
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -37,5 +39,7 @@ mod nccl;
 mod odd;
 mod peers;
 mod plans;
+mod quantised;
 mod rig;
 mod samplers;
+mod swapping;

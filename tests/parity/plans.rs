@@ -4,7 +4,7 @@ use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use worker::engine::Engine;
 use worker::rank::StepSource;
@@ -21,6 +21,7 @@ fn unstarted() -> Engine<ReferenceBackend> {
         max_num_seqs: 2,
         max_num_batched_tokens: 14,
         kv_cache_bytes: 1 << 20,
+        swap_bytes: 0,
     };
     let backend = ReferenceBackend::new(single_rank());
     engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap()
@@ -78,7 +79,22 @@ fn plans_that_do_not_fit() {
         ..run(1, 5, 1 + drafts.len() as u32, &[2])
     };
     let masked = |mask| SequenceStep { allowed: Some(mask), ..run(1, 5, 1, &[]) };
+    let pooled = |pooling| {
+        let NewSequence { sampling, .. } = new(2, &TOKENS, 5);
+        let sampling = SamplingParams { pooling: Some(pooling), ..sampling };
+        vec![NewSequence { sampling, ..new(2, &TOKENS, 5) }]
+    };
     let cases = [
+        (
+            pooled(Pooling::Last),
+            vec![run(2, 0, 5, &[2, 3])],
+            "seq-2 is to have an embedding, not a token",
+        ),
+        (
+            pooled(Pooling::Mean),
+            vec![chunk(2, 4, 1, &[2, 3])],
+            "seq-2 needs all its tokens, and is to be computed from 4",
+        ),
         (vec![], vec![run(7, 0, 1, &[2])], "seq-7 is not known"),
         (vec![new(1, &[1], 1)], vec![], "seq-1 is admitted twice"),
         (vec![], vec![chunk(1, 5, 1, &[]); 2], "seq-1 occurs twice"),

@@ -11,7 +11,9 @@ use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
 use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceOutput, SequenceStep, StepPlan};
+use shared::protocol::{
+    EngineConfig, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+};
 use shared::sampling::SamplingParams;
 use testkit::fake_cuda::{fake_cuda_of, fake_nccl};
 use testkit::relay::SharedRelay;
@@ -21,7 +23,7 @@ use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
-use worker::model::weights;
+use worker::model::weights::{self, Source};
 
 use crate::masks;
 
@@ -72,17 +74,36 @@ pub(crate) enum On {
     Cpu,
     /// The same with activations of products rounded to bf16.
     CpuBf16,
+    /// The fast one in f32 precision, weights quantised to int8.
+    CpuInt8,
+    /// The same with activations of products rounded to bf16.
+    CpuBf16Int8,
     /// The oracle.
     Reference,
+    /// The oracle, weights quantised to int8.
+    ReferenceInt8,
     /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
     FakeCuda,
-    /// The same, told to be independent of the batch.
+    /// As `FakeCuda`, told to be independent of the batch.
     FakeInvariant,
-    /// The same, whose ranks see each other's memory. Of messages, those of up to so many bytes go
+    /// As `FakeCuda`, whose ranks see each other's memory. Of messages, those of up to so many bytes go
     /// one-shot, fused with the norm behind them.
     FakePeers(usize),
     /// The same, with a GPU for each rank and a stand-in for NCCL between them.
     FakeNccl,
+    /// As `FakeCuda`, weights quantised to int8.
+    FakeCudaInt8,
+}
+
+impl On {
+    fn quantization(self) -> Quantization {
+        match self {
+            Self::CpuInt8 | Self::CpuBf16Int8 | Self::ReferenceInt8 | Self::FakeCudaInt8 => {
+                Quantization::Int8
+            }
+            _ => Quantization::None,
+        }
+    }
 }
 
 /// GPUs of the stand-in for NVIDIA's driver.
@@ -175,7 +196,8 @@ pub(crate) fn fake_nccl_engine(
     collective: Box<dyn Collective>,
     relay: SharedRelay,
 ) -> Engine<CudaBackend> {
-    engine_on(model, rank, (degree, degree), fake_nccl_backend(rank, collective, relay)).unwrap()
+    let backend = fake_nccl_backend(rank, collective, relay);
+    engine_on(model, rank, (degree, degree), Quantization::None, backend).unwrap()
 }
 
 /// One rank's engine on the fast backend.
@@ -185,13 +207,15 @@ pub(crate) fn engine(
     degree: u32,
     collective: Box<dyn Collective>,
 ) -> Result<Engine<CpuBackend>, ModelError> {
-    engine_on(model, rank, (degree, degree), CpuBackend::new(1, Precision::Float32, collective)?)
+    let backend = CpuBackend::new(1, Precision::Float32, collective)?;
+    engine_on(model, rank, (degree, degree), Quantization::None, backend)
 }
 
 fn engine_on<B: Backend>(
     model: &Path,
     rank: u32,
     degree: (u32, u32),
+    quantization: Quantization,
     backend: B,
 ) -> Result<Engine<B>, ModelError> {
     let sizes = EngineConfig {
@@ -200,8 +224,9 @@ fn engine_on<B: Backend>(
         max_num_seqs: SEQS_MAX,
         max_num_batched_tokens: TOKENS_MAX,
         kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
     };
-    let mut engine = engine_reducing(model, rank, degree, backend, sizes)?;
+    let mut engine = engine_reducing(model, rank, degree, quantization, backend, sizes)?;
     engine.start(NUM_BLOCKS)?;
     Ok(engine)
 }
@@ -214,7 +239,7 @@ pub(crate) fn engine_of<B: Backend>(
     backend: B,
     sizes: EngineConfig,
 ) -> Result<Engine<B>, ModelError> {
-    engine_reducing(model, rank, (degree, degree), backend, sizes)
+    engine_reducing(model, rank, (degree, degree), Quantization::None, backend, sizes)
 }
 
 /// The same, with sums made as by another number of ranks: `degree` is (ranks, ranks of sums).
@@ -222,6 +247,7 @@ fn engine_reducing<B: Backend>(
     model: &Path,
     rank: u32,
     degree: (u32, u32),
+    quantization: Quantization,
     mut backend: B,
     sizes: EngineConfig,
 ) -> Result<Engine<B>, ModelError> {
@@ -229,7 +255,8 @@ fn engine_reducing<B: Backend>(
     let shard = Shard::new(&config, rank, degree.0)?.with_reduction(&config, degree.1)?;
     let files = WeightFiles::open(model)?;
     let positions = sizes.max_model_len as usize;
-    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
+    let source = Source { files: &files, config: &config, shard: &shard };
+    let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
     let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
     let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, rows)?;
     Ok(Engine::new(backend, decoder, sizes))
@@ -264,12 +291,13 @@ impl Rig {
     pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
-        if let On::FakeCuda | On::FakeInvariant | On::FakeNccl = backend {
+        if let On::FakeCuda | On::FakeCudaInt8 | On::FakeInvariant | On::FakeNccl = backend {
             // Before the ranks' threads are at it: compiled once.
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
             fake_nccl(folder, &fake_cuda_of(folder, GPUS).unwrap(), None).unwrap();
         }
         let relay = SharedRelay::default();
+        let quantization = backend.quantization();
         let (sender, outputs) = channel();
         let mut plans = Vec::new();
         let mut threads = Vec::new();
@@ -279,39 +307,39 @@ impl Rig {
             let model = model.to_owned();
             let (sender, relay) = (sender.clone(), relay.clone());
             threads.push(std::thread::spawn(move || match backend {
-                On::Cpu | On::CpuBf16 => {
+                On::Cpu | On::CpuBf16 | On::CpuInt8 | On::CpuBf16Int8 => {
                     let precision = match backend {
-                        On::CpuBf16 => Precision::Bfloat16,
+                        On::CpuBf16 | On::CpuBf16Int8 => Precision::Bfloat16,
                         _ => Precision::Float32,
                     };
                     let backend = CpuBackend::new(1, precision, collective).unwrap();
-                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
-                On::FakeCuda => {
+                On::FakeCuda | On::FakeCudaInt8 => {
                     let backend = fake_cuda_backend(true, collective);
-                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeInvariant => {
                     let options = CudaOptions { batch_invariant: true, ..CudaOptions::default() };
                     let backend = fake_cuda_with(options, collective);
-                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakePeers(one_shot) => {
                     let backend = fake_peer(one_shot, collective);
-                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeNccl => {
                     let backend = fake_nccl_backend(rank, collective, relay);
-                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
-                On::Reference => {
+                On::Reference | On::ReferenceInt8 => {
                     let backend = ReferenceBackend::new(collective);
-                    let engine = engine_on(&model, rank, degrees, backend).unwrap();
+                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
             }));

@@ -80,6 +80,7 @@ fn sample<B: Backend>(backend: &mut B, case: &Case) -> [Sampled; 2] {
         cols: WIDTH,
         col_start: 0,
         row_stride: WIDTH,
+        scales: None,
     };
     let table = backend.load_matrix(&[row]).unwrap();
     let mut logits = backend.new_buffer(1, WIDTH).unwrap();

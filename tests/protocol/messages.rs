@@ -1,6 +1,8 @@
 //! Every message through codec and frame, and hostile bytes.
 use proptest::prelude::*;
-use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId, WorkerId};
+use shared::ids::{
+    BlockId, Epoch, HostBlockId, Incarnation, ReplicaId, RequestId, SeqId, StepId, WorkerId,
+};
 use shared::log::LogLines;
 use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
@@ -8,9 +10,9 @@ use shared::protocol::{
     CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
     FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
     GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, NewSequence, NodeResources,
-    Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan,
-    StepResult, StepTimings, SubmitRequest, ToFrontend, ToWorker, TokenLogprobs, TokenMask,
-    Whitespace, WorkerStats,
+    Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed,
+    StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker,
+    TokenLogprobs, TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -30,11 +32,17 @@ where
     }
 }
 
+fn swap_pair(device: u32, host: u32) -> SwapPair {
+    SwapPair { device: BlockId(device), host: HostBlockId(host) }
+}
+
 fn plan() -> StepPlan {
     StepPlan {
         epoch: Epoch(3),
         step: StepId(300),
         finished: vec![SeqId(1), SeqId(u64::MAX)],
+        swap_out: vec![Swap { seq: SeqId(4), blocks: vec![swap_pair(3, 70_000)] }],
+        swap_in: vec![Swap { seq: SeqId(5), blocks: vec![swap_pair(0, 1), swap_pair(2, 0)] }],
         admitted: vec![NewSequence {
             seq: SeqId(9),
             tokens: vec![1, 2, 70_000],
@@ -95,12 +103,14 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         collective_timeout_ms: 30_000,
         model: "/models/\u{e9}".to_owned(),
         dtype: Dtype::Bfloat16,
+        quantization: Quantization::Int8,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
             kv_cache_bytes: 1 << 40,
+            swap_bytes: 0,
         },
     })
 }
@@ -112,7 +122,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         form(CollectiveSpec::None),
         form(CollectiveSpec::SharedMemory { name: "tutti-1".to_owned() }),
         form(CollectiveSpec::Tcp { ranks, token: u64::MAX }),
-        ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 9 }),
+        ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 9, host_blocks: 0 }),
         ToWorker::Step(plan()),
         ToWorker::Abort { epoch: Epoch(1) },
         ToWorker::Shutdown { reason: "r".to_owned() },
@@ -122,7 +132,13 @@ fn every_message_survives_and_every_cut_is_noticed() {
     let epoch = Epoch(1);
     let from = [
         FromWorker::Progress(LoadProgress { epoch, bytes_done: 1, bytes_total: 2 }),
-        FromWorker::Formed(Formed { epoch, kv_blocks: 1, weight_bytes: 2, load_seconds: 0.5 }),
+        FromWorker::Formed(Formed {
+            epoch,
+            kv_blocks: 1,
+            host_blocks: 0,
+            weight_bytes: 2,
+            load_seconds: 0.5,
+        }),
         FromWorker::FormFailed(FormFailed { epoch, message: "m".to_owned(), permanent: true }),
         FromWorker::Started(Started { epoch }),
         FromWorker::Step(result()),
@@ -305,9 +321,15 @@ fn the_form_of_messages_is_pinned() {
     let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let abort = codec::encode(&ToWorker::Abort { epoch: Epoch(300) }).unwrap();
     assert_eq!(hex(abort), "03fb2c01");
-    let start =
-        codec::encode(&ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 70_000 })).unwrap();
-    assert_eq!(hex(start), "0101fc70110100");
+    let start = codec::encode(&ToWorker::Start(Start {
+        epoch: Epoch(1),
+        num_blocks: 70_000,
+        host_blocks: 0,
+    }))
+    .unwrap();
+    assert_eq!(hex(start), "0101fc7011010000");
+    let swap = Swap { seq: SeqId(9), blocks: vec![swap_pair(7, 300)] };
+    assert_eq!(hex(codec::encode(&swap).unwrap()), "090107fb2c01");
     let id = GroupId { epoch: Epoch(5), bytes: vec![0xab, 0xcd] };
     assert_eq!(hex(codec::encode(&ToWorker::GroupId(id.clone())).unwrap()), "050502abcd");
     assert_eq!(hex(codec::encode(&FromWorker::GroupId(id.clone())).unwrap()), "090502abcd");

@@ -101,7 +101,7 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
         let (events, mut tokens) = mpsc::channel(64);
         let now = Duration::from_millis(1);
         operation.submit(now, request(), EventSender::Local(events), &mut sent);
-        operation.ready(now, Epoch(3), 8, WORKERS.to_vec(), &mut sent);
+        operation.ready(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
         let accepted = |tokens: &mut mpsc::Receiver<EngineEvent>| {
             let mut count = 0;
             while let Ok(EngineEvent::Token { .. }) = tokens.try_recv() {
@@ -127,7 +127,7 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
             assert_eq!((accepted(&mut tokens), sent.ends.len()), (0, 1));
             // The next one goes on from what was accepted.
             assert!(operation.lost(now, Epoch(3), EpochEnd::Failed));
-            operation.ready(now, Epoch(4), 8, WORKERS.to_vec(), &mut sent);
+            operation.ready(now, Epoch(4), 8, 0, WORKERS.to_vec(), &mut sent);
             let again = sent.plans.iter().find(|plan| plan.epoch == Epoch(4)).unwrap();
             assert_eq!(again.admitted.iter().map(|it| it.tokens.len()).max(), Some(4));
         } else {
@@ -148,7 +148,7 @@ fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
         let mut sent = Sent::default();
         let (events, mut tokens) = mpsc::channel(64);
         operation.submit(now, request(), EventSender::Local(events), &mut sent);
-        operation.ready(now, Epoch(3), 8, WORKERS.to_vec(), &mut sent);
+        operation.ready(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
         assert_eq!(sent.plans.len(), 2);
         let wrong = StepPlan { step: StepId(step), ..sent.plans[1].clone() };
         for _ in 0..3 {
@@ -172,7 +172,7 @@ fn what_a_rank_says_again_counts_once() {
     let mut sent = Sent::default();
     let (events, mut tokens) = mpsc::channel(64);
     operation.submit(now, request(), EventSender::Local(events), &mut sent);
-    operation.ready(now, Epoch(3), 8, WORKERS.to_vec(), &mut sent);
+    operation.ready(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
     for step in 0..2 {
         let plan = sent.plans[step].clone();
         for who in [0, 0, 1, 0, 1, 1] {

@@ -10,6 +10,7 @@
 //! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
+//! - [`swapping`]: sequences that go to host memory and come back
 //! - [`speculation`]: sequences that repeat themselves, and their drafts
 #![allow(
     clippy::unwrap_used,
@@ -28,4 +29,5 @@ mod random;
 mod rig;
 mod scenarios;
 mod speculation;
+mod swapping;
 mod worker;

@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRules};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
-use shared::protocol::{Dtype, EngineConfig, Formed, NodeResources, Started, ToWorker};
+use shared::protocol::{
+    Dtype, EngineConfig, Formed, NodeResources, Quantization, Started, ToWorker,
+};
 use shared::wire::auth::Secret;
 
 const WORKERS: u32 = 1000;
@@ -17,12 +19,14 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         max_replicas: None,
         model: "m".into(),
         dtype: Dtype::Float32,
+        quantization: Quantization::None,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,
             max_num_seqs: 8,
             max_num_batched_tokens: 64,
             kv_cache_bytes: 1 << 20,
+            swap_bytes: 0,
         },
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
@@ -64,7 +68,13 @@ fn time_of_a_pass_over_a_thousand_workers() {
             .collect();
         assert_eq!(formed.len() as u32, WORKERS / degree * degree);
         for (worker, epoch) in &formed {
-            let done = Formed { epoch: *epoch, kv_blocks: 9, weight_bytes: 1, load_seconds: 0.0 };
+            let done = Formed {
+                epoch: *epoch,
+                kv_blocks: 9,
+                host_blocks: 0,
+                weight_bytes: 1,
+                load_seconds: 0.0,
+            };
             cluster.worker_formed(*worker, done, &mut effects);
         }
         for (worker, epoch) in &formed {

@@ -17,7 +17,7 @@ enum Event {
     Canary,
     Lost,
     Move,
-    Ready(u32),
+    Ready(u32, u32),
 }
 
 fn request() -> impl Strategy<Value = ClientRequest> {
@@ -87,8 +87,13 @@ fn event() -> impl Strategy<Value = Event> {
         1 => Just(Event::Canary),
         1 => Just(Event::Lost),
         1 => Just(Event::Move),
-        2 => (7u32..30).prop_map(Event::Ready),
+        2 => (7u32..30, host_blocks()).prop_map(|(blocks, host)| Event::Ready(blocks, host)),
     ]
+}
+
+/// None, too few for a sequence, for some, for all.
+fn host_blocks() -> impl Strategy<Value = u32> {
+    prop_oneof![1 => Just(0u32), 2 => 1u32..4, 2 => 4u32..20, 1 => Just(100u32)]
 }
 
 fn speculation() -> impl Strategy<Value = Option<Speculation>> {
@@ -128,9 +133,11 @@ proptest! {
     #[test]
     fn nothing_is_lost_repeated_or_leaked(
         config in config(),
+        host_blocks in host_blocks(),
         events in prop::collection::vec(event(), 1..250),
     ) {
         let mut rig = Rig::new(config);
+        rig.host_blocks = host_blocks;
         rig.ready(12);
         for event in events {
             match event {
@@ -152,7 +159,10 @@ proptest! {
                 Event::Canary => {}
                 Event::Lost => rig.lost(),
                 Event::Move => rig.move_on(),
-                Event::Ready(blocks) => rig.ready(blocks),
+                Event::Ready(blocks, host_blocks) => {
+                    rig.host_blocks = host_blocks;
+                    rig.ready(blocks);
+                }
             }
         }
         rig.ready(20);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, TokenGuide};
-use coordinator::scheduler::{Effect, EpochEnd, Scheduler, SchedulerConfig, StepSummary};
+use coordinator::scheduler::{Effect, EpochEnd, Place, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepPlan};
 use shared::sampling::{Pooling, SamplingParams};
@@ -85,6 +85,11 @@ pub(crate) struct Rig {
     woken: Arc<Woken>,
     pub(crate) totals: StepSummary,
     pub(crate) preemptions: u32,
+    /// Of these, those that went to host memory; blocks that effects say went there and came back.
+    pub(crate) swaps: u32,
+    pub(crate) moved: (u32, u32),
+    /// Blocks of host memory that replicas have from now on.
+    pub(crate) host_blocks: u32,
     /// Tokens drafted, and those of them accepted.
     pub(crate) drafted: (u32, u32),
     /// Requests with a sequence admitted, as effects say.
@@ -110,6 +115,9 @@ impl Rig {
             next: 1,
             totals: StepSummary::default(),
             preemptions: 0,
+            swaps: 0,
+            moved: (0, 0),
+            host_blocks: 0,
             drafted: (0, 0),
             running: BTreeSet::new(),
         }
@@ -118,8 +126,9 @@ impl Rig {
     pub(crate) fn ready(&mut self, num_blocks: u32) {
         self.epoch += 1;
         self.in_flight.clear();
-        self.worker = Some(FakeWorker::new(self.config, num_blocks));
-        self.scheduler.replica_ready(Epoch(self.epoch), num_blocks, &mut self.effects);
+        self.worker = Some(FakeWorker::new(self.config, num_blocks, self.host_blocks));
+        let (epoch, host_blocks) = (Epoch(self.epoch), self.host_blocks);
+        self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
         // The epoch before, if it was still there, is over.
         self.running.clear();
         self.settle();
@@ -325,14 +334,22 @@ impl Rig {
                 assert!(client.pooling.is_some() && !std::mem::replace(&mut got.embedded, true));
                 assert_eq!(embedding, super::worker::embedding(&client.prompt), "{request}");
             }
-            Effect::Preempted { request, waits, .. } => {
+            Effect::Preempted { request, place, swapped, tokens } => {
                 self.preemptions += 1;
+                self.swaps += u32::from(swapped.is_some());
+                self.moved.0 += swapped.unwrap_or(0);
+                assert!(swapped.is_none_or(|blocks| blocks > 0 && tokens == 0));
                 let own = self.priority(request);
                 let most = self.running.iter().map(|request| self.priority(*request)).max();
                 assert!(most <= Some(own), "the_least_urgent_is_preempted: {request}");
-                if waits {
+                if place != Place::Running {
                     self.running.remove(&request);
                 }
+            }
+            Effect::SwappedIn { blocks, .. } => self.moved.1 += blocks,
+            Effect::Rests { request, place } => {
+                assert!(place != Place::Running && !self.requests[&request].1.ended());
+                self.running.remove(&request);
             }
             Effect::Drafted { tokens, accepted, emitted } => {
                 assert!(accepted <= tokens && tokens > 0 && accepted <= emitted);
@@ -365,7 +382,10 @@ impl Rig {
         let gauges = self.scheduler.gauges();
         let unfinished = self.requests.values().filter(|(_, got)| !got.ended()).count() as u32;
         assert_eq!(gauges.in_flight, unfinished, "gauges_consistent");
-        assert_eq!(gauges.running + gauges.waiting, gauges.in_flight);
+        assert_eq!(gauges.running + gauges.waiting + gauges.swapped, gauges.in_flight);
+        assert_eq!(gauges.running as usize, self.running.len(), "effects tell who runs");
+        assert!(gauges.host_used <= gauges.host_total, "blocks_conserved");
+        assert!(gauges.swapped <= gauges.host_used, "who is swapped has blocks there");
         assert!(gauges.blocks_used <= gauges.blocks_total, "blocks_conserved");
         assert!(gauges.steps_in_flight <= self.config.max_steps_in_flight + 1);
         if gauges.running == 0 {
@@ -388,6 +408,7 @@ impl Rig {
     fn everything_ended(&self) {
         let gauges = self.scheduler.gauges();
         assert_eq!((gauges.in_flight, gauges.blocks_used), (0, 0), "everything_freed_at_end");
+        assert_eq!((gauges.swapped, gauges.host_used), (0, 0), "everything_freed_at_end");
         let generated: usize =
             self.requests.values().flat_map(|(_, got)| &got.tokens).map(Vec::len).sum();
         assert_eq!(self.totals.generated as usize, generated, "every token is in one step");

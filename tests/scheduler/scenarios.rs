@@ -9,7 +9,7 @@ use shared::sampling::Pooling;
 
 use crate::rig::{ClientRequest, Rig};
 
-fn config() -> SchedulerConfig {
+pub(crate) fn config() -> SchedulerConfig {
     SchedulerConfig {
         block_size: 16,
         max_model_len: 1024,

@@ -39,6 +39,8 @@ struct Known {
     sampling: SamplingParams,
     blocks: Vec<u32>,
     computed: u32,
+    /// Its blocks in host memory, while they are there.
+    host: Option<Vec<u32>>,
 }
 
 /// What the ranks of a replica know.
@@ -49,7 +51,12 @@ pub(crate) struct FakeWorker {
     known: BTreeMap<SeqId, Known>,
     /// What each place of the KV cache holds: a hash of the token there and all before it.
     cache: Vec<u64>,
+    /// As `cache`, in host memory, and which blocks of it somebody has.
+    host: Vec<u64>,
+    host_held: Vec<bool>,
     last_step: u64,
+    /// Blocks copied out and in.
+    pub(crate) swapped: (u32, u32),
 }
 
 /// What the cache holds behind `before` for one more token.
@@ -58,9 +65,49 @@ fn extend(before: u64, token: u32) -> u64 {
 }
 
 impl FakeWorker {
-    pub(crate) fn new(config: SchedulerConfig, num_blocks: u32) -> Self {
+    pub(crate) fn new(config: SchedulerConfig, num_blocks: u32, host_blocks: u32) -> Self {
         let cache = vec![0; (num_blocks * config.block_size) as usize];
-        Self { config, num_blocks, known: BTreeMap::new(), cache, last_step: 0 }
+        let host = vec![0; (host_blocks * config.block_size) as usize];
+        let host_held = vec![false; host_blocks as usize];
+        let known = BTreeMap::new();
+        Self { config, num_blocks, known, cache, host, host_held, last_step: 0, swapped: (0, 0) }
+    }
+
+    /// Copies what the plan says, out before in.
+    fn swap(&mut self, plan: &StepPlan) {
+        let size = self.config.block_size as usize;
+        let place = |block: u32| block as usize * size..(block as usize + 1) * size;
+        for swap in &plan.swap_out {
+            let known = self.known.get_mut(&swap.seq).expect("a swapped sequence is known");
+            assert!(known.host.is_none(), "{} is swapped out twice", swap.seq);
+            assert!(!swap.blocks.is_empty(), "{} has nothing to be swapped", swap.seq);
+            let table: Vec<u32> = swap.blocks.iter().map(|pair| pair.device.0).collect();
+            assert_eq!(table, known.blocks, "{} goes with its whole table", swap.seq);
+            for pair in &swap.blocks {
+                let held = &mut self.host_held[pair.host.0 as usize];
+                assert!(!std::mem::replace(held, true), "{} belongs to another", pair.host);
+                let content = self.cache[place(pair.device.0)].to_vec();
+                self.host[place(pair.host.0)].copy_from_slice(&content);
+            }
+            self.swapped.0 += swap.blocks.len() as u32;
+            known.host = Some(swap.blocks.iter().map(|pair| pair.host.0).collect());
+            known.blocks.clear();
+        }
+        for swap in &plan.swap_in {
+            let known = self.known.get_mut(&swap.seq).expect("a swapped sequence is known");
+            let held = known.host.take().expect("it was swapped out");
+            let entry = plan.sequences.iter().find(|entry| entry.seq == swap.seq);
+            let table = &entry.expect("it is run").new_blocks;
+            let found = held.len() - swap.blocks.len();
+            assert!(found == 0 || self.config.prefix_caching);
+            for (at, pair) in (found..).zip(&swap.blocks) {
+                assert_eq!((pair.host.0, pair.device), (held[at], table[at]), "{}", swap.seq);
+                let content = self.host[place(pair.host.0)].to_vec();
+                self.cache[place(pair.device.0)].copy_from_slice(&content);
+            }
+            self.swapped.1 += swap.blocks.len() as u32;
+            held.iter().for_each(|block| self.host_held[*block as usize] = false);
+        }
     }
 
     /// Runs a plan; panics when it cannot be run (`plan_is_runnable`).
@@ -68,8 +115,10 @@ impl FakeWorker {
         assert_eq!(plan.step.0, self.last_step + 1, "steps_are_consecutive");
         self.last_step = plan.step.0;
         for seq in &plan.finished {
-            self.known.remove(seq);
+            let host = self.known.remove(seq).and_then(|known| known.host);
+            host.iter().flatten().for_each(|block| self.host_held[*block as usize] = false);
         }
+        self.swap(plan);
         for new in &plan.admitted {
             let known = Known {
                 tokens: new.tokens.clone(),
@@ -77,6 +126,7 @@ impl FakeWorker {
                 sampling: new.sampling.clone(),
                 blocks: Vec::new(),
                 computed: 0,
+                host: None,
             };
             let old = self.known.insert(new.seq, known);
             assert!(old.is_none(), "{} is admitted twice without being forgotten", new.seq);
@@ -86,7 +136,8 @@ impl FakeWorker {
         for entry in &plan.sequences {
             let known = self.known.get_mut(&entry.seq).expect("a planned sequence is known");
             // The first share may begin behind what the cache has already.
-            if known.blocks.is_empty() && entry.start > 0 {
+            assert!(known.host.is_none(), "{} is in host memory", entry.seq);
+            if known.computed == 0 && entry.start > 0 {
                 assert!(self.config.prefix_caching && entry.start % self.config.block_size == 0);
                 assert!(known.sampling.prompt_logprobs.is_none());
                 assert!(known.sampling.pooling.is_none_or(|it| !it.needs_all()));
@@ -140,7 +191,7 @@ impl FakeWorker {
     /// to it: blocks are shared only where they hold the same.
     fn cache_holds_what_it_shall(&self) {
         let size = self.config.block_size as usize;
-        for (seq, known) in &self.known {
+        for (seq, known) in self.known.iter().filter(|(_, known)| known.host.is_none()) {
             let mut holds = 0;
             for (at, token) in known.tokens[..known.computed as usize].iter().enumerate() {
                 let block = known.blocks[at / size];

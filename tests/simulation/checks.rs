@@ -5,14 +5,18 @@ use coordinator::cluster::ReplicaPhase;
 use shared::ids::{Epoch, ReplicaId, WorkerId};
 use shared::membership::View;
 use shared::metrics::catalogue::{
-    ENGINE_STEPS, FENCED_FRAMES, GENERATION_TOKENS, ITERATION_TOKENS, KV_CACHE_BLOCKS,
-    KV_CACHE_BLOCKS_USED, PREEMPTIONS, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, PROMPT_TOKENS,
-    PROMPT_TOKENS_BY_SOURCE, RANK_STEP, REPORTS_REFUSED, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
-    REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, REQUESTS_RUNNING, REQUESTS_SWAPPED, REQUESTS_WAITING,
-    SPEC_DECODE_ACCEPTED_PER_POSITION, SPEC_DECODE_ACCEPTED_TOKENS, SPEC_DECODE_DRAFT_TOKENS,
-    SPEC_DECODE_DRAFTS, SPEC_DECODE_EMITTABLE_TOKENS, SPEC_DECODE_EMITTED_TOKENS,
+    ENGINE_STEPS, FENCED_FRAMES, GENERATION_TOKENS, HOST_KV_CACHE_BLOCKS,
+    HOST_KV_CACHE_BLOCKS_USED, ITERATION_TOKENS, KV_CACHE_BLOCKS, KV_CACHE_BLOCKS_USED,
+    KV_SWAPPED_BLOCKS, PREEMPTIONS, PREEMPTIONS_SWAPPED, PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES,
+    PROMPT_TOKENS, PROMPT_TOKENS_BY_SOURCE, RANK_STEP, REPORTS_REFUSED, REQUEST_SUCCESS,
+    REQUESTS_ACCEPTED, REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, REQUESTS_RUNNING, REQUESTS_SWAPPED,
+    REQUESTS_WAITING, SPEC_DECODE_ACCEPTED_PER_POSITION, SPEC_DECODE_ACCEPTED_TOKENS,
+    SPEC_DECODE_DRAFT_TOKENS, SPEC_DECODE_DRAFTS, SPEC_DECODE_EMITTABLE_TOKENS,
+    SPEC_DECODE_EMITTED_TOKENS,
 };
-use shared::metrics::labels::{FinishedReason, LabelValue as _, PromptSource, RejectReason};
+use shared::metrics::labels::{
+    FinishedReason, LabelValue as _, PromptSource, RejectReason, SwapDirection,
+};
 use shared::metrics::{Merged, Value};
 use shared::protocol::ToWorker;
 
@@ -223,6 +227,21 @@ impl World {
             wrong.extend(fallen(last, &merged));
         }
         self.report.preemptions = merged.counter_sum(PREEMPTIONS);
+        self.report.swapped = merged.counter_sum(PREEMPTIONS_SWAPPED);
+        let blocks = |way| merged.counter_sum_of(KV_SWAPPED_BLOCKS, way);
+        let (out, back) = (blocks(SwapDirection::Out), blocks(SwapDirection::In));
+        let on_host = merged.gauge_sum(HOST_KV_CACHE_BLOCKS_USED);
+        if back > out || on_host > merged.gauge_sum(HOST_KV_CACHE_BLOCKS) {
+            wrong.push(format!(
+                "{back} of {out} blocks came back from host memory, {on_host} are there"
+            ));
+        }
+        if merged.gauge_sum(REQUESTS_SWAPPED) > on_host {
+            wrong.push("requests are swapped that have nothing in host memory".to_owned());
+        }
+        if self.clients.in_flight(life) == 0 && on_host > 0.0 {
+            wrong.push(format!("{on_host} blocks of host memory are used by nobody"));
+        }
         self.report.fenced = merged.counter_sum(FENCED_FRAMES);
         self.coordinator.checks.last = Some(merged);
         self.check_bounds();

@@ -15,7 +15,7 @@ use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::membership::View;
 use shared::metrics::Limits;
 use shared::metrics::merger::checkpoint::Checkpoint;
-use shared::protocol::{Dtype, StepResult, WorkerStats};
+use shared::protocol::{Dtype, Quantization, StepResult, WorkerStats};
 use shared::wire::auth::Secret;
 
 use crate::checks::LifeChecks;
@@ -75,6 +75,7 @@ impl Coordinator {
             max_replicas: scenario.max_replicas,
             model: MODEL.to_owned(),
             dtype: Dtype::Auto,
+            quantization: Quantization::None,
             engine: scenario.engine.clone(),
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             worker_stats: true,

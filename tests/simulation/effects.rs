@@ -34,8 +34,8 @@ impl World {
                         self.send(link, Side::Worker, Packet::Down(Rc::new(message)));
                     }
                 }
-                Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
-                    self.replica_ready(replica, epoch, ranks, num_blocks);
+                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
+                    self.replica_ready(replica, epoch, ranks, (num_blocks, host_blocks));
                 }
                 Effect::Pace { worker, slow } => {
                     self.coordinator.hub.observer().record().rank_slow(worker, slow);
@@ -79,7 +79,7 @@ impl World {
         id: ReplicaId,
         epoch: Epoch,
         workers: Vec<WorkerId>,
-        num_blocks: u32,
+        (num_blocks, host_blocks): (u32, u32),
     ) {
         let ranks: Vec<(WorkerId, LinkId)> = workers
             .iter()
@@ -93,11 +93,12 @@ impl World {
         let config = ReplicaConfig {
             engine: self.scenario.engine.clone(),
             num_blocks,
+            host_blocks,
             tensor_parallel: workers.len() as u32,
         };
         self.coordinator.hub.observer().record().replica_ready(id, &config);
         self.start_replica(id);
-        self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, ranks });
+        self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
         }

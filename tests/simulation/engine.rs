@@ -6,11 +6,12 @@ use std::collections::BTreeMap;
 
 use shared::ids::SeqId;
 use shared::protocol::{
-    EngineConfig, SequenceOutput, SequenceStep, StepPlan, TokenDigest, TokenMask,
+    EngineConfig, SequenceOutput, SequenceStep, StepPlan, SwapPair, TokenDigest, TokenMask,
 };
 use shared::sampling::{Pooling, SamplingParams};
 
 use crate::model::{EMPTY, POISON, embedding, extend};
+use crate::switches::Switches;
 
 /// As the real engine: sequences held for each that a step can run.
 const HELD_PER_RUNNING: usize = 4;
@@ -22,6 +23,8 @@ struct Known {
     blocks: Vec<u32>,
     /// The state after each computed token, as this sequence wrote it.
     states: Vec<u64>,
+    /// Its blocks in host memory, while they are there.
+    host: Option<Vec<u32>>,
     /// Places that it has written to, rejected drafts' included.
     written: usize,
 }
@@ -40,6 +43,8 @@ pub(crate) struct RankEngine {
     config: Option<EngineConfig>,
     cache: Vec<u64>,
     num_blocks: u32,
+    /// As `cache`, in host memory.
+    host: Vec<u64>,
     known: BTreeMap<SeqId, Known>,
     last_step: u64,
     /// It has learned something else than was sampled.
@@ -50,8 +55,9 @@ pub(crate) struct RankEngine {
 }
 
 impl RankEngine {
-    pub(crate) fn start(&mut self, config: EngineConfig, num_blocks: u32) {
+    pub(crate) fn start(&mut self, config: EngineConfig, num_blocks: u32, host_blocks: u32) {
         self.release();
+        self.host = vec![0; (host_blocks * config.block_size) as usize];
         self.cache = vec![0; (num_blocks * config.block_size) as usize];
         self.config = Some(config);
         self.num_blocks = num_blocks;
@@ -68,12 +74,15 @@ impl RankEngine {
     }
 
     /// Computes a plan: one share of the logits for each row that is sampled, in order.
-    pub(crate) fn run(&mut self, plan: &StepPlan) -> Result<Vec<u64>, String> {
+    pub(crate) fn run(&mut self, plan: &StepPlan, switches: &Switches) -> Result<Vec<u64>, String> {
         let Some(config) = self.config.clone() else { return Err("no KV cache".to_owned()) };
         if plan.step.0 != self.last_step + 1 {
             return Err(format!("{} after step-{}", plan.step, self.last_step));
         }
         self.last_step = plan.step.0;
+        let before = switches.swap_out_comes_late.then(|| plan.swap_out.clone());
+        self.forget(plan);
+        self.swap(plan, config.block_size as usize, switches)?;
         self.admit(plan, &config)?;
         let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);
@@ -97,13 +106,70 @@ impl RankEngine {
                 shares.extend(&known.states[known.states.len() - entry.drafts.len() - 1..]);
             }
         }
+        for pair in before.iter().flatten().flat_map(|swap| &swap.blocks) {
+            self.copy_out(*pair, config.block_size as usize);
+        }
         Ok(shares)
     }
 
-    fn admit(&mut self, plan: &StepPlan, config: &EngineConfig) -> Result<(), String> {
+    fn forget(&mut self, plan: &StepPlan) {
         for seq in &plan.finished {
             self.known.remove(seq);
         }
+    }
+
+    /// Copies what the plan says, out before in.
+    fn swap(&mut self, plan: &StepPlan, size: usize, switches: &Switches) -> Result<(), String> {
+        for swap in &plan.swap_out {
+            let why = |what: &str| format!("{}: {what}", swap.seq);
+            let known = self.known.get_mut(&swap.seq).ok_or_else(|| why("is not known"))?;
+            if known.host.is_some() {
+                return Err(why("is swapped out twice"));
+            }
+            if !known.blocks.drain(..).eq(swap.blocks.iter().map(|pair| pair.device.0)) {
+                return Err(why("does not leave with its own table"));
+            }
+            known.host = Some(swap.blocks.iter().map(|pair| pair.host.0).collect());
+            for pair in &swap.blocks {
+                let taken = |known: &&Known| {
+                    known.host.as_ref().is_some_and(|host| host.contains(&pair.host.0))
+                };
+                if pair.host.0 as usize >= self.host.len() / size
+                    || self.known.values().filter(taken).count() > 1
+                {
+                    return Err(why("is given a block of host memory that is another's"));
+                }
+                if !switches.swap_out_comes_late {
+                    self.copy_out(*pair, size);
+                }
+            }
+        }
+        for swap in &plan.swap_in {
+            let why = |what: &str| format!("{}: {what}", swap.seq);
+            let known = self.known.get_mut(&swap.seq).ok_or_else(|| why("is not known"))?;
+            let held = known.host.take().ok_or_else(|| why("is swapped in, and was not out"))?;
+            if !held.ends_with(&swap.blocks.iter().map(|pair| pair.host.0).collect::<Vec<_>>()) {
+                return Err(why("does not come back from where it is"));
+            }
+            for (index, pair) in swap.blocks.iter().enumerate() {
+                let other =
+                    (index + usize::from(switches.swap_pairs_are_mixed_up)) % swap.blocks.len();
+                let from = swap.blocks[other].host.0 as usize * size;
+                if !switches.swap_in_is_skipped {
+                    let to = pair.device.0 as usize * size;
+                    self.cache[to..to + size].copy_from_slice(&self.host[from..from + size]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_out(&mut self, pair: SwapPair, size: usize) {
+        let (from, to) = (pair.device.0 as usize * size, pair.host.0 as usize * size);
+        self.host[to..to + size].copy_from_slice(&self.cache[from..from + size]);
+    }
+
+    fn admit(&mut self, plan: &StepPlan, config: &EngineConfig) -> Result<(), String> {
         for new in &plan.admitted {
             if new.tokens.is_empty() || new.tokens.len() > config.max_model_len as usize {
                 return Err(format!("{} has {} tokens", new.seq, new.tokens.len()));
@@ -113,13 +179,15 @@ impl RankEngine {
                 sampling: new.sampling.clone(),
                 blocks: Vec::new(),
                 states: Vec::new(),
+                host: None,
                 written: 0,
             };
             if self.known.insert(new.seq, known).is_some() {
                 return Err(format!("{} is admitted twice", new.seq));
             }
         }
-        if self.known.len() > config.max_num_seqs as usize * HELD_PER_RUNNING {
+        let on_host = self.host.len() / config.block_size as usize;
+        if self.known.len() > config.max_num_seqs as usize * HELD_PER_RUNNING + on_host {
             return Err(format!("{} sequences are held", self.known.len()));
         }
         Ok(())
@@ -137,6 +205,9 @@ impl RankEngine {
             known.tokens.extend(&entry.drafts);
         }
         let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+        if known.host.is_some() {
+            return Err("is in host memory".to_owned());
+        }
         // The first share may begin behind what the cache has already.
         let size = config.block_size as usize;
         if known.states.is_empty() && start > 0 && start < known.tokens.len() {

@@ -96,6 +96,8 @@ pub(crate) struct Report {
     /// Processes ended by what they computed.
     pub(crate) poisoned: u64,
     pub(crate) preemptions: u64,
+    /// Of these, those that went to host memory.
+    pub(crate) swapped: u64,
     /// Prompt tokens that the KV cache had.
     pub(crate) cached: u64,
     /// Tokens drafted, and those of them that were right.

@@ -82,6 +82,7 @@ pub(crate) struct Executor {
     form: Option<Form>,
     /// How many it has room for, as it said when it was formed.
     kv_blocks: u32,
+    host_blocks: u32,
     engine: RankEngine,
 }
 
@@ -299,13 +300,22 @@ impl World {
     fn loaded(&mut self, slot: usize, form: Form) {
         let (low, high) = self.scenario.blocks;
         let kv_blocks = self.random.range(low, high) as u32;
+        let (low, high) = self.scenario.host_blocks;
+        let host_blocks = if high > 0 { self.random.range(low, high) as u32 } else { 0 };
         let process = &mut self.processes[slot];
         process.executor.loaded = Some((form.rank, form.world_size));
         process.executor.epoch = Some((process.executor.entered, form.epoch));
         process.stats().formed(form.replica, form.rank);
-        let formed = Formed { epoch: form.epoch, kv_blocks, weight_bytes: 1, load_seconds: 0.0 };
+        let formed = Formed {
+            epoch: form.epoch,
+            kv_blocks,
+            host_blocks,
+            weight_bytes: 1,
+            load_seconds: 0.0,
+        };
         process.executor.form = Some(form);
         process.executor.kv_blocks = kv_blocks;
+        process.executor.host_blocks = host_blocks;
         self.tell(slot, FromWorker::Formed(formed));
     }
 
@@ -320,12 +330,12 @@ impl World {
         let Some(form) = &executor.form else { return };
         let config = form.engine.clone();
         let room = executor.kv_blocks;
-        if start.num_blocks > room {
+        if start.num_blocks > room || start.host_blocks > executor.host_blocks {
             let (blocks, epoch) = (start.num_blocks, start.epoch);
             return self.fail(format!("slot {slot} is given {blocks} blocks of {room} in {epoch}"));
         }
         if !self.switches.keeps_cache || !executor.engine.fits(start.num_blocks) {
-            executor.engine.start(config, start.num_blocks);
+            executor.engine.start(config, start.num_blocks, start.host_blocks);
         }
         self.tell(slot, FromWorker::Started(Started { epoch: start.epoch }));
     }
@@ -346,7 +356,7 @@ impl World {
         let executor = &mut self.processes[slot].executor;
         executor.engine.believes_drafts = self.switches.drafts_are_believed;
         executor.engine.keeps_rejected = self.switches.rejected_drafts_stay;
-        let shares = match executor.engine.run(plan) {
+        let shares = match executor.engine.run(plan, &self.switches) {
             Ok(shares) => shares,
             // Of other tokens other drafts are right: the next plan does not fit what it has.
             Err(_) if executor.engine.has_other_tokens => {

@@ -103,6 +103,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.disagreed += report.disagreed;
                 all.relieved += report.relieved;
                 all.preemptions += report.preemptions;
+                all.swapped += report.swapped;
                 all.fenced += report.fenced;
                 all.lasted += report.lasted;
                 all.converged_after = all.converged_after.max(report.converged_after);
@@ -124,7 +125,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 46] = [
+const MUTATIONS: [Mutation; 49] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -169,6 +170,9 @@ const MUTATIONS: [Mutation; 46] = [
     ("saves_unfenced", |it| it.saves_unfenced = true),
     ("leader_key_is_overwritten", |it| it.leader_key_is_overwritten = true),
     ("who_led_is_not_known", |it| it.who_led_is_not_known = true),
+    ("swap_in_is_skipped", |it| it.swap_in_is_skipped = true),
+    ("swap_out_comes_late", |it| it.swap_out_comes_late = true),
+    ("swap_pairs_are_mixed_up", |it| it.swap_pairs_are_mixed_up = true),
     ("commands_are_forgotten", |it| it.commands_are_forgotten = true),
     ("commands_stored_unfenced", |it| it.commands_stored_unfenced = true),
 ];

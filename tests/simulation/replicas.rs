@@ -24,7 +24,7 @@ use crate::world::World;
 pub(crate) enum ReplicaMail {
     Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
     Cancel(RequestId),
-    Ready { epoch: Epoch, num_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
+    Ready { epoch: Epoch, num_blocks: u32, host_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
     Lost(Epoch, EpochEnd),
     StepDone { worker: WorkerId, result: Box<StepResult> },
     GiveUp,
@@ -116,14 +116,14 @@ impl World {
             ReplicaMail::Cancel(request) => {
                 self.operate(id, |operation, now, out| operation.cancel(now, request, out));
             }
-            ReplicaMail::Ready { epoch, num_blocks, ranks } => {
+            ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks } => {
                 running.down_since = None;
                 self.clients.served(life, id);
                 let Some(running) = self.coordinator.running(id) else { return };
                 let old = std::mem::replace(&mut running.links, ranks.clone());
                 let workers = ranks.iter().map(|(worker, _)| *worker).collect();
                 self.operate(id, |operation, now, out| {
-                    operation.ready(now, epoch, num_blocks, workers, out);
+                    operation.ready(now, epoch, num_blocks, host_blocks, workers, out);
                 });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }

@@ -8,7 +8,7 @@ use shared::protocol::EngineConfig;
 use shared::sampling::Pooling;
 
 use crate::model::{Ends, POISON, VOCABULARY, undisturbed};
-use crate::random::Random;
+use crate::random::{Random, mix};
 
 /// Virtual time in microseconds.
 pub(crate) type Time = u64;
@@ -136,6 +136,8 @@ pub(crate) struct Scenario {
     pub(crate) latency: Time,
     /// KV blocks that a worker may have.
     pub(crate) blocks: (u64, u64),
+    /// Blocks of host memory that a worker may have.
+    pub(crate) host_blocks: (u64, u64),
     pub(crate) clients: Vec<Client>,
     pub(crate) faults: Vec<(Time, Fault)>,
 }
@@ -171,6 +173,7 @@ impl Scenario {
             max_num_seqs,
             max_num_batched_tokens,
             kv_cache_bytes: 1 << 20,
+            swap_bytes: 0,
         };
         let scheduler = SchedulerConfig {
             block_size: engine.block_size,
@@ -210,6 +213,9 @@ impl Scenario {
             load: random.pick(&[50 * MS, S, 4 * S]),
             step: random.pick(&[2 * MS, 8 * MS, 30 * MS]),
             latency: random.pick(&[MS, MS, 20 * MS]),
+            // Apart from the rest: the same seeds without it, for a share of them.
+            host_blocks: [(0, 0), (2, 5), (6, 20), (20, 20), (200, 300)]
+                [(mix(seed, 5) % 5) as usize],
             blocks: (fewest, fewest + random.pick(&[0, 4, 30])),
             clients: Vec::new(),
             faults: Vec::new(),

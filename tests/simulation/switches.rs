@@ -93,6 +93,12 @@ pub(crate) struct Switches {
     pub(crate) who_led_is_not_known: bool,
     /// The next leader does not know what operators told the last one.
     pub(crate) commands_are_forgotten: bool,
+    /// Workers do not copy what comes back from host memory.
+    pub(crate) swap_in_is_skipped: bool,
+    /// Workers copy what goes to host memory behind a step's writes.
+    pub(crate) swap_out_comes_late: bool,
+    /// Workers put what comes back from host memory into each other's blocks.
+    pub(crate) swap_pairs_are_mixed_up: bool,
     /// Whoever thinks it leads stores what operators told it.
     pub(crate) commands_stored_unfenced: bool,
 }

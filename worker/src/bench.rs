@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kernels::collective::{Collective, local_group};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{Dtype, EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{Dtype, EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::device::{Device, DeviceChoice};
@@ -17,7 +17,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
-use crate::model::weights;
+use crate::model::weights::{self, Source};
 
 const BLOCK_SIZE: u32 = 16;
 /// Decode steps that come before anything is measured.
@@ -31,6 +31,8 @@ pub struct BenchOptions {
     pub model: PathBuf,
     /// How matrix products are computed.
     pub dtype: Dtype,
+    /// How weights are kept.
+    pub quantization: Quantization,
     /// Ranks.
     pub tensor_parallel: u32,
     /// What each rank computes on; rank r on GPU i + r.
@@ -263,9 +265,12 @@ fn engine<D: Device>(
         max_num_seqs: seqs,
         max_num_batched_tokens: options.prompt_tokens.max(seqs).max(32),
         kv_cache_bytes: u64::MAX,
+        swap_bytes: 0,
     };
-    device.check_fit(&backend, &config, &shard, &sizes)?;
-    let weights = weights::load(&mut backend, &files, &config, &shard, positions, &mut |_, _| {})?;
+    let quantization = options.quantization;
+    device.check_fit(&backend, &config, &shard, quantization, &sizes)?;
+    let source = Source { files: &files, config: &config, shard: &shard };
+    let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
     let tokens = sizes.max_num_batched_tokens as usize;
     let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, seqs as usize)?;
     let num_blocks = longest.div_ceil(BLOCK_SIZE) * seqs.max(2);

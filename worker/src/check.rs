@@ -1,18 +1,22 @@
 //! What a model folder takes of a host, found out from its headers alone: nothing is loaded.
 use std::path::Path;
 
+use shared::protocol::Quantization;
+
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::experts::ExpertParts;
+use crate::model::quantization::Tensors;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
+use crate::model::size;
 
 /// What a model takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelNeeds {
     /// Files that hold its weights.
     pub files: usize,
-    /// Its weights as they are in the files, all ranks together, in bytes.
+    /// Its weights as ranks keep them, all ranks together, in bytes.
     pub weight_bytes: u64,
     /// Decoder layers.
     pub layers: usize,
@@ -26,22 +30,33 @@ pub struct ModelNeeds {
 ///
 /// # Errors
 /// [`ModelError`], the sentence that a worker would end with.
-pub fn model(folder: &Path, degree: u32) -> Result<ModelNeeds, ModelError> {
+pub fn model(
+    folder: &Path,
+    degree: u32,
+    quantization: Quantization,
+) -> Result<ModelNeeds, ModelError> {
     let config = ModelConfig::load(folder)?;
     Shard::new(&config, 0, degree)?;
+    let whole = Shard::new(&config, 0, 1)?;
     let weights = WeightFiles::open(folder)?;
-    weights.tensor("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
+    let tensors = Tensors { files: &weights, quantised: config.quantised };
+    tensors.weight("model.embed_tokens.weight", &[config.vocab_size, config.hidden_size])?;
     for layer in [0, config.num_layers.saturating_sub(1)] {
         let norm = format!("model.layers.{layer}.input_layernorm.weight");
         weights.tensor(&norm, &[config.hidden_size])?;
         if let Some(experts) = config.experts.as_ref().filter(|experts| experts.layers[layer]) {
             let all = 0..experts.intermediate_size;
             let name = format!("model.layers.{layer}");
-            ExpertParts::find(&weights, experts, &name, config.hidden_size, &all, 1)?;
+            ExpertParts::find(tensors, experts, &name, config.hidden_size, &all, 1)?;
         }
     }
     weights.tensor("model.norm.weight", &[config.hidden_size])?;
-    let (files, weight_bytes) = weights.size();
+    let (files, stored_bytes) = weights.size();
+    // Else ranks keep what the files have, or less.
+    let weight_bytes = match (quantization, config.quantised) {
+        (Quantization::None, None) => stored_bytes,
+        _ => size::weight_bytes(&config, &whole, quantization),
+    };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
     Ok(ModelNeeds { files, weight_bytes, layers, max_positions })
 }

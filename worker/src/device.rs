@@ -9,7 +9,7 @@ pub use kernels::cuda::devices::{Survey, survey};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use kernels::{Backend, Collective, CpuBackend, KernelError};
-use shared::protocol::{Dtype, EngineConfig};
+use shared::protocol::{Dtype, EngineConfig, Quantization};
 
 use crate::engine::Engine;
 use crate::model::ModelError;
@@ -80,9 +80,10 @@ pub trait Device: Debug {
         backend: &Self::Backend,
         config: &ModelConfig,
         shard: &Shard,
+        quantization: Quantization,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
-        let _ = (backend, config, shard, sizes);
+        let _ = (backend, config, shard, quantization, sizes);
         Ok(())
     }
 
@@ -221,12 +222,13 @@ impl Device for CudaDevice {
         backend: &CudaBackend,
         config: &ModelConfig,
         shard: &Shard,
+        quantization: Quantization,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let need = |shard: &Shard| Need {
             degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-            weights: size::weight_bytes(config, shard),
-            activations: size::activation_bytes(config, shard, sizes),
+            weights: size::weight_bytes(config, shard, quantization),
+            activations: size::activation_bytes(config, shard, quantization, sizes),
             one_sequence: size::sequence_bytes(config, shard, sizes),
         };
         let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);

@@ -8,12 +8,13 @@ mod masks;
 mod pool;
 mod profile;
 mod sequence;
+mod swap;
 mod verify;
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use kernels::backend::{Batch, SeqRows, StepInputs};
+use kernels::backend::{Batch, KvShape, SeqRows, StepInputs};
 use kernels::sampling::{SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
@@ -24,6 +25,7 @@ use shared::protocol::{
 use self::ahead::Queued;
 use self::masks::Masks;
 use self::sequence::Sequence;
+use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;
 use crate::rank::{NoSteps, StepSource};
 
@@ -44,7 +46,8 @@ pub enum EngineError {
 }
 
 /// Sequences held for each that a step can run: those of the step, those waiting within a chunked
-/// prefill, and those that finished too late to leave with the last plan.
+/// prefill, and those that finished too late to leave with the last plan. Those in host memory are
+/// held besides, each with a block there at least.
 const HELD_PER_RUNNING: usize = 4;
 
 /// One rank's engine.
@@ -54,6 +57,7 @@ pub struct Engine<B: Backend> {
     config: EngineConfig,
     cache: Option<B::KvCache>,
     num_blocks: u32,
+    host: Option<HostBlocks<B>>,
     sequences: HashMap<SeqId, Sequence>,
     step: StepBuffers,
     masks: Masks,
@@ -109,6 +113,7 @@ impl<B: Backend> Engine<B> {
             config,
             cache: None,
             num_blocks: 0,
+            host: None,
             sequences: HashMap::new(),
             step: StepBuffers::default(),
             masks: Masks::default(),
@@ -124,12 +129,17 @@ impl<B: Backend> Engine<B> {
         self.digest.value()
     }
 
+    /// Bytes that a KV block takes.
+    #[must_use]
+    pub fn block_bytes(&self) -> u64 {
+        let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
+        self.backend.kv_block_bytes(&shape).max(1)
+    }
+
     /// KV blocks that fit in `bytes`, and that could be used at most.
     #[must_use]
     pub fn kv_blocks(&self, bytes: u64) -> u32 {
-        let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
-        let block_bytes = self.backend.kv_block_bytes(&shape).max(1);
-        let fit = bytes / block_bytes;
+        let fit = bytes / self.block_bytes();
         let longest = self.config.max_model_len.div_ceil(self.config.block_size);
         let useful = u64::from(longest) * u64::from(self.config.max_num_seqs);
         u32::try_from(fit.min(useful)).unwrap_or(u32::MAX)
@@ -164,14 +174,27 @@ impl<B: Backend> Engine<B> {
         self.config = config;
     }
 
-    /// Makes an empty KV cache; all sequences are forgotten.
+    /// Makes an empty KV cache and nothing to swap to; all sequences are forgotten.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
     pub fn start(&mut self, num_blocks: u32) -> Result<(), KernelError> {
+        self.start_with(num_blocks, 0)
+    }
+
+    /// Makes an empty KV cache, and `host_blocks` blocks in host memory to swap to; all sequences are
+    /// forgotten.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`].
+    pub fn start_with(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), KernelError> {
         self.release();
         let shape = self.decoder.kv_shape(self.config.block_size as usize, num_blocks as usize);
         self.cache = Some(self.backend.new_kv_cache(shape)?);
+        if host_blocks > 0 {
+            let shape = KvShape { num_blocks: host_blocks as usize, ..shape };
+            self.host = Some(HostBlocks::new(self.backend.new_host_kv(shape)?, host_blocks));
+        }
         self.num_blocks = num_blocks;
         Ok(())
     }
@@ -179,6 +202,7 @@ impl<B: Backend> Engine<B> {
     /// Drops the cache and all sequences; keeps the weights.
     pub fn release(&mut self) {
         self.cache = None;
+        self.host = None;
         self.num_blocks = 0;
         self.sequences.clear();
         self.queued.clear();
@@ -245,12 +269,17 @@ impl<B: Backend> Engine<B> {
         })
     }
 
-    /// Forgets and learns sequences.
+    /// Forgets, swaps and learns sequences.
     fn admit(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
-        let held_max = self.config.max_num_seqs as usize * HELD_PER_RUNNING;
+        let on_host = self.host.as_ref().map_or(0, HostBlocks::count);
+        let held_max = self.config.max_num_seqs as usize * HELD_PER_RUNNING + on_host;
         for seq in &plan.finished {
-            self.sequences.remove(seq);
+            let forgotten = self.sequences.remove(seq).and_then(|seq| seq.host);
+            if let (Some(blocks), Some(host)) = (forgotten, &mut self.host) {
+                host.free(&blocks);
+            }
         }
+        self.swap(plan)?;
         for new in &plan.admitted {
             let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
             let max = self.config.max_model_len as usize;

@@ -13,17 +13,20 @@ use kernels::collective::{
 };
 use kernels::cuda::{GroupSetup, Relay};
 use kernels::{Backend as _, Collective, CollectiveError, KernelError};
+use shared::host::available_memory;
 use shared::ids::Epoch;
-use shared::protocol::{CollectiveSpec, Dtype, Form, SequenceOutput, StepPlan, StepTimings};
+use shared::protocol::{
+    CollectiveSpec, Dtype, Form, Quantization, SequenceOutput, StepPlan, StepTimings,
+};
 
-use crate::device::Device;
+use crate::device::{Device, bytes_text};
 use crate::engine::{Engine, EngineError};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
-use crate::model::weights;
+use crate::model::weights::{self, Source};
 use crate::rank::{
     AbortSlot, Exchanged, FormError, FormNews, NoSteps, Rank, RankReady, StepSource,
 };
@@ -42,9 +45,9 @@ pub struct EngineRank<D: Device> {
     unfinished: u64,
 }
 
-/// What was loaded: model folder, precision, rank, degree and that of its sums, and the sizes the
+/// What was loaded: model folder, precision and format of weights, rank, degree and that of its sums, and the sizes the
 /// buffers were made for.
-type Key = (String, Dtype, u32, (u32, u32), u32, u32, u32);
+type Key = (String, (Dtype, Quantization), u32, (u32, u32), u32, u32, u32);
 
 struct Loaded<D: Device> {
     engine: Engine<D::Backend>,
@@ -125,11 +128,11 @@ impl<D: Device> EngineRank<D> {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
-        self.device.check_fit(&backend, &config, &shard, &form.engine)?;
+        self.device.check_fit(&backend, &config, &shard, form.quantization, &form.engine)?;
+        let source = Source { files: &files, config: &config, shard: &shard };
+        let mut progress = |done, total| news.progress(done, total);
         let weights =
-            weights::load(&mut backend, &files, &config, &shard, positions, &mut |done, total| {
-                news.progress(done, total)
-            })?;
+            weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;
         let tokens_max = form.engine.max_num_batched_tokens as usize;
         let rows_max = form.engine.max_num_seqs as usize;
         let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
@@ -137,6 +140,31 @@ impl<D: Device> EngineRank<D> {
         self.device.prepare(&mut engine)?;
         D::set_alone(engine.backend(), false);
         Ok(engine)
+    }
+}
+
+/// KV blocks that `bytes` of host memory hold, if the host has so much.
+fn swap_space(bytes: u64, block_bytes: u64) -> Result<u32, String> {
+    if bytes == 0 {
+        return Ok(0);
+    }
+    // What other ranks of this host are about to take is not seen: each looks at what is left.
+    if let Some(available) = available_memory(Path::new("/"))
+        && bytes > available
+    {
+        return Err(format!(
+            "--swap-space is {}, and this host has {} of memory left",
+            bytes_text(bytes),
+            bytes_text(available)
+        ));
+    }
+    match u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX) {
+        0 => Err(format!(
+            "--swap-space is {}, less than the {} that one KV block takes",
+            bytes_text(bytes),
+            bytes_text(block_bytes)
+        )),
+        blocks => Ok(blocks),
     }
 }
 
@@ -208,7 +236,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let sizes = &form.engine;
         let key = (
             form.model.clone(),
-            form.dtype,
+            (form.dtype, form.quantization),
             form.rank,
             (form.world_size, form.reduction_ranks),
             sizes.max_model_len,
@@ -262,12 +290,19 @@ impl<D: Device> Rank for EngineRank<D> {
             );
             return Err(FormError { message, permanent: true });
         }
-        Ok(RankReady { kv_blocks, weight_bytes: loaded.engine.weight_bytes(), load_seconds })
+        let host_blocks = swap_space(sizes.swap_bytes, loaded.engine.block_bytes())
+            .map_err(|message| FormError { message, permanent: false })?;
+        Ok(RankReady {
+            kv_blocks,
+            host_blocks,
+            weight_bytes: loaded.engine.weight_bytes(),
+            load_seconds,
+        })
     }
 
-    fn start(&mut self, num_blocks: u32) -> Result<(), String> {
+    fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String> {
         let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
-        let result = loaded.engine.start(num_blocks);
+        let result = loaded.engine.start_with(num_blocks, host_blocks);
         result.map_err(|error| {
             self.note(&error);
             error.to_string()

@@ -304,6 +304,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                 let formed = Formed {
                     epoch,
                     kv_blocks: ready.kv_blocks,
+                    host_blocks: ready.host_blocks,
                     weight_bytes: ready.weight_bytes,
                     load_seconds: ready.load_seconds,
                 };
@@ -330,7 +331,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             return;
         }
         let epoch = start.epoch;
-        match self.rank.start(start.num_blocks) {
+        match self.rank.start(start.num_blocks, start.host_blocks) {
             Ok(()) => self.outbox.send(self.entered, FromWorker::Started(Started { epoch })),
             Err(message) => {
                 self.release();

@@ -5,12 +5,14 @@
 //! - [`size`]: PURE: how much memory a shard takes
 //! - [`shard`]: PURE: which heads, columns and rows a rank holds
 //! - [`experts`]: mixtures of experts: their configuration, their tensors
+//! - [`quantization`]: quantised checkpoints
 //! - [`rope`]: PURE: rotary frequencies and their scalings
 //! - [`weights`]: one rank's shard, packed for its backend
 //! - [`decoder`]: the forward pass, written once over `kernels::Backend`
 pub mod config;
 pub mod decoder;
 pub mod experts;
+pub mod quantization;
 pub mod rope;
 pub mod safetensors;
 pub mod shard;

@@ -24,11 +24,11 @@ pub trait Rank {
         news: &mut dyn FormNews,
     ) -> Result<RankReady, FormError>;
 
-    /// Allocates the KV cache.
+    /// Allocates the KV cache, and blocks in host memory to swap to.
     ///
     /// # Errors
     /// One sentence.
-    fn start(&mut self, num_blocks: u32) -> Result<(), String>;
+    fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String>;
 
     /// Runs one step. Appends to `outputs` on rank 0.
     ///
@@ -113,6 +113,8 @@ impl StepSource for NoSteps {
 pub struct RankReady {
     /// KV blocks that fit in the memory allowed.
     pub kv_blocks: u32,
+    /// KV blocks that fit in the host memory asked for.
+    pub host_blocks: u32,
     /// Bytes of weights held.
     pub weight_bytes: u64,
     /// Seconds spent loading; 0 when weights were kept.

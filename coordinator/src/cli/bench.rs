@@ -15,6 +15,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let options = BenchOptions {
         model,
         dtype: args.dtype,
+        quantization: args.quantization,
         tensor_parallel: args.tensor_parallel,
         device: devices::choose(&args.compute, threads)?,
         prompt_tokens: args.prompt_tokens,
@@ -31,6 +32,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     line.insert("tensor_parallel".to_owned(), json!(args.tensor_parallel));
     line.insert("threads".to_owned(), json!(threads));
     line.insert("dtype".to_owned(), json!(figures.dtype));
+    line.insert("quantization".to_owned(), json!(args.quantization.name()));
     line.insert("backend".to_owned(), json!(figures.backend));
     print_line(&Value::Object(line).to_string());
     Ok(())

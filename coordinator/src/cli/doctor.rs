@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::json;
+use shared::protocol::Quantization;
 
 use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
-use super::options::parse_bytes;
+use super::options::{parse_bytes, parse_quantization, parse_swap_space};
 use super::output::print_line;
 use super::work::cores;
 use super::{CliError, api, secret};
@@ -67,12 +68,19 @@ pub(crate) struct DoctorArgs {
     /// Workers per replica
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
+    /// Quantise weights while they are loaded: int8 or none, as when serving
+    #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
+    pub(crate) quantization: Quantization,
     /// Workers on this host [default: 1 with --coordinator, else --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
     /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
     #[arg(long, value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
+    /// Host memory per worker for requests that are put back when the KV cache is full: in GiB, or
+    /// bytes with a suffix KiB, MiB, GiB
+    #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
+    pub(crate) swap_space: u64,
     /// NVIDIA's management library, when the system's loader does not find it
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::metrics::log_line::Field;
 use coordinator::scheduler::Speculation;
-use shared::protocol::Dtype;
+use shared::protocol::{Dtype, Quantization};
 use worker::device::Exchange;
 
 use super::api::ApiArgs;
@@ -312,6 +312,9 @@ pub(crate) struct BenchArgs {
     /// What matrix products take of their activations: auto, float32 or bfloat16, as when serving
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
+    /// Quantise weights while they are loaded: int8 or none, as when serving
+    #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
+    pub(crate) quantization: Quantization,
     /// Ranks, as threads of this process
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
@@ -378,6 +381,10 @@ pub(crate) struct ServingArgs {
     /// so, and on GPUs, else float32
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
+    /// Quantise weights while they are loaded: int8 (half the memory, and up to twice as fast where
+    /// memory is the limit, for a little precision) or none
+    #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
+    pub(crate) quantization: Quantization,
     /// Workers per replica: each holds 1/N of every layer
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
@@ -415,6 +422,11 @@ pub(crate) struct ServingArgs {
     /// on GPUs what --gpu-memory-utilization leaves]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: Option<u64>,
+    /// Host memory per worker for the KV of requests that are put back when the KV cache is full, so
+    /// that they need not be computed again: in GiB, or bytes with a suffix KiB, MiB, GiB; 0: they
+    /// are computed again
+    #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
+    pub(crate) swap_space: u64,
     /// Compute every prompt whole, also where the KV cache still has its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
@@ -540,6 +552,33 @@ fn parse_dtype(text: &str) -> Result<Dtype, String> {
     found.ok_or_else(|| {
         let names = Dtype::ALL.map(Dtype::name).join(", ");
         format!("it must be one of: {names}")
+    })
+}
+
+/// Parses a number of GiB, as `4` and `0.5`, or what `parse_bytes` takes with a unit.
+pub(crate) fn parse_swap_space(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let Ok(gib) = text.parse::<f64>() else {
+        return parse_bytes(text).map_err(|why| {
+            format!("expected GiB, such as 4 or 0.5, or a size with a unit: {why}")
+        });
+    };
+    let bytes = gib * (1u64 << 30) as f64;
+    if !(0.0..=(1u64 << 50) as f64).contains(&bytes) {
+        return Err("must be 0 to 1048576 GiB".to_owned());
+    }
+    Ok(bytes as u64)
+}
+
+/// Parses `none`, `int8`.
+pub(crate) fn parse_quantization(text: &str) -> Result<Quantization, String> {
+    let found = Quantization::ALL.into_iter().find(|method| method.name() == text);
+    found.ok_or_else(|| {
+        let names = Quantization::ALL.map(Quantization::name).join(", ");
+        format!(
+            "it must be one of: {names} (what a checkpoint is quantised with is read from its \
+             config.json)"
+        )
     })
 }
 

@@ -89,6 +89,7 @@ pub(crate) fn coordinator_options(
         served_model_name: name.unwrap_or_else(|| "model".to_owned()),
         model,
         dtype: args.dtype,
+        quantization: args.quantization,
         tensor_parallel: args.tensor_parallel,
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(args.tensor_parallel),
         max_replicas: args.replicas,
@@ -102,6 +103,7 @@ pub(crate) fn coordinator_options(
         block_size: args.block_size,
         // 0 leaves it to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
+        swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
         speculation: args.speculative_config,
         api: api::options(&args.api)?,

@@ -76,6 +76,34 @@ fn a_dtype_is_one_of_three() {
 }
 
 #[test]
+fn swap_space_is_in_gib() {
+    let space = |words: &[&str], file| up(words, file).map(|args| args.serving.swap_space);
+    assert_eq!(space(&[], ""), Ok(0));
+    assert_eq!(space(&["--swap-space", "4"], ""), Ok(4 << 30));
+    assert_eq!(space(&[], "swap-space = 0.5"), Ok(512 << 20));
+    assert_eq!(space(&[], "swap-space = \"64MiB\""), Ok(64 << 20));
+    for bad in ["-1", "nan", "2000000", "4 parsecs"] {
+        let error = space(&["--swap-space", bad], "").unwrap_err();
+        assert!(error.contains("--swap-space") && error.contains("GiB"), "{error}");
+    }
+}
+
+#[test]
+fn weights_are_quantised_when_that_is_asked_for() {
+    use shared::protocol::Quantization;
+
+    assert_eq!(up(&[], "").unwrap().serving.quantization, Quantization::None);
+    assert_eq!(
+        up(&[], "quantization = \"int8\"").unwrap().serving.quantization,
+        Quantization::Int8
+    );
+    let args = up(&["--quantization", "none"], "quantization = \"int8\"").unwrap();
+    assert_eq!(args.serving.quantization, Quantization::None);
+    let error = up(&["--quantization", "fp8"], "").unwrap_err();
+    assert!(error.contains("--quantization") && error.contains("none, int8"), "{error}");
+}
+
+#[test]
 fn a_missing_file_is_named() {
     let error = parse_words(&["tutti", "worker", "--config", "/no/such.toml"]).unwrap_err();
     assert!(error.contains("/no/such.toml") && error.contains("cannot read"), "{error}");

@@ -177,8 +177,8 @@ impl ClusterActor {
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
-                Effect::ReplicaReady { replica, epoch, ranks, num_blocks } => {
-                    self.replica_ready(ctx, replica, epoch, ranks, num_blocks);
+                Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
+                    self.replica_ready(ctx, replica, epoch, ranks, (num_blocks, host_blocks));
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
                     *self.broken.entry(replica).or_default() += 1;
@@ -240,7 +240,7 @@ impl ClusterActor {
         id: ReplicaId,
         epoch: Epoch,
         ranks: Vec<WorkerId>,
-        num_blocks: u32,
+        (num_blocks, host_blocks): (u32, u32),
     ) {
         let links: Vec<WorkerLink> = ranks
             .iter()
@@ -251,7 +251,7 @@ impl ClusterActor {
             // A rank left in this very moment; its end is on the way.
             return;
         }
-        tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, "serving");
+        tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, host_blocks, "serving");
         let tokens = u64::from(num_blocks) * u64::from(self.engine.block_size);
         let max = self.engine.max_model_len;
         if tokens < u64::from(max) {
@@ -263,11 +263,18 @@ impl ClusterActor {
         }
         self.unservable = None;
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
-        let config = ReplicaConfig { engine: self.engine.clone(), num_blocks, tensor_parallel };
+        let engine = self.engine.clone();
+        let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel };
         self.hub.observer().record().replica_ready(id, &config);
         self.start_replica(ctx, id);
         let Some(running) = self.replicas.get_mut(&id) else { return };
-        running.addr.do_send(Ready { epoch, num_blocks, ranks: links, workers: ranks.clone() });
+        running.addr.do_send(Ready {
+            epoch,
+            num_blocks,
+            host_blocks,
+            ranks: links,
+            workers: ranks.clone(),
+        });
         running.serving = Some((epoch, ranks));
         // What waits at replicas that cannot go on can go on here.
         for running in self.replicas.values().filter(|running| running.serving.is_none()) {

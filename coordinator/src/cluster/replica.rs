@@ -2,6 +2,7 @@
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
+use shared::protocol::Formed;
 
 use super::{Member, PlacementRules};
 
@@ -59,7 +60,8 @@ struct Slot {
     worker: Option<WorkerId>,
     /// Who held the slot last: preferred when it is back, since it may still hold the weights.
     last: Option<WorkerId>,
-    kv_blocks: Option<u32>,
+    /// KV blocks that it has room for, and those in host memory.
+    room: Option<(u32, u32)>,
     started: bool,
     bytes_done: u64,
     bytes_total: u64,
@@ -254,7 +256,7 @@ impl Replica {
         self.left_on_purpose = false;
         self.relayed = false;
         for slot in &mut self.slots {
-            slot.kv_blocks = None;
+            slot.room = None;
             slot.started = false;
             slot.bytes_done = 0;
             slot.bytes_total = 0;
@@ -274,21 +276,22 @@ impl Replica {
             .fold((0, 0), |sum, slot| (sum.0 + slot.bytes_done, sum.1 + slot.bytes_total))
     }
 
-    /// Returns the block count to start with once every rank is formed: the least that any has.
-    pub(super) fn formed(&mut self, worker: WorkerId, kv_blocks: u32) -> Option<u32> {
+    /// Returns the block counts (KV cache, host memory) to start with once every rank is formed: the
+    /// least that any has.
+    pub(super) fn formed(&mut self, worker: WorkerId, formed: &Formed) -> Option<(u32, u32)> {
         if self.phase != ReplicaPhase::Forming {
             return None;
         }
         if let Some(slot) = self.slot(worker) {
-            slot.kv_blocks = Some(kv_blocks);
+            slot.room = Some((formed.kv_blocks, formed.host_blocks));
         }
-        let num_blocks = self.num_blocks()?;
+        let room = self.room()?;
         self.phase = ReplicaPhase::Starting;
-        Some(num_blocks)
+        Some(room)
     }
 
-    /// Returns the block count once every rank has started.
-    pub(super) fn started(&mut self, now: Duration, worker: WorkerId) -> Option<u32> {
+    /// Returns the block counts once every rank has started.
+    pub(super) fn started(&mut self, now: Duration, worker: WorkerId) -> Option<(u32, u32)> {
         if self.phase != ReplicaPhase::Starting {
             return None;
         }
@@ -300,7 +303,7 @@ impl Replica {
         }
         self.phase = ReplicaPhase::Serving;
         self.served_since = now;
-        self.num_blocks()
+        self.room()
     }
 
     pub(super) fn broke(&mut self, now: Duration, reason: &str) {
@@ -314,8 +317,12 @@ impl Replica {
         self.last_failure = Some(reason.to_owned());
     }
 
-    fn num_blocks(&self) -> Option<u32> {
-        self.slots.iter().map(|slot| slot.kv_blocks).min().flatten()
+    fn room(&self) -> Option<(u32, u32)> {
+        let least = |(kv, host): (u32, u32), (other_kv, other_host): (u32, u32)| {
+            (kv.min(other_kv), host.min(other_host))
+        };
+        let rooms: Option<Vec<(u32, u32)>> = self.slots.iter().map(|slot| slot.room).collect();
+        rooms?.into_iter().reduce(least)
     }
 
     fn slot(&mut self, worker: WorkerId) -> Option<&mut Slot> {

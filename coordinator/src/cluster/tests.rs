@@ -13,12 +13,14 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         max_replicas: None,
         model: "m".into(),
         dtype: Dtype::Bfloat16,
+        quantization: Quantization::None,
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,
             max_num_seqs: 8,
             max_num_batched_tokens: 64,
             kv_cache_bytes: 1 << 20,
+            swap_bytes: 0,
         },
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
@@ -104,7 +106,13 @@ fn bring_up(cluster: &mut Cluster, now: Duration, epoch: u64, workers: &[u32]) -
     let mut effects = Vec::new();
     for (i, worker) in workers.iter().enumerate() {
         let kv_blocks = 100 + i as u32;
-        let formed = Formed { epoch: Epoch(epoch), kv_blocks, weight_bytes: 1, load_seconds: 0.0 };
+        let formed = Formed {
+            epoch: Epoch(epoch),
+            kv_blocks,
+            host_blocks: 0,
+            weight_bytes: 1,
+            load_seconds: 0.0,
+        };
         cluster.worker_formed(WorkerId(*worker), formed, &mut effects);
     }
     for worker in workers {
@@ -129,6 +137,7 @@ fn a_group_forms_when_complete_and_serves_with_the_smallest_cache() {
         epoch: Epoch(1),
         ranks: vec![WorkerId(0), WorkerId(1)],
         num_blocks: 100,
+        host_blocks: 0,
     };
     assert_eq!(effects.last(), Some(&ready));
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
-use shared::protocol::Dtype;
+use shared::protocol::{Dtype, Quantization};
 use shared::wire::auth::Secret;
 use tokio::sync::mpsc;
 
@@ -25,6 +25,8 @@ pub struct CoordinatorOptions {
     pub model: PathBuf,
     /// How its matrix products are computed.
     pub dtype: Dtype,
+    /// How its weights are kept.
+    pub quantization: Quantization,
     /// The model's name in the API.
     pub served_model_name: String,
     /// Ranks per replica.
@@ -49,6 +51,8 @@ pub struct CoordinatorOptions {
     pub block_size: u32,
     /// KV cache memory per rank, in bytes.
     pub kv_cache_bytes: u64,
+    /// Host memory for swapped KV blocks per rank, in bytes; 0 for none.
+    pub swap_bytes: u64,
     /// Whether prompts begin behind what the KV cache still has of them.
     pub prefix_caching: bool,
     /// Whether sequences draft tokens, and how.

@@ -57,6 +57,7 @@ impl Prepared {
             max_num_seqs: options.max_num_seqs,
             max_num_batched_tokens: options.max_num_batched_tokens,
             kv_cache_bytes: options.kv_cache_bytes,
+            swap_bytes: options.swap_bytes,
         };
         let scheduling = SchedulerConfig {
             block_size: engine.block_size,

@@ -86,6 +86,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .try_collect::<Vec<_>>()
         .await?;
     let model = state.model_name.clone();
+    let bytes = vectors.iter().map(|vector| vector.len() * size_of::<f32>()).sum();
     let write = move |_: &TextModel| {
         let vectors = vectors.into_iter().map(|vector| unit(vector, dimensions));
         let data = (0..).zip(vectors).map(|(index, vector)| Entry {

@@ -11,6 +11,7 @@
 mod cluster;
 mod request;
 mod speculation;
+mod swap;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,6 +30,7 @@ use shared::protocol::FrontendId;
 pub use self::cluster::ReplicaConfig;
 pub use self::request::{RequestSummary, RequestTrack};
 use self::speculation::SpeculationCells;
+use self::swap::HostCells;
 use super::level::Level;
 
 /// Where the coordinator records. Clones share the same cells.
@@ -116,6 +118,8 @@ struct ReplicaCells {
     up: Gauge,
     used_blocks: Gauge,
     blocks: Gauge,
+    /// While it serves and has host memory to swap to.
+    host: Option<HostCells>,
     /// The present configuration's series.
     config: Option<Gauge>,
     /// Where decoding is speculative.
@@ -314,7 +318,6 @@ impl Cells {
 impl ReplicaCells {
     /// Whether the replica serves, and so has its load published also when that is 0.
     fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
-        // Swapped requests are shown from the first one on: no zero for what does not exist.
         for level in [&mut self.running].into_iter().chain(&mut self.waiting) {
             level.show_zero(stats, serves);
         }
@@ -393,6 +396,7 @@ impl ReplicaCells {
             up: stats.gauge(catalogue::REPLICA_UP, label),
             used_blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS_USED, label),
             blocks: stats.gauge(catalogue::KV_CACHE_BLOCKS, label),
+            host: None,
             config: None,
             speculation: None,
         }

@@ -79,6 +79,8 @@ pub struct Ready {
     pub epoch: Epoch,
     /// KV blocks on every rank.
     pub num_blocks: u32,
+    /// Blocks in host memory, likewise.
+    pub host_blocks: u32,
     /// Links to the ranks, in rank order.
     pub ranks: Vec<WorkerLink>,
     /// Who they are.
@@ -234,9 +236,10 @@ impl Handler<Ready> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, ready: Ready, _ctx: &mut Self::Context) {
-        let Ready { epoch, num_blocks, ranks, workers } = ready;
+        let Ready { epoch, num_blocks, host_blocks, ranks, workers } = ready;
         self.outside.ranks = workers.iter().copied().zip(ranks).collect();
-        self.operation.ready(self.clock.now(), epoch, num_blocks, workers, &mut self.outside);
+        let now = self.clock.now();
+        self.operation.ready(now, epoch, num_blocks, host_blocks, workers, &mut self.outside);
     }
 }
 

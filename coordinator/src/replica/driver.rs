@@ -15,7 +15,7 @@ use crate::engine::{
 };
 use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
 use crate::metrics::{Observer, Recording};
-use crate::scheduler::{Effect, EpochEnd, HandedOver, Scheduler};
+use crate::scheduler::{Effect, EpochEnd, HandedOver, Place, Scheduler};
 
 /// How long the driver waits for what.
 #[derive(Clone, Copy, Debug)]
@@ -168,10 +168,10 @@ impl ReplicaDriver {
     }
 
     /// The ranks are formed: steps can run.
-    pub fn ready(&mut self, now: Duration, epoch: Epoch, num_blocks: u32) {
+    pub fn ready(&mut self, now: Duration, epoch: Epoch, num_blocks: u32, host_blocks: u32) {
         self.epoch = Some(epoch);
         self.in_flight.clear();
-        self.scheduler.replica_ready(epoch, num_blocks, &mut self.effects);
+        self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
         let mut recording = self.observer.record();
         if let Some(speculation) = self.scheduler.speculation() {
             recording.speculates(self.id, speculation.num_speculative_tokens);
@@ -241,7 +241,10 @@ impl ReplicaDriver {
                     self.observer.record().routed(&mut live.track, self.id);
                     self.live.insert(id, live);
                 }
-                Err((_, error)) => dropped(&mut self.observer.record(), live, Some(error)),
+                Err(refused) => {
+                    let (_, error) = *refused;
+                    dropped(&mut self.observer.record(), live, Some(error));
+                }
             }
         }
     }
@@ -361,12 +364,20 @@ impl ReplicaDriver {
                         recording.scheduled(&mut live.track, self.id, now);
                     }
                 }
-                Effect::Preempted { request, waits, tokens } => {
+                Effect::Preempted { request, place, swapped, tokens } => {
                     if let Some(live) = self.live.get_mut(&request) {
-                        recording.preempted(&mut live.track, self.id, u64::from(tokens));
-                        if !waits {
-                            recording.scheduled(&mut live.track, self.id, now);
+                        let (track, id) = (&mut live.track, self.id);
+                        match swapped {
+                            Some(blocks) => recording.swapped_out(track, id, blocks),
+                            None => recording.preempted(track, id, u64::from(tokens)),
                         }
+                        placed(&mut recording, track, id, place, now);
+                    }
+                }
+                Effect::SwappedIn { blocks, .. } => recording.swapped_in(self.id, blocks),
+                Effect::Rests { request, place } => {
+                    if let Some(live) = self.live.get_mut(&request) {
+                        placed(&mut recording, &mut live.track, self.id, place, now);
                     }
                 }
                 Effect::PromptLogprobs { request, logprobs } => {
@@ -424,6 +435,7 @@ impl ReplicaDriver {
         if self.epoch.is_some() {
             let gauges = self.scheduler.gauges();
             recording.kv_blocks(self.id, gauges.blocks_used, gauges.blocks_total);
+            recording.host_kv_blocks(self.id, gauges.host_used);
         }
     }
 }
@@ -432,6 +444,21 @@ fn send(live: &Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId
     // The channel holds a whole request, so it is never full; closed means that the client left.
     if live.events.send(event).is_err() {
         gone.push(id);
+    }
+}
+
+/// Counts a request where it is now.
+fn placed(
+    recording: &mut Recording<'_>,
+    track: &mut RequestTrack,
+    replica: ReplicaId,
+    place: Place,
+    now: Duration,
+) {
+    match place {
+        Place::Running => recording.scheduled(track, replica, now),
+        Place::Swapped => recording.rests(track, replica, true),
+        Place::Waiting => recording.rests(track, replica, false),
     }
 }
 

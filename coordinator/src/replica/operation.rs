@@ -123,17 +123,19 @@ impl Operation {
     }
 
     /// The replica's ranks are formed: `workers`, in rank order.
+    #[allow(clippy::too_many_arguments, reason = "what a replica has, and its outside")]
     pub fn ready(
         &mut self,
         now: Duration,
         epoch: Epoch,
         num_blocks: u32,
+        host_blocks: u32,
         workers: Vec<WorkerId>,
         outside: &mut impl Outside,
     ) {
         self.epoch = Some(epoch);
         self.ranks = workers.into_iter().map(|worker| Rank { worker, done: StepId(0) }).collect();
-        self.driver.ready(now, epoch, num_blocks);
+        self.driver.ready(now, epoch, num_blocks, host_blocks);
         // The first canary goes out at once: readiness waits for it.
         self.last_step_sent = None;
         self.agreement.begin(self.ranks.len());

@@ -124,6 +124,7 @@ impl Scheduler {
         if output.corrupted {
             // Nobody else shall begin behind what made it so.
             self.blocks.forget(&seq.blocks);
+            self.blocks.forget(seq.swapped.as_ref().map_or(&[], |swapped| &swapped.was));
         }
         if output.corrupted || (samples && output.position as usize != seq.tokens.len()) {
             self.end_request(request, Some(EngineError::Corrupted), effects);

@@ -66,14 +66,30 @@ pub enum Effect {
         /// Why; `None` when the client went away.
         error: Option<EngineError>,
     },
-    /// A sequence lost its blocks and waits again.
+    /// A sequence gave up its blocks and waits again.
     Preempted {
         /// Of which request.
         request: RequestId,
-        /// No other sequence of the request is admitted.
-        waits: bool,
+        /// Where the request is now.
+        place: Place,
+        /// Blocks that are copied to host memory; none of one that is computed again.
+        swapped: Option<u32>,
         /// Tokens whose K and V were computed and are lost.
         tokens: u32,
+    },
+    /// A sequence comes back from host memory.
+    SwappedIn {
+        /// Of which request.
+        request: RequestId,
+        /// Blocks that are copied; the KV cache had the others.
+        blocks: u32,
+    },
+    /// A sequence ended, and those that are left of its request are not in the batch.
+    Rests {
+        /// Which request.
+        request: RequestId,
+        /// Where it is now.
+        place: Place,
     },
     /// Drafts were verified.
     Drafted {
@@ -86,6 +102,17 @@ pub enum Effect {
     },
     /// A step was answered.
     StepDone(StepSummary),
+}
+
+/// Where a request is: where the foremost of its sequences is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In the queue.
+    Waiting,
+    /// In host memory.
+    Swapped,
+    /// In the batch.
+    Running,
 }
 
 /// What one step did.

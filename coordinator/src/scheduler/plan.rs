@@ -5,7 +5,8 @@ use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 use shared::sampling::Pooling;
 
-use super::sequence::Sequence;
+use super::effect::Place;
+use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler, keep_full, weight};
 use crate::engine::EngineError;
 
@@ -99,6 +100,7 @@ impl Scheduler {
         step.step = self.last_step;
         plan.step = self.last_step;
         plan.finished.append(&mut self.forget);
+        self.send_swaps(plan);
         self.in_flight.push_back(step);
     }
 
@@ -201,17 +203,26 @@ impl Scheduler {
                 }
                 Poll::Pending => return,
             }
+            let is_swapped = seq.swapped.is_some();
             // One fits always: `SchedulerConfig::validate`.
-            admitted += weight::of(seq, &self.config);
+            let bytes = if is_swapped { 0 } else { weight::of(seq, &self.config) };
+            admitted += bytes;
             let full = admitted > weight::ADMITTED_MAX && !plan.admitted.is_empty();
             let mask = mask_bytes(seq).unwrap_or(0);
             if !full && mask > 0 && masks > 0 && masks + mask > weight::MASKS_MAX {
-                admitted -= weight::of(seq, &self.config);
+                admitted -= bytes;
                 masks_are_full = true;
                 continue;
             }
             if full || self.would_blur_blame(request) {
                 return;
+            }
+            if is_swapped {
+                masks += mask;
+                if !self.swap_in((at, slot), plan, step, budget, effects) {
+                    return;
+                }
+                continue;
             }
             self.look_up(slot);
             // One more than the sequence has, so that it is not preempted for its first token.
@@ -241,17 +252,8 @@ impl Scheduler {
                 sampling: seq.sampling.clone(),
             });
             self.run(slot);
-            self.count_admitted(request, true);
-            if let Some(owner) = self.requests.get_mut(&request)
-                && owner.admitted == 1
-            {
-                effects.push(if owner.scheduled {
-                    Effect::Resumed { request }
-                } else {
-                    Effect::FirstScheduled { request }
-                });
-                owner.scheduled = true;
-            }
+            self.count(request, |owner| owner.admitted += 1);
+            self.resumed(request, effects);
             if !self.make_room(slot, count, plan, effects) {
                 return;
             }
@@ -272,7 +274,7 @@ impl Scheduler {
     /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
     /// be computed: its logits are what is wanted, or its embedding. Log-probabilities of a prompt need
     /// it all, and so do embeddings that are made of more.
-    fn look_up(&mut self, slot: usize) {
+    pub(super) fn look_up(&mut self, slot: usize) {
         self.found.clear();
         let Some(seq) = &self.sequences[slot] else { return };
         let needs_all = seq.sampling.pooling.is_some_and(Pooling::needs_all);
@@ -321,9 +323,14 @@ impl Scheduler {
         let (id, request, tokens) = (seq.id, seq.request, seq.computed);
         // It may have been admitted by this very plan, before its first share of it.
         plan.admitted.retain(|new| new.seq != id);
-        self.unadmit(victim);
-        let waits = self.requests.get(&request).is_some_and(|owner| owner.admitted == 0);
-        effects.push(Effect::Preempted { request, waits, tokens });
+        let blocks = seq.blocks.len() as u32;
+        let swapped = self.swap_out(victim).then_some(blocks);
+        if swapped.is_none() {
+            self.unadmit(victim);
+        }
+        let place = self.requests.get(&request).map_or(Place::Waiting, Request::place);
+        let tokens = if swapped.is_some() { 0 } else { tokens };
+        effects.push(Effect::Preempted { request, place, swapped, tokens });
     }
 
     /// One that an epoch may have ended by is not in the batch with others that have not got on
@@ -336,7 +343,13 @@ impl Scheduler {
         others.any(|other| suspect || other.suspicion > 0)
     }
 
-    fn plan_sequence(&mut self, slot: usize, count: u32, plan: &mut StepPlan, step: &mut InFlight) {
+    pub(super) fn plan_sequence(
+        &mut self,
+        slot: usize,
+        count: u32,
+        plan: &mut StepPlan,
+        step: &mut InFlight,
+    ) {
         let Some(seq) = &mut self.sequences[slot] else { return };
         let (start, end) = (seq.computed, seq.computed + count);
         while (seq.blocks.len() as u32) < self.config.blocks_for(end) {
@@ -350,8 +363,8 @@ impl Scheduler {
         let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));
         step.prompt_tokens += fresh_prompt;
         step.recomputed_tokens += count - fresh;
-        let looks_up = seq.told == 0 && !seq.looked_up && self.config.prefix_caching;
-        if seq.told == 0 {
+        let looks_up = !seq.known && !seq.looked_up && self.config.prefix_caching;
+        if !seq.known {
             // What was found is computed by nobody, unless it was before and is lost.
             let found = start.min(seq.num_prompt);
             step.cached_tokens += found.saturating_sub(seq.computed_max);
@@ -376,6 +389,7 @@ impl Scheduler {
             drafts: Vec::new(),
         });
         seq.told = seq.blocks.len() as u32;
+        seq.known = true;
         let admission = seq.admission.unwrap_or_default();
         let (seq_id, fresh) = (seq.id, fresh > 0);
         keep_full(&mut self.blocks, seq, &self.config);
@@ -401,6 +415,8 @@ fn mask_bytes(seq: &Sequence) -> Option<usize> {
 
 fn clear(plan: &mut StepPlan) {
     plan.finished.clear();
+    plan.swap_out.clear();
+    plan.swap_in.clear();
     plan.admitted.clear();
     plan.sequences.clear();
 }

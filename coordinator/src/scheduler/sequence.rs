@@ -6,7 +6,9 @@ use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
 
 use super::blocks::Prefix;
+use super::effect::Place;
 use super::speculate::Drafter;
+use super::swap::Swapped;
 use crate::engine::TokenGuide;
 
 /// The order of admitted sequences: priority, then admission.
@@ -30,6 +32,10 @@ pub(super) struct Sequence {
     pub(super) blocks: Vec<BlockId>,
     /// How many of them the workers were told.
     pub(super) told: u32,
+    /// The workers know it: it was in a plan since it was admitted.
+    pub(super) known: bool,
+    /// Its blocks are in host memory, and `blocks` is empty.
+    pub(super) swapped: Option<Swapped>,
     /// How many of them are full and were offered to others, and what comes before the next.
     pub(super) kept: u32,
     pub(super) prefix: Prefix,
@@ -52,7 +58,7 @@ pub(super) struct Sequence {
     pub(super) suspicion: u32,
     /// Tokens being sampled by steps in flight, behind `tokens`.
     pub(super) pending: u32,
-    /// Set while admitted: which admission this is, counted over the whole scheduler. Outputs of an
+    /// Set while admitted or swapped: which admission this is, counted over the whole scheduler. Outputs of an
     /// older admission are ignored.
     pub(super) admission: Option<u64>,
     /// Prompt log-probabilities gathered so far; taken when complete.
@@ -123,11 +129,18 @@ impl Sequence {
         end == self.len_ahead() && self.max_tokens > 0
     }
 
-    /// Forgets everything but the log: it waits again.
-    pub(super) fn reset(&mut self) {
+    /// Its block table is empty, and has to be told anew.
+    pub(super) fn forget_blocks(&mut self) {
         self.told = 0;
         self.kept = 0;
         self.prefix = Prefix::Start { salt: self.cache_salt };
+    }
+
+    /// Forgets everything but the log: it waits again.
+    pub(super) fn reset(&mut self) {
+        self.forget_blocks();
+        self.known = false;
+        self.swapped = None;
         self.computed = 0;
         self.pending = 0;
         self.admission = None;
@@ -148,8 +161,21 @@ pub(super) struct Request {
     pub(super) end_tokens: Vec<u32>,
     /// Sequences admitted now.
     pub(super) admitted: u32,
+    /// Sequences in host memory now.
+    pub(super) swapped: u32,
     /// It has been in a step.
     pub(super) scheduled: bool,
+}
+
+impl Request {
+    /// Where it is: in the batch if any of its sequences is, else in host memory if any is there.
+    pub(super) fn place(&self) -> Place {
+        match (self.admitted, self.swapped) {
+            (0, 0) => Place::Waiting,
+            (0, _) => Place::Swapped,
+            _ => Place::Running,
+        }
+    }
 }
 
 /// A request on its way to another replica's scheduler, with everything that was accepted of it.

@@ -1,4 +1,5 @@
 //! PURE: how many bytes a plan takes, at most: it travels as one frame.
+use shared::protocol::Swap;
 use shared::sampling::{LOGIT_BIAS_MAX, SUPPRESSED_MAX};
 use shared::wire::frame::BODY_MAX;
 
@@ -23,7 +24,13 @@ const BIAS: usize = U32 + 4;
 pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 2;
 /// Most bytes of the masks of all guided sequences that are admitted. The rest is for the batch.
 pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 8 * 3;
-const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - MASKS_MAX;
+/// Most bytes of copies out of the KV cache, and as many of copies in.
+const SWAPS_MAX: usize = BODY_MAX as usize / 32;
+const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - MASKS_MAX - 2 * SWAPS_MAX;
+/// A swapped sequence but for its blocks.
+const SWAP: usize = 2 * U64;
+/// One of its blocks: two names, and that in the sequence's new table.
+const SWAPPED_BLOCK: usize = 3 * U32;
 
 // Every model and batch in use fits: a million tokens of context, 4,096 sequences, 256 Ki tokens.
 const _: () = assert!(longest(1 << 20, 16) <= ADMITTED_MAX);
@@ -53,6 +60,14 @@ pub(super) fn of(seq: &Sequence, config: &SchedulerConfig) -> usize {
     let sampling = &seq.sampling;
     let (biases, suppressed) = (sampling.logit_bias.len(), sampling.suppress_until_min.len());
     new_sequence(seq.tokens.len(), config.block_size as usize, biases, suppressed)
+}
+
+/// Whether a sequence of so many blocks may be swapped by a plan that swaps these. One that may go
+/// out alone may come in alone.
+pub(super) fn may_swap(swaps: &[Swap], blocks: usize) -> bool {
+    let bytes = |blocks: usize| SWAP + blocks * SWAPPED_BLOCK;
+    let others: usize = swaps.iter().map(|swap| bytes(swap.blocks.len())).sum();
+    others + bytes(blocks) <= SWAPS_MAX
 }
 
 /// Whether every plan fits into a frame.

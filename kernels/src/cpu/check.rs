@@ -1,7 +1,7 @@
 //! Checks of arguments before memory is touched. A failed check is a caller's bug and an error, not
 //! a panic; nothing has been written then.
 use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector};
-use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable};
+use crate::backend::{AttentionShape, Batch, Buffer, KvShape, QkvWeights, RopeTable};
 use crate::error::KernelError;
 
 pub(crate) fn shape_error(op: &'static str, message: String) -> KernelError {
@@ -205,4 +205,68 @@ pub(crate) fn logits(
         first.saturating_add(count)
     );
     Ok(())
+}
+
+/// (block, host block) pairs that are copied out, or in.
+pub(crate) fn swap(
+    op: &'static str,
+    cache: &KvShape,
+    host: &KvShape,
+    pairs: &[(u32, u32)],
+    out: bool,
+) -> Result<(), KernelError> {
+    let alike = KvShape { num_blocks: cache.num_blocks, ..*host };
+    ensure!(op, alike == *cache, "the cache is {cache:?}, host memory has {host:?}");
+    for (block, host_block) in pairs {
+        let (blocks, host_blocks) = (cache.num_blocks, host.num_blocks);
+        ensure!(op, (*block as usize) < blocks, "block is {block} of {blocks}");
+        ensure!(
+            op,
+            (*host_block as usize) < host_blocks,
+            "host block is {host_block} of {host_blocks}"
+        );
+    }
+    let (count, most) = (pairs.len(), host.num_blocks);
+    ensure!(op, count <= most, "{count} pairs, host memory has {most} blocks");
+    // All are copied at once: none may be written twice.
+    let target = |(block, host): &(u32, u32)| if out { *host } else { *block };
+    let mut targets: Vec<u32> = pairs.iter().map(target).collect();
+    targets.sort_unstable();
+    let twice = targets.windows(2).find(|pair| pair[0] == pair[1]);
+    match twice {
+        Some(pair) => Err(shape_error(op, format!("block {} is written twice", pair[0]))),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_swap_is_within_both_and_writes_nothing_twice() {
+        let shape = |num_blocks| KvShape {
+            num_layers: 1,
+            num_kv_heads: 1,
+            head_dim: 8,
+            block_size: 4,
+            num_blocks,
+        };
+        let (cache, host) = (shape(4), shape(3));
+        let said = |pairs: &[(u32, u32)], out| {
+            swap("swap", &cache, &host, pairs, out).map_err(|error| error.to_string())
+        };
+        assert_eq!(said(&[(3, 0), (0, 2)], true), Ok(()));
+        assert_eq!(said(&[], false), Ok(()));
+        assert_eq!(said(&[(4, 0)], true).unwrap_err(), "swap: block is 4 of 4");
+        assert_eq!(said(&[(0, 3)], false).unwrap_err(), "swap: host block is 3 of 3");
+        let twice = [(1, 2), (3, 2)];
+        assert_eq!(said(&twice, true).unwrap_err(), "swap: block 2 is written twice");
+        assert_eq!(said(&twice, false), Ok(()), "one block to two places");
+        let most = [(0, 0), (1, 1), (2, 2), (3, 0)];
+        assert!(said(&most, false).unwrap_err().contains("4 pairs, host memory has 3"));
+        let other = KvShape { head_dim: 16, ..host };
+        let unlike = swap("swap", &cache, &other, &[], true).unwrap_err().to_string();
+        assert!(unlike.contains("head_dim: 16"), "{unlike}");
+    }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::isa::Isa;
 use super::memory::Disjoint;
-use super::pack::{CpuMatrix, PANEL, PairRow, Panels};
+use super::pack::{CpuMatrix, PANEL, PairRow, PairRows, Panels};
 use super::pool::Pool;
 use crate::error::KernelError;
 
@@ -19,6 +19,7 @@ mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
 mod grouped;
+mod int8;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod one_term;
@@ -52,6 +53,11 @@ const FEW_TILES: usize = 8;
 const TASK_COST: usize = 32 * 1024;
 /// How far ahead of a single tile its weights are fetched, in pairs.
 const AHEAD: usize = 16;
+/// Most pairs of int8 weights that are made bf16 at a time, for several tiles or for inner loops that
+/// know bf16 alone: 32 KiB of it.
+const ROOM_PAIRS: usize = 128;
+/// The same for a single tile: what is made and used at once should take little of the L1 cache.
+const FEW_PAIRS: usize = 32;
 
 /// One pair of inputs for the `M` rows of a tile: two words per row. With split activations they
 /// are the pair's high and low bf16 terms, otherwise the two f32.
@@ -189,14 +195,15 @@ fn run_panels(
 
 /// Panels that are worth waking a thread for: 64 KiB of weights.
 fn grain(weight: Panels<'_>, rows: usize) -> usize {
-    let panel_bytes = weight.num_pairs() * PANEL * 4 * rows.div_ceil(8);
+    let panel_bytes = weight.panel_bytes() * rows.div_ceil(8);
     (64 * 1024 / panel_bytes).max(if rows == 1 { WIDE } else { 1 })
 }
 
 /// A tile of activations of one term.
 #[cfg(target_arch = "x86_64")]
-struct OneTermTile {
+struct OneTermTile<'a> {
     stride: usize,
+    weights: PairRows<'a>,
     pairs: Range<usize>,
     panel: usize,
     /// All of the panel's outputs exist.
@@ -219,11 +226,19 @@ struct Product<'a> {
 impl Product<'_> {
     /// All rows for these panels.
     fn panels(&self, range: Range<usize>) {
+        match self.weight.scales() {
+            Some(_) => self.panels_in(range, &mut [[[0; 16]; 4]; ROOM_PAIRS]),
+            None => self.panels_in(range, &mut []),
+        }
+    }
+
+    /// `room` is for weights that are made bf16.
+    fn panels_in(&self, range: Range<usize>, room: &mut [PairRow]) {
         #[cfg(target_arch = "x86_64")]
         if let Layout::Rows { stride } = self.acts.layout {
-            return self.one_term_panels(range, stride);
+            return self.one_term_panels(range, stride, room);
         }
-        if self.acts.rows == 1 {
+        if self.acts.rows == 1 && self.weight.scales().is_none() {
             let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
             for group in 0..wide {
                 self.one_row::<WIDE>(range.start + group * WIDE);
@@ -233,7 +248,7 @@ impl Product<'_> {
             }
         } else {
             for panel in range {
-                self.tiles(panel);
+                self.tiles(panel, room);
             }
         }
     }
@@ -241,8 +256,9 @@ impl Product<'_> {
     fn one_row<const P: usize>(&self, first: usize) {
         let pairs = self.weight.num_pairs();
         let acts = self.acts.words.as_chunks::<1>().0.as_chunks::<2>().0;
-        let panels: [&[PairRow]; P] =
-            std::array::from_fn(|i| self.weight.panel(first + i, 0..pairs));
+        let panels: [&[PairRow]; P] = std::array::from_fn(|i| {
+            self.weight.panel(first + i, 0..pairs).bf16().unwrap_or_default()
+        });
         let mut acc = [[[0.0; 16]; 4]; P];
         wide(self.isa, acts, &panels, &mut acc);
         for (i, acc) in acc.iter().enumerate() {
@@ -252,7 +268,7 @@ impl Product<'_> {
 
     /// As [`Product::panels`] for activations of one bf16 term.
     #[cfg(target_arch = "x86_64")]
-    fn one_term_panels(&self, range: Range<usize>, stride: usize) {
+    fn one_term_panels(&self, range: Range<usize>, stride: usize, room: &mut [PairRow]) {
         let pairs = self.weight.num_pairs();
         if self.acts.rows == 1 {
             let row = &self.acts.words[..pairs];
@@ -266,14 +282,14 @@ impl Product<'_> {
             return;
         }
         for panel in range {
-            self.one_term_tiles(panel, stride);
+            self.one_term_tiles(panel, stride, room);
         }
     }
 
     #[cfg(target_arch = "x86_64")]
     fn one_term_row<const P: usize>(&self, row: &[u32], first: usize) {
         let pairs = self.weight.num_pairs();
-        let panels: [&[PairRow]; P] =
+        let panels: [PairRows<'_>; P] =
             std::array::from_fn(|i| self.weight.panel(first + i, 0..pairs));
         let mut acc = [[[0.0; 16]; 4]; P];
         // SAFETY: only an instruction set that this machine has lays out rows.
@@ -284,7 +300,7 @@ impl Product<'_> {
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn one_term_tiles(&self, panel: usize, stride: usize) {
+    fn one_term_tiles(&self, panel: usize, stride: usize, room: &mut [PairRow]) {
         let pairs = self.weight.num_pairs();
         let tiles = num_tiles(self.acts.rows);
         let is_whole = (panel + 1) * PANEL <= self.weight.rows();
@@ -297,17 +313,26 @@ impl Product<'_> {
         let mut start = 0;
         while start < pairs {
             let range = start..(start + block).min(pairs);
+            let packed = self.weight.panel(panel, range.clone());
             for index in 0..tiles {
                 let rows = tile_rows(self.acts.rows, index);
                 let pairs = range.clone();
-                let tile = OneTermTile { stride, pairs, panel, is_whole, index, tiles };
+                // What the first tile makes bf16 it leaves for the others.
+                let (weights, room) = match packed {
+                    PairRows::Int8(_) if tiles == 1 || !is_whole => (packed, &mut [][..]),
+                    PairRows::Int8(_) if index > 0 => {
+                        (PairRows::Bf16(&room[..pairs.len()]), &mut [][..])
+                    }
+                    _ => (packed, &mut *room),
+                };
+                let tile = OneTermTile { stride, weights, pairs, panel, is_whole, index, tiles };
                 match rows.len() {
-                    1 => self.one_term_tile::<1>(rows, &tile),
-                    2 => self.one_term_tile::<2>(rows, &tile),
-                    3 => self.one_term_tile::<3>(rows, &tile),
-                    4 => self.one_term_tile::<4>(rows, &tile),
-                    5 => self.one_term_tile::<5>(rows, &tile),
-                    _ => self.one_term_tile::<6>(rows, &tile),
+                    1 => self.one_term_tile::<1>(rows, &tile, room),
+                    2 => self.one_term_tile::<2>(rows, &tile, room),
+                    3 => self.one_term_tile::<3>(rows, &tile, room),
+                    4 => self.one_term_tile::<4>(rows, &tile, room),
+                    5 => self.one_term_tile::<5>(rows, &tile, room),
+                    _ => self.one_term_tile::<6>(rows, &tile, room),
                 }
             }
             start = range.end;
@@ -315,9 +340,13 @@ impl Product<'_> {
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn one_term_tile<const M: usize>(&self, rows: Range<usize>, tile: &OneTermTile) {
-        let OneTermTile { stride, ref pairs, panel, is_whole, index, tiles } = *tile;
-        let weights = self.weight.panel(panel, pairs.clone());
+    fn one_term_tile<const M: usize>(
+        &self,
+        rows: Range<usize>,
+        tile: &OneTermTile<'_>,
+        room: &mut [PairRow],
+    ) {
+        let OneTermTile { stride, weights, ref pairs, panel, is_whole, index, tiles } = *tile;
         let acts: [&[u32]; M] =
             std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
         let first = pairs.start == 0;
@@ -325,17 +354,20 @@ impl Product<'_> {
         // time.
         let (line, lines) = match (tiles, index) {
             (1, _) => (0, 4),
+            (_, 0) if weights.int8().is_some() => (0, 2),
+            // Made bf16 by the first tile: nothing lies behind it.
+            _ if self.weight.scales().is_some() => (0, 0),
             (2, _) => (index * 2, 2),
             (3, 0) => (0, 2),
             (3, _) => (index + 1, 1),
             (_, 0..4) => (index, 1),
             _ => (0, 0),
         };
-        let distance = if tiles == 1 { AHEAD } else { weights.len() };
+        let distance = if tiles == 1 { AHEAD } else { pairs.len() };
         let ahead = Ahead { line, lines, distance };
-        let run = |acc: &mut [&mut Acc; M]| {
+        let mut run = |acc: &mut [&mut Acc; M]| {
             // SAFETY: only an instruction set that this machine has lays out rows.
-            unsafe { one_term::tile(&acts, weights, acc, first, ahead) }
+            unsafe { one_term::tile(&acts, weights, room, acc, first, ahead) }
         };
         let is_last = pairs.end == self.weight.num_pairs();
         if !is_whole {
@@ -350,24 +382,29 @@ impl Product<'_> {
             let columns = self.columns(rows.start + i, panel);
             &mut columns.as_chunks_mut().0.as_chunks_mut().0[0]
         }));
-        if let Some(bias) = self.bias.filter(|_| is_last) {
+        if is_last && (self.bias.is_some() || self.weight.scales().is_some()) {
             for row in rows {
-                let bias = &bias[panel * PANEL..];
-                for (out, &bias) in self.columns(row, panel).iter_mut().zip(bias) {
-                    *out += bias;
-                }
+                self.finish(panel, self.columns(row, panel));
             }
         }
     }
 
-    fn tiles(&self, panel: usize) {
+    fn tiles(&self, panel: usize, room: &mut [PairRow]) {
         let rows = self.acts.rows;
         let pairs = self.weight.num_pairs();
-        let block = if rows <= TILE_ROWS { pairs } else { BLOCK_PAIRS };
+        let block = match self.weight.scales() {
+            Some(_) if rows <= TILE_ROWS => FEW_PAIRS,
+            Some(_) => ROOM_PAIRS,
+            None if rows <= TILE_ROWS => pairs,
+            None => BLOCK_PAIRS,
+        };
         let mut start = 0;
         while start < pairs {
             let range = start..(start + block).min(pairs);
-            let weights = self.weight.panel(panel, range.clone());
+            let weights = match self.weight.panel(panel, range.clone()) {
+                PairRows::Bf16(weights) => weights,
+                PairRows::Int8(weights) => int8::widen(self.isa, weights, room),
+            };
             for tile in 0..num_tiles(rows) {
                 let rows = tile_rows(rows, tile);
                 match rows.len() {
@@ -417,14 +454,23 @@ impl Product<'_> {
 
     fn store(&self, row: usize, panel: usize, acc: &Acc, last: bool) {
         let out = self.columns(row, panel);
-        let acc = &acc.as_flattened()[..out.len()];
-        match self.bias {
-            Some(bias) if last => {
-                for ((out, &sum), &bias) in out.iter_mut().zip(acc).zip(&bias[panel * PANEL..]) {
-                    *out = sum + bias;
-                }
+        out.copy_from_slice(&acc.as_flattened()[..out.len()]);
+        if last {
+            self.finish(panel, out);
+        }
+    }
+
+    /// Makes complete sums results: times the outputs' scales, plus their biases.
+    fn finish(&self, panel: usize, out: &mut [f32]) {
+        if let Some(scales) = self.weight.scales() {
+            for (out, &scale) in out.iter_mut().zip(&scales[panel * PANEL..]) {
+                *out *= scale;
             }
-            _ => out.copy_from_slice(acc),
+        }
+        if let Some(bias) = self.bias {
+            for (out, &bias) in out.iter_mut().zip(&bias[panel * PANEL..]) {
+                *out += bias;
+            }
         }
     }
 }

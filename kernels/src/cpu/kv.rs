@@ -11,6 +11,7 @@
 //!   zero.
 use super::math::{bf16_pair, round_bf16};
 use super::memory::{AlignedVec, Disjoint};
+use super::pool::Pool;
 use super::precision::Precision;
 use crate::backend::KvShape;
 use crate::error::KernelError;
@@ -119,6 +120,52 @@ impl CpuKvCache {
     }
 }
 
+/// Copies blocks (from, to), which were checked, in all layers. A block of a layer is a task of its own.
+pub(crate) fn copy_blocks(
+    pool: &mut Pool,
+    from: &CpuKvCache,
+    to: &mut CpuKvCache,
+    pairs: impl Fn(usize) -> (usize, usize) + Sync,
+    count: usize,
+) -> Result<(), KernelError> {
+    let (layers, len) = (from.shape.num_layers, from.tile_len() * from.shape.num_kv_heads);
+    let stride = to.shape.num_blocks;
+    // Where block (layer, source) and block (layer, target) begin.
+    let places = |task: usize| {
+        let (layer, (source, target)) = (task % layers, pairs(task / layers));
+        (from.tile_offset(layer, source, 0), (layer * stride + target) * len)
+    };
+    match (&from.tiles, to.tiles_mut()) {
+        (Tiles::Float32(from), TilesMut::Float32(to)) => {
+            copy(pool, from, &to, &places, count * layers, len)
+        }
+        (Tiles::Bfloat16(from), TilesMut::Bfloat16(to)) => {
+            copy(pool, from, &to, &places, count * layers, len)
+        }
+        _ => Err(KernelError::Shape {
+            op: "swap",
+            message: "the cache and host memory are of different precisions".to_owned(),
+        }),
+    }
+}
+
+fn copy<T: Copy + Sync + Send>(
+    pool: &mut Pool,
+    from: &[T],
+    to: &Disjoint<'_, T>,
+    places: &(dyn Fn(usize) -> (usize, usize) + Sync),
+    tasks: usize,
+    len: usize,
+) -> Result<(), KernelError> {
+    pool.run_ranges(tasks, 8, &|range, _| {
+        for (source, target) in range.map(places) {
+            // SAFETY: each block of each layer is the target of one task.
+            let target = unsafe { to.slice(target, len) };
+            target.copy_from_slice(&from[source..source + len]);
+        }
+    })
+}
+
 impl TilesMut<'_> {
     /// Writes one token's `k` and `v` to slot `offset` of the tile of `len` words at `start`.
     ///
@@ -221,5 +268,45 @@ mod tests {
         let even = KvShape { block_size: 16, ..shape };
         let bytes = |precision| block_bytes(&even, precision);
         assert_eq!(bytes(Precision::Float32), 2 * bytes(Precision::Bfloat16));
+    }
+
+    /// Out, over other contents, and back to other blocks: all layers, heads and tokens.
+    #[test]
+    fn blocks_keep_what_they_hold() {
+        let shape =
+            KvShape { num_layers: 3, num_kv_heads: 2, head_dim: 4, block_size: 5, num_blocks: 6 };
+        for precision in [Precision::Float32, Precision::Bfloat16] {
+            let mut pool = Pool::new(2).unwrap();
+            let make = |num_blocks| CpuKvCache::new(KvShape { num_blocks, ..shape }, precision);
+            let (mut cache, mut host) = (make(6).unwrap(), make(4).unwrap());
+            let tile = cache.tile_len();
+            let word = |i: usize| (i as u32).wrapping_mul(0x9e37_79b9) | 1;
+            match &mut cache.tiles {
+                Tiles::Float32(data) => {
+                    (0..data.len()).for_each(|i| data[i] = i as f32 + 1.0);
+                }
+                Tiles::Bfloat16(data) => (0..data.len()).for_each(|i| data[i] = word(i)),
+            }
+            let block = |cache: &CpuKvCache, layer, block| -> Vec<u32> {
+                let at = cache.tile_offset(layer, block, 0);
+                match &cache.tiles {
+                    Tiles::Float32(data) => {
+                        data[at..at + 2 * tile].iter().map(|x| x.to_bits()).collect()
+                    }
+                    Tiles::Bfloat16(data) => data[at..at + 2 * tile].to_vec(),
+                }
+            };
+            let before: Vec<_> = (0..3).map(|layer| block(&cache, layer, 5)).collect();
+            let kept: Vec<_> = (0..3).map(|layer| block(&cache, layer, 3)).collect();
+            let out = [(5, 2), (1, 0)];
+            copy_blocks(&mut pool, &cache, &mut host, |i| out[i], 2).unwrap();
+            let back = [(2, 0), (0, 4)];
+            copy_blocks(&mut pool, &host, &mut cache, |i| back[i], 2).unwrap();
+            for layer in 0..3 {
+                assert_eq!(block(&cache, layer, 0), before[layer], "{precision}");
+                assert_eq!(block(&cache, layer, 4), block(&cache, layer, 1), "{precision}");
+                assert_eq!(block(&cache, layer, 3), kept[layer], "others stay");
+            }
+        }
     }
 }

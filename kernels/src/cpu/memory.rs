@@ -22,6 +22,8 @@ pub(crate) unsafe trait Zeroable: Copy + 'static {}
 unsafe impl Zeroable for f32 {}
 // SAFETY: zero is a value of it.
 unsafe impl Zeroable for u32 {}
+// SAFETY: zero is a value of it.
+unsafe impl Zeroable for i8 {}
 
 /// A vector of fixed length, aligned for vector instructions.
 pub(crate) struct AlignedVec<T: Zeroable> {

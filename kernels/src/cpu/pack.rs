@@ -1,11 +1,13 @@
 //! The packed weight layout, one for all instruction sets, and its making from a model file.
 //!
 //! A matrix `[out, in]` is cut into panels of 64 outputs. A panel holds, for every pair of inputs
-//! `(2i, 2i + 1)`, the 64 outputs' pairs of bf16 weights side by side, the even input in the low
-//! half of a 32-bit word: what `vdpbf16ps` takes, and what a shift and a mask widen to f32. Outputs
-//! and inputs are padded with zeros. A kernel reads a panel from front to back, once.
+//! `(2i, 2i + 1)`, the 64 outputs' pairs of weights side by side. Outputs and inputs are padded with
+//! zeros. A kernel reads a panel from front to back, once.
 //!
-//! bf16 files are kept bit by bit; f16 and f32 files are rounded to the nearest bf16 (ties to even).
+//! - bf16: the even input in the low half of a 32-bit word, what `vdpbf16ps` takes, and what a shift
+//!   and a mask widen to f32. bf16 files are kept bit by bit, others rounded to the nearest bf16
+//!   (ties to even).
+//! - int8: the even input's byte before the odd one's, and a scale for each output.
 use std::ops::Range;
 
 use half::{bf16, f16};
@@ -19,15 +21,69 @@ use crate::error::KernelError;
 /// Outputs per panel.
 pub(crate) const PANEL: usize = 64;
 
-/// One pair of inputs for the 64 outputs of a panel, as four vectors of 16 words.
+/// One pair of inputs for the 64 outputs of a panel in bf16, as four vectors of 16 words.
 pub(crate) type PairRow = [[u32; 16]; 4];
+
+/// The same in int8, as four vectors of 16 pairs of bytes.
+pub(crate) type Int8Row = [[i8; 32]; 4];
+
+/// Some pairs of a panel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum PairRows<'a> {
+    Bf16(&'a [PairRow]),
+    Int8(&'a [Int8Row]),
+}
+
+impl<'a> PairRows<'a> {
+    /// Those of bf16.
+    pub(crate) fn bf16(self) -> Option<&'a [PairRow]> {
+        match self {
+            Self::Bf16(rows) => Some(rows),
+            Self::Int8(_) => None,
+        }
+    }
+
+    /// Those of int8.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn int8(self) -> Option<&'a [Int8Row]> {
+        match self {
+            Self::Bf16(_) => None,
+            Self::Int8(rows) => Some(rows),
+        }
+    }
+}
 
 /// A packed matrix, or a part of one that begins and ends with a panel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Panels<'a> {
-    words: &'a [u32],
+    elements: Elements<'a>,
     rows: usize,
     cols: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Elements<'a> {
+    Bf16(&'a [u32]),
+    /// Values, and each output's scale.
+    Int8(&'a [i8], &'a [f32]),
+}
+
+impl<'a> Elements<'a> {
+    /// Those of the panels `range` of so many.
+    fn part(self, range: Range<usize>, panels: usize) -> Self {
+        match self {
+            Self::Bf16(words) => Self::Bf16(part(words, range, panels)),
+            Self::Int8(values, scales) => {
+                Self::Int8(part(values, range.clone(), panels), part(scales, range, panels))
+            }
+        }
+    }
+}
+
+/// The elements of some of so many panels.
+fn part<T>(all: &[T], range: Range<usize>, panels: usize) -> &[T] {
+    let len = all.len() / panels;
+    &all[range.start * len..range.end * len]
 }
 
 impl<'a> Panels<'a> {
@@ -45,24 +101,72 @@ impl<'a> Panels<'a> {
         self.cols.div_ceil(2)
     }
 
+    /// Bytes of one panel.
+    pub(crate) fn panel_bytes(&self) -> usize {
+        let size = if self.scales().is_some() { 1 } else { 2 };
+        self.num_pairs() * 2 * PANEL * size
+    }
+
+    /// What the sums are multiplied by, `PANEL` numbers for each panel, where the weights are int8.
+    pub(crate) fn scales(&self) -> Option<&'a [f32]> {
+        match self.elements {
+            Elements::Bf16(_) => None,
+            Elements::Int8(_, scales) => Some(scales),
+        }
+    }
+
     /// The pairs `range` of a panel.
-    pub(crate) fn panel(&self, panel: usize, pairs: Range<usize>) -> &'a [PairRow] {
+    pub(crate) fn panel(&self, panel: usize, pairs: Range<usize>) -> PairRows<'a> {
         let start = (panel * self.num_pairs() + pairs.start) * PANEL;
-        let words = &self.words[start..start + pairs.len() * PANEL];
-        words.as_chunks::<16>().0.as_chunks::<4>().0
+        match self.elements {
+            Elements::Bf16(words) => {
+                let words = &words[start..start + pairs.len() * PANEL];
+                PairRows::Bf16(words.as_chunks::<16>().0.as_chunks::<4>().0)
+            }
+            Elements::Int8(values, _) => {
+                let values = &values[2 * start..2 * (start + pairs.len() * PANEL)];
+                PairRows::Int8(values.as_chunks::<32>().0.as_chunks::<4>().0)
+            }
+        }
     }
 
     /// The first and the second half of its outputs, each a whole number of panels.
     pub(crate) fn halves(&self) -> [Self; 2] {
-        let (first, second) = self.words.split_at(self.words.len() / 2);
-        [first, second].map(|words| Self { words, rows: self.rows / 2, cols: self.cols })
+        [0..1, 1..2].map(|half| Self {
+            elements: self.elements.part(half, 2),
+            rows: self.rows / 2,
+            cols: self.cols,
+        })
     }
+}
+
+/// Packed elements of one or more matrices.
+#[derive(Debug)]
+enum Packed {
+    Bf16(AlignedVec<u32>),
+    Int8(AlignedVec<i8>, AlignedVec<f32>),
+}
+
+impl Packed {
+    fn elements(&self) -> Elements<'_> {
+        match self {
+            Self::Bf16(words) => Elements::Bf16(words),
+            Self::Int8(values, scales) => Elements::Int8(values, scales),
+        }
+    }
+}
+
+/// In what a matrix is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Bf16,
+    Int8,
 }
 
 /// A weight matrix `[out, in]`, packed for the CPU.
 #[derive(Debug)]
 pub struct CpuMatrix {
-    words: AlignedVec<u32>,
+    packed: Packed,
     rows: usize,
     cols: usize,
 }
@@ -80,188 +184,237 @@ impl CpuMatrix {
         self.cols
     }
 
-    fn num_pairs(&self) -> usize {
-        self.cols.div_ceil(2)
-    }
-
     /// Its panels.
     pub(crate) fn panels(&self) -> Panels<'_> {
-        Panels { words: &self.words, rows: self.rows, cols: self.cols }
+        Panels { elements: self.packed.elements(), rows: self.rows, cols: self.cols }
     }
 
     /// Copies row `row` to `out` (`cols` elements).
     pub(crate) fn unpack_row(&self, row: usize, out: &mut [f32]) {
-        let pairs = self.num_pairs();
-        let base = row / PANEL * pairs * PANEL + row % PANEL;
-        let words = self.words[base..].iter().step_by(PANEL);
-        for (pair, &word) in out[..self.cols].chunks_mut(2).zip(words) {
-            pair[0] = f32::from_bits(word << 16);
-            if let Some(odd) = pair.get_mut(1) {
-                *odd = f32::from_bits(word & 0xFFFF_0000);
+        let base = row / PANEL * self.cols.div_ceil(2) * PANEL + row % PANEL;
+        let pairs = out[..self.cols].chunks_mut(2);
+        match &self.packed {
+            Packed::Bf16(words) => {
+                for (pair, &word) in pairs.zip(words[base..].iter().step_by(PANEL)) {
+                    pair[0] = f32::from_bits(word << 16);
+                    if let Some(odd) = pair.get_mut(1) {
+                        *odd = f32::from_bits(word & 0xFFFF_0000);
+                    }
+                }
+            }
+            Packed::Int8(values, scales) => {
+                let scale = scales[row];
+                let values = values[2 * base..].as_chunks::<2>().0.iter().step_by(PANEL);
+                for (pair, values) in pairs.zip(values) {
+                    for (out, &value) in pair.iter_mut().zip(values) {
+                        *out = f32::from(value) * scale;
+                    }
+                }
             }
         }
     }
 
     /// Packs the vertical concatenation of `parts`.
-    pub(crate) fn pack(pool: &mut Pool, parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+    pub(crate) fn pack(
+        pool: &mut Pool,
+        format: Format,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<Self, KernelError> {
         let cols = parts.first().map_or(0, |part| part.cols);
         let mut rows = 0usize;
         for part in parts {
-            check_part("load_matrix", part, cols)?;
+            part.check("load_matrix", cols)?;
             rows = rows.saturating_add(part.rows);
         }
-        check_size("load_matrix", rows, cols)?;
-        let words = pack_all(pool, 1, rows, cols, &|_| parts)?;
-        Ok(Self { words, rows, cols })
+        let shape = Shape { count: 1, rows, cols };
+        shape.check("load_matrix")?;
+        let packed = pack_all(pool, format, shape, &|_| parts)?;
+        Ok(Self { packed, rows, cols })
     }
 }
 
 /// Weight matrices `[out, in]` of one shape, each packed as a matrix of its own.
 #[derive(Debug)]
 pub struct CpuStack {
-    words: AlignedVec<u32>,
-    count: usize,
-    rows: usize,
-    cols: usize,
+    packed: Packed,
+    shape: Shape,
 }
 
 impl CpuStack {
     /// Packs each of `matrices`.
-    pub(crate) fn pack(pool: &mut Pool, matrices: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+    pub(crate) fn pack(
+        pool: &mut Pool,
+        format: Format,
+        matrices: &[HostMatrix<'_>],
+    ) -> Result<Self, KernelError> {
         let op = "load_stack";
         let (rows, cols) = matrices.first().map_or((0, 0), |matrix| (matrix.rows, matrix.cols));
         for matrix in matrices {
-            check_part(op, matrix, cols)?;
+            matrix.check(op, cols)?;
             if matrix.rows != rows {
                 let message = format!("matrices have {rows} and {} rows", matrix.rows);
                 return Err(shape_error(op, message));
             }
         }
-        check_size(op, rows, cols)?;
-        let count = matrices.len();
-        let words = pack_all(pool, count, rows, cols, &|i| std::slice::from_ref(&matrices[i]))?;
-        Ok(Self { words, count, rows, cols })
+        let shape = Shape { count: matrices.len(), rows, cols };
+        shape.check(op)?;
+        let packed = pack_all(pool, format, shape, &|i| std::slice::from_ref(&matrices[i]))?;
+        Ok(Self { packed, shape })
     }
 
     /// How many matrices.
     pub(crate) fn count(&self) -> usize {
-        self.count
+        self.shape.count
     }
 
     /// Output features of each.
     pub(crate) fn rows(&self) -> usize {
-        self.rows
+        self.shape.rows
     }
 
     /// Input features of each.
     pub(crate) fn cols(&self) -> usize {
-        self.cols
+        self.shape.cols
     }
 
     /// One of them.
     pub(crate) fn matrix(&self, index: usize) -> Panels<'_> {
-        let len = self.words.len() / self.count;
-        let words = &self.words[index * len..][..len];
-        Panels { words, rows: self.rows, cols: self.cols }
+        let Shape { count, rows, cols } = self.shape;
+        let elements = self.packed.elements().part(index..index + 1, count);
+        Panels { elements, rows, cols }
     }
 }
 
-/// Packs `count` matrices, each the vertical concatenation of its `parts`, which are checked.
-fn pack_all<'p, 'd: 'p>(
-    pool: &mut Pool,
+/// So many matrices of one shape.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
     count: usize,
     rows: usize,
     cols: usize,
+}
+
+impl Shape {
+    fn check(self, op: &'static str) -> Result<(), KernelError> {
+        let Self { rows, cols, .. } = self;
+        if rows == 0 || cols == 0 {
+            let message = format!("the matrix is {rows} x {cols}, both must be at least 1");
+            return Err(shape_error(op, message));
+        }
+        Ok(())
+    }
+}
+
+/// Packs matrices, each the vertical concatenation of its `parts`, which are checked.
+fn pack_all<'p, 'd: 'p>(
+    pool: &mut Pool,
+    format: Format,
+    shape: Shape,
     parts: &(dyn Fn(usize) -> &'p [HostMatrix<'d>] + Sync),
-) -> Result<AlignedVec<u32>, KernelError> {
-    let panels = rows.div_ceil(PANEL);
-    let panel_words = cols.div_ceil(2).saturating_mul(PANEL);
-    let all = panels.saturating_mul(count);
-    let mut words = AlignedVec::<u32>::zeroed(all.saturating_mul(panel_words), "a weight matrix")?;
-    let disjoint = Disjoint::new(&mut words);
-    pool.run_ranges(all, 1, &|range, _| {
-        for index in range {
-            // SAFETY: every panel belongs to one task.
-            let panel_words = unsafe { disjoint.slice(index * panel_words, panel_words) };
-            let (matrix, first) = (index / panels, index % panels * PANEL);
-            for lane in 0..PANEL.min(rows - first) {
-                pack_row(parts(matrix), first + lane, lane, panel_words);
-            }
+) -> Result<Packed, KernelError> {
+    let panels = shape.rows.div_ceil(PANEL);
+    let panel_pairs = shape.cols.div_ceil(2).saturating_mul(PANEL);
+    let all = panels.saturating_mul(shape.count);
+    let pairs = all.saturating_mul(panel_pairs);
+    // Every row of a panel, as the lane that it is there.
+    let rows = |index: usize| {
+        let (matrix, first) = (index / panels, index % panels * PANEL);
+        (0..PANEL.min(shape.rows - first))
+            .filter_map(move |lane| Some((lane, find(parts(matrix), first + lane)?)))
+    };
+    match format {
+        Format::Bf16 => {
+            let mut words = AlignedVec::<u32>::zeroed(pairs, "a weight matrix")?;
+            let disjoint = Disjoint::new(&mut words);
+            pool.run_ranges(all, 1, &|range, _| {
+                let mut room = (Vec::new(), Vec::new());
+                for index in range {
+                    // SAFETY: every panel belongs to one task.
+                    let panel = unsafe { disjoint.slice(index * panel_pairs, panel_pairs) };
+                    for (lane, (part, row)) in rows(index) {
+                        pack_row(part, row, lane, &mut room, panel);
+                    }
+                }
+            })?;
+            Ok(Packed::Bf16(words))
         }
-    })?;
-    Ok(words)
+        Format::Int8 => {
+            let what = "a weight matrix in int8";
+            let mut values = AlignedVec::<i8>::zeroed(pairs.saturating_mul(2), what)?;
+            let mut scales = AlignedVec::<f32>::zeroed(all.saturating_mul(PANEL), what)?;
+            let (to_values, to_scales) = (Disjoint::new(&mut values), Disjoint::new(&mut scales));
+            pool.run_ranges(all, 1, &|range, _| {
+                let (mut room, mut quantised) = (Vec::new(), vec![0; shape.cols]);
+                for index in range {
+                    // SAFETY: every panel belongs to one task.
+                    let panel =
+                        unsafe { to_values.slice(index * panel_pairs * 2, panel_pairs * 2) };
+                    // SAFETY: as above.
+                    let scales = unsafe { to_scales.slice(index * PANEL, PANEL) };
+                    for (lane, (part, row)) in rows(index) {
+                        scales[lane] = part.row_int8(row, &mut room, &mut quantised);
+                        let places = panel.chunks_exact_mut(2 * PANEL);
+                        for (pair, place) in quantised.chunks(2).zip(places) {
+                            place[2 * lane..][..pair.len()].copy_from_slice(pair);
+                        }
+                    }
+                }
+            })?;
+            Ok(Packed::Int8(values, scales))
+        }
+    }
 }
 
-fn check_size(op: &'static str, rows: usize, cols: usize) -> Result<(), KernelError> {
-    if rows == 0 || cols == 0 {
-        let message = format!("the matrix is {rows} x {cols}, both must be at least 1");
-        return Err(shape_error(op, message));
-    }
-    Ok(())
-}
-
-fn check_part(op: &'static str, part: &HostMatrix<'_>, cols: usize) -> Result<(), KernelError> {
-    if part.cols != cols {
-        return Err(shape_error(
-            op,
-            format!("parts have {cols} and {} columns, they must be equal", part.cols),
-        ));
-    }
-    if part.rows == 0 {
-        return Ok(());
-    }
-    let needed = (part.rows - 1).checked_mul(part.row_stride).and_then(|n| {
-        n.checked_add(part.col_start)?.checked_add(cols)?.checked_mul(part.dtype.bytes())
-    });
-    if needed.is_none_or(|needed| needed > part.data.len()) {
-        return Err(shape_error(
-            op,
-            format!(
-                "{} rows of {} {:?} columns from column {} at stride {} do not fit in {} bytes",
-                part.rows,
-                cols,
-                part.dtype,
-                part.col_start,
-                part.row_stride,
-                part.data.len()
-            ),
-        ));
-    }
-    Ok(())
-}
-
-/// Writes row `row` of the concatenation to lane `lane` of its panel.
-fn pack_row(parts: &[HostMatrix<'_>], mut row: usize, lane: usize, panel: &mut [u32]) {
+/// The part that row `row` of the concatenation is in, and which row of it that is.
+fn find<'p, 'd>(
+    parts: &'p [HostMatrix<'d>],
+    mut row: usize,
+) -> Option<(&'p HostMatrix<'d>, usize)> {
     for part in parts {
-        if row >= part.rows {
-            row -= part.rows;
-            continue;
+        if row < part.rows {
+            return Some((part, row));
         }
-        let size = part.dtype.bytes();
-        let start = (row * part.row_stride + part.col_start) * size;
-        let bytes = &part.data[start..start + part.cols * size];
-        match part.dtype {
-            DType::Bf16 => interleave(bytes.as_chunks().0, lane, panel, u16::from_le_bytes),
-            DType::F16 => interleave(bytes.as_chunks().0, lane, panel, |b| {
-                bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_bits()
-            }),
-            DType::F32 => interleave(bytes.as_chunks().0, lane, panel, |b| {
-                bf16::from_f32(f32::from_le_bytes(b)).to_bits()
-            }),
+        row -= part.rows;
+    }
+    None
+}
+
+/// Writes row `row` of a part in bf16 to lane `lane` of its panel.
+fn pack_row(
+    part: &HostMatrix<'_>,
+    row: usize,
+    lane: usize,
+    (wide, rounded): &mut (Vec<f32>, Vec<u16>),
+    panel: &mut [u32],
+) {
+    let size = part.dtype.bytes();
+    let start = (row * part.row_stride + part.col_start) * size;
+    let bytes = &part.data[start..start + part.cols * size];
+    if part.scales.is_some() {
+        rounded.resize(part.cols, 0);
+        part.row_bf16(row, wide, rounded);
+        return interleave(rounded, lane, panel, |bits| bits);
+    }
+    match part.dtype {
+        DType::Bf16 => interleave(bytes.as_chunks().0, lane, panel, u16::from_le_bytes),
+        DType::F16 => interleave(bytes.as_chunks().0, lane, panel, |b| {
+            bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_bits()
+        }),
+        DType::F32 => interleave(bytes.as_chunks().0, lane, panel, |b| {
+            bf16::from_f32(f32::from_le_bytes(b)).to_bits()
+        }),
+        // Small enough numbers for bf16, all of them.
+        DType::F8E4M3 | DType::I8 => {
+            rounded.resize(part.cols, 0);
+            part.row_bf16(row, wide, rounded);
+            interleave(rounded, lane, panel, |bits| bits);
         }
-        return;
     }
 }
 
-fn interleave<const SIZE: usize>(
-    elements: &[[u8; SIZE]],
-    lane: usize,
-    panel: &mut [u32],
-    convert: impl Fn([u8; SIZE]) -> u16,
-) {
+fn interleave<T: Copy>(elements: &[T], lane: usize, panel: &mut [u32], convert: impl Fn(T) -> u16) {
     for (pair, words) in elements.chunks(2).zip(panel.chunks_exact_mut(PANEL)) {
         let even = u32::from(convert(pair[0]));
-        let odd = pair.get(1).map_or(0, |&bytes| u32::from(convert(bytes)));
+        let odd = pair.get(1).map_or(0, |&element| u32::from(convert(element)));
         words[lane] = even | odd << 16;
     }
 }
@@ -269,6 +422,12 @@ fn interleave<const SIZE: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A matrix of one row.
+    fn whole(data: &[u8], dtype: DType, cols: usize) -> HostMatrix<'_> {
+        let rows = 1;
+        HostMatrix { data, dtype, rows, cols, col_start: 0, row_stride: cols, scales: None }
+    }
 
     #[test]
     fn rows_come_back_as_they_went_in() {
@@ -290,10 +449,15 @@ mod tests {
                 cols,
                 col_start: 2,
                 row_stride: stride,
+                scales: None,
             };
             let split = rows / 2;
-            let packed =
-                CpuMatrix::pack(&mut pool, &[part(0, split), part(split, rows - split)]).unwrap();
+            let packed = CpuMatrix::pack(
+                &mut pool,
+                Format::Bf16,
+                &[part(0, split), part(split, rows - split)],
+            )
+            .unwrap();
             let mut out = vec![f32::NAN; cols];
             for r in 0..rows {
                 packed.unpack_row(r, &mut out);
@@ -305,14 +469,45 @@ mod tests {
     }
 
     #[test]
+    fn int8_rows_are_their_scale_times_integers() {
+        let mut pool = Pool::new(2).unwrap();
+        for (rows, cols) in [(1, 1), (3, 5), (70, 7), (130, 66)] {
+            let value = |r: usize, c: usize| ((r * 131 + c * 71) % 255) as f32 - 127.0;
+            let scale = |r: usize| [0.5, 2.0, 0.125][r % 3];
+            let mut data = Vec::new();
+            for r in 0..rows {
+                // What makes the scale is in a column that is not taken.
+                data.extend((127.0f32 * scale(r)).to_le_bytes());
+                data.extend((0..cols).flat_map(|c| (value(r, c) * scale(r)).to_le_bytes()));
+            }
+            let part = HostMatrix {
+                data: &data,
+                dtype: DType::F32,
+                rows,
+                cols,
+                col_start: 1,
+                row_stride: cols + 1,
+                scales: None,
+            };
+            let packed = CpuMatrix::pack(&mut pool, Format::Int8, &[part]).unwrap();
+            let mut out = vec![f32::NAN; cols];
+            for r in 0..rows {
+                packed.unpack_row(r, &mut out);
+                let want: Vec<f32> = (0..cols).map(|c| value(r, c) * scale(r)).collect();
+                assert_eq!(out, want, "row {r} of {rows} x {cols}");
+            }
+        }
+    }
+
+    #[test]
     fn wider_types_are_rounded() {
         let mut pool = Pool::new(1).unwrap();
         let values = [1.0f32, 1.003, -0.1, 3.0e-8];
         let wide: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         let half: Vec<u8> = values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect();
         for (data, dtype) in [(&wide, DType::F32), (&half, DType::F16)] {
-            let part = HostMatrix { data, dtype, rows: 1, cols: 4, col_start: 0, row_stride: 4 };
-            let packed = CpuMatrix::pack(&mut pool, &[part]).unwrap();
+            let part = whole(data, dtype, 4);
+            let packed = CpuMatrix::pack(&mut pool, Format::Bf16, &[part]).unwrap();
             let mut out = [0.0; 4];
             packed.unpack_row(0, &mut out);
             for (&got, &want) in out.iter().zip(&values) {
@@ -337,12 +532,16 @@ mod tests {
             cols: 4,
             col_start: 2,
             row_stride: 6,
+            scales: None,
         };
         for bad in [part, HostMatrix { cols: 0, ..part }, HostMatrix { rows: usize::MAX, ..part }] {
-            assert!(CpuMatrix::pack(&mut pool, &[bad]).is_err());
+            assert!(CpuMatrix::pack(&mut pool, Format::Bf16, &[bad]).is_err());
         }
-        assert!(CpuMatrix::pack(&mut pool, &[]).is_err());
+        assert!(CpuMatrix::pack(&mut pool, Format::Bf16, &[]).is_err());
         let one = HostMatrix { rows: 1, ..part };
-        assert!(CpuMatrix::pack(&mut pool, &[one, HostMatrix { cols: 3, ..one }]).is_err());
+        assert!(
+            CpuMatrix::pack(&mut pool, Format::Bf16, &[one, HostMatrix { cols: 3, ..one }])
+                .is_err()
+        );
     }
 }

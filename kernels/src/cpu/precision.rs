@@ -3,8 +3,8 @@ use std::fmt;
 
 use super::isa::Isa;
 
-/// What a matrix product takes of its activations; sums are f32 always, and so is all that is not a
-/// matrix product.
+/// What matrix products and attention take of activations; sums are f32 always, and so is all that is no
+/// product.
 ///
 /// It means the same with every instruction set: results of two sets differ by the order and the
 /// rounding of sums alone.

@@ -2,24 +2,35 @@
 //! from the host.
 use std::fmt;
 use std::ops::Range;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::batch::sizes;
+use super::context::Context;
 use super::device::{CudaOptions, Device, Scratch};
+use super::experts::CudaStack;
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::peer::Retired;
 use super::sample::Sampling;
 use super::step::Step;
+use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element, Uploader};
-use crate::backend::{AttentionShape, Backend, Batch, Buffer};
+use crate::backend::{AttentionShape, Backend, Batch, Buffer, HostMatrix};
 use crate::collective::{Collective, Tally};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
 /// Rows up to which this project's own kernels compute products; cuBLASLt computes more.
 pub(super) const SKINNY_MAX: usize = 64;
+
+/// The same where weights are int8.
+const INT8_SKINNY_MAX: usize = 4 * SKINNY_MAX;
+
+/// One of the ways of [`Uploader`].
+type Load =
+    fn(&mut Uploader, &Rc<Context>, &Stream, &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError>;
 
 /// A rank on a GPU. Stays on the thread that made it.
 pub struct CudaBackend {
@@ -31,6 +42,7 @@ pub struct CudaBackend {
     partials: Scratch,
     index: Scratch,
     gathered: Scratch,
+    widened: Scratch,
     best: Scratch,
     /// The open step's logits stay on their ranks.
     pub(super) apart: Option<Part>,
@@ -70,6 +82,7 @@ impl CudaBackend {
             partials: Scratch::new("partial results of attention"),
             index: Scratch::new("row numbers"),
             gathered: Scratch::new("logits of all ranks"),
+            widened: Scratch::new("int8 weights of a product in bf16"),
             best: Scratch::new("the best logits of all ranks"),
             apart: None,
             uploader: None,
@@ -193,6 +206,7 @@ impl CudaBackend {
             Which::Index => &mut self.index,
             Which::Gathered => &mut self.gathered,
             Which::Best => &mut self.best,
+            Which::Widened => &mut self.widened,
         };
         let (ptr, moved) = scratch.get(&self.device, bytes)?;
         if moved {
@@ -205,6 +219,12 @@ impl CudaBackend {
     /// the same bits then, whatever the other rows are.
     pub(super) fn is_skinny(&self, rows: usize) -> bool {
         rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
+    }
+
+    /// The same of a product with this matrix. To make int8 weights bf16 for cuBLASLt takes as long as
+    /// to read them some five times, which those kernels do once for 64 rows.
+    pub(super) fn is_skinny_with(&self, rows: usize, weight: &CudaMatrix) -> bool {
+        self.is_skinny(rows) || (weight.weight().scales.is_some() && rows <= INT8_SKINNY_MAX)
     }
 
     /// `out = x W^T + bias`, or of the rows of x that `index` names.
@@ -221,8 +241,11 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let (n, k) = (weight.rows(), weight.cols());
         let bias = bias.map(CudaVector::ptr);
-        if self.is_skinny(rows) {
-            let call = launch::skinny((x, index), weight.at(), bias, out, (rows, n, k), live);
+        let w = weight.weight();
+        // Rows that are named are those of the output head, the largest matrix of all: in bf16 it would
+        // take much of the memory that int8 leaves.
+        if self.is_skinny_with(rows, weight) || (w.scales.is_some() && index.is_some()) {
+            let call = launch::skinny((x, index), w, bias, out, (rows, n, k), live);
             // SAFETY: operands and result have the rows and columns that were checked.
             return unsafe { self.device.launch(call) };
         }
@@ -246,17 +269,32 @@ impl CudaBackend {
             w_stride: small(weight.at().stride)?,
             out_stride: small(out.stride)?,
         };
+        let bf16 = match w.scales {
+            None => w.at.ptr,
+            Some(_) => {
+                let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
+                let call = launch::widen_int8(w.at, widened, n);
+                // SAFETY: the scratch was made for as many rows of that stride.
+                unsafe { self.device.launch(call) }?;
+                widened
+            }
+        };
         // SAFETY: as above.
-        let done = unsafe { self.device.multiply(&product, x.ptr, weight.at().ptr, out.ptr) }?;
-        match bias {
+        let done = unsafe { self.device.multiply(&product, x.ptr, bf16, out.ptr) }?;
+        match (w.scales, bias) {
             _ if !done => {
                 // Slower, and right for all shapes.
-                let call = launch::skinny((x, None), weight.at(), bias, out, (rows, n, k), live);
+                let call = launch::skinny((x, None), w, bias, out, (rows, n, k), live);
                 // SAFETY: as above.
                 unsafe { self.device.launch(call) }
             }
-            None => Ok(()),
-            Some(bias) => {
+            (None, None) => Ok(()),
+            (Some(scales), bias) => {
+                let call = launch::scale_add_bias(out.ptr, scales, bias, n, rows, live);
+                // SAFETY: the result is contiguous, and scales and bias as wide.
+                unsafe { self.device.launch(call) }
+            }
+            (None, Some(bias)) => {
                 let call = launch::add_bias(out.ptr, bias, n, rows, live);
                 // SAFETY: the result is contiguous, and the bias as wide.
                 unsafe { self.device.launch(call) }
@@ -278,6 +316,36 @@ impl CudaBackend {
         let capacity = sizes(0, batch, cut, 0);
         let Device { context, stream, .. } = &self.device;
         self.step.stage(context, stream, capacity, &[], &[], batch, cut, &[])
+    }
+
+    /// Loads a matrix in one of the uploader's ways.
+    pub(super) fn load_with(
+        &mut self,
+        parts: &[HostMatrix<'_>],
+        load: Load,
+    ) -> Result<CudaMatrix, KernelError> {
+        let Device { context, stream, .. } = &self.device;
+        let mut uploader = match self.uploader.take() {
+            Some(uploader) => uploader,
+            None => Uploader::new(context)?,
+        };
+        let matrix = load(&mut uploader, context, stream, parts);
+        self.uploader = Some(uploader);
+        matrix
+    }
+
+    /// Likewise matrices of one shape.
+    pub(super) fn load_stack_with(
+        &mut self,
+        matrices: &[HostMatrix<'_>],
+        load: Load,
+    ) -> Result<CudaStack, KernelError> {
+        let rows = matrices.first().map_or(0, |matrix| matrix.rows);
+        for matrix in matrices {
+            let found = matrix.rows;
+            ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
+        }
+        Ok(CudaStack { all: self.load_with(matrices, load)?, count: matrices.len() })
     }
 
     pub(super) fn timed<T, E: Into<KernelError>>(
@@ -387,6 +455,8 @@ pub(super) enum Which {
     Gathered,
     /// The best of each rank's own logits, and of all ranks'.
     Best,
+    /// int8 weights in bf16.
+    Widened,
 }
 
 /// Pieces of scratch that only ranks in a group need.

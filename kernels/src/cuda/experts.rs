@@ -133,6 +133,7 @@ impl CudaBackend {
         let found = (router.rows(), router.cols());
         let wanted = (num_experts, x.width());
         ensure!(op, found == wanted, "router is {found:?}, not {wanted:?}");
+        ensure!(op, router.weight().scales.is_none(), "the router is int8: it must be bf16");
         let from = x.of(Element::Bf16, op, "x")?;
         let rows = x.rows();
         ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
@@ -180,8 +181,8 @@ impl CudaBackend {
         let (rows, routed) = (x.rows(), routes.rows);
         ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
         out.set_rows(rows * top_k)?;
-        let w = weight.all.at();
-        if self.step.skips(op, [from.ptr.0, w.ptr.0, to.ptr.0]) || rows == 0 {
+        let w = weight.all.weight();
+        if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
         let (count, _) = self.step.launched(op, rows)?;
@@ -217,8 +218,8 @@ impl CudaBackend {
         let mut from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::F32, op, "out")?.ptr;
         out.set_rows(rows)?;
-        let w = weight.all.at();
-        if self.step.skips(op, [from.ptr.0, w.ptr.0, to.0]) || rows == 0 {
+        let w = weight.all.weight();
+        if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
             return Ok(());
         }
         let (count, live) = self.step.launched(op, rows)?;

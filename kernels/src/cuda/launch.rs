@@ -48,6 +48,8 @@ entries! {
     ADD_RMSNORM: "tutti_add_rmsnorm",
     SILU_MUL: "tutti_silu_mul_f32",
     ADD_BIAS: "tutti_add_bias",
+    SCALE_ADD_BIAS: "tutti_scale_add_bias",
+    WIDEN_INT8: "tutti_widen_int8",
     ADD: "tutti_add",
     GATHER_ROWS: "tutti_gather_rows",
     COPY_COLUMNS: "tutti_copy_columns",
@@ -69,20 +71,36 @@ entries! {
     SKINNY_16: "tutti_skinny_16",
     SKINNY_32: "tutti_skinny_32",
     SKINNY_64: "tutti_skinny_64",
+    SKINNY_INT8: "tutti_skinny_int8_8",
+    SKINNY_INT8_16: "tutti_skinny_int8_16",
+    SKINNY_INT8_32: "tutti_skinny_int8_32",
+    SKINNY_INT8_64: "tutti_skinny_int8_64",
     GATE_UP_8: "tutti_skinny_gate_up_8",
     GATE_UP_16: "tutti_skinny_gate_up_16",
     GATE_UP_32: "tutti_skinny_gate_up_32",
     GATE_UP_64: "tutti_skinny_gate_up_64",
+    GATE_UP_INT8: "tutti_skinny_gate_up_int8_8",
+    GATE_UP_INT8_16: "tutti_skinny_gate_up_int8_16",
+    GATE_UP_INT8_32: "tutti_skinny_gate_up_int8_32",
+    GATE_UP_INT8_64: "tutti_skinny_gate_up_int8_64",
     ROUTE: "tutti_route",
     GROUP_EXPERTS: "tutti_group_experts",
     EXPERTS_GATE_UP: "tutti_experts_gate_up_8",
     EXPERTS_GATE_UP_16: "tutti_experts_gate_up_16",
     EXPERTS_GATE_UP_32: "tutti_experts_gate_up_32",
     EXPERTS_GATE_UP_64: "tutti_experts_gate_up_64",
+    EXPERTS_GATE_UP_INT8: "tutti_experts_gate_up_int8_8",
+    EXPERTS_GATE_UP_INT8_16: "tutti_experts_gate_up_int8_16",
+    EXPERTS_GATE_UP_INT8_32: "tutti_experts_gate_up_int8_32",
+    EXPERTS_GATE_UP_INT8_64: "tutti_experts_gate_up_int8_64",
     EXPERTS_DOWN: "tutti_experts_down_8",
     EXPERTS_DOWN_16: "tutti_experts_down_16",
     EXPERTS_DOWN_32: "tutti_experts_down_32",
     EXPERTS_DOWN_64: "tutti_experts_down_64",
+    EXPERTS_DOWN_INT8: "tutti_experts_down_int8_8",
+    EXPERTS_DOWN_INT8_16: "tutti_experts_down_int8_16",
+    EXPERTS_DOWN_INT8_32: "tutti_experts_down_int8_32",
+    EXPERTS_DOWN_INT8_64: "tutti_experts_down_int8_64",
     EXPERTS_SUM: "tutti_experts_sum",
     SAMPLE: "tutti_sample",
     LOGPROBS: "tutti_logprobs",
@@ -94,6 +112,8 @@ entries! {
     PEER_GATHER: "tutti_peer_gather",
     ARGMAX_MERGE: "tutti_argmax_merge",
     TREE_SUM: "tutti_tree_sum",
+    BLOCKS_OUT: "tutti_blocks_out",
+    BLOCKS_IN: "tutti_blocks_in",
 }
 
 impl Entry {
@@ -156,6 +176,32 @@ pub struct Rows {
     pub stride: usize,
 }
 
+/// A weight matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct Weight {
+    /// Its rows: bf16, or int8 plus 128.
+    pub at: Rows,
+    /// f32: what the sums of int8 rows are multiplied by.
+    pub scales: Option<DevicePtr>,
+}
+
+impl From<Rows> for Weight {
+    fn from(at: Rows) -> Self {
+        Self { at, scales: None }
+    }
+}
+
+impl Weight {
+    /// One of two kernels, and the arguments that it takes of the weights behind x.
+    fn choose(self, bf16: Entry, int8: Entry, x: Rows) -> (Entry, Args) {
+        let args = Args::new().ptr(x.ptr).ptr(self.at.ptr);
+        match self.scales {
+            None => (bf16, args),
+            Some(scales) => (int8, args.ptr(scales)),
+        }
+    }
+}
+
 /// `tutti_embed`; `rows` items are launched.
 #[must_use]
 pub fn embed(
@@ -212,6 +258,27 @@ pub fn add_bias(
     live: DevicePtr,
 ) -> Call {
     wide(ADD_BIAS, width, rows, word(Args::new().ptr(data).ptr(bias), width).ptr(live))
+}
+
+/// `tutti_scale_add_bias`
+#[must_use]
+pub fn scale_add_bias(
+    data: DevicePtr,
+    scales: DevicePtr,
+    bias: Option<DevicePtr>,
+    width: usize,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(data).ptr(scales).maybe(bias);
+    wide(SCALE_ADD_BIAS, width, rows, word(args, width).ptr(live))
+}
+
+/// `tutti_widen_int8`: `w` and `out` are of one stride.
+#[must_use]
+pub fn widen_int8(w: Rows, out: DevicePtr, rows: usize) -> Call {
+    let args = word(Args::new().ptr(w.ptr).ptr(out), w.stride);
+    call(WIDEN_INT8, (rows, w.stride.div_ceil(4096), 1), 256, args)
 }
 
 /// `tutti_add`
@@ -298,6 +365,40 @@ pub fn tree_sum(
 ) -> Call {
     let args = word(Args::new().ptr(parts).ptr(out), ranks).u64((rows * width) as u64);
     wide(TREE_SUM, width, rows, word(args, width).ptr(live))
+}
+
+/// `tutti_blocks_out`: of (blocks, planes, elements of a block, elements from plane to plane).
+#[must_use]
+pub fn blocks_out(
+    cache: DevicePtr,
+    names: DevicePtr,
+    staging: DevicePtr,
+    sizes: (usize, usize, usize, usize),
+) -> Call {
+    blocks(BLOCKS_OUT, cache, names, staging, sizes)
+}
+
+/// `tutti_blocks_in`: likewise.
+#[must_use]
+pub fn blocks_in(
+    cache: DevicePtr,
+    names: DevicePtr,
+    staging: DevicePtr,
+    sizes: (usize, usize, usize, usize),
+) -> Call {
+    blocks(BLOCKS_IN, cache, names, staging, sizes)
+}
+
+fn blocks(
+    entry: Entry,
+    cache: DevicePtr,
+    names: DevicePtr,
+    staging: DevicePtr,
+    (count, planes, elements, stride): (usize, usize, usize, usize),
+) -> Call {
+    let args = Args::new().ptr(cache).ptr(names).ptr(staging).u64(stride as u64);
+    let args = word(args, elements).ptr(DevicePtr::default());
+    call(entry, (count, planes, 1), 256, args)
 }
 
 /// `tutti_to_f32`
@@ -519,16 +620,18 @@ fn by_rows(first: Entry, rows: usize) -> (Entry, usize) {
 #[must_use]
 pub fn skinny(
     (x, index): (Rows, Option<DevicePtr>),
-    w: Rows,
+    w: impl Into<Weight>,
     bias: Option<DevicePtr>,
     out: Rows,
     (rows, n, k): (usize, usize, usize),
     live: DevicePtr,
 ) -> Call {
-    let (entry, number) = by_rows(SKINNY_8, rows);
+    let w = w.into();
+    let (first, args) = w.choose(SKINNY_8, SKINNY_INT8, x);
+    let (entry, number) = by_rows(first, rows);
     let features = if number <= 16 { 16 } else { 32 };
-    let args = Args::new().ptr(x.ptr).ptr(w.ptr).maybe(bias).ptr(out.ptr).maybe(index);
-    let args = words(args, [rows, n, k, x.stride, w.stride, out.stride]).ptr(live);
+    let args = args.maybe(bias).ptr(out.ptr).maybe(index);
+    let args = words(args, [rows, n, k, x.stride, w.at.stride, out.stride]).ptr(live);
     call(entry, (n.div_ceil(features), rows.div_ceil(number), 1), 256, args)
 }
 
@@ -536,15 +639,17 @@ pub fn skinny(
 #[must_use]
 pub fn skinny_gate_up(
     x: Rows,
-    w: Rows,
+    w: impl Into<Weight>,
     bias: Option<DevicePtr>,
     out: Rows,
     (rows, inner, k): (usize, usize, usize),
     live: DevicePtr,
 ) -> Call {
-    let (entry, number) = by_rows(GATE_UP_8, rows);
-    let args = Args::new().ptr(x.ptr).ptr(w.ptr).maybe(bias).ptr(out.ptr);
-    let args = words(args, [rows, inner, k, x.stride, w.stride, out.stride]).ptr(live);
+    let w = w.into();
+    let (first, args) = w.choose(GATE_UP_8, GATE_UP_INT8, x);
+    let (entry, number) = by_rows(first, rows);
+    let args = args.maybe(bias).ptr(out.ptr);
+    let args = words(args, [rows, inner, k, x.stride, w.at.stride, out.stride]).ptr(live);
     call(entry, (inner.div_ceil(16), rows.div_ceil(number), 1), 256, args)
 }
 

@@ -12,6 +12,7 @@ use super::device::Device;
 use super::experts::{CudaRoutes, CudaStack};
 use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::memory::DevicePtr;
+use super::swap::CudaHostKv;
 use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, kv_block_bytes,
 };
@@ -76,6 +77,7 @@ impl Backend for CudaBackend {
     type Routes = CudaRoutes;
     type Vector = CudaVector;
     type KvCache = CudaKvCache;
+    type HostKv = CudaHostKv;
 
     fn describe(&self) -> String {
         let info = self.device.context.info();
@@ -116,23 +118,19 @@ impl Backend for CudaBackend {
     }
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
-        let Device { context, stream, .. } = &self.device;
-        let mut uploader = match self.uploader.take() {
-            Some(uploader) => uploader,
-            None => Uploader::new(context)?,
-        };
-        let matrix = uploader.load(context, stream, parts);
-        self.uploader = Some(uploader);
-        matrix
+        self.load_with(parts, Uploader::load)
+    }
+
+    fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
+        self.load_with(parts, Uploader::load_int8)
+    }
+
+    fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
+        self.load_stack_with(matrices, Uploader::load_int8)
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CudaStack, KernelError> {
-        let rows = matrices.first().map_or(0, |matrix| matrix.rows);
-        for matrix in matrices {
-            let found = matrix.rows;
-            ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
-        }
-        Ok(CudaStack { all: self.load_matrix(matrices)?, count: matrices.len() })
+        self.load_stack_with(matrices, Uploader::load)
     }
 
     fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CudaRoutes, KernelError> {
@@ -148,6 +146,28 @@ impl Backend for CudaBackend {
         self.settle()?;
         self.sampling.forget();
         CudaKvCache::new(&self.device.context, &self.device.stream, shape)
+    }
+
+    fn new_host_kv(&mut self, shape: KvShape) -> Result<CudaHostKv, KernelError> {
+        CudaHostKv::new(&self.device.context, &self.device.stream, shape)
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, true)
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, false)
     }
 
     fn kv_block_bytes(&self, shape: &KvShape) -> u64 {
@@ -190,6 +210,7 @@ impl Backend for CudaBackend {
         let op = "embed";
         let width = out.width();
         ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
+        ensure!(op, table.weight().scales.is_none(), "the table is int8: it must be bf16");
         ensure!(
             op,
             table.at().stride == width,
@@ -487,9 +508,9 @@ impl Backend for CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let bias = bias.map(CudaVector::ptr);
-        if self.is_skinny(count) {
+        if self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());
-            let call = launch::skinny_gate_up(from, weight.at(), bias, to, sizes, live);
+            let call = launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, live);
             // SAFETY: shapes were checked.
             return unsafe { self.device.launch(call) };
         }

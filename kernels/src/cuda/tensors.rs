@@ -4,7 +4,7 @@ use std::rc::Rc;
 use half::{bf16, f16};
 
 use super::context::Context;
-use super::launch::{LayerCache, Rows};
+use super::launch::{LayerCache, Rows, Weight};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::{Event, Stream};
 use crate::backend::{Buffer, DType, HostMatrix, KvShape};
@@ -128,10 +128,12 @@ impl Buffer for CudaBuffer {
     }
 }
 
-/// A weight matrix in bf16, `[rows, cols]`, rows at multiples of 16 bytes.
+/// A weight matrix, `[rows, cols]`, rows at multiples of 16 bytes: bf16, or int8 with 128 added.
 #[derive(Debug)]
 pub struct CudaMatrix {
     memory: DeviceMemory,
+    /// f32, one for each row, of int8.
+    scales: Option<DeviceMemory>,
     rows: usize,
     cols: usize,
     stride: usize,
@@ -154,6 +156,12 @@ impl CudaMatrix {
     #[must_use]
     pub fn at(&self) -> Rows {
         Rows { ptr: self.memory.ptr(), stride: self.stride }
+    }
+
+    /// What products take of it.
+    #[must_use]
+    pub fn weight(&self) -> Weight {
+        Weight { at: self.at(), scales: self.scales.as_ref().map(DeviceMemory::ptr) }
     }
 }
 
@@ -226,6 +234,18 @@ impl CudaKvCache {
         &self.shape
     }
 
+    /// Where it begins.
+    pub(super) fn ptr(&self) -> DevicePtr {
+        self.memory.ptr()
+    }
+
+    /// Elements of a block of one plane (the K or the V of a layer), and of a plane.
+    pub(super) fn block_and_plane(&self) -> (usize, usize) {
+        let KvShape { num_kv_heads, head_dim, block_size, num_blocks, .. } = self.shape;
+        let block = num_kv_heads * head_dim * block_size;
+        (block, block * num_blocks)
+    }
+
     /// Keys and values of a layer, which must be one of its.
     #[must_use]
     pub fn layer(&self, layer: usize) -> LayerCache {
@@ -260,26 +280,68 @@ impl Uploader {
         Ok(Self { pieces: [piece()?, piece()?], next: 0 })
     }
 
-    /// Loads the vertical concatenation of `parts`.
+    /// Loads the vertical concatenation of `parts` in bf16.
     pub(super) fn load(
         &mut self,
         context: &Rc<Context>,
         stream: &Stream,
         parts: &[HostMatrix<'_>],
     ) -> Result<CudaMatrix, KernelError> {
+        let mut room = Vec::new();
+        self.load_rows(context, stream, parts, ALIGN, 1, &mut |part, row, out| {
+            copy_row(part, row, &mut room, out);
+        })
+    }
+
+    /// The same, quantised to int8.
+    pub(super) fn load_int8(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let (mut room, mut values, mut scales) = (Vec::new(), Vec::new(), Vec::new());
+        let mut matrix =
+            self.load_rows(context, stream, parts, 2 * ALIGN, 2, &mut |part, row, out| {
+                values.clear();
+                // Zero behind the row.
+                values.resize(out.len() * 2, 0);
+                scales.push(part.row_int8(row, &mut room, &mut values[..part.cols]));
+                for (to, pair) in out.iter_mut().zip(values.chunks_exact(2)) {
+                    *to = u16::from_le_bytes([biased(pair[0]), biased(pair[1])]);
+                }
+            })?;
+        let memory = DeviceMemory::new(context, size_of_val(&scales[..]), "scales of weights")?;
+        memory.upload(stream, 0, &scales)?;
+        matrix.scales = Some(memory);
+        Ok(matrix)
+    }
+
+    /// Loads rows, `write` putting each into as many words of 16 bits as it takes: rows begin at
+    /// multiples of `align` elements, of which a word has `per_word`.
+    fn load_rows(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+        align: usize,
+        per_word: usize,
+        write: &mut dyn FnMut(&HostMatrix<'_>, usize, &mut [u16]),
+    ) -> Result<CudaMatrix, KernelError> {
         let op = "load_matrix";
         let cols = parts.first().map_or(0, |part| part.cols);
         for part in parts {
-            check_part(part, cols)?;
+            part.check(op, cols)?;
         }
         let rows: usize = parts.iter().map(|part| part.rows).sum();
-        let stride = cols.next_multiple_of(ALIGN);
-        let rows_per_piece = (PIECE / 2).checked_div(stride).unwrap_or(0);
+        let stride = cols.next_multiple_of(align);
+        let words_per_row = stride / per_word;
+        let rows_per_piece = (PIECE / 2).checked_div(words_per_row).unwrap_or(0);
         if rows_per_piece == 0 || u32::try_from(rows.max(stride)).is_err() {
             let message = format!("{rows} x {cols}: no empty matrix, no row above {PIECE} bytes");
             return Err(KernelError::Shape { op, message });
         }
-        let bytes = rows.saturating_mul(stride).saturating_mul(2);
+        let bytes = rows.saturating_mul(words_per_row).saturating_mul(2);
         let memory = DeviceMemory::new(context, bytes, "weights")?;
         let mut at = 0;
         for part in parts {
@@ -290,52 +352,42 @@ impl Uploader {
                 self.next = 1 - self.next;
                 travelled.wait(std::time::Duration::from_secs(60))?;
                 let words = piece.as_mut_slice();
-                for (i, out) in words.chunks_exact_mut(stride).take(count).enumerate() {
-                    copy_row(part, row + i, out);
+                for (i, out) in words.chunks_exact_mut(words_per_row).take(count).enumerate() {
+                    write(part, row + i, out);
                 }
-                memory.upload_pinned(stream, at * stride * 2, piece, count * stride)?;
+                memory.upload_pinned(
+                    stream,
+                    at * words_per_row * 2,
+                    piece,
+                    count * words_per_row,
+                )?;
                 travelled.record(stream)?;
                 row += count;
                 at += count;
             }
         }
-        Ok(CudaMatrix { memory, rows, cols, stride })
+        Ok(CudaMatrix { memory, scales: None, rows, cols, stride })
     }
 }
 
-fn check_part(part: &HostMatrix<'_>, cols: usize) -> Result<(), KernelError> {
-    let fault = |message: String| KernelError::Shape { op: "load_matrix", message };
-    if part.cols != cols {
-        return Err(fault(format!("parts have {cols} and {} columns", part.cols)));
-    }
-    let within = part.col_start.checked_add(cols).is_some_and(|end| end <= part.row_stride);
-    let needed = (part.rows.saturating_sub(1))
-        .saturating_mul(part.row_stride)
-        .saturating_add(part.col_start + cols)
-        .saturating_mul(part.dtype.bytes());
-    if !within || (part.rows > 0 && part.data.len() < needed) {
-        let found = part.data.len();
-        return Err(fault(format!("{found} bytes, {needed} needed, rows of {}", part.row_stride)));
-    }
-    Ok(())
+/// As kernels take an integer.
+fn biased(value: i8) -> u8 {
+    value.cast_unsigned() ^ 0x80
 }
 
 /// One row in bf16, zeros behind it.
-fn copy_row(part: &HostMatrix<'_>, row: usize, out: &mut [u16]) {
+fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
     let bytes = part.dtype.bytes();
     let from = &part.data[(row * part.row_stride + part.col_start) * bytes..][..part.cols * bytes];
     let (used, padding) = out.split_at_mut(part.cols);
     let halves = || from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
     match part.dtype {
+        _ if part.scales.is_some() => part.row_bf16(row, room, used),
         DType::Bf16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| *to = bits),
         DType::F16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| {
             *to = bf16::from_f32(f16::from_bits(bits).to_f32()).to_bits();
         }),
-        DType::F32 => {
-            used.iter_mut().zip(from.chunks_exact(4)).for_each(|(to, b)| {
-                *to = bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]])).to_bits();
-            });
-        }
+        DType::F32 | DType::F8E4M3 | DType::I8 => part.row_bf16(row, room, used),
     }
     padding.fill(0);
 }
@@ -351,34 +403,23 @@ mod tests {
         let f16s: Vec<u8> = values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect();
         let bf16s: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect();
         for (dtype, data) in [(DType::F32, f32s), (DType::F16, f16s), (DType::Bf16, bf16s)] {
-            let part =
-                HostMatrix { data: &data, dtype, rows: 2, cols: 1, col_start: 1, row_stride: 2 };
-            check_part(&part, 1).unwrap();
+            let (rows, row_stride) = (2, 2);
+            let part = HostMatrix {
+                data: &data,
+                dtype,
+                rows,
+                cols: 1,
+                col_start: 1,
+                row_stride,
+                scales: None,
+            };
+            part.check("test", 1).unwrap();
             let mut out = [7u16; 8];
-            copy_row(&part, 1, &mut out);
+            copy_row(&part, 1, &mut Vec::new(), &mut out);
             let got = bf16::from_bits(out[0]).to_f32();
             assert!((got - 65504.0).abs() < 300.0, "{dtype:?}: {got}");
             assert_eq!(out[1..], [0; 7]);
         }
-    }
-
-    #[test]
-    fn parts_that_are_too_short_are_refused() {
-        let part = HostMatrix {
-            data: &[0; 22],
-            dtype: DType::Bf16,
-            rows: 3,
-            cols: 3,
-            col_start: 1,
-            row_stride: 4,
-        };
-        assert!(check_part(&part, 3).is_err());
-        assert!(check_part(&HostMatrix { data: &[0; 24], ..part }, 3).is_ok());
-        assert!(check_part(&HostMatrix { data: &[0; 24], ..part }, 4).is_err());
-        let outside = HostMatrix { data: &[0; 64], col_start: 2, ..part };
-        assert!(check_part(&outside, 3).is_err());
-        let huge = HostMatrix { rows: usize::MAX, ..part };
-        assert!(check_part(&huge, 3).is_err());
     }
 
     #[test]

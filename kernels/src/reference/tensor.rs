@@ -1,9 +1,9 @@
 //! Where the reference backend keeps its numbers: activations, weights and the KV cache, all f32
 //! and row-major.
-use half::{bf16, f16};
+use half::bf16;
 
-use super::{below, same};
-use crate::backend::{Buffer, DType, HostMatrix, KvShape};
+use super::below;
+use crate::backend::{Buffer, HostMatrix, KvShape};
 use crate::error::KernelError;
 
 /// Activations `[rows, width]`.
@@ -69,30 +69,45 @@ pub struct ReferenceMatrix {
 }
 
 impl ReferenceMatrix {
-    pub(super) fn widen(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+    /// The vertical concatenation of `parts`: each row's elements as `read` puts them there.
+    fn read(
+        parts: &[HostMatrix<'_>],
+        mut read: impl FnMut(&HostMatrix<'_>, usize, &mut [f32]),
+    ) -> Result<Self, KernelError> {
         let op = "load_matrix";
         let cols = parts.first().map_or(0, |part| part.cols);
-        let rows = parts.iter().map(|part| part.rows).sum();
-        let mut values = Vec::new();
-        reserve(&mut values, "a weight matrix", &[rows, cols])?;
-        for (i, part) in parts.iter().enumerate() {
-            same(op, format_args!("part {i}: cols"), part.cols, cols)?;
-            for row in 0..part.rows {
-                let bytes = row
-                    .checked_mul(part.row_stride)
-                    .and_then(|start| start.checked_add(part.col_start))
-                    .and_then(|start| start.checked_mul(part.dtype.bytes()))
-                    .and_then(|start| part.data.get(start..))
-                    .and_then(|from| from.get(..cols * part.dtype.bytes()));
-                let Some(bytes) = bytes else {
-                    let len = part.data.len();
-                    let message = format!("part {i}: row {row} is not within its {len} bytes");
-                    return Err(KernelError::Shape { op, message });
-                };
-                extend_widened(&mut values, part.dtype, bytes);
-            }
+        for part in parts {
+            part.check(op, cols)?;
+        }
+        let rows = parts.iter().fold(0usize, |rows, part| rows.saturating_add(part.rows));
+        let mut values = zeroed("a weight matrix", &[rows, cols])?;
+        let all = parts.iter().flat_map(|part| (0..part.rows).map(move |row| (part, row)));
+        for ((part, row), out) in all.zip(values.chunks_exact_mut(cols.max(1))) {
+            read(part, row, out);
         }
         Ok(Self { values, rows, cols })
+    }
+
+    /// What files have, in f32; quantised files in bf16, as every backend has them.
+    pub(super) fn widen(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+        Self::read(parts, |part, row, out| {
+            part.row_f32(row, out);
+            if part.scales.is_some() {
+                out.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+            }
+        })
+    }
+
+    /// What int8 makes of it, in f32.
+    pub(super) fn quantise(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+        let (mut room, mut values) = (Vec::new(), Vec::new());
+        Self::read(parts, |part, row, out| {
+            values.resize(out.len(), 0);
+            let scale = part.row_int8(row, &mut room, &mut values);
+            for (to, &value) in out.iter_mut().zip(&values) {
+                *to = f32::from(value) * scale;
+            }
+        })
     }
 
     /// Output features.
@@ -111,23 +126,6 @@ impl ReferenceMatrix {
     #[must_use]
     pub fn row(&self, row: usize) -> &[f32] {
         &self.values[row * self.cols..][..self.cols]
-    }
-}
-
-fn extend_widened(values: &mut Vec<f32>, dtype: DType, bytes: &[u8]) {
-    match dtype {
-        DType::Bf16 => {
-            let (pairs, _) = bytes.as_chunks::<2>();
-            values.extend(pairs.iter().map(|&pair| bf16::from_le_bytes(pair).to_f32()));
-        }
-        DType::F16 => {
-            let (pairs, _) = bytes.as_chunks::<2>();
-            values.extend(pairs.iter().map(|&pair| f16::from_le_bytes(pair).to_f32()));
-        }
-        DType::F32 => {
-            let (quads, _) = bytes.as_chunks::<4>();
-            values.extend(quads.iter().map(|&quad| f32::from_le_bytes(quad)));
-        }
     }
 }
 
@@ -177,6 +175,18 @@ impl ReferenceKvCache {
         (&mut self.keys[start..][..width], &mut self.values[start..][..width])
     }
 
+    /// Overwrites block `to` by block `from` of another cache, in all layers.
+    pub(super) fn copy_block(&mut self, other: &Self, from: u32, to: u32) {
+        let size = self.shape.block_size;
+        let len = size * self.width();
+        for layer in 0..self.shape.num_layers {
+            let source = other.start(layer, from as usize * size);
+            let target = self.start(layer, to as usize * size);
+            self.keys[target..][..len].copy_from_slice(&other.keys[source..][..len]);
+            self.values[target..][..len].copy_from_slice(&other.values[source..][..len]);
+        }
+    }
+
     /// K of one head at one slot.
     pub(super) fn key(&self, layer: usize, slot: usize, head: usize) -> &[f32] {
         let start = self.start(layer, slot) + head * self.shape.head_dim;
@@ -212,6 +222,7 @@ fn reserve(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::DType;
 
     #[test]
     fn a_matrix_is_the_named_rectangles_one_below_the_other() {
@@ -229,6 +240,7 @@ mod tests {
             cols: 2,
             col_start: 1,
             row_stride,
+            scales: None,
         };
         let matrix = ReferenceMatrix::widen(&[
             part(&first, DType::Bf16, 2, 3),
@@ -249,9 +261,13 @@ mod tests {
             cols: 3,
             col_start: 0,
             row_stride: 3,
+            scales: None,
         };
         let error = ReferenceMatrix::widen(&[part]).unwrap_err().to_string();
-        assert_eq!(error, "load_matrix: part 0: row 1 is not within its 10 bytes");
+        assert!(
+            error.contains("2 rows of 3 Bf16 columns") && error.contains("in 10 bytes"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -11,8 +11,8 @@ use super::labels::{
     ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, GuideKind, HOST,
     Label, LabelValue, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole,
     MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal, POSITION, PROCESS,
-    PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, TENSOR_PARALLEL, UUID,
-    VERSION, WORKER, WaitingReason,
+    PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, SwapDirection,
+    TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -180,6 +180,15 @@ catalogue! {
     counter PREEMPTED_TOKENS: "tutti_preempted_tokens_total", Tokens, model [REPLICA], Coordinator,
         "Computed tokens whose KV blocks were given up by preemptions.";
 
+    counter PREEMPTIONS_SWAPPED: "tutti_preemptions_swapped_total", Events, model [REPLICA],
+        Coordinator,
+        "Of tutti_preemptions_total those whose KV blocks went to host memory; of the others they are computed again.",
+        when "requests are swapped";
+    counter KV_SWAPPED_BLOCKS: "tutti_kv_swapped_blocks_total", Blocks,
+        model [SwapDirection::LABEL, REPLICA], Coordinator,
+        "KV blocks copied to host memory (out) and back (in).", when "requests are swapped";
+
+    // Speculative decoding.
     // Speculative decoding: what the coordinator made of each draft when its step was answered.
     counter SPEC_DECODE_DRAFTS: "tutti_spec_decode_drafts_total", Events, model [REPLICA],
         Coordinator, "Drafts verified, each of one or more tokens.",

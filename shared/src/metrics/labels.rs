@@ -220,6 +220,16 @@ label_enum! {
 }
 
 label_enum! {
+    /// Which way KV blocks go between the KV cache and host memory.
+    SwapDirection, "direction" {
+        /// To the KV cache.
+        In = "in",
+        /// To host memory.
+        Out = "out",
+    }
+}
+
+label_enum! {
     /// Where an actor is in its life.
     ActorState, "state" {
         /// Serving.

@@ -167,10 +167,13 @@ pub struct EngineConfig {
     pub max_num_batched_tokens: u32,
     /// Memory for the KV cache per rank, in bytes; 0: as much as the rank's device has for it.
     pub kv_cache_bytes: u64,
+    /// Host memory for the KV blocks of sequences that are swapped out, per rank, in bytes; 0: none
+    /// is swapped.
+    pub swap_bytes: u64,
 }
 
-/// What matrix products take of their activations, named as vLLM does. Weights are bf16 always, and
-/// everything that is not a matrix product is f32.
+/// What matrix products take of their activations, named as vLLM does. Everything that is not a matrix
+/// product is f32; what weights are kept in is [`Quantization`]'s.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dtype {
     /// What the checkpoint says in its `config.json`: bfloat16 where it is bfloat16, else float32; on
@@ -198,6 +201,30 @@ impl Dtype {
     }
 }
 
+/// In what the large matrices of the decoder are kept, named as vLLM does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Quantization {
+    /// bf16.
+    #[default]
+    None,
+    /// Integers of 8 bits with a scale for each output, quantised from what the checkpoint has.
+    Int8,
+}
+
+impl Quantization {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::None, Self::Int8];
+
+    /// Its name on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Int8 => "int8",
+        }
+    }
+}
+
 /// Asks a worker to become one rank of a replica.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Form {
@@ -220,6 +247,8 @@ pub struct Form {
     pub model: String,
     /// How its matrix products are computed.
     pub dtype: Dtype,
+    /// How its weights are kept.
+    pub quantization: Quantization,
     /// The sizes.
     pub engine: EngineConfig,
 }
@@ -262,6 +291,8 @@ pub struct Formed {
     pub epoch: Epoch,
     /// How many KV blocks fit on this rank.
     pub kv_blocks: u32,
+    /// How many KV blocks fit into its host memory for swapping.
+    pub host_blocks: u32,
     /// Bytes of weights held.
     pub weight_bytes: u64,
     /// Seconds the load took; 0 when weights were kept from an earlier epoch.
@@ -287,6 +318,8 @@ pub struct Start {
     pub epoch: Epoch,
     /// Blocks to allocate: the minimum over the ranks.
     pub num_blocks: u32,
+    /// Blocks to allocate in host memory: likewise.
+    pub host_blocks: u32,
 }
 
 /// The KV cache is allocated.

@@ -3,13 +3,13 @@ use serde::{Deserialize, Serialize};
 
 use super::control::WorkerStats;
 use super::mask::TokenMask;
-use crate::ids::{BlockId, Epoch, SeqId, StepId};
+use crate::ids::{BlockId, Epoch, HostBlockId, SeqId, StepId};
 use crate::sampling::SamplingParams;
 
 /// What every rank of a replica computes in one step. Encoded once; every rank gets the same bytes.
 ///
-/// Order of application on a worker: `finished` is forgotten, `admitted` is added, then `sequences`
-/// is run as one batch.
+/// Order of application on a worker: `finished` is forgotten, `swap_out` is copied, then `swap_in`,
+/// `admitted` is added, then `sequences` is run as one batch.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepPlan {
     /// The epoch the plan belongs to.
@@ -19,6 +19,14 @@ pub struct StepPlan {
     /// Sequences that will not be run again (finished, cancelled or preempted): forget them. Their
     /// blocks may already belong to another sequence of this very plan.
     pub finished: Vec<SeqId>,
+    /// Sequences that leave the KV cache for host memory with all of their blocks, in the order of
+    /// their block tables. They are remembered. Their blocks may already belong to another sequence
+    /// of this very plan.
+    pub swap_out: Vec<Swap>,
+    /// Sequences that come back, each one also in `sequences`, where its new block table is given
+    /// whole. The first blocks of that may hold what they shall already: the pairs are those of the
+    /// rest. All of its host blocks are free then.
+    pub swap_in: Vec<Swap>,
     /// Sequences run for the first time (or again after preemption), in full.
     pub admitted: Vec<NewSequence>,
     /// The batch. Each sequence occurs at most once.
@@ -36,6 +44,24 @@ pub struct NewSequence {
     pub num_prompt: u32,
     /// How to choose its tokens.
     pub sampling: SamplingParams,
+}
+
+/// One sequence's way between the KV cache and host memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Swap {
+    /// The sequence.
+    pub seq: SeqId,
+    /// Which block is copied to which, or from which.
+    pub blocks: Vec<SwapPair>,
+}
+
+/// A block in the KV cache and one in host memory. Both hold one block's K and V of all layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SwapPair {
+    /// In the KV cache.
+    pub device: BlockId,
+    /// In host memory.
+    pub host: HostBlockId,
 }
 
 /// One sequence's share of a step.

@@ -102,6 +102,10 @@ impl<B: Backend> Engine<B> {
         if self.queued.len() >= QUEUED_MAX || !plan.admitted.is_empty() {
             return false;
         }
+        // Copies may be of sequences whose tokens are not there yet.
+        if !plan.swap_out.is_empty() || !plan.swap_in.is_empty() {
+            return false;
+        }
         // Most plans name their sequences in the order of the one before.
         let (count, mut at) = (last.entries.len(), 0);
         let is_there = |entry: &SequenceStep| {

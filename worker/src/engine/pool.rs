@@ -34,13 +34,10 @@ impl<B: Backend> Engine<B> {
         if backend.rank() != 0 {
             return Ok(false);
         }
-        let mut first = 0;
-        for entry in &plan.sequences {
-            let at = first;
-            first += entry.count as usize;
+        for (entry, first) in plan.sequences.iter().zip(&step.entry_rows) {
             let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
             let Some(pooling) = seq.pooling else { continue };
-            let rows = wanted(pooling, seq, entry, at);
+            let rows = wanted(pooling, seq, entry, *first as usize);
             if !rows.is_empty() {
                 decoder.read_hidden(backend, rows, &mut step.hidden)?;
                 add(&mut seq.pooled, &step.hidden, width);

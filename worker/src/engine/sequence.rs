@@ -14,6 +14,8 @@ pub(super) struct Sequence {
     pub(super) num_prompt: u32,
     /// Block table: ids in the cache.
     pub(super) blocks: Vec<u32>,
+    /// Where its blocks are in host memory, while they are there; it has no table then.
+    pub(super) host: Option<Vec<u32>>,
     /// Tokens whose K and V are in the cache. Unknown before the first step, which may begin behind
     /// a prefix that another sequence has computed.
     pub(super) computed: Option<u32>,
@@ -53,6 +55,7 @@ impl Sequence {
             tokens,
             num_prompt: new.num_prompt,
             blocks: Vec::new(),
+            host: None,
             computed: None,
             last_step: None,
             params,
@@ -74,6 +77,9 @@ impl Sequence {
         {
             let start = entry.start;
             return Err(format!("is to be computed from {start}, its cache ends at {computed}"));
+        }
+        if self.host.is_some() {
+            return Err("is to be computed, and is in host memory".to_owned());
         }
         let end = entry.start.checked_add(entry.count).filter(|_| entry.count > 0);
         let known = (self.tokens.len() + entry.drafts.len()) as u32;

@@ -3,7 +3,9 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, StepId};
-use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, SequenceOutput, StepTimings};
+use shared::protocol::{
+    CollectiveSpec, Dtype, EngineConfig, Quantization, SequenceOutput, StepTimings,
+};
 
 use super::*;
 use crate::rank::{FormError, RankReady};
@@ -49,10 +51,10 @@ impl Rank for ScriptedRank {
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
         news.progress(10, 10);
-        Ok(RankReady { kv_blocks: 5, weight_bytes: 10, load_seconds: 0.1 })
+        Ok(RankReady { kv_blocks: 5, host_blocks: 0, weight_bytes: 10, load_seconds: 0.1 })
     }
 
-    fn start(&mut self, _num_blocks: u32) -> Result<(), String> {
+    fn start(&mut self, _num_blocks: u32, _host_blocks: u32) -> Result<(), String> {
         Ok(())
     }
 
@@ -143,6 +145,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         world_size: 1,
         reduction_ranks: 1,
         dtype: Dtype::Auto,
+        quantization: Quantization::None,
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
         model: model.into(),
@@ -152,6 +155,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
             max_num_seqs: 4,
             max_num_batched_tokens: 16,
             kv_cache_bytes: 1,
+            swap_bytes: 0,
         },
     })
 }
@@ -173,7 +177,9 @@ fn next_over(receiver: &mpsc::Receiver<(u64, FromWorker)>) -> (u64, FromWorker) 
 fn forms_starts_and_steps_with_stats_riding_along() {
     let (executor, messages) = executor();
     executor.command(form(1, "m")).unwrap();
-    executor.command(ExecutorCommand::Start(Start { epoch: Epoch(1), num_blocks: 5 })).unwrap();
+    executor
+        .command(ExecutorCommand::Start(Start { epoch: Epoch(1), num_blocks: 5, host_blocks: 0 }))
+        .unwrap();
     executor.command(step(1, 1)).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(formed) if formed.kv_blocks == 5));
@@ -219,7 +225,11 @@ fn epochs_that_come_and_go_during_a_load_do_not_fill_the_queue() {
         executor.abort(Epoch(epoch - 1));
         executor.command(form(epoch, "m")).unwrap();
         executor
-            .command(ExecutorCommand::Start(Start { epoch: Epoch(epoch), num_blocks: 5 }))
+            .command(ExecutorCommand::Start(Start {
+                epoch: Epoch(epoch),
+                num_blocks: 5,
+                host_blocks: 0,
+            }))
             .unwrap();
         executor.command(step(epoch, 1)).unwrap();
         executor.command(step(epoch, 2)).unwrap();

@@ -7,6 +7,7 @@ use serde::Deserialize;
 
 use super::ModelError;
 use super::experts::ExpertsConfig;
+use super::quantization::{self, Quantised, RawQuantization};
 use super::rope::{RopeConfig, RopeScaling};
 
 /// Architectures this worker computes.
@@ -56,6 +57,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// q and k heads are normalised before the rotary embedding.
     pub qk_norm: bool,
+    /// The checkpoint's weights are quantised.
+    pub quantised: Option<Quantised>,
     /// The checkpoint is bfloat16, as `dtype` or `torch_dtype` says; false where neither does.
     pub is_bf16: bool,
 }
@@ -92,7 +95,7 @@ struct Raw {
     norm_topk_prob: Option<bool>,
     decoder_sparse_step: Option<usize>,
     mlp_only_layers: Option<Vec<usize>>,
-    quantization_config: Option<serde::de::IgnoredAny>,
+    quantization_config: Option<RawQuantization>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
 }
@@ -141,13 +144,7 @@ impl ModelConfig {
         if let Some(factor) = raw.partial_rotary_factor.filter(|factor| *factor != 1.0) {
             return Err(format!("partial_rotary_factor is {factor}, only 1 is supported"));
         }
-        if raw.quantization_config.is_some() {
-            return Err(
-                "quantization_config is set: quantized weights are not supported, use the \
-                        model's bf16, f16 or f32 weights"
-                    .to_owned(),
-            );
-        }
+        let quantised = raw.quantization_config.as_ref().map(quantization::check).transpose()?;
         let num_heads = size("num_attention_heads", raw.num_attention_heads)?;
         let hidden_size = size("hidden_size", raw.hidden_size)?;
         let num_kv_heads = raw
@@ -198,6 +195,7 @@ impl ModelConfig {
             output_bias: attention_bias,
             mlp_bias: architecture == "LlamaForCausalLM" && raw.mlp_bias.unwrap_or(false),
             qk_norm: qwen3,
+            quantised,
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
         })
     }
@@ -464,7 +462,10 @@ mod tests {
             (r#", "rope_scaling": {"rope_type": "llama3"}"#, "low_freq_factor is missing"),
             (r#", "hidden_act": "gelu""#, "hidden_act is \"gelu\""),
             (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor is 0.5, only 1"),
-            (r#", "quantization_config": {"bits": 4}"#, "quantized weights are not supported"),
+            (
+                r#", "quantization_config": {"quant_method": "gptq", "bits": 4}"#,
+                "quantization_config (quant_method \"gptq\", 4 bits) is not supported",
+            ),
         ];
         for (more, expected) in cases {
             let error = check(more).unwrap_err();

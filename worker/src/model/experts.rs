@@ -4,9 +4,10 @@
 //! Qwen's. transformers 5 holds all experts of a layer in two tensors, and saves them so when asked.
 use std::ops::Range;
 
-use kernels::backend::{HostMatrix, Routing};
+use kernels::backend::{HostMatrix, Routing, Scales};
 
 use super::ModelError;
+use super::quantization::Tensors;
 use super::safetensors::{TensorView, WeightFiles};
 
 /// What all layers with experts have in common.
@@ -63,7 +64,7 @@ impl<'a> ExpertParts<'a> {
     /// # Errors
     /// [`ModelError::Tensor`].
     pub(crate) fn find(
-        files: &'a WeightFiles,
+        tensors: Tensors<'a>,
         config: &ExpertsConfig,
         layer: &str,
         hidden: usize,
@@ -71,6 +72,7 @@ impl<'a> ExpertParts<'a> {
         parts: usize,
     ) -> Result<Self, ModelError> {
         let (count, inner) = (config.routing.num_experts, config.intermediate_size);
+        let files = tensors.files;
         let names = Names::of(files, layer);
         let block = if matches!(names, Names::Mixtral) { "block_sparse_moe" } else { "mlp" };
         let router = files.tensor(&format!("{layer}.{block}.gate.weight"), &[count, hidden])?;
@@ -94,10 +96,10 @@ impl<'a> ExpertParts<'a> {
             for expert in 0..count {
                 let name = |part: &str| format!("{layer}.{block}.experts.{expert}.{part}.weight");
                 for part in [gate, up] {
-                    let tensor = files.tensor(&name(part), &[inner, hidden])?;
+                    let tensor = tensors.weight(&name(part), &[inner, hidden])?;
                     gate_up.push(cut(&tensor, own.clone(), 0..hidden));
                 }
-                downs.push((files.tensor(&name(down), &[hidden, inner])?, 0));
+                downs.push((tensors.weight(&name(down), &[hidden, inner])?, 0));
             }
         }
         let width = own.len() / parts;
@@ -129,5 +131,6 @@ fn cut<'a>(tensor: &TensorView<'a>, rows: Range<usize>, cols: Range<usize>) -> H
         cols: cols.len(),
         col_start: cols.start,
         row_stride: stride,
+        scales: tensor.scales.map(|scales| Scales { first_row: rows.start, ..scales }),
     }
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use kernels::backend::DType;
+use kernels::backend::{DType, Scales};
 use kernels::mapped::MappedFile;
 use safetensors::tensor::Metadata;
 
@@ -23,6 +23,8 @@ pub struct TensorView<'a> {
     pub dtype: DType,
     /// Its bytes, row-major.
     pub data: &'a [u8],
+    /// What its elements are multiplied by, when it is quantised.
+    pub scales: Option<Scales<'a>>,
     /// The file, for messages.
     pub file: &'a Path,
 }
@@ -118,11 +120,30 @@ impl WeightFiles {
         self.tensors.contains_key(tensor)
     }
 
-    /// A tensor of exactly this shape.
+    /// A tensor of exactly this shape, which is not quantised.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`] when it is missing, of another shape or of another type.
+    pub fn tensor(&self, tensor: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
+        let view = self.any_tensor(tensor, Some(shape))?;
+        if let DType::F8E4M3 | DType::I8 = view.dtype {
+            let (file, tensor) = (view.file.to_owned(), tensor.to_owned());
+            let message =
+                format!("is of type {:?}; it has to be BF16, F16 or F32 here", view.dtype);
+            return Err(ModelError::Tensor { file, tensor, message });
+        }
+        Ok(view)
+    }
+
+    /// A tensor, of exactly this shape where one is given; without the scales that it may need.
     ///
     /// # Errors
     /// [`ModelError::Tensor`] when it is missing, of another shape or of an unknown type.
-    pub fn tensor(&self, tensor: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
+    pub fn any_tensor(
+        &self,
+        tensor: &str,
+        shape: Option<&[usize]>,
+    ) -> Result<TensorView<'_>, ModelError> {
         let wrong = |file: &Path, message: String| ModelError::Tensor {
             file: file.to_owned(),
             tensor: tensor.to_owned(),
@@ -137,12 +158,15 @@ impl WeightFiles {
             safetensors::Dtype::BF16 => DType::Bf16,
             safetensors::Dtype::F16 => DType::F16,
             safetensors::Dtype::F32 => DType::F32,
+            safetensors::Dtype::F8_E4M3 => DType::F8E4M3,
+            safetensors::Dtype::I8 => DType::I8,
             other => {
-                let message = format!("is of type {other:?}; BF16, F16 and F32 are supported");
+                let message =
+                    format!("is of type {other:?}; BF16, F16, F32, F8_E4M3 and I8 are supported");
                 return Err(wrong(&file.path, message));
             }
         };
-        if info.shape != shape {
+        if let Some(shape) = shape.filter(|shape| info.shape != *shape) {
             let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
             return Err(wrong(&file.path, message));
         }
@@ -151,7 +175,7 @@ impl WeightFiles {
         let Some(data) = data else {
             return Err(wrong(&file.path, "lies beyond the end of the file".to_owned()));
         };
-        Ok(TensorView { shape: &info.shape, dtype, data, file: &file.path })
+        Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file: &file.path })
     }
 }
 

@@ -141,6 +141,7 @@ mod tests {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            quantised: None,
             is_bf16: true,
         }
     }

@@ -1,28 +1,45 @@
-//! PURE: how much memory one rank's part of a model takes on a device that keeps weights, KV and
-//! products' inputs in bf16 and the rest in f32.
-use shared::protocol::EngineConfig;
+//! PURE: how much memory one rank's part of a model takes on a device that keeps weights (but for
+//! those that are quantised), KV and products' inputs in bf16 and the rest in f32.
+use shared::protocol::{EngineConfig, Quantization};
 
 use super::config::ModelConfig;
 use super::shard::Shard;
 
+/// Bytes of a quantised matrix's scale for each output.
+const SCALE: u64 = 4;
 /// Rows times experts that are computed at a time.
 const EXPERT_ROWS: u64 = 8192;
 
 /// Weights of a shard, in bytes.
 #[must_use]
-pub fn weight_bytes(config: &ModelConfig, shard: &Shard) -> u64 {
+pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
     let n = |n: usize| n as u64;
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    let attention = n(config.num_layers) * hidden * (2 * q + 2 * kv);
+    // One matrix; one that is kept in the products' type in any case.
+    let matrix = |rows: u64, cols: u64| match quantization {
+        Quantization::None => 2 * rows * cols,
+        Quantization::Int8 => rows * (cols + SCALE),
+    };
+    let as_is = |rows: u64, cols: u64| 2 * rows * cols;
+    // Of row-parallel matrices each part has scales of its own.
+    let parts = n(shard.parts);
+    let row_parallel = |cols: u64| parts * matrix(hidden, cols / parts);
+    let mlp = |inner: u64| matrix(2 * inner, hidden) + row_parallel(inner);
     let (dense, sparse) = layers(config);
     let experts = config.experts.as_ref().map_or(0, |experts| n(experts.routing.num_experts));
-    // Every expert has as much of the router as an input has elements.
-    let experts = sparse * experts * hidden * (3 * n(shard.expert.len()) + 1);
-    let mlp = dense * hidden * 3 * n(shard.intermediate.len());
-    let tables = if config.tied { 1 } else { 2 };
-    2 * (attention + mlp + experts + tables * n(shard.vocab_width) * hidden)
+    let attention = matrix(q + 2 * kv, hidden) + row_parallel(q);
+    let vocab = n(shard.vocab_width);
+    let head = match (config.tied, quantization) {
+        (true, Quantization::None) => 0,
+        (false, _) | (true, Quantization::Int8) => matrix(vocab, hidden),
+    };
+    n(config.num_layers) * attention
+        + dense * mlp(n(shard.intermediate.len()))
+        + sparse * (as_is(experts, hidden) + experts * mlp(n(shard.expert.len())))
+        + as_is(vocab, hidden)
+        + head
 }
 
 /// How many layers have an MLP, and how many have experts.
@@ -36,7 +53,12 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
 
 /// Activations of the largest step, in bytes.
 #[must_use]
-pub fn activation_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
+pub fn activation_bytes(
+    config: &ModelConfig,
+    shard: &Shard,
+    quantization: Quantization,
+    sizes: &EngineConfig,
+) -> u64 {
     let n = |n: usize| n as u64;
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
@@ -56,7 +78,13 @@ pub fn activation_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfi
         tokens * (top * slot + n(experts.routing.num_experts) * 4)
             + (tokens * top).min(EXPERT_ROWS) * hidden * (2 + 4)
     });
+    // A layer's largest quantised matrix, as products of many rows take it.
+    let widened = match quantization {
+        Quantization::None => 0,
+        Quantization::Int8 => 2 * hidden * (q + 2 * kv).max(2 * inner),
+    };
     experts
+        + widened
         + u64::from(sizes.max_num_batched_tokens) * row
         + product.max(u64::from(sizes.max_num_seqs) * q * 64 * 4)
         + u64::from(sizes.max_num_seqs) * logits
@@ -97,6 +125,7 @@ mod tests {
             output_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            quantised: None,
             is_bf16: true,
         }
     }
@@ -105,13 +134,20 @@ mod tests {
     fn eight_billion_parameters_take_sixteen_billion_bytes() {
         let config = config();
         let whole = Shard::new(&config, 0, 1).unwrap();
-        let bytes = weight_bytes(&config, &whole);
+        let bytes = weight_bytes(&config, &whole, Quantization::None);
         // 8.03e9 parameters, of which 266,240 are norms.
         assert_eq!(bytes / 2 + 266_240, 8_030_261_248);
         let half = Shard::new(&config, 1, 2).unwrap();
-        assert_eq!(weight_bytes(&config, &half) * 2, bytes);
-        let tied = ModelConfig { tied: true, ..config };
-        assert_eq!(weight_bytes(&tied, &whole), bytes - 2 * 128_256 * 4096);
+        assert_eq!(weight_bytes(&config, &half, Quantization::None) * 2, bytes);
+        let tied = ModelConfig { tied: true, ..config.clone() };
+        assert_eq!(weight_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
+        // All but the embedding is half as large, but for a scale of each of the outputs: q, k, v,
+        // output, gate, up and down of 32 layers, and the head's.
+        let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 128_256;
+        let int8 = bytes / 2 + 128_256 * 4096 + 4 * outputs;
+        assert_eq!(weight_bytes(&config, &whole, Quantization::Int8), int8);
+        // The head is a matrix of its own then, tied or not.
+        assert_eq!(weight_bytes(&tied, &whole, Quantization::Int8), int8);
     }
 
     #[test]
@@ -130,12 +166,15 @@ mod tests {
         };
         let whole = Shard::new(&sparse, 0, 1).unwrap();
         // 30,532,122,624 parameters, of which 48 x (2 x 2048 + 2 x 128) + 2048 are norms.
-        assert_eq!(weight_bytes(&sparse, &whole) / 2 + 48 * 4352 + 2048, 30_532_122_624);
+        assert_eq!(
+            weight_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
+            30_532_122_624
+        );
         let half = Shard::new(&sparse, 0, 2).unwrap();
         let routers = 2 * 48 * 128 * 2048;
         assert_eq!(
-            (weight_bytes(&sparse, &half) - routers) * 2,
-            weight_bytes(&sparse, &whole) - routers
+            (weight_bytes(&sparse, &half, Quantization::None) - routers) * 2,
+            weight_bytes(&sparse, &whole, Quantization::None) - routers
         );
         let mixed = ModelConfig {
             intermediate_size: 6144,
@@ -148,8 +187,8 @@ mod tests {
         let whole = Shard::new(&mixed, 0, 1).unwrap();
         let expert_layer = 128 * 2048 * (3 * 768 + 1);
         assert_eq!(
-            weight_bytes(&mixed, &whole) / 2 + expert_layer - 2048 * 3 * 6144,
-            weight_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap()) / 2
+            weight_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
+            weight_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
         );
     }
 
@@ -162,13 +201,17 @@ mod tests {
             max_num_seqs: 64,
             max_num_batched_tokens: 2048,
             kv_cache_bytes: 0,
+            swap_bytes: 0,
         };
         let whole = Shard::new(&config, 0, 1).unwrap();
         assert_eq!(sequence_bytes(&config, &whole, &sizes), 8192 * 128 * 1024);
         let eighth = Shard::new(&config, 0, 8).unwrap();
         assert_eq!(sequence_bytes(&config, &eighth, &sizes), 8192 * 16 * 1024);
         let more = EngineConfig { max_num_batched_tokens: 4096, ..sizes.clone() };
-        let bytes = |sizes| activation_bytes(&config, &whole, sizes);
+        let bytes = |sizes| activation_bytes(&config, &whole, Quantization::None, sizes);
         assert!(bytes(&sizes) < bytes(&more) && bytes(&more) < 2 << 30);
+        // Gate and up of one layer in bf16.
+        let int8 = activation_bytes(&config, &whole, Quantization::Int8, &sizes);
+        assert_eq!(int8 - bytes(&sizes), 2 * 2 * 14336 * 4096);
     }
 }

@@ -5,12 +5,15 @@
 //! layer fails at once. Only the pages of this rank's rectangles are read from the files.
 use std::ops::Range;
 
-use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable};
+use kernels::backend::{Backend, HostMatrix, QkvWeights, RopeTable, Scales};
 use kernels::error::KernelError;
+use kernels::weights;
+use shared::protocol::Quantization;
 
 use super::ModelError;
 use super::config::ModelConfig;
 use super::experts::ExpertParts;
+use super::quantization::Tensors;
 use super::safetensors::{TensorView, WeightFiles};
 use super::shard::Shard;
 
@@ -76,29 +79,43 @@ pub struct Weights<M, S, V> {
     pub final_norm: V,
     /// Rotary tables.
     pub rope: RopeTable<V>,
-    /// Bytes of the shard's matrices, as stored.
+    /// Bytes of the shard's matrices: as stored, or quantised.
     pub bytes: u64,
 }
 
-/// Checks all tensors, then packs one rank's shard of each. `max_positions` bounds the rotary
+/// Where one rank's weights are, and which of them it takes.
+#[derive(Clone, Copy, Debug)]
+pub struct Source<'a> {
+    /// The model's files.
+    pub files: &'a WeightFiles,
+    /// What they are the weights of.
+    pub config: &'a ModelConfig,
+    /// The rank's part.
+    pub shard: &'a Shard,
+}
+
+/// Checks all tensors, then packs one rank's shard of each, quantised where `quantization` says so:
+/// all matrices of the layers but routers, and the output head; a head that is the embedding becomes
+/// a matrix of its own then, for the embedding stays as it is. `max_positions` bounds the rotary
 /// tables; `progress` is called with (bytes done, bytes total) of the matrices as stored.
 ///
 /// # Errors
 /// [`ModelError`].
 pub fn load<B: Backend>(
     backend: &mut B,
-    files: &WeightFiles,
-    config: &ModelConfig,
-    shard: &Shard,
+    source: &Source<'_>,
+    quantization: Quantization,
     max_positions: usize,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<BackendWeights<B>, ModelError> {
-    let part = Part { config, shard, files };
+    let Source { config, shard, .. } = *source;
+    let part = Part(*source);
     let padding = vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4];
     let embedding = part.vocabulary("model.embed_tokens.weight", &padding)?;
-    let lm_head = match config.tied {
-        true => None,
-        false => Some(part.vocabulary("lm_head.weight", &padding)?),
+    let lm_head = match (config.tied, quantization) {
+        (true, Quantization::None) => None,
+        (true, Quantization::Int8) => Some(embedding.clone()),
+        (false, _) => Some(part.vocabulary("lm_head.weight", &padding)?),
     };
     let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
     let final_norm = part.vector("model.norm.weight", config.hidden_size)?;
@@ -109,19 +126,29 @@ pub fn load<B: Backend>(
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
     let (cos, sin) = config.rope.tables(config.head_dim, max_positions);
-    let mut loader = Loader { backend, progress, done: 0, total };
+    let mut loader = Loader { backend, quantization, progress, done: 0, total, held: 0 };
     Ok(Weights {
-        embedding: loader.matrix(&embedding)?,
+        embedding: loader.small(&embedding)?,
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: loader.vector(&final_norm)?,
         rope: RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? },
-        bytes: total,
+        bytes: loader.held,
     })
 }
 
 fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
+}
+
+/// Bytes of a matrix as it is kept.
+fn held(matrix: &HostMatrix<'_>, kept: Quantization) -> u64 {
+    let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
+    match kept {
+        Quantization::Int8 => rows * (cols + 4),
+        Quantization::None if matrix.scales.is_some() => rows * cols * 2,
+        Quantization::None => bytes(matrix),
+    }
 }
 
 /// What one rank takes of one layer: checked, not yet read.
@@ -157,15 +184,11 @@ impl<'a> MlpPart<'a> {
 }
 
 /// Finds tensors and cuts this rank's part out of them.
-struct Part<'a> {
-    config: &'a ModelConfig,
-    shard: &'a Shard,
-    files: &'a WeightFiles,
-}
+struct Part<'a>(Source<'a>);
 
 impl<'a> Part<'a> {
     fn layer(&self, index: usize) -> Result<LayerPart<'a>, ModelError> {
-        let Self { config, shard, .. } = *self;
+        let Source { config, shard, .. } = self.0;
         let name = |suffix: &str| format!("model.layers.{index}.{suffix}");
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let scaled = |range: &Range<usize>| range.start * head_dim..range.end * head_dim;
@@ -176,10 +199,10 @@ impl<'a> Part<'a> {
         let columns = [("q", &q), ("k", &kv), ("v", &kv)];
 
         let rows = |suffix: &str, (all, own): &(usize, Range<usize>)| {
-            Ok::<_, ModelError>(rows_of(&self.tensor(&name(suffix), &[*all, hidden])?, own))
+            Ok::<_, ModelError>(rows_of(&self.weight(&name(suffix), [*all, hidden])?, own))
         };
         let cols = |suffix: &str, (all, own): &(usize, Range<usize>)| {
-            let tensor = self.tensor(&name(suffix), &[hidden, *all])?;
+            let tensor = self.weight(&name(suffix), [hidden, *all])?;
             let width = own.len() / shard.parts;
             let part = |i: usize| own.start + i * width..own.start + (i + 1) * width;
             let parts = (0..shard.parts).map(|i| cols_of(&tensor, &part(i)));
@@ -224,8 +247,14 @@ impl<'a> Part<'a> {
             mlp: match config.experts.as_ref().filter(|experts| experts.layers[index]) {
                 Some(experts) => {
                     let (layer, own) = (format!("model.layers.{index}"), &shard.expert);
-                    let found =
-                        ExpertParts::find(self.files, experts, &layer, hidden, own, shard.parts);
+                    let found = ExpertParts::find(
+                        self.tensors(),
+                        experts,
+                        &layer,
+                        hidden,
+                        own,
+                        shard.parts,
+                    );
                     MlpPart::Experts(found?)
                 }
                 None => MlpPart::Dense {
@@ -253,22 +282,28 @@ impl<'a> Part<'a> {
     where
         'a: 'b,
     {
-        let Self { config, shard, .. } = *self;
-        let tensor = self.tensor(name, &[config.vocab_size, config.hidden_size])?;
+        let Source { config, shard, .. } = self.0;
+        let tensor = self.weight(name, [config.vocab_size, config.hidden_size])?;
         let own = rows_of(&tensor, &shard.vocab);
         let rows = shard.vocab_width - shard.vocab.len();
-        let mut parts = vec![own, HostMatrix { data: padding, rows, ..own }];
+        let mut parts = vec![own, HostMatrix { data: padding, rows, scales: None, ..own }];
         parts.retain(|part| part.rows > 0);
         Ok(parts)
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
-        let tensor = self.tensor(name, &[len])?;
-        Ok(widen(tensor.data, tensor.dtype))
+        let tensor = self.0.files.tensor(name, &[len])?;
+        let mut values = vec![0.0; len];
+        weights::widen(tensor.dtype, tensor.data, &mut values);
+        Ok(values)
     }
 
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorView<'a>, ModelError> {
-        self.files.tensor(name, shape)
+    fn weight(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'a>, ModelError> {
+        self.tensors().weight(name, &shape)
+    }
+
+    fn tensors(&self) -> Tensors<'a> {
+        Tensors { files: self.0.files, quantised: self.0.config.quantised }
     }
 }
 
@@ -282,6 +317,7 @@ fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
         cols,
         col_start: 0,
         row_stride: cols,
+        scales: tensor.scales.map(|scales| Scales { first_row: rows.start, ..scales }),
     }
 }
 
@@ -293,26 +329,19 @@ fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
         cols: cols.len(),
         col_start: cols.start,
         row_stride: tensor.shape[1],
-    }
-}
-
-fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
-    let halves = || bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
-    match dtype {
-        DType::Bf16 => halves().map(|bits| f32::from_bits(u32::from(bits) << 16)).collect(),
-        DType::F16 => halves().map(|bits| half::f16::from_bits(bits).to_f32()).collect(),
-        DType::F32 => {
-            bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-        }
+        scales: tensor.scales,
     }
 }
 
 /// Packs matrices and reports how far it is.
 struct Loader<'a, 'p, B> {
     backend: &'a mut B,
+    quantization: Quantization,
     progress: &'p mut dyn FnMut(u64, u64),
     done: u64,
     total: u64,
+    /// Bytes that are kept.
+    held: u64,
 }
 
 impl<B: Backend> Loader<'_, '_, B> {
@@ -341,7 +370,7 @@ impl<B: Backend> Loader<'_, '_, B> {
                 down_bias: self.optional(down_bias.as_deref())?,
             },
             MlpPart::Experts(ExpertParts { router, gate_up, down }) => Mlp::Experts {
-                router: self.matrix(std::slice::from_ref(router))?,
+                router: self.small(std::slice::from_ref(router))?,
                 gate_up: self.stack(gate_up)?,
                 down: down.iter().map(|part| self.stack(part)).collect::<Result<_, _>>()?,
             },
@@ -349,19 +378,34 @@ impl<B: Backend> Loader<'_, '_, B> {
     }
 
     fn stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<B::Stack, KernelError> {
-        let stack = self.backend.load_stack(matrices)?;
-        self.advance(matrices);
+        let stack = match self.quantization {
+            Quantization::None => self.backend.load_stack(matrices),
+            Quantization::Int8 => self.backend.load_int8_stack(matrices),
+        }?;
+        self.advance(matrices, self.quantization);
         Ok(stack)
     }
 
+    /// One of the matrices that are quantised.
     fn matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
-        let matrix = self.backend.load_matrix(parts)?;
-        self.advance(parts);
+        let matrix = match self.quantization {
+            Quantization::None => self.backend.load_matrix(parts),
+            Quantization::Int8 => self.backend.load_int8_matrix(parts),
+        }?;
+        self.advance(parts, self.quantization);
         Ok(matrix)
     }
 
-    fn advance(&mut self, loaded: &[HostMatrix<'_>]) {
+    /// One that is not: an embedding, a router.
+    fn small(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
+        let matrix = self.backend.load_matrix(parts)?;
+        self.advance(parts, Quantization::None);
+        Ok(matrix)
+    }
+
+    fn advance(&mut self, loaded: &[HostMatrix<'_>], kept: Quantization) {
         self.done += loaded.iter().map(bytes).sum::<u64>();
+        self.held += loaded.iter().map(|matrix| held(matrix, kept)).sum::<u64>();
         (self.progress)(self.done, self.total);
     }
 

@@ -20,7 +20,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
         Err(finding) => return vec![finding],
     };
     let mut findings = Vec::new();
-    match worker::check::model(&folder, args.tensor_parallel) {
+    match worker::check::model(&folder, args.tensor_parallel, args.quantization) {
         Ok(needs) => {
             findings.push(Finding::ok(
                 MODEL,
@@ -79,6 +79,7 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
 fn memory(weights: u64, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
     let per_worker = (weights / u64::from(args.tensor_parallel))
         .saturating_add(args.kv_cache_memory)
+        .saturating_add(args.swap_space)
         .saturating_add(OTHER);
     let needed = per_worker.saturating_mul(u64::from(workers));
     let Some(available) = available else {
@@ -94,8 +95,12 @@ fn memory(weights: u64, args: &DoctorArgs, workers: u32, available: Option<u64>)
     if needed <= available {
         return Finding::ok(MEMORY, found);
     }
-    let fix = "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory";
-    // The cache's pages are taken as sequences fill them: what is there may do for a while.
+    let fix = match args.swap_space {
+        0 => "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory",
+        _ => "more hosts, fewer workers here, less --swap-space or less --kv-cache-memory",
+    };
+    // The cache's pages are taken as sequences fill them: what is there may do for a while. A worker
+    // looks for its swap space when it is formed.
     if needed.saturating_sub(args.kv_cache_memory.saturating_mul(u64::from(workers))) <= available {
         return Finding::warn(MEMORY, found, fix);
     }
@@ -130,6 +135,13 @@ mod tests {
         assert_eq!(judged(4.4, 2), Level::Fail);
         assert_eq!(judged(4.4, 1), Level::Ok);
         assert_eq!(memory(1, &args, 1, None).level, Level::Warn);
+        // Half a GiB more for each.
+        let swapping =
+            Line::parse_from(["doctor", "--tensor-parallel", "2", "--swap-space", "0.5"]);
+        let found = |mib: u64| memory(4 << 30, &swapping.args, 2, Some(mib << 20));
+        assert_eq!(found((2048 + 512 + 512 + 256) * 2).level, Level::Ok);
+        assert_eq!(found((2048 + 512 + 256) * 2 - 1).level, Level::Fail);
+        assert!(found(0).fix.unwrap_or_default().contains("--swap-space"));
     }
 
     #[test]

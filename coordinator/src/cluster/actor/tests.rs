@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits;
-use shared::protocol::{Dtype, Formed, NodeResources, Started};
+use shared::protocol::{Dtype, Formed, NodeResources, Quantization, Started};
 use shared::wire::auth::Secret;
 
 use super::*;
@@ -44,6 +44,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         max_num_seqs: 4,
         max_num_batched_tokens: 64,
         kv_cache_bytes: 1 << 20,
+        swap_bytes: 0,
     };
     let config = ClusterConfig {
         tensor_parallel: 1,
@@ -52,6 +53,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         max_replicas: None,
         model: "m".into(),
         dtype: Dtype::Float32,
+        quantization: Quantization::None,
         engine,
         collective_timeout: Duration::from_secs(5),
         worker_stats: true,
@@ -130,7 +132,8 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
             };
             actor.core.worker_joined(now, member, &mut effects);
             let epoch = Epoch(1);
-            let formed = Formed { epoch, kv_blocks: 9, weight_bytes: 1, load_seconds: 0.0 };
+            let formed =
+                Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
             actor.core.worker_formed(worker, formed, &mut effects);
             actor.core.worker_started(now, worker, Started { epoch }, &mut effects);
             actor.start_replica(ctx, id);

@@ -7,7 +7,8 @@ use super::*;
 fn serve(cluster: &mut Cluster, now: Duration, effects: &[Effect]) {
     for (worker, _, epoch, _) in forms(effects) {
         let epoch = Epoch(epoch);
-        let formed = Formed { epoch, kv_blocks: 9, weight_bytes: 1, load_seconds: 0.0 };
+        let formed =
+            Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
         cluster.worker_formed(WorkerId(worker), formed, &mut Vec::new());
     }
     for (worker, _, epoch, _) in forms(effects) {
@@ -148,7 +149,13 @@ impl Twins {
                 let told = std::mem::take(&mut self.told);
                 for (worker, epoch) in told.iter().filter(|(worker, _)| which >> worker & 1 == 1) {
                     let (worker, epoch) = (WorkerId(*worker), Epoch(*epoch));
-                    let done = Formed { epoch, kv_blocks: 9, weight_bytes: 1, load_seconds: 0.0 };
+                    let done = Formed {
+                        epoch,
+                        kv_blocks: 9,
+                        host_blocks: 0,
+                        weight_bytes: 1,
+                        load_seconds: 0.0,
+                    };
                     self.both(|it, _, effects| it.worker_formed(worker, done, effects));
                 }
                 for (worker, epoch) in told.iter().filter(|(worker, _)| which >> worker & 1 == 1) {

@@ -7,6 +7,7 @@ use shared::metrics::catalogue;
 use shared::metrics::labels::ActorState;
 use shared::protocol::{EngineConfig, FrontendId};
 
+use super::swap::HostCells;
 use super::{Cells, Recording, WorkerCells};
 
 /// Sizes of a replica's engine.
@@ -16,6 +17,8 @@ pub struct ReplicaConfig {
     pub engine: EngineConfig,
     /// Blocks every rank has.
     pub num_blocks: u32,
+    /// Blocks every rank has in host memory to swap to.
+    pub host_blocks: u32,
     /// Number of ranks.
     pub tensor_parallel: u32,
 }
@@ -29,6 +32,10 @@ impl Recording<'_> {
         cells.serves(stats, true);
         stats.set(cells.used_blocks, 0.0);
         stats.set(cells.blocks, f64::from(config.num_blocks));
+        if config.host_blocks > 0 {
+            cells.host = Some(HostCells::shown(stats, replica, config.host_blocks));
+            cells.swapped.show_zero(stats, true);
+        }
         let engine = &config.engine;
         let info = stats.gauge(
             catalogue::CACHE_CONFIG_INFO,
@@ -54,6 +61,10 @@ impl Recording<'_> {
         cells.serves(stats, false);
         stats.clear(cells.used_blocks);
         stats.clear(cells.blocks);
+        if let Some(host) = cells.host.take() {
+            host.hide(stats);
+            cells.swapped.show_zero(stats, false);
+        }
         if let Some(info) = cells.config.take() {
             stats.clear(info);
         }

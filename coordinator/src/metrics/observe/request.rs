@@ -38,7 +38,7 @@ struct ChoiceTrack {
 
 /// Which gauge a request is counted in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+pub(super) enum Place {
     NoReplica,
     Waiting(ReplicaId, WaitingAt),
     Running(ReplicaId),
@@ -47,7 +47,7 @@ enum Place {
 
 /// Position in [`WAITING_AT_REPLICA`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum WaitingAt {
+pub(super) enum WaitingAt {
     Capacity,
     Preempted,
 }
@@ -141,14 +141,6 @@ impl Recording<'_> {
         stats.add(cells.preempted_tokens, tokens);
     }
 
-    /// The request's blocks were moved to host memory.
-    pub fn swapped_out(&mut self, track: &mut RequestTrack, replica: ReplicaId) {
-        let Some(cells) = self.cells.as_deref_mut() else { return };
-        cells.move_to(track, Place::Swapped(replica));
-        let (cells, stats) = cells.replica(replica);
-        stats.add(cells.preemptions, 1);
-    }
-
     /// The request's replica broke: it waits to be continued, there or elsewhere. One that had not
     /// been scheduled yet loses nothing and is not counted as replayed.
     pub fn interrupted(&mut self, track: &mut RequestTrack) {
@@ -220,7 +212,7 @@ impl Recording<'_> {
 }
 
 impl Cells {
-    fn move_to(&mut self, track: &mut RequestTrack, place: Place) {
+    pub(super) fn move_to(&mut self, track: &mut RequestTrack, place: Place) {
         let (level, stats) = self.level(track.place);
         level.down(stats);
         let (level, stats) = self.level(place);

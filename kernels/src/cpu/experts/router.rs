@@ -3,6 +3,7 @@
 //! All ranks of a replica choose experts for themselves, each on its own host. What differs by
 //! rounding elsewhere would be another expert here, on one rank alone, and no rank could tell. So
 //! this product has one order of sums and no fused operations; it is small beside those of experts.
+use super::super::check::ensure;
 use super::super::isa::{Isa, multiversion};
 use super::super::memory::Disjoint;
 use super::super::pack::{PANEL, PairRow, Panels};
@@ -22,6 +23,7 @@ pub(super) fn multiply<'s>(
     logits: &mut [f32],
 ) -> Result<(), KernelError> {
     let (width, pairs) = (router.rows(), router.num_pairs());
+    ensure!("route", router.scales().is_none(), "the router is int8: it must be bf16");
     let logits = Disjoint::new(logits);
     // Panel by panel, which then stays in the cache from row to row.
     pool.run_ranges(rows * router.num_panels(), (TASK_COST / pairs).max(1), &|range, _| {
@@ -32,7 +34,8 @@ pub(super) fn multiply<'s>(
             // SAFETY: every row's part of a panel belongs to one task.
             let out = unsafe { logits.slice(at * width + first, len) };
             let mut sums = [0.0f32; PANEL];
-            dots(isa, row(at), router.panel(panel, 0..pairs), &mut sums);
+            let weights = router.panel(panel, 0..pairs).bf16().unwrap_or_default();
+            dots(isa, row(at), weights, &mut sums);
             out.copy_from_slice(&sums[..len]);
         }
     })

@@ -4,11 +4,12 @@
 //! A pair's word is broadcast from the row, so rows need no layout of their own, and any number of
 //! them can be a tile.
 use std::arch::x86_64::{
-    __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
-    _mm512_setzero_ps, _mm512_storeu_si512,
+    __m512bh, __m512i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm512_cvtepi8_epi32,
+    _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps, _mm512_setzero_ps,
+    _mm512_storeu_si512,
 };
 
-use super::super::pack::PairRow;
+use super::super::pack::{Int8Row, PairRow, PairRows};
 use super::Acc;
 use super::vector::{broadcast, load, load_bf16, store};
 
@@ -38,30 +39,93 @@ pub(super) struct Ahead {
     pub(super) distance: usize,
 }
 
-/// `acc[m] (+)= rows[m] * weights` over all pairs; begins at zero when `first`.
+/// `acc[m] (+)= rows[m] * weights` over all pairs; begins at zero when `first`. Leaves int8 weights in
+/// bf16 in `room`, if it has enough.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn tile<const M: usize>(
     rows: &[&[u32]; M],
-    weights: &[PairRow],
+    weights: PairRows<'_>,
+    room: &mut [PairRow],
     acc: &mut [&mut Acc; M],
     first: bool,
     ahead: Ahead,
 ) {
-    match ahead.lines {
-        0 => fetching_tile::<M, 0>(rows, weights, acc, first, ahead),
-        1 => fetching_tile::<M, 1>(rows, weights, acc, first, ahead),
-        2 => fetching_tile::<M, 2>(rows, weights, acc, first, ahead),
-        _ => fetching_tile::<M, 4>(rows, weights, acc, first, ahead),
+    match (weights, ahead.lines) {
+        (PairRows::Bf16(weights), 0) => {
+            fetching_tile::<M, 0, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+        }
+        (PairRows::Bf16(weights), 1) => {
+            fetching_tile::<M, 1, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+        }
+        (PairRows::Bf16(weights), 2) => {
+            fetching_tile::<M, 2, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+        }
+        (PairRows::Bf16(weights), _) => {
+            fetching_tile::<M, 4, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
+        }
+        // Such a row is two lines.
+        (PairRows::Int8(weights), _) if room.len() < weights.len() => {
+            fetching_tile::<M, 2, _>(rows, weights, acc, first, ahead, |_, row| widen_pairs(row));
+        }
+        (PairRows::Int8(weights), _) => {
+            let room = &mut room[..weights.len()];
+            fetching_tile::<M, 2, _>(rows, weights, acc, first, ahead, |pair, row| {
+                let pairs = widen_pairs(row);
+                store_pairs(&mut room[pair], pairs);
+                pairs
+            });
+        }
     }
 }
 
+/// One pair of inputs for a panel's outputs.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn fetching_tile<const M: usize, const LINES: usize>(
+#[inline]
+fn load_pairs(row: &PairRow) -> [__m512bh; 4] {
+    [load_bf16(&row[0]), load_bf16(&row[1]), load_bf16(&row[2]), load_bf16(&row[3])]
+}
+
+/// The same of int8.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+pub(super) fn widen_pairs(row: &Int8Row) -> [__m512bh; 4] {
+    [widen_int8(&row[0]), widen_int8(&row[1]), widen_int8(&row[2]), widen_int8(&row[3])]
+}
+
+/// As they are packed.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+pub(super) fn store_pairs(row: &mut PairRow, pairs: [__m512bh; 4]) {
+    for (words, pairs) in row.iter_mut().zip(pairs) {
+        // SAFETY: both are 512 bits of plain data.
+        let pairs = unsafe { std::mem::transmute::<__m512bh, __m512i>(pairs) };
+        // SAFETY: the array has 64 bytes.
+        unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs) };
+    }
+}
+
+/// Integers as bf16, which is exact.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+fn widen_int8(values: &[i8; 32]) -> __m512bh {
+    // SAFETY: the array has 32 bytes.
+    let low = unsafe { _mm_loadu_si128(values.as_ptr().cast()) };
+    // SAFETY: as above.
+    let high = unsafe { _mm_loadu_si128(values.as_ptr().wrapping_add(16).cast()) };
+    let low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low));
+    let high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high));
+    _mm512_cvtne2ps_pbh(high, low)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+fn fetching_tile<const M: usize, const LINES: usize, W>(
     rows: &[&[u32]; M],
-    weights: &[PairRow],
+    weights: &[W],
     acc: &mut [&mut Acc; M],
     first: bool,
     Ahead { line, distance, .. }: Ahead,
+    mut load_weights: impl FnMut(usize, &W) -> [__m512bh; 4],
 ) {
     // Before any sum is in a register.
     assert!(rows.iter().all(|row| row.len() >= weights.len()), "a row is too short");
@@ -79,12 +143,7 @@ fn fetching_tile<const M: usize, const LINES: usize>(
             // No harm behind the end: nothing is read that is not there.
             _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line + i).cast::<i8>());
         }
-        let w = [
-            load_bf16(&weight[0]),
-            load_bf16(&weight[1]),
-            load_bf16(&weight[2]),
-            load_bf16(&weight[3]),
-        ];
+        let w = load_weights(pair, weight);
         for (sums, row) in sums.iter_mut().zip(rows) {
             // SAFETY: `pair` is below `weights.len()`, and rows are as long (checked above).
             let x = broadcast(*unsafe { row.get_unchecked(pair) });
@@ -100,16 +159,40 @@ fn fetching_tile<const M: usize, const LINES: usize>(
     }
 }
 
-/// One row times `P` panels at once: `acc[p] = row * panels[p]`.
+/// One row times `P` panels at once, all of one kind: `acc[p] = row * panels[p]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) fn wide<const P: usize>(row: &[u32], panels: &[&[PairRow]; P], acc: &mut [Acc; P]) {
+pub(super) fn wide<const P: usize>(row: &[u32], panels: &[PairRows<'_>; P], acc: &mut [Acc; P]) {
+    if let Some(panels) = all(panels, PairRows::bf16) {
+        wide_of(row, &panels, acc, |row| load_pairs(row));
+    } else if let Some(panels) = all(panels, PairRows::int8) {
+        wide_of(row, &panels, acc, |row| widen_pairs(row));
+    }
+}
+
+/// What `get` makes of all panels.
+fn all<'a, W, const P: usize>(
+    panels: &[PairRows<'a>; P],
+    get: impl Fn(PairRows<'a>) -> Option<&'a [W]>,
+) -> Option<[&'a [W]; P]> {
+    let found = panels.map(get);
+    found.iter().all(Option::is_some).then(|| found.map(|rows| rows.unwrap_or_default()))
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+fn wide_of<const P: usize, W>(
+    row: &[u32],
+    panels: &[&[W]; P],
+    acc: &mut [Acc; P],
+    load_weights: impl Fn(&W) -> [__m512bh; 4],
+) {
     let mut sums = [[_mm512_setzero_ps(); 4]; P];
     let panels = panels.map(|panel| &panel[..row.len()]);
     for (pair, &word) in row.iter().enumerate() {
         let x = broadcast(word);
         for (sums, panel) in sums.iter_mut().zip(&panels) {
-            for (sum, words) in sums.iter_mut().zip(&panel[pair]) {
-                *sum = _mm512_dpbf16_ps(*sum, x, load_bf16(words));
+            for (sum, w) in sums.iter_mut().zip(load_weights(&panel[pair])) {
+                *sum = _mm512_dpbf16_ps(*sum, x, w);
             }
         }
     }

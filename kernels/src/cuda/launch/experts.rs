@@ -1,7 +1,7 @@
 //! PURE: calls of the kernels of `kernels/cuda/experts.cu`.
 use super::{
-    Args, Call, DevicePtr, EXPERTS_DOWN, EXPERTS_GATE_UP, EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows,
-    SKINNY, by_rows, call, wide, words,
+    Args, Call, DevicePtr, EXPERTS_DOWN, EXPERTS_DOWN_INT8, EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8,
+    EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows, SKINNY, Weight, by_rows, call, wide, words,
 };
 use crate::backend::Routing;
 
@@ -74,15 +74,16 @@ fn variant(first: super::Entry, grouped: &Grouped) -> super::Entry {
 #[must_use]
 pub fn gate_up(
     x: Rows,
-    w: Rows,
+    w: impl Into<Weight>,
     out: Rows,
     grouped: &Grouped,
     (top_k, inner, k): (usize, usize, usize),
 ) -> Call {
-    let args = Args::new().ptr(x.ptr).ptr(w.ptr).ptr(out.ptr);
-    let args = args.ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
-    let args = words(args, [top_k, inner, k, x.stride, w.stride, out.stride]);
-    let entry = variant(EXPERTS_GATE_UP, grouped);
+    let w = w.into();
+    let (first, args) = w.choose(EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, x);
+    let args = args.ptr(out.ptr).ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
+    let args = words(args, [top_k, inner, k, x.stride, w.at.stride, out.stride]);
+    let entry = variant(first, grouped);
     call(entry, (grouped.tiles_most, inner.div_ceil(16), 1), 256, args)
 }
 
@@ -90,16 +91,17 @@ pub fn gate_up(
 #[must_use]
 pub fn down(
     x: Rows,
-    w: Rows,
+    w: impl Into<Weight>,
     out: Rows,
     grouped: &Grouped,
     (first_slot, n, k): (usize, usize, usize),
 ) -> Call {
-    let args = Args::new().ptr(x.ptr).ptr(w.ptr).ptr(out.ptr);
-    let args = args.ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
-    let args = words(args, [first_slot, n, k, x.stride, w.stride, out.stride]);
+    let w = w.into();
+    let (first, args) = w.choose(EXPERTS_DOWN, EXPERTS_DOWN_INT8, x);
+    let args = args.ptr(out.ptr).ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
+    let args = words(args, [first_slot, n, k, x.stride, w.at.stride, out.stride]);
     let features = if grouped.tile_slots <= 16 { 16 } else { 32 };
-    let entry = variant(EXPERTS_DOWN, grouped);
+    let entry = variant(first, grouped);
     call(entry, (grouped.tiles_most, n.div_ceil(features), 1), 256, args)
 }
 

@@ -1,0 +1,187 @@
+//! PURE: sequences that leave the KV cache for host memory, and come back.
+//!
+//! Out of KV blocks, a sequence is put back into the queue. Where host memory has room for what was
+//! computed of it, that is copied there instead of being lost. It stays the same sequence with the
+//! same admission: workers remember it, tokens of it that are in flight count when they come, and
+//! nothing of it is computed again. It waits before its equals as any that is put back, so it is
+//! back before anything waiting that is not more urgent.
+//!
+//! Host blocks are in the plans' order as blocks of the KV cache are: what a plan reads from there is
+//! free with the next plan, for a plan's copies out come before its copies in.
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use shared::ids::{BlockId, HostBlockId};
+use shared::protocol::{StepPlan, Swap, SwapPair};
+
+use super::plan::InFlight;
+use super::sequence::Sequence;
+use super::{Effect, Scheduler, weight};
+
+/// The blocks in host memory. Every rank has the same ones.
+#[derive(Clone, Debug, Default)]
+pub(super) struct HostPool {
+    /// The lowest first: neighbours travel together.
+    free: BinaryHeap<Reverse<u32>>,
+    total: u32,
+}
+
+impl HostPool {
+    /// All of `total` blocks are free.
+    pub(super) fn new(total: u32) -> Self {
+        Self { free: (0..total).map(Reverse).collect(), total }
+    }
+
+    /// Blocks there are.
+    pub(super) fn total(&self) -> u32 {
+        self.total
+    }
+
+    /// Blocks that somebody has.
+    pub(super) fn num_used(&self) -> u32 {
+        self.total - self.free.len() as u32
+    }
+
+    /// Takes `count` blocks, or none.
+    fn take(&mut self, count: usize) -> Option<Vec<HostBlockId>> {
+        if self.free.len() < count {
+            return None;
+        }
+        let block = |_| self.free.pop().map(|Reverse(block)| HostBlockId(block));
+        (0..count).map(block).collect()
+    }
+
+    fn give_back(&mut self, blocks: impl IntoIterator<Item = HostBlockId>) {
+        self.free.extend(blocks.into_iter().map(|block| Reverse(block.0)));
+    }
+}
+
+/// What a sequence has while it is swapped.
+#[derive(Debug)]
+pub(super) struct Swapped {
+    /// Where its blocks are, in the order of its table.
+    host: Vec<HostBlockId>,
+    /// Where they were, for what turns out to be corrupted.
+    pub(super) was: Vec<BlockId>,
+}
+
+impl Scheduler {
+    /// Moves an admitted sequence to host memory, if it is worth it and there is room.
+    pub(super) fn swap_out(&mut self, slot: usize) -> bool {
+        let Some(seq) = &mut self.sequences[slot] else { return false };
+        // What the workers have not begun has nothing to be kept.
+        if !seq.known || !weight::may_swap(&self.outgoing, seq.blocks.len()) {
+            return false;
+        }
+        let Some(host) = self.host.take(seq.blocks.len()) else { return false };
+        let pairs = seq.blocks.iter().zip(&host);
+        let blocks = pairs.map(|(device, host)| SwapPair { device: *device, host: *host });
+        self.outgoing.push(Swap { seq: seq.id, blocks: blocks.collect() });
+        let (request, urgency) = (seq.request, seq.urgency());
+        seq.swapped = Some(Swapped { host, was: seq.blocks.clone() });
+        self.blocks.give_back(&mut seq.blocks);
+        seq.forget_blocks();
+        self.no_longer_running(slot, urgency);
+        self.wait_first(slot);
+        self.count(request, |owner| {
+            owner.admitted -= 1;
+            owner.swapped += 1;
+        });
+        true
+    }
+
+    /// Brings the sequence at place `at` of the queue back and plans its next share. Returns false
+    /// when it has to wait.
+    pub(super) fn swap_in(
+        &mut self,
+        (at, slot): (usize, usize),
+        plan: &mut StepPlan,
+        step: &mut InFlight,
+        budget: &mut u32,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        self.look_up(slot);
+        let Some(seq) = &mut self.sequences[slot] else { return false };
+        let count = seq.num_wanted(self.config.max_model_len).min(*budget);
+        let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
+        let Some(swapped) = seq.swapped.take_if(|_| !waits) else {
+            // Its last token is in flight, or drafts are of which nobody knows what comes.
+            return false;
+        };
+        // Others may have computed more of the same tokens: what the workers know of this sequence
+        // ends at `computed`.
+        let full = (seq.computed / self.config.block_size) as usize;
+        self.found.truncate(full);
+        let num_found = self.found.len() as u32;
+        let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
+        // It may bring more blocks than it needs: those of drafts that were not accepted.
+        let table = self.config.blocks_for(seq.computed + count).max(swapped.host.len() as u32);
+        let now = table - num_found + found_free;
+        // As at admission, and a block more for each that runs: or they would soon have to put it
+        // back again.
+        let ahead = self.config.blocks_for(seq.len_ahead() + 1).max(table);
+        let wanted = ahead - num_found + found_free + self.running.len() as u32;
+        let num_free = self.blocks.num_free();
+        let fits = now <= num_free && (wanted <= num_free || self.running.is_empty());
+        if !fits || !weight::may_swap(&plan.swap_in, swapped.host.len() - num_found as usize) {
+            seq.swapped = Some(swapped);
+            return false;
+        }
+        for found in self.found.drain(..) {
+            self.blocks.share(found.block);
+            seq.blocks.push(found.block);
+            seq.prefix = found.prefix;
+            seq.kept += 1;
+        }
+        let mut pairs = Vec::with_capacity(swapped.host.len() - num_found as usize);
+        for host in swapped.host.iter().skip(num_found as usize) {
+            // There are enough: see above.
+            let Some(device) = self.blocks.take() else { break };
+            seq.blocks.push(device);
+            pairs.push(SwapPair { device, host: *host });
+        }
+        let (seq, request, blocks) = (seq.id, seq.request, pairs.len() as u32);
+        plan.swap_in.push(Swap { seq, blocks: pairs });
+        self.left.extend(swapped.host);
+        self.waiting.remove(at);
+        self.run(slot);
+        self.count(request, |owner| {
+            owner.swapped -= 1;
+            owner.admitted += 1;
+        });
+        effects.push(Effect::SwappedIn { request, blocks });
+        self.resumed(request, effects);
+        self.plan_sequence(slot, count, plan, step);
+        *budget -= count;
+        true
+    }
+
+    /// A plan is on its way: host blocks that it leaves are free for the next.
+    pub(super) fn send_swaps(&mut self, plan: &mut StepPlan) {
+        plan.swap_out.append(&mut self.outgoing);
+        self.host.give_back(self.left.drain(..));
+    }
+
+    /// Forgets a swapped sequence that was taken out of everything else.
+    pub(super) fn drop_swapped(&mut self, seq: &Sequence, swapped: Swapped) {
+        self.host.give_back(swapped.host);
+        // It may not have left yet.
+        self.outgoing.retain(|swap| swap.seq != seq.id);
+        self.count(seq.request, |owner| owner.swapped -= 1);
+    }
+
+    /// The epoch is over, and host memory with it: what was swapped is computed again.
+    pub(super) fn lose_swapped(&mut self) {
+        self.outgoing.clear();
+        self.left.clear();
+        self.host = HostPool::default();
+        for index in 0..self.waiting.len() {
+            let Some(seq) = &mut self.sequences[self.waiting[index]] else { continue };
+            if seq.swapped.is_some() {
+                let request = seq.request;
+                seq.reset();
+                self.count(request, |owner| owner.swapped -= 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,141 @@
+// The inner loop of skinny.cuh for weights of int8, which are kept with 128 added: bytes.
+//
+// A lane's 16 bytes are 16 k, so 4 lanes have 64 k of a row with one load; they become bf16 in
+// registers, exactly, 8 at a time, and go the way of bf16 weights. A byte behind the exponent of 2^23
+// is a float, of which 2^23 + 128 is taken; its upper half is all of the result.
+#pragma once
+#include "skinny.cuh"
+
+namespace tutti {
+namespace {
+
+constexpr uint32_t K_LOAD_INT8 = 64;
+// As much k on its way as of bf16, in half the bytes: more would not leave registers for what is made
+// of them.
+constexpr uint32_t LOADS_INT8 = CHUNK / K_LOAD_INT8;
+
+// Byte `at` of a word as a float.
+template <uint32_t at>
+__device__ __forceinline__ float widen_byte(uint32_t word) {
+    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + at)) - 8388736.0f;
+}
+
+// Bytes `at` and `at` + 1 of a word as a pair of bf16.
+template <uint32_t at>
+__device__ __forceinline__ uint32_t widen_two(uint32_t word) {
+    return __byte_perm(__float_as_uint(widen_byte<at>(word)),
+                       __float_as_uint(widen_byte<at + 1>(word)), 0x7632u);
+}
+
+// 16 * FEATURES rows of W, as far as one lane has them, and one chunk of them.
+template <int FEATURES>
+struct Int8Weights {
+    using Element = uint8_t;
+    static constexpr int COUNT = FEATURES;
+    const uint8_t* rows[FEATURES][2];
+    uint4 chunk[FEATURES][2][LOADS_INT8];
+
+    __device__ __forceinline__ void load(uint32_t i, uint32_t k) {
+#pragma unroll
+        for (int f = 0; f < FEATURES; f++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const void* at = rows[f][half] + k;
+                chunk[f][half][i] = load_weights(static_cast<const tutti_bf16*>(at));
+            }
+        }
+    }
+    // What lies behind the row's end meets zeros of x, and any byte is a number.
+    __device__ __forceinline__ void load_before(uint32_t i, uint32_t k, uint32_t end) {
+        if (k < end) {
+            load(i, k);
+            return;
+        }
+#pragma unroll
+        for (int f = 0; f < FEATURES; f++) {
+            chunk[f][0][i] = make_uint4(0, 0, 0, 0);
+            chunk[f][1][i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    // The operands of two instructions: 8 k of load `i`, the first or the second half of it.
+    __device__ __forceinline__ void widen(uint32_t i, int second,
+                                          uint32_t (&a)[FEATURES][2][4]) const {
+#pragma unroll
+        for (int f = 0; f < FEATURES; f++) {
+            const uint4 upper = chunk[f][0][i];
+            const uint4 lower = chunk[f][1][i];
+            const uint32_t u[2] = {second ? upper.z : upper.x, second ? upper.w : upper.y};
+            const uint32_t l[2] = {second ? lower.z : lower.x, second ? lower.w : lower.y};
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                a[f][part][0] = widen_two<0>(u[part]);
+                a[f][part][1] = widen_two<0>(l[part]);
+                a[f][part][2] = widen_two<2>(u[part]);
+                a[f][part][3] = widen_two<2>(l[part]);
+            }
+        }
+    }
+    __device__ __forceinline__ void load_first(uint32_t k) {
+        const uint32_t start = threadIdx.x / 32 * CHUNK;
+        if (start + CHUNK <= k) {
+#pragma unroll
+            for (uint32_t i = 0; i < LOADS_INT8; i++) {
+                load(i, start + K_LOAD_INT8 * i + 16 * (threadIdx.x % 4));
+            }
+        }
+    }
+};
+
+// As of bf16 weights. x is read up to `end` alone when that is within the chunk.
+template <int FEATURES, int ROWS, bool WHOLE>
+__device__ __forceinline__ void multiply_load(const Int8Weights<FEATURES>& w, uint32_t i,
+                                              const tutti_bf16* const (&x)[ROWS], uint32_t at,
+                                              uint32_t end, float (&sums)[FEATURES][ROWS][4]) {
+#pragma unroll
+    for (int second = 0; second < 2; second++) {
+        uint32_t a[FEATURES][2][4];
+        w.widen(i, second, a);
+        const uint32_t k = at + 8 * second;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const uint4 b = WHOLE ? *reinterpret_cast<const uint4*>(x[r] + k)
+                                  : load8_before<false>(x[r], k, end);
+#pragma unroll
+            for (int f = 0; f < FEATURES; f++) {
+                mma_bf16(sums[f][r], a[f][0], b.x, b.y);
+                mma_bf16(sums[f][r], a[f][1], b.z, b.w);
+            }
+        }
+    }
+}
+
+template <int FEATURES, int ROWS>
+__device__ __forceinline__ void multiply(Int8Weights<FEATURES>& w,
+                                         const tutti_bf16* const (&x)[ROWS], uint32_t k,
+                                         float (&sums)[FEATURES][ROWS][4]) {
+    const uint32_t lane_k = 16 * (threadIdx.x % 4);
+    uint32_t start = threadIdx.x / 32 * CHUNK;
+    for (; start + CHUNK <= k; start += WARPS * CHUNK) {
+        const uint32_t next = start + WARPS * CHUNK;
+        const bool more = next + CHUNK <= k;
+#pragma unroll
+        for (uint32_t i = 0; i < LOADS_INT8; i++) {
+            const uint32_t at = start + K_LOAD_INT8 * i + lane_k;
+            multiply_load<FEATURES, ROWS, true>(w, i, x, at, k, sums);
+            if (more) {
+                w.load(i, next + K_LOAD_INT8 * i + lane_k);
+            }
+        }
+    }
+    if (start < k) {
+#pragma unroll
+        for (uint32_t i = 0; i < LOADS_INT8; i++) {
+            const uint32_t at = start + K_LOAD_INT8 * i + lane_k;
+            w.load_before(i, at, k);
+            multiply_load<FEATURES, ROWS, false>(w, i, x, at, k, sums);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace tutti

@@ -1,0 +1,115 @@
+//! KV blocks in pinned host memory, which kernels write and read over the bus: what is copied out is
+//! there before anything that is called later overwrites it, since both are on one stream.
+use super::context::Context;
+use super::device::Device;
+use super::launch;
+use super::memory::Pinned;
+use super::stream::{Event, Stream};
+use super::tensors::{CudaKvCache, kv_block_bytes};
+use crate::backend::KvShape;
+use crate::cpu::check;
+use crate::error::KernelError;
+use std::rc::Rc;
+use std::time::Duration;
+
+/// How long the copies of an earlier step may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// KV blocks in host memory: bf16 `[num_blocks, 2 * num_layers, num_kv_heads, block_size, head_dim]`,
+/// so that a block is one piece, and neighbours are another.
+#[derive(Debug)]
+pub struct CudaHostKv {
+    data: Pinned<u16>,
+    shape: KvShape,
+    /// Blocks of the cache that the copies under way name, and when they have been read.
+    names: Pinned<u32>,
+    read: Event,
+}
+
+/// Host blocks that follow each other.
+struct Run {
+    /// Of the pairs.
+    start: usize,
+    len: usize,
+    /// The first host block.
+    host: usize,
+}
+
+fn runs(pairs: &[(u32, u32)]) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for (start, (_, host)) in pairs.iter().enumerate() {
+        let host = *host as usize;
+        match runs.last_mut() {
+            Some(run) if run.host + run.len == host => run.len += 1,
+            _ => runs.push(Run { start, len: 1, host }),
+        }
+    }
+    runs
+}
+
+impl CudaHostKv {
+    pub(super) fn new(
+        context: &Rc<Context>,
+        stream: &Stream,
+        shape: KvShape,
+    ) -> Result<Self, KernelError> {
+        let elements = (kv_block_bytes(&shape) / 2).saturating_mul(shape.num_blocks as u64);
+        let elements = usize::try_from(elements).unwrap_or(usize::MAX);
+        let data = Pinned::new(context, elements, "pinned memory for swapped KV blocks")?;
+        let names = Pinned::new(context, shape.num_blocks, "pinned memory for names of blocks")?;
+        let read = Event::new(context, false)?;
+        read.record(stream)?;
+        Ok(Self { data, shape, names, read })
+    }
+
+    /// Its sizes.
+    #[must_use]
+    pub fn shape(&self) -> &KvShape {
+        &self.shape
+    }
+
+    /// Copies blocks of the cache here or back: (block, host block) pairs.
+    pub(super) fn copy(
+        &mut self,
+        device: &Device,
+        cache: &CudaKvCache,
+        pairs: &[(u32, u32)],
+        out: bool,
+    ) -> Result<(), KernelError> {
+        let op = if out { "swap_out" } else { "swap_in" };
+        check::swap(op, cache.shape(), &self.shape, pairs, out)?;
+        // The list is read by kernels of the step before, and never longer than the pool.
+        self.read.wait(PATIENCE)?;
+        for (name, (block, _)) in self.names.as_mut_slice().iter_mut().zip(pairs) {
+            *name = *block;
+        }
+        let planes = 2 * self.shape.num_layers;
+        let (elements, stride) = cache.block_and_plane();
+        for Run { start, len, host } in runs(pairs) {
+            let names = self.names.device_ptr(start);
+            let staging = self.data.device_ptr(host * planes * elements);
+            let sizes = (len, planes, elements, stride);
+            let call = if out {
+                launch::blocks_out(cache.ptr(), names, staging, sizes)
+            } else {
+                launch::blocks_in(cache.ptr(), names, staging, sizes)
+            };
+            // SAFETY: names and places of blocks were checked; all of it is alive until the stream
+            // has come so far, since freeing it waits for the device.
+            unsafe { device.launch(call) }?;
+        }
+        self.read.record(&device.stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_in_host_memory_travel_together() {
+        let runs = runs(&[(9, 3), (2, 4), (7, 5), (1, 7), (5, 6)]);
+        let found: Vec<_> = runs.iter().map(|run| (run.start, run.len, run.host)).collect();
+        assert_eq!(found, [(0, 3, 3), (3, 1, 7), (4, 1, 6)]);
+    }
+}

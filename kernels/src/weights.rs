@@ -1,0 +1,408 @@
+//! Weights as model files have them: rectangles of tensors, and their rows in the types that
+//! backends keep.
+//!
+//! Owns what every backend has to read alike: how FP8 and int8 checkpoints become bf16, and how
+//! weights are quantised to int8 while they are loaded. A quantised matrix is symmetric: one f32
+//! scale per output feature, its largest absolute value divided by 127, and every weight divided by
+//! that and rounded to the nearest integer, ties to even. The scale is one of the file's whole row,
+//! of which a rank may take a part only: so it is the same at every tensor-parallel degree.
+use half::{bf16, f16};
+
+use crate::error::KernelError;
+
+/// Element type of a tensor in a model file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DType {
+    /// bfloat16, little endian.
+    Bf16,
+    /// IEEE half, little endian.
+    F16,
+    /// IEEE single, little endian.
+    F32,
+    /// FP8: 4 bits of exponent, 3 of mantissa, no infinities (OCP's E4M3, PyTorch's `e4m3fn`).
+    F8E4M3,
+    /// Signed integers of 8 bits.
+    I8,
+}
+
+impl DType {
+    /// Bytes per element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F8E4M3 | Self::I8 => 1,
+            Self::Bf16 | Self::F16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// What the elements of a quantised tensor are multiplied by: one number for each block of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Scales<'a> {
+    /// Bytes of the scales, row-major.
+    pub data: &'a [u8],
+    /// Their type: bf16, f16 or f32.
+    pub dtype: DType,
+    /// Rows and columns of the tensor that share a scale; `usize::MAX` for all of them.
+    pub block: (usize, usize),
+    /// Scales from one row of blocks to the next.
+    pub row_stride: usize,
+    /// The tensor's row that is row 0 of the matrix.
+    pub first_row: usize,
+}
+
+impl Scales<'_> {
+    /// The place of the scale of an element; `row` counts from the matrix's row 0, `col` from the
+    /// tensor's column 0.
+    fn index(&self, row: usize, col: usize) -> Option<usize> {
+        let block_row = row.checked_add(self.first_row)? / self.block.0.max(1);
+        block_row.checked_mul(self.row_stride)?.checked_add(col / self.block.1.max(1))
+    }
+
+    /// The scale at a place, NaN where there is none.
+    fn at(&self, index: usize) -> f32 {
+        let size = self.dtype.bytes();
+        let bytes = index.checked_mul(size).and_then(|start| self.data.get(start..)?.get(..size));
+        let mut one = [f32::NAN];
+        if let Some(bytes) = bytes {
+            widen(self.dtype, bytes, &mut one);
+        }
+        one[0]
+    }
+}
+
+/// A rectangle of a weight matrix in a (memory-mapped) model file: rows `0..rows`, columns
+/// `col_start..col_start + cols` of rows that are `row_stride` elements apart.
+#[derive(Clone, Copy, Debug)]
+pub struct HostMatrix<'a> {
+    /// Bytes, beginning at the first row's column 0.
+    pub data: &'a [u8],
+    /// Element type.
+    pub dtype: DType,
+    /// Output features taken.
+    pub rows: usize,
+    /// Input features taken.
+    pub cols: usize,
+    /// First column taken.
+    pub col_start: usize,
+    /// Elements from one row to the next.
+    pub row_stride: usize,
+    /// What elements are multiplied by, where the file has them quantised.
+    pub scales: Option<Scales<'a>>,
+}
+
+impl HostMatrix<'_> {
+    /// That it has `cols` columns, all of them in its data, and scales for them.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    pub fn check(&self, op: &'static str, cols: usize) -> Result<(), KernelError> {
+        let fault = |message: String| Err(KernelError::Shape { op, message });
+        if self.cols != cols {
+            let found = self.cols;
+            return fault(format!("parts have {cols} and {found} columns, they must be equal"));
+        }
+        if self.rows == 0 {
+            return Ok(());
+        }
+        let Self { dtype, rows, col_start, row_stride, .. } = *self;
+        let end = col_start.checked_add(cols).filter(|end| *end <= row_stride);
+        let needed = end.and_then(|end| {
+            (rows - 1).checked_mul(row_stride)?.checked_add(end)?.checked_mul(dtype.bytes())
+        });
+        if needed.is_none_or(|needed| needed > self.data.len()) {
+            let found = self.data.len();
+            return fault(format!(
+                "{rows} rows of {cols} {dtype:?} columns from column {col_start} at stride \
+                 {row_stride} do not fit in {found} bytes"
+            ));
+        }
+        if let Some(scales) = &self.scales {
+            let last = scales.index(rows - 1, row_stride.saturating_sub(1));
+            let needed =
+                last.and_then(|last| last.checked_add(1)?.checked_mul(scales.dtype.bytes()));
+            if needed.is_none_or(|needed| needed > scales.data.len()) {
+                let (block, found) = (scales.block, scales.data.len());
+                return fault(format!("{found} bytes of scales of {block:?} are too few"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Row `row` in f32, the columns from `first` of the file's row on: the file's numbers, where they
+    /// are quantised multiplied by their scales in f32.
+    fn widen_row(&self, row: usize, first: usize, out: &mut [f32]) {
+        let size = self.dtype.bytes();
+        let bytes = &self.data[(row * self.row_stride + first) * size..][..out.len() * size];
+        widen(self.dtype, bytes, out);
+        let Some(scales) = &self.scales else { return };
+        let mut col = first;
+        let mut rest = out;
+        while !rest.is_empty() {
+            // Up to where the block ends.
+            let width = scales.block.1.max(1);
+            let (own, others) = rest.split_at_mut((width - col % width).min(rest.len()));
+            let scale = scales.index(row, col).map_or(f32::NAN, |index| scales.at(index));
+            own.iter_mut().for_each(|x| *x *= scale);
+            col += own.len();
+            rest = others;
+        }
+    }
+
+    /// The columns taken of row `row` in f32 (`cols` elements).
+    pub fn row_f32(&self, row: usize, out: &mut [f32]) {
+        self.widen_row(row, self.col_start, out);
+    }
+
+    /// The columns taken of row `row` in bf16 (`cols` elements): bf16 files bit by bit, others rounded
+    /// to the nearest (ties to even). `room` is for what lies between, kept from row to row.
+    pub fn row_bf16(&self, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
+        room.resize(out.len(), 0.0);
+        self.row_f32(row, room);
+        for (to, &from) in out.iter_mut().zip(room.iter()) {
+            *to = bf16::from_f32(from).to_bits();
+        }
+    }
+
+    /// The columns taken of row `row` in int8 (`cols` elements), and the scale of the file's whole
+    /// row. int8 files with one scale for the row are taken as they are. A row with a NaN or an
+    /// infinity gets a scale that is none either: what it makes is no number.
+    pub fn row_int8(&self, row: usize, room: &mut Vec<f32>, out: &mut [i8]) -> f32 {
+        if let (DType::I8, Some(scales)) = (self.dtype, &self.scales)
+            && scales.block.1 >= self.row_stride
+        {
+            let bytes = &self.data[row * self.row_stride + self.col_start..][..out.len()];
+            out.iter_mut().zip(bytes).for_each(|(to, &from)| *to = from.cast_signed());
+            return scales.index(row, 0).map_or(f32::NAN, |index| scales.at(index));
+        }
+        room.resize(self.row_stride, 0.0);
+        self.widen_row(row, 0, room);
+        // As bits, in whose order what is no number comes last.
+        let most = room.iter().map(|x| x.to_bits() & !SIGN).max().unwrap_or(0);
+        let scale = f32::from_bits(most) / 127.0;
+        for (to, &from) in out.iter_mut().zip(&room[self.col_start..]) {
+            *to = round(from / scale);
+        }
+        scale
+    }
+}
+
+const SIGN: u32 = 1 << 31;
+
+/// The nearest integer in -127..=127, ties to even; 0 for what is no number.
+fn round(x: f32) -> i8 {
+    // In this sum the last bit is worth one, and below it the hardware rounds.
+    const ONES: f32 = 12_582_912.0;
+    let sum = x.clamp(-127.0, 127.0) + ONES;
+    sum.to_bits().wrapping_sub(ONES.to_bits()) as i8
+}
+
+/// Elements in f32, which is exact: as many as there are of both.
+pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    match dtype {
+        DType::Bf16 => {
+            for (to, &from) in out.iter_mut().zip(bytes.as_chunks().0) {
+                *to = bf16::from_le_bytes(from).to_f32();
+            }
+        }
+        DType::F16 => {
+            for (to, &from) in out.iter_mut().zip(bytes.as_chunks().0) {
+                *to = f16::from_le_bytes(from).to_f32();
+            }
+        }
+        DType::F32 => {
+            for (to, &from) in out.iter_mut().zip(bytes.as_chunks().0) {
+                *to = f32::from_le_bytes(from);
+            }
+        }
+        DType::F8E4M3 => {
+            for (to, &from) in out.iter_mut().zip(bytes) {
+                *to = F8E4M3[usize::from(from)];
+            }
+        }
+        DType::I8 => {
+            for (to, &from) in out.iter_mut().zip(bytes) {
+                *to = f32::from(from.cast_signed());
+            }
+        }
+    }
+}
+
+/// What each byte of FP8 is worth.
+const F8E4M3: [f32; 256] = {
+    let mut table = [0.0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let (exponent, mantissa) = (byte as u32 >> 3 & 15, byte as u32 & 7);
+        let magnitude = if exponent == 15 && mantissa == 7 {
+            f32::NAN.to_bits()
+        } else if exponent > 0 {
+            // The bias is 7, f32's is 127.
+            ((exponent + 120) << 23) | (mantissa << 20)
+        } else {
+            // Multiples of 2^-9, which f32 has as normal numbers.
+            (mantissa as f32 / 512.0).to_bits()
+        };
+        table[byte] = f32::from_bits(magnitude | (byte as u32 >> 7) << 31);
+        byte += 1;
+    }
+    table
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matrix(data: &[u8], dtype: DType, rows: usize, cols: usize) -> HostMatrix<'_> {
+        HostMatrix { data, dtype, rows, cols, col_start: 0, row_stride: cols, scales: None }
+    }
+
+    #[test]
+    fn fp8_has_its_known_values() {
+        // From the OCP's table of E4M3.
+        let known = [
+            (0x00, 0.0),
+            (0x01, 0.001_953_125),
+            (0x07, 0.013_671_875),
+            (0x08, 0.015_625),
+            (0x38, 1.0),
+            (0x3c, 1.5),
+            (0x7e, 448.0),
+            (0xfe, -448.0),
+            (0xb8, -1.0),
+        ];
+        for (byte, value) in known {
+            assert_eq!(F8E4M3[byte].to_bits(), f32::to_bits(value), "{byte:#x}");
+        }
+        assert!(F8E4M3[0x7f].is_nan() && F8E4M3[0xff].is_nan());
+        assert_eq!(F8E4M3[0x80].to_bits(), (-0.0f32).to_bits());
+        assert_eq!(F8E4M3.iter().filter(|x| x.is_finite()).count(), 254);
+        // Each is the next larger one.
+        assert!(F8E4M3[..0x7f].is_sorted() && (0..0x7e).all(|i| F8E4M3[i] < F8E4M3[i + 1]));
+    }
+
+    #[test]
+    fn int8_is_the_nearest_with_ties_to_even() {
+        let values = [127.0f32, -0.5, 0.5, 1.5, 2.5, -126.5, 3.49];
+        let data: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let mut out = [99; 7];
+        let scale = matrix(&data, DType::F32, 1, 7).row_int8(0, &mut Vec::new(), &mut out);
+        assert_eq!((scale, out), (1.0, [127, 0, 0, 2, 2, -126, 3]));
+        for x in -1270..=1270 {
+            let x = x as f32 / 10.0;
+            assert_eq!(f32::from(round(x)), x.round_ties_even(), "{x}");
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_row_has_the_scale_of_the_whole_row() {
+        let values = [-254.0f32, 2.0, 4.0, 6.0];
+        let data: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let whole = matrix(&data, DType::F32, 1, 4);
+        let mut out = [0; 2];
+        let part = HostMatrix { cols: 2, col_start: 2, ..whole };
+        assert_eq!(part.row_int8(0, &mut Vec::new(), &mut out), 2.0);
+        assert_eq!(out, [2, 3]);
+    }
+
+    #[test]
+    fn what_is_no_number_shows_and_zeros_are_zeros() {
+        for (values, is_good) in [
+            ([0.0f32, 0.0, -0.0], true),
+            ([1e-45, 0.0, 1e-44], true),
+            ([1.0, f32::NAN, 2.0], false),
+            ([1.0, 2.0, f32::NEG_INFINITY], false),
+        ] {
+            let data: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let mut out = [99; 3];
+            let scale = matrix(&data, DType::F32, 1, 3).row_int8(0, &mut Vec::new(), &mut out);
+            assert_eq!(scale.is_finite(), is_good, "{values:?}");
+            if is_good {
+                for (q, x) in out.iter().zip(values) {
+                    assert!((f32::from(*q) * scale - x).abs() <= 1e-43);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_of_scales_are_found_from_any_rectangle() {
+        // A tensor of 5 x 7 in blocks of 2 x 3; scales are [3, 3].
+        let data: Vec<u8> = (0..35).map(|i| 0x38 + i % 8).collect();
+        let factors: Vec<f32> = (1..=9).map(|i| i as f32).collect();
+        let bytes: Vec<u8> = factors.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let (row_start, col_start) = (1, 2);
+        let scales = Scales {
+            data: &bytes,
+            dtype: DType::F32,
+            block: (2, 3),
+            row_stride: 3,
+            first_row: row_start,
+        };
+        let part = HostMatrix {
+            data: &data[row_start * 7..],
+            dtype: DType::F8E4M3,
+            rows: 4,
+            cols: 5,
+            col_start,
+            row_stride: 7,
+            scales: Some(scales),
+        };
+        part.check("test", 5).unwrap();
+        let mut out = [0.0; 5];
+        for row in 0..4 {
+            part.row_f32(row, &mut out);
+            for (col, got) in out.iter().enumerate() {
+                let (r, c) = (row + row_start, col + col_start);
+                let want = (1.0 + ((r * 7 + c) % 8) as f32 / 8.0) * factors[r / 2 * 3 + c / 3];
+                assert_eq!(*got, want, "{row} {col}");
+            }
+        }
+        let few = Scales { data: &bytes[..35], ..scales };
+        assert!(HostMatrix { scales: Some(few), ..part }.check("test", 5).is_err());
+    }
+
+    #[test]
+    fn int8_files_are_taken_as_they_are() {
+        let data = [128u8, 1, 255, 127, 5, 6];
+        let bytes: Vec<u8> = [0.5f32, 3.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        let scales = Scales {
+            data: &bytes,
+            dtype: DType::F32,
+            block: (1, usize::MAX),
+            row_stride: 1,
+            first_row: 0,
+        };
+        let file = HostMatrix { scales: Some(scales), ..matrix(&data, DType::I8, 2, 3) };
+        file.check("test", 3).unwrap();
+        let mut out = [0; 3];
+        assert_eq!(file.row_int8(0, &mut Vec::new(), &mut out), 0.5);
+        assert_eq!(out, [-128, 1, -1]);
+        assert_eq!(file.row_int8(1, &mut Vec::new(), &mut out), 3.0);
+        let mut words = [0; 3];
+        file.row_bf16(1, &mut Vec::new(), &mut words);
+        assert_eq!(
+            words.map(|x| bf16::from_bits(x).to_f32()),
+            [381.0, 15.0, 18.0].map(|x| bf16::from_f32(x).to_f32())
+        );
+    }
+
+    #[test]
+    fn rectangles_that_do_not_fit_are_refused() {
+        let data = [0; 22];
+        let part = HostMatrix {
+            rows: 3,
+            cols: 3,
+            col_start: 1,
+            row_stride: 4,
+            ..matrix(&data, DType::Bf16, 3, 3)
+        };
+        assert!(part.check("test", 3).is_err());
+        let enough = HostMatrix { data: &[0; 24], ..part };
+        enough.check("test", 3).unwrap();
+        assert!(enough.check("test", 4).is_err());
+        assert!(HostMatrix { data: &[0; 64], col_start: 2, ..part }.check("test", 3).is_err());
+        assert!(HostMatrix { rows: usize::MAX, ..part }.check("test", 3).is_err());
+    }
+}

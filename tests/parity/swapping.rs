@@ -1,0 +1,257 @@
+//! Texts of sequences that went to host memory and came back, several times, are those of sequences
+//! that were computed again and of ones that nobody disturbed: the real scheduler over real engines,
+//! one step ahead, with far fewer KV blocks than the load wants.
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use coordinator::engine::GenerateRequest;
+use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, Speculation};
+use kernels::collective::{Collective, local_group};
+use kernels::cpu::Precision;
+use kernels::cuda::CudaOptions;
+use kernels::{Backend, CpuBackend, ReferenceBackend};
+use shared::ids::{Epoch, RequestId};
+use shared::protocol::{EngineConfig, SequenceOutput, StepPlan, TokenLogprobs};
+use shared::sampling::SamplingParams;
+use testkit::models::variant;
+use worker::engine::Engine;
+use worker::rank::StepSource;
+
+use crate::rig::{engine_of, fake_cuda_with};
+
+const BLOCK_SIZE: u32 = 16;
+const SEQS: u32 = 6;
+const TOKENS: u32 = 48;
+const MAX_LEN: u32 = 112;
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Tokens, and what was said of them.
+type Text = Vec<(u32, Option<TokenLogprobs>)>;
+
+/// What became of a load: each choice's tokens with what was said of them, and how it went.
+#[derive(Debug, Default)]
+struct Outcome {
+    choices: BTreeMap<(RequestId, u32), Text>,
+    swapped: (u32, u32),
+    preemptions: u32,
+    recomputed: u32,
+    drafted: u32,
+}
+
+/// The next plans, of which an engine may see the first.
+struct Plans {
+    receiver: Receiver<StepPlan>,
+    held: Option<StepPlan>,
+}
+
+impl StepSource for Plans {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        if self.held.is_none() {
+            self.held = self.receiver.try_recv().ok();
+        }
+        self.held.as_ref()
+    }
+}
+
+fn load() -> Vec<GenerateRequest> {
+    let sampled = SamplingParams {
+        temperature: 0.9,
+        top_p: 0.95,
+        top_k: 40,
+        presence_penalty: 0.4,
+        frequency_penalty: 0.3,
+        repetition_penalty: 1.2,
+        logprobs: Some(2),
+        ..SamplingParams::greedy()
+    };
+    let greedy = SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+    let request = |at: u32| {
+        let params = if at.is_multiple_of(2) { &greedy } else { &sampled };
+        let n = if at == 3 { 2 } else { 1 };
+        let sampling = (0..n).map(|choice| SamplingParams {
+            seed: u64::from(at),
+            choice,
+            prompt_logprobs: (at == 5).then_some(1),
+            ..params.clone()
+        });
+        GenerateRequest {
+            id: RequestId(at.into()),
+            // Some begin alike, for a block or two.
+            prompt: (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
+            sampling: sampling.collect(),
+            stop_checks: Vec::new(),
+            guides: Vec::new(),
+            guide_spec: None,
+            max_tokens: 30 + at,
+            priority: 0,
+            cache_salt: 0,
+            end_tokens: Vec::new(),
+            arrived: Duration::ZERO,
+            stops: Vec::new().into(),
+            keep_special: false,
+            response_id: "cmpl-1".into(),
+        }
+    };
+    (0..7).map(request).collect()
+}
+
+fn serve<B: Backend>(
+    mut engine: Engine<B>,
+    receiver: Receiver<StepPlan>,
+    results: &std::sync::mpsc::Sender<Result<Vec<SequenceOutput>, String>>,
+) {
+    let mut plans = Plans { receiver, held: None };
+    while let Some(plan) = plans.held.take().or_else(|| plans.receiver.recv().ok()) {
+        let mut outputs = Vec::new();
+        let stepped = engine.step_with(&plan, &mut plans, &mut outputs);
+        let result = stepped.map(|_| outputs).map_err(|error| error.to_string());
+        let failed = result.is_err();
+        if engine.backend().rank() == 0 || failed {
+            let _ = results.send(result);
+        }
+        if failed {
+            return;
+        }
+    }
+}
+
+/// Runs the load on `degree` ranks that have so many blocks, and so many in host memory.
+fn run<B: Backend>(
+    degree: u32,
+    (blocks, host): (u32, u32),
+    (prefix_caching, speculation): (bool, Option<Speculation>),
+    make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
+) -> Outcome {
+    let sizes = EngineConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: MAX_LEN,
+        max_num_seqs: SEQS,
+        max_num_batched_tokens: TOKENS,
+        kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
+    };
+    let mut scheduler = Scheduler::new(SchedulerConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: MAX_LEN,
+        max_num_seqs: SEQS,
+        max_num_batched_tokens: TOKENS,
+        max_queued_requests: 100,
+        max_steps_in_flight: 2,
+        prefix_caching,
+        speculation,
+    })
+    .unwrap();
+    let (sender, results) = channel();
+    std::thread::scope(|scope| {
+        let mut ranks = Vec::new();
+        let group = local_group(degree as usize, PATIENCE).unwrap();
+        for (rank, collective) in (0..degree).zip(group) {
+            let (plans, receiver) = channel();
+            ranks.push(plans);
+            let (sender, sizes) = (sender.clone(), sizes.clone());
+            scope.spawn(move || {
+                let model = variant("llama-gqa");
+                let mut engine = engine_of(&model, rank, degree, make(collective), sizes).unwrap();
+                engine.start_with(blocks, host).unwrap();
+                serve(engine, receiver, &sender);
+            });
+        }
+        let (mut effects, mut outcome) = (Vec::new(), Outcome::default());
+        scheduler.replica_ready(Epoch(1), blocks, host, &mut effects);
+        load().into_iter().for_each(|request| {
+            scheduler.submit(request).unwrap();
+        });
+        let mut plan = StepPlan::default();
+        while scheduler.gauges().in_flight > 0 {
+            while scheduler.plan(&mut plan, &mut effects) {
+                let count = |swaps: &[shared::protocol::Swap]| -> u32 {
+                    swaps.iter().map(|swap| swap.blocks.len() as u32).sum()
+                };
+                outcome.swapped.0 += count(&plan.swap_out);
+                outcome.swapped.1 += count(&plan.swap_in);
+                ranks.iter().for_each(|rank| rank.send(plan.clone()).unwrap());
+            }
+            let step = plan.step.0 + 1 - u64::from(scheduler.gauges().steps_in_flight);
+            let outputs = results.recv_timeout(PATIENCE).unwrap().unwrap();
+            let step = shared::ids::StepId(step);
+            scheduler.apply(Epoch(1), step, outputs, &mut |_, _| false, &mut effects).unwrap();
+            for effect in effects.drain(..) {
+                match effect {
+                    Effect::Token { request, choice, token, logprobs } => {
+                        let choice = outcome.choices.entry((request, choice)).or_default();
+                        choice.push((token, logprobs));
+                    }
+                    Effect::Preempted { .. } => outcome.preemptions += 1,
+                    Effect::StepDone(step) => outcome.recomputed += step.recomputed,
+                    Effect::Drafted { tokens, .. } => outcome.drafted += tokens,
+                    Effect::Dropped { error, .. } => panic!("{error:?}"),
+                    _ => {}
+                }
+            }
+        }
+        let gauges = scheduler.gauges();
+        assert_eq!((gauges.blocks_used, gauges.host_used), (0, 0), "nothing is left behind");
+        outcome
+    })
+}
+
+const DRAFTS: Speculation = Speculation {
+    num_speculative_tokens: 3,
+    prompt_lookup_max: 3,
+    prompt_lookup_min: 1,
+    disable_by_batch_size: None,
+};
+
+/// As many as the longest needs, and one.
+const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
+
+fn all_alike<B: Backend>(degree: u32, make: impl Fn(Box<dyn Collective>) -> B + Copy + Send) {
+    let undisturbed = run(degree, (100, 0), (true, None), make);
+    assert_eq!((undisturbed.preemptions, undisturbed.recomputed), (0, 0));
+    assert_eq!(undisturbed.choices.len(), 8);
+    let again = run(degree, (FEW, 0), (true, None), make);
+    assert!(again.recomputed > 0 && again.swapped == (0, 0));
+    assert_eq!(again.choices, undisturbed.choices, "computed again");
+    let swapped = run(degree, (FEW, 100), (true, None), make);
+    let (out, back) = swapped.swapped;
+    assert!(back > 0 && back < out, "{back} of {out} blocks came back, the cache had the others");
+    assert_eq!(swapped.recomputed, 0);
+    assert_eq!(swapped.choices, undisturbed.choices, "swapped");
+    let whole = run(degree, (FEW, 100), (false, None), make);
+    let (out, back) = whole.swapped;
+    assert!(out == back && back > 10, "{back} of {out} blocks came back");
+    assert_eq!(whole.choices, undisturbed.choices, "swapped as a whole");
+    let drafting = run(degree, (FEW, 100), (false, Some(DRAFTS)), make);
+    assert!(drafting.drafted > 0 && drafting.swapped.1 > 0, "{drafting:?}");
+    assert_eq!(drafting.choices, undisturbed.choices, "swapped with drafts");
+    // Room for one or two of them: the others are computed again.
+    let mixed = run(degree, (FEW, 3), (false, None), make);
+    assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);
+    assert_eq!(mixed.choices, undisturbed.choices, "some swapped, some computed again");
+}
+
+#[test]
+fn on_the_cpu_by_one_rank_and_by_two() {
+    for degree in [1, 2] {
+        all_alike(degree, |collective| CpuBackend::new(2, Precision::Float32, collective).unwrap());
+    }
+}
+
+#[test]
+fn on_the_reference() {
+    all_alike(1, ReferenceBackend::new);
+}
+
+/// Graphs and one step ahead included; each row's bits are those it has alone.
+#[test]
+fn on_an_emulated_gpu_by_one_rank_and_by_two() {
+    let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
+    let options = || options.clone();
+    all_alike(1, |collective| fake_cuda_with(options(), collective));
+    let two =
+        |blocks| run(2, blocks, (false, None), |collective| fake_cuda_with(options(), collective));
+    let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));
+    assert!(undisturbed.preemptions == 0 && swapped.swapped.1 > 10);
+    assert_eq!(swapped.choices, undisturbed.choices);
+}

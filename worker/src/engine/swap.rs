@@ -1,0 +1,116 @@
+//! Sequences that leave the KV cache for host memory, and come back: what a rank knows of them stays.
+//!
+//! A plan names every block; this rank knows what it has, and refuses copies that cannot be meant:
+//! a table that is another one, host blocks that hold another sequence or something else.
+use kernels::Backend;
+use shared::protocol::{StepPlan, Swap};
+
+use super::{Engine, EngineError};
+
+/// KV blocks in host memory, and which of them hold something.
+#[derive(Debug)]
+pub(super) struct HostBlocks<B: Backend> {
+    kv: B::HostKv,
+    held: Vec<bool>,
+}
+
+impl<B: Backend> HostBlocks<B> {
+    pub(super) fn new(kv: B::HostKv, count: u32) -> Self {
+        Self { kv, held: vec![false; count as usize] }
+    }
+
+    /// Blocks there are.
+    pub(super) fn count(&self) -> usize {
+        self.held.len()
+    }
+
+    /// They hold nothing any more.
+    pub(super) fn free(&mut self, blocks: &[u32]) {
+        for block in blocks {
+            if let Some(held) = self.held.get_mut(*block as usize) {
+                *held = false;
+            }
+        }
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// Copies what the plan says, out before in: before anything of its batch.
+    pub(super) fn swap(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        if plan.swap_out.is_empty() && plan.swap_in.is_empty() {
+            return Ok(());
+        }
+        let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+        let mut pairs = Vec::new();
+        for swap in &plan.swap_out {
+            self.leave(swap, &mut pairs).map_err(|why| fault(format!("{} {why}", swap.seq)))?;
+        }
+        let none = || fault("swaps, and there is no host memory for it".to_owned());
+        let (Some(cache), Some(host)) = (&mut self.cache, &mut self.host) else {
+            return Err(none());
+        };
+        self.backend.swap_out(cache, &mut host.kv, &pairs)?;
+        pairs.clear();
+        for swap in &plan.swap_in {
+            self.come_back(plan, swap, &mut pairs)
+                .map_err(|why| fault(format!("{} {why}", swap.seq)))?;
+        }
+        let (Some(cache), Some(host)) = (&mut self.cache, &mut self.host) else {
+            return Err(none());
+        };
+        self.backend.swap_in(cache, &mut host.kv, &pairs)?;
+        Ok(())
+    }
+
+    fn leave(&mut self, swap: &Swap, pairs: &mut Vec<(u32, u32)>) -> Result<(), String> {
+        let seq = self.sequences.get_mut(&swap.seq).ok_or("is not known")?;
+        let host = self.host.as_mut().ok_or("is swapped, and there is no host memory for it")?;
+        if seq.host.is_some() {
+            return Err("is swapped out, and was before".to_owned());
+        }
+        if !swap.blocks.iter().map(|pair| pair.device.0).eq(seq.blocks.iter().copied()) {
+            let (count, own) = (swap.blocks.len(), seq.blocks.len());
+            return Err(format!("is swapped out of {count} blocks, which are not its {own}"));
+        }
+        for pair in &swap.blocks {
+            let count = host.count();
+            let held = host.held.get_mut(pair.host.0 as usize);
+            let held = held.ok_or_else(|| format!("is given {} of {count}", pair.host))?;
+            if std::mem::replace(held, true) {
+                return Err(format!("is given {}, which holds another sequence", pair.host));
+            }
+            pairs.push((pair.device.0, pair.host.0));
+        }
+        seq.host = Some(swap.blocks.iter().map(|pair| pair.host.0).collect());
+        seq.blocks.clear();
+        Ok(())
+    }
+
+    fn come_back(
+        &mut self,
+        plan: &StepPlan,
+        swap: &Swap,
+        pairs: &mut Vec<(u32, u32)>,
+    ) -> Result<(), String> {
+        let seq = self.sequences.get_mut(&swap.seq).ok_or("is not known")?;
+        let held = seq.host.take().ok_or("is swapped in, and was not out")?;
+        let entry = plan.sequences.iter().find(|entry| entry.seq == swap.seq);
+        let table = &entry.ok_or("is swapped in, and not run")?.new_blocks;
+        let behind = held.len().checked_sub(swap.blocks.len());
+        let behind = behind.ok_or("is swapped in from more blocks than it has")?;
+        for (at, pair) in (behind..).zip(&swap.blocks) {
+            let (host, device) = (pair.host, pair.device);
+            if held[at] != host.0 || table.get(at) != Some(&device) {
+                return Err(format!("is swapped in from {host} to {device}, not block {at} of it"));
+            }
+            if device.0 >= self.num_blocks {
+                return Err(format!("is given {device} of {}", self.num_blocks));
+            }
+            pairs.push((device.0, host.0));
+        }
+        if let Some(host) = &mut self.host {
+            host.free(&held);
+        }
+        Ok(())
+    }
+}
