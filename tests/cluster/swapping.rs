@@ -70,8 +70,8 @@ async fn until_swapped(client: &Client) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn texts_stay_the_same_and_every_scrape_adds_up() {
-    // A block of a rank takes 32 KiB: 64 of them, and 160 in host memory.
-    let sizes = ["--max-model-len", "512", "--kv-cache-memory", "2MiB", "--swap-space", "5MiB"];
+    // A block of a rank takes 16 KiB in bf16: 64 of them, and 160 in host memory.
+    let sizes = ["--max-model-len", "512", "--kv-cache-memory", "1MiB", "--swap-space", "2560KiB"];
     let cluster = up(&sizes).await;
     let client = cluster.client().unwrap();
     let bodies = bodies();

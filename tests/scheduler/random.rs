@@ -54,6 +54,8 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     key,
                     over_in,
                     slow,
+                    // Some give up, as they run or as they wait to run again.
+                    fails_behind: key.is_multiple_of(5).then_some((key >> 8) as usize % 12),
                     ..Guidance::default()
                 });
                 let prompt_logprobs = logprobs && prompt.len() > 1;

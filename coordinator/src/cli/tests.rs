@@ -83,7 +83,7 @@ fn swap_space_is_in_gib() {
     assert_eq!(space(&[], "swap-space = 0.5"), Ok(512 << 20));
     assert_eq!(space(&[], "swap-space = \"64MiB\""), Ok(64 << 20));
     for bad in ["-1", "nan", "2000000", "4 parsecs"] {
-        let error = space(&["--swap-space", bad], "").unwrap_err();
+        let error = space(&[&format!("--swap-space={bad}")], "").unwrap_err();
         assert!(error.contains("--swap-space") && error.contains("GiB"), "{error}");
     }
 }
