@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use shared::ids::Epoch;
 use shared::protocol::{
-    Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress, Start, Started, StepFailed,
-    SequenceOutput, StepPlan, StepResult, TokenLogprobs, WorkerStats,
+    Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress, SequenceOutput, Start, Started,
+    StepFailed, StepPlan, StepResult, TokenLogprobs, WorkerStats,
 };
 use shared::wire::codec;
 use shared::wire::frame::BODY_MAX;
