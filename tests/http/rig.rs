@@ -167,7 +167,7 @@ async fn run_engine(
                     asked.1 += usize::from(full);
                     full.then_some(EngineError::QueueFull { queued: 1, max: 1, retry_after_s: 1 })
                 };
-                if let Some(error) = script.refuse.or(full) {
+                if let Some(error) = script.refuse.clone().or(full) {
                     let _ = events.send(EngineEvent::Failed(error));
                     continue;
                 }
