@@ -120,6 +120,7 @@ fn step(on: bool, batch: u32, steps: u32) {
         max_num_batched_tokens: engine.max_num_batched_tokens,
         max_queued_requests: 1024,
         prefix_caching: false,
+        hidden_size: 2,
         speculation: None,
         max_steps_in_flight: 2,
     };

@@ -1,7 +1,9 @@
 //! `/v1/embeddings`: shapes, bounds, what reaches the engine.
 use coordinator::engine::EngineError;
+use coordinator::text::model::TextModel;
 use serde_json::{Value, json};
 use shared::sampling::Pooling;
+use testkit::models::demo;
 
 use crate::rig::{Rig, Script};
 
@@ -64,6 +66,43 @@ async fn many_inputs_are_given_to_the_engine_some_at_a_time() {
         is_vector(&entry["embedding"], tokens, 4);
     }
     assert_eq!(answer["data"].as_array().unwrap().len(), 300);
+}
+
+#[tokio::test]
+async fn a_full_queue_refuses_the_first_inputs_and_has_later_ones_wait() {
+    let rig = Rig::new(Script { full_behind: Some(64), ..Script::default() });
+    let input: Vec<[u32; 2]> = (1..=200).map(|token| [token, 1]).collect();
+    let began = rig.seen.lock().unwrap().requests.len();
+    let answer = ask(&rig, &json!({"input": input})).await;
+    for (entry, tokens) in answer["data"].as_array().unwrap().iter().zip(&input) {
+        is_vector(&entry["embedding"], tokens, 4);
+    }
+    {
+        let seen = rig.seen.lock().unwrap();
+        assert_eq!(seen.requests.len() - began, 200);
+        assert!(seen.asked.1 > 30, "{:?}", seen.asked);
+        let arrived: Vec<_> = seen.requests.iter().map(|request| request.arrived).collect();
+        assert!(arrived[199] > arrived[0], "one that waited here was not in the queue meanwhile");
+    }
+    rig.script(|script| script.full_behind = Some(0));
+    let reply = rig.client.post(PATH, &json!({"input": input})).await.unwrap();
+    assert_eq!((reply.status, &reply.body["error"]["code"]), (429, &json!("queue_full")));
+}
+
+#[tokio::test]
+async fn an_answer_of_too_many_numbers_is_refused() {
+    let mut text = TextModel::load(&demo()).unwrap();
+    text.hidden_size = 8192;
+    let rig = Rig::of(Script::default(), text);
+    let input = vec![[1]; 1025];
+    let reply = rig.client.post(PATH, &json!({"input": input})).await.unwrap();
+    let error = &reply.body["error"];
+    assert_eq!((reply.status, error["param"].as_str()), (400, Some("input")), "{error}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("1024 of them") && message.contains("8192"), "{message}");
+    assert!(rig.seen.lock().unwrap().requests.is_empty(), "nothing runs of a bad request");
+    let answer = ask(&rig, &json!({"input": input, "dimensions": 4})).await;
+    assert_eq!(answer["data"].as_array().unwrap().len(), 1025);
 }
 
 #[tokio::test]

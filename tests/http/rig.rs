@@ -30,6 +30,8 @@ pub(crate) struct Script {
     pub(crate) text: String,
     /// Refuse at once.
     pub(crate) refuse: Option<EngineError>,
+    /// Refuse every third request behind so many, for its queue is full.
+    pub(crate) full_behind: Option<usize>,
     /// Fail after so many tokens.
     pub(crate) fail_after: Option<usize>,
     /// Give one token and then nothing more.
@@ -41,6 +43,8 @@ pub(crate) struct Script {
 pub(crate) struct Seen {
     pub(crate) requests: Vec<GenerateRequest>,
     pub(crate) cancelled: usize,
+    /// Requests, and those of them refused for a full queue.
+    pub(crate) asked: (usize, usize),
 }
 
 /// A running server.
@@ -76,7 +80,8 @@ impl Rig {
         Self::built(script, TextModel::load(&demo()).unwrap(), &ApiOptions::default(), true)
     }
 
-    fn of(script: Script, text: TextModel) -> Self {
+    /// A rig of this model.
+    pub(crate) fn of(script: Script, text: TextModel) -> Self {
         Self::chosen(script, text, &ApiOptions::default())
     }
 
@@ -153,7 +158,16 @@ async fn run_engine(
             EngineCommand::Cancel { .. } => seen.lock().unwrap().cancelled += 1,
             EngineCommand::Submit { mut request, events } => {
                 let script = script.lock().unwrap().clone();
-                if let Some(error) = script.refuse {
+                let full = {
+                    let asked = &mut seen.lock().unwrap().asked;
+                    asked.0 += 1;
+                    let full = script
+                        .full_behind
+                        .is_some_and(|it| asked.0 > it && asked.0.is_multiple_of(3));
+                    asked.1 += usize::from(full);
+                    full.then_some(EngineError::QueueFull { queued: 1, max: 1, retry_after_s: 1 })
+                };
+                if let Some(error) = script.refuse.clone().or(full) {
                     let _ = events.send(EngineEvent::Failed(error));
                     continue;
                 }

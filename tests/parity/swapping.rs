@@ -139,6 +139,7 @@ fn run<B: Backend>(
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching,
+        hidden_size: 2,
         speculation,
     })
     .unwrap();

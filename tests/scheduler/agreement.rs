@@ -44,6 +44,7 @@ fn operation(observer: &Observer) -> Operation {
         max_queued_requests: 4,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        hidden_size: 2,
         speculation: None,
     };
     let limits = DriverLimits {

@@ -1,8 +1,9 @@
 //! Plans travel as one frame each, whatever is admitted at a time.
 use coordinator::scheduler::{Scheduler, SchedulerConfig};
 use shared::protocol::{StepPlan, ToWorker};
+use shared::sampling::Pooling;
 use shared::wire::codec;
-use shared::wire::frame::{FrameDecoder, FrameEncoder, FrameKind};
+use shared::wire::frame::{BODY_MAX, FrameDecoder, FrameEncoder, FrameKind};
 
 use crate::rig::{ClientRequest, Rig};
 
@@ -28,6 +29,7 @@ fn long() -> SchedulerConfig {
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        hidden_size: 2,
         speculation: None,
     }
 }
@@ -53,6 +55,77 @@ fn many_questions_about_one_long_document_go_over_several_plans() {
     let tokens: u32 = rig.plan.sequences.iter().map(|entry| entry.count).sum();
     assert!(tokens < 1000, "the document is there: {tokens} computed");
     rig.drain();
+}
+
+#[test]
+fn embeddings_that_are_too_many_for_a_frame_are_of_several_steps() {
+    // Of so many numbers each, 63 take a quarter of a frame.
+    let sizes = SchedulerConfig { hidden_size: 16_384, max_num_seqs: 256, ..long() };
+    let mut rig = Rig::new(sizes);
+    rig.ready(2000);
+    let text = |at: u32| ClientRequest {
+        prompt: vec![at, 1, 2],
+        max_tokens: 0,
+        pooling: Some(Pooling::Mean),
+        ..ClientRequest::default()
+    };
+    let ids: Vec<_> = (0..90).map(|at| rig.submit(text(at)).unwrap()).collect();
+    let mut steps = Vec::new();
+    while rig.plan() {
+        steps.push(rig.plan.sequences.len());
+        rig.deliver();
+    }
+    assert_eq!(steps, [63, 27]);
+    assert!(ids.iter().all(|id| rig.requests[id].1.embedded));
+    // One that is long is begun in a step that completes no more, and others are not held up.
+    rig.submit(ClientRequest { prompt: vec![1; 9000], ..text(0) }).unwrap();
+    rig.drain();
+}
+
+#[test]
+fn sequences_with_a_long_beginning_in_common_come_back_over_several_plans() {
+    // Tables of 1,876 blocks: few of them take a plan's share for swaps, found or copied.
+    let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 256, ..long() });
+    rig.host_blocks = 200_000;
+    rig.ready(2060);
+    let document: Vec<u32> = (0..30_000).map(|i| 70_000 + i).collect();
+    let ask = |question: u32, max_tokens: u32| {
+        let prompt = document.iter().copied().chain([question]).collect();
+        ClientRequest { prompt, max_tokens, seed: question.into(), ..ClientRequest::default() }
+    };
+    rig.submit(ask(0, 1)).unwrap();
+    rig.drain();
+    // Someone else's blocks, which are free again all at once.
+    let prompt = vec![7; 60 * 16];
+    let large = ClientRequest { prompt, max_tokens: 4000, priority: -1, ..ask(0, 0) };
+    let large = rig.submit(large).unwrap();
+    for question in 1..61 {
+        rig.submit(ask(question, 100)).unwrap();
+    }
+    for _ in 0..1000 {
+        if rig.scheduler.gauges().swapped >= 25 {
+            break;
+        }
+        let _ = rig.plan();
+        let _ = rig.deliver();
+    }
+    assert!(rig.scheduler.gauges().swapped >= 25, "{:?}", rig.scheduler.gauges());
+    rig.cancel(large);
+    let mut most = 0;
+    while rig.scheduler.gauges().swapped > 0 {
+        if rig.plan() {
+            let back = rig.plan.swap_in.iter().map(|swap| swap.seq);
+            let tables = back.map(|seq| {
+                let entry = rig.plan.sequences.iter().find(|entry| entry.seq == seq).unwrap();
+                entry.new_blocks.len() * 3 * 5
+            });
+            let bytes: usize = tables.sum();
+            assert!(bytes <= BODY_MAX as usize / 32, "{bytes} bytes for what comes back");
+            most = most.max(rig.plan.swap_in.len());
+        }
+        let _ = rig.deliver();
+    }
+    assert!(most > 5, "{most} come back at a time");
 }
 
 #[test]

@@ -21,6 +21,8 @@ pub(crate) struct Guidance {
     pub(crate) over_in: u64,
     /// It gives up behind so many tokens.
     pub(crate) fails_behind: Option<usize>,
+    /// That choice alone does; all do at `None`.
+    pub(crate) fails_in: Option<u32>,
     /// Its masks are not there at once.
     pub(crate) slow: bool,
     /// Bytes that each of its masks is said to take at most.
@@ -29,7 +31,7 @@ pub(crate) struct Guidance {
 
 impl Default for Guidance {
     fn default() -> Self {
-        Self { key: 7, over_in: 0, fails_behind: None, slow: false, mask_bytes: 60 }
+        Self { key: 7, over_in: 0, fails_behind: None, fails_in: None, slow: false, mask_bytes: 60 }
     }
 }
 
@@ -123,6 +125,7 @@ fn config() -> SchedulerConfig {
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        hidden_size: 2,
         speculation: None,
     }
 }
@@ -269,6 +272,26 @@ fn a_guide_that_gives_up_ends_its_own_request_alone() {
     let at_its_end = rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
     rig.drain();
     assert_eq!(rig.requests[&at_its_end].1.reasons, [Some(FinishReason::Length)]);
+}
+
+#[test]
+fn a_guide_that_gives_up_as_it_waits_ends_its_request_behind_the_step_its_other_choice_is_in() {
+    let mut rig = Rig::new(config());
+    rig.ready(30);
+    let (fails_behind, fails_in) = (Some(3), Some(1));
+    let guide = Some(Guidance { fails_behind, fails_in, slow: true, ..Guidance::default() });
+    let fails = rig.submit(ClientRequest { guide, n: 2, ..guided(9) }).unwrap();
+    let goes_on = rig.submit(ClientRequest { max_tokens: 40, ..ClientRequest::default() }).unwrap();
+    while rig.requests[&fails].1.tokens[1].len() < 3 {
+        let _ = rig.plan() || rig.deliver();
+    }
+    // All wait again: the choice that goes on is planned before it is known that the other does not.
+    rig.lost();
+    rig.ready(30);
+    rig.drain();
+    let message = "as it was told".to_owned();
+    assert_eq!(rig.requests[&fails].1.dropped, Some(Some(EngineError::Guide { message })));
+    assert_eq!(rig.requests[&goes_on].1.reasons, [Some(FinishReason::Length)]);
 }
 
 #[test]

@@ -13,6 +13,7 @@ fn rig(max_num_seqs: u32, num_blocks: u32) -> Rig {
         max_queued_requests: 16,
         max_steps_in_flight: 2,
         prefix_caching: false,
+        hidden_size: 2,
         speculation: None,
     });
     rig.ready(num_blocks);

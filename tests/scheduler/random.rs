@@ -80,9 +80,32 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         )
 }
 
-fn event() -> impl Strategy<Value = Event> {
+/// Several choices, of which one gives up at some time.
+fn giving_up() -> impl Strategy<Value = ClientRequest> {
+    let prompt = prop::collection::vec(0u32..50, 1..40);
+    let (n, priority) = (2u32..4, -1i32..2);
+    (prompt, n, any::<u64>(), priority, 1usize..30, 0u32..3, any::<bool>()).prop_map(
+        |(prompt, n, seed, priority, behind, choice, slow)| ClientRequest {
+            prompt,
+            n,
+            seed,
+            priority,
+            max_tokens: 40,
+            guide: Some(Guidance {
+                key: seed >> 3,
+                slow,
+                fails_behind: Some(behind),
+                fails_in: Some(choice % n),
+                ..Guidance::default()
+            }),
+            ..ClientRequest::default()
+        },
+    )
+}
+
+fn event(request: impl Strategy<Value = ClientRequest>) -> impl Strategy<Value = Event> {
     prop_oneof![
-        4 => request().prop_map(Event::Submit),
+        4 => request.prop_map(Event::Submit),
         20 => Just(Event::Plan),
         18 => Just(Event::Deliver),
         2 => (0u64..40).prop_map(Event::Cancel),
@@ -112,8 +135,10 @@ fn speculation() -> impl Strategy<Value = Option<Speculation>> {
 
 fn config() -> impl Strategy<Value = SchedulerConfig> {
     let caching = prop::bool::weighted(0.8);
-    (1u32..8, 1u32..3, 1u32..8, 0u32..40, caching, speculation()).prop_map(
-        |(seqs, steps, queued, budget, caching, speculation)| SchedulerConfig {
+    // So large that a step may complete but one embedding, or two.
+    let hidden = prop_oneof![4 => Just(2), 1 => Just(1u32 << 19), 1 => Just(1u32 << 20)];
+    (1u32..8, 1u32..3, 1u32..8, 0u32..40, caching, hidden, speculation()).prop_map(
+        |(seqs, steps, queued, budget, caching, hidden_size, speculation)| SchedulerConfig {
             block_size: 16,
             max_model_len: 100,
             max_num_seqs: seqs,
@@ -121,12 +146,55 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
             max_queued_requests: queued,
             max_steps_in_flight: steps,
             prefix_caching: caching,
+            hidden_size,
             speculation: speculation.filter(|_| seqs > 1).map(|it| Speculation {
                 num_speculative_tokens: it.num_speculative_tokens.min(seqs - 1),
                 ..it
             }),
         },
     )
+}
+
+fn run(config: SchedulerConfig, host_blocks: u32, events: Vec<Event>) -> Result<(), TestCaseError> {
+    let mut rig = Rig::new(config);
+    rig.host_blocks = host_blocks;
+    rig.ready(12);
+    for event in events {
+        match event {
+            Event::Submit(client) => match rig.submit(client) {
+                Ok(_) => {}
+                Err(EngineError::QueueFull { queued, max, .. }) => {
+                    prop_assert!(queued >= max && max == config.max_queued_requests);
+                }
+                Err(EngineError::TooLarge { needed, available }) => {
+                    prop_assert!(needed > available);
+                }
+                Err(other) => prop_assert!(false, "{other}"),
+            },
+            Event::Plan => {
+                rig.plan();
+            }
+            Event::Deliver => {
+                rig.deliver();
+            }
+            Event::Cancel(id) => rig.cancel(shared::ids::RequestId(id)),
+            Event::Canary
+                if rig.scheduler.gauges().steps_in_flight < config.max_steps_in_flight =>
+            {
+                rig.canary()
+            }
+            Event::Canary => {}
+            Event::Lost => rig.lost(),
+            Event::Move => rig.move_on(),
+            Event::Ready(blocks, host_blocks) => {
+                rig.host_blocks = host_blocks;
+                rig.ready(blocks);
+            }
+        }
+    }
+    rig.ready(20);
+    rig.drain();
+    Ok(())
 }
 
 proptest! {
@@ -136,38 +204,17 @@ proptest! {
     fn nothing_is_lost_repeated_or_leaked(
         config in config(),
         host_blocks in host_blocks(),
-        events in prop::collection::vec(event(), 1..250),
+        events in prop::collection::vec(event(request()), 1..250),
     ) {
-        let mut rig = Rig::new(config);
-        rig.host_blocks = host_blocks;
-        rig.ready(12);
-        for event in events {
-            match event {
-                Event::Submit(client) => match rig.submit(client) {
-                    Ok(_) => {}
-                    Err(EngineError::QueueFull { queued, max, .. }) => {
-                        prop_assert!(queued >= max && max == config.max_queued_requests);
-                    }
-                    Err(EngineError::TooLarge { needed, available }) => {
-                        prop_assert!(needed > available);
-                    }
-                    Err(other) => prop_assert!(false, "{other}"),
-                },
-                Event::Plan => { rig.plan(); }
-                Event::Deliver => { rig.deliver(); }
-                Event::Cancel(id) => rig.cancel(shared::ids::RequestId(id)),
-                Event::Canary if rig.scheduler.gauges().steps_in_flight
-                    < config.max_steps_in_flight => rig.canary(),
-                Event::Canary => {}
-                Event::Lost => rig.lost(),
-                Event::Move => rig.move_on(),
-                Event::Ready(blocks, host_blocks) => {
-                    rig.host_blocks = host_blocks;
-                    rig.ready(blocks);
-                }
-            }
-        }
-        rig.ready(20);
-        rig.drain();
+        run(config, host_blocks, events)?;
+    }
+
+    #[test]
+    fn requests_end_by_guides_that_give_up_anywhere(
+        config in config(),
+        host_blocks in 4u32..40,
+        events in prop::collection::vec(event(prop_oneof![giving_up(), request()]), 1..200),
+    ) {
+        run(config, host_blocks, events)?;
     }
 }

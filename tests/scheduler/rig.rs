@@ -49,6 +49,17 @@ impl Default for ClientRequest {
 }
 
 impl ClientRequest {
+    /// As `guide`, for this choice.
+    fn guide_of(&self, choice: u32) -> Option<Box<dyn TokenGuide>> {
+        let mut client = self.clone();
+        if let Some(guide) = &mut client.guide
+            && guide.fails_in.is_some_and(|fails| fails != choice)
+        {
+            guide.fails_behind = None;
+        }
+        client.guide()
+    }
+
     pub(crate) fn guide(&self) -> Option<Box<dyn TokenGuide>> {
         self.guide.map(|guidance| Box::new(TestGuide::new(guidance)) as Box<dyn TokenGuide>)
     }
@@ -202,7 +213,7 @@ impl Rig {
             prompt: client.prompt.clone(),
             sampling: (0..client.n).map(sampling).collect(),
             stop_checks: Vec::new(),
-            guides: (0..client.n).filter_map(|_| client.guide()).collect(),
+            guides: (0..client.n).filter_map(|choice| client.guide_of(choice)).collect(),
             guide_spec: None,
             max_tokens: client.max_tokens,
             priority: client.priority,
@@ -296,7 +307,7 @@ impl Rig {
                     ..SamplingParams::greedy()
                 };
                 let mut tokens = client.prompt.clone();
-                let mut guide = client.guide();
+                let mut guide = client.guide_of(choice as u32);
                 for (position, token) in got.tokens[choice].iter().enumerate() {
                     let allowed = guide.as_mut().map(|guide| known(guide.as_mut()).clone());
                     let expected = next_token(&sampling, &tokens, allowed.as_ref());
@@ -308,7 +319,8 @@ impl Rig {
             Effect::Finished { request, choice, reason, last, .. } => {
                 let (client, got) = self.requests.get_mut(&request).unwrap();
                 let tokens = &got.tokens[choice as usize];
-                finish_reason_is_right(client, tokens, reason, self.config.max_model_len);
+                let guide = client.guide_of(choice);
+                finish_reason_is_right(client, guide, tokens, reason, self.config.max_model_len);
                 assert_eq!(got.embedded, client.pooling.is_some(), "{request}");
                 assert!(got.reasons[choice as usize].replace(reason).is_none());
                 assert_eq!(last, got.ended());
@@ -417,6 +429,7 @@ impl Rig {
 
 fn finish_reason_is_right(
     client: &ClientRequest,
+    guide: Option<Box<dyn TokenGuide>>,
     tokens: &[u32],
     reason: FinishReason,
     max_model_len: u32,
@@ -441,7 +454,7 @@ fn finish_reason_is_right(
             assert_eq!(tokens.len() as u32, client.max_tokens.min(room));
         }
         FinishReason::Complete => {
-            let mut guide = client.guide().expect("a guide was asked for");
+            let mut guide = guide.expect("a guide was asked for");
             let over = tokens.iter().position(|it| {
                 known(guide.as_mut());
                 guide.accept(*it) == Ok(Guided::IsOver)

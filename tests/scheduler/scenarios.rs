@@ -18,6 +18,7 @@ pub(crate) fn config() -> SchedulerConfig {
         max_queued_requests: 3,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        hidden_size: 2,
         speculation: None,
     }
 }

@@ -16,6 +16,7 @@ fn config() -> SchedulerConfig {
         max_queued_requests: 100,
         max_steps_in_flight: 2,
         prefix_caching: true,
+        hidden_size: 2,
         speculation: Some(Speculation {
             num_speculative_tokens: 4,
             prompt_lookup_max: 3,

@@ -5,6 +5,7 @@ use coordinator::scheduler::SchedulerConfig;
 use shared::ids::SeqId;
 use shared::protocol::{SequenceOutput, SequenceStep, StepPlan, TokenLogprobs, TokenMask};
 use shared::sampling::SamplingParams;
+use shared::wire::frame::BODY_MAX;
 
 use crate::guided::VOCABULARY;
 
@@ -173,6 +174,9 @@ impl FakeWorker {
             outputs.extend(verified(known, entry));
         }
         self.cache_holds_what_it_shall();
+        let embeddings = outputs.iter().filter(|output| !output.embedding.is_empty()).count();
+        let bytes = embeddings * (4 * self.config.hidden_size as usize + 64);
+        assert!(embeddings < 2 || bytes <= BODY_MAX as usize / 4, "{embeddings} embeddings");
         outputs
     }
 

@@ -183,6 +183,7 @@ impl Scenario {
             max_queued_requests: random.pick(&[4, 16, 64]),
             max_steps_in_flight: random.pick(&[1, 2, 2, 2]),
             prefix_caching: random.chance(80),
+            hidden_size: 2,
             speculation: speculation(seed, max_num_seqs),
         };
         let limits = DriverLimits {

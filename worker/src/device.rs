@@ -102,6 +102,11 @@ pub trait Device: Debug {
     /// [`KernelError`].
     fn kv_bytes(&self, engine: &mut Engine<Self::Backend>, asked: u64) -> Result<u64, KernelError>;
 
+    /// Whether its KV cache is in the host's own memory.
+    fn computes_on_host(&self) -> bool {
+        false
+    }
+
     /// Whether nothing can be computed on it any more by this process, after this error.
     fn is_lost_by(&self, error: &KernelError) -> bool {
         let _ = error;
@@ -144,6 +149,10 @@ impl Device for CpuDevice {
     ) -> Result<(), KernelError> {
         backend.set_collective(collective);
         Ok(())
+    }
+
+    fn computes_on_host(&self) -> bool {
+        true
     }
 
     fn kv_bytes(&self, _: &mut Engine<CpuBackend>, asked: u64) -> Result<u64, KernelError> {

@@ -14,7 +14,7 @@ mod verify;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use kernels::backend::{Batch, KvShape, SeqRows, StepInputs};
+use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
@@ -190,19 +190,18 @@ impl<B: Backend> Engine<B> {
     pub fn start_with(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), KernelError> {
         self.release();
         let shape = self.decoder.kv_shape(self.config.block_size as usize, num_blocks as usize);
+        self.make_host_blocks(host_blocks)?;
         self.cache = Some(self.backend.new_kv_cache(shape)?);
-        if host_blocks > 0 {
-            let shape = KvShape { num_blocks: host_blocks as usize, ..shape };
-            self.host = Some(HostBlocks::new(self.backend.new_host_kv(shape)?, host_blocks));
-        }
         self.num_blocks = num_blocks;
         Ok(())
     }
 
-    /// Drops the cache and all sequences; keeps the weights.
+    /// Drops the cache and all sequences; keeps the weights, and the host memory swapped to.
     pub fn release(&mut self) {
         self.cache = None;
-        self.host = None;
+        if let Some(host) = &mut self.host {
+            host.clear();
+        }
         self.num_blocks = 0;
         self.sequences.clear();
         self.queued.clear();

@@ -78,6 +78,19 @@ impl<D: Device> EngineRank<D> {
         }
     }
 
+    /// Whether the host has room for these blocks, those of `ranks` like this one.
+    fn host_fits(&self, kv_blocks: u32, host_blocks: u32, ranks: u32) -> Result<(), String> {
+        let Some(Loaded { engine, .. }) = &self.loaded else { return Ok(()) };
+        // What is there from an earlier epoch is taken already.
+        if host_blocks == 0 || engine.has_host_blocks(host_blocks) {
+            return Ok(());
+        }
+        let Some(available) = available_memory(Path::new("/")) else { return Ok(()) };
+        let bytes = |blocks: u32| u64::from(blocks).saturating_mul(engine.block_bytes());
+        let kv = if self.device.computes_on_host() { bytes(kv_blocks) } else { 0 };
+        check_host(available, ranks, bytes(host_blocks), kv)
+    }
+
     fn connect(&self, form: &Form, abort: &AbortSlot) -> Result<Box<dyn Collective>, FormError> {
         let timeout = Duration::from_millis(form.collective_timeout_ms);
         let (rank, world_size) = (form.rank, form.world_size);
@@ -143,29 +156,32 @@ impl<D: Device> EngineRank<D> {
     }
 }
 
-/// KV blocks that `bytes` of host memory hold, if the host has so much.
+/// KV blocks that `bytes` of host memory hold.
 fn swap_space(bytes: u64, block_bytes: u64) -> Result<u32, String> {
-    if bytes == 0 {
-        return Ok(0);
-    }
-    // What other ranks of this host are about to take is not seen: each looks at what is left.
-    if let Some(available) = available_memory(Path::new("/"))
-        && bytes > available
-    {
-        return Err(format!(
-            "--swap-space is {}, and this host has {} of memory left",
-            bytes_text(bytes),
-            bytes_text(available)
-        ));
-    }
     match u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX) {
-        0 => Err(format!(
+        0 if bytes > 0 => Err(format!(
             "--swap-space is {}, less than the {} that one KV block takes",
             bytes_text(bytes),
             bytes_text(block_bytes)
         )),
         blocks => Ok(blocks),
     }
+}
+
+/// Whether a host that has `available` bytes left can give each of `ranks` on it `swap` bytes to
+/// swap to, and `kv` for its KV cache where that is in host memory, too.
+fn check_host(available: u64, ranks: u32, swap: u64, kv: u64) -> Result<(), String> {
+    let each = swap.saturating_add(kv);
+    if each.saturating_mul(u64::from(ranks)) <= available {
+        return Ok(());
+    }
+    let kv = if kv > 0 { format!(" and a KV cache of {}", bytes_text(kv)) } else { String::new() };
+    let ranks = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
+    Err(format!(
+        "--swap-space is {}{kv}{ranks}, and this host has {} of memory left",
+        bytes_text(swap),
+        bytes_text(available)
+    ))
 }
 
 /// Has the devices of the epoch's ranks exchange data without their hosts, where they can.
@@ -290,8 +306,20 @@ impl<D: Device> Rank for EngineRank<D> {
             );
             return Err(FormError { message, permanent: true });
         }
-        let host_blocks = swap_space(sizes.swap_bytes, loaded.engine.block_bytes())
+        let block_bytes = loaded.engine.block_bytes();
+        let host_blocks = swap_space(sizes.swap_bytes, block_bytes)
+            .map_err(|message| FormError { message, permanent: true })?;
+        // Ranks that share memory are on this host. Of others nothing is known: each looks at what
+        // is left.
+        let ranks = match &form.collective {
+            CollectiveSpec::SharedMemory { .. } => form.world_size,
+            CollectiveSpec::None | CollectiveSpec::Tcp { .. } => 1,
+        };
+        self.host_fits(kv_blocks, host_blocks, ranks)
             .map_err(|message| FormError { message, permanent: false })?;
+        let Some(loaded) = &mut self.loaded else {
+            return Err(FormError { message: "nothing is loaded".to_owned(), permanent: false });
+        };
         Ok(RankReady {
             kv_blocks,
             host_blocks,
@@ -301,7 +329,21 @@ impl<D: Device> Rank for EngineRank<D> {
     }
 
     fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String> {
+        // Others may have taken memory since it was formed.
+        self.host_fits(num_blocks, host_blocks, 1)?;
         let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
+        if let Err(error) = loaded.engine.make_host_blocks(host_blocks) {
+            // The host is short of memory, not the device.
+            let KernelError::OutOfMemory { bytes, .. } = &error else {
+                self.note(&error);
+                return Err(error.to_string());
+            };
+            let left = available_memory(Path::new("/")).map_or("unknown".to_owned(), bytes_text);
+            return Err(format!(
+                "--swap-space: the host gives no {} for it; {left} of its memory are left",
+                bytes_text(*bytes)
+            ));
+        }
         let result = loaded.engine.start_with(num_blocks, host_blocks);
         result.map_err(|error| {
             self.note(&error);
@@ -364,5 +406,30 @@ impl<D: Device> Rank for EngineRank<D> {
 
     fn lost_device(&self) -> Option<&str> {
         self.lost.as_deref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn swap_space_is_what_the_host_has_for_all_of_its_ranks_and_their_caches() {
+        assert_eq!(check_host(10 * GIB, 1, 10 * GIB, 0), Ok(()));
+        let error = check_host(10 * GIB, 1, 11 * GIB, 0).unwrap_err();
+        assert!(error.contains("11") && error.contains("10") && error.contains("GiB"), "{error}");
+        let error = check_host(10 * GIB, 1, 8 * GIB, 3 * GIB).unwrap_err();
+        assert!(error.contains("KV cache of 3"), "{error}");
+        let error = check_host(10 * GIB, 4, 3 * GIB, 0).unwrap_err();
+        assert!(error.contains("each of 4 ranks"), "{error}");
+        assert!(check_host(10 * GIB, u32::MAX, u64::MAX, u64::MAX).is_err());
+    }
+
+    #[test]
+    fn swap_space_holds_a_block_or_is_none() {
+        assert_eq!((swap_space(0, 100), swap_space(250, 100)), (Ok(0), Ok(2)));
+        assert!(swap_space(99, 100).unwrap_err().contains("--swap-space"));
     }
 }

@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 
 use shared::ids::Epoch;
 use shared::protocol::{
-    Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress, Start, Started, StepFailed,
-    StepPlan, StepResult, WorkerStats,
+    Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress, SequenceOutput, Start, Started,
+    StepFailed, StepPlan, StepResult, TokenLogprobs, WorkerStats,
 };
+use shared::wire::codec;
+use shared::wire::frame::BODY_MAX;
 
 use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
 use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
@@ -364,20 +366,57 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     stats: WorkerStats::default(),
                 };
                 result.stats = self.outbox.step_finished(&result);
-                self.outbox.send(self.entered, FromWorker::Step(result));
+                match fitting(result) {
+                    Ok(result) => self.outbox.send(self.entered, result),
+                    Err(message) => self.step_failed(plan, message),
+                }
             }
-            Err(message) => {
-                let (epoch, step) = (plan.epoch, plan.step);
-                // The ranks no longer agree on what was run: the epoch is over on all of them.
-                self.abort.abort_own(epoch);
-                self.release();
-                self.outbox.send(
-                    self.entered,
-                    FromWorker::StepFailed(StepFailed { epoch, step, message }),
-                );
-            }
+            // The ranks no longer agree on what was run.
+            Err(message) => self.step_failed(plan, message),
         }
     }
+
+    /// The epoch is over, on all of its ranks.
+    fn step_failed(&mut self, plan: &StepPlan, message: String) {
+        let (epoch, step) = (plan.epoch, plan.step);
+        self.abort.abort_own(epoch);
+        self.release();
+        let failed = StepFailed { epoch, step, message };
+        self.outbox.send(self.entered, FromWorker::StepFailed(failed));
+    }
+}
+
+/// The message that brings a result, if it fits into a frame: one that does not would be lost, and
+/// waited for.
+fn fitting(result: StepResult) -> Result<FromWorker, String> {
+    let (at_most, step) = (encoded_max(&result), result.step);
+    let message = FromWorker::Step(result);
+    if at_most <= BODY_MAX as usize {
+        return Ok(message);
+    }
+    // It takes less than that, mostly.
+    let bytes = codec::encode(&message).map_err(|error| error.to_string())?.len();
+    if bytes <= BODY_MAX as usize {
+        return Ok(message);
+    }
+    Err(format!(
+        "the results of {step} take {bytes} bytes, and a frame has room for {BODY_MAX}: fewer \
+         embeddings or log-probabilities of prompts fit into one step (a smaller \
+         --max-num-batched-tokens or --max-num-seqs)"
+    ))
+}
+
+/// Most bytes that a result takes, quickly.
+fn encoded_max(result: &StepResult) -> usize {
+    // Numbers take up to 5 bytes, lengths and wide ones up to 9.
+    let token = |it: &TokenLogprobs| 24 + it.top.len() * 9;
+    let output = |it: &SequenceOutput| {
+        let prompt: usize = it.prompt_logprobs.iter().map(token).sum();
+        let own = it.logprobs.as_ref().map_or(0, token);
+        64 + own + prompt + it.embedding.len() * size_of::<f32>()
+    };
+    let outputs: usize = result.outputs.iter().map(output).sum();
+    256 + outputs + result.stats.snapshot.len()
 }
 
 fn micros(duration: Duration) -> u64 {

@@ -67,6 +67,7 @@ impl Prepared {
             max_queued_requests: options.max_queued_requests,
             max_steps_in_flight: STEPS_IN_FLIGHT,
             prefix_caching: options.prefix_caching,
+            hidden_size: text.hidden_size,
             speculation: options.speculation,
         };
         scheduling.validate()?;

@@ -64,6 +64,11 @@ impl Frontends {
                 "an embedding with n {n} and max_tokens {max_tokens}, not 1 and 0"
             ));
         }
+        if submit.sampling.pooling.is_some() && submit.sampling.prompt_logprobs.is_some() {
+            return Err(
+                "an embedding with prompt_logprobs: a prompt has one or the other".to_owned()
+            );
+        }
         let waited = Duration::from_micros(submit.waited_us);
         let stop_checks = self.stop_checks(&submit);
         let sampling = submit.sampling;

@@ -1,9 +1,12 @@
 //! `POST /v1/embeddings`: a vector for each text, of length 1. It is computed as a prompt is whose
 //! output is wanted of no token.
+use std::iter;
 use std::sync::Arc;
+use std::time::Duration;
 
 use actix_web::HttpResponse;
 use actix_web::http::header::ContentType;
+use actix_web::web::Bytes;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
@@ -22,6 +25,11 @@ use crate::text::model::TextModel;
 /// Inputs of one request that the engine has at a time: the others wait here, so that a long list
 /// does not fill the queue that all clients share.
 const AT_A_TIME: usize = 64;
+
+/// How long after its arrival a request's later inputs wait for room in the queue, and between two
+/// looks for it.
+const QUEUE_PATIENCE: Duration = Duration::from_secs(600);
+const QUEUE_NAP: Duration = Duration::from_millis(50);
 
 /// One input as the client gave it.
 #[derive(Clone, Debug)]
@@ -59,6 +67,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let dimensions = dimensions(&fields, &state.text)?;
     let special = fields.boolean("add_special_tokens", true)?;
     let inputs = inputs(&fields, limits, &state.text)?;
+    check_answer(inputs.len(), dimensions.unwrap_or(state.text.hidden_size), limits)?;
     let id: Arc<str> = fields.response_id("embd-", limits)?.into();
     let keep = common.truncation.map(|truncation| match truncation {
         Truncation::To(max) => max.min(limits.max_model_len) as usize,
@@ -76,31 +85,70 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         let message = format!("`input` has {tokens} tokens together, the bound is {max}");
         return Err(ApiError::field("input", message));
     }
-    let (shared, named) = (&common, &id);
-    let vectors = stream::iter(encoded)
-        .map(|tokens| async move {
-            let running = RunningPrompt::start(state, shared, tokens, 0, arrived, named)?;
-            embedding(running).await
-        })
+    let shared = Shared { state, common: &common, id: &id, arrived, dimensions };
+    let vectors = stream::iter(encoded.into_iter().enumerate())
+        .map(|(index, tokens)| shared.vector(index, tokens))
         .buffered(AT_A_TIME)
         .try_collect::<Vec<_>>()
         .await?;
-    let model = state.model_name.clone();
-    let bytes = vectors.iter().map(|vector| vector.len() * size_of::<f32>()).sum();
-    let write = move |_: &TextModel| {
-        let vectors = vectors.into_iter().map(|vector| unit(vector, dimensions));
-        let data = (0..).zip(vectors).map(|(index, vector)| Entry {
-            object: "embedding",
-            index,
-            embedding: Vector { values: vector, format },
-        });
-        let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
-        let data = data.collect();
-        let answer = Answer { id: &id, object: "list", data, model: &model, usage };
-        serde_json::to_string(&answer).map_err(|error| ApiError::internal(error.to_string()))
-    };
-    let answer = state.with_text(bytes, write).await?;
-    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
+    let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
+    let tail = Tail { model: &state.model_name, usage };
+    let (head, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
+    let failed = |error: serde_json::Error| ApiError::internal(error.to_string());
+    let pieces = pieces(&head.map_err(failed)?, &tail.map_err(failed)?, vectors, format);
+    Ok(HttpResponse::Ok().content_type(ContentType::json()).streaming(stream::iter(pieces)))
+}
+
+/// What all inputs of a request have in common.
+struct Shared<'a> {
+    state: &'a AppState,
+    common: &'a Common,
+    id: &'a Arc<str>,
+    arrived: Duration,
+    dimensions: Option<u32>,
+}
+
+impl Shared<'_> {
+    /// The vector of one input. Once the first are under way, one that finds the queue full tries
+    /// again: what was computed for the others would be lost.
+    async fn vector(&self, index: usize, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
+        loop {
+            let now = self.state.clock.now();
+            let found = self.attempt(tokens.clone(), now).await;
+            let waits = index >= AT_A_TIME && now.saturating_sub(self.arrived) < QUEUE_PATIENCE;
+            match found {
+                Err(error) if waits && error.is_queue_full() => {
+                    tokio::time::sleep(QUEUE_NAP).await;
+                }
+                found => return found,
+            }
+        }
+    }
+
+    async fn attempt(&self, tokens: Vec<u32>, now: Duration) -> Result<Vec<f32>, ApiError> {
+        let running = RunningPrompt::start(self.state, self.common, tokens, 0, now, self.id)?;
+        Ok(unit(embedding(running).await?, self.dimensions))
+    }
+}
+
+/// The answer's text, a vector at a time, in the order in which OpenAI's API has its fields.
+fn pieces(
+    id: &str,
+    tail: &str,
+    vectors: Vec<Vec<f32>>,
+    format: Format,
+) -> impl Iterator<Item = serde_json::Result<Bytes>> + use<> {
+    let head = format!("{{\"id\":{id},\"object\":\"list\",\"data\":[");
+    // A map without its opening brace follows.
+    let tail = format!("],{}", tail.strip_prefix('{').unwrap_or(tail));
+    let entries = vectors.into_iter().enumerate().map(move |(index, values)| {
+        let mut text = if index > 0 { b",".to_vec() } else { Vec::new() };
+        let entry = Entry { object: "embedding", index, embedding: Vector { values, format } };
+        serde_json::to_writer(&mut text, &entry)?;
+        Ok(Bytes::from(text))
+    });
+    let one = |text: String| iter::once(Ok(Bytes::from(text)));
+    one(head).chain(entries).chain(one(tail))
 }
 
 /// What the model makes of one input.
@@ -137,6 +185,20 @@ fn dimensions(fields: &Fields, text: &TextModel) -> Result<Option<u32>, ApiError
     // Without the model's own number nothing is known to be too large: all that there is comes.
     let max = if text.hidden_size == 0 { u32::MAX } else { text.hidden_size };
     fields.count("dimensions", 1, max)
+}
+
+/// Whether an answer of so many vectors is not too large.
+fn check_answer(inputs: usize, width: u32, limits: &Limits) -> Result<(), ApiError> {
+    let (max, width) = (limits.embedding_numbers, width.max(1) as usize);
+    if inputs.saturating_mul(width) <= max {
+        return Ok(());
+    }
+    let fit = max / width;
+    let message = format!(
+        "`input` has {inputs} entries, which are vectors of {width} numbers: an answer has room for \
+         {max} numbers, which are {fit} of them"
+    );
+    Err(ApiError::field("input", message))
 }
 
 fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Input>, ApiError> {
@@ -208,13 +270,9 @@ fn encode(
     inputs.into_iter().enumerate().map(encode).collect()
 }
 
-/// A response, in the order in which OpenAI's API has its fields.
+/// What follows the vectors.
 #[derive(Serialize)]
-struct Answer<'a> {
-    /// As vLLM's.
-    id: &'a str,
-    object: &'static str,
-    data: Vec<Entry>,
+struct Tail<'a> {
     model: &'a str,
     usage: Usage,
 }

@@ -189,6 +189,12 @@ impl ApiError {
         json!({"code": code, "message": self.message})
     }
 
+    /// Whether the engine's queue was full: what was asked for may be asked for again.
+    #[must_use]
+    pub fn is_queue_full(&self) -> bool {
+        self.code == Some("queue_full")
+    }
+
     /// The body, also sent as the last event of a stream that fails.
     #[must_use]
     pub fn json(&self) -> Value {

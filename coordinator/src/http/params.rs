@@ -29,6 +29,8 @@ pub struct Limits {
     pub prompts: usize,
     /// Inputs of one embeddings request.
     pub inputs: usize,
+    /// Numbers in one embeddings answer.
+    pub embedding_numbers: usize,
     /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
     pub choices: usize,
     /// Messages of one conversation, and documents beside it.
@@ -99,6 +101,8 @@ impl Limits {
             prompts: 512,
             // OpenAI's.
             inputs: 2048,
+            // 2,048 vectors of 4,096: 32 MiB while they are made, 100 MB as JSON numbers.
+            embedding_numbers: 8 << 20,
             choices: 512,
             messages: 1024,
             tools: 128,

@@ -18,6 +18,8 @@ pub struct SchedulerConfig {
     pub max_steps_in_flight: u32,
     /// Whether a sequence begins behind what the KV cache still has of its tokens.
     pub prefix_caching: bool,
+    /// Numbers of an embedding: the model's hidden size; 0 where it is not known.
+    pub hidden_size: u32,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
 }

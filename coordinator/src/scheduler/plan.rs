@@ -16,6 +16,10 @@ pub(super) struct InFlight {
     pub(super) step: StepId,
     pub(super) entries: Vec<Entry>,
     pub(super) sequences: u32,
+    /// Most bytes that what it swaps in takes of its plan.
+    pub(super) swap_in_bytes: usize,
+    /// Embeddings that it completes.
+    pub(super) embeddings: u32,
     /// Tokens of the step, by what they are.
     pub(super) prompt_tokens: u32,
     pub(super) cached_tokens: u32,
@@ -72,16 +76,23 @@ impl Scheduler {
         // the budget goes to prompts under way, then to the queue.
         self.plan_running(plan, &mut step, &mut budget, true, effects);
         self.plan_running(plan, &mut step, &mut budget, false, effects);
-        self.plan_waiting(plan, &mut step, &mut budget, effects);
+        let mut over = Vec::new();
+        self.plan_waiting(plan, &mut step, &mut budget, &mut over, effects);
         self.plan_drafts(plan, &mut step, budget);
-        if plan.sequences.is_empty() {
+        let is_planned = !plan.sequences.is_empty();
+        if is_planned {
+            plan.epoch = epoch;
+            step.sequences = plan.sequences.len() as u32;
+            self.send(plan, step);
+        } else {
             self.spare.push(step);
-            return false;
         }
-        plan.epoch = epoch;
-        step.sequences = plan.sequences.len() as u32;
-        self.send(plan, step);
-        true
+        // Now, for others of a request's choices may be in this plan: the workers forget them with
+        // the next.
+        for (request, message) in over {
+            self.end_request(request, Some(EngineError::Guide { message }), effects);
+        }
+        is_planned
     }
 
     /// Fills `plan` with a step that computes nothing, which all ranks must answer nonetheless. It
@@ -160,6 +171,9 @@ impl Scheduler {
                 continue;
             }
             let count = wanted.min(*budget);
+            if !self.may_report(seq, count, step) {
+                continue;
+            }
             // What is preempted to make room stands behind this one or is this one, so nobody
             // moves up to where others were; nor is it in this plan.
             if self.make_room(slot, count, plan, effects) {
@@ -171,12 +185,14 @@ impl Scheduler {
 
     /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is found
     /// in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody is
-    /// overtaken, except guided ones that wait for room for masks: by those that need none.
+    /// overtaken, except guided ones that wait for room for masks: by those that need none. Requests
+    /// whose guides cannot go on end, or are `over` where a choice of theirs is in the plan.
     fn plan_waiting(
         &mut self,
         plan: &mut StepPlan,
         step: &mut InFlight,
         budget: &mut u32,
+        over: &mut Vec<(RequestId, String)>,
         effects: &mut Vec<Effect>,
     ) {
         if self.waiting.is_empty() {
@@ -185,8 +201,13 @@ impl Scheduler {
         let mut admitted = 0;
         let mut masks: usize = self.running().filter_map(mask_bytes).sum();
         let mut masks_are_full = false;
-        while let Some((at, slot)) = self.next_waiting(masks_are_full) {
+        while let Some((at, slot)) = self.next_waiting(masks_are_full, over) {
             if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
+                return;
+            }
+            let whole = |seq: &Sequence| (seq.tokens.len() as u32).saturating_sub(seq.computed);
+            let seq = self.sequences[slot].as_ref();
+            if seq.is_some_and(|seq| !self.may_report(seq, whole(seq), step)) {
                 return;
             }
             let Some(seq) = &mut self.sequences[slot] else {
@@ -198,7 +219,12 @@ impl Scheduler {
             match seq.poll_guide(self.config.max_model_len, &mut context) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(message)) => {
-                    self.end_request(request, Some(EngineError::Guide { message }), effects);
+                    if self.is_planned(request, plan) {
+                        over.push((request, message));
+                    } else {
+                        let error = EngineError::Guide { message };
+                        self.end_request(request, Some(error), effects);
+                    }
                     continue;
                 }
                 Poll::Pending => return,
@@ -262,13 +288,28 @@ impl Scheduler {
         }
     }
 
+    /// Whether a sequence of this request is in the plan.
+    fn is_planned(&self, request: RequestId, plan: &StepPlan) -> bool {
+        let slots = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
+        let mut own = slots.filter_map(|slot| self.sequences[*slot].as_ref());
+        own.any(|seq| plan.sequences.iter().any(|planned| planned.seq == seq.id))
+    }
+
     /// Who is admitted next, and its place in the queue; where there is no room for masks, the
-    /// first that is not guided.
-    fn next_waiting(&self, masks_are_full: bool) -> Option<(usize, usize)> {
-        let guided =
-            |slot: &usize| self.sequences[*slot].as_ref().is_some_and(|it| it.guide.is_some());
+    /// first that is not guided. Those that are over are passed.
+    fn next_waiting(
+        &self,
+        masks_are_full: bool,
+        over: &[(RequestId, String)],
+    ) -> Option<(usize, usize)> {
+        let waits = |slot: usize| {
+            self.sequences[slot].as_ref().is_none_or(|it| {
+                let is_over = || over.iter().any(|(request, _)| *request == it.request);
+                it.guide.is_none() || !(masks_are_full || is_over())
+            })
+        };
         let mut queue = self.waiting.iter().copied().enumerate();
-        queue.find(|(_, slot)| !masks_are_full || !guided(slot))
+        queue.find(|(_, slot)| waits(*slot))
     }
 
     /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
@@ -333,6 +374,13 @@ impl Scheduler {
         effects.push(Effect::Preempted { request, place, swapped, tokens });
     }
 
+    /// Whether a step may have this share of a sequence as far as its report goes: those that are
+    /// complete with it report their embeddings together.
+    fn may_report(&self, seq: &Sequence, count: u32, step: &InFlight) -> bool {
+        let completes = seq.embeds_at(seq.computed + count);
+        !completes || step.embeddings < weight::embeddings_max(&self.config)
+    }
+
     /// One that an epoch may have ended by is not in the batch with others that have not got on
     /// since they were admitted: if the epoch ends again, it was that one.
     fn would_blur_blame(&self, request: RequestId) -> bool {
@@ -358,6 +406,7 @@ impl Scheduler {
             seq.blocks.push(block);
         }
         let samples = seq.samples_at(end);
+        step.embeddings += u32::from(seq.embeds_at(end));
         // What is computed for the first time, of the prompt and in all.
         let fresh = end.saturating_sub(seq.computed_max.max(start));
         let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));

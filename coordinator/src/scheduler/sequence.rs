@@ -129,6 +129,11 @@ impl Sequence {
         end == self.len_ahead() && self.max_tokens > 0
     }
 
+    /// Whether computing up to `end` completes an embedding.
+    pub(super) fn embeds_at(&self, end: u32) -> bool {
+        self.sampling.pooling.is_some() && end as usize == self.tokens.len()
+    }
+
     /// Its block table is empty, and has to be told anew.
     pub(super) fn forget_blocks(&mut self) {
         self.told = 0;

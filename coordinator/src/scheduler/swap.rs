@@ -69,8 +69,9 @@ impl Scheduler {
     /// Moves an admitted sequence to host memory, if it is worth it and there is room.
     pub(super) fn swap_out(&mut self, slot: usize) -> bool {
         let Some(seq) = &mut self.sequences[slot] else { return false };
+        let others = self.outgoing.iter().map(|swap| weight::swap(swap.blocks.len())).sum();
         // What the workers have not begun has nothing to be kept.
-        if !seq.known || !weight::may_swap(&self.outgoing, seq.blocks.len()) {
+        if !seq.known || !weight::may_swap(others, seq.blocks.len()) {
             return false;
         }
         let Some(host) = self.host.take(seq.blocks.len()) else { return false };
@@ -81,6 +82,8 @@ impl Scheduler {
         seq.swapped = Some(Swapped { host, was: seq.blocks.clone() });
         self.blocks.give_back(&mut seq.blocks);
         seq.forget_blocks();
+        // Large, and made again of the tokens when it runs again.
+        seq.drafter = None;
         self.no_longer_running(slot, urgency);
         self.wait_first(slot);
         self.count(request, |owner| {
@@ -123,7 +126,7 @@ impl Scheduler {
         let wanted = ahead - num_found + found_free + self.running.len() as u32;
         let num_free = self.blocks.num_free();
         let fits = now <= num_free && (wanted <= num_free || self.running.is_empty());
-        if !fits || !weight::may_swap(&plan.swap_in, swapped.host.len() - num_found as usize) {
+        if !fits || !weight::may_swap(step.swap_in_bytes, swapped.host.len()) {
             seq.swapped = Some(swapped);
             return false;
         }
@@ -133,6 +136,7 @@ impl Scheduler {
             seq.prefix = found.prefix;
             seq.kept += 1;
         }
+        step.swap_in_bytes += weight::swap(swapped.host.len());
         let mut pairs = Vec::with_capacity(swapped.host.len() - num_found as usize);
         for host in swapped.host.iter().skip(num_found as usize) {
             // There are enough: see above.

@@ -1,5 +1,4 @@
 //! PURE: how many bytes a plan takes, at most: it travels as one frame.
-use shared::protocol::Swap;
 use shared::sampling::{LOGIT_BIAS_MAX, SUPPRESSED_MAX};
 use shared::wire::frame::BODY_MAX;
 
@@ -9,15 +8,16 @@ use super::sequence::Sequence;
 /// Most bytes of an encoded number: one that says how wide it is, then all of its own.
 const U32: usize = 5;
 const U64: usize = 9;
-/// What a plan has but for its lists: the message's variant, epoch, step, lengths of the lists.
-const HEAD: usize = U32 + 5 * U64;
+/// What a plan has but for its lists: the message's variant, epoch, step, lengths of the five
+/// lists.
+const HEAD: usize = U32 + 7 * U64;
 /// A `SequenceStep` but for its blocks, its drafts and its mask: one byte says that there is none.
 const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 2;
 /// A `NewSequence` but for its tokens and the lists of its sampling parameters.
 const NEW: usize = 2 * U64 + U32 + SAMPLING;
-/// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, two that
-/// may be absent.
-const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 2 * (1 + U32);
+/// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, three
+/// that may be absent.
+const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 3 * (1 + U32);
 const BIAS: usize = U32 + 4;
 
 /// Most bytes of what one plan admits.
@@ -26,6 +26,12 @@ pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 2;
 pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 8 * 3;
 /// Most bytes of copies out of the KV cache, and as many of copies in.
 const SWAPS_MAX: usize = BODY_MAX as usize / 32;
+/// Most bytes of a step's embeddings: they are reported in one frame.
+const EMBEDDINGS_MAX: usize = BODY_MAX as usize / 4;
+/// An embedding's report but for its numbers.
+const REPORT: usize = 64;
+/// Numbers that an embedding is taken to have where that is not known: more than any model in use.
+const HIDDEN_SIZE_MAX: u32 = 1 << 16;
 const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - MASKS_MAX - 2 * SWAPS_MAX;
 /// A swapped sequence but for its blocks.
 const SWAP: usize = 2 * U64;
@@ -62,12 +68,23 @@ pub(super) fn of(seq: &Sequence, config: &SchedulerConfig) -> usize {
     new_sequence(seq.tokens.len(), config.block_size as usize, biases, suppressed)
 }
 
-/// Whether a sequence of so many blocks may be swapped by a plan that swaps these. One that may go
-/// out alone may come in alone.
-pub(super) fn may_swap(swaps: &[Swap], blocks: usize) -> bool {
-    let bytes = |blocks: usize| SWAP + blocks * SWAPPED_BLOCK;
-    let others: usize = swaps.iter().map(|swap| bytes(swap.blocks.len())).sum();
-    others + bytes(blocks) <= SWAPS_MAX
+/// Most bytes that swapping a sequence of so many blocks takes of a plan: pairs of names, and its new
+/// table, which is told whole when it comes in, be its first blocks copied or found.
+pub(super) fn swap(blocks: usize) -> usize {
+    SWAP + blocks * SWAPPED_BLOCK
+}
+
+/// Whether a plan that swaps so many bytes may swap a sequence of so many blocks. One that may go out
+/// alone may come in alone.
+pub(super) fn may_swap(others: usize, blocks: usize) -> bool {
+    others + swap(blocks) <= SWAPS_MAX
+}
+
+/// Most embeddings that one step may complete, at least 1.
+pub(super) fn embeddings_max(config: &SchedulerConfig) -> u32 {
+    let hidden_size = if config.hidden_size == 0 { HIDDEN_SIZE_MAX } else { config.hidden_size };
+    let count = EMBEDDINGS_MAX / (hidden_size as usize * size_of::<f32>() + REPORT);
+    u32::try_from(count).unwrap_or(u32::MAX).max(1)
 }
 
 /// Whether every plan fits into a frame.

@@ -2,7 +2,8 @@
 //!
 //! A plan names every block; this rank knows what it has, and refuses copies that cannot be meant:
 //! a table that is another one, host blocks that hold another sequence or something else.
-use kernels::Backend;
+use kernels::backend::KvShape;
+use kernels::{Backend, KernelError};
 use shared::protocol::{StepPlan, Swap};
 
 use super::{Engine, EngineError};
@@ -11,12 +12,19 @@ use super::{Engine, EngineError};
 #[derive(Debug)]
 pub(super) struct HostBlocks<B: Backend> {
     kv: B::HostKv,
+    shape: KvShape,
     held: Vec<bool>,
 }
 
 impl<B: Backend> HostBlocks<B> {
-    pub(super) fn new(kv: B::HostKv, count: u32) -> Self {
-        Self { kv, held: vec![false; count as usize] }
+    /// Blocks of this shape that hold nothing.
+    fn new(kv: B::HostKv, shape: KvShape) -> Self {
+        Self { kv, shape, held: vec![false; shape.num_blocks] }
+    }
+
+    /// None holds anything any more.
+    pub(super) fn clear(&mut self) {
+        self.held.fill(false);
     }
 
     /// Blocks there are.
@@ -35,6 +43,34 @@ impl<B: Backend> HostBlocks<B> {
 }
 
 impl<B: Backend> Engine<B> {
+    /// Whether there are `count` blocks in host memory already, from an earlier epoch.
+    pub fn has_host_blocks(&self, count: u32) -> bool {
+        let shape = self.host_shape(count);
+        self.host.as_ref().is_some_and(|host| host.shape == shape)
+    }
+
+    /// Has `count` empty blocks in host memory to swap to. Those of an earlier epoch stay where they
+    /// are as many: pinning memory takes long.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`]; there are none then.
+    pub fn make_host_blocks(&mut self, count: u32) -> Result<(), KernelError> {
+        if self.has_host_blocks(count) {
+            return Ok(());
+        }
+        // First, so that there is room.
+        self.host = None;
+        if count > 0 {
+            let shape = self.host_shape(count);
+            self.host = Some(HostBlocks::new(self.backend.new_host_kv(shape)?, shape));
+        }
+        Ok(())
+    }
+
+    fn host_shape(&self, count: u32) -> KvShape {
+        self.decoder.kv_shape(self.config.block_size as usize, count as usize)
+    }
+
     /// Copies what the plan says, out before in: before anything of its batch.
     pub(super) fn swap(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         if plan.swap_out.is_empty() && plan.swap_in.is_empty() {

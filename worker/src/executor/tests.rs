@@ -2,7 +2,7 @@
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
-use shared::ids::{ReplicaId, StepId};
+use shared::ids::{ReplicaId, SeqId, StepId};
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Quantization, SequenceOutput, StepTimings,
 };
@@ -21,7 +21,8 @@ impl AbortHandle for Flag {
 }
 
 /// A rank that loads `large` for long, and whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
-/// computes for long and fails then; its step 21 says in its timings which step waits behind it.
+/// computes for long and fails then; its step 21 says in its timings which step waits behind it; its step 25 has more
+/// to report than a frame holds, its step 24 as much as fits.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
@@ -61,7 +62,7 @@ impl Rank for ScriptedRank {
     fn step(
         &mut self,
         plan: &StepPlan,
-        _outputs: &mut Vec<SequenceOutput>,
+        outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
         if plan.step == StepId(13) {
             self.sign.store(true, Ordering::Relaxed);
@@ -75,6 +76,21 @@ impl Rank for ScriptedRank {
             std::thread::sleep(Duration::from_millis(300));
             return Err("the collective was aborted".into());
         }
+        let numbers = match plan.step {
+            StepId(24) => 4_100_000,
+            StepId(25) => 4_200_000,
+            _ => return Ok(StepTimings::default()),
+        };
+        outputs.push(SequenceOutput {
+            seq: SeqId(1),
+            position: 1,
+            token: None,
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: vec![0.5; numbers],
+        });
         Ok(StepTimings::default())
     }
 
@@ -186,6 +202,26 @@ fn forms_starts_and_steps_with_stats_riding_along() {
     assert!(matches!(next(&messages), FromWorker::Started(_)));
     let FromWorker::Step(result) = next(&messages) else { panic!("expected a result") };
     assert_eq!((result.step, result.stats.snapshot), (StepId(1), vec![7]));
+}
+
+#[test]
+fn results_that_no_frame_holds_fail_their_step_at_once() {
+    let (executor, messages) = executor();
+    executor.command(form(1, "m")).unwrap();
+    executor.command(step(1, 24)).unwrap();
+    executor.command(step(1, 25)).unwrap();
+    executor.command(step(1, 26)).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert!(matches!(next(&messages), FromWorker::Formed(_)));
+    let fits = next(&messages);
+    assert!(codec::encode(&fits).unwrap().len() <= BODY_MAX as usize);
+    assert!(matches!(fits, FromWorker::Step(result) if result.step == StepId(24)));
+    let FromWorker::StepFailed(failed) = next(&messages) else { panic!("expected a failure") };
+    assert_eq!((failed.epoch, failed.step), (Epoch(1), StepId(25)));
+    assert!(failed.message.contains("16777216"), "{}", failed.message);
+    // The epoch is over: what was sent behind it is not run.
+    executor.command(form(2, "m")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(news) if news.epoch == Epoch(2)));
 }
 
 #[test]

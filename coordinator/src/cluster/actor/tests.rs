@@ -73,6 +73,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
             max_queued_requests: 4,
             max_steps_in_flight: 2,
             prefix_caching: true,
+            hidden_size: 2,
             speculation: None,
         })?;
         let limits = DriverLimits { step_timeout: PATIENCE, unavailable_timeout: PATIENCE };
