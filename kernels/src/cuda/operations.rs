@@ -451,7 +451,7 @@ impl Backend for CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
-        let step = if self.is_skinny(count) { 8 } else { 128 };
+        let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
         if first.is_multiple_of(step) {
             from.ptr = from.ptr.offset(first * 2);
         } else {
