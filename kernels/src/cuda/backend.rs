@@ -227,6 +227,12 @@ impl CudaBackend {
         self.is_skinny(rows) || (weight.weight().scales.is_some() && rows <= INT8_SKINNY_MAX)
     }
 
+    /// Whether int8 weights may be made bf16, which takes memory, in steps of up to so many rows.
+    #[must_use]
+    pub fn widens_int8(&self, rows: usize) -> bool {
+        rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
+    }
+
     /// `out = x W^T + bias`, or of the rows of x that `index` names.
     #[allow(clippy::too_many_arguments, reason = "a product's operands")]
     pub(super) fn product(
