@@ -156,13 +156,30 @@ struct Product<'a> {
 impl Product<'_> {
     /// All rows for these panels.
     fn panels(&self, range: Range<usize>) {
-        match self.weight.scales() {
-            Some(_) => self.panels_in(range, &mut [[[0; 16]; 4]; ROOM_PAIRS]),
-            None => self.panels_in(range, &mut []),
+        // No more than is used: clearing it takes time.
+        match self.room_pairs() {
+            0 => self.panels_in(range, &mut []),
+            FEW_PAIRS => self.panels_in(range, &mut [[[0; 16]; 4]; FEW_PAIRS]),
+            _ => self.panels_in(range, &mut [[[0; 16]; 4]; ROOM_PAIRS]),
         }
     }
 
-    /// `room` is for weights that are made bf16.
+    /// Most pairs of weights that are made bf16 at a time and kept in memory.
+    fn room_pairs(&self) -> usize {
+        let is_single = num_tiles(self.acts.rows) == 1;
+        match self.acts.layout {
+            _ if self.weight.scales().is_none() => 0,
+            Layout::Tiles if is_single => FEW_PAIRS,
+            Layout::Tiles => ROOM_PAIRS,
+            // A single tile takes int8 weights as they are.
+            #[cfg(target_arch = "x86_64")]
+            Layout::Rows { .. } if is_single => 0,
+            #[cfg(target_arch = "x86_64")]
+            Layout::Rows { .. } => ROOM_PAIRS,
+        }
+    }
+
+    /// `room` is for weights that are made bf16: [`Product::room_pairs`] of them.
     fn panels_in(&self, range: Range<usize>, room: &mut [PairRow]) {
         #[cfg(target_arch = "x86_64")]
         if let Layout::Rows { stride } = self.acts.layout {
