@@ -32,7 +32,7 @@ mod mask;
 mod math;
 mod memory;
 mod pack;
-mod pool;
+pub(crate) mod pool;
 mod precision;
 mod qkv;
 pub mod sample;

@@ -176,15 +176,28 @@ impl HostMatrix<'_> {
             out.iter_mut().zip(bytes).for_each(|(to, &from)| *to = from.cast_signed());
             return scales.index(row, 0).map_or(f32::NAN, |index| scales.at(index));
         }
-        room.resize(self.row_stride, 0.0);
-        self.widen_row(row, 0, room);
-        // As bits, in whose order what is no number comes last.
-        let most = room.iter().map(|x| x.to_bits() & !SIGN).max().unwrap_or(0);
-        let scale = f32::from_bits(most) / 127.0;
-        for (to, &from) in out.iter_mut().zip(&room[self.col_start..]) {
+        let scale = self.row_most(row, room) / 127.0;
+        room.resize(out.len(), 0.0);
+        self.row_f32(row, room);
+        for (to, &from) in out.iter_mut().zip(room.iter()) {
             *to = round(from / scale);
         }
         scale
+    }
+
+    /// The largest absolute value of the file's whole row, scaled; as bits, in whose order what is no
+    /// number comes last.
+    fn row_most(&self, row: usize, room: &mut Vec<f32>) -> f32 {
+        if let (DType::Bf16, None) = (self.dtype, &self.scales) {
+            let bytes = &self.data[row * self.row_stride * 2..][..self.row_stride * 2];
+            // Signed, of which all instruction sets have a largest.
+            let magnitude = |&bits: &[u8; 2]| i16::from_le_bytes(bits) & i16::MAX;
+            let most = bytes.as_chunks().0.iter().map(magnitude).fold(0, i16::max);
+            return bf16::from_bits(most.cast_unsigned()).to_f32();
+        }
+        room.resize(self.row_stride, 0.0);
+        self.widen_row(row, 0, room);
+        f32::from_bits(room.iter().map(|x| x.to_bits() & !SIGN).max().unwrap_or(0))
     }
 }
 
@@ -304,6 +317,29 @@ mod tests {
         let part = HostMatrix { cols: 2, col_start: 2, ..whole };
         assert_eq!(part.row_int8(0, &mut Vec::new(), &mut out), 2.0);
         assert_eq!(out, [2, 3]);
+    }
+
+    #[test]
+    fn bf16_files_are_quantised_as_the_same_numbers_in_f32() {
+        let mut values: Vec<bf16> =
+            (0..400u32).map(|i| bf16::from_f32((i * 7919 % 997) as f32 * 0.013 - 6.5)).collect();
+        values[250] = bf16::from_f32(-91.5);
+        for odd in [None, Some(bf16::NAN), Some(bf16::NEG_INFINITY)] {
+            // In columns that are not taken.
+            values[301] = odd.unwrap_or(values[301]);
+            let narrow: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let wide: Vec<u8> = values.iter().flat_map(|x| x.to_f32().to_le_bytes()).collect();
+            for row in 0..4 {
+                let quantise = |data, dtype| {
+                    let part =
+                        HostMatrix { cols: 40, col_start: 17, ..matrix(data, dtype, 4, 100) };
+                    let mut out = [99; 40];
+                    let scale = part.row_int8(row, &mut Vec::new(), &mut out);
+                    (scale.to_bits(), out)
+                };
+                assert_eq!(quantise(&narrow, DType::Bf16), quantise(&wide, DType::F32), "{row}");
+            }
+        }
     }
 
     #[test]

@@ -67,6 +67,45 @@ fn without_graphs_every_step_is_called() {
     assert!(!log.contains("capture") && !log.contains("\ngraph"));
 }
 
+/// However many parts of a prompt gate and up are computed for.
+#[test]
+fn int8_weights_are_widened_once_a_layer() {
+    let model = tempfile::tempdir().unwrap();
+    let folder = testkit::models::repository().join("tests/models/llama-gqa");
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), model.path().join(entry.file_name())).unwrap();
+    }
+    let config = model.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let longer =
+        text.replace("\"max_position_embeddings\": 512", "\"max_position_embeddings\": 2048");
+    assert_ne!(text, longer);
+    std::fs::write(&config, longer).unwrap();
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args.extend(["--batches", "1", "--quantization", "int8"]);
+    args[4] = model.path().to_str().unwrap();
+    args[8] = "1300";
+    let environment = [("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+    let (code, _, stderr) = with_fake(&args, &environment);
+    assert_eq!(code, 0, "{stderr}");
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    // Products for each matrix that is widened: q, k and v; output; gate and up; down.
+    let (mut products, mut current) = (Vec::new(), 0);
+    for line in log.lines() {
+        if line.starts_with("launch tutti_widen_int8") {
+            products.push(0);
+            current = products.len();
+        } else if line.starts_with("product ") {
+            assert!(current > 0, "a product before any matrix is widened");
+            products[current - 1] += 1;
+        }
+    }
+    assert!(!products.is_empty());
+    assert!(products.chunks(4).all(|layer| layer == [1, 1, 2, 1]), "{products:?}");
+}
+
 #[test]
 fn memory_that_runs_out_is_named() {
     let line = fails(&[("FAKE_CUDA_FAIL", "cuMemAlloc_v2:6=2")]);

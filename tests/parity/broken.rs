@@ -157,7 +157,7 @@ fn quantised_tensors_need_their_scales() {
         let at = find(tensors);
         tensors.remove(at);
     });
-    names(&error(&lacking), &["model.layers.1.mlp.up_proj.weight_scale", "missing", "scales"]);
+    names(&error(&lacking), &[scale, "missing", "scales"]);
     let short = folder(&|tensors| {
         let at = find(tensors);
         tensors[at].cut_rows(1);
@@ -171,6 +171,17 @@ fn quantised_tensors_need_their_scales() {
     names(&error(&other), &["config.json", "quant_method \"awq\", 4 bits", "\"fp8\""]);
     let said = worker::check::model(other.path(), 1, Quantization::None).unwrap_err().to_string();
     assert_eq!(said, error(&other), "what doctor says");
+    for folder in [&lacking, &short] {
+        let said = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
+        assert_eq!(said.to_string(), error(folder), "what doctor says");
+    }
+    for lacking in ["lm_head.weight", "model.layers.1.self_attn.o_proj.weight"] {
+        let dense = Folder::copy_of("llama-gqa");
+        dense.edit(|tensors| tensors.retain(|tensor| tensor.name != lacking));
+        let said = worker::check::model(dense.path(), 1, Quantization::None).unwrap_err();
+        assert_eq!(said.to_string(), error(&dense), "what doctor says");
+        names(&said.to_string(), &[lacking, "missing"]);
+    }
     // Norms are never quantised.
     let norm = folder(&|tensors| {
         let norm = tensors.iter_mut().find(|t| t.name == "model.norm.weight").unwrap();

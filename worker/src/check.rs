@@ -25,8 +25,8 @@ pub struct ModelNeeds {
 }
 
 /// Reads the folder's configuration and the headers of its weight files, and checks that `degree`
-/// ranks can divide it and that its first and last tensors are there in the shapes that the
-/// configuration asks for.
+/// ranks can divide it and that the tensors of its first and last layers, the embedding and the output
+/// head are there in the shapes that the configuration asks for, quantised ones with their scales.
 ///
 /// # Errors
 /// [`ModelError`], the sentence that a worker would end with.
@@ -49,6 +49,12 @@ pub fn model(
             let name = format!("model.layers.{layer}");
             ExpertParts::find(tensors, experts, &name, config.hidden_size, &all, 1)?;
         }
+        for (suffix, shape) in matrices(&config, layer) {
+            tensors.weight(&format!("model.layers.{layer}.{suffix}.weight"), &shape)?;
+        }
+    }
+    if !config.tied {
+        tensors.weight("lm_head.weight", &[config.vocab_size, config.hidden_size])?;
     }
     weights.tensor("model.norm.weight", &[config.hidden_size])?;
     let (files, stored_bytes) = weights.size();
@@ -59,6 +65,24 @@ pub fn model(
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
     Ok(ModelNeeds { files, weight_bytes, layers, max_positions })
+}
+
+/// A layer's matrices but for those of experts, as `[out, in]`.
+fn matrices(config: &ModelConfig, layer: usize) -> Vec<(&'static str, [usize; 2])> {
+    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+    let (q, kv) = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim);
+    let mut all = vec![
+        ("self_attn.q_proj", [q, hidden]),
+        ("self_attn.k_proj", [kv, hidden]),
+        ("self_attn.v_proj", [kv, hidden]),
+        ("self_attn.o_proj", [hidden, q]),
+    ];
+    if config.experts.as_ref().is_none_or(|experts| !experts.layers[layer]) {
+        all.push(("mlp.gate_proj", [inner, hidden]));
+        all.push(("mlp.up_proj", [inner, hidden]));
+        all.push(("mlp.down_proj", [hidden, inner]));
+    }
+    all
 }
 
 /// Shared memory that `workers` workers of one host take, in groups of `degree`, in bytes: while a

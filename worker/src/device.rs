@@ -234,10 +234,12 @@ impl Device for CudaDevice {
         quantization: Quantization,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
+        let widens = quantization == Quantization::Int8
+            && backend.widens_int8(sizes.max_num_batched_tokens as usize);
         let need = |shard: &Shard| Need {
             degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
             weights: size::weight_bytes(config, shard, quantization),
-            activations: size::activation_bytes(config, shard, quantization, sizes),
+            activations: size::activation_bytes(config, shard, widens, sizes),
             one_sequence: size::sequence_bytes(config, shard, sizes),
         };
         let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);

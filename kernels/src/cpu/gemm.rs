@@ -23,12 +23,14 @@ mod int8;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod one_term;
+mod pairs;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod vector;
 
 pub(crate) use grouped::{Group, Grouped, Task};
 pub(crate) use layout::{Activations, prepare};
+pub(crate) use pairs::{multiply_pairs, pair_panels};
 
 use layout::Layout;
 #[cfg(target_arch = "x86_64")]
@@ -105,78 +107,6 @@ pub(crate) fn multiply(
     run_panels(pool, acts.rows, weight, &|range, _| product.panels(range))
 }
 
-/// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
-/// those that are as far into the second. `[rows, 2 * PANEL * pair_panels(rows)]`, each half's in one
-/// half of a row.
-type Finish<'a> = &'a (dyn Fn(Range<usize>, &[f32]) + Sync);
-
-/// Panels of each half of a matrix that [`multiply_pairs`] multiplies before they are finished: few,
-/// so that their sums are still in the cache.
-pub(crate) fn pair_panels(rows: usize) -> usize {
-    if rows == 1 { WIDE } else { 1 }
-}
-
-/// As [`multiply`] by a matrix whose halves belong together, both a whole number of panels: `finish`
-/// gets what belongs together. `sums` has room for what every thread of the pool gives to `finish`.
-pub(crate) fn multiply_pairs(
-    isa: Isa,
-    pool: &mut Pool,
-    acts: &Activations<'_>,
-    weight: &CpuMatrix,
-    bias: Option<&[f32]>,
-    sums: &mut [f32],
-    finish: Finish<'_>,
-) -> Result<(), KernelError> {
-    let halves = weight.panels().halves();
-    let biases = match bias {
-        Some(bias) => [Some(&bias[..bias.len() / 2]), Some(&bias[bias.len() / 2..])],
-        None => [None; 2],
-    };
-    let pair = Pair { isa, acts, halves, biases };
-    if acts.rows == 0 {
-        return Ok(());
-    }
-    let room = pair_room(acts.rows);
-    let sums = Disjoint::new(sums);
-    run_panels(pool, acts.rows, halves[0], &|range, worker| {
-        // SAFETY: no two running tasks have the same worker.
-        let own = unsafe { sums.slice(worker * room, room) };
-        pair.panels(range, own, finish);
-    })
-}
-
-/// Elements that [`Pair::panels`] needs room for.
-fn pair_room(rows: usize) -> usize {
-    rows * 2 * PANEL * pair_panels(rows)
-}
-
-/// Two products of the same rows whose panels belong together.
-struct Pair<'a> {
-    isa: Isa,
-    acts: &'a Activations<'a>,
-    halves: [Panels<'a>; 2],
-    biases: [Option<&'a [f32]>; 2],
-}
-
-impl Pair<'_> {
-    /// All rows for these panels of both halves; `sums` has room for as many as are finished at once.
-    fn panels(&self, range: Range<usize>, sums: &mut [f32], finish: Finish<'_>) {
-        let Self { isa, acts, halves, biases } = *self;
-        let step = pair_panels(acts.rows);
-        let stride = 2 * PANEL * step;
-        for start in range.clone().step_by(step) {
-            let panels = start..(start + step).min(range.end);
-            for (half, (weight, bias)) in halves.into_iter().zip(biases).enumerate() {
-                let data = Disjoint::new(&mut *sums);
-                let out = Output { data, stride, first_row: 0, column: PANEL * step * half };
-                let first_panel = panels.start;
-                Product { isa, acts, weight, bias, out: &out, first_panel }.panels(panels.clone());
-            }
-            finish(panels, sums);
-        }
-    }
-}
-
 /// Runs `task(range, worker)` over all panels.
 fn run_panels(
     pool: &mut Pool,
@@ -226,13 +156,30 @@ struct Product<'a> {
 impl Product<'_> {
     /// All rows for these panels.
     fn panels(&self, range: Range<usize>) {
-        match self.weight.scales() {
-            Some(_) => self.panels_in(range, &mut [[[0; 16]; 4]; ROOM_PAIRS]),
-            None => self.panels_in(range, &mut []),
+        // No more than is used: clearing it takes time.
+        match self.room_pairs() {
+            0 => self.panels_in(range, &mut []),
+            FEW_PAIRS => self.panels_in(range, &mut [[[0; 16]; 4]; FEW_PAIRS]),
+            _ => self.panels_in(range, &mut [[[0; 16]; 4]; ROOM_PAIRS]),
         }
     }
 
-    /// `room` is for weights that are made bf16.
+    /// Most pairs of weights that are made bf16 at a time and kept in memory.
+    fn room_pairs(&self) -> usize {
+        let is_single = num_tiles(self.acts.rows) == 1;
+        match self.acts.layout {
+            _ if self.weight.scales().is_none() => 0,
+            Layout::Tiles if is_single => FEW_PAIRS,
+            Layout::Tiles => ROOM_PAIRS,
+            // A single tile takes int8 weights as they are.
+            #[cfg(target_arch = "x86_64")]
+            Layout::Rows { .. } if is_single => 0,
+            #[cfg(target_arch = "x86_64")]
+            Layout::Rows { .. } => ROOM_PAIRS,
+        }
+    }
+
+    /// `room` is for weights that are made bf16: [`Product::room_pairs`] of them.
     fn panels_in(&self, range: Range<usize>, room: &mut [PairRow]) {
         #[cfg(target_arch = "x86_64")]
         if let Layout::Rows { stride } = self.acts.layout {

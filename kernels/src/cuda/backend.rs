@@ -227,6 +227,12 @@ impl CudaBackend {
         self.is_skinny(rows) || (weight.weight().scales.is_some() && rows <= INT8_SKINNY_MAX)
     }
 
+    /// Whether int8 weights may be made bf16, which takes memory, in steps of up to so many rows.
+    #[must_use]
+    pub fn widens_int8(&self, rows: usize) -> bool {
+        rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
+    }
+
     /// `out = x W^T + bias`, or of the rows of x that `index` names.
     #[allow(clippy::too_many_arguments, reason = "a product's operands")]
     pub(super) fn product(
@@ -240,11 +246,11 @@ impl CudaBackend {
         live: DevicePtr,
     ) -> Result<(), KernelError> {
         let (n, k) = (weight.rows(), weight.cols());
-        let bias = bias.map(CudaVector::ptr);
         let w = weight.weight();
         // Rows that are named are those of the output head, the largest matrix of all: in bf16 it would
         // take much of the memory that int8 leaves.
         if self.is_skinny_with(rows, weight) || (w.scales.is_some() && index.is_some()) {
+            let bias = bias.map(CudaVector::ptr);
             let call = launch::skinny((x, index), w, bias, out, (rows, n, k), live);
             // SAFETY: operands and result have the rows and columns that were checked.
             return unsafe { self.device.launch(call) };
@@ -261,25 +267,49 @@ impl CudaBackend {
                 gathered
             }
         };
+        let bf16 = self.widen(weight)?;
+        self.multiply(x, weight, bf16, bias, out, rows, live)
+    }
+
+    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: int8 weights lie in scratch, until the
+    /// next matrix is widened.
+    pub(super) fn widen(&mut self, weight: &CudaMatrix) -> Result<DevicePtr, KernelError> {
+        let w = weight.weight();
+        if w.scales.is_none() {
+            return Ok(w.at.ptr);
+        }
+        let n = weight.rows();
+        let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
+        let call = launch::widen_int8(w.at, widened, n);
+        // SAFETY: the scratch was made for as many rows of that stride.
+        unsafe { self.device.launch(call) }?;
+        Ok(widened)
+    }
+
+    /// `out = x W^T + bias` for more than a few rows; `bf16` is the matrix [widened](Self::widen).
+    #[allow(clippy::too_many_arguments, reason = "a product's operands")]
+    pub(super) fn multiply(
+        &mut self,
+        x: Rows,
+        weight: &CudaMatrix,
+        bf16: DevicePtr,
+        bias: Option<&CudaVector>,
+        out: Rows,
+        rows: usize,
+        live: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let (n, k) = (weight.rows(), weight.cols());
+        let bias = bias.map(CudaVector::ptr);
+        let w = weight.weight();
         let product = Product {
             rows: small(rows)?,
             n: small(n)?,
             k: small(k)?,
             x_stride: small(x.stride)?,
-            w_stride: small(weight.at().stride)?,
+            w_stride: small(w.at.stride)?,
             out_stride: small(out.stride)?,
         };
-        let bf16 = match w.scales {
-            None => w.at.ptr,
-            Some(_) => {
-                let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
-                let call = launch::widen_int8(w.at, widened, n);
-                // SAFETY: the scratch was made for as many rows of that stride.
-                unsafe { self.device.launch(call) }?;
-                widened
-            }
-        };
-        // SAFETY: as above.
+        // SAFETY: operands and result have the rows and columns that were checked.
         let done = unsafe { self.device.multiply(&product, x.ptr, bf16, out.ptr) }?;
         match (w.scales, bias) {
             _ if !done => {

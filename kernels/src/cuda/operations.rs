@@ -451,7 +451,7 @@ impl Backend for CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
-        let step = if self.is_skinny(count) { 8 } else { 128 };
+        let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
         if first.is_multiple_of(step) {
             from.ptr = from.ptr.offset(first * 2);
         } else {
@@ -514,6 +514,7 @@ impl Backend for CudaBackend {
             // SAFETY: shapes were checked.
             return unsafe { self.device.launch(call) };
         }
+        let bf16 = self.widen(weight)?;
         let mut done = 0;
         while done < count {
             let part = (count - done).min(GATE_UP_ROWS);
@@ -523,7 +524,11 @@ impl Backend for CudaBackend {
             let wide = Rows { ptr: both, stride: features };
             // Graphs have one part; a later part has as many rows as it is launched for.
             let live = if done == 0 { live } else { DevicePtr::default() };
-            self.product(x, None, weight, None, wide, part, live)?;
+            if self.is_skinny_with(part, weight) {
+                self.product(x, None, weight, None, wide, part, live)?;
+            } else {
+                self.multiply(x, weight, bf16, None, wide, part, live)?;
+            }
             let call = launch::silu_mul(both, bias, y, inner, part, live);
             // SAFETY: shapes were checked.
             unsafe { self.device.launch(call) }?;

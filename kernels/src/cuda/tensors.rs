@@ -1,5 +1,6 @@
 //! What a model is made of, on the GPU: activations, weights, vectors, the KV cache.
 use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
 
 use half::{bf16, f16};
 
@@ -8,12 +9,15 @@ use super::launch::{LayerCache, Rows, Weight};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::{Event, Stream};
 use crate::backend::{Buffer, DType, HostMatrix, KvShape};
+use crate::cpu::pool::Pool;
 use crate::error::KernelError;
 
 /// Elements of bf16 that 16 bytes hold: rows begin at multiples of them.
 const ALIGN: usize = 8;
 /// Bytes of each of the two pieces that weights travel in.
 const PIECE: usize = 16 << 20;
+/// Most threads that fill one.
+const FILLERS: usize = 4;
 
 /// Elements of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -269,6 +273,17 @@ pub fn kv_block_bytes(shape: &KvShape) -> u64 {
 pub(super) struct Uploader {
     pieces: [(Pinned<u16>, Event); 2],
     next: usize,
+    pool: Pool,
+}
+
+/// Puts a row of a part into as many words as it takes, and returns what its elements are multiplied
+/// by; with room that is kept from row to row.
+type Write = dyn Fn(&HostMatrix<'_>, usize, &mut Room, &mut [u16]) -> f32 + Sync;
+
+#[derive(Default)]
+struct Room {
+    wide: Vec<f32>,
+    values: Vec<i8>,
 }
 
 impl Uploader {
@@ -277,7 +292,9 @@ impl Uploader {
             let memory = Pinned::new(context, PIECE / 2, "pinned memory to load weights")?;
             Ok((memory, Event::new(context, false)?))
         };
-        Ok(Self { pieces: [piece()?, piece()?], next: 0 })
+        // A few: ranks of other GPUs of the host do the same.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(FILLERS);
+        Ok(Self { pieces: [piece()?, piece()?], next: 0, pool: Pool::new(threads)? })
     }
 
     /// Loads the vertical concatenation of `parts` in bf16.
@@ -287,10 +304,12 @@ impl Uploader {
         stream: &Stream,
         parts: &[HostMatrix<'_>],
     ) -> Result<CudaMatrix, KernelError> {
-        let mut room = Vec::new();
-        self.load_rows(context, stream, parts, ALIGN, 1, &mut |part, row, out| {
-            copy_row(part, row, &mut room, out);
-        })
+        let (matrix, _) =
+            self.load_rows(context, stream, parts, ALIGN, 1, &|part, row, room, out| {
+                copy_row(part, row, &mut room.wide, out);
+                1.0
+            })?;
+        Ok(matrix)
     }
 
     /// The same, quantised to int8.
@@ -300,16 +319,17 @@ impl Uploader {
         stream: &Stream,
         parts: &[HostMatrix<'_>],
     ) -> Result<CudaMatrix, KernelError> {
-        let (mut room, mut values, mut scales) = (Vec::new(), Vec::new(), Vec::new());
-        let mut matrix =
-            self.load_rows(context, stream, parts, 2 * ALIGN, 2, &mut |part, row, out| {
+        let (mut matrix, scales) =
+            self.load_rows(context, stream, parts, 2 * ALIGN, 2, &|part, row, room, out| {
+                let Room { wide, values } = room;
                 values.clear();
                 // Zero behind the row.
                 values.resize(out.len() * 2, 0);
-                scales.push(part.row_int8(row, &mut room, &mut values[..part.cols]));
+                let scale = part.row_int8(row, wide, &mut values[..part.cols]);
                 for (to, pair) in out.iter_mut().zip(values.chunks_exact(2)) {
                     *to = u16::from_le_bytes([biased(pair[0]), biased(pair[1])]);
                 }
+                scale
             })?;
         let memory = DeviceMemory::new(context, size_of_val(&scales[..]), "scales of weights")?;
         memory.upload(stream, 0, &scales)?;
@@ -317,8 +337,8 @@ impl Uploader {
         Ok(matrix)
     }
 
-    /// Loads rows, `write` putting each into as many words of 16 bits as it takes: rows begin at
-    /// multiples of `align` elements, of which a word has `per_word`.
+    /// Loads rows, which begin at multiples of `align` elements; a word of 16 bits has `per_word` of
+    /// them. With what `write` returned of each row.
     fn load_rows(
         &mut self,
         context: &Rc<Context>,
@@ -326,8 +346,8 @@ impl Uploader {
         parts: &[HostMatrix<'_>],
         align: usize,
         per_word: usize,
-        write: &mut dyn FnMut(&HostMatrix<'_>, usize, &mut [u16]),
-    ) -> Result<CudaMatrix, KernelError> {
+        write: &Write,
+    ) -> Result<(CudaMatrix, Vec<f32>), KernelError> {
         let op = "load_matrix";
         let cols = parts.first().map_or(0, |part| part.cols);
         for part in parts {
@@ -344,6 +364,7 @@ impl Uploader {
         let bytes = rows.saturating_mul(words_per_row).saturating_mul(2);
         let memory = DeviceMemory::new(context, bytes, "weights")?;
         let mut at = 0;
+        let mut scales = vec![0.0; rows];
         for part in parts {
             let mut row = 0;
             while row < part.rows {
@@ -351,10 +372,9 @@ impl Uploader {
                 let (piece, travelled) = &mut self.pieces[self.next];
                 self.next = 1 - self.next;
                 travelled.wait(std::time::Duration::from_secs(60))?;
-                let words = piece.as_mut_slice();
-                for (i, out) in words.chunks_exact_mut(words_per_row).take(count).enumerate() {
-                    write(part, row + i, out);
-                }
+                let words = &mut piece.as_mut_slice()[..count * words_per_row];
+                let scales = &mut scales[at..at + count];
+                fill(&mut self.pool, part, row, words, scales, write)?;
                 memory.upload_pinned(
                     stream,
                     at * words_per_row * 2,
@@ -366,8 +386,33 @@ impl Uploader {
                 at += count;
             }
         }
-        Ok(CudaMatrix { memory, scales: None, rows, cols, stride })
+        Ok((CudaMatrix { memory, scales: None, rows, cols, stride }, scales))
     }
+}
+
+/// Writes rows of a part from `first` on, as many as there are `scales`, on several threads: one makes
+/// rows more slowly than they travel.
+fn fill(
+    pool: &mut Pool,
+    part: &HostMatrix<'_>,
+    first: usize,
+    words: &mut [u16],
+    scales: &mut [f32],
+    write: &Write,
+) -> Result<(), KernelError> {
+    let words_per_row = words.len() / scales.len().max(1);
+    let rows = scales.len().div_ceil(pool.num_threads()).max(1);
+    let shares = words.chunks_mut((rows * words_per_row).max(1)).zip(scales.chunks_mut(rows));
+    let shares: Vec<_> = shares.map(Mutex::new).collect();
+    pool.run(shares.len(), &|index, _| {
+        let mut share = shares[index].lock().unwrap_or_else(PoisonError::into_inner);
+        let (words, scales) = &mut *share;
+        let mut room = Room::default();
+        let all = words.chunks_exact_mut(words_per_row).zip(scales.iter_mut());
+        for (row, (words, scale)) in (first + index * rows..).zip(all) {
+            *scale = write(part, row, &mut room, words);
+        }
+    })
 }
 
 /// As kernels take an integer.
@@ -419,6 +464,38 @@ mod tests {
             let got = bf16::from_bits(out[0]).to_f32();
             assert!((got - 65504.0).abs() < 300.0, "{dtype:?}: {got}");
             assert_eq!(out[1..], [0; 7]);
+        }
+    }
+
+    #[test]
+    fn threads_fill_every_row_once_with_its_own() {
+        let data: Vec<u8> = (0..11 * 3).flat_map(|i: u16| (i * 256).to_le_bytes()).collect();
+        let part = HostMatrix {
+            data: &data,
+            dtype: DType::Bf16,
+            rows: 11,
+            cols: 3,
+            col_start: 0,
+            row_stride: 3,
+            scales: None,
+        };
+        for threads in [1, 3, 4] {
+            for (first, count) in [(0, 11), (2, 7), (4, 1), (10, 1)] {
+                let mut words = vec![7u16; count * 8];
+                let mut scales = vec![-1.0; count];
+                let mut pool = Pool::new(threads).unwrap();
+                fill(&mut pool, &part, first, &mut words, &mut scales, &|part, row, room, out| {
+                    copy_row(part, row, &mut room.wide, out);
+                    row as f32
+                })
+                .unwrap();
+                for (i, (words, scale)) in words.chunks_exact(8).zip(&scales).enumerate() {
+                    let row = (first + i) as u16;
+                    let want = [0, 1, 2].map(|col| (row * 3 + col) * 256);
+                    assert_eq!((words[..3].to_vec(), *scale), (want.to_vec(), f32::from(row)));
+                    assert_eq!(words[3..], [0; 5]);
+                }
+            }
         }
     }
 

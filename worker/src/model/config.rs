@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use super::ModelError;
 use super::experts::ExpertsConfig;
-use super::quantization::{self, Quantised, RawQuantization};
+use super::quantization::{self, Quantised};
 use super::rope::{RopeConfig, RopeScaling};
 
 /// Architectures this worker computes.
@@ -95,7 +95,7 @@ struct Raw {
     norm_topk_prob: Option<bool>,
     decoder_sparse_step: Option<usize>,
     mlp_only_layers: Option<Vec<usize>>,
-    quantization_config: Option<RawQuantization>,
+    quantization_config: Option<serde_json::Value>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
 }

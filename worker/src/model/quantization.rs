@@ -4,9 +4,10 @@
 //! FP8 and int8 weights are read, each multiplied by its scale, as numbers: activations stay what
 //! `--dtype` makes of them, whatever the checkpoint was made for (`input_scale`, scales of KV caches
 //! are left alone).
+use std::path::Path;
+
 use kernels::backend::{DType, Scales};
-use serde::Deserialize;
-use std::collections::BTreeMap;
+use serde_json::Value;
 
 use super::ModelError;
 use super::safetensors::{TensorView, WeightFiles};
@@ -21,67 +22,39 @@ const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, quant_m
 pub struct Quantised {
     /// Rows and columns that share a scale, where scales are of blocks.
     pub block: Option<(usize, usize)>,
+    /// What is behind a tensor's name in that of its scales, for messages: of both names that are read,
+    /// the one that such checkpoints have.
+    pub scale: &'static str,
 }
 
-/// The key of `config.json`, as much of it as tells methods apart.
-#[derive(Deserialize)]
-pub(crate) struct RawQuantization {
-    quant_method: Option<String>,
-    bits: Option<u32>,
-    load_in_4bit: Option<bool>,
-    load_in_8bit: Option<bool>,
-    weight_block_size: Option<Vec<usize>>,
-    format: Option<String>,
-    config_groups: Option<BTreeMap<String, RawGroup>>,
-    sparsity_config: Option<RawFormat>,
-    transform_config: Option<RawTransforms>,
-}
-
-#[derive(Deserialize)]
-struct RawGroup {
-    weights: Option<RawWeights>,
-    format: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct RawWeights {
-    num_bits: Option<u32>,
-    #[serde(rename = "type")]
-    kind: Option<String>,
-    strategy: Option<String>,
-    symmetric: Option<bool>,
-    block_structure: Option<Vec<usize>>,
-}
-
-#[derive(Deserialize)]
-struct RawFormat {
-    format: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct RawTransforms {
-    config_groups: Option<BTreeMap<String, serde::de::IgnoredAny>>,
-}
+/// DeepSeek's name of scales, all others', behind that of the tensor: by both is multiplied.
+const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 
 /// How a checkpoint's weights are quantised.
 ///
 /// # Errors
 /// What cannot be read by its name, and what is supported.
-pub(crate) fn check(raw: &RawQuantization) -> Result<Quantised, String> {
-    match raw.quant_method.as_deref() {
-        Some("fp8") => {
-            Ok(Quantised { block: raw.weight_block_size.as_deref().map(block).transpose()? })
-        }
+pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
+    match raw["quant_method"].as_str() {
+        Some("fp8") => Ok(match &raw["weight_block_size"] {
+            Value::Null => Quantised { block: None, scale: SCALES[1] },
+            sizes => Quantised { block: Some(block(sizes)?), scale: SCALES[0] },
+        }),
         Some("compressed-tensors") => compressed_tensors(raw),
         method => {
+            let is_set = |key: &str| raw[key] == Value::Bool(true);
             let method = match method {
                 Some(method) => format!("quant_method \"{method}\""),
-                None if raw.load_in_4bit == Some(true) || raw.load_in_8bit == Some(true) => {
+                None if is_set("load_in_4bit") || is_set("load_in_8bit") => {
                     "bitsandbytes".to_owned()
                 }
                 None => "without a quant_method".to_owned(),
             };
-            let bits = raw.bits.map_or(String::new(), |bits| format!(", {bits} bits"));
+            // A fraction of EXL2's.
+            let bits = match &raw["bits"] {
+                Value::Number(bits) => format!(", {bits} bits"),
+                _ => String::new(),
+            };
             Err(unsupported(&format!("{method}{bits}")))
         }
     }
@@ -91,50 +64,88 @@ fn unsupported(what: &str) -> String {
     format!("quantization_config ({what}) is not supported; {SUPPORTED}")
 }
 
-fn block(sizes: &[usize]) -> Result<(usize, usize), String> {
-    match sizes {
-        &[rows, cols] if rows > 0 && cols > 0 => Ok((rows, cols)),
-        _ => Err(unsupported(&format!("blocks of {sizes:?}, not of two numbers above 0"))),
+/// Rows and columns of a block: `[128, 128]`, or `"128x128"`.
+fn block(sizes: &Value) -> Result<(usize, usize), String> {
+    let numbers: Option<Vec<usize>> = match sizes {
+        Value::Array(all) => all.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect(),
+        Value::String(text) => text.split('x').map(|size| size.trim().parse().ok()).collect(),
+        _ => None,
+    };
+    match numbers.as_deref() {
+        Some(&[rows, cols]) if rows > 0 && cols > 0 => Ok((rows, cols)),
+        found => {
+            let found = found.map_or_else(|| sizes.to_string(), |found| format!("{found:?}"));
+            Err(unsupported(&format!("blocks of {found}, not of two numbers above 0")))
+        }
     }
 }
 
-fn compressed_tensors(raw: &RawQuantization) -> Result<Quantised, String> {
+/// A string as it is, other values as JSON.
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+fn compressed_tensors(raw: &Value) -> Result<Quantised, String> {
     let refuse =
         |what: String| Err(unsupported(&format!("quant_method \"compressed-tensors\", {what}")));
-    let readable = ["float-quantized", "int-quantized", "naive-quantized", "dense"];
-    let groups = raw.config_groups.iter().flatten();
-    let formats = groups.clone().filter_map(|(_, group)| group.format.as_ref());
-    for format in raw.format.iter().chain(formats) {
-        if !readable.contains(&format.as_str()) {
-            return refuse(format!("format \"{format}\""));
+    let is_readable = |format: &Value| {
+        let readable = ["float-quantized", "int-quantized", "naive-quantized", "dense"];
+        format.as_str().is_some_and(|format| readable.contains(&format))
+    };
+    let empty = serde_json::Map::new();
+    let groups = match &raw["config_groups"] {
+        Value::Null => &empty,
+        Value::Object(groups) => groups,
+        _ => return refuse("config_groups that are no table".to_owned()),
+    };
+    let format = &raw["format"];
+    // Each group says its own then.
+    let is_mixed = format.as_str() == Some("mixed-precision");
+    if !is_mixed && !format.is_null() && !is_readable(format) {
+        return refuse(format!("format \"{}\"", text(format)));
+    }
+    for (name, group) in groups {
+        let own = &group["format"];
+        if is_mixed && own.is_null() && !group["weights"].is_null() {
+            return refuse(format!("format \"mixed-precision\", of {name} none"));
+        }
+        if !own.is_null() && !is_readable(own) {
+            return refuse(format!("format \"{}\"", text(own)));
         }
     }
-    let sparsity = raw.sparsity_config.as_ref().and_then(|config| config.format.as_deref());
-    if let Some(format) = sparsity.filter(|format| *format != "dense") {
-        return refuse(format!("sparsity \"{format}\""));
+    let sparsity = &raw["sparsity_config"]["format"];
+    if !sparsity.is_null() && sparsity.as_str() != Some("dense") {
+        return refuse(format!("sparsity \"{}\"", text(sparsity)));
     }
-    let transforms = raw.transform_config.as_ref().and_then(|all| all.config_groups.as_ref());
-    if transforms.is_some_and(|groups| !groups.is_empty()) {
+    let transforms = &raw["transform_config"]["config_groups"];
+    if !transforms.is_null() && transforms.as_object().is_none_or(|groups| !groups.is_empty()) {
         return refuse("with transforms".to_owned());
     }
-    let mut found = Quantised { block: None };
+    let mut found = Quantised { block: None, scale: SCALES[1] };
     for (name, group) in groups {
-        let Some(weights) = &group.weights else { continue };
-        let (kind, bits) = (weights.kind.as_deref().unwrap_or("int"), weights.num_bits);
-        let strategy = weights.strategy.as_deref().unwrap_or("tensor");
-        let is_good = bits == Some(8)
-            && weights.symmetric.unwrap_or(true)
+        let weights = &group["weights"];
+        if weights.is_null() {
+            continue;
+        }
+        let or = |key: &str, otherwise: &str| match &weights[key] {
+            Value::Null => otherwise.to_owned(),
+            value => text(value),
+        };
+        let (kind, strategy) = (or("type", "int"), or("strategy", "tensor"));
+        let is_symmetric = matches!(weights["symmetric"], Value::Null | Value::Bool(true));
+        let is_good = weights["num_bits"].as_u64() == Some(8)
+            && is_symmetric
             && matches!(
-                (kind, strategy),
+                (kind.as_str(), strategy.as_str()),
                 ("int" | "float", "tensor" | "channel") | ("float", "block")
             );
         if !is_good {
-            let bits = bits.map_or("?".to_owned(), |bits| bits.to_string());
-            let form = if weights.symmetric == Some(false) { ", asymmetric" } else { "" };
+            let (bits, form) =
+                (or("num_bits", "?"), if is_symmetric { "" } else { ", asymmetric" });
             return refuse(format!("{name}: {bits} bits, {kind}, by {strategy}{form}"));
         }
         if strategy == "block" {
-            let own = block(weights.block_structure.as_deref().unwrap_or_default())?;
+            let own = block(&weights["block_structure"])?;
             if found.block.is_some_and(|other| other != own) {
                 return refuse("with blocks of several sizes".to_owned());
             }
@@ -167,23 +178,25 @@ impl<'a> Tensors<'a> {
         if !matches!(view.dtype, DType::F8E4M3 | DType::I8) {
             return Ok(view);
         }
-        let wrong = |tensor: &str, message: String| {
-            let (file, tensor) = (view.file.to_owned(), tensor.to_owned());
+        let wrong = |file: &Path, tensor: &str, message: String| {
+            let (file, tensor) = (file.to_owned(), tensor.to_owned());
             Err(ModelError::Tensor { file, tensor, message })
         };
         let Some(quantised) = self.quantised else {
             let message = "is quantised, of which quantization_config in config.json says nothing";
-            return wrong(name, message.to_owned());
+            return wrong(view.file, name, message.to_owned());
         };
-        // The first name is DeepSeek's; both are multiplied by.
-        let names = [format!("{name}_scale_inv"), format!("{name}_scale")];
+        let names = SCALES.map(|scale| format!("{name}{scale}"));
         let Some(scale_name) = names.iter().find(|name| self.files.has(name)) else {
-            return wrong(&names[1], "is missing, the scales of a quantised tensor".to_owned());
+            let lacking = format!("{name}{}", quantised.scale);
+            let message = "is missing, the scales of a quantised tensor".to_owned();
+            return wrong(self.files.folder(), &lacking, message);
         };
+        // Not always in the tensor's file.
         let scales = self.files.any_tensor(scale_name, None)?;
+        let wrong = |message: String| wrong(scales.file, scale_name, message);
         if matches!(scales.dtype, DType::F8E4M3 | DType::I8) {
-            let message = format!("is of type {:?}; scales are BF16, F16 or F32", scales.dtype);
-            return wrong(scale_name, message);
+            return wrong(format!("is of type {:?}; scales are BF16, F16 or F32", scales.dtype));
         }
         let [rows, cols] = *shape;
         let blocks = quantised.block.map(|(a, b)| (a, b, [rows.div_ceil(a), cols.div_ceil(b)]));
@@ -192,12 +205,11 @@ impl<'a> Tensors<'a> {
             (_, [] | [1] | [1, 1]) => ((usize::MAX, usize::MAX), 1),
             (_, [n] | [n, 1]) if *n == rows => ((1, usize::MAX), 1),
             (_, found) => {
-                let message = format!("has shape {found:?}, which fits no tensor of {shape:?}");
-                return wrong(scale_name, message);
+                return wrong(format!("has shape {found:?}, which fits no tensor of {shape:?}"));
             }
         };
         let Some(data) = Some(scales.data).filter(|data| !data.is_empty()) else {
-            return wrong(scale_name, "is empty".to_owned());
+            return wrong("is empty".to_owned());
         };
         let scales = Scales { data, dtype: scales.dtype, block, row_stride, first_row: 0 };
         Ok(TensorView { scales: Some(scales), ..view })
@@ -248,6 +260,39 @@ mod tests {
                 "group_0: 8 bits, int, by group",
             ),
             (&group(r#"{"num_bits": 8, "type": "int", "symmetric": false}"#), "asymmetric"),
+            // Of other types than usual: none may hide the method.
+            (r#"{"quant_method": "exl2", "bits": 4.65}"#, "(quant_method \"exl2\", 4.65 bits)"),
+            (r#"{"quant_method": "exl3", "bits": "4-6"}"#, "(quant_method \"exl3\")"),
+            (
+                r#"{"quant_method": "quark", "config_groups": [], "format": 3,
+                    "weight_block_size": "?", "sparsity_config": [1], "load_in_4bit": "no"}"#,
+                "(quant_method \"quark\")",
+            ),
+            (r#""fp8""#, "without a quant_method"),
+            (r#"{"quant_method": 8}"#, "without a quant_method"),
+            (r#"{"quant_method": "fp8", "weight_block_size": 128}"#, "blocks of 128"),
+            (r#"{"quant_method": "compressed-tensors", "format": 3}"#, "format \"3\""),
+            (r#"{"quant_method": "compressed-tensors", "config_groups": [8]}"#, "no table"),
+            (&group(r#"{"num_bits": 7.5}"#), "group_0: 7.5 bits, int, by tensor"),
+            (&group(r#"{"num_bits": 8, "symmetric": "no"}"#), "asymmetric"),
+            (
+                &group(
+                    r#"{"num_bits": 8, "type": "float", "strategy": "block",
+                        "block_structure": "128x0"}"#,
+                ),
+                "blocks of [128, 0]",
+            ),
+            (
+                r#"{"quant_method": "compressed-tensors", "format": "mixed-precision",
+                    "config_groups": {"group_0": {"format": "pack-quantized",
+                    "weights": {"num_bits": 4, "strategy": "group"}}}}"#,
+                "format \"pack-quantized\"",
+            ),
+            (
+                r#"{"quant_method": "compressed-tensors", "format": "mixed-precision",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}"#,
+                "format \"mixed-precision\", of group_0 none",
+            ),
         ];
         for (text, expected) in cases {
             let error = read(text).unwrap_err();
@@ -258,10 +303,13 @@ mod tests {
 
     #[test]
     fn what_can_be_read_says_how_its_scales_lie() {
-        let plain = Quantised { block: None };
+        let plain = Quantised { block: None, scale: "_scale" };
         let deepseek = r#"{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
             "weight_block_size": [128, 128]}"#;
-        assert_eq!(read(deepseek).unwrap(), Quantised { block: Some((128, 128)) });
+        assert_eq!(
+            read(deepseek).unwrap(),
+            Quantised { block: Some((128, 128)), scale: "_scale_inv" }
+        );
         let fp8 = r#"{"quant_method": "fp8", "activation_scheme": "static"}"#;
         assert_eq!(read(fp8).unwrap(), plain);
         let compressed = |weights: &str, format: &str| {
@@ -281,6 +329,17 @@ mod tests {
         assert_eq!(compressed(weights, "int-quantized"), plain);
         let weights = r#"{"num_bits": 8, "type": "float", "strategy": "block",
             "block_structure": [128, 64]}"#;
-        assert_eq!(compressed(weights, "float-quantized").block, Some((128, 64)));
+        let by_block = Quantised { block: Some((128, 64)), scale: "_scale" };
+        assert_eq!(compressed(weights, "float-quantized"), by_block);
+        // As it was first written.
+        let weights = weights.replace("[128, 64]", "\"128x64\"");
+        assert_eq!(compressed(&weights, "float-quantized"), by_block);
+        let mixed = r#"{"quant_method": "compressed-tensors", "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {"format": "float-quantized",
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+                "group_1": {"format": "int-quantized",
+                    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}}"#;
+        assert_eq!(read(mixed).unwrap(), plain);
     }
 }

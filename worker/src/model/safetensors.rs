@@ -107,6 +107,11 @@ impl WeightFiles {
         Ok(())
     }
 
+    /// Where they are.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// How many files there are, and the bytes of weights in them.
     #[must_use]
     pub fn size(&self) -> (usize, u64) {

@@ -51,12 +51,13 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
     ((config.num_layers - sparse) as u64, sparse as u64)
 }
 
-/// Activations of the largest step, in bytes.
+/// Activations of the largest step, in bytes; `widens` where some of its products take int8 weights in
+/// bf16.
 #[must_use]
 pub fn activation_bytes(
     config: &ModelConfig,
     shard: &Shard,
-    quantization: Quantization,
+    widens: bool,
     sizes: &EngineConfig,
 ) -> u64 {
     let n = |n: usize| n as u64;
@@ -79,10 +80,7 @@ pub fn activation_bytes(
             + (tokens * top).min(EXPERT_ROWS) * hidden * (2 + 4)
     });
     // A layer's largest quantised matrix, as products of many rows take it.
-    let widened = match quantization {
-        Quantization::None => 0,
-        Quantization::Int8 => 2 * hidden * (q + 2 * kv).max(2 * inner),
-    };
+    let widened = if widens { 2 * hidden * (q + 2 * kv).max(2 * inner) } else { 0 };
     experts
         + widened
         + u64::from(sizes.max_num_batched_tokens) * row
@@ -208,10 +206,10 @@ mod tests {
         let eighth = Shard::new(&config, 0, 8).unwrap();
         assert_eq!(sequence_bytes(&config, &eighth, &sizes), 8192 * 16 * 1024);
         let more = EngineConfig { max_num_batched_tokens: 4096, ..sizes.clone() };
-        let bytes = |sizes| activation_bytes(&config, &whole, Quantization::None, sizes);
+        let bytes = |sizes| activation_bytes(&config, &whole, false, sizes);
         assert!(bytes(&sizes) < bytes(&more) && bytes(&more) < 2 << 30);
         // Gate and up of one layer in bf16.
-        let int8 = activation_bytes(&config, &whole, Quantization::Int8, &sizes);
+        let int8 = activation_bytes(&config, &whole, true, &sizes);
         assert_eq!(int8 - bytes(&sizes), 2 * 2 * 14336 * 4096);
     }
 }

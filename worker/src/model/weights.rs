@@ -2,7 +2,9 @@
 //!
 //! Owns the tensor names of the Llama family, their shapes and which rectangle of each a rank
 //! takes. Everything is checked before anything is loaded, so that a folder with a wrong last
-//! layer fails at once. Only the pages of this rank's rectangles are read from the files.
+//! layer fails at once. Of the files, only the pages of this rank's rectangles are read; but where weights
+//! are quantised to int8, those of the whole rows that they are parts of, which make the scales: a
+//! row-parallel matrix is read whole by every rank.
 use std::ops::Range;
 
 use kernels::backend::{Backend, HostMatrix, QkvWeights, RopeTable, Scales};

@@ -8,7 +8,8 @@ use super::super::pack::{CpuStack, Panels};
 use super::super::pool::Pool;
 use super::super::precision::Arithmetic;
 use super::layout::{Activations, Laid, lay_out_groups};
-use super::{Output, Pair, Product, TASK_COST, WIDE, grain, pair_room};
+use super::pairs::{Pair, pair_room};
+use super::{Output, Product, TASK_COST, WIDE, grain};
 use crate::error::KernelError;
 
 /// Rows that are multiplied with one matrix.

@@ -1,0 +1,123 @@
+//! From the rows of a model file to packed panels: rounded or quantised, and laid side by side.
+use half::{bf16, f16};
+
+use super::super::memory::{AlignedVec, Disjoint};
+use super::super::pool::Pool;
+use super::{Format, PANEL, Packed, Shape};
+use crate::backend::{DType, HostMatrix};
+use crate::error::KernelError;
+
+/// Packs matrices, each the vertical concatenation of its `parts`, which are checked.
+pub(super) fn pack_all<'p, 'd: 'p>(
+    pool: &mut Pool,
+    format: Format,
+    shape: Shape,
+    parts: &(dyn Fn(usize) -> &'p [HostMatrix<'d>] + Sync),
+) -> Result<Packed, KernelError> {
+    let panels = shape.rows.div_ceil(PANEL);
+    let panel_pairs = shape.cols.div_ceil(2).saturating_mul(PANEL);
+    let all = panels.saturating_mul(shape.count);
+    let pairs = all.saturating_mul(panel_pairs);
+    // Every row of a panel, as the lane that it is there.
+    let rows = |index: usize| {
+        let (matrix, first) = (index / panels, index % panels * PANEL);
+        (0..PANEL.min(shape.rows - first))
+            .filter_map(move |lane| Some((lane, find(parts(matrix), first + lane)?)))
+    };
+    match format {
+        Format::Bf16 => {
+            let mut words = AlignedVec::<u32>::zeroed(pairs, "a weight matrix")?;
+            let disjoint = Disjoint::new(&mut words);
+            pool.run_ranges(all, 1, &|range, _| {
+                let mut room = (Vec::new(), Vec::new());
+                for index in range {
+                    // SAFETY: every panel belongs to one task.
+                    let panel = unsafe { disjoint.slice(index * panel_pairs, panel_pairs) };
+                    for (lane, (part, row)) in rows(index) {
+                        pack_row(part, row, lane, &mut room, panel);
+                    }
+                }
+            })?;
+            Ok(Packed::Bf16(words))
+        }
+        Format::Int8 => {
+            let what = "a weight matrix in int8";
+            let mut values = AlignedVec::<i8>::zeroed(pairs.saturating_mul(2), what)?;
+            let mut scales = AlignedVec::<f32>::zeroed(all.saturating_mul(PANEL), what)?;
+            let (to_values, to_scales) = (Disjoint::new(&mut values), Disjoint::new(&mut scales));
+            pool.run_ranges(all, 1, &|range, _| {
+                let (mut room, mut quantised) = (Vec::new(), vec![0; shape.cols]);
+                for index in range {
+                    // SAFETY: every panel belongs to one task.
+                    let panel =
+                        unsafe { to_values.slice(index * panel_pairs * 2, panel_pairs * 2) };
+                    // SAFETY: as above.
+                    let scales = unsafe { to_scales.slice(index * PANEL, PANEL) };
+                    for (lane, (part, row)) in rows(index) {
+                        scales[lane] = part.row_int8(row, &mut room, &mut quantised);
+                        let places = panel.chunks_exact_mut(2 * PANEL);
+                        for (pair, place) in quantised.chunks(2).zip(places) {
+                            place[2 * lane..][..pair.len()].copy_from_slice(pair);
+                        }
+                    }
+                }
+            })?;
+            Ok(Packed::Int8(values, scales))
+        }
+    }
+}
+
+/// The part that row `row` of the concatenation is in, and which row of it that is.
+fn find<'p, 'd>(
+    parts: &'p [HostMatrix<'d>],
+    mut row: usize,
+) -> Option<(&'p HostMatrix<'d>, usize)> {
+    for part in parts {
+        if row < part.rows {
+            return Some((part, row));
+        }
+        row -= part.rows;
+    }
+    None
+}
+
+/// Writes row `row` of a part in bf16 to lane `lane` of its panel.
+fn pack_row(
+    part: &HostMatrix<'_>,
+    row: usize,
+    lane: usize,
+    (wide, rounded): &mut (Vec<f32>, Vec<u16>),
+    panel: &mut [u32],
+) {
+    let size = part.dtype.bytes();
+    let start = (row * part.row_stride + part.col_start) * size;
+    let bytes = &part.data[start..start + part.cols * size];
+    if part.scales.is_some() {
+        rounded.resize(part.cols, 0);
+        part.row_bf16(row, wide, rounded);
+        return interleave(rounded, lane, panel, |bits| bits);
+    }
+    match part.dtype {
+        DType::Bf16 => interleave(bytes.as_chunks().0, lane, panel, u16::from_le_bytes),
+        DType::F16 => interleave(bytes.as_chunks().0, lane, panel, |b| {
+            bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_bits()
+        }),
+        DType::F32 => interleave(bytes.as_chunks().0, lane, panel, |b| {
+            bf16::from_f32(f32::from_le_bytes(b)).to_bits()
+        }),
+        // Small enough numbers for bf16, all of them.
+        DType::F8E4M3 | DType::I8 => {
+            rounded.resize(part.cols, 0);
+            part.row_bf16(row, wide, rounded);
+            interleave(rounded, lane, panel, |bits| bits);
+        }
+    }
+}
+
+fn interleave<T: Copy>(elements: &[T], lane: usize, panel: &mut [u32], convert: impl Fn(T) -> u16) {
+    for (pair, words) in elements.chunks(2).zip(panel.chunks_exact_mut(PANEL)) {
+        let even = u32::from(convert(pair[0]));
+        let odd = pair.get(1).map_or(0, |&element| u32::from(convert(element)));
+        words[lane] = even | odd << 16;
+    }
+}
