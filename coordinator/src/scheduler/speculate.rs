@@ -2,8 +2,9 @@
 //! lookup"): what followed the last tokens where they stood before.
 //!
 //! An index holds, for each length of n-gram, where each n-gram of the sequence ended last. A token
-//! costs as many look-ups as there are lengths, however long the sequence is; the index has its memory
-//! from the start, and knows a long prompt bit by bit.
+//! costs as many look-ups as there are lengths, however long the sequence is and whatever its tokens
+//! are: an n-gram that finds no place soon takes another's. The index has its memory from the start,
+//! and knows a long prompt bit by bit.
 //!
 //! Whether drafts are worth while is known without making any: of every token that comes, the index
 //! has said before which it expected, if any. [`Drafter::trust`] counts how that turns out. So a
@@ -21,6 +22,10 @@ const BATCH_SIZE_MIN: u32 = 2;
 /// Tokens that one step's planning enters into one sequence's index, at most: a prompt of a hundred
 /// thousand tokens delays nobody.
 const ENTERED_MAX: usize = 2048;
+
+/// Places looked at for one n-gram, at most. Anybody can find tokens whose n-grams all belong in the
+/// same places: then the n-gram in the last of them is forgotten, and nobody waits.
+const PROBES_MAX: usize = 16;
 
 /// Trust of a sequence that nothing is known of, from which on it drafts, and its bounds.
 const TRUST_AT_FIRST: i32 = 6;
@@ -98,6 +103,9 @@ pub struct Drafter {
     /// Where the longest n-gram that the sequence ends with ended before; 0 when it is new.
     found: usize,
     trust: i32,
+    /// Places looked at.
+    #[cfg(test)]
+    probes: usize,
 }
 
 impl Drafter {
@@ -114,6 +122,8 @@ impl Drafter {
             entered: 0,
             found: 0,
             trust: TRUST_AT_FIRST,
+            #[cfg(test)]
+            probes: 0,
         }
     }
 
@@ -134,8 +144,8 @@ impl Drafter {
         self.entered == tokens.len()
     }
 
-    /// Enters all n-grams that end at `end`; returns where the longest of them that was there before
-    /// ended.
+    /// Enters all n-grams that end at `end`; returns where the longest of them that was there before,
+    /// and was not forgotten, ended.
     fn exchange(&mut self, tokens: &[u32], end: usize) -> usize {
         let (mut hash, mut found) = (0u64, 0);
         for length in 1..=self.max.min(end) {
@@ -148,16 +158,20 @@ impl Drafter {
             let places = &mut self.index[first..first + self.slots];
             let ngram = &tokens[end - length..end];
             // The low bits of a product know nothing of the high bits of its factors.
-            let mut at = (hash >> 32) as usize & (self.slots - 1);
-            loop {
-                let ended = places[at] as usize;
+            let home = (hash >> 32) as usize;
+            for probe in 1..=PROBES_MAX {
+                #[cfg(test)]
+                {
+                    self.probes += 1;
+                }
+                let place = &mut places[(home + probe) & (self.slots - 1)];
+                let ended = *place as usize;
                 let is_same = ended > 0 && tokens[ended - length..ended] == *ngram;
-                if ended == 0 || is_same {
-                    places[at] = end as u32;
+                if ended == 0 || is_same || probe == PROBES_MAX {
+                    *place = end as u32;
                     found = if is_same { ended } else { found };
                     break;
                 }
-                at = (at + 1) & (self.slots - 1);
             }
         }
         found
@@ -237,7 +251,8 @@ mod tests {
             steps in prop::collection::vec(1usize..20, 1..40),
             num_prompt in 0usize..150,
         ) {
-            let mut drafter = Drafter::new(&config(min, min + more), tokens.len());
+            // Places enough for all to keep theirs.
+            let mut drafter = Drafter::new(&config(min, min + more), 20 * tokens.len());
             let mut steps = steps.into_iter().cycle();
             let mut draft = Vec::new();
             let (mut end, mut trust) = (0, TRUST_AT_FIRST);
@@ -262,6 +277,44 @@ mod tests {
                 } else {
                     prop_assert!(draft.is_empty() && !drafter.is_ready());
                 }
+            }
+        }
+    }
+
+    /// Tokens that all belong in one of 16 places of an index of so many.
+    fn crafted(slots: u64) -> impl Iterator<Item = u32> {
+        let hash = |token: u64| token.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+        (0..u32::MAX).filter(move |token| ((hash(u64::from(*token)) >> 32) & (slots - 1)) < 16)
+    }
+
+    #[test]
+    fn crafted_tokens_cost_no_more_than_a_bound() {
+        let mut drafter = Drafter::new(&config(1, 1), 3001);
+        let tokens: Vec<u32> = crafted(drafter.slots as u64).take(3000).collect();
+        entered(&mut drafter, &tokens, 0);
+        assert!(drafter.probes <= 16 * 3000, "{} places looked at", drafter.probes);
+        assert!(drafter.probes > 15 * 2900, "they are crafted: {}", drafter.probes);
+        // The latest is known.
+        let again: Vec<u32> = tokens.iter().chain(&tokens[2999..]).copied().collect();
+        entered(&mut drafter, &again, 0);
+        assert_eq!(drafter.found, 3000);
+    }
+
+    proptest! {
+        /// Where n-grams have no place, they are not found; none is found where it is not.
+        #[test]
+        fn what_is_found_is_there_however_tokens_are_chosen(
+            picks in prop::collection::vec(0usize..60, 1..300),
+            (min, more) in (1u32..3, 0u32..3),
+        ) {
+            let mut drafter = Drafter::new(&config(min, min + more), picks.len());
+            let kinds: Vec<u32> = crafted(drafter.slots as u64).take(60).collect();
+            let tokens: Vec<u32> = picks.iter().map(|pick| kinds[*pick]).collect();
+            for end in 1..=tokens.len() {
+                entered(&mut drafter, &tokens[..end], 0);
+                let mut may = (min..=min + more)
+                    .map(|length| naive(&tokens[..end], length as usize, length as usize));
+                prop_assert!(drafter.found == 0 || may.any(|found| found == drafter.found));
             }
         }
     }
