@@ -43,28 +43,62 @@ impl Sequence {
         left.min(max_model_len.saturating_sub(self.tokens.len() as u32)).saturating_sub(1)
     }
 
-    /// Enters what is new into the index, and says whether a draft could be made of it.
-    fn has_draft(&mut self, config: &Speculation, max_model_len: u32) -> bool {
-        if self.guide.is_some() || self.drafts_most(max_model_len) == 0 {
-            return false;
-        }
-        let room = self.num_prompt.saturating_add(self.max_tokens).min(max_model_len) as usize;
-        let drafter = self.drafter.get_or_insert_with(|| Box::new(Drafter::new(config, room)));
-        let is_whole = drafter.enter(&self.tokens, self.num_prompt as usize);
-        // Nothing but its last token is to be computed, or that is under way.
-        is_whole && drafter.is_ready() && self.computed + 1 >= self.tokens.len() as u32
+    /// Whether drafts may follow what it has: not where it must be something, nor at its end.
+    fn may_draft(&self, max_model_len: u32) -> bool {
+        self.guide.is_none() && self.drafts_most(max_model_len) > 0
+    }
+
+    /// Whether a draft can be made of its index: nothing but its last token is to be computed, or that
+    /// is under way.
+    fn has_draft(&self) -> bool {
+        let is_ready =
+            |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
+        self.drafter.as_deref().is_some_and(is_ready)
+            && self.computed + 1 >= self.tokens.len() as u32
     }
 }
 
 impl Scheduler {
     /// Looks which admitted sequences are about to draft, as far as their tokens are known.
     pub(super) fn look_for_drafts(&mut self) {
-        let Some(config) = &self.config.speculation else { return };
+        let Some(config) = self.config.speculation else { return };
+        let max_model_len = self.config.max_model_len;
         let most = config.disable_by_batch_size.unwrap_or(u32::MAX);
         let is_off = self.running.len() > most as usize;
+        if !is_off {
+            self.enter_tokens(&config);
+        }
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
-            seq.wants_draft = !is_off && seq.has_draft(config, self.config.max_model_len);
+            seq.wants_draft = !is_off && seq.may_draft(max_model_len) && seq.has_draft();
+        }
+    }
+
+    /// Enters what is new into the indices, up to a bound for all of them: first the tokens that came
+    /// with the last answers, so that those who draft go on, then what the most urgent have.
+    fn enter_tokens(&mut self, config: &Speculation) {
+        let max_model_len = self.config.max_model_len;
+        let mut budget = config.entered_max(self.config.max_num_seqs);
+        for are_last in [true, false] {
+            for slot in &self.running {
+                let Some(seq) = &mut self.sequences[*slot] else { continue };
+                if budget == 0 {
+                    return;
+                }
+                if !seq.may_draft(max_model_len) {
+                    continue;
+                }
+                let behind = seq.drafter.as_ref().map(|drafter| drafter.behind(&seq.tokens));
+                let is_last =
+                    behind.is_some_and(|count| count <= config.num_speculative_tokens as usize + 1);
+                if is_last != are_last {
+                    continue;
+                }
+                let room = seq.num_prompt.saturating_add(seq.max_tokens).min(max_model_len);
+                let new = || Box::new(Drafter::new(config, room as usize));
+                let drafter = seq.drafter.get_or_insert_with(new);
+                drafter.enter(&seq.tokens, seq.num_prompt as usize, &mut budget);
+            }
         }
     }
 
@@ -147,5 +181,96 @@ impl Scheduler {
             drafts.clear();
             seq.drafts = drafts;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use shared::ids::{Epoch, RequestId};
+    use shared::sampling::SamplingParams;
+
+    use super::super::SchedulerConfig;
+    use super::*;
+    use crate::engine::GenerateRequest;
+
+    fn scheduler(max_num_seqs: u32, lengths: u32) -> Scheduler {
+        let speculation = Speculation {
+            num_speculative_tokens: 4,
+            prompt_lookup_max: 1 + lengths,
+            prompt_lookup_min: 2,
+            disable_by_batch_size: None,
+        };
+        let config = SchedulerConfig {
+            block_size: 16,
+            max_model_len: 1 << 17,
+            max_num_seqs,
+            max_num_batched_tokens: 1 << 17,
+            max_queued_requests: 100,
+            max_steps_in_flight: 2,
+            prefix_caching: false,
+            speculation: Some(speculation),
+        };
+        let mut scheduler = Scheduler::new(config).unwrap();
+        scheduler.replica_ready(Epoch(1), 1 << 17, 0, &mut Vec::new());
+        scheduler
+    }
+
+    fn submit(scheduler: &mut Scheduler, id: u64, prompt: u32, max_tokens: u32) {
+        let request = GenerateRequest {
+            id: RequestId(id),
+            prompt: (0..prompt).map(|at| at % 5).collect(),
+            sampling: vec![SamplingParams::greedy()],
+            stop_checks: Vec::new(),
+            guides: Vec::new(),
+            guide_spec: None,
+            max_tokens,
+            priority: 0,
+            cache_salt: 0,
+            end_tokens: Vec::new(),
+            stops: Arc::default(),
+            keep_special: false,
+            arrived: Duration::ZERO,
+            response_id: "it".into(),
+        };
+        scheduler.submit(request).unwrap();
+    }
+
+    /// Tokens that each admitted sequence's index has, the most urgent first.
+    fn entered(scheduler: &Scheduler) -> Vec<usize> {
+        let entered = |seq: &Sequence| {
+            let drafter = seq.drafter.as_ref();
+            drafter.map_or(0, |drafter| seq.tokens.len() - drafter.behind(&seq.tokens))
+        };
+        scheduler.running().map(entered).collect()
+    }
+
+    #[test]
+    fn all_indices_share_what_one_plan_enters() {
+        let mut scheduler = scheduler(64, 4);
+        for id in 0..64 {
+            submit(&mut scheduler, id, 1000, 30);
+        }
+        assert!(scheduler.plan(&mut StepPlan::default(), &mut Vec::new()));
+        for plan in 1..4 {
+            scheduler.look_for_drafts();
+            let entered = entered(&scheduler);
+            assert_eq!(entered.len(), 64);
+            assert_eq!(entered.iter().sum::<usize>(), 512 * plan, "{entered:?}");
+            assert!(entered.is_sorted_by(|before, after| before >= after), "{entered:?}");
+        }
+        // Who has but a last token to be entered goes before those more urgent.
+        let slot = scheduler.running[63];
+        let seq = scheduler.sequences[slot].as_mut().unwrap();
+        let config = scheduler.config.speculation.unwrap();
+        let mut drafter = Box::new(Drafter::new(&config, 1030));
+        drafter.enter(&seq.tokens, 1000, &mut 1000);
+        seq.drafter = Some(drafter);
+        seq.tokens.push(0);
+        scheduler.look_for_drafts();
+        let entered = entered(&scheduler);
+        assert_eq!((entered[63], entered[..63].iter().sum()), (1001, 512 * 4 - 1));
     }
 }

@@ -19,8 +19,8 @@ const LOOKUP_MAX: u32 = 16;
 /// Fewest sequences that drafts may be given up beyond, as elsewhere.
 const BATCH_SIZE_MIN: u32 = 2;
 
-/// Tokens that one step's planning enters into one sequence's index, at most: a prompt of a hundred
-/// thousand tokens delays nobody.
+/// N-grams that one step's planning enters into all indices together: a prompt of a hundred thousand
+/// tokens delays nobody, nor do many of them.
 const ENTERED_MAX: usize = 2048;
 
 /// Places looked at for one n-gram, at most. Anybody can find tokens whose n-grams all belong in the
@@ -84,6 +84,12 @@ impl Speculation {
     fn lengths(&self) -> usize {
         (self.prompt_lookup_max - self.prompt_lookup_min + 1) as usize
     }
+
+    /// Tokens that one step's planning enters into all indices together: as many as a step samples
+    /// at least, so that indices that are whole stay so.
+    pub(super) fn entered_max(&self, max_num_seqs: u32) -> usize {
+        (ENTERED_MAX / self.lengths()).max(max_num_seqs as usize)
+    }
 }
 
 /// One sequence's index and how far it is trusted.
@@ -127,10 +133,11 @@ impl Drafter {
         }
     }
 
-    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt: up
-    /// to a bound, the rest with the next call. Returns whether all are entered.
-    pub fn enter(&mut self, tokens: &[u32], num_prompt: usize) -> bool {
-        let end = tokens.len().min(self.room).min(self.entered + ENTERED_MAX);
+    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt: as
+    /// many as `budget` has, which they are taken of, and the rest with later calls.
+    pub fn enter(&mut self, tokens: &[u32], num_prompt: usize, budget: &mut usize) {
+        let end = self.entered + self.behind(tokens).min(*budget);
+        *budget -= end - self.entered;
         while self.entered < end {
             // How a prompt repeats itself says little of what follows it.
             if self.found > 0 && self.entered >= num_prompt {
@@ -141,7 +148,12 @@ impl Drafter {
             self.entered += 1;
             self.found = self.exchange(tokens, self.entered);
         }
-        self.entered == tokens.len()
+    }
+
+    /// How many of `tokens` are still to be entered, as far as there is room.
+    #[must_use]
+    pub fn behind(&self, tokens: &[u32]) -> usize {
+        tokens.len().min(self.room).saturating_sub(self.entered)
     }
 
     /// Enters all n-grams that end at `end`; returns where the longest of them that was there before,
@@ -237,7 +249,7 @@ mod tests {
     }
 
     fn entered(drafter: &mut Drafter, tokens: &[u32], num_prompt: usize) {
-        while !drafter.enter(tokens, num_prompt) {}
+        drafter.enter(tokens, num_prompt, &mut tokens.len());
     }
 
     proptest! {
@@ -323,7 +335,7 @@ mod tests {
     fn a_draft_goes_on_in_itself_behind_the_end() {
         let mut drafter = Drafter::new(&config(2, 3), 100);
         let tokens = [9, 1, 2, 3, 1, 2, 3];
-        assert!(drafter.enter(&tokens, 7));
+        entered(&mut drafter, &tokens, 7);
         let mut draft = Vec::new();
         drafter.draft(&tokens, 7, &mut draft);
         assert_eq!(draft, [1, 2, 3, 1, 2, 3, 1]);
@@ -338,17 +350,28 @@ mod tests {
     fn a_long_prompt_is_entered_bit_by_bit_and_no_more_than_there_is_room_for() {
         let tokens: Vec<u32> = (0..5000).map(|at| at % 1000).collect();
         let mut drafter = Drafter::new(&config(3, 3), 5000);
-        assert!(!drafter.enter(&tokens, 5000) && !drafter.enter(&tokens, 5000));
+        let mut budget = 4999;
+        drafter.enter(&tokens, 5000, &mut budget);
+        assert_eq!((budget, drafter.behind(&tokens)), (0, 1));
         let mut draft = Vec::new();
         drafter.draft(&tokens, 3, &mut draft);
         assert!(draft.is_empty(), "not all is entered");
-        assert!(drafter.enter(&tokens, 5000));
+        budget = 7;
+        drafter.enter(&tokens, 5000, &mut budget);
+        assert_eq!((budget, drafter.behind(&tokens)), (6, 0));
         drafter.draft(&tokens, 3, &mut draft);
         assert_eq!(draft, [0, 1, 2]);
         let mut small = Drafter::new(&config(1, 2), 10);
         let memory = small.index.capacity();
-        assert!(!small.enter(&tokens, 5000) && !small.enter(&tokens, 5000));
+        entered(&mut small, &tokens, 5000);
         assert_eq!((small.entered, small.index.capacity()), (10, memory));
+    }
+
+    #[test]
+    fn more_lengths_leave_fewer_tokens_a_step_but_never_fewer_than_it_samples() {
+        let entered_max = |min, max, seqs| config(min, max).entered_max(seqs);
+        assert_eq!((entered_max(3, 3, 256), entered_max(2, 5, 256)), (2048, 512));
+        assert_eq!((entered_max(1, 16, 64), entered_max(1, 16, 256)), (128, 256));
     }
 
     #[test]
