@@ -4,7 +4,7 @@ use shared::protocol::{SequenceOutput, StepPlan};
 use super::plan::{Entry, InFlight};
 use super::sequence::Sequence;
 use super::speculate::{Drafter, Speculation};
-use super::{Effect, Scheduler, Stopped};
+use super::{Effect, Scheduler, SchedulerConfig, Stopped};
 use crate::engine::EngineError;
 
 /// A sequence's answer of which a part was taken.
@@ -36,6 +36,32 @@ impl Verifying {
     }
 }
 
+/// What a step leaves for drafts, as far as can be told before.
+struct Room {
+    rows: u32,
+    tokens: u32,
+    blocks: u32,
+}
+
+impl Room {
+    /// Takes what a sequence's next draft may have of it; whether that is worth waiting.
+    fn take(&mut self, seq: &Sequence, most: u32, config: &SchedulerConfig) -> bool {
+        // The draft stands behind the tokens that are in flight.
+        let len = seq.len_ahead();
+        let own = config.blocks_for(len).max(seq.blocks.len() as u32);
+        let places = own.saturating_add(self.blocks).saturating_mul(config.block_size) - len;
+        let taken = seq.drafts_most(config.max_model_len).saturating_sub(seq.pending);
+        let taken = taken.min(most).min(self.rows).min(self.tokens).min(places);
+        if taken < most.min(WORTH_WAITING) {
+            return false;
+        }
+        self.rows -= taken;
+        self.tokens -= taken;
+        self.blocks -= config.blocks_for(len + taken).saturating_sub(own);
+        true
+    }
+}
+
 impl Sequence {
     /// Most tokens that it may draft: it gets one more than are accepted of them.
     fn drafts_most(&self, max_model_len: u32) -> u32 {
@@ -51,15 +77,16 @@ impl Sequence {
     /// Whether a draft can be made of its index: nothing but its last token is to be computed, or that
     /// is under way.
     fn has_draft(&self) -> bool {
-        let is_ready =
-            |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
+        let is_ready = |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
         self.drafter.as_deref().is_some_and(is_ready)
             && self.computed + 1 >= self.tokens.len() as u32
     }
 }
 
 impl Scheduler {
-    /// Looks which admitted sequences are about to draft, as far as their tokens are known.
+    /// Looks which admitted sequences are about to draft, as far as their tokens are known: the most
+    /// urgent of those who could. One that drafts has to wait for its last token; so only those do
+    /// for whose drafts there is going to be room.
     pub(super) fn look_for_drafts(&mut self) {
         let Some(config) = self.config.speculation else { return };
         let max_model_len = self.config.max_model_len;
@@ -68,10 +95,45 @@ impl Scheduler {
         if !is_off {
             self.enter_tokens(&config);
         }
+        // Of this step, for those whose last token is known; of the next, for those who wait for it.
+        // So nobody has waited for a room that others take.
+        let (mut now, mut next) = (self.room_for_drafts(), self.room_for_drafts());
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
-            seq.wants_draft = !is_off && seq.may_draft(max_model_len) && seq.has_draft();
+            let could = !is_off && seq.may_draft(max_model_len) && seq.has_draft();
+            let room = if seq.pending == 0 { &mut now } else { &mut next };
+            seq.wants_draft = could && room.take(seq, config.num_speculative_tokens, &self.config);
         }
+    }
+
+    /// What is left of a step when all that are admitted have what they want of it, and those that
+    /// would be admitted.
+    fn room_for_drafts(&self) -> Room {
+        let running = self.running.len() as u32;
+        let mut rows = self.config.max_num_seqs.saturating_sub(running);
+        let wanted = self.running().map(|seq| seq.num_wanted(self.config.max_model_len));
+        let mut tokens = wanted.fold(self.config.max_num_batched_tokens, u32::saturating_sub);
+        let mut free = self.blocks.num_free();
+        for slot in &self.waiting {
+            let Some(seq) = &self.sequences[*slot] else { continue };
+            let len = seq.tokens.len() as u32;
+            let blocks = self.config.blocks_for(len + 1);
+            if rows == 0 || blocks > free {
+                break;
+            }
+            rows -= 1;
+            tokens = tokens.saturating_sub(len - seq.computed.min(len));
+            free -= blocks;
+        }
+        Room { rows, tokens, blocks: self.blocks_for_drafts() }
+    }
+
+    /// Blocks that drafts may take: every admitted sequence could have another one all the same, and
+    /// nobody waits for one. Those of drafts that turn out wrong stay with their sequence, which is
+    /// going to need them.
+    fn blocks_for_drafts(&self) -> u32 {
+        let spare = self.blocks.num_free().saturating_sub(self.running.len() as u32);
+        if self.waiting.is_empty() { spare } else { 0 }
     }
 
     /// Enters what is new into the indices, up to a bound for all of them: first the tokens that came
@@ -102,13 +164,15 @@ impl Scheduler {
         }
     }
 
-    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget and of rows to
-    /// sample. A block is taken for them only where every sequence could have another one all the same.
+    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget, of rows and
+    /// of blocks. Each is a row of decode of its own. A step's sequences and drafts are `max_num_seqs`
+    /// together at most, whether they are sampled or not: so many are what ranks have room for.
     pub(super) fn plan_drafts(&mut self, plan: &mut StepPlan, step: &mut InFlight, budget: u32) {
         let Some(config) = &self.config.speculation else { return };
         let size = self.config.block_size;
-        let sampled = step.entries.iter().filter(|entry| entry.samples).count() as u32;
-        let mut left = budget.min(self.config.max_num_seqs.saturating_sub(sampled));
+        let shares = step.entries.len() as u32;
+        let mut left = budget.min(self.config.max_num_seqs.saturating_sub(shares));
+        let mut spare = self.blocks_for_drafts();
         for (entry, planned) in step.entries.iter_mut().zip(&mut plan.sequences) {
             let Some(seq) = &mut self.sequences[entry.slot] else { continue };
             let len = seq.tokens.len() as u32;
@@ -116,8 +180,8 @@ impl Scheduler {
             if !seq.wants_draft || planned.count != 1 || planned.start + 1 != len {
                 continue;
             }
-            let blocks = self.blocks.num_free().saturating_sub(self.running.len() as u32);
-            let room = (seq.blocks.len() as u32).saturating_add(blocks).saturating_mul(size) - len;
+            let blocks = (seq.blocks.len() as u32).saturating_add(spare);
+            let room = blocks.saturating_mul(size).saturating_sub(len);
             let most = seq.drafts_most(self.config.max_model_len);
             let most = most.min(config.num_speculative_tokens).min(left).min(room);
             let Some(drafter) = &seq.drafter else { continue };
@@ -126,6 +190,7 @@ impl Scheduler {
             entry.verifies = drafted > 0;
             while (seq.blocks.len() as u32) < self.config.blocks_for(len + drafted) {
                 let Some(block) = self.blocks.take() else { break };
+                spare = spare.saturating_sub(1);
                 seq.blocks.push(block);
                 planned.new_blocks.push(block);
             }
@@ -192,7 +257,6 @@ mod tests {
     use shared::ids::{Epoch, RequestId};
     use shared::sampling::SamplingParams;
 
-    use super::super::SchedulerConfig;
     use super::*;
     use crate::engine::GenerateRequest;
 
