@@ -1,9 +1,19 @@
 //! Sequences that repeat themselves, and what the scheduler makes of their drafts.
-use coordinator::engine::{EngineError, FinishReason};
+use std::sync::Arc;
+use std::time::Duration;
+
+use coordinator::engine::{EngineError, EventSender, FinishReason, GenerateRequest};
+use coordinator::metrics::Hub;
+use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
 use coordinator::scheduler::{ApplyError, Effect, Scheduler, SchedulerConfig, Speculation};
-use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{SequenceOutput, SequenceStep};
-use shared::sampling::Pooling;
+use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId};
+use shared::metrics::Limits;
+use shared::metrics::catalogue::INTER_TOKEN_LATENCY;
+use shared::protocol::{
+    SequenceOutput, SequenceStep, StepPlan, StepResult, StepTimings, WorkerStats,
+};
+use shared::sampling::{Pooling, SamplingParams};
+use tokio::sync::mpsc;
 
 use crate::guided::Guidance;
 use crate::rig::{ClientRequest, Rig};
@@ -425,6 +435,74 @@ fn more_than_was_verified_is_not_believed() {
             assert_eq!(plan.sequences[0].start, 8 + believed as u32, "{outputs:?}");
         }
     }
+}
+
+/// A draft's tokens come at once: the time since the token before is that of them all, as it is for
+/// who counts on.
+#[test]
+fn a_drafts_tokens_share_the_time_they_took() {
+    let hub = Hub::new(Incarnation(1), Limits::default());
+    let limits = DriverLimits {
+        step_timeout: Duration::from_secs(9),
+        unavailable_timeout: Duration::from_secs(9),
+    };
+    let scheduler = Scheduler::new(config()).unwrap();
+    let observer = hub.observer();
+    let mut driver =
+        ReplicaDriver::new(Duration::ZERO, ReplicaId(0), scheduler, observer.clone(), limits);
+    let request = |id, max_tokens| GenerateRequest {
+        id: RequestId(id),
+        prompt: vec![0, 1, 2, 3, 4, 0, 1, 2],
+        sampling: vec![SamplingParams::greedy()],
+        stop_checks: Vec::new(),
+        guides: Vec::new(),
+        guide_spec: None,
+        max_tokens,
+        priority: 0,
+        cache_salt: 0,
+        end_tokens: Vec::new(),
+        stops: Arc::default(),
+        keep_special: false,
+        arrived: Duration::ZERO,
+        response_id: "it".into(),
+    };
+    let (events, _tokens) = mpsc::channel(64);
+    // The last token of the first one's draft ends it; the second one's tokens come behind them.
+    driver.submit(request(1, 6), EventSender::Local(events.clone()));
+    driver.submit(request(2, 30), EventSender::Local(events));
+    driver.ready(Duration::ZERO, Epoch(1), 30, 0);
+    let mut plan = StepPlan::default();
+    let mut answer = |driver: &mut ReplicaDriver, now, drafts: [usize; 2]| {
+        let now = Duration::from_millis(now);
+        assert!(driver.next_plan(now, &mut plan));
+        let drafted: Vec<usize> = plan.sequences.iter().map(|entry| entry.drafts.len()).collect();
+        assert_eq!(drafted, drafts);
+        // Everything drafted is right, and goes on.
+        let rows = plan.sequences.iter().flat_map(|entry| {
+            let first = entry.start + entry.count - entry.drafts.len() as u32;
+            (first..=entry.start + entry.count).map(|position| (entry.seq, position))
+        });
+        let outputs = rows.map(|(seq, position)| SequenceOutput {
+            seq,
+            position,
+            token: Some(position % 5),
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: Vec::new(),
+        });
+        let (timings, stats) = (StepTimings::default(), WorkerStats::default());
+        let (epoch, step, outputs) = (plan.epoch, plan.step, outputs.collect());
+        driver.apply(now, StepResult { epoch, step, outputs, digest: 0, timings, stats });
+    };
+    answer(&mut driver, 1000, [0, 0]);
+    answer(&mut driver, 1600, [4, 2]);
+    let between = hub.merged().histogram_sum(INTER_TOKEN_LATENCY);
+    // Five in 600 ms and three in 600 ms.
+    assert_eq!((between.count(), between.sum_nanos), (8, 1_200_000_000));
+    let buckets = between.buckets.iter().filter(|count| **count > 0);
+    assert_eq!(buckets.copied().collect::<Vec<_>>(), [5, 3], "{between:?}");
 }
 
 /// A block is found by others only when all of its tokens are accepted: the KV cache is as it would
