@@ -395,7 +395,8 @@ impl ReplicaDriver {
                 }
                 Effect::Token { request, choice, token, logprobs } => {
                     together += 1;
-                    let is_last = !effects.peek().is_some_and(|next| next.is_token_of(request, choice));
+                    let is_last =
+                        !effects.peek().is_some_and(|next| next.is_token_of(request, choice));
                     let count = if is_last { std::mem::take(&mut together) } else { 0 };
                     if let Some(live) = self.live.get_mut(&request) {
                         recording.tokens(&mut live.track, choice, count, now);

@@ -7,6 +7,14 @@ use super::speculate::{Drafter, Speculation};
 use super::{Effect, Scheduler, SchedulerConfig, Stopped};
 use crate::engine::EngineError;
 
+/// Bytes of all sequences' indices together: one that finds no room drafts nothing until others are
+/// done.
+const INDICES_MAX: usize = 256 << 20;
+
+/// Drafted tokens that a sequence waits for, if drafts may be as long. One gives two tokens at best,
+/// and takes two steps where others stay one ahead: that is what the sequence gets without.
+const WORTH_WAITING: u32 = 2;
+
 /// A sequence's answer of which a part was taken.
 #[derive(Debug, Default)]
 pub(super) struct Verifying {
@@ -141,6 +149,8 @@ impl Scheduler {
     fn enter_tokens(&mut self, config: &Speculation) {
         let max_model_len = self.config.max_model_len;
         let mut budget = config.entered_max(self.config.max_num_seqs);
+        let drafters = self.running().filter_map(|seq| seq.drafter.as_deref());
+        let mut bytes: usize = drafters.map(Drafter::bytes).sum();
         for are_last in [true, false] {
             for slot in &self.running {
                 let Some(seq) = &mut self.sequences[*slot] else { continue };
@@ -157,8 +167,15 @@ impl Scheduler {
                     continue;
                 }
                 let room = seq.num_prompt.saturating_add(seq.max_tokens).min(max_model_len);
-                let new = || Box::new(Drafter::new(config, room as usize));
-                let drafter = seq.drafter.get_or_insert_with(new);
+                if behind.is_none() {
+                    let more = Drafter::bytes_of(config, room as usize);
+                    if bytes.saturating_add(more) > INDICES_MAX {
+                        continue;
+                    }
+                    bytes += more;
+                    seq.drafter = Some(Box::new(Drafter::new(config, room as usize)));
+                }
+                let Some(drafter) = &mut seq.drafter else { continue };
                 drafter.enter(&seq.tokens, seq.num_prompt as usize, &mut budget);
             }
         }
@@ -336,5 +353,24 @@ mod tests {
         scheduler.look_for_drafts();
         let entered = entered(&scheduler);
         assert_eq!((entered[63], entered[..63].iter().sum()), (1001, 512 * 4 - 1));
+    }
+
+    #[test]
+    fn who_finds_no_room_for_an_index_drafts_when_others_are_done() {
+        let mut scheduler = scheduler(32, 15);
+        for id in 0..20 {
+            submit(&mut scheduler, id, 10, 100_000);
+        }
+        assert!(scheduler.plan(&mut StepPlan::default(), &mut Vec::new()));
+        for _ in 0..5 {
+            scheduler.look_for_drafts();
+        }
+        // 15 MiB each: for 15 lengths 2^18 places of 4 bytes, of 256 MiB.
+        let mut expected = [[10; 17].as_slice(), &[0; 3]].concat();
+        assert_eq!(entered(&scheduler), expected);
+        scheduler.cancel(RequestId(4), &mut Vec::new());
+        scheduler.look_for_drafts();
+        expected.pop();
+        assert_eq!(entered(&scheduler), expected);
     }
 }

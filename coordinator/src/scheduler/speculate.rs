@@ -92,6 +92,11 @@ impl Speculation {
     }
 }
 
+/// Places of an index for sequences of up to `room` tokens, for each length.
+fn slots(room: usize) -> usize {
+    (room + room / 3 + 1).next_power_of_two()
+}
+
 /// One sequence's index and how far it is trusted.
 #[derive(Debug)]
 pub struct Drafter {
@@ -118,7 +123,7 @@ impl Drafter {
     /// An empty index with room for sequences of up to `room` tokens.
     #[must_use]
     pub fn new(config: &Speculation, room: usize) -> Self {
-        let slots = (room + room / 3 + 1).next_power_of_two();
+        let slots = slots(room);
         Self {
             index: vec![0; slots * config.lengths()],
             slots,
@@ -131,6 +136,18 @@ impl Drafter {
             #[cfg(test)]
             probes: 0,
         }
+    }
+
+    /// Bytes of an index with room for sequences of up to `room` tokens.
+    #[must_use]
+    pub fn bytes_of(config: &Speculation, room: usize) -> usize {
+        slots(room) * config.lengths() * size_of::<u32>()
+    }
+
+    /// Bytes of its index.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        size_of_val(self.index.as_slice())
     }
 
     /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt: as
@@ -363,6 +380,8 @@ mod tests {
         assert_eq!(draft, [0, 1, 2]);
         let mut small = Drafter::new(&config(1, 2), 10);
         let memory = small.index.capacity();
+        assert_eq!(small.bytes(), Drafter::bytes_of(&config(1, 2), 10));
+        assert_eq!(small.bytes(), 2 * 16 * 4);
         entered(&mut small, &tokens, 5000);
         assert_eq!((small.entered, small.index.capacity()), (10, memory));
     }
