@@ -1,10 +1,13 @@
-//! Every model folder's golden log-probabilities and greedy tokens, with graphs and without.
+//! Every model folder's golden log-probabilities and greedy tokens, with graphs and without, and with
+//! drafts that are verified.
 use std::path::{Path, PathBuf};
 
 use kernels::Backend as _;
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan};
+use shared::protocol::{
+    EngineConfig, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+};
 use shared::sampling::SamplingParams;
 use testkit::models::{Golden, goldens};
 use worker::engine::Engine;
@@ -129,19 +132,40 @@ pub(crate) fn follow(
                 worst = worst.max((f64::from(entry.logprob) - expected).abs());
             }
         }
-        if got.token != Some(golden.greedy_ids[i]) {
-            let gap = golden.greedy_top1_top2_gap[i];
-            if gap > TOLERANCE {
-                return Err(format!("{}: token {i} differs, with a gap of {gap}", golden.name));
-            }
-            parted = true;
-            continue;
-        }
-        let logprob = got.logprobs.as_ref().map_or(f64::NAN, |all| f64::from(all.logprob));
-        let error = (logprob - golden.greedy_logprobs[i]).abs();
-        worst = if error > worst || error.is_nan() { error } else { worst };
-        compared += 1;
+        parted = !agrees(golden, i, got, &mut worst)?;
+        compared += usize::from(!parted);
     }
+    forget(engine, golden, (seq, number), worst)?;
+    Ok((worst, compared))
+}
+
+/// Compares a greedy token; false when it is another one of which nobody can tell which is right.
+fn agrees(
+    golden: &Golden,
+    at: usize,
+    got: &SequenceOutput,
+    worst: &mut f64,
+) -> Result<bool, String> {
+    if got.token != Some(golden.greedy_ids[at]) {
+        let gap = golden.greedy_top1_top2_gap[at];
+        if gap > TOLERANCE {
+            return Err(format!("{}: token {at} differs, with a gap of {gap}", golden.name));
+        }
+        return Ok(false);
+    }
+    let logprob = got.logprobs.as_ref().map_or(f64::NAN, |all| f64::from(all.logprob));
+    let error = (logprob - golden.greedy_logprobs[at]).abs();
+    *worst = if error > *worst || error.is_nan() { error } else { *worst };
+    Ok(true)
+}
+
+/// Ends a sequence; its worst error has to be small.
+fn forget(
+    engine: &mut Engine<CudaBackend>,
+    golden: &Golden,
+    (seq, number): (SeqId, &mut u64),
+    worst: f64,
+) -> Result<(), String> {
     *number += 1;
     let plan = StepPlan {
         epoch: Epoch(1),
@@ -153,11 +177,79 @@ pub(crate) fn follow(
     if worst.is_nan() || worst > TOLERANCE {
         return Err(format!("{}: a log-probability is off by {worst}", golden.name));
     }
+    Ok(())
+}
+
+/// One prompt and its greedy tokens as drafts: the first and the second of each three are right, so
+/// that a step has four rows and yields three tokens. Returns what `follow` returns.
+fn verify(
+    engine: &mut Engine<CudaBackend>,
+    golden: &Golden,
+    number: &mut u64,
+    output: usize,
+) -> Result<(f64, usize), String> {
+    let seq = SeqId(*number + 1);
+    let sampling = SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+    let prompt = u32::try_from(golden.prompt_ids.len()).unwrap_or(u32::MAX);
+    let greedy = &golden.greedy_ids[..output.min(golden.greedy_ids.len())];
+    let (mut worst, mut compared, mut blocks) = (0.0f64, 0, 0);
+    while compared < greedy.len() {
+        *number += 1;
+        let mut plan = StepPlan { epoch: Epoch(1), step: StepId(*number), ..StepPlan::default() };
+        let done = u32::try_from(compared).unwrap_or(u32::MAX);
+        let (mut start, mut count, mut drafts) = (0, prompt, Vec::new());
+        if compared == 0 {
+            let (tokens, sampling) = (golden.prompt_ids.clone(), sampling.clone());
+            plan.admitted.push(NewSequence { seq, tokens, num_prompt: prompt, sampling });
+        } else {
+            drafts.extend(greedy[compared..].iter().take(3));
+            if let Some(wrong) = drafts.get_mut(2) {
+                *wrong = u32::from(*wrong == 0);
+            }
+            (start, count) = (prompt + done - 1, 1 + u32::try_from(drafts.len()).unwrap_or(0));
+        }
+        let mut new_blocks = Vec::new();
+        while blocks * BLOCK_SIZE < start + count {
+            new_blocks.push(BlockId(255 - blocks));
+            blocks += 1;
+        }
+        let (allowed, sample) = (None, true);
+        let expected = drafts.len().min(2) + 1;
+        plan.sequences.push(SequenceStep {
+            seq,
+            start,
+            count,
+            new_blocks,
+            sample,
+            allowed,
+            drafts,
+        });
+        let mut outputs = Vec::new();
+        engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+        for (at, got) in (compared..greedy.len()).zip(&outputs) {
+            if !agrees(golden, at, got, &mut worst)? {
+                forget(engine, golden, (seq, number), worst)?;
+                return Ok((worst, compared));
+            }
+            compared += 1;
+        }
+        if outputs.len() != expected {
+            let (name, got) = (&golden.name, outputs.len());
+            return Err(format!("{name}: {got} tokens of a step instead of {expected}"));
+        }
+    }
+    forget(engine, golden, (seq, number), worst)?;
     Ok((worst, compared))
 }
 
-/// One model, with graphs or without.
-fn whole(options: &Options, ordinal: u32, graphs: bool, model: &Path) -> Result<String, String> {
+/// One model, with graphs or without, with drafts or without.
+fn whole(
+    options: &Options,
+    ordinal: u32,
+    (graphs, drafts): (bool, bool),
+    model: &Path,
+) -> Result<String, String> {
+    let follow = if drafts { verify } else { follow };
     let (prompts, output) = if options.quick { (1, 5) } else { (usize::MAX, usize::MAX) };
     let mut engine = engine(options, ordinal, graphs, model).map_err(|error| error.to_string())?;
     let (mut worst, mut compared, mut number) = (0.0f64, 0, 0);
@@ -173,14 +265,17 @@ fn whole(options: &Options, ordinal: u32, graphs: bool, model: &Path) -> Result<
 pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     let variants = VARIANTS.map(|name| options.root.join("tests/models").join(name));
     let models = variants.into_iter().chain([options.root.join("models/demo")]);
-    let both = models.flat_map(|model| [(model.clone(), false), (model, true)]);
-    let step = |(model, graphs): (PathBuf, bool)| {
+    let ways = [("calls", (false, false)), ("graphs", (true, false))];
+    let all = models.flat_map(|model| ways.map(|way| (model.clone(), way)));
+    // Rows of drafts are those of decode: one model shows that.
+    let demo = options.root.join("models/demo");
+    let all = all.chain([(demo, ("drafts", (true, true)))]);
+    let step = |(model, (how, way)): (PathBuf, (&str, (bool, bool)))| {
         let name = model.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let how = if graphs { "graphs" } else { "calls" };
         let name = format!("goldens {name}, {how}");
         Step::new(name.clone(), move |table| {
-            table.add(name, whole(options, ordinal, graphs, &model));
+            table.add(name, whole(options, ordinal, way, &model));
         })
     };
-    both.map(step).collect()
+    all.map(step).collect()
 }

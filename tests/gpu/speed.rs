@@ -344,6 +344,32 @@ impl Driver<'_> {
         Ok(())
     }
 
+    /// Steps of one sequence with drafts, which stand for what nobody knows: what such a step costs,
+    /// however many of them are right. Returns where it is then, and how many steps it was.
+    fn verify(
+        &mut self,
+        seq: SeqId,
+        drafts: u32,
+        positions: Range<u32>,
+    ) -> Result<(u32, u32), String> {
+        let (mut at, mut steps) = (positions.start, 0);
+        while at + drafts < positions.end {
+            let mut plan = self.decode_plan(&[seq], at);
+            for entry in &mut plan.sequences {
+                entry.count += drafts;
+                entry.drafts = (at..at + drafts).map(|token| token * 7919 % self.vocab).collect();
+            }
+            let mut outputs = Vec::new();
+            self.engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+            if outputs.is_empty() {
+                return Err("a step with drafts yields no token".to_owned());
+            }
+            at += u32::try_from(outputs.len()).unwrap_or(u32::MAX);
+            steps += 1;
+        }
+        Ok((at, steps))
+    }
+
     fn decode_plan(&mut self, seqs: &[SeqId], at: u32) -> StepPlan {
         let entry = |seq: &SeqId| SequenceStep {
             seq: *seq,
@@ -406,6 +432,7 @@ fn cases(
             )),
         );
     }
+    drafted(shape, &mut driver, sizes, table)?;
     // The second time: plans are chosen in the first.
     let mut took = 0.0;
     for _ in 0..2 {
@@ -422,6 +449,36 @@ fn cases(
             "{:.0} tokens/s, {:.0} TFLOP/s without attention",
             f64::from(sizes.prefill) / took,
             flops / 1e12
+        )),
+    );
+    Ok(())
+}
+
+/// What it costs to verify drafts of one sequence, with nothing else in the batch.
+fn drafted(
+    shape: &Shape,
+    driver: &mut Driver<'_>,
+    sizes: &Sizes,
+    table: &mut Table,
+) -> Result<(), String> {
+    let rows = sizes.batches.iter().copied().max().unwrap_or(1).min(5);
+    let seqs = driver.prefill(1, (sizes.context, sizes.decoded()), 1)?;
+    let Some(seq) = seqs.first().copied() else { return Ok(()) };
+    // Warm, captured, and one replay.
+    let (first, end) = (sizes.context, sizes.decoded() * BLOCK_SIZE);
+    let (warm, _) = driver.verify(seq, rows - 1, first..first + rows + 2)?;
+    let began = Instant::now();
+    let (_, steps) = driver.verify(seq, rows - 1, warm..end)?;
+    let took = began.elapsed().as_secs_f64();
+    driver.forget(seqs)?;
+    let step = took / f64::from(steps.max(1));
+    table.add(
+        format!("{} decode, a draft of {}", shape.name, rows - 1),
+        Ok(format!(
+            "step {:.3} ms: {:.0} tokens/s if one is right of each, {:.0} if all are",
+            step * 1e3,
+            2.0 / step,
+            f64::from(rows) / step
         )),
     );
     Ok(())

@@ -174,7 +174,12 @@ fn plans_that_do_not_fit() {
             "seq-1 has drafts, but is not to be sampled freely",
         ),
         (vec![], vec![drafts(&[7, 384])], "seq-1 has draft 384 of 384"),
-        (vec![], vec![drafts(&[7, 8])], "3 rows to sample, the bound is 2"),
+        (vec![], vec![drafts(&[7, 8])], "3 sequences and drafts, the bound is 2"),
+        (
+            vec![new(2, &TOKENS, 5)],
+            vec![drafts(&[7]), SequenceStep { sample: false, ..run(2, 0, 1, &[2]) }],
+            "3 sequences and drafts, the bound is 2",
+        ),
         (vec![], vec![drafts(&[7; 7])], "seq-1 is to be sampled at 13, it has 13 tokens"),
         (
             vec![],

@@ -184,9 +184,8 @@ impl FakeWorker {
         let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
         assert!(tokens <= self.config.max_num_batched_tokens, "{tokens} tokens in a step");
         assert!(plan.sequences.len() <= self.config.max_num_seqs as usize);
-        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
-        let rows: usize = sampled.map(|entry| 1 + entry.drafts.len()).sum();
-        assert!(rows <= self.config.max_num_seqs as usize, "{rows} rows are sampled");
+        let rows: usize = plan.sequences.iter().map(|entry| 1 + entry.drafts.len()).sum();
+        assert!(rows <= self.config.max_num_seqs as usize, "{rows} sequences and drafts");
         let seqs: BTreeSet<SeqId> = plan.sequences.iter().map(|entry| entry.seq).collect();
         assert_eq!(seqs.len(), plan.sequences.len(), "a sequence occurs once");
     }

@@ -85,11 +85,8 @@ impl RankEngine {
         self.swap(plan, config.block_size as usize, switches)?;
         self.admit(plan, &config)?;
         let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
-        let sampled = plan.sequences.iter().filter(|entry| entry.sample);
-        let rows: usize = sampled.map(|entry| 1 + entry.drafts.len()).sum();
-        if tokens > config.max_num_batched_tokens
-            || plan.sequences.len().max(rows) > config.max_num_seqs as usize
-        {
+        let rows: usize = plan.sequences.iter().map(|entry| 1 + entry.drafts.len()).sum();
+        if tokens > config.max_num_batched_tokens || rows > config.max_num_seqs as usize {
             return Err(format!("{tokens} tokens of {} sequences", plan.sequences.len()));
         }
         let mut shares = Vec::new();

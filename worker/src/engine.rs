@@ -366,9 +366,10 @@ impl<B: Backend> Engine<B> {
         if step.ids.len() > max {
             return Err(fault(format!("{} tokens, the bound is {max}", step.ids.len())));
         }
-        let (rows, max) = (step.sample_rows.len(), self.config.max_num_seqs as usize);
+        // Each draft is a row of decode of its own; no other share has more rows to sample than one.
+        let (rows, max) = (step.seqs.len(), self.config.max_num_seqs as usize);
         if rows > max {
-            return Err(fault(format!("{rows} rows to sample, the bound is {max}")));
+            return Err(fault(format!("{rows} sequences and drafts, the bound is {max}")));
         }
         Ok(())
     }

@@ -357,7 +357,10 @@ impl ReplicaDriver {
     /// scrape sees a step whole or not at all.
     fn deliver(&mut self, now: Duration) {
         let mut recording = self.observer.record();
-        for effect in self.effects.drain(..) {
+        let mut effects = self.effects.drain(..).peekable();
+        // Tokens that a choice got at once: the time since the one before is that of all of them.
+        let mut together = 0;
+        while let Some(effect) = effects.next() {
             match effect {
                 Effect::FirstScheduled { request } | Effect::Resumed { request } => {
                     if let Some(live) = self.live.get_mut(&request) {
@@ -391,8 +394,12 @@ impl ReplicaDriver {
                     }
                 }
                 Effect::Token { request, choice, token, logprobs } => {
+                    together += 1;
+                    let is_last =
+                        !effects.peek().is_some_and(|next| next.is_token_of(request, choice));
+                    let count = if is_last { std::mem::take(&mut together) } else { 0 };
                     if let Some(live) = self.live.get_mut(&request) {
-                        recording.tokens(&mut live.track, choice, 1, now);
+                        recording.tokens(&mut live.track, choice, count, now);
                         let event = EngineEvent::Token { choice, token, logprobs };
                         send(live, request, event, &mut self.gone);
                     }

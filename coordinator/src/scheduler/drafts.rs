@@ -4,8 +4,16 @@ use shared::protocol::{SequenceOutput, StepPlan};
 use super::plan::{Entry, InFlight};
 use super::sequence::Sequence;
 use super::speculate::{Drafter, Speculation};
-use super::{Effect, Scheduler, Stopped};
+use super::{Effect, Scheduler, SchedulerConfig, Stopped};
 use crate::engine::EngineError;
+
+/// Bytes of all sequences' indices together: one that finds no room drafts nothing until others are
+/// done.
+const INDICES_MAX: usize = 256 << 20;
+
+/// Drafted tokens that a sequence waits for, if drafts may be as long. One gives two tokens at best,
+/// and takes two steps where others stay one ahead: that is what the sequence gets without.
+const WORTH_WAITING: u32 = 2;
 
 /// A sequence's answer of which a part was taken.
 #[derive(Debug, Default)]
@@ -36,6 +44,32 @@ impl Verifying {
     }
 }
 
+/// What a step leaves for drafts, as far as can be told before.
+struct Room {
+    rows: u32,
+    tokens: u32,
+    blocks: u32,
+}
+
+impl Room {
+    /// Takes what a sequence's next draft may have of it; whether that is worth waiting.
+    fn take(&mut self, seq: &Sequence, most: u32, config: &SchedulerConfig) -> bool {
+        // The draft stands behind the tokens that are in flight.
+        let len = seq.len_ahead();
+        let own = config.blocks_for(len).max(seq.blocks.len() as u32);
+        let places = own.saturating_add(self.blocks).saturating_mul(config.block_size) - len;
+        let taken = seq.drafts_most(config.max_model_len).saturating_sub(seq.pending);
+        let taken = taken.min(most).min(self.rows).min(self.tokens).min(places);
+        if taken < most.min(WORTH_WAITING) {
+            return false;
+        }
+        self.rows -= taken;
+        self.tokens -= taken;
+        self.blocks -= config.blocks_for(len + taken).saturating_sub(own);
+        true
+    }
+}
+
 impl Sequence {
     /// Most tokens that it may draft: it gets one more than are accepted of them.
     fn drafts_most(&self, max_model_len: u32) -> u32 {
@@ -43,38 +77,119 @@ impl Sequence {
         left.min(max_model_len.saturating_sub(self.tokens.len() as u32)).saturating_sub(1)
     }
 
-    /// Enters what is new into the index, and says whether a draft could be made of it.
-    fn has_draft(&mut self, config: &Speculation, max_model_len: u32) -> bool {
-        if self.guide.is_some() || self.drafts_most(max_model_len) == 0 {
-            return false;
-        }
-        let room = self.num_prompt.saturating_add(self.max_tokens).min(max_model_len) as usize;
-        let drafter = self.drafter.get_or_insert_with(|| Box::new(Drafter::new(config, room)));
-        let is_whole = drafter.enter(&self.tokens, self.num_prompt as usize);
-        // Nothing but its last token is to be computed, or that is under way.
-        is_whole && drafter.is_ready() && self.computed + 1 >= self.tokens.len() as u32
+    /// Whether drafts may follow what it has: not where it must be something, nor at its end.
+    fn may_draft(&self, max_model_len: u32) -> bool {
+        self.guide.is_none() && self.drafts_most(max_model_len) > 0
+    }
+
+    /// Whether a draft can be made of its index: nothing but its last token is to be computed, or that
+    /// is under way.
+    fn has_draft(&self) -> bool {
+        let is_ready = |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
+        self.drafter.as_deref().is_some_and(is_ready)
+            && self.computed + 1 >= self.tokens.len() as u32
     }
 }
 
 impl Scheduler {
-    /// Looks which admitted sequences are about to draft, as far as their tokens are known.
+    /// Looks which admitted sequences are about to draft, as far as their tokens are known: the most
+    /// urgent of those who could. One that drafts has to wait for its last token; so only those do
+    /// for whose drafts there is going to be room.
     pub(super) fn look_for_drafts(&mut self) {
-        let Some(config) = &self.config.speculation else { return };
+        let Some(config) = self.config.speculation else { return };
+        let max_model_len = self.config.max_model_len;
         let most = config.disable_by_batch_size.unwrap_or(u32::MAX);
         let is_off = self.running.len() > most as usize;
+        if !is_off {
+            self.enter_tokens(&config);
+        }
+        // Of this step, for those whose last token is known; of the next, for those who wait for it.
+        // So nobody has waited for a room that others take.
+        let (mut now, mut next) = (self.room_for_drafts(), self.room_for_drafts());
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
-            seq.wants_draft = !is_off && seq.has_draft(config, self.config.max_model_len);
+            let could = !is_off && seq.may_draft(max_model_len) && seq.has_draft();
+            let room = if seq.pending == 0 { &mut now } else { &mut next };
+            seq.wants_draft = could && room.take(seq, config.num_speculative_tokens, &self.config);
         }
     }
 
-    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget and of rows to
-    /// sample. A block is taken for them only where every sequence could have another one all the same.
+    /// What is left of a step when all that are admitted have what they want of it, and those that
+    /// would be admitted.
+    fn room_for_drafts(&self) -> Room {
+        let running = self.running.len() as u32;
+        let mut rows = self.config.max_num_seqs.saturating_sub(running);
+        let wanted = self.running().map(|seq| seq.num_wanted(self.config.max_model_len));
+        let mut tokens = wanted.fold(self.config.max_num_batched_tokens, u32::saturating_sub);
+        let mut free = self.blocks.num_free();
+        for slot in &self.waiting {
+            let Some(seq) = &self.sequences[*slot] else { continue };
+            let len = seq.tokens.len() as u32;
+            let blocks = self.config.blocks_for(len + 1);
+            if rows == 0 || blocks > free {
+                break;
+            }
+            rows -= 1;
+            tokens = tokens.saturating_sub(len - seq.computed.min(len));
+            free -= blocks;
+        }
+        Room { rows, tokens, blocks: self.blocks_for_drafts() }
+    }
+
+    /// Blocks that drafts may take: every admitted sequence could have another one all the same, and
+    /// nobody waits for one. Those of drafts that turn out wrong stay with their sequence, which is
+    /// going to need them.
+    fn blocks_for_drafts(&self) -> u32 {
+        let spare = self.blocks.num_free().saturating_sub(self.running.len() as u32);
+        if self.waiting.is_empty() { spare } else { 0 }
+    }
+
+    /// Enters what is new into the indices, up to a bound for all of them: first the tokens that came
+    /// with the last answers, so that those who draft go on, then what the most urgent have.
+    fn enter_tokens(&mut self, config: &Speculation) {
+        let max_model_len = self.config.max_model_len;
+        let mut budget = config.entered_max(self.config.max_num_seqs);
+        let drafters = self.running().filter_map(|seq| seq.drafter.as_deref());
+        let mut bytes: usize = drafters.map(Drafter::bytes).sum();
+        for are_last in [true, false] {
+            for slot in &self.running {
+                let Some(seq) = &mut self.sequences[*slot] else { continue };
+                if budget == 0 {
+                    return;
+                }
+                if !seq.may_draft(max_model_len) {
+                    continue;
+                }
+                let behind = seq.drafter.as_ref().map(|drafter| drafter.behind(&seq.tokens));
+                let is_last =
+                    behind.is_some_and(|count| count <= config.num_speculative_tokens as usize + 1);
+                if is_last != are_last {
+                    continue;
+                }
+                let room = seq.num_prompt.saturating_add(seq.max_tokens).min(max_model_len);
+                if behind.is_none() {
+                    let more = Drafter::bytes_of(config, room as usize);
+                    if bytes.saturating_add(more) > INDICES_MAX {
+                        continue;
+                    }
+                    bytes += more;
+                    seq.drafter = Some(Box::new(Drafter::new(config, room as usize)));
+                }
+                let Some(drafter) = &mut seq.drafter else { continue };
+                drafter.enter(&seq.tokens, seq.num_prompt as usize, &mut budget);
+            }
+        }
+    }
+
+    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget, of rows and
+    /// of blocks. Each is a row of decode of its own. A step's sequences and drafts are `max_num_seqs`
+    /// together at most, whether they are sampled or not: so many are what ranks have room for.
     pub(super) fn plan_drafts(&mut self, plan: &mut StepPlan, step: &mut InFlight, budget: u32) {
         let Some(config) = &self.config.speculation else { return };
         let size = self.config.block_size;
-        let sampled = step.entries.iter().filter(|entry| entry.samples).count() as u32;
-        let mut left = budget.min(self.config.max_num_seqs.saturating_sub(sampled));
+        let shares = step.entries.len() as u32;
+        let mut left = budget.min(self.config.max_num_seqs.saturating_sub(shares));
+        let mut spare = self.blocks_for_drafts();
         for (entry, planned) in step.entries.iter_mut().zip(&mut plan.sequences) {
             let Some(seq) = &mut self.sequences[entry.slot] else { continue };
             let len = seq.tokens.len() as u32;
@@ -82,8 +197,8 @@ impl Scheduler {
             if !seq.wants_draft || planned.count != 1 || planned.start + 1 != len {
                 continue;
             }
-            let blocks = self.blocks.num_free().saturating_sub(self.running.len() as u32);
-            let room = (seq.blocks.len() as u32).saturating_add(blocks).saturating_mul(size) - len;
+            let blocks = (seq.blocks.len() as u32).saturating_add(spare);
+            let room = blocks.saturating_mul(size).saturating_sub(len);
             let most = seq.drafts_most(self.config.max_model_len);
             let most = most.min(config.num_speculative_tokens).min(left).min(room);
             let Some(drafter) = &seq.drafter else { continue };
@@ -92,6 +207,7 @@ impl Scheduler {
             entry.verifies = drafted > 0;
             while (seq.blocks.len() as u32) < self.config.blocks_for(len + drafted) {
                 let Some(block) = self.blocks.take() else { break };
+                spare = spare.saturating_sub(1);
                 seq.blocks.push(block);
                 planned.new_blocks.push(block);
             }
@@ -147,5 +263,115 @@ impl Scheduler {
             drafts.clear();
             seq.drafts = drafts;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use shared::ids::{Epoch, RequestId};
+    use shared::sampling::SamplingParams;
+
+    use super::*;
+    use crate::engine::GenerateRequest;
+
+    fn scheduler(max_num_seqs: u32, lengths: u32) -> Scheduler {
+        let speculation = Speculation {
+            num_speculative_tokens: 4,
+            prompt_lookup_max: 1 + lengths,
+            prompt_lookup_min: 2,
+            disable_by_batch_size: None,
+        };
+        let config = SchedulerConfig {
+            hidden_size: 64,
+            block_size: 16,
+            max_model_len: 1 << 17,
+            max_num_seqs,
+            max_num_batched_tokens: 1 << 17,
+            max_queued_requests: 100,
+            max_steps_in_flight: 2,
+            prefix_caching: false,
+            speculation: Some(speculation),
+        };
+        let mut scheduler = Scheduler::new(config).unwrap();
+        scheduler.replica_ready(Epoch(1), 1 << 17, 0, &mut Vec::new());
+        scheduler
+    }
+
+    fn submit(scheduler: &mut Scheduler, id: u64, prompt: u32, max_tokens: u32) {
+        let request = GenerateRequest {
+            id: RequestId(id),
+            prompt: (0..prompt).map(|at| at % 5).collect(),
+            sampling: vec![SamplingParams::greedy()],
+            stop_checks: Vec::new(),
+            guides: Vec::new(),
+            guide_spec: None,
+            max_tokens,
+            priority: 0,
+            cache_salt: 0,
+            end_tokens: Vec::new(),
+            stops: Arc::default(),
+            keep_special: false,
+            arrived: Duration::ZERO,
+            response_id: "it".into(),
+        };
+        scheduler.submit(request).unwrap();
+    }
+
+    /// Tokens that each admitted sequence's index has, the most urgent first.
+    fn entered(scheduler: &Scheduler) -> Vec<usize> {
+        let entered = |seq: &Sequence| {
+            let drafter = seq.drafter.as_ref();
+            drafter.map_or(0, |drafter| seq.tokens.len() - drafter.behind(&seq.tokens))
+        };
+        scheduler.running().map(entered).collect()
+    }
+
+    #[test]
+    fn all_indices_share_what_one_plan_enters() {
+        let mut scheduler = scheduler(64, 4);
+        for id in 0..64 {
+            submit(&mut scheduler, id, 1000, 30);
+        }
+        assert!(scheduler.plan(&mut StepPlan::default(), &mut Vec::new()));
+        for plan in 1..4 {
+            scheduler.look_for_drafts();
+            let entered = entered(&scheduler);
+            assert_eq!(entered.len(), 64);
+            assert_eq!(entered.iter().sum::<usize>(), 512 * plan, "{entered:?}");
+            assert!(entered.is_sorted_by(|before, after| before >= after), "{entered:?}");
+        }
+        // Who has but a last token to be entered goes before those more urgent.
+        let slot = scheduler.running[63];
+        let seq = scheduler.sequences[slot].as_mut().unwrap();
+        let config = scheduler.config.speculation.unwrap();
+        let mut drafter = Box::new(Drafter::new(&config, 1030));
+        drafter.enter(&seq.tokens, 1000, &mut 1000);
+        seq.drafter = Some(drafter);
+        seq.tokens.push(0);
+        scheduler.look_for_drafts();
+        let entered = entered(&scheduler);
+        assert_eq!((entered[63], entered[..63].iter().sum()), (1001, 512 * 4 - 1));
+    }
+
+    #[test]
+    fn who_finds_no_room_for_an_index_drafts_when_others_are_done() {
+        let mut scheduler = scheduler(32, 15);
+        for id in 0..20 {
+            submit(&mut scheduler, id, 10, 100_000);
+        }
+        assert!(scheduler.plan(&mut StepPlan::default(), &mut Vec::new()));
+        for _ in 0..5 {
+            scheduler.look_for_drafts();
+        }
+        // 15 MiB each: for 15 lengths 2^18 places of 4 bytes, of 256 MiB.
+        let mut expected = [[10; 17].as_slice(), &[0; 3]].concat();
+        assert_eq!(entered(&scheduler), expected);
+        scheduler.cancel(RequestId(4), &mut Vec::new());
+        scheduler.look_for_drafts();
+        expected.pop();
+        assert_eq!(entered(&scheduler), expected);
     }
 }

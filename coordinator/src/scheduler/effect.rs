@@ -104,6 +104,14 @@ pub enum Effect {
     StepDone(StepSummary),
 }
 
+impl Effect {
+    /// Whether it is a token of this choice.
+    #[must_use]
+    pub fn is_token_of(&self, of: RequestId, which: u32) -> bool {
+        matches!(self, Self::Token { request, choice, .. } if (*request, *choice) == (of, which))
+    }
+}
+
 /// Where a request is: where the foremost of its sequences is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {

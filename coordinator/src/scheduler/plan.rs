@@ -116,7 +116,7 @@ impl Scheduler {
     }
 
     /// Admitted sequences, the most urgent first.
-    fn running(&self) -> impl Iterator<Item = &Sequence> {
+    pub(super) fn running(&self) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
 

@@ -2,8 +2,9 @@
 //! lookup"): what followed the last tokens where they stood before.
 //!
 //! An index holds, for each length of n-gram, where each n-gram of the sequence ended last. A token
-//! costs as many look-ups as there are lengths, however long the sequence is; the index has its memory
-//! from the start, and knows a long prompt bit by bit.
+//! costs as many look-ups as there are lengths, however long the sequence is and whatever its tokens
+//! are: an n-gram that finds no place soon takes another's. The index has its memory from the start,
+//! and knows a long prompt bit by bit.
 //!
 //! Whether drafts are worth while is known without making any: of every token that comes, the index
 //! has said before which it expected, if any. [`Drafter::trust`] counts how that turns out. So a
@@ -18,9 +19,13 @@ const LOOKUP_MAX: u32 = 16;
 /// Fewest sequences that drafts may be given up beyond, as elsewhere.
 const BATCH_SIZE_MIN: u32 = 2;
 
-/// Tokens that one step's planning enters into one sequence's index, at most: a prompt of a hundred
-/// thousand tokens delays nobody.
+/// N-grams that one step's planning enters into all indices together: a prompt of a hundred thousand
+/// tokens delays nobody, nor do many of them.
 const ENTERED_MAX: usize = 2048;
+
+/// Places looked at for one n-gram, at most. Anybody can find tokens whose n-grams all belong in the
+/// same places: then the n-gram in the last of them is forgotten, and nobody waits.
+const PROBES_MAX: usize = 16;
 
 /// Trust of a sequence that nothing is known of, from which on it drafts, and its bounds.
 const TRUST_AT_FIRST: i32 = 6;
@@ -79,6 +84,17 @@ impl Speculation {
     fn lengths(&self) -> usize {
         (self.prompt_lookup_max - self.prompt_lookup_min + 1) as usize
     }
+
+    /// Tokens that one step's planning enters into all indices together: as many as a step samples
+    /// at least, so that indices that are whole stay so.
+    pub(super) fn entered_max(&self, max_num_seqs: u32) -> usize {
+        (ENTERED_MAX / self.lengths()).max(max_num_seqs as usize)
+    }
+}
+
+/// Places of an index for sequences of up to `room` tokens, for each length.
+fn slots(room: usize) -> usize {
+    (room + room / 3 + 1).next_power_of_two()
 }
 
 /// One sequence's index and how far it is trusted.
@@ -98,13 +114,16 @@ pub struct Drafter {
     /// Where the longest n-gram that the sequence ends with ended before; 0 when it is new.
     found: usize,
     trust: i32,
+    /// Places looked at.
+    #[cfg(test)]
+    probes: usize,
 }
 
 impl Drafter {
     /// An empty index with room for sequences of up to `room` tokens.
     #[must_use]
     pub fn new(config: &Speculation, room: usize) -> Self {
-        let slots = (room + room / 3 + 1).next_power_of_two();
+        let slots = slots(room);
         Self {
             index: vec![0; slots * config.lengths()],
             slots,
@@ -114,13 +133,28 @@ impl Drafter {
             entered: 0,
             found: 0,
             trust: TRUST_AT_FIRST,
+            #[cfg(test)]
+            probes: 0,
         }
     }
 
-    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt: up
-    /// to a bound, the rest with the next call. Returns whether all are entered.
-    pub fn enter(&mut self, tokens: &[u32], num_prompt: usize) -> bool {
-        let end = tokens.len().min(self.room).min(self.entered + ENTERED_MAX);
+    /// Bytes of an index with room for sequences of up to `room` tokens.
+    #[must_use]
+    pub fn bytes_of(config: &Speculation, room: usize) -> usize {
+        slots(room) * config.lengths() * size_of::<u32>()
+    }
+
+    /// Bytes of its index.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        size_of_val(self.index.as_slice())
+    }
+
+    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt: as
+    /// many as `budget` has, which they are taken of, and the rest with later calls.
+    pub fn enter(&mut self, tokens: &[u32], num_prompt: usize, budget: &mut usize) {
+        let end = self.entered + self.behind(tokens).min(*budget);
+        *budget -= end - self.entered;
         while self.entered < end {
             // How a prompt repeats itself says little of what follows it.
             if self.found > 0 && self.entered >= num_prompt {
@@ -131,11 +165,16 @@ impl Drafter {
             self.entered += 1;
             self.found = self.exchange(tokens, self.entered);
         }
-        self.entered == tokens.len()
     }
 
-    /// Enters all n-grams that end at `end`; returns where the longest of them that was there before
-    /// ended.
+    /// How many of `tokens` are still to be entered, as far as there is room.
+    #[must_use]
+    pub fn behind(&self, tokens: &[u32]) -> usize {
+        tokens.len().min(self.room).saturating_sub(self.entered)
+    }
+
+    /// Enters all n-grams that end at `end`; returns where the longest of them that was there before,
+    /// and was not forgotten, ended.
     fn exchange(&mut self, tokens: &[u32], end: usize) -> usize {
         let (mut hash, mut found) = (0u64, 0);
         for length in 1..=self.max.min(end) {
@@ -148,16 +187,20 @@ impl Drafter {
             let places = &mut self.index[first..first + self.slots];
             let ngram = &tokens[end - length..end];
             // The low bits of a product know nothing of the high bits of its factors.
-            let mut at = (hash >> 32) as usize & (self.slots - 1);
-            loop {
-                let ended = places[at] as usize;
+            let home = (hash >> 32) as usize;
+            for probe in 1..=PROBES_MAX {
+                #[cfg(test)]
+                {
+                    self.probes += 1;
+                }
+                let place = &mut places[(home + probe) & (self.slots - 1)];
+                let ended = *place as usize;
                 let is_same = ended > 0 && tokens[ended - length..ended] == *ngram;
-                if ended == 0 || is_same {
-                    places[at] = end as u32;
+                if ended == 0 || is_same || probe == PROBES_MAX {
+                    *place = end as u32;
                     found = if is_same { ended } else { found };
                     break;
                 }
-                at = (at + 1) & (self.slots - 1);
             }
         }
         found
@@ -223,7 +266,7 @@ mod tests {
     }
 
     fn entered(drafter: &mut Drafter, tokens: &[u32], num_prompt: usize) {
-        while !drafter.enter(tokens, num_prompt) {}
+        drafter.enter(tokens, num_prompt, &mut tokens.len());
     }
 
     proptest! {
@@ -237,7 +280,8 @@ mod tests {
             steps in prop::collection::vec(1usize..20, 1..40),
             num_prompt in 0usize..150,
         ) {
-            let mut drafter = Drafter::new(&config(min, min + more), tokens.len());
+            // Places enough for all to keep theirs.
+            let mut drafter = Drafter::new(&config(min, min + more), 20 * tokens.len());
             let mut steps = steps.into_iter().cycle();
             let mut draft = Vec::new();
             let (mut end, mut trust) = (0, TRUST_AT_FIRST);
@@ -266,11 +310,49 @@ mod tests {
         }
     }
 
+    /// Tokens that all belong in one of 16 places of an index of so many.
+    fn crafted(slots: u64) -> impl Iterator<Item = u32> {
+        let hash = |token: u64| token.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+        (0..u32::MAX).filter(move |token| ((hash(u64::from(*token)) >> 32) & (slots - 1)) < 16)
+    }
+
+    #[test]
+    fn crafted_tokens_cost_no_more_than_a_bound() {
+        let mut drafter = Drafter::new(&config(1, 1), 3001);
+        let tokens: Vec<u32> = crafted(drafter.slots as u64).take(3000).collect();
+        entered(&mut drafter, &tokens, 0);
+        assert!(drafter.probes <= 16 * 3000, "{} places looked at", drafter.probes);
+        assert!(drafter.probes > 15 * 2900, "they are crafted: {}", drafter.probes);
+        // The latest is known.
+        let again: Vec<u32> = tokens.iter().chain(&tokens[2999..]).copied().collect();
+        entered(&mut drafter, &again, 0);
+        assert_eq!(drafter.found, 3000);
+    }
+
+    proptest! {
+        /// Where n-grams have no place, they are not found; none is found where it is not.
+        #[test]
+        fn what_is_found_is_there_however_tokens_are_chosen(
+            picks in prop::collection::vec(0usize..60, 1..300),
+            (min, more) in (1u32..3, 0u32..3),
+        ) {
+            let mut drafter = Drafter::new(&config(min, min + more), picks.len());
+            let kinds: Vec<u32> = crafted(drafter.slots as u64).take(60).collect();
+            let tokens: Vec<u32> = picks.iter().map(|pick| kinds[*pick]).collect();
+            for end in 1..=tokens.len() {
+                entered(&mut drafter, &tokens[..end], 0);
+                let mut may = (min..=min + more)
+                    .map(|length| naive(&tokens[..end], length as usize, length as usize));
+                prop_assert!(drafter.found == 0 || may.any(|found| found == drafter.found));
+            }
+        }
+    }
+
     #[test]
     fn a_draft_goes_on_in_itself_behind_the_end() {
         let mut drafter = Drafter::new(&config(2, 3), 100);
         let tokens = [9, 1, 2, 3, 1, 2, 3];
-        assert!(drafter.enter(&tokens, 7));
+        entered(&mut drafter, &tokens, 7);
         let mut draft = Vec::new();
         drafter.draft(&tokens, 7, &mut draft);
         assert_eq!(draft, [1, 2, 3, 1, 2, 3, 1]);
@@ -285,17 +367,30 @@ mod tests {
     fn a_long_prompt_is_entered_bit_by_bit_and_no_more_than_there_is_room_for() {
         let tokens: Vec<u32> = (0..5000).map(|at| at % 1000).collect();
         let mut drafter = Drafter::new(&config(3, 3), 5000);
-        assert!(!drafter.enter(&tokens, 5000) && !drafter.enter(&tokens, 5000));
+        let mut budget = 4999;
+        drafter.enter(&tokens, 5000, &mut budget);
+        assert_eq!((budget, drafter.behind(&tokens)), (0, 1));
         let mut draft = Vec::new();
         drafter.draft(&tokens, 3, &mut draft);
         assert!(draft.is_empty(), "not all is entered");
-        assert!(drafter.enter(&tokens, 5000));
+        budget = 7;
+        drafter.enter(&tokens, 5000, &mut budget);
+        assert_eq!((budget, drafter.behind(&tokens)), (6, 0));
         drafter.draft(&tokens, 3, &mut draft);
         assert_eq!(draft, [0, 1, 2]);
         let mut small = Drafter::new(&config(1, 2), 10);
         let memory = small.index.capacity();
-        assert!(!small.enter(&tokens, 5000) && !small.enter(&tokens, 5000));
+        assert_eq!(small.bytes(), Drafter::bytes_of(&config(1, 2), 10));
+        assert_eq!(small.bytes(), 2 * 16 * 4);
+        entered(&mut small, &tokens, 5000);
         assert_eq!((small.entered, small.index.capacity()), (10, memory));
+    }
+
+    #[test]
+    fn more_lengths_leave_fewer_tokens_a_step_but_never_fewer_than_it_samples() {
+        let entered_max = |min, max, seqs| config(min, max).entered_max(seqs);
+        assert_eq!((entered_max(3, 3, 256), entered_max(2, 5, 256)), (2048, 512));
+        assert_eq!((entered_max(1, 16, 64), entered_max(1, 16, 256)), (128, 256));
     }
 
     #[test]

@@ -82,8 +82,9 @@ impl Scheduler {
         seq.swapped = Some(Swapped { host, was: seq.blocks.clone() });
         self.blocks.give_back(&mut seq.blocks);
         seq.forget_blocks();
-        // Large, and made again of the tokens when it runs again.
+        // Room for an index is for those that are in the batch.
         seq.drafter = None;
+        seq.wants_draft = false;
         self.no_longer_running(slot, urgency);
         self.wait_first(slot);
         self.count(request, |owner| {
