@@ -34,14 +34,15 @@ async fn the_urgent_go_first_whichever_front_end_they_come_by() {
         assert_eq!(sum(&scrape), wanted, "{name}");
     };
     let queued = async |wanted: f64| until("tutti_requests_waiting", wanted).await;
-    // Most urgent, and long: the others are queued meanwhile.
+    // Most urgent, and long: the others are queued meanwhile. Those are long enough for a client to
+    // tell the ends of two apart.
     let first = ask(&client, -9, 8, 900);
     until("tutti_requests_running", 1.0).await;
-    let patient = ask(&client, 4, 1, 2);
+    let patient = ask(&client, 4, 1, 300);
     queued(1.0).await;
-    let urgent = ask(&fleet.frontends[0].client().unwrap(), -4, 1, 2);
+    let urgent = ask(&fleet.frontends[0].client().unwrap(), -4, 1, 300);
     queued(2.0).await;
-    let usual = ask(&fleet.frontends[0].client().unwrap(), 0, 1, 2);
+    let usual = ask(&fleet.frontends[0].client().unwrap(), 0, 1, 300);
     queued(3.0).await;
     let ends = [first, urgent, usual, patient];
     let mut at = Vec::new();
