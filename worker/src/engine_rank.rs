@@ -78,8 +78,15 @@ impl<D: Device> EngineRank<D> {
         }
     }
 
-    /// Whether the host has room for these blocks, those of `ranks` like this one.
-    fn host_fits(&self, kv_blocks: u32, host_blocks: u32, ranks: u32) -> Result<(), String> {
+    /// Whether the host has room for these blocks, those of `ranks` like this one. `swap` is what
+    /// was asked for, in bytes: blocks are counted up to a bound.
+    fn host_fits(
+        &self,
+        kv_blocks: u32,
+        host_blocks: u32,
+        swap: u64,
+        ranks: u32,
+    ) -> Result<(), String> {
         let Some(Loaded { engine, .. }) = &self.loaded else { return Ok(()) };
         // What is there from an earlier epoch is taken already.
         if host_blocks == 0 || engine.has_host_blocks(host_blocks) {
@@ -88,7 +95,7 @@ impl<D: Device> EngineRank<D> {
         let Some(available) = available_memory(Path::new("/")) else { return Ok(()) };
         let bytes = |blocks: u32| u64::from(blocks).saturating_mul(engine.block_bytes());
         let kv = if self.device.computes_on_host() { bytes(kv_blocks) } else { 0 };
-        check_host(available, ranks, bytes(host_blocks), kv)
+        check_host(available, ranks, swap.max(bytes(host_blocks)), kv)
     }
 
     fn connect(&self, form: &Form, abort: &AbortSlot) -> Result<Box<dyn Collective>, FormError> {
@@ -315,7 +322,7 @@ impl<D: Device> Rank for EngineRank<D> {
             CollectiveSpec::SharedMemory { .. } => form.world_size,
             CollectiveSpec::None | CollectiveSpec::Tcp { .. } => 1,
         };
-        self.host_fits(kv_blocks, host_blocks, ranks)
+        self.host_fits(kv_blocks, host_blocks, sizes.swap_bytes, ranks)
             .map_err(|message| FormError { message, permanent: false })?;
         let Some(loaded) = &mut self.loaded else {
             return Err(FormError { message: "nothing is loaded".to_owned(), permanent: false });
@@ -330,7 +337,7 @@ impl<D: Device> Rank for EngineRank<D> {
 
     fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String> {
         // Others may have taken memory since it was formed.
-        self.host_fits(num_blocks, host_blocks, 1)?;
+        self.host_fits(num_blocks, host_blocks, 0, 1)?;
         let loaded = self.loaded.as_mut().ok_or("nothing is loaded")?;
         if let Err(error) = loaded.engine.make_host_blocks(host_blocks) {
             // The host is short of memory, not the device.
