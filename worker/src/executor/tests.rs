@@ -26,7 +26,7 @@ impl AbortHandle for Flag {
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
-    /// Set when step 13 begins; `large` is loaded once it is set.
+    /// Set when step 13 or 17 begins; `large` is loaded once it is set.
     sign: Arc<AtomicBool>,
 }
 
@@ -73,6 +73,7 @@ impl Rank for ScriptedRank {
             return Err("the collective was aborted".into());
         }
         if plan.step == StepId(17) {
+            self.sign.store(true, Ordering::Relaxed);
             std::thread::sleep(Duration::from_millis(300));
             return Err("the collective was aborted".into());
         }
@@ -299,12 +300,17 @@ fn a_lost_link_ends_everything_and_a_new_coordinator_may_count_from_one() {
 
 #[test]
 fn what_waits_when_the_link_is_lost_does_not_run_over_the_next() {
-    let (executor, messages) = executor();
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
     executor.command(form(8, "m")).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(_)));
     executor.command(step(8, 17)).unwrap();
     executor.command(form(9, "m")).unwrap();
+    // A step that has not begun would not run at all.
+    while !sign.load(Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     executor.abort_all();
     let link = executor.new_link();
     // The step of the old link fails only now: that says nothing of this link's epochs.
