@@ -46,13 +46,14 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let view = coordinator.view();
         let (events, ends) = mpsc::channel(64);
         let (kick, kicked) = watch::channel(None);
+        let least = args.serving.min_tensor_parallel.unwrap_or(degree).min(degree);
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
             () = async {
                 signals.next().await;
                 finish(&coordinator, patience, &mut signals).await;
             } => Ok(()),
-            outcome = watch_over(&coordinator, view, ends, &kick, scaling, &mut children) => outcome,
+            outcome = watch_over(&coordinator, view, ends, &kick, scaling, (&mut children, least)) => outcome,
         };
         print_line("stopping");
         coordinator.stop(true).await;
@@ -109,30 +110,35 @@ fn worker_command(
     Ok(WorkerCommand { program, args, devices })
 }
 
-/// Starts workers, or has the last ones leave; a worker that cannot be done without stays.
+/// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot be
+/// done without stays.
 async fn scale(
     coordinator: &Coordinator,
     children: &mut Children,
     workers: u32,
 ) -> Result<(), String> {
+    while children.count() > workers {
+        if let Some(node) = children.last_node() {
+            coordinator.drain(&node).await?;
+        }
+        children.forget_last();
+    }
+    children.try_again();
     while children.count() < workers {
         children.add();
-    }
-    while children.count() > workers {
-        coordinator.drain(&children.last_node()).await?;
-        children.forget_last();
     }
     Ok(())
 }
 
-/// Shows progress, says when it is ready, and ends only when going on makes no sense.
+/// Shows progress, says when it is ready, and ends only when going on makes no sense: with fewer than
+/// the `least` workers that a replica needs, say.
 async fn watch_over(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
     mut ends: mpsc::Receiver<ChildEvent>,
     kick: &watch::Sender<Option<(String, u32)>>,
     mut scaling: mpsc::Receiver<ScaleWorkers>,
-    children: &mut Children,
+    (children, least): (&mut Children, u32),
 ) -> Result<(), CliError> {
     let mut bar = Some(LoadBar::new());
     let mut announced = false;
@@ -160,7 +166,15 @@ async fn watch_over(
                 }
                 ChildEvent::GaveUp { node, reason } => {
                     coordinator.supervised(&node, None);
-                    return Err(CliError::Failed(format!("worker {node}: {reason}")));
+                    children.give_up(&node);
+                    let serves = !view.borrow().serving.is_empty();
+                    if !serves && children.num_tried() < least {
+                        return Err(CliError::Failed(format!("worker {node}: {reason}")));
+                    }
+                    tracing::error!(
+                        node, reason,
+                        "a worker keeps failing and is left alone; `tutti scale --workers N` tries it again"
+                    );
                 }
             },
         }

@@ -98,6 +98,8 @@ pub struct SubmitRequest {
     pub keep_special: bool,
     /// Most tokens per choice.
     pub max_tokens: u32,
+    /// The client named no bound: fewer will do where the KV cache has no room for as many.
+    pub open_ended: bool,
     /// What the output of each choice must be, as a whole.
     pub guide: Option<GuideSpec>,
     /// Lower is earlier.
