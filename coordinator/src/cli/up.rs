@@ -13,22 +13,27 @@ use tokio::sync::{mpsc, watch};
 use self::children::{ChildEvent, Children, WorkerCommand};
 use self::progress::LoadBar;
 use super::output::print_line;
-use super::serve::{coordinator_options, finish};
+use super::serve::{BATCHED_TOKENS_GPU, coordinator_options, finish};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging};
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
-    let (workers, degree) = (args.workers, args.serving.tensor_parallel);
+    let shared = devices::share_out(&args.compute, args.workers, args.serving.tensor_parallel)?;
+    let devices::Shared { workers, degree, devices, on_gpus, text: on } = shared;
     if workers < degree {
         return Err(CliError::Usage(format!(
             "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
         )));
     }
-    let (devices, on) = devices::share_out(&args.compute, workers)?;
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
-    let mut options = coordinator_options(&args.common, &args.serving, any_port, log)?;
+    let mut serving = args.serving.clone();
+    serving.tensor_parallel = Some(degree);
+    if on_gpus {
+        serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
+    }
+    let mut options = coordinator_options(&args.common, &serving, any_port, log)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);
@@ -37,7 +42,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let mut signals = Signals::listen()?;
         let coordinator =
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
-        let command = worker_command(args, &coordinator, devices)?;
+        let command = worker_command(args, &coordinator, devices, workers)?;
         print_line(&format!("tutti {}: {model}", env!("CARGO_PKG_VERSION")));
         print_line(&format!(
             "{workers} {on} workers, tensor parallel {degree}, {} replica(s)",
@@ -66,10 +71,11 @@ fn worker_command(
     args: &UpArgs,
     coordinator: &Coordinator,
     devices: Vec<String>,
+    workers: u32,
 ) -> Result<WorkerCommand, CliError> {
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
-    let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.workers).max(1));
+    let threads = args.compute.threads.unwrap_or_else(|| (cores() / workers).max(1));
     let files = [
         ("--nvml-lib", &args.common.nvml_lib),
         ("--cluster-secret-file", &args.common.cluster_secret_file),
@@ -95,8 +101,6 @@ fn worker_command(
         "worker".to_owned(),
         "--coordinator".to_owned(),
         coordinator.cluster_addr().to_string(),
-        "--threads".to_owned(),
-        threads.to_string(),
         "--log-level".to_owned(),
         args.common.log_level.clone(),
         "--gpu-memory-utilization".to_owned(),
@@ -107,7 +111,7 @@ fn worker_command(
     ];
     let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags);
     let args = args.chain(interface).collect();
-    Ok(WorkerCommand { program, args, devices })
+    Ok(WorkerCommand { program, args, threads, devices })
 }
 
 /// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot be
@@ -126,6 +130,15 @@ async fn scale(
     children.try_again();
     while children.count() < workers {
         children.add();
+    }
+    let (threads, cores) = (children.threads(), cores());
+    if threads * workers > cores {
+        tracing::warn!(
+            workers,
+            threads,
+            cores,
+            "more threads than cores: workers keep the --threads that they were started with"
+        );
     }
     Ok(())
 }

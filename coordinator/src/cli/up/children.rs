@@ -32,8 +32,10 @@ const TAIL_PATIENCE: Duration = Duration::from_millis(500);
 #[derive(Clone, Debug)]
 pub(super) struct WorkerCommand {
     pub(super) program: PathBuf,
-    /// Arguments but for the node's name.
+    /// Arguments but for threads, device and the node's name.
     pub(super) args: Vec<String>,
+    /// Threads of each.
+    pub(super) threads: u32,
     /// Values of `--device`: worker i takes the i-th, and so on round.
     pub(super) devices: Vec<String>,
 }
@@ -95,6 +97,11 @@ impl Children {
     /// How many there shall be.
     pub(super) fn count(&self) -> u32 {
         self.count
+    }
+
+    /// Threads that each computes with.
+    pub(super) fn threads(&self) -> u32 {
+        self.command.threads
     }
 
     /// How many there are, without those given up.
@@ -215,6 +222,7 @@ impl Watcher {
     fn spawn(&self) -> std::io::Result<(Child, Tail)> {
         let mut command = Command::new(&self.command.program);
         command.args(&self.command.args);
+        command.args(["--threads", &self.command.threads.to_string()]);
         command.args(["--node", &self.node, "--device", &self.device]);
         if std::io::stderr().is_terminal() {
             command.env(COLOURS, "1");
