@@ -93,7 +93,7 @@ fn parse_device(text: &str) -> Result<Device, String> {
         .ok_or_else(|| "expected auto, cpu, cuda or cuda:N, where N numbers GPUs from 0".to_owned())
 }
 
-/// Parses `auto`, `nccl`, `host`.
+/// Parses one of [`Exchange::NAMES`].
 fn parse_exchange(text: &str) -> Result<Exchange, String> {
     let found = Exchange::NAMES.iter().find(|(name, _)| *name == text);
     let names: Vec<&str> = Exchange::NAMES.iter().map(|(name, _)| *name).collect();
