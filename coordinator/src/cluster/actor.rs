@@ -270,8 +270,9 @@ impl ClusterActor {
         if tokens < u64::from(max) {
             tracing::warn!(
                 replica = %id,
-                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests beyond are \
-                 refused; give more --kv-cache-memory, or say --max-model-len {tokens}"
+                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests for more are \
+                 refused, those without max_tokens end there; give more --kv-cache-memory, or say \
+                 --max-model-len {tokens}"
             );
         }
         self.unservable = None;
