@@ -197,7 +197,7 @@ impl ReplicaDriver {
             EpochEnd::Planned => recording.replica_gone(self.id),
         }
         for live in self.live.values_mut() {
-            recording.interrupted(&mut live.track);
+            recording.interrupted(&mut live.track, end == EpochEnd::Failed);
             live.waits_since = now;
         }
         drop(recording);
