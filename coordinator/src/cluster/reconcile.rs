@@ -218,7 +218,7 @@ impl Cluster {
             let surplus = self
                 .replicas
                 .iter()
-                .max_by_key(|(id, replica)| (!replica.is_serving(), *id))
+                .max_by_key(|(_, replica)| (!replica.is_serving(), replica.born()))
                 .map(|(id, _)| id);
             let Some(id) = surplus else { return };
             self.remove(now, id, "fewer replicas are wanted", effects);
@@ -283,7 +283,10 @@ impl Cluster {
             }
             // Not one of those that wait can be formed by itself: the youngest gives its workers
             // to the others.
-            let (Some(youngest), true) = (waiting.last().copied(), waiting.len() > 1) else {
+            let born = |id: &&ReplicaId| self.replicas.get(**id).map(Replica::born);
+            let (Some(youngest), true) =
+                (waiting.iter().max_by_key(born).copied(), waiting.len() > 1)
+            else {
                 return;
             };
             self.remove(now, youngest, "its workers complete other replicas", effects);

@@ -69,6 +69,8 @@ struct Slot {
 
 #[derive(Debug)]
 pub(super) struct Replica {
+    /// How many replicas were made before it: ids of those that are gone are given again.
+    born: u64,
     slots: Vec<Slot>,
     epoch: Epoch,
     phase: ReplicaPhase,
@@ -91,6 +93,7 @@ impl Replica {
     pub(super) fn new(ranks: Vec<WorkerId>) -> Self {
         let slot = |worker| Slot { worker: Some(worker), last: Some(worker), ..Slot::default() };
         Self {
+            born: 0,
             slots: ranks.into_iter().map(slot).collect(),
             epoch: Epoch(0),
             phase: ReplicaPhase::Waiting,
@@ -103,6 +106,16 @@ impl Replica {
             last_failure: None,
             relayed: false,
         }
+    }
+
+    /// It is made after so many others.
+    pub(super) fn born_behind(&mut self, others: u64) {
+        self.born = others;
+    }
+
+    /// How many replicas were made before it.
+    pub(super) fn born(&self) -> u64 {
+        self.born
     }
 
     /// Whom rank 0's word about its GPU goes to: the other ranks of an epoch that is being formed,
