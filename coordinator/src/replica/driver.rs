@@ -26,6 +26,9 @@ pub struct DriverLimits {
     pub unavailable_timeout: Duration,
 }
 
+/// Choices of requests whose clients are gone that are dropped at a time, about.
+const CHOICES_DROPPED: u32 = 4096;
+
 /// A request this replica has accepted and not ended.
 #[derive(Debug)]
 struct Live {
@@ -336,20 +339,27 @@ impl ReplicaDriver {
 
     fn fail(&mut self, now: Duration, mut ids: Vec<RequestId>, error: &EngineError) {
         ids.sort_unstable();
-        for id in ids {
-            self.scheduler.fail(id, error.clone(), &mut self.effects);
-        }
+        self.scheduler.fail_all(ids, error, &mut self.effects);
         self.deliver(now);
     }
 
+    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest is
+    /// found again at the next tick.
     fn drop_gone(&mut self, now: Duration) {
         if self.gone.is_empty() {
             return;
         }
         self.gone.sort_unstable();
-        for id in self.gone.drain(..) {
-            self.scheduler.cancel(id, &mut self.effects);
-        }
+        let mut choices = 0;
+        let ids: Vec<RequestId> = std::mem::take(&mut self.gone)
+            .into_iter()
+            .take_while(|id| {
+                let before = choices;
+                choices += self.live.get(id).map_or(0, |live| live.summary.n);
+                before < CHOICES_DROPPED
+            })
+            .collect();
+        self.scheduler.cancel_all(ids, &mut self.effects);
         self.deliver(now);
     }
 
@@ -448,7 +458,7 @@ impl ReplicaDriver {
 }
 
 fn send(live: &Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId>) {
-    // The channel holds a whole request, so it is never full; closed means that the client left.
+    // Closed means that the client left; full, that it has long stopped reading.
     if live.events.send(event).is_err() {
         gone.push(id);
     }

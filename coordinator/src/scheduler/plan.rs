@@ -273,7 +273,7 @@ impl Scheduler {
             self.next_admission += 1;
             plan.admitted.push(NewSequence {
                 seq: seq.id,
-                tokens: seq.tokens.clone(),
+                tokens: seq.tokens.to_vec(),
                 num_prompt: seq.num_prompt,
                 sampling: seq.sampling.clone(),
             });
