@@ -108,6 +108,8 @@ pub struct Scheduler {
     num_swapped_requests: u32,
     /// What requests that have not run take of the queue: it is bounded by that.
     queued: Load,
+    /// Requests whose masks the last look at them did not find, though all their tokens are known.
+    masks_awaited: Vec<RequestId>,
     /// Wakes the shell when a guide that was waited for is ready.
     waker: Waker,
 }
@@ -164,6 +166,7 @@ impl Scheduler {
             num_running_requests: 0,
             num_swapped_requests: 0,
             queued: Load::default(),
+            masks_awaited: Vec::new(),
             waker: Waker::noop().clone(),
         })
     }
@@ -189,6 +192,12 @@ impl Scheduler {
             host_total: self.host.total(),
             steps_in_flight: self.in_flight.len() as u32,
         }
+    }
+
+    /// Requests whose masks are being computed: no step is planned without them.
+    #[must_use]
+    pub fn masks_awaited(&self) -> &[RequestId] {
+        &self.masks_awaited
     }
 
     /// Whether sequences draft tokens, and how.
@@ -269,6 +278,7 @@ impl Scheduler {
         }
         // Workers that come back know nothing, and bring a cache of their own.
         self.forget.clear();
+        self.masks_awaited.clear();
         self.blocks = BlockPool::default();
     }
 
