@@ -15,6 +15,7 @@ pub mod records;
 mod replica;
 mod replicas;
 pub mod roster;
+mod silence;
 mod slots;
 pub mod status;
 pub mod view;
@@ -34,6 +35,7 @@ use shared::protocol::{
 use shared::wire::auth::Secret;
 
 use self::replicas::Replicas;
+use self::silence::Silence;
 use crate::scheduler::EpochEnd;
 
 /// What the operator asked for.
@@ -58,6 +60,9 @@ pub struct ClusterConfig {
     pub engine: EngineConfig,
     /// Deadline of collective set-up and operations.
     pub collective_timeout: Duration,
+    /// A formation of which nothing is heard for so long has failed: longer than collectives wait,
+    /// and than the largest matrix takes to load.
+    pub form_timeout: Duration,
     /// Whether workers shall measure anything.
     pub worker_stats: bool,
     /// Makes greetings of TCP collectives that cannot be guessed: drawn at random per run.
@@ -135,6 +140,13 @@ pub enum Effect {
         /// Whether it is slow.
         slow: bool,
     },
+    /// A worker has not answered for so long when it was formed.
+    Silent {
+        /// Which.
+        worker: WorkerId,
+        /// How long at least.
+        lasts: Duration,
+    },
     /// Operators want this now: to be left to the next leader.
     Desire(Desired),
     /// Trying again cannot help (a corrupt model, an impossible degree).
@@ -160,6 +172,8 @@ pub struct Cluster {
     let_go: BTreeMap<WorkerId, (Incarnation, String)>,
     /// Workers that computed much slower than the others of their replica when last seen to.
     slow: BTreeSet<WorkerId>,
+    /// Who was told to form and has not answered.
+    silence: Silence,
     /// The weights that workers brought from another coordinator.
     held: BTreeMap<WorkerId, HeldShard>,
     /// Nodes of workers that are about to join.
@@ -183,6 +197,7 @@ impl Cluster {
             held: BTreeMap::new(),
             let_go: BTreeMap::new(),
             slow: BTreeSet::new(),
+            silence: Silence::default(),
             expected: BTreeSet::new(),
             desired: Desired::default(),
             settling_since: None,
@@ -285,6 +300,7 @@ impl Cluster {
             return;
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
+        self.silence.left(worker);
         if self.slow.remove(&worker) {
             effects.push(Effect::Pace { worker, slow: false });
         }
@@ -312,31 +328,62 @@ impl Cluster {
     }
 
     /// A rank reports how far its weights are loaded.
-    pub fn load_progressed(&mut self, worker: WorkerId, progress: LoadProgress) {
+    pub fn load_progressed(&mut self, now: Duration, worker: WorkerId, progress: LoadProgress) {
         let LoadProgress { epoch, bytes_done, bytes_total } = progress;
+        self.silence.heard(now, worker);
+        // Also of a formation that is over: what comes next waits behind it.
+        if let Some(id) = self.replicas.of(worker) {
+            self.replicas.change(id, |replica| replica.advanced(now));
+        }
         self.replicas.in_epoch(worker, epoch, |replica| {
             replica.progress(worker, bytes_done, bytes_total);
         });
     }
 
+    /// A rank's executor has said something that answers nothing: it is at work.
+    pub fn executor_heard(&mut self, now: Duration, worker: WorkerId) {
+        self.silence.heard(now, worker);
+    }
+
     /// Rank 0 says what the other ranks' GPUs find its own by.
-    pub fn group_id(&mut self, worker: WorkerId, id: GroupId, effects: &mut Vec<Effect>) {
+    pub fn group_id(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        id: GroupId,
+        effects: &mut Vec<Effect>,
+    ) {
         let epoch = id.epoch;
+        self.silence.heard(now, worker);
         if id.bytes.len() > GROUP_ID_MAX {
             return;
         }
-        let to = self.replicas.in_epoch(worker, epoch, |replica| replica.relay(worker));
+        let to = self.replicas.in_epoch(worker, epoch, |replica| {
+            replica.advanced(now);
+            replica.relay(worker)
+        });
         let send = |worker| Effect::Send { worker, epoch, message: ToWorker::GroupId(id.clone()) };
         effects.extend(to.into_iter().flatten().map(send));
     }
 
     /// A rank holds its weights and its collective is up.
-    pub fn worker_formed(&mut self, worker: WorkerId, formed: Formed, effects: &mut Vec<Effect>) {
+    pub fn worker_formed(
+        &mut self,
+        now: Duration,
+        worker: WorkerId,
+        formed: Formed,
+        effects: &mut Vec<Effect>,
+    ) {
         let epoch = formed.epoch;
         let complete = self.replicas.in_epoch(worker, epoch, |replica| {
-            Some((replica.formed(worker, &formed)?, replica.ranks()))
+            replica.advanced(now);
+            (replica.formed(worker, &formed), replica.ranks())
         });
-        let Some(((num_blocks, host_blocks), ranks)) = complete.flatten() else { return };
+        self.answered(now, worker, complete.is_some());
+        let Some((Some((num_blocks, host_blocks)), ranks)) = complete else { return };
+        for rank in &ranks {
+            self.silence.told(now, *rank);
+        }
         effects.extend(ranks.into_iter().map(|worker| Effect::Send {
             worker,
             epoch,
@@ -353,7 +400,9 @@ impl Cluster {
         effects: &mut Vec<Effect>,
     ) {
         let Some(id) = self.replicas.of(worker) else { return };
-        if self.replicas.in_epoch(worker, failure.epoch, |_| ()).is_none() {
+        let is_present = self.replicas.in_epoch(worker, failure.epoch, |_| ()).is_some();
+        self.answered(now, worker, is_present);
+        if !is_present {
             return;
         }
         let reason = failure.message.clone();
@@ -374,9 +423,14 @@ impl Cluster {
         let Some(id) = self.replicas.of(worker) else { return };
         let epoch = started.epoch;
         let complete = self.replicas.in_epoch(worker, epoch, |replica| {
-            Some((replica.started(now, worker)?, replica.ranks()))
+            replica.advanced(now);
+            (replica.started(now, worker), replica.ranks())
         });
-        if let Some(((num_blocks, host_blocks), ranks)) = complete.flatten() {
+        self.answered(now, worker, complete.is_some());
+        if let Some((Some((num_blocks, host_blocks)), ranks)) = complete {
+            for rank in &ranks {
+                self.silence.serves(*rank);
+            }
             let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
             effects.push(ready);
         }
@@ -419,6 +473,15 @@ impl Cluster {
         self.reconcile(now, effects);
     }
 
+    /// A rank has answered what it was told last, or something before that.
+    fn answered(&mut self, now: Duration, worker: WorkerId, the_last: bool) {
+        if the_last {
+            self.silence.answered(worker);
+        } else {
+            self.silence.heard(now, worker);
+        }
+    }
+
     /// Time passes: retries what is due.
     pub fn tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         if self.is_due(now) {
@@ -441,6 +504,7 @@ impl Cluster {
         let (epoch, was_ready, ranks) = (replica.epoch(), replica.is_serving(), replica.ranks());
         self.replicas.change(id, |replica| replica.broke(now, reason));
         for worker in ranks {
+            self.silence.pause(now, worker);
             if self.members.contains_key(&worker) {
                 effects.push(Effect::Send { worker, epoch, message: ToWorker::Abort { epoch } });
             }
@@ -451,14 +515,17 @@ impl Cluster {
         }
     }
 
-    fn form(&mut self, id: ReplicaId, effects: &mut Vec<Effect>) {
+    fn form(&mut self, now: Duration, id: ReplicaId, effects: &mut Vec<Effect>) {
         self.epoch.0 += 1;
         let epoch = self.epoch;
         let ranks = self.replicas.change(id, |replica| {
-            replica.form(epoch);
+            replica.form(now, epoch);
             replica.ranks()
         });
         let Some(ranks) = ranks else { return };
+        for rank in &ranks {
+            self.silence.told(now, *rank);
+        }
         let world_size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let members: Vec<&Member> =
             ranks.iter().filter_map(|worker| self.members.get(worker)).collect();

@@ -10,7 +10,7 @@ mod making;
 mod request;
 mod slots;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -27,6 +27,7 @@ use shared::protocol::{
 };
 use tokio::sync::mpsc;
 
+use self::events::{LinkRequests, Open};
 pub use self::events::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
 use self::link::Receiver;
 use self::slots::{Admitted, Before, Slots};
@@ -155,12 +156,12 @@ impl Frontends {
     /// A front end has been welcomed: its link begins.
     pub fn joined(self: &Arc<Self>, hello: &FrontendHello, id: FrontendId, connection: Connection) {
         let (queue, incoming) = mpsc::channel(EVENTS_MAX);
-        let open = Arc::new(AtomicBool::new(true));
+        let open = Open::new();
         let incarnation = hello.incarnation;
         let link_number = self.links.fetch_add(1, Ordering::Relaxed);
         let peer = self.actors.reserve_peer();
-        let receiver =
-            Receiver::new(self.clone(), hello, id, link_number, queue.clone(), open.clone(), peer);
+        let requests = LinkRequests::new(queue.clone(), open.clone());
+        let receiver = Receiver::new(self.clone(), hello, id, link_number, requests, peer);
         let sink = move |event| receiver.take(event);
         // The link's end is told of behind this lock: not before the link has its slot.
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);

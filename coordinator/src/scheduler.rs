@@ -32,9 +32,11 @@ mod config;
 mod drafts;
 mod effect;
 mod plan;
+mod queue;
 mod sequence;
 mod speculate;
 mod swap;
+mod tokens;
 mod weight;
 
 pub use accept::{ApplyError, Stopped};
@@ -43,14 +45,17 @@ pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, Place, StepSummary};
 use plan::InFlight;
+use queue::Load;
 pub use sequence::HandedOver;
 use sequence::{Request, Sequence, Urgency};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
 use shared::protocol::Swap;
 pub use speculate::{Drafter, Speculation};
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::task::Waker;
 use swap::HostPool;
+use tokens::Tokens;
 
 use crate::engine::{EngineError, FinishReason, GenerateRequest};
 
@@ -101,6 +106,10 @@ pub struct Scheduler {
     next_admission: u64,
     num_running_requests: u32,
     num_swapped_requests: u32,
+    /// What requests that have not run take of the queue: it is bounded by that.
+    queued: Load,
+    /// Requests whose masks the last look at them did not find, though all their tokens are known.
+    masks_awaited: Vec<RequestId>,
     /// Wakes the shell when a guide that was waited for is ready.
     waker: Waker,
 }
@@ -156,6 +165,8 @@ impl Scheduler {
             next_admission: 1,
             num_running_requests: 0,
             num_swapped_requests: 0,
+            queued: Load::default(),
+            masks_awaited: Vec::new(),
             waker: Waker::noop().clone(),
         })
     }
@@ -172,7 +183,8 @@ impl Scheduler {
         Gauges {
             running: self.num_running_requests,
             swapped: self.num_swapped_requests,
-            waiting: in_flight - self.num_running_requests - self.num_swapped_requests,
+            waiting: in_flight
+                .saturating_sub(self.num_running_requests + self.num_swapped_requests),
             in_flight,
             blocks_used: self.blocks.num_used(),
             blocks_total: self.blocks.total(),
@@ -180,6 +192,12 @@ impl Scheduler {
             host_total: self.host.total(),
             steps_in_flight: self.in_flight.len() as u32,
         }
+    }
+
+    /// Requests whose masks are being computed: no step is planned without them.
+    #[must_use]
+    pub fn masks_awaited(&self) -> &[RequestId] {
+        &self.masks_awaited
     }
 
     /// Whether sequences draft tokens, and how.
@@ -224,10 +242,10 @@ impl Scheduler {
             .filter(|(_, needed)| *needed > num_blocks)
             .collect();
         too_large.dedup_by_key(|(request, _)| *request);
-        for (request, needed) in too_large {
-            let error = EngineError::TooLarge { needed, available: num_blocks };
-            self.end_request(request, Some(error), effects);
-        }
+        let ends = too_large.into_iter().map(|(request, needed)| {
+            (request, Some(EngineError::TooLarge { needed, available: num_blocks }))
+        });
+        self.end_requests(ends.collect(), effects);
     }
 
     /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
@@ -266,6 +284,7 @@ impl Scheduler {
         }
         // Workers that come back know nothing, and bring a cache of their own.
         self.forget.clear();
+        self.masks_awaited.clear();
         self.blocks = BlockPool::default();
     }
 
@@ -280,10 +299,11 @@ impl Scheduler {
             let Some(sequence) = self.sequences[slot].take() else { continue };
             self.free_slots.push(slot);
             let id = sequence.request;
-            match handed.iter_mut().find(|held| held.id == id) {
+            // Those of one request mostly wait one behind the other.
+            match handed.iter_mut().rev().find(|held| held.id == id) {
                 Some(held) => held.sequences.push(sequence),
                 None => {
-                    let Some(owner) = self.requests.remove(&id) else { continue };
+                    let Some(owner) = self.forget_request(id) else { continue };
                     handed.push(HandedOver { id, owner, sequences: vec![sequence] });
                 }
             }
@@ -318,20 +338,22 @@ impl Scheduler {
             self.wait_first(slot);
             owner.live.push(slot);
         }
-        self.requests.insert(id, owner);
+        self.own(id, owner);
         Ok(names)
     }
 
     /// Takes a request. Returns its sequences, one per choice.
     ///
     /// # Errors
-    /// [`EngineError::QueueFull`], [`EngineError::TooLarge`]; nothing has changed then.
+    /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] where a
+    /// request of the same number runs; nothing has changed then.
     pub fn submit(&mut self, request: GenerateRequest) -> Result<Vec<SeqId>, EngineError> {
-        let queued = self.gauges().waiting;
-        if queued >= self.config.max_queued_requests {
-            let max = self.config.max_queued_requests;
-            return Err(EngineError::QueueFull { queued, max, retry_after_s: 1 });
+        if self.requests.contains_key(&request.id) {
+            let message = format!("request number {} runs already", request.id.0);
+            return Err(EngineError::Unavailable { message });
         }
+        let queued = Load::of(request.prompt.len(), request.sampling.len());
+        self.queued.check(queued, self.config.max_queued_requests)?;
         let num_prompt = request.prompt.len() as u32;
         let needed = self.blocks_needed(request.tokens_needed());
         let available = match self.epoch {
@@ -342,6 +364,7 @@ impl Scheduler {
         if too_long || needed > available {
             return Err(EngineError::TooLarge { needed, available });
         }
+        let prompt: Arc<[u32]> = request.prompt.into();
         let mut guides = request.guides.into_iter();
         let mut live = Vec::with_capacity(request.sampling.len());
         let mut ids = Vec::with_capacity(request.sampling.len());
@@ -352,8 +375,7 @@ impl Scheduler {
             }
             let id = SeqId(self.next_seq);
             self.next_seq += 1;
-            let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
-            tokens.extend_from_slice(&request.prompt);
+            let tokens = Tokens::new(prompt.clone(), request.max_tokens as usize);
             let mut sequence = Sequence {
                 id,
                 request: request.id,
@@ -364,7 +386,7 @@ impl Scheduler {
                 max_tokens: request.max_tokens,
                 open_ended: request.open_ended,
                 guide: guides.next(),
-                blocks: Vec::with_capacity(needed as usize),
+                blocks: Vec::new(),
                 told: 0,
                 known: false,
                 swapped: None,
@@ -394,19 +416,14 @@ impl Scheduler {
             ids.push(id);
         }
         let end_tokens = request.end_tokens;
-        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled: false };
-        self.requests.insert(request.id, owner);
+        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled: false, queued };
+        self.own(request.id, owner);
         Ok(ids)
     }
 
     /// Ends a request whose client is gone. Unknown requests are ignored.
     pub fn cancel(&mut self, request: RequestId, effects: &mut Vec<Effect>) {
         self.end_request(request, None, effects);
-    }
-
-    /// Ends a request with an error. Unknown requests are ignored.
-    pub fn fail(&mut self, request: RequestId, error: EngineError, effects: &mut Vec<Effect>) {
-        self.end_request(request, Some(error), effects);
     }
 
     fn finish(&mut self, slot: usize, reason: FinishReason, effects: &mut Vec<Effect>) {
@@ -421,47 +438,13 @@ impl Scheduler {
         owner.live.retain(|live| *live != slot);
         let last = owner.live.is_empty();
         if last {
-            self.requests.remove(&request);
+            self.forget_request(request);
         }
         let (choice, cached) = (seq.sampling.choice, seq.cached);
         effects.push(Effect::Finished { request, seq: seq.id, choice, reason, cached, last });
         if !last && now != before {
             effects.push(Effect::Rests { request, place: now });
         }
-    }
-
-    fn end_request(
-        &mut self,
-        request: RequestId,
-        error: Option<EngineError>,
-        effects: &mut Vec<Effect>,
-    ) {
-        let Some(owner) = self.requests.get_mut(&request) else { return };
-        let live = std::mem::take(&mut owner.live);
-        let seqs =
-            live.into_iter().filter_map(|slot| self.remove(slot)).map(|seq| seq.id).collect();
-        self.requests.remove(&request);
-        effects.push(Effect::Dropped { request, seqs, error });
-    }
-
-    /// Takes a sequence out of everything it is in.
-    fn remove(&mut self, slot: usize) -> Option<Sequence> {
-        let mut seq = self.sequences[slot].take()?;
-        self.free_slots.push(slot);
-        if seq.known {
-            self.forget.push(seq.id);
-        }
-        if let Some(swapped) = seq.swapped.take() {
-            self.waiting.retain(|waiting| *waiting != slot);
-            self.drop_swapped(&seq, swapped);
-        } else if seq.admission.is_some() {
-            self.no_longer_running(slot, seq.urgency());
-            self.blocks.give_back(&mut seq.blocks);
-            self.count(seq.request, |owner| owner.admitted -= 1);
-        } else {
-            self.waiting.retain(|waiting| *waiting != slot);
-        }
-        Some(seq)
     }
 
     /// Takes a sequence, which may be gone, off the list.
@@ -537,12 +520,12 @@ impl Scheduler {
         if let Some(owner) = self.requests.get_mut(&request)
             && owner.admitted == 1
         {
-            effects.push(if owner.scheduled {
-                Effect::Resumed { request }
+            if std::mem::replace(&mut owner.scheduled, true) {
+                effects.push(Effect::Resumed { request });
             } else {
-                Effect::FirstScheduled { request }
-            });
-            owner.scheduled = true;
+                self.queued.subtract(owner.queued);
+                effects.push(Effect::FirstScheduled { request });
+            }
         }
     }
 

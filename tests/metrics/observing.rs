@@ -194,7 +194,7 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     during.check_identities();
     assert_eq!(during.get("tutti_requests_running{replica=\"0\"}"), 1.0);
 
-    hub.observer().record().interrupted(&mut track);
+    hub.observer().record().interrupted(&mut track, true);
     let after = scrape(&hub);
     after.check_identities();
     let gauges_of_broken: Vec<_> = after
@@ -208,6 +208,9 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     assert_eq!(after.get("tutti_generation_tokens_total{replica=\"0\"}"), 1.0);
     assert_eq!(after.get("tutti_failovers_total{replica=\"0\"}"), 1.0);
     assert_eq!(after.get("tutti_requests_replayed_total"), 1.0);
+    // A pause that is wanted is no failure.
+    hub.observer().record().interrupted(&mut track, false);
+    assert_eq!(scrape(&hub).get("tutti_requests_replayed_total"), 1.0);
     assert_eq!(after.get("tutti_requests_waiting{reason=\"no_replica\",replica=\"none\"}"), 1.0);
 
     let mut record = hub.observer().record();
@@ -378,7 +381,7 @@ fn what_is_swapped_is_shown_where_there_is_host_memory_for_it() {
     // What describes the present vanishes with the epoch, totals stay.
     let mut record = hub.observer().record();
     record.failover(with);
-    record.interrupted(&mut track);
+    record.interrupted(&mut track, true);
     record.finished(track, FinishedReason::Stop, SUMMARY, ms(9));
     drop(record);
     let gone = scrape(&hub);
@@ -466,7 +469,7 @@ proptest! {
                 }
                 Event::Replay(i) => {
                     if let Some(i) = picked(i) {
-                        record.interrupted(&mut tracks[i]);
+                        record.interrupted(&mut tracks[i], true);
                     }
                 }
                 Event::Finish(i) => {

@@ -13,9 +13,9 @@ use shared::protocol::{SequenceOutput, StepPlan, StepResult, StepTimings, ToWork
 use tokio::sync::mpsc;
 
 #[derive(Default)]
-struct Sent {
-    plans: Vec<StepPlan>,
-    ends: Vec<String>,
+pub(crate) struct Sent {
+    pub(crate) plans: Vec<StepPlan>,
+    pub(crate) ends: Vec<String>,
 }
 
 impl Outside for Sent {
@@ -33,9 +33,9 @@ impl Outside for Sent {
     fn pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
 }
 
-const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
+pub(crate) const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
 
-fn operation(observer: &Observer) -> Operation {
+pub(crate) fn operation(observer: &Observer) -> Operation {
     let config = SchedulerConfig {
         block_size: 16,
         max_model_len: 64,
@@ -57,7 +57,7 @@ fn operation(observer: &Observer) -> Operation {
     Operation::new(driver, Arc::default())
 }
 
-fn result(plan: &StepPlan, digest: u32) -> StepResult {
+pub(crate) fn result(plan: &StepPlan, digest: u32) -> StepResult {
     let sampled = plan.sequences.iter().filter(|entry| entry.sample);
     let outputs = sampled.map(|entry| SequenceOutput {
         seq: entry.seq,
@@ -74,7 +74,7 @@ fn result(plan: &StepPlan, digest: u32) -> StepResult {
     StepResult { epoch, step, outputs, digest, timings, stats }
 }
 
-fn request() -> GenerateRequest {
+pub(crate) fn request() -> GenerateRequest {
     GenerateRequest {
         id: RequestId(1),
         prompt: vec![1, 2, 3],

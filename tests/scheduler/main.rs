@@ -6,6 +6,7 @@
 //! - [`agreement`]: what a replica does when its ranks say different things
 //! - [`frames`]: plans as they travel
 //! - [`guided`]: a guide whose masks depend on every token, and what is made of guided requests
+//! - [`masks`]: a mask that never comes
 //! - [`placement`]: what a large cluster costs
 //! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
@@ -23,6 +24,7 @@
 mod agreement;
 mod frames;
 mod guided;
+mod masks;
 mod placement;
 mod priorities;
 mod random;

@@ -29,6 +29,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
             swap_bytes: 0,
         },
         collective_timeout: Duration::from_secs(5),
+        form_timeout: Duration::from_secs(60),
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),
@@ -75,7 +76,7 @@ fn time_of_a_pass_over_a_thousand_workers() {
                 weight_bytes: 1,
                 load_seconds: 0.0,
             };
-            cluster.worker_formed(*worker, done, &mut effects);
+            cluster.worker_formed(now, *worker, done, &mut effects);
         }
         for (worker, epoch) in &formed {
             cluster.worker_started(now, *worker, Started { epoch: *epoch }, &mut effects);

@@ -23,7 +23,7 @@ use crate::events::Event;
 use crate::network::{LinkId, Side};
 use crate::random::mix;
 use crate::replicas::{ClusterMail, RunningReplica};
-use crate::scenario::{MODEL, S, Scenario, Time};
+use crate::scenario::{FORM_TIMEOUT, MODEL, S, Scenario, Time};
 use crate::tally::Tally;
 use crate::world::World;
 
@@ -66,7 +66,7 @@ pub(crate) struct Coordinator {
 }
 
 impl Coordinator {
-    fn new(scenario: &Scenario, seed: u64, life: Life, seat: usize) -> Self {
+    fn new(scenario: &Scenario, seed: u64, life: Life, seat: usize, patient: bool) -> Self {
         let run = mix(seed, life as u64);
         let config = ClusterConfig {
             tensor_parallel: scenario.tensor_parallel,
@@ -78,6 +78,7 @@ impl Coordinator {
             quantization: Quantization::None,
             engine: scenario.engine.clone(),
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
+            form_timeout: if patient { Duration::MAX } else { Duration::from_micros(FORM_TIMEOUT) },
             worker_stats: true,
             collective_key: Secret::of_random([1; 32]),
             placement: PlacementRules::default(),
@@ -174,7 +175,8 @@ impl World {
     /// A coordinator begins to lead, and acts. It knows of these workers.
     pub(crate) fn begin_life(&mut self, seat: usize, workers: BTreeSet<String>) -> Life {
         let life = self.coordinator.lives.len();
-        let mut coordinator = Coordinator::new(&self.scenario, self.seed, life, seat);
+        let patient = self.switches.hung_ranks_are_waited_for;
+        let mut coordinator = Coordinator::new(&self.scenario, self.seed, life, seat, patient);
         coordinator.core.expect(workers);
         self.coordinator.lives.push(Some(Box::new(coordinator)));
         self.coordinator.acting = life;

@@ -37,6 +37,10 @@ impl World {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
                     self.replica_ready(replica, epoch, ranks, (num_blocks, host_blocks));
                 }
+                Effect::Silent { worker, .. } => {
+                    self.say(|| format!("{worker} has not answered when it was formed"));
+                    self.report.silent += 1;
+                }
                 Effect::Pace { worker, slow } => {
                     self.coordinator.hub.observer().record().rank_slow(worker, slow);
                 }

@@ -93,6 +93,8 @@ pub(crate) struct Report {
     pub(crate) disagreed: u64,
     /// Slow ranks replaced by spares.
     pub(crate) relieved: u64,
+    /// Ranks that did not answer when they were formed.
+    pub(crate) silent: u64,
     /// Processes ended by what they computed.
     pub(crate) poisoned: u64,
     pub(crate) preemptions: u64,

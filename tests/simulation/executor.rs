@@ -117,7 +117,25 @@ impl World {
         if executor.queue.len() >= COMMANDS_MAX {
             return false;
         }
+        let (forms, leaves) = match command {
+            Command::Form(_) => (true, false),
+            Command::Release(_) => (false, true),
+            _ => (false, false),
+        };
         executor.queue.push_back((executor.link, command));
+        if self.processes[slot].hung.is_some() {
+            if leaves {
+                // As `Commands::push`: what it takes the place of is gone.
+                let queue = &mut self.processes[slot].executor.queue;
+                let last = queue.pop_back();
+                queue.retain(|(_, it)| matches!(it, Command::Report));
+                queue.extend(last);
+            }
+            if forms || leaves {
+                self.hung_is_asked(slot, leaves);
+            }
+            return true;
+        }
         self.pump(slot);
         true
     }
@@ -163,7 +181,7 @@ impl World {
 
     /// Starts what is next, if nothing is under way.
     fn pump(&mut self, slot: usize) {
-        while self.processes[slot].executor.job.is_none() {
+        while self.processes[slot].executor.job.is_none() && self.processes[slot].hung.is_none() {
             let executor = &mut self.processes[slot].executor;
             let Some((link, command)) = executor.queue.pop_front() else { return };
             let link = if self.switches.old_commands_run { executor.link } else { link };
@@ -258,7 +276,7 @@ impl World {
 
     /// The job's time is over.
     pub(crate) fn executed(&mut self, slot: usize, token: u64) {
-        if self.processes[slot].executor.token != token {
+        if self.processes[slot].executor.token != token || self.processes[slot].hung.is_some() {
             return;
         }
         match self.processes[slot].executor.job.take() {
@@ -414,7 +432,7 @@ impl World {
 
     /// What the executor waits for will not come: it was aborted, left by others, or took too long.
     pub(crate) fn broken(&mut self, slot: usize, token: u64) {
-        if self.processes[slot].executor.token != token {
+        if self.processes[slot].executor.token != token || self.processes[slot].hung.is_some() {
             return;
         }
         let waits = |job: &mut Job| matches!(job, Job::Connect(_) | Job::Meet(_));

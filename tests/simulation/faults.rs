@@ -145,6 +145,7 @@ impl World {
                 self.start_process(twin);
                 self.heal_after(lasts, Heal::Single { twin });
             }
+            Fault::Hang { slot, notices } => self.hang(slot, notices),
             Fault::FailForm { slot, permanent } => {
                 self.processes[slot].fail_form = Some(permanent);
                 self.heal_after(OCCASION, Heal::NoOccasion { slot });

@@ -102,6 +102,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.accepted += report.accepted;
                 all.disagreed += report.disagreed;
                 all.relieved += report.relieved;
+                all.silent += report.silent;
                 all.preemptions += report.preemptions;
                 all.swapped += report.swapped;
                 all.fenced += report.fenced;
@@ -125,7 +126,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 49] = [
+const MUTATIONS: [Mutation; 50] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -143,6 +144,7 @@ const MUTATIONS: [Mutation; 49] = [
     ("cancelled_is_forgotten", |it| it.cancelled_is_forgotten = true),
     ("step_failures_ignored", |it| it.step_failures_ignored = true),
     ("no_step_timeout", |it| it.no_step_timeout = true),
+    ("hung_ranks_are_waited_for", |it| it.hung_ranks_are_waited_for = true),
     ("no_cluster_tick", |it| it.no_cluster_tick = true),
     ("leaving_unnoticed", |it| it.leaving_unnoticed = true),
     ("old_commands_run", |it| it.old_commands_run = true),

@@ -11,7 +11,7 @@ use shared::protocol::{FromWorker, Rejoin, StepTimings, ToWorker, WorkerStats};
 use crate::events::Event;
 use crate::executor::{Command, Executor, Job};
 use crate::network::{LinkId, Packet, Side};
-use crate::scenario::{MS, S, Time};
+use crate::scenario::{FORM_TIMEOUT, MS, S, Time};
 use crate::world::World;
 
 /// As `worker::actor`.
@@ -19,6 +19,10 @@ const HANDSHAKE_DEADLINE: Time = 3 * S;
 const REDIAL_MIN: Time = 50 * MS;
 const REDIAL_MAX: Time = 2 * S;
 const LEAVE_PATIENCE: Time = 2 * S;
+/// As its `RELEASE_PATIENCE`, but shorter: before or after the coordinator notices.
+const RELEASE_PATIENCE: Time = 25 * S;
+/// An executor that hangs is noticed in a step, and then twice when it is formed.
+const HANG_ENDS_WITHIN: Time = 70 * S + 2 * (FORM_TIMEOUT + 40 * S);
 
 pub(crate) struct Process {
     pub(crate) incarnation: u64,
@@ -46,6 +50,8 @@ pub(crate) struct Process {
     pub(crate) fail_step: bool,
     pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
+    /// Its executor does nothing any more; whether its process notices.
+    pub(crate) hung: Option<Hung>,
     /// When it is started again after it was told to end, if ever.
     pub(crate) back_after: Option<Time>,
 }
@@ -73,6 +79,7 @@ impl Process {
             fail_step: false,
             diverge: false,
             fail_form: None,
+            hung: None,
             back_after: None,
         }
     }
@@ -95,6 +102,15 @@ impl Process {
             formed: false,
         })
     }
+}
+
+/// An executor that hangs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hung {
+    /// The process ends when its executor does not leave an epoch.
+    pub(crate) notices: bool,
+    /// It was told to form or to leave an epoch since.
+    pub(crate) asked: bool,
 }
 
 /// What a process counted under one slot.
@@ -173,6 +189,33 @@ impl World {
         }
     }
 
+    /// The executor does nothing any more. Whoever is told of it restarts the process.
+    pub(crate) fn hang(&mut self, slot: usize, notices: bool) {
+        let process = &mut self.processes[slot];
+        if process.alive && process.hung.is_none() {
+            process.hung = Some(Hung { notices, asked: false });
+            process.back_after.get_or_insert(S);
+            self.disturb(slot, HANG_ENDS_WITHIN);
+            self.faulty_until(self.now + HANG_ENDS_WITHIN);
+        }
+    }
+
+    /// Something is asked of an executor that hangs: from now on it has to be noticed.
+    pub(crate) fn hung_is_asked(&mut self, slot: usize, leaves: bool) {
+        let process = &mut self.processes[slot];
+        let incarnation = process.incarnation;
+        let Some(hung) = &mut process.hung else { return };
+        let first = !std::mem::replace(&mut hung.asked, true);
+        let ends = leaves && std::mem::take(&mut hung.notices);
+        if first {
+            self.disturb(slot, HANG_ENDS_WITHIN);
+            self.faulty_until(self.now + HANG_ENDS_WITHIN);
+        }
+        if ends && !self.switches.hung_ranks_are_waited_for {
+            self.schedule(RELEASE_PATIENCE, Event::LeaveDeadline { slot, incarnation });
+        }
+    }
+
     pub(crate) fn leave_deadline(&mut self, slot: usize, incarnation: u64) {
         if self.processes[slot].alive && self.processes[slot].incarnation == incarnation {
             self.shut_down(slot);
@@ -203,6 +246,7 @@ impl World {
         process.frozen = false;
         process.deferred.clear();
         process.executor = Executor::default();
+        process.hung = None;
         let links = [process.link.take(), process.dialling.take()];
         for link in links.into_iter().flatten() {
             self.close(link, Side::Worker);

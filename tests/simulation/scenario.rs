@@ -18,6 +18,10 @@ pub(crate) const MS: Time = 1_000;
 pub(crate) const MODEL: &str = "m";
 pub(crate) const S: Time = 1_000_000;
 
+/// Nothing may be heard of a rank that is formed for so long: longer than collectives wait, so that
+/// its peers give up first.
+pub(crate) const FORM_TIMEOUT: Time = 40 * S;
+
 /// Faults begin within this.
 const FAULTS_END: Time = 15 * S;
 
@@ -73,6 +77,9 @@ pub(crate) enum Fault {
     Compact,
     /// The rank's next formation fails.
     FailForm { slot: usize, permanent: bool },
+    /// The executor hangs in what it does or does next, and its process and its link live. Where it
+    /// ends when that is noticed, it is by itself or because the coordinator says so.
+    Hang { slot: usize, notices: bool },
 }
 
 /// How a client leaves early.
@@ -223,6 +230,7 @@ impl Scenario {
         };
         scenario.add_clients(random);
         scenario.add_faults(random);
+        scenario.add_hang(seed);
         scenario
     }
 
@@ -346,6 +354,16 @@ impl Scenario {
                 _ => Fault::FailForm { slot, permanent: random.chance(30) },
             };
             self.faults.push((at, fault));
+        }
+    }
+
+    /// An executor that hangs: of the seed alone, so that all else stays what it was.
+    fn add_hang(&mut self, seed: u64) {
+        let random = &mut Random::new(seed ^ 0x4a46);
+        if random.chance(12) {
+            let slot = random.range(0, self.starts.len() as u64 - 1) as usize;
+            let at = random.range(0, FAULTS_END);
+            self.faults.push((at, Fault::Hang { slot, notices: random.chance(50) }));
         }
     }
 

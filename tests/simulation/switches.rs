@@ -41,6 +41,8 @@ pub(crate) struct Switches {
     pub(crate) step_failures_ignored: bool,
     /// Steps may take for ever.
     pub(crate) no_step_timeout: bool,
+    /// A formation may take for ever, and so may an executor that was told to leave its epoch.
+    pub(crate) hung_ranks_are_waited_for: bool,
     /// Time does not pass for the cluster.
     pub(crate) no_cluster_tick: bool,
     /// Clients that leave are not noticed.

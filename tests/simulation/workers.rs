@@ -163,10 +163,13 @@ impl World {
         let core = &mut self.coordinator.core;
         match message {
             FromWorker::Step(result) => return self.step_done(worker, result),
-            FromWorker::Stats(stats) => return self.report(worker, stats),
-            FromWorker::Progress(progress) => core.load_progressed(worker, progress),
-            FromWorker::GroupId(id) => core.group_id(worker, id, &mut effects),
-            FromWorker::Formed(formed) => core.worker_formed(worker, formed, &mut effects),
+            FromWorker::Stats(stats) => {
+                core.executor_heard(now, worker);
+                return self.report(worker, stats);
+            }
+            FromWorker::Progress(progress) => core.load_progressed(now, worker, progress),
+            FromWorker::GroupId(id) => core.group_id(now, worker, id, &mut effects),
+            FromWorker::Formed(formed) => core.worker_formed(now, worker, formed, &mut effects),
             FromWorker::FormFailed(failure) => {
                 core.form_failed(now, worker, &failure, &mut effects);
             }
@@ -174,6 +177,7 @@ impl World {
                 core.worker_started(now, worker, started, &mut effects);
             }
             FromWorker::StepFailed(failed) => {
+                core.executor_heard(now, worker);
                 if let Some(replica) = self.coordinator.replica_of(worker)
                     && !self.switches.step_failures_ignored
                 {

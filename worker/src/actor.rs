@@ -26,10 +26,16 @@ use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 use tokio::sync::oneshot;
 
-use crate::executor::{Executor, ExecutorCommand};
+use crate::executor::{Executor, ExecutorCommand, ExecutorError};
 
 /// New log lines go to the coordinator this often, a bounded number of them at a time.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
+/// An executor that has not left an epoch for so long, and does not get on with what it is in, never
+/// will: the process ends, so that another one takes its place. Longer than the largest matrix takes
+/// to load from a slow disk.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(120);
+/// Told to end, an executor that has not left its epoch for so long is taken for one that hangs.
+const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// How long the last words may take to be delivered.
 const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
 /// A model folder's path that is longer is not told to a new coordinator.
@@ -296,6 +302,19 @@ impl WorkerActor {
         });
     }
 
+    /// Ends when the executor hangs in an epoch that is over.
+    fn watch_executor(&mut self, ctx: &mut Context<Self>) {
+        if self.executor.leaving_for().is_some_and(|lasts| lasts >= RELEASE_PATIENCE) {
+            let seconds = RELEASE_PATIENCE.as_secs();
+            let message = format!(
+                "the executor has not left its epoch {seconds} s after it was told to, and does \
+                 not get on"
+            );
+            tracing::error!(message, "the worker cannot go on");
+            self.leave(ctx, WorkerEnd::Failed { message });
+        }
+    }
+
     fn leave_peer(&mut self, reason: &str) {
         if let Some(peer) = self.peer.take() {
             self.config.actors.peer_lost(peer, reason);
@@ -334,7 +353,15 @@ impl WorkerActor {
                 Ok(())
             }
             ToWorker::Shutdown { reason } => {
-                return self.leave(ctx, WorkerEnd::Shutdown { reason });
+                // One that hangs has not done what it was told: it is to be started again.
+                let hangs = self.executor.leaving_for().is_some_and(|it| it >= HANGS_AFTER);
+                return self.leave(
+                    ctx,
+                    match hangs {
+                        true => WorkerEnd::Failed { message: reason },
+                        false => WorkerEnd::Shutdown { reason },
+                    },
+                );
             }
         };
         if let Err(error) = queued {
@@ -349,7 +376,17 @@ impl Actor for WorkerActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(1024);
-        ctx.run_interval(LOG_INTERVAL, |actor, _| actor.send_log());
+        ctx.run_interval(LOG_INTERVAL, |actor, ctx| {
+            actor.send_log();
+            actor.watch_executor(ctx);
+        });
+        if let Some(ended) = self.executor.ended() {
+            let addr = ctx.address();
+            actix::spawn(async move {
+                let _ = ended.await;
+                addr.do_send(ExecutorEnded);
+            });
+        }
         self.follow(ctx);
         self.dial(ctx, Duration::ZERO);
     }
@@ -390,6 +427,21 @@ impl Handler<StopWorker> for WorkerActor {
     }
 }
 
+/// The executor's thread is gone.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct ExecutorEnded;
+
+impl Handler<ExecutorEnded> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, _: ExecutorEnded, ctx: &mut Self::Context) {
+        let message = ExecutorError::Ended.to_string();
+        tracing::error!(message, "the worker cannot go on");
+        self.leave(ctx, WorkerEnd::Failed { message });
+    }
+}
+
 #[derive(Message)]
 #[rtype(result = "()")]
 struct FromLink {
@@ -410,7 +462,8 @@ impl Handler<ReportDue> for WorkerActor {
     fn handle(&mut self, due: ReportDue, _ctx: &mut Self::Context) -> bool {
         let current = due.generation == self.generation;
         if current {
-            // A full queue means a busy executor, whose stats ride on its steps.
+            // A full queue means a busy executor, whose stats ride on its steps; of one that has
+            // ended `ExecutorEnded` tells.
             let _ = self.executor.report();
         }
         current
@@ -523,3 +576,6 @@ impl Handler<FromLink> for WorkerActor {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

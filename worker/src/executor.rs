@@ -4,6 +4,7 @@
 //! beyond handing messages to the [`Outbox`]; it never waits for the link.
 mod queue;
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -16,6 +17,7 @@ use shared::protocol::{
 };
 use shared::wire::codec;
 use shared::wire::frame::BODY_MAX;
+use tokio::sync::oneshot;
 
 use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
 use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
@@ -74,6 +76,8 @@ pub struct Executor {
     link: AtomicU64,
     /// A report waits to be made.
     report_waits: Arc<AtomicBool>,
+    /// Ends with the thread, for whoever asks first.
+    ended: Option<oneshot::Receiver<Infallible>>,
 }
 
 /// The executor cannot take a command.
@@ -103,13 +107,28 @@ impl Executor {
         let slot = abort.clone();
         let report_waits = Arc::new(AtomicBool::new(false));
         let waits = report_waits.clone();
+        let (lives, ended) = oneshot::channel();
         let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
+            // Dropped last, also by a panic.
+            let _lives: oneshot::Sender<Infallible> = lives;
             let rank = make_rank();
             Loop { rank, outbox, abort: slot, entered: 0, epoch: None, report_waits: waits }
                 .run(&receiver)
         })?;
-        let (commands, thread) = (Some(commands), Some(thread));
-        Ok(Self { commands, thread, abort, link: AtomicU64::new(0), report_waits })
+        let (commands, thread, ended) = (Some(commands), Some(thread), Some(ended));
+        Ok(Self { commands, thread, abort, link: AtomicU64::new(0), report_waits, ended })
+    }
+
+    /// Resolves, to an error, when the thread has ended; for whoever asks first.
+    pub fn ended(&mut self) -> Option<oneshot::Receiver<Infallible>> {
+        self.ended.take()
+    }
+
+    /// For how long the executor has not left an epoch that it was told to leave, without a sign that
+    /// it gets on with what it does: what it is in may never end.
+    #[must_use]
+    pub fn leaving_for(&self) -> Option<Duration> {
+        self.commands.as_ref()?.leaving_for()
     }
 
     /// Queues a command.
@@ -224,10 +243,12 @@ struct News<'a, O> {
     /// When its progress was last told.
     last: Option<Instant>,
     outbox: &'a mut O,
+    commands: &'a Receiver,
 }
 
 impl<O: Outbox> FormNews for News<'_, O> {
     fn progress(&mut self, bytes_done: u64, bytes_total: u64) {
+        self.commands.advances();
         let due = self.last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
         if due || bytes_done == bytes_total {
             self.last = Some(Instant::now());
@@ -262,7 +283,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             self.entered = link;
             self.abort.enter(link);
             match command {
-                ExecutorCommand::Form(form) => self.form(&form),
+                ExecutorCommand::Form(form) => self.form(&form, commands),
                 ExecutorCommand::Start(start) => self.start(start),
                 ExecutorCommand::Step(plan) => self.step(&plan, idle, &mut inbox),
                 ExecutorCommand::Report => {
@@ -292,14 +313,14 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         self.outbox.released();
     }
 
-    fn form(&mut self, form: &Form) {
+    fn form(&mut self, form: &Form, commands: &Receiver) {
         self.release();
         let epoch = form.epoch;
         if self.rank.lost_device().is_some() || self.abort.is_aborted(epoch) {
             return;
         }
         let link = self.entered;
-        let mut news = News { link, epoch, last: None, outbox: &mut self.outbox };
+        let mut news = News { link, epoch, last: None, outbox: &mut self.outbox, commands };
         match self.rank.form(form, &self.abort, &mut news) {
             Ok(ready) => {
                 self.epoch = Some((self.entered, epoch));

@@ -148,9 +148,11 @@ pub async fn run(
     let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
     let (reason, lost) = tokio::select! {
+        // A lost device ends the executor, of which the actor tells later.
+        biased;
+        Ok(reason) = device_lost => (reason, true),
         end = &mut ended => return Ok(end.unwrap_or(failed)),
         reason = &mut stop => (reason, false),
-        Ok(reason) = device_lost => (reason, true),
     };
     worker.do_send(StopWorker { reason: reason.clone(), failed: lost });
     let ended = tokio::time::timeout(STOP_PATIENCE, ended).await;

@@ -448,7 +448,9 @@ pub(crate) struct ServingArgs {
     /// urgent requests may wait for ever
     #[arg(long, value_name = "POLICY", value_enum, default_value_t = PolicyArg::Fcfs)]
     pub(crate) scheduling_policy: PolicyArg,
-    /// Most requests waiting for their first step; beyond it clients get 429
+    /// Most requests of each replica that wait for their first step; beyond it clients get 429. Their
+    /// choices (n) and prompt tokens have bounds, too: 8 and 32,768 times as many, and no less than
+    /// 8,192 and 33,554,432
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,
     /// Give up an engine step after this many seconds and form the replica again

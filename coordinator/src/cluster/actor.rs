@@ -222,6 +222,11 @@ impl ClusterActor {
                 Effect::Pace { worker, slow } => {
                     self.hub.observer().record().rank_slow(worker, slow);
                 }
+                Effect::Silent { worker, lasts } => {
+                    let node = self.connected.get(&worker).map_or("", |it| it.node.as_str());
+                    let seconds = lasts.as_secs();
+                    tracing::warn!(%worker, node, seconds, "the worker has not answered when it was formed");
+                }
                 Effect::Desire(desired) => {
                     if let Some(desires) = &self.desires {
                         desires.send_replace(Some(desired));

@@ -1,6 +1,7 @@
 //! PURE: from the members there are to the replicas there shall be.
 //!
-//! One pass, in this order: too many replicas are removed; vacant ranks are filled with spares, a
+//! One pass, in this order: formations of which nothing is heard are given up; too many replicas are
+//! removed; vacant ranks are filled with spares, a
 //! returning worker into its own rank first; a replica whose ranks stay away is given to others or
 //! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again when spares allow; spares become
 //! new replicas; what is complete and due is formed.
@@ -96,6 +97,7 @@ impl Cluster {
     /// See the module's documentation.
     pub(super) fn reconcile(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         self.seen = self.replicas.revision();
+        self.give_up_formations(now, effects);
         self.remove_surplus(now, effects);
         self.fill_vacancies();
         self.shrink(now, effects);
@@ -109,7 +111,7 @@ impl Cluster {
             .map(|(id, _)| id)
             .collect();
         for id in due {
-            self.form(id, effects);
+            self.form(now, id, effects);
         }
         self.due = self.next_due(now);
     }
@@ -124,10 +126,12 @@ impl Cluster {
     /// When the next of the waits that now run is over.
     fn next_due(&self, now: Duration) -> Option<Duration> {
         let grace = self.config.reshard_after;
-        let replicas = self.replicas.iter().flat_map(|(_, replica)| replica.waits(grace));
+        let patience = self.config.form_timeout;
+        let replicas = self.replicas.iter().flat_map(|(_, replica)| replica.waits(grace, patience));
         let joining = [self.settling_since, self.short_since].into_iter().flatten();
         replicas
             .chain(joining.map(|since| since.saturating_add(grace)))
+            .chain(self.silence.all_ends(patience))
             .filter(|due| *due > now)
             .min()
     }
@@ -138,9 +142,54 @@ impl Cluster {
         let holds = |member: &Member| self.replicas.of(member.worker).is_some();
         let free = |member: &&Member| !member.draining && !holds(member) && able(member);
         let mut free: Vec<&Member> = self.members.values().filter(free).collect();
-        // In the order of their slots, but slow ones last.
-        free.sort_by_key(|member| self.slow.contains(&member.worker));
+        // In the order of their slots, but doubtful ones last.
+        free.sort_by_key(|member| self.is_doubtful(member.worker));
         free
+    }
+
+    /// Whether others are taken before this worker: it is slow, or did not answer when it was formed.
+    fn is_doubtful(&self, worker: WorkerId) -> bool {
+        self.slow.contains(&worker) || self.silence.struck(worker)
+    }
+
+    /// Formations that do not get on end. Of a rank that does not answer another takes the place; one
+    /// that does not answer again is told to end, for its process may do what it cannot.
+    fn give_up_formations(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        let patience = self.config.form_timeout;
+        let forming: Vec<ReplicaId> =
+            self.replicas.iter().filter(|(_, it)| it.is_forming()).map(|(id, _)| id).collect();
+        for id in forming {
+            let Some(replica) = self.replicas.get(id) else { continue };
+            let since = replica.forming_since();
+            let stands_still = since.is_some_and(|since| now >= since.saturating_add(patience));
+            let owes = replica.unanswered();
+            let is_silent = |worker: &WorkerId| {
+                self.silence.ends(*worker, patience).is_some_and(|end| now >= end)
+            };
+            let silent: Vec<WorkerId> = owes.iter().copied().filter(is_silent).collect();
+            // Whoever is at work and does not answer has lost its answer: only all can begin anew.
+            let guilty = if stands_still && silent.is_empty() { owes } else { silent };
+            if guilty.is_empty() {
+                continue;
+            }
+            let names: Vec<String> = guilty.iter().map(ToString::to_string).collect();
+            let seconds = patience.as_secs();
+            let reason = format!("nothing was heard of {} for {seconds} s", names.join(", "));
+            self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
+            for worker in guilty {
+                effects.push(Effect::Silent { worker, lasts: patience });
+                if self.silence.strike(worker) {
+                    let reason = format!("{worker} did not answer when it was formed, again");
+                    self.let_go(now, worker, &reason, effects);
+                } else if self.free().first().is_some_and(|it| !self.is_doubtful(it.worker)) {
+                    self.replicas.change(id, |replica| {
+                        replica.dismiss(now, worker);
+                        replica.form_at_once();
+                    });
+                    self.fill_vacancies();
+                }
+            }
+        }
     }
 
     /// Slow ranks are replaced by spares, where there are some that are not known to be slow.
@@ -149,7 +198,7 @@ impl Cluster {
         for worker in slow {
             let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
             let Some(id) = self.replicas.of(worker).filter(serving) else { continue };
-            if self.free().first().is_none_or(|it| self.slow.contains(&it.worker)) {
+            if self.free().first().is_none_or(|it| self.is_doubtful(it.worker)) {
                 return;
             }
             let reason = format!("{worker} is slow and is replaced");
@@ -169,7 +218,7 @@ impl Cluster {
             let surplus = self
                 .replicas
                 .iter()
-                .max_by_key(|(id, replica)| (!replica.is_serving(), *id))
+                .max_by_key(|(_, replica)| (!replica.is_serving(), replica.born()))
                 .map(|(id, _)| id);
             let Some(id) = surplus else { return };
             self.remove(now, id, "fewer replicas are wanted", effects);
@@ -189,10 +238,10 @@ impl Cluster {
             return;
         }
         let free: Vec<Member> = self.free().into_iter().cloned().collect();
-        // Slow ones only where nobody else is left, however near they are.
-        for slow in [false, true] {
+        // Doubtful ones only where nobody else is left, however near they are.
+        for doubtful in [false, true] {
             let mut free: Vec<&Member> =
-                free.iter().filter(|it| self.slow.contains(&it.worker) == slow).collect();
+                free.iter().filter(|it| self.is_doubtful(it.worker) == doubtful).collect();
             for id in &gaps {
                 let Some(replica) = self.replicas.get(*id).filter(|it| it.has_gap()) else {
                     continue;
@@ -234,7 +283,10 @@ impl Cluster {
             }
             // Not one of those that wait can be formed by itself: the youngest gives its workers
             // to the others.
-            let (Some(youngest), true) = (waiting.last().copied(), waiting.len() > 1) else {
+            let born = |id: &&ReplicaId| self.replicas.get(**id).map(Replica::born);
+            let (Some(youngest), true) =
+                (waiting.iter().max_by_key(born).copied(), waiting.len() > 1)
+            else {
                 return;
             };
             self.remove(now, youngest, "its workers complete other replicas", effects);
@@ -314,11 +366,11 @@ impl Cluster {
             let fits = held.model == self.config.model && held.world_size as usize == degree;
             fits.then_some(held.rank as usize)
         };
-        // Those that are slow complete what is left over.
+        // Those that are doubtful complete what is left over.
         let placement = &self.config.placement;
         let free = self.free();
         let (slow, quick): (Vec<&Member>, Vec<&Member>) =
-            free.into_iter().partition(|member| self.slow.contains(&member.worker));
+            free.into_iter().partition(|member| self.is_doubtful(member.worker));
         let mut groups = place(&quick, degree, placement, held);
         if !slow.is_empty() {
             let placed = |it: &&Member| groups.iter().any(|group| group.contains(&it.worker));

@@ -69,12 +69,16 @@ struct Slot {
 
 #[derive(Debug)]
 pub(super) struct Replica {
+    /// How many replicas were made before it: ids of those that are gone are given again.
+    born: u64,
     slots: Vec<Slot>,
     epoch: Epoch,
     phase: ReplicaPhase,
     not_before: Duration,
     failures: u32,
     served_since: Duration,
+    /// When its formation last got on.
+    advanced: Duration,
     /// Since when a rank has been missing.
     incomplete_since: Option<Duration>,
     /// The rank that is missing said that it would: it is not waited for.
@@ -89,17 +93,29 @@ impl Replica {
     pub(super) fn new(ranks: Vec<WorkerId>) -> Self {
         let slot = |worker| Slot { worker: Some(worker), last: Some(worker), ..Slot::default() };
         Self {
+            born: 0,
             slots: ranks.into_iter().map(slot).collect(),
             epoch: Epoch(0),
             phase: ReplicaPhase::Waiting,
             not_before: Duration::ZERO,
             failures: 0,
             served_since: Duration::ZERO,
+            advanced: Duration::ZERO,
             incomplete_since: None,
             left_on_purpose: false,
             last_failure: None,
             relayed: false,
         }
+    }
+
+    /// It is made after so many others.
+    pub(super) fn born_behind(&mut self, others: u64) {
+        self.born = others;
+    }
+
+    /// How many replicas were made before it.
+    pub(super) fn born(&self) -> u64 {
+        self.born
     }
 
     /// Whom rank 0's word about its GPU goes to: the other ranks of an epoch that is being formed,
@@ -136,6 +152,31 @@ impl Replica {
         self.phase == ReplicaPhase::Serving
     }
 
+    /// Whether its ranks load or allocate.
+    pub(super) fn is_forming(&self) -> bool {
+        matches!(self.phase, ReplicaPhase::Forming | ReplicaPhase::Starting)
+    }
+
+    /// A rank has said how far it is.
+    pub(super) fn advanced(&mut self, now: Duration) {
+        self.advanced = self.advanced.max(now);
+    }
+
+    /// When its formation last got on, while it is formed.
+    pub(super) fn forming_since(&self) -> Option<Duration> {
+        self.is_forming().then_some(self.advanced)
+    }
+
+    /// Ranks that have not answered what they were told last, while it is formed.
+    pub(super) fn unanswered(&self) -> Vec<WorkerId> {
+        let owes = |slot: &&Slot| match self.phase {
+            ReplicaPhase::Forming => slot.room.is_none(),
+            ReplicaPhase::Starting => !slot.started,
+            ReplicaPhase::Waiting | ReplicaPhase::Serving => false,
+        };
+        self.slots.iter().filter(owes).filter_map(|slot| slot.worker).collect()
+    }
+
     /// Whether a rank is missing.
     pub(super) fn has_gap(&self) -> bool {
         self.slots.iter().any(|slot| slot.worker.is_none())
@@ -157,14 +198,19 @@ impl Replica {
         Some(if self.left_on_purpose { Duration::MAX } else { now.saturating_sub(since) })
     }
 
-    /// When it may be formed, and when ranks have stayed away for `grace`: as far as it waits for
-    /// either.
-    pub(super) fn waits(&self, grace: Duration) -> impl Iterator<Item = Duration> {
+    /// When it may be formed, when ranks have stayed away for `grace`, and when its formation has
+    /// not got on for `patience`: as far as it waits for any.
+    pub(super) fn waits(
+        &self,
+        grace: Duration,
+        patience: Duration,
+    ) -> impl Iterator<Item = Duration> {
         let idle = !self.is_live();
         let backoff = idle.then_some(self.not_before);
         let absence =
             self.incomplete_since.filter(|_| idle).map(|since| since.saturating_add(grace));
-        backoff.into_iter().chain(absence)
+        let formation = self.forming_since().map(|since| since.saturating_add(patience));
+        backoff.into_iter().chain(absence).chain(formation)
     }
 
     /// Takes another degree. Present ranks stay, in order; the last of them are let go when there
@@ -250,8 +296,9 @@ impl Replica {
             && self.slots.iter().all(|slot| slot.worker.is_some())
     }
 
-    pub(super) fn form(&mut self, epoch: Epoch) {
+    pub(super) fn form(&mut self, now: Duration, epoch: Epoch) {
         self.epoch = epoch;
+        self.advanced = now;
         self.phase = ReplicaPhase::Forming;
         self.left_on_purpose = false;
         self.relayed = false;

@@ -13,6 +13,8 @@ pub(super) struct Replicas {
     all: BTreeMap<ReplicaId, Replica>,
     of: BTreeMap<WorkerId, ReplicaId>,
     revision: u64,
+    /// How many were ever made.
+    made: u64,
     /// Replicas that were looked at, or asked for.
     #[cfg(test)]
     looks: std::cell::Cell<u64>,
@@ -52,8 +54,10 @@ impl Replicas {
     }
 
     /// Makes a replica of workers that are no other's ranks.
-    pub(super) fn insert(&mut self, id: ReplicaId, replica: Replica) {
+    pub(super) fn insert(&mut self, id: ReplicaId, mut replica: Replica) {
         self.remove(id);
+        replica.born_behind(self.made);
+        self.made += 1;
         self.of.extend(replica.ranks().into_iter().map(|worker| (worker, id)));
         self.all.insert(id, replica);
         self.revision += 1;

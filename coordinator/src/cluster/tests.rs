@@ -4,6 +4,7 @@ mod operators;
 use super::*;
 
 mod passes;
+mod silent;
 
 fn config(tensor_parallel: u32) -> ClusterConfig {
     ClusterConfig {
@@ -23,6 +24,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
             swap_bytes: 0,
         },
         collective_timeout: Duration::from_secs(5),
+        form_timeout: Duration::from_secs(60),
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),
@@ -113,7 +115,7 @@ fn bring_up(cluster: &mut Cluster, now: Duration, epoch: u64, workers: &[u32]) -
             weight_bytes: 1,
             load_seconds: 0.0,
         };
-        cluster.worker_formed(WorkerId(*worker), formed, &mut effects);
+        cluster.worker_formed(now, WorkerId(*worker), formed, &mut effects);
     }
     for worker in workers {
         let started = Started { epoch: Epoch(epoch) };
@@ -148,7 +150,7 @@ fn rank_0s_group_id_reaches_the_other_ranks_of_its_epoch_once() {
     let tell = |cluster: &mut Cluster, worker: u32, epoch: u64, bytes: usize| {
         let mut effects = Vec::new();
         let id = GroupId { epoch: Epoch(epoch), bytes: vec![epoch as u8; bytes] };
-        cluster.group_id(WorkerId(worker), id.clone(), &mut effects);
+        cluster.group_id(secs(0), WorkerId(worker), id.clone(), &mut effects);
         let told = effects.iter().map(|effect| match effect {
             Effect::Send { worker, epoch, message: ToWorker::GroupId(sent) } => {
                 assert!(*epoch == id.epoch && *sent == id, "{effect:?}");

@@ -59,7 +59,7 @@ pub struct CoordinatorOptions {
     pub speculation: Option<Speculation>,
     /// Whether requests have priorities; else all are alike, in order of arrival.
     pub priorities: bool,
-    /// Most requests waiting.
+    /// Most requests of each replica that wait for their first step.
     pub max_queued_requests: u32,
     /// What is chosen of the HTTP API.
     pub api: ApiOptions,

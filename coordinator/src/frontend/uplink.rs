@@ -54,6 +54,8 @@ pub(super) struct Uplink {
     process: SharedStats,
     gate: Gate,
     live: HashMap<RequestId, Live>,
+    /// Requests whose clients are gone, which the coordinator has not been told.
+    gone: Vec<RequestId>,
     /// The link, as named actors know it.
     peer: Option<PeerId>,
 }
@@ -90,6 +92,7 @@ impl Uplink {
             process: SharedStats::default(),
             gate: Gate::default(),
             live: HashMap::new(),
+            gone: Vec::new(),
             peer: None,
         }
     }
@@ -171,6 +174,14 @@ impl Uplink {
         // What the link has no room for yet: nothing more is sent, and everything else goes on.
         let mut held: Option<Encoded> = None;
         loop {
+            if held.is_none()
+                && let Some(id) = self.gone.pop()
+            {
+                match Encoded::new(&FromFrontend::Cancel(id)) {
+                    Ok(message) => held = Some(message),
+                    Err(error) => return Served::Lost(error.to_string()),
+                }
+            }
             let next = tokio::select! {
                 event = events.recv() => match event {
                     Some(LinkEvent::Frame(frame)) => {
@@ -199,7 +210,10 @@ impl Uplink {
                     }
                 }
                 Some(command) = self.commands.recv(), if held.is_none() => self.message(command),
-                _ = timer.tick(), if held.is_none() => self.report(),
+                _ = timer.tick(), if held.is_none() => {
+                    self.find_gone();
+                    self.report()
+                }
                 _ = &mut *stop => {
                     self.end_all(&EngineError::ShuttingDown);
                     // So that the last report counts their ends, too.
@@ -319,10 +333,23 @@ impl Uplink {
             | EngineEvent::Embedding(_) => {}
         }
         let done = live.choices_left == 0;
-        // A client that left cancels its request by itself.
-        let _ = live.events.send(event);
-        if done {
+        // A client that left cancels its request by itself, if there was room for that.
+        let is_gone = live.events.send(event).is_err();
+        if done || is_gone {
             self.live.remove(&id);
+        }
+        if is_gone && !done {
+            self.gone.push(id);
+        }
+    }
+
+    /// Finds requests whose clients are gone and get no events for now.
+    fn find_gone(&mut self) {
+        let gone = |(id, live): (&RequestId, &Live)| live.events.is_closed().then_some(*id);
+        let ids: Vec<RequestId> = self.live.iter().filter_map(gone).collect();
+        for id in ids {
+            self.live.remove(&id);
+            self.gone.push(id);
         }
     }
 
@@ -339,6 +366,7 @@ impl Uplink {
     }
 
     fn end_all(&mut self, error: &EngineError) {
+        self.gone.clear();
         for (_, live) in self.live.drain() {
             let _ = live.events.send(EngineEvent::Failed(error.clone()));
         }

@@ -1,12 +1,13 @@
 //! What happens to a front end's requests, on its way there.
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use shared::actor::peer::PeerAddr;
 use shared::ids::RequestId;
 use shared::protocol::{EngineEvent, ToFrontend};
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 
 use crate::engine::{EngineError, Gone};
 use crate::http::gate::Visit;
@@ -19,6 +20,93 @@ pub const PROMPT_LOGPROBS_PIECE: usize = 4096;
 /// How often readiness is looked at.
 const READINESS_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Whether a link is up.
+#[derive(Debug)]
+pub(super) struct Open {
+    is_open: AtomicBool,
+    over: Notify,
+}
+
+impl Open {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self { is_open: AtomicBool::new(true), over: Notify::new() })
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.is_open.load(Ordering::Acquire)
+    }
+
+    pub(super) fn close(&self) {
+        self.is_open.store(false, Ordering::Release);
+        self.over.notify_waiters();
+    }
+
+    /// Resolves when the link is over.
+    async fn closed(&self) {
+        let over = self.over.notified();
+        tokio::pin!(over);
+        // From here on no end is missed.
+        over.as_mut().enable();
+        if self.is_open() {
+            over.await;
+        }
+    }
+}
+
+/// Where the events of one link's requests go, and which of them the engine has.
+#[derive(Clone, Debug)]
+pub(super) struct LinkRequests {
+    queue: mpsc::Sender<(RequestId, EngineEvent)>,
+    open: Arc<Open>,
+    live: Arc<Mutex<HashMap<RequestId, Weak<RemoteRequest>>>>,
+}
+
+impl LinkRequests {
+    pub(super) fn new(queue: mpsc::Sender<(RequestId, EngineEvent)>, open: Arc<Open>) -> Self {
+        Self { queue, open, live: Arc::default() }
+    }
+
+    /// Of a request that has `choices` ends to tell of; none when one of this number runs.
+    pub(super) fn begin(
+        &self,
+        id: RequestId,
+        choices: usize,
+        visit: Option<Visit>,
+    ) -> Option<RemoteEvents> {
+        let mut live = self.live();
+        if live.contains_key(&id) {
+            return None;
+        }
+        let request = Arc::new(RemoteRequest {
+            id,
+            link: self.clone(),
+            choices_left: AtomicUsize::new(choices),
+            cancelled: AtomicBool::new(false),
+            _visit: visit,
+        });
+        live.insert(id, Arc::downgrade(&request));
+        Some(RemoteEvents(request))
+    }
+
+    /// The front end has forgotten a request. Whoever has it sees that its events are closed: no
+    /// queue can lose this.
+    pub(super) fn cancel(&self, id: RequestId) {
+        let found = self.live().get(&id).and_then(Weak::upgrade);
+        if let Some(request) = found {
+            request.cancelled.store(true, Ordering::Release);
+        }
+    }
+
+    /// The link is over.
+    pub(super) fn close(&self) {
+        self.open.close();
+    }
+
+    fn live(&self) -> MutexGuard<'_, HashMap<RequestId, Weak<RemoteRequest>>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Where the events of one request of a front end go.
 #[derive(Clone, Debug)]
 pub struct RemoteEvents(Arc<RemoteRequest>);
@@ -27,27 +115,16 @@ pub struct RemoteEvents(Arc<RemoteRequest>);
 struct RemoteRequest {
     /// The front end's number for it.
     id: RequestId,
-    queue: mpsc::Sender<(RequestId, EngineEvent)>,
-    open: Arc<AtomicBool>,
+    link: LinkRequests,
     /// Choices whose ends the front end has not been told.
     choices_left: AtomicUsize,
+    /// The front end has forgotten it.
+    cancelled: AtomicBool,
     /// The request is inside as long as the engine may send events.
     _visit: Option<Visit>,
 }
 
 impl RemoteEvents {
-    /// Of a request that has `choices` ends to tell of.
-    pub(super) fn new(
-        id: RequestId,
-        choices: usize,
-        queue: mpsc::Sender<(RequestId, EngineEvent)>,
-        open: Arc<AtomicBool>,
-        visit: Option<Visit>,
-    ) -> Self {
-        let choices_left = AtomicUsize::new(choices);
-        Self(Arc::new(RemoteRequest { id, queue, open, choices_left, _visit: visit }))
-    }
-
     /// Queues one event.
     ///
     /// # Errors
@@ -75,18 +152,22 @@ impl RemoteEvents {
         }
     }
 
-    /// Whether the front end's link is gone.
+    /// Whether the front end's link is gone, or the front end has cancelled the request.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        !self.0.open.load(Ordering::Acquire)
+        self.0.is_closed()
     }
 }
 
 impl RemoteRequest {
+    fn is_closed(&self) -> bool {
+        !self.link.open.is_open() || self.cancelled.load(Ordering::Acquire)
+    }
+
     fn queue(&self, event: EngineEvent) -> Result<(), Gone> {
-        self.queue.try_send((self.id, event)).map_err(|_| {
+        self.link.queue.try_send((self.id, event)).map_err(|_| {
             // The sending task sees it and ends the link.
-            self.open.store(false, Ordering::Release);
+            self.link.close();
             Gone
         })
     }
@@ -96,21 +177,30 @@ impl Drop for RemoteRequest {
     /// What the engine lets go of without an end (a client's own cancellation, or a defect of
     /// whoever had it) ends nonetheless: the front end waits for it, unless it has forgotten it.
     fn drop(&mut self) {
-        if *self.choices_left.get_mut() > 0 && self.open.load(Ordering::Acquire) {
+        self.link.live().remove(&self.id);
+        if *self.choices_left.get_mut() > 0 && !self.is_closed() {
             let message = "the coordinator has lost this request".to_owned();
             let _ = self.queue(EngineEvent::Failed(EngineError::Unavailable { message }));
         }
     }
 }
 
-/// Gathers events and sends them until the link is over.
+/// Gathers events and sends them until the link is over, also by a queue that is full: a front end
+/// that says it is there and reads nothing holds up this task, which then has to be told.
 pub(super) async fn send(
     mut events: mpsc::Receiver<(RequestId, EngineEvent)>,
     link: PeerAddr<ToFrontend>,
-    open: Arc<AtomicBool>,
+    open: Arc<Open>,
 ) {
+    let over = open.closed();
+    tokio::pin!(over);
     let mut gathered = Vec::new();
-    while let Some(first) = events.recv().await {
+    loop {
+        let first = tokio::select! {
+            first = events.recv() => first,
+            () = &mut over => break,
+        };
+        let Some(first) = first else { break };
         let mut bytes = weight(&first.1);
         gathered.push(first);
         while bytes < GATHER_BYTES
@@ -121,10 +211,10 @@ pub(super) async fn send(
         }
         let message = ToFrontend::Events(std::mem::take(&mut gathered));
         // A link that is full holds this task up, never the engine.
-        let sent = link.tell_when_room(&message).await;
-        if !open.load(Ordering::Acquire) {
-            break;
-        }
+        let sent = tokio::select! {
+            sent = link.tell_when_room(&message) => sent,
+            () = &mut over => break,
+        };
         if let Err(error) = sent {
             tracing::warn!(%error, "events for a front end could not be sent");
             break;
@@ -134,7 +224,7 @@ pub(super) async fn send(
             gathered = events;
         }
     }
-    open.store(false, Ordering::Release);
+    open.close();
     link.close();
 }
 
@@ -153,11 +243,11 @@ fn weight(event: &EngineEvent) -> usize {
 pub(super) async fn send_readiness(
     readiness: ReadinessCheck,
     link: PeerAddr<ToFrontend>,
-    open: Arc<AtomicBool>,
+    open: Arc<Open>,
 ) {
     let mut timer = tokio::time::interval(READINESS_INTERVAL);
     let mut told = None;
-    while open.load(Ordering::Acquire) {
+    while open.is_open() {
         timer.tick().await;
         let now = readiness();
         if told.as_ref() == Some(&now) {
@@ -165,7 +255,11 @@ pub(super) async fn send_readiness(
         }
         let (ready, message) = (now.ready, now.message.clone());
         let message = ToFrontend::Readiness { ready, message };
-        if link.tell_when_room(&message).await.is_err() {
+        let sent = tokio::select! {
+            sent = link.tell_when_room(&message) => sent,
+            () = open.closed() => return,
+        };
+        if sent.is_err() {
             return;
         }
         told = Some(now);

@@ -1,7 +1,6 @@
 //! The receiving side of one front end's link.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use shared::actor::exchange::PeerId;
 use shared::actor::link::LinkEvent;
@@ -11,10 +10,10 @@ use shared::protocol::actors::ActorLife;
 use shared::protocol::{EngineEvent, FromFrontend, FrontendHello, FrontendId, SubmitRequest};
 use shared::wire::codec;
 use shared::wire::frame::FrameKind;
-use tokio::sync::mpsc;
 
+use super::Frontends;
+use super::events::LinkRequests;
 use super::making::Making;
-use super::{Frontends, RemoteEvents};
 use crate::engine::{EngineCommand, EngineError};
 
 /// A front end's own request numbers lie below this; the link's number comes above.
@@ -22,13 +21,12 @@ pub(super) const LINK_SHIFT: u32 = 40;
 
 /// Takes what one front end sends.
 pub(super) struct Receiver {
-    frontends: Arc<Frontends>,
+    pub(super) frontends: Arc<Frontends>,
     id: FrontendId,
     incarnation: Incarnation,
     /// Unique among all links there ever were, so that two front ends' request numbers differ.
     link_number: u64,
-    queue: mpsc::Sender<(RequestId, EngineEvent)>,
-    open: Arc<AtomicBool>,
+    requests: LinkRequests,
     /// The link, as named actors know it.
     peer: PeerId,
     node: String,
@@ -43,8 +41,7 @@ impl Receiver {
         hello: &FrontendHello,
         id: FrontendId,
         link_number: u64,
-        queue: mpsc::Sender<(RequestId, EngineEvent)>,
-        open: Arc<AtomicBool>,
+        requests: LinkRequests,
         peer: PeerId,
     ) -> Self {
         Self {
@@ -52,8 +49,7 @@ impl Receiver {
             id,
             incarnation: hello.incarnation,
             link_number,
-            queue,
-            open,
+            requests,
             peer,
             node: hello.node.clone(),
             making: Making::default(),
@@ -77,7 +73,8 @@ impl Receiver {
             }
             LinkEvent::Suspect | LinkEvent::Alive => true,
             LinkEvent::Closed { reason } => {
-                self.open.store(false, Ordering::Release);
+                self.requests.close();
+                self.making.clear();
                 let (frontends, number) = (&self.frontends, self.link_number);
                 let reason = reason.to_string();
                 frontends.actors.peer_lost(self.peer, &reason);
@@ -93,11 +90,12 @@ impl Receiver {
         match message {
             FromFrontend::Submit(submit) => self.submit(*submit),
             FromFrontend::Cancel(id) => {
+                self.requests.cancel(id);
                 let Some(id) = self.global(id) else { return self.impossible(&over(id)) };
                 if self.making.cancel(id) {
                     return true;
                 }
-                // A full channel is no loss: what is not cancelled runs to its end.
+                // A full channel is no loss: whoever has it sees that its events are closed.
                 let _ = self.frontends.commands.try_send(EngineCommand::Cancel { id });
                 true
             }
@@ -128,8 +126,9 @@ impl Receiver {
         let frontends = &self.frontends;
         let visit = frontends.gate.enter();
         let late = visit.is_none();
-        let (queue, open) = (self.queue.clone(), self.open.clone());
-        let events = RemoteEvents::new(submit.id, submit.n as usize, queue, open, visit);
+        let Some(events) = self.requests.begin(submit.id, submit.n as usize, visit) else {
+            return self.impossible(&format!("request number {} runs already", submit.id.0));
+        };
         if late {
             frontends.hub.observer().record().rejected(RejectReason::ShuttingDown);
             let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));

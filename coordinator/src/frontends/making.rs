@@ -1,7 +1,7 @@
 //! Requests of a link whose output must be something: a grammar is made first, off the task that
 //! reads the link, so that others pass them.
-use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shared::ids::RequestId;
 
@@ -9,9 +9,10 @@ use super::{Frontends, RemoteEvents};
 use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide};
 use crate::guide::{Grammar, GrammarError};
 
-/// Those of one link. Clones are the same.
+/// Those of one link, with where their events go: a request that is cancelled ends at once, however
+/// long its grammar takes. Clones are the same.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Making(Arc<Mutex<HashSet<RequestId>>>);
+pub(super) struct Making(Arc<Mutex<HashMap<RequestId, RemoteEvents>>>);
 
 impl Making {
     /// Hands the request to the engine as soon as it has its guides.
@@ -25,34 +26,41 @@ impl Making {
             return frontends.enter(request, events);
         };
         let id = request.id;
-        self.insert(id);
+        self.lock().insert(id, events);
         let making = self.clone();
         tokio::spawn(async move {
             let made = frontends.text.grammars.make(&frontends.text, &spec).await;
             // Its client may have left meanwhile: the front end has forgotten it.
-            if making.cancel(id) {
-                match made {
-                    Ok(grammar) => frontends.enter(guided(request, &grammar), events),
-                    Err(error) => {
-                        frontends.refuse(&EventSender::Remote(events), engine_error(error));
-                    }
-                }
+            let Some(events) = making.take(id).filter(|events| !events.is_closed()) else { return };
+            match made {
+                Ok(grammar) => frontends.enter(guided(request, &grammar), events),
+                Err(error) => frontends.refuse(&EventSender::Remote(events), engine_error(error)),
             }
         });
     }
 
     /// Takes a request out; returns whether it was there.
     pub(super) fn cancel(&self, id: RequestId) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id)
+        self.take(id).is_some()
+    }
+
+    /// The link is over: nobody waits for them.
+    pub(super) fn clear(&self) {
+        let all = std::mem::take(&mut *self.lock());
+        drop(all);
     }
 
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        self.lock().is_empty()
     }
 
-    fn insert(&self, id: RequestId) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+    fn take(&self, id: RequestId) -> Option<RemoteEvents> {
+        self.lock().remove(&id)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<RequestId, RemoteEvents>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

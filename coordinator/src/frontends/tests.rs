@@ -15,10 +15,16 @@ fn receiver() -> (Receiver, mpsc::Receiver<EngineCommand>) {
 }
 
 fn receiver_of(priorities: bool) -> (Receiver, mpsc::Receiver<EngineCommand>) {
+    receiver_into(priorities, mpsc::channel(64))
+}
+
+fn receiver_into(
+    priorities: bool,
+    (commands, taken): (mpsc::Sender<EngineCommand>, mpsc::Receiver<EngineCommand>),
+) -> (Receiver, mpsc::Receiver<EngineCommand>) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
     let text = Arc::new(TextModel::load(&folder).unwrap());
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
-    let (commands, taken) = mpsc::channel(64);
     let serving = Serving {
         model: "m".into(),
         served_model_name: "m".into(),
@@ -38,7 +44,7 @@ fn receiver_of(priorities: bool) -> (Receiver, mpsc::Receiver<EngineCommand>) {
         Gate::default(),
     ));
     let peer = frontends.actors.reserve_peer();
-    let (queue, open) = (mpsc::channel(64).0, Arc::new(AtomicBool::new(true)));
+    let requests = LinkRequests::new(mpsc::channel(64).0, Open::new());
     let hello = FrontendHello {
         node: "a".into(),
         incarnation: Incarnation(2),
@@ -46,7 +52,7 @@ fn receiver_of(priorities: bool) -> (Receiver, mpsc::Receiver<EngineCommand>) {
         version: String::new(),
         slot: None,
     };
-    let receiver = Receiver::new(frontends, &hello, FrontendId(1), 3, queue, open, peer);
+    let receiver = Receiver::new(frontends, &hello, FrontendId(1), 3, requests, peer);
     (receiver, taken)
 }
 
@@ -154,8 +160,8 @@ async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
 fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
     let (queue, mut events) = mpsc::channel(16);
     let remote = |choices: usize| {
-        let open = Arc::new(AtomicBool::new(true));
-        RemoteEvents::new(RequestId(7), choices, queue.clone(), open, None)
+        let link = LinkRequests::new(queue.clone(), Open::new());
+        link.begin(RequestId(7), choices, None).unwrap()
     };
     let finished = |choice| EngineEvent::Finished {
         choice,
@@ -179,4 +185,84 @@ fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
     drop((whole, failed));
     assert_eq!((events.try_recv().is_ok(), events.try_recv().is_ok()), (true, true));
     assert!(events.try_recv().is_err());
+}
+
+#[test]
+fn a_cancellation_reaches_a_request_though_the_queue_is_full() {
+    let (receiver, mut taken) = receiver_into(false, mpsc::channel(1));
+    let submit = |id| {
+        let submit = SubmitRequest { id: RequestId(id), ..request() };
+        receiver.message(FromFrontend::Submit(Box::new(submit)))
+    };
+    assert!(submit(7));
+    let command = taken.try_recv().unwrap();
+    let EngineCommand::Submit { events, .. } = command else { panic!("{command:?}") };
+    assert!(submit(8));
+    assert!(!events.is_closed());
+    assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
+    assert!(events.is_closed());
+    assert_eq!(events.send(EngineEvent::Failed(EngineError::Corrupted)), Err(crate::engine::Gone));
+    let command = taken.try_recv().unwrap();
+    let EngineCommand::Submit { events, .. } = command else { panic!("{command:?}") };
+    assert!(!events.is_closed(), "the other one runs");
+    assert!(taken.try_recv().is_err(), "there was no room for the cancellation");
+}
+
+#[test]
+fn a_request_number_that_runs_ends_the_link() {
+    let (receiver, mut taken) = receiver();
+    let submit = || receiver.message(FromFrontend::Submit(Box::new(request())));
+    assert!(submit());
+    assert!(!submit(), "it is in the queue");
+    let first = taken.try_recv().unwrap();
+    assert!(taken.try_recv().is_err() && !submit(), "the engine has it");
+    drop(first);
+    assert!(submit(), "it is over");
+}
+
+#[actix_rt::test]
+async fn a_cancelled_request_is_inside_no_longer_though_its_grammar_is_being_made() {
+    let (receiver, mut taken) = receiver();
+    let guide = Some(GuideSpec::Regex("[a-z]{3}".to_owned()));
+    let gate = receiver.frontends.gate.clone();
+    for id in [7, 8] {
+        let submit = SubmitRequest { id: RequestId(id), guide: guide.clone(), ..request() };
+        assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
+    }
+    assert_eq!(gate.inside(), 2);
+    assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
+    assert_eq!(gate.inside(), 1);
+    let reason = shared::actor::link::CloseReason::Local;
+    assert!(receiver.take(shared::actor::link::LinkEvent::Closed { reason }));
+    assert_eq!(gate.inside(), 0, "the link is over");
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(taken.try_recv().is_err());
+}
+
+#[tokio::test]
+async fn a_front_end_that_reads_nothing_loses_its_link_when_its_queue_is_full() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    // It says nothing either, which nobody minds here for long.
+    let _peer = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
+    let patient = Duration::from_secs(3600);
+    let liveness =
+        LivenessConfig { ping_interval: patient, suspect_after: patient, dead_after: patient };
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let link = connection.start(liveness, clock, |_| true);
+    let (queue, incoming) = mpsc::channel(8);
+    let open = Open::new();
+    let requests = LinkRequests::new(queue, open.clone());
+    let events = requests.begin(RequestId(7), 1, None).unwrap();
+    let sending = tokio::spawn(events::send(incoming, PeerAddr::new(link), open));
+    // More than queues and buffers hold together.
+    let large = EngineEvent::Embedding(vec![0.5; 1 << 18]);
+    let mut sent = 0;
+    while events.send(large.clone()).is_ok() {
+        sent += 1;
+        assert!(sent < 4096, "4 GiB are in a queue of 8");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert!(events.is_closed());
+    tokio::time::timeout(Duration::from_secs(30), sending).await.expect("it ends").unwrap();
 }

@@ -1,5 +1,6 @@
 //! A specification made a grammar, and one sequence's place in it.
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -244,7 +245,7 @@ impl Guide {
         *copy = Some(copied.clone());
         masks.run(Box::new(move || {
             let mut copied = copied.lock().unwrap_or_else(PoisonError::into_inner);
-            *copied = Some(copy_of(&matcher));
+            *copied = copy_of(&matcher).ok();
         }));
     }
 
@@ -259,7 +260,8 @@ impl Guide {
         let before = std::mem::replace(&mut self.place, Place::Computed(work.clone()));
         let (Place::Behind(mut matcher), vocab) = (before, *vocab) else { return };
         masks.run(Box::new(move || {
-            let allowed = matcher.compute_mask().map_err(|error| short(&error.to_string()));
+            // Whoever waits has to hear of a panic as well: a whole batch waits with it.
+            let allowed = guarded(|| matcher.compute_mask().map_err(|it| short(&it.to_string())));
             let done = Work::Done(matcher, allowed.and_then(|allowed| mask(vocab, &allowed)));
             let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
             let before = std::mem::replace(&mut *work, done);
@@ -271,8 +273,14 @@ impl Guide {
     }
 }
 
-fn copy_of(matcher: &Mutex<Matcher>) -> Box<Matcher> {
-    Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())
+fn copy_of(matcher: &Mutex<Matcher>) -> Result<Box<Matcher>, String> {
+    guarded(|| Ok(Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())))
+}
+
+/// What the library panics at is an error of this request alone.
+fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    let defect = |_| Err("what may come next could not be computed: a defect".to_owned());
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(defect)
 }
 
 impl TokenGuide for Guide {
@@ -327,7 +335,7 @@ impl TokenGuide for Guide {
             Place::Beginning(copy) => {
                 let copy = copy
                     .and_then(|copy| copy.lock().unwrap_or_else(PoisonError::into_inner).take());
-                copy.unwrap_or_else(|| copy_of(matcher))
+                copy.map_or_else(|| copy_of(matcher), Ok)?
             }
             _ => return Err("what may come next is not known".to_owned()),
         };
@@ -362,7 +370,18 @@ fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, Stri
 
 #[cfg(test)]
 mod tests {
-    use super::short;
+    use super::{guarded, short};
+
+    #[test]
+    fn a_panic_is_an_error_for_whoever_waits() {
+        assert_eq!(guarded(|| Ok(7)), Ok(7));
+        assert_eq!(
+            guarded(|| Err::<u8, _>("it is not so".to_owned())).unwrap_err(),
+            "it is not so"
+        );
+        let defect = guarded(|| -> Result<u8, String> { panic!("as a defect would") });
+        assert!(defect.unwrap_err().contains("could not be computed"));
+    }
 
     #[test]
     fn what_the_library_says_is_one_line_without_its_inner_state() {

@@ -1,7 +1,10 @@
 //! Threads that compute masks: with a large vocabulary one may take milliseconds, a batch has many,
 //! and the thread that drives replicas has other things to do.
+//!
+//! A job that panics ends nobody's thread; what it was to make is whoever's who wrote it.
 use std::collections::VecDeque;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Most threads: their work is short and has the cores to itself only between steps.
@@ -51,10 +54,16 @@ impl Masks {
     /// Runs a job as soon as a thread is free.
     pub(super) fn run(&self, job: Job) {
         if self.threads == 0 {
-            return job();
+            return run(job);
         }
         self.queue.lock().waiting.push_back(job);
         self.queue.come.notify_one();
+    }
+}
+
+fn run(job: Job) {
+    if catch_unwind(AssertUnwindSafe(job)).is_err() {
+        tracing::error!("a mask could not be computed: a defect");
     }
 }
 
@@ -81,7 +90,7 @@ impl Queue {
                 }
             };
             drop(jobs);
-            job();
+            run(job);
         }
     }
 }
@@ -107,5 +116,17 @@ mod tests {
         let mut seen: Vec<i32> = (0..100).map(|_| jobs.recv_timeout(within).unwrap()).collect();
         seen.sort_unstable();
         assert_eq!(seen, (0..100).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_job_that_panics_takes_no_thread_with_it() {
+        let masks = Masks::new();
+        let threads = masks.threads;
+        for _ in 0..2 * threads {
+            masks.run(Box::new(|| panic!("as a defect would")));
+        }
+        let (done, jobs) = mpsc::channel();
+        masks.run(Box::new(move || done.send(7).unwrap_or_default()));
+        assert_eq!(jobs.recv_timeout(Duration::from_secs(20)), Ok(7));
     }
 }

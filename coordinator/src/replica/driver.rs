@@ -26,6 +26,11 @@ pub struct DriverLimits {
     pub unavailable_timeout: Duration,
 }
 
+/// A mask that takes longer to compute never comes.
+const MASK_PATIENCE: Duration = Duration::from_secs(10);
+/// Choices of requests whose clients are gone that are dropped at a time, about.
+const CHOICES_DROPPED: u32 = 4096;
+
 /// A request this replica has accepted and not ended.
 #[derive(Debug)]
 struct Live {
@@ -78,6 +83,8 @@ pub struct ReplicaDriver {
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
+    /// Since when masks have been waited for that are not there.
+    masks_late: HashMap<RequestId, Duration>,
     /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
     in_flight: VecDeque<Duration>,
     epoch: Option<Epoch>,
@@ -104,6 +111,7 @@ impl ReplicaDriver {
             stop_checks: HashMap::new(),
             effects: Vec::new(),
             gone: Vec::new(),
+            masks_late: HashMap::new(),
             in_flight: VecDeque::new(),
             epoch: None,
             unavailable_since: now,
@@ -203,7 +211,7 @@ impl ReplicaDriver {
             EpochEnd::Planned => recording.replica_gone(self.id),
         }
         for live in self.live.values_mut() {
-            recording.interrupted(&mut live.track);
+            recording.interrupted(&mut live.track, end == EpochEnd::Failed);
             live.waits_since = now;
         }
         drop(recording);
@@ -319,6 +327,7 @@ impl ReplicaDriver {
         let closed = self.live.iter().filter(|(_, live)| live.events.is_closed());
         self.gone.extend(closed.map(|(id, _)| *id));
         self.drop_gone(now);
+        self.drop_late_masks(now);
         if self.epoch.is_some() {
             let waited = now.saturating_sub(*self.in_flight.front()?);
             return (waited >= self.limits.step_timeout).then_some(waited);
@@ -342,20 +351,49 @@ impl ReplicaDriver {
 
     fn fail(&mut self, now: Duration, mut ids: Vec<RequestId>, error: &EngineError) {
         ids.sort_unstable();
-        for id in ids {
-            self.scheduler.fail(id, error.clone(), &mut self.effects);
-        }
+        self.scheduler.fail_all(ids, error, &mut self.effects);
         self.deliver(now);
     }
 
+    /// Ends requests whose masks never come: the whole batch waits for them.
+    fn drop_late_masks(&mut self, now: Duration) {
+        let awaited = self.scheduler.masks_awaited();
+        if awaited.is_empty() && self.masks_late.is_empty() {
+            return;
+        }
+        self.masks_late.retain(|id, _| awaited.contains(id));
+        for id in awaited {
+            self.masks_late.entry(*id).or_insert(now);
+        }
+        let late = |since: Duration| now.saturating_sub(since) >= MASK_PATIENCE;
+        let ids: Vec<RequestId> =
+            self.masks_late.iter().filter(|(_, since)| late(**since)).map(|(id, _)| *id).collect();
+        if !ids.is_empty() {
+            let seconds = MASK_PATIENCE.as_secs();
+            let message = format!("what may come next was not known within {seconds} s");
+            tracing::warn!(replica = %self.id, requests = ids.len(), message);
+            self.masks_late.retain(|id, _| !ids.contains(id));
+            self.fail(now, ids, &EngineError::Guide { message });
+        }
+    }
+
+    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest is
+    /// found again at the next tick.
     fn drop_gone(&mut self, now: Duration) {
         if self.gone.is_empty() {
             return;
         }
         self.gone.sort_unstable();
-        for id in self.gone.drain(..) {
-            self.scheduler.cancel(id, &mut self.effects);
-        }
+        let mut choices = 0;
+        let ids: Vec<RequestId> = std::mem::take(&mut self.gone)
+            .into_iter()
+            .take_while(|id| {
+                let before = choices;
+                choices += self.live.get(id).map_or(0, |live| live.summary.n);
+                before < CHOICES_DROPPED
+            })
+            .collect();
+        self.scheduler.cancel_all(ids, &mut self.effects);
         self.deliver(now);
     }
 
@@ -454,7 +492,7 @@ impl ReplicaDriver {
 }
 
 fn send(live: &Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId>) {
-    // The channel holds a whole request, so it is never full; closed means that the client left.
+    // Closed means that the client left; full, that it has long stopped reading.
     if live.events.send(event).is_err() {
         gone.push(id);
     }

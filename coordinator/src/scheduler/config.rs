@@ -12,7 +12,8 @@ pub struct SchedulerConfig {
     pub max_num_seqs: u32,
     /// Most tokens computed in one step.
     pub max_num_batched_tokens: u32,
-    /// Most requests waiting for their first step.
+    /// Most requests waiting for their first step; choices and prompts have bounds that follow from
+    /// it.
     pub max_queued_requests: u32,
     /// Steps sent and not yet answered: 2 keeps the workers one step ahead.
     pub max_steps_in_flight: u32,

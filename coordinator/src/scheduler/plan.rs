@@ -127,6 +127,7 @@ impl Scheduler {
     fn tokens_are_ready(&mut self, effects: &mut Vec<Effect>) -> bool {
         let mut context = Context::from_waker(&self.waker);
         let (mut ready, mut over) = (true, Vec::new());
+        self.masks_awaited.clear();
         let (mut waiting, mut wanting) = (0, 0);
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
@@ -138,7 +139,10 @@ impl Scheduler {
             match seq.poll_guide(self.config.max_model_len, &mut context) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(message)) => over.push((seq.request, message)),
-                Poll::Pending => ready = false,
+                Poll::Pending => {
+                    self.masks_awaited.push(seq.request);
+                    ready = false;
+                }
             }
         }
         for (request, message) in over {
@@ -227,7 +231,12 @@ impl Scheduler {
                     }
                     continue;
                 }
-                Poll::Pending => return,
+                Poll::Pending => {
+                    if seq.pending == 0 {
+                        self.masks_awaited.push(request);
+                    }
+                    return;
+                }
             }
             let is_swapped = seq.swapped.is_some();
             // One fits always: `SchedulerConfig::validate`.
@@ -273,7 +282,7 @@ impl Scheduler {
             self.next_admission += 1;
             plan.admitted.push(NewSequence {
                 seq: seq.id,
-                tokens: seq.tokens.clone(),
+                tokens: seq.tokens.to_vec(),
                 num_prompt: seq.num_prompt,
                 sampling: seq.sampling.clone(),
             });

@@ -7,8 +7,10 @@ use shared::sampling::SamplingParams;
 
 use super::blocks::Prefix;
 use super::effect::Place;
+use super::queue::Load;
 use super::speculate::Drafter;
 use super::swap::Swapped;
+use super::tokens::Tokens;
 use crate::engine::TokenGuide;
 
 /// The order of admitted sequences: priority, then admission.
@@ -23,7 +25,7 @@ pub(super) struct Sequence {
     pub(super) priority: i32,
     pub(super) sampling: SamplingParams,
     /// The accepted-token log: prompt, then what was accepted.
-    pub(super) tokens: Vec<u32>,
+    pub(super) tokens: Tokens,
     pub(super) num_prompt: u32,
     pub(super) max_tokens: u32,
     /// [`GenerateRequest::open_ended`](crate::engine::GenerateRequest::open_ended)
@@ -187,6 +189,8 @@ pub(super) struct Request {
     pub(super) swapped: u32,
     /// It has been in a step.
     pub(super) scheduled: bool,
+    /// What it took of the queue before.
+    pub(super) queued: Load,
 }
 
 impl Request {

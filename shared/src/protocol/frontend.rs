@@ -162,9 +162,12 @@ pub enum FinishReason {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum EngineError {
     /// The bounded queue is full.
-    #[error("the queue is full: {queued} requests are waiting, the bound is {max}")]
+    #[error(
+        "the queue is full: {queued} requests, choices or tokens of their prompts are waiting, the \
+         bound is {max}"
+    )]
     QueueFull {
-        /// Requests waiting now.
+        /// Requests waiting now, or of requests that wait the choices, or the tokens of their prompts.
         queued: u32,
         /// The bound.
         max: u32,

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use shared::ids::Epoch;
 
@@ -24,11 +25,17 @@ struct Shared {
     /// One side is gone.
     over: AtomicBool,
     changed: Condvar,
+    /// Since when a release waits or is executed, or when the executor last showed that it gets on.
+    leaving_since: Mutex<Option<Instant>>,
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, VecDeque<Queued>> {
         self.commands.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn leaving_since(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.leaving_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn end(&self) {
@@ -80,11 +87,20 @@ impl Commands {
         if commands.len() >= COMMANDS_MAX {
             return Err(ExecutorError::Full);
         }
+        if matches!(command, ExecutorCommand::Release(_)) {
+            self.0.leaving_since().get_or_insert_with(Instant::now);
+        }
         commands.push_back((link, command));
         self.0.count.store(commands.len(), Ordering::Release);
         drop(commands);
         self.0.changed.notify_one();
         Ok(())
+    }
+
+    /// For how long the executor has not left an epoch that it was told to leave, without a sign that
+    /// it gets on with what it does.
+    pub(super) fn leaving_for(&self) -> Option<Duration> {
+        self.0.leaving_since().map(|since| since.elapsed())
     }
 }
 
@@ -106,6 +122,9 @@ impl Receiver {
     /// Waits for the next command; `None` when no more come.
     pub(super) fn take(&self) -> Option<Queued> {
         let mut commands = self.0.lock();
+        // Whatever was under way is over.
+        let leaves = commands.iter().any(|(_, it)| matches!(it, ExecutorCommand::Release(_)));
+        *self.0.leaving_since() = leaves.then(Instant::now);
         loop {
             if let Some(next) = self.pop(&mut commands) {
                 return Some(next);
@@ -114,6 +133,13 @@ impl Receiver {
                 return None;
             }
             commands = self.0.changed.wait(commands).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The executor gets on with what it does.
+    pub(super) fn advances(&self) {
+        if let Some(since) = &mut *self.0.leaving_since() {
+            *since = Instant::now();
         }
     }
 

@@ -43,6 +43,7 @@ impl Rank for ScriptedRank {
                 permanent: true,
             });
         }
+        assert!(form.model != "panics", "as a defect would");
         if form.model == "large" {
             news.progress(0, 10);
             while !self.sign.load(Ordering::Relaxed) {
@@ -376,6 +377,52 @@ fn a_step_sees_the_next_of_its_epoch_and_no_other_command() {
         }
     }
     assert_eq!(seen, [(21, 22), (22, 0), (21, 0), (21, 0)]);
+}
+
+#[test]
+fn an_executor_that_does_not_leave_its_epoch_is_known_by_it() {
+    let sign = Arc::new(AtomicBool::new(false));
+    let (executor, messages) = executor_with(sign.clone());
+    executor.command(form(1, "large")).unwrap();
+    assert!(matches!(next(&messages), FromWorker::Progress(_)));
+    assert_eq!(executor.leaving_for(), None, "nobody told it to");
+    executor.abort(Epoch(1));
+    std::thread::sleep(Duration::from_millis(60));
+    executor.abort(Epoch(1));
+    let lasts = executor.leaving_for().unwrap();
+    assert!(lasts >= Duration::from_millis(60), "from the first time on: {lasts:?}");
+    sign.store(true, Ordering::Relaxed);
+    let began = Instant::now();
+    while executor.leaving_for().is_some() {
+        assert!(began.elapsed() < Duration::from_secs(20), "it has left, and hangs still");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_sign_of_getting_on_counts() {
+    let (commands, receiver) = queue();
+    commands.push(1, ExecutorCommand::Release(Epoch(1))).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(commands.leaving_for().is_some_and(|it| it >= Duration::from_millis(100)));
+    receiver.advances();
+    assert!(commands.leaving_for().is_some_and(|it| it < Duration::from_millis(100)));
+    assert!(receiver.take().is_some());
+    assert!(commands.leaving_for().is_some(), "it is leaving");
+    commands.push(1, ExecutorCommand::Report).unwrap();
+    assert!(receiver.take().is_some());
+    assert_eq!(commands.leaving_for(), None);
+}
+
+#[test]
+fn whoever_asks_learns_that_the_thread_has_ended() {
+    let (mut executor, _messages) = executor();
+    let mut ended = executor.ended().unwrap();
+    assert!(executor.ended().is_none(), "once");
+    assert_eq!(ended.try_recv(), Err(oneshot::error::TryRecvError::Empty));
+    executor.command(form(1, "panics")).unwrap();
+    assert!(ended.blocking_recv().is_err());
+    assert_eq!(executor.command(form(2, "m")), Err(ExecutorError::Ended));
 }
 
 #[test]

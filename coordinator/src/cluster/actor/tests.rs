@@ -56,6 +56,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         quantization: Quantization::None,
         engine,
         collective_timeout: Duration::from_secs(5),
+        form_timeout: Duration::from_secs(60),
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),
@@ -135,7 +136,7 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
             let epoch = Epoch(1);
             let formed =
                 Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
-            actor.core.worker_formed(worker, formed, &mut effects);
+            actor.core.worker_formed(Duration::ZERO, worker, formed, &mut effects);
             actor.core.worker_started(now, worker, Started { epoch }, &mut effects);
             actor.start_replica(ctx, id);
             let running = actor.replicas.get_mut(&id).unwrap();

@@ -112,11 +112,14 @@ impl ClusterActor {
         match message {
             FromWorker::Step(result) => return self.step_done(worker, result),
             FromWorker::Stats(stats) => {
+                self.core.executor_heard(now, worker);
                 return self.report(worker, &stats);
             }
-            FromWorker::Progress(progress) => self.core.load_progressed(worker, progress),
-            FromWorker::GroupId(id) => self.core.group_id(worker, id, &mut effects),
-            FromWorker::Formed(formed) => self.core.worker_formed(worker, formed, &mut effects),
+            FromWorker::Progress(progress) => self.core.load_progressed(now, worker, progress),
+            FromWorker::GroupId(id) => self.core.group_id(now, worker, id, &mut effects),
+            FromWorker::Formed(formed) => {
+                self.core.worker_formed(now, worker, formed, &mut effects);
+            }
             FromWorker::FormFailed(failure) => {
                 tracing::warn!(%worker, reason = %failure.message, "cannot be formed");
                 self.core.form_failed(now, worker, &failure, &mut effects);
@@ -125,6 +128,7 @@ impl ClusterActor {
                 self.core.worker_started(now, worker, started, &mut effects);
             }
             FromWorker::StepFailed(failed) => {
+                self.core.executor_heard(now, worker);
                 if let Some(replica) = self.replica_of(worker) {
                     let reason = format!("{worker}, {}: {}", failed.step, failed.message);
                     self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);

@@ -31,6 +31,27 @@ fn scaling_removes_the_youngest_and_makes_new_ones_of_spares() {
     assert_eq!(world_sizes(&effects), [(2, 0, 1)]);
 }
 
+/// Ids of replicas that are gone are given again: the lowest may be the youngest.
+#[test]
+fn the_youngest_is_the_one_that_was_made_last() {
+    let (mut cluster, mut effects) = cluster_of(config(1), 3);
+    for (epoch, worker) in [(1, 0), (2, 1), (3, 2)] {
+        bring_up(&mut cluster, secs(1), epoch, &[worker]);
+    }
+    cluster.worker_left(secs(2), WorkerId(0), Incarnation(1), "killed", &mut effects);
+    effects.clear();
+    cluster.scale(secs(2), Some(2), &mut effects);
+    assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(0) }), "{effects:?}");
+    cluster.worker_joined(secs(3), member(0, 2, "a"), &mut effects);
+    cluster.scale(secs(3), Some(3), &mut effects);
+    bring_up(&mut cluster, secs(4), 4, &[0]);
+    let serving = cluster.replicas().filter(|it| it.phase == ReplicaPhase::Serving).count();
+    assert_eq!(serving, 3);
+    effects.clear();
+    cluster.scale(secs(5), Some(2), &mut effects);
+    assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(0) }), "{effects:?}");
+}
+
 #[test]
 fn a_drained_worker_is_replaced_and_told_to_end() {
     let (mut cluster, mut effects) = cluster_of(config(2), 3);

@@ -9,7 +9,7 @@ fn serve(cluster: &mut Cluster, now: Duration, effects: &[Effect]) {
         let epoch = Epoch(epoch);
         let formed =
             Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
-        cluster.worker_formed(WorkerId(worker), formed, &mut Vec::new());
+        cluster.worker_formed(now, WorkerId(worker), formed, &mut Vec::new());
     }
     for (worker, _, epoch, _) in forms(effects) {
         cluster.worker_started(now, WorkerId(worker), Started { epoch: Epoch(epoch) }, &mut vec![]);
@@ -156,7 +156,7 @@ impl Twins {
                         weight_bytes: 1,
                         load_seconds: 0.0,
                     };
-                    self.both(|it, _, effects| it.worker_formed(worker, done, effects));
+                    self.both(|it, now, effects| it.worker_formed(now, worker, done, effects));
                 }
                 for (worker, epoch) in told.iter().filter(|(worker, _)| which >> worker & 1 == 1) {
                     let (worker, started) = (WorkerId(*worker), Started { epoch: Epoch(*epoch) });
@@ -203,10 +203,16 @@ proptest! {
         degrees in proptest::sample::select(vec![vec![1], vec![2], vec![2, 1], vec![4, 2, 1], vec![3, 2]]),
         expected in 0..4u32,
         spares in 0..3u32,
+        patience in 1..6u64,
         happenings in prop::collection::vec(happening(), 1..80),
     ) {
         let placement = PlacementRules { spares, ..PlacementRules::default() };
-        let config = ClusterConfig { degrees: degrees.clone(), placement, ..config(degrees[0]) };
+        let config = ClusterConfig {
+            degrees: degrees.clone(),
+            placement,
+            form_timeout: secs(patience),
+            ..config(degrees[0])
+        };
         let mut twins = Twins {
             lazy: Cluster::new(config.clone()),
             eager: Cluster::new(config),

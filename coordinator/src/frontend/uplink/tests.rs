@@ -60,14 +60,20 @@ async fn coordinator_that_reads_nothing(listener: TcpListener) {
     }
 }
 
-#[tokio::test]
-async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    tokio::spawn(coordinator_that_reads_nothing(listener));
-    let clock = Arc::new(SystemClock::start());
+fn hello() -> FrontendHello {
+    FrontendHello {
+        node: "f".to_owned(),
+        incarnation: Incarnation(1),
+        pid: 1,
+        version: "0".to_owned(),
+        slot: None,
+    }
+}
+
+fn options(address: &str) -> (Arc<dyn Clock>, FrontendOptions) {
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let options = FrontendOptions {
-        coordinator: address.as_str().into(),
+        coordinator: address.into(),
         node: "f".to_owned(),
         listen: ([127, 0, 0, 1], 0).into(),
         model: None,
@@ -79,13 +85,16 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
         application: Metrics::new(),
         actors: ActorRuntime::spoke("f", 1 << 40, clock.clone()),
     };
-    let hello = FrontendHello {
-        node: "f".to_owned(),
-        incarnation: Incarnation(1),
-        pid: 1,
-        version: "0".to_owned(),
-        slot: None,
-    };
+    (clock, options)
+}
+
+#[tokio::test]
+async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    tokio::spawn(coordinator_that_reads_nothing(listener));
+    let (clock, options) = options(&address);
+    let hello = hello();
     let to = options.coordinator.current().unwrap();
     let (connection, welcome) =
         join(&address, None, FrameKind::FrontendHello, &hello).await.unwrap();
@@ -104,4 +113,31 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     stop.send(()).unwrap();
     let end = tokio::time::timeout(PATIENCE, running).await.expect("it stops").unwrap();
     assert!(end.is_none(), "{end:?}");
+}
+
+/// A client whose own cancellation found no room in the queue.
+#[tokio::test]
+async fn a_request_without_its_client_is_cancelled_with_its_next_event_or_soon() {
+    let (clock, options) = options("127.0.0.1:1");
+    let (engine, commands) = EngineHandle::channel();
+    let mut uplink =
+        Uplink::new(options, hello(), serving(), clock, FrontendStats::new(), commands);
+    for id in 0..3 {
+        drop(engine.submit(request(id)).unwrap());
+    }
+    let stays = engine.submit(request(3)).unwrap();
+    while let Ok(command) = uplink.commands.try_recv() {
+        if matches!(command, EngineCommand::Submit { .. }) {
+            assert!(uplink.message(command).is_some());
+        }
+    }
+    let token = |id| (RequestId(id), EngineEvent::Token { choice: 0, token: 1, logprobs: None });
+    uplink.take(ToFrontend::Events(vec![token(1), token(3)]));
+    assert_eq!(uplink.gone, [RequestId(1)]);
+    uplink.find_gone();
+    uplink.gone.sort_unstable();
+    assert_eq!(uplink.gone, [0, 1, 2].map(RequestId));
+    uplink.find_gone();
+    assert_eq!((uplink.gone.len(), uplink.live.len()), (3, 1), "each once");
+    drop(stays);
 }

@@ -141,12 +141,13 @@ impl Recording<'_> {
         stats.add(cells.preempted_tokens, tokens);
     }
 
-    /// The request's replica broke: it waits to be continued, there or elsewhere. One that had not
-    /// been scheduled yet loses nothing and is not counted as replayed.
-    pub fn interrupted(&mut self, track: &mut RequestTrack) {
+    /// The request's replica pauses, since it `failed` or because that is wanted: the request waits to
+    /// be continued, there or elsewhere. It counts as replayed when its replica failed, unless it had
+    /// not been scheduled yet and loses nothing.
+    pub fn interrupted(&mut self, track: &mut RequestTrack, failed: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::NoReplica);
-        if track.first_scheduled.is_some() {
+        if failed && track.first_scheduled.is_some() {
             let Cells { stats, fixed, .. } = cells;
             stats.add(fixed.replayed, 1);
         }

@@ -1,0 +1,120 @@
+//! PURE: which ranks were told to form or to start and have not answered, and since when nothing was
+//! heard of them.
+//!
+//! An executor that hangs says nothing, while its process and its link live. How long it has said
+//! nothing is counted over formations: its peers give up waiting for it earlier, and would be formed
+//! with it again without end.
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use shared::ids::WorkerId;
+
+/// A worker is let go that did not answer so often, since it served last.
+const STRIKES_MAX: u32 = 2;
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub(super) struct Silence {
+    owed: BTreeMap<WorkerId, Owed>,
+    strikes: BTreeMap<WorkerId, u32>,
+}
+
+/// An answer that a worker owes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Owed {
+    /// How long it was waited for in formations that are over.
+    before: Duration,
+    /// Since when it is waited for in the present one.
+    since: Option<Duration>,
+}
+
+impl Silence {
+    /// A worker has to answer something; it may owe an earlier answer.
+    pub(super) fn told(&mut self, now: Duration, worker: WorkerId) {
+        self.owed.entry(worker).or_default().since.get_or_insert(now);
+    }
+
+    /// Its formation is over: it is not waited for.
+    pub(super) fn pause(&mut self, now: Duration, worker: WorkerId) {
+        if let Some(owed) = self.owed.get_mut(&worker)
+            && let Some(since) = owed.since.take()
+        {
+            owed.before += now.saturating_sub(since);
+        }
+    }
+
+    /// It is at work, and owes its answer still.
+    pub(super) fn heard(&mut self, now: Duration, worker: WorkerId) {
+        if let Some(owed) = self.owed.get_mut(&worker) {
+            *owed = Owed { before: Duration::ZERO, since: owed.since.map(|_| now) };
+        }
+    }
+
+    /// It has answered.
+    pub(super) fn answered(&mut self, worker: WorkerId) {
+        self.owed.remove(&worker);
+    }
+
+    /// It is a rank of a replica that serves: what was is forgotten.
+    pub(super) fn serves(&mut self, worker: WorkerId) {
+        self.left(worker);
+    }
+
+    /// Its process is gone.
+    pub(super) fn left(&mut self, worker: WorkerId) {
+        self.owed.remove(&worker);
+        self.strikes.remove(&worker);
+    }
+
+    /// When a worker that is waited for will have said nothing for `patience`.
+    pub(super) fn ends(&self, worker: WorkerId, patience: Duration) -> Option<Duration> {
+        let Owed { before, since } = *self.owed.get(&worker)?;
+        Some(since?.saturating_add(patience.saturating_sub(before)))
+    }
+
+    /// As [`Silence::ends`], of all.
+    pub(super) fn all_ends(&self, patience: Duration) -> impl Iterator<Item = Duration> + '_ {
+        self.owed.keys().filter_map(move |worker| self.ends(*worker, patience))
+    }
+
+    /// It is waited for no longer. Returns whether that was once too often.
+    pub(super) fn strike(&mut self, worker: WorkerId) -> bool {
+        self.owed.remove(&worker);
+        let strikes = self.strikes.entry(worker).or_default();
+        *strikes += 1;
+        *strikes >= STRIKES_MAX
+    }
+
+    /// Whether it did not answer, and has not served since.
+    pub(super) fn struck(&self, worker: WorkerId) -> bool {
+        self.strikes.contains_key(&worker)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silence_counts_while_an_answer_is_waited_for_until_something_is_heard() {
+        let (secs, worker) = (Duration::from_secs, WorkerId(3));
+        let mut silence = Silence::default();
+        silence.heard(secs(1), worker);
+        assert_eq!(silence.ends(worker, secs(10)), None, "it owes nothing");
+        silence.told(secs(2), worker);
+        silence.told(secs(3), worker);
+        assert_eq!(silence.ends(worker, secs(10)), Some(secs(12)));
+        silence.pause(secs(6), worker);
+        assert_eq!(silence.ends(worker, secs(10)), None, "nobody waits for it");
+        silence.told(secs(100), worker);
+        assert_eq!(silence.all_ends(secs(10)).collect::<Vec<_>>(), [secs(106)]);
+        silence.heard(secs(101), worker);
+        assert_eq!(silence.ends(worker, secs(10)), Some(secs(111)));
+        silence.answered(worker);
+        assert_eq!(silence.ends(worker, secs(10)), None);
+        assert!(!silence.strike(worker) && silence.struck(worker));
+        assert!(silence.strike(worker), "again");
+        silence.serves(worker);
+        assert!(!silence.struck(worker));
+    }
+}

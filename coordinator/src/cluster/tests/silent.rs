@@ -1,0 +1,112 @@
+//! Ranks that never answer when they are formed, while their links live.
+use super::*;
+
+/// Passes as time passes, until this time.
+fn wait(cluster: &mut Cluster, from: u64, until: u64) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    for tenth in from * 10..=until * 10 {
+        cluster.tick(Duration::from_millis(tenth * 100), &mut effects);
+    }
+    effects
+}
+
+fn silent(effects: &[Effect]) -> Vec<u32> {
+    let of = |effect: &Effect| match effect {
+        Effect::Silent { worker, lasts } => {
+            assert_eq!(*lasts, secs(60));
+            Some(worker.0)
+        }
+        _ => None,
+    };
+    effects.iter().filter_map(of).collect()
+}
+
+fn formed(cluster: &mut Cluster, at: u64, worker: u32, epoch: u64) {
+    let epoch = Epoch(epoch);
+    let done = Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
+    cluster.worker_formed(secs(at), WorkerId(worker), done, &mut Vec::new());
+}
+
+fn loads(cluster: &mut Cluster, at: u64, worker: u32, epoch: u64) {
+    let progress = LoadProgress { epoch: Epoch(epoch), bytes_done: at, bytes_total: 1000 };
+    cluster.load_progressed(secs(at), WorkerId(worker), progress);
+}
+
+#[test]
+fn a_spare_takes_the_place_of_a_rank_that_does_not_answer() {
+    let (mut cluster, effects) = cluster_of(config(2), 3);
+    assert_eq!(forms(&effects).len(), 2);
+    formed(&mut cluster, 1, 0, 1);
+    let effects = wait(&mut cluster, 1, 59);
+    assert!(effects.is_empty(), "{effects:?}");
+    let effects = wait(&mut cluster, 59, 61);
+    assert_eq!(silent(&effects), [1]);
+    let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
+    assert_eq!(ranks, [0, 2], "the spare takes its place");
+    assert!(shut_down(&effects).is_empty(), "it may be back");
+    // It is the spare that is used last now, and used where there is no other.
+    let mut effects = Vec::new();
+    cluster.worker_left(secs(62), WorkerId(2), Incarnation(1), "killed", &mut effects);
+    let effects = wait(&mut cluster, 62, 63);
+    let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
+    assert_eq!(ranks, [0, 1]);
+    // Another strike: its process has to end.
+    formed(&mut cluster, 63, 0, 3);
+    let effects = wait(&mut cluster, 63, 124);
+    assert_eq!(silent(&effects), [1]);
+    assert_eq!(shut_down(&effects).iter().map(|it| it.0).collect::<Vec<_>>(), [1]);
+}
+
+#[test]
+fn a_rank_that_does_not_start_is_not_waited_for_either() {
+    let (mut cluster, _) = cluster_of(config(1), 1);
+    formed(&mut cluster, 10, 0, 1);
+    let effects = wait(&mut cluster, 10, 71);
+    assert_eq!(silent(&effects), [0]);
+    assert_eq!(forms(&effects).len(), 1, "nobody else can: it is tried again");
+    let effects = wait(&mut cluster, 71, 140);
+    assert_eq!(shut_down(&effects).len(), 1, "once");
+}
+
+#[test]
+fn weights_may_load_for_as_long_as_they_get_on() {
+    let (mut cluster, _) = cluster_of(config(2), 2);
+    formed(&mut cluster, 1, 0, 1);
+    let mut effects = Vec::new();
+    for at in (0..2000).step_by(50) {
+        loads(&mut cluster, at, 1, 1);
+        effects.extend(wait(&mut cluster, at, at + 50));
+    }
+    assert!(effects.is_empty(), "{effects:?}");
+    // What gets on in vain, for its epoch is over, is waited for as well.
+    cluster.worker_left(secs(2000), WorkerId(0), Incarnation(1), "killed", &mut effects);
+    cluster.worker_joined(secs(2001), member(0, 2, "a"), &mut effects);
+    let epoch = forms(&effects).last().unwrap().2;
+    assert_eq!(epoch, 2);
+    formed(&mut cluster, 2002, 0, 2);
+    let mut effects = Vec::new();
+    for at in (2000..2500).step_by(50) {
+        loads(&mut cluster, at, 1, 1);
+        effects.extend(wait(&mut cluster, at, at + 50));
+    }
+    assert!(silent(&effects).is_empty(), "{effects:?}");
+}
+
+#[test]
+fn silence_counts_over_formations_that_the_others_give_up() {
+    let (mut cluster, effects) = cluster_of(config(2), 3);
+    let mut epoch = forms(&effects)[0].2;
+    let mut all = Vec::new();
+    // Rank 0 waits 30 s for the other to connect, again and again.
+    for at in [30, 60, 90] {
+        all.extend(wait(&mut cluster, at - 29, at));
+        let message = "the other ranks did not connect".to_owned();
+        let failure = FormFailed { epoch: Epoch(epoch), message, permanent: false };
+        cluster.form_failed(secs(at), WorkerId(0), &failure, &mut all);
+        all.extend(wait(&mut cluster, at, at + 1));
+        epoch = forms(&all).last().map_or(epoch, |form| form.2);
+    }
+    assert_eq!(silent(&all), [1], "and never the one that answers");
+    let last: Vec<u32> = forms(&all).iter().rev().take(2).map(|form| form.0).collect();
+    assert_eq!(last, [2, 0]);
+}

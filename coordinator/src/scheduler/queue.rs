@@ -1,0 +1,176 @@
+//! PURE: how much may wait, and how requests leave.
+//!
+//! The queue is bounded by what has never run: what was preempted, or moves here from a replica that
+//! broke, has been let in before. Requests that end leave it in one pass, however many they are: a
+//! pass for each of 100,000 sequences would hold everything up for minutes.
+use shared::ids::RequestId;
+
+use super::sequence::{Request, Sequence};
+use super::{Effect, Scheduler};
+use crate::engine::EngineError;
+
+/// Choices that may wait for each request that may.
+const CHOICES_PER_REQUEST: u32 = 8;
+/// Prompt tokens that may wait for each request that may, counted for every choice.
+const TOKENS_PER_REQUEST: u32 = 32 << 10;
+/// So many requests' share may wait however few requests may: a few may have many choices, or long
+/// prompts.
+const SHARES_MIN: u32 = 1024;
+
+/// What waits, or one request of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Load {
+    requests: u32,
+    sequences: u32,
+    /// Of prompts, for every choice.
+    tokens: u64,
+}
+
+impl Load {
+    /// A request with so many prompt tokens and choices.
+    pub(super) fn of(prompt: usize, choices: usize) -> Self {
+        let sequences = u32::try_from(choices).unwrap_or(u32::MAX);
+        Self { requests: 1, sequences, tokens: (prompt as u64).saturating_mul(choices as u64) }
+    }
+
+    /// Whether one more fits. One alone does.
+    ///
+    /// # Errors
+    /// [`EngineError::QueueFull`] with what there is most of.
+    pub(super) fn check(&self, more: Self, max_requests: u32) -> Result<(), EngineError> {
+        let full = |queued, max| Err(EngineError::QueueFull { queued, max, retry_after_s: 1 });
+        if self.requests >= max_requests {
+            return full(self.requests, max_requests);
+        }
+        if self.requests == 0 {
+            return Ok(());
+        }
+        let shares = max_requests.max(SHARES_MIN);
+        let max = shares.saturating_mul(CHOICES_PER_REQUEST);
+        if self.sequences.saturating_add(more.sequences) > max {
+            return full(self.sequences, max);
+        }
+        let max = shares.saturating_mul(TOKENS_PER_REQUEST);
+        if self.tokens.saturating_add(more.tokens) > u64::from(max) {
+            return full(u32::try_from(self.tokens).unwrap_or(u32::MAX), max);
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, other: Self) {
+        self.requests += other.requests;
+        self.sequences = self.sequences.saturating_add(other.sequences);
+        self.tokens = self.tokens.saturating_add(other.tokens);
+    }
+
+    pub(super) fn subtract(&mut self, other: Self) {
+        self.requests = self.requests.saturating_sub(other.requests);
+        self.sequences = self.sequences.saturating_sub(other.sequences);
+        self.tokens = self.tokens.saturating_sub(other.tokens);
+    }
+}
+
+impl Scheduler {
+    /// Ends requests whose clients are gone. Unknown ones are ignored.
+    pub fn cancel_all(
+        &mut self,
+        requests: impl IntoIterator<Item = RequestId>,
+        effects: &mut Vec<Effect>,
+    ) {
+        self.end_requests(requests.into_iter().map(|id| (id, None)).collect(), effects);
+    }
+
+    /// Ends requests with an error. Unknown ones are ignored.
+    pub fn fail_all(
+        &mut self,
+        requests: impl IntoIterator<Item = RequestId>,
+        error: &EngineError,
+        effects: &mut Vec<Effect>,
+    ) {
+        let ends = requests.into_iter().map(|id| (id, Some(error.clone())));
+        self.end_requests(ends.collect(), effects);
+    }
+
+    pub(super) fn end_request(
+        &mut self,
+        request: RequestId,
+        error: Option<EngineError>,
+        effects: &mut Vec<Effect>,
+    ) {
+        self.end_requests(vec![(request, error)], effects);
+    }
+
+    pub(super) fn end_requests(
+        &mut self,
+        requests: Vec<(RequestId, Option<EngineError>)>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let mut waited = false;
+        for (request, error) in requests {
+            let Some(owner) = self.requests.get_mut(&request) else { continue };
+            let live = std::mem::take(&mut owner.live);
+            let mut seqs = Vec::with_capacity(live.len());
+            for slot in live {
+                let Some((seq, waits)) = self.detach(slot) else { continue };
+                waited |= waits;
+                seqs.push(seq.id);
+            }
+            self.forget_request(request);
+            effects.push(Effect::Dropped { request, seqs, error });
+        }
+        if waited {
+            // No slot that became free has been given to another since.
+            let sequences = &self.sequences;
+            self.waiting.retain(|slot| sequences[*slot].is_some());
+        }
+    }
+
+    /// Takes a sequence out of everything it is in.
+    pub(super) fn remove(&mut self, slot: usize) -> Option<Sequence> {
+        let (seq, waits) = self.detach(slot)?;
+        if waits {
+            self.waiting.retain(|waiting| *waiting != slot);
+        }
+        Some(seq)
+    }
+
+    /// Takes a sequence out of everything it is in but the queue; returns whether it is there.
+    fn detach(&mut self, slot: usize) -> Option<(Sequence, bool)> {
+        let mut seq = self.sequences[slot].take()?;
+        self.free_slots.push(slot);
+        if seq.known {
+            self.forget.push(seq.id);
+        }
+        if let Some(swapped) = seq.swapped.take() {
+            self.drop_swapped(&seq, swapped);
+            return Some((seq, true));
+        }
+        let runs = seq.admission.is_some();
+        if runs {
+            self.no_longer_running(slot, seq.urgency());
+            self.blocks.give_back(&mut seq.blocks);
+            self.count(seq.request, |owner| owner.admitted -= 1);
+        }
+        Some((seq, !runs))
+    }
+
+    /// A request is here from now on.
+    pub(super) fn own(&mut self, id: RequestId, owner: Request) {
+        if !owner.scheduled {
+            self.queued.add(owner.queued);
+        }
+        self.requests.insert(id, owner);
+    }
+
+    /// A request is here no longer.
+    pub(super) fn forget_request(&mut self, id: RequestId) -> Option<Request> {
+        let owner = self.requests.remove(&id)?;
+        if !owner.scheduled {
+            self.queued.subtract(owner.queued);
+        }
+        Some(owner)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,149 @@
+//! The queue's bounds, and how long leaving it takes.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use shared::ids::Epoch;
+use shared::protocol::StepPlan;
+use shared::sampling::SamplingParams;
+
+use super::*;
+use crate::engine::GenerateRequest;
+use crate::scheduler::{EpochEnd, SchedulerConfig};
+
+fn scheduler(max_queued_requests: u32) -> Scheduler {
+    let config = SchedulerConfig {
+        hidden_size: 64,
+        block_size: 16,
+        max_model_len: 1 << 17,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 1 << 17,
+        max_queued_requests,
+        max_steps_in_flight: 2,
+        prefix_caching: false,
+        speculation: None,
+    };
+    let mut scheduler = Scheduler::new(config).unwrap();
+    scheduler.replica_ready(Epoch(1), 1 << 14, 0, &mut Vec::new());
+    scheduler
+}
+
+fn request(id: u64, prompt: usize, choices: u32) -> GenerateRequest {
+    let sampling = |choice| SamplingParams { choice, ..SamplingParams::greedy() };
+    GenerateRequest {
+        id: RequestId(id),
+        prompt: vec![1; prompt],
+        sampling: (0..choices).map(sampling).collect(),
+        stop_checks: Vec::new(),
+        guides: Vec::new(),
+        guide_spec: None,
+        max_tokens: 8,
+        priority: 0,
+        cache_salt: 0,
+        end_tokens: Vec::new(),
+        stops: Arc::default(),
+        keep_special: false,
+        arrived: Duration::ZERO,
+        response_id: "it".into(),
+    }
+}
+
+fn full(queued: u32, max: u32) -> EngineError {
+    EngineError::QueueFull { queued, max, retry_after_s: 1 }
+}
+
+#[test]
+fn many_clients_leave_at_once_in_a_moment() {
+    let mut scheduler = scheduler(1 << 15);
+    let count = 1024;
+    for id in 0..count {
+        scheduler.submit(request(id, 3, 128)).unwrap();
+    }
+    // One that stays, and four sequences that run.
+    scheduler.submit(request(count, 3, 2)).unwrap();
+    assert!(scheduler.plan(&mut StepPlan::default(), &mut Vec::new()));
+    let mut effects = Vec::new();
+    let began = Instant::now();
+    scheduler.cancel_all((0..count).map(RequestId), &mut effects);
+    // A pass for each of 131,072 sequences takes minutes.
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert_eq!(effects.len() as u64, count);
+    let dropped: usize = effects
+        .iter()
+        .map(|effect| match effect {
+            Effect::Dropped { seqs, error: None, .. } => seqs.len(),
+            effect => panic!("{effect:?}"),
+        })
+        .sum();
+    assert_eq!(dropped as u64, count * 128);
+    let gauges = scheduler.gauges();
+    assert_eq!((gauges.in_flight, gauges.running, gauges.blocks_used), (1, 0, 0));
+    assert_eq!(scheduler.waiting.len(), 2);
+    // What is left runs: no place in the queue is another's by now.
+    scheduler.submit(request(count + 1, 3, 2)).unwrap();
+    let mut plan = StepPlan::default();
+    assert!(scheduler.plan(&mut plan, &mut Vec::new()));
+    assert_eq!(plan.sequences.len(), 4);
+}
+
+#[test]
+fn all_may_fail_at_once_as_well() {
+    let mut scheduler = scheduler(1 << 15);
+    (0..1024).for_each(|id| drop(scheduler.submit(request(id, 3, 128)).unwrap()));
+    let (mut effects, began) = (Vec::new(), Instant::now());
+    scheduler.fail_all((0..1024).map(RequestId), &EngineError::ShuttingDown, &mut effects);
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert_eq!((scheduler.gauges().in_flight, scheduler.queued), (0, Load::default()));
+}
+
+#[test]
+fn choices_and_their_prompts_have_a_bound_too() {
+    let mut choices = scheduler(3);
+    choices.submit(request(0, 3, 8192)).unwrap();
+    assert_eq!(choices.submit(request(1, 3, 1)), Err(full(8192, 8192)));
+    let mut tokens = scheduler(3);
+    tokens.submit(request(0, 131_000, 256)).unwrap();
+    assert_eq!(tokens.submit(request(1, 9_217, 2)), Err(full(33_536_000, 32 << 20)));
+    tokens.submit(request(1, 9_216, 2)).unwrap();
+    // One alone is let in, whatever it has.
+    let mut alone = scheduler(1);
+    alone.submit(request(0, 100_000, 1024)).unwrap();
+    assert_eq!(alone.submit(request(1, 3, 1)), Err(full(1, 1)));
+}
+
+#[test]
+fn what_has_run_does_not_count_as_queued() {
+    let mut here = scheduler(1);
+    let (mut plan, mut effects) = (StepPlan::default(), Vec::new());
+    here.submit(request(0, 3, 2)).unwrap();
+    assert_eq!(here.submit(request(1, 3, 1)), Err(full(1, 1)));
+    assert!(here.plan(&mut plan, &mut effects));
+    here.submit(request(1, 3, 1)).unwrap();
+    assert!(here.plan(&mut plan, &mut effects));
+    // Both wait again, and one that is new may.
+    here.replica_lost(EpochEnd::Failed, &mut effects);
+    assert_eq!((here.gauges().waiting, here.queued), (2, Load::default()));
+    here.submit(request(2, 3, 1)).unwrap();
+    assert_eq!(here.submit(request(3, 3, 1)), Err(full(1, 1)));
+    // Where they go they are no new ones either.
+    let mut other = scheduler(1);
+    for handed in here.hand_over() {
+        other.adopt(handed).unwrap();
+    }
+    assert_eq!(here.queued, Load::default());
+    assert_eq!((other.gauges().waiting, other.queued), (3, Load::of(3, 1)));
+    other.cancel(RequestId(2), &mut effects);
+    assert_eq!(other.queued, Load::default());
+}
+
+#[test]
+fn a_number_that_runs_is_refused() {
+    let mut scheduler = scheduler(8);
+    scheduler.submit(request(7, 3, 2)).unwrap();
+    let refused = scheduler.submit(request(7, 3, 1));
+    assert!(matches!(refused, Err(EngineError::Unavailable { message }) if message.contains('7')));
+    let mut effects = Vec::new();
+    scheduler.cancel(RequestId(7), &mut effects);
+    assert_eq!(scheduler.gauges().in_flight, 0);
+    assert!(matches!(&effects[..], [Effect::Dropped { seqs, .. }] if seqs.len() == 2));
+    scheduler.submit(request(7, 3, 1)).unwrap();
+}

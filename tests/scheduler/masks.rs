@@ -1,0 +1,80 @@
+//! A mask that never comes holds up nobody for long but the request that waits for it.
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use coordinator::engine::{
+    EngineError, EngineEvent, EventSender, GenerateRequest, Guided, TokenGuide,
+};
+use coordinator::metrics::Hub;
+use shared::ids::{Epoch, Incarnation, RequestId};
+use shared::protocol::TokenMask;
+use tokio::sync::mpsc;
+
+use crate::agreement::{Sent, WORKERS, operation, request, result};
+
+/// Knows what may come first, and then nothing more.
+#[derive(Debug)]
+struct Stuck {
+    first: TokenMask,
+    behind: u32,
+    knows: u32,
+}
+
+impl TokenGuide for Stuck {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+        if self.behind < self.knows { Poll::Ready(Ok(())) } else { Poll::Pending }
+    }
+
+    fn allowed(&self) -> Option<&TokenMask> {
+        (self.behind < self.knows).then_some(&self.first)
+    }
+
+    fn mask_bytes_max(&self) -> usize {
+        60
+    }
+
+    fn accept(&mut self, _: u32) -> Result<Guided, String> {
+        self.behind += 1;
+        Ok(Guided::GoesOn)
+    }
+}
+
+#[test]
+fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
+    for knows in [0, 1, 3] {
+        let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+        let mut operation = operation(hub.observer());
+        let (mut sent, mut answered) = (Sent::default(), 0);
+        let (stuck, mut stuck_events) = mpsc::channel(64);
+        let (other, mut other_events) = mpsc::channel(64);
+        let guide = Stuck { first: TokenMask::Only(vec![7]), behind: 0, knows };
+        let guided = GenerateRequest { guides: vec![Box::new(guide)], ..request() };
+        let plain = GenerateRequest { id: RequestId(2), ..request() };
+        let ms = Duration::from_millis;
+        operation.submit(ms(1), guided, EventSender::Local(stuck), &mut sent);
+        operation.submit(ms(1), plain, EventSender::Local(other), &mut sent);
+        operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+        let mut ended = None;
+        for at in (50..20_000).step_by(50).map(ms) {
+            operation.tick(at, &mut sent);
+            while let Some(plan) = sent.plans.get(answered).cloned() {
+                answered += 1;
+                for worker in WORKERS {
+                    operation.step_done(at, worker, result(&plan, 5), &mut sent);
+                }
+            }
+            while let Ok(event) = stuck_events.try_recv() {
+                if let EngineEvent::Failed(error) = event {
+                    assert!(matches!(error, EngineError::Guide { .. }), "{error}");
+                    ended = ended.or(Some(at));
+                }
+            }
+        }
+        let ended = ended.unwrap_or_else(|| panic!("it waits for ever behind {knows} tokens"));
+        assert!((ms(10_000)..ms(11_000)).contains(&ended), "{ended:?} behind {knows} tokens");
+        let tokens = std::iter::from_fn(|| other_events.try_recv().ok())
+            .filter(|event| matches!(event, EngineEvent::Token { .. }));
+        assert_eq!(tokens.count(), 30, "behind {knows} tokens");
+        assert!(sent.ends.is_empty(), "{:?}", sent.ends);
+    }
+}
