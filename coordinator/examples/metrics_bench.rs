@@ -189,6 +189,7 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         max_tokens,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: Vec::new(),
         stops: Vec::new().into(),
         keep_special: false,

@@ -79,6 +79,8 @@ pub struct GenerateRequest {
     pub priority: i32,
     /// Requests of another salt do not share what is cached of their prompts.
     pub cache_salt: u64,
+    /// The adapter that it is computed with, see [`shared::protocol::Adapter`]; 0 for none.
+    pub adapter: u32,
     /// Tokens that end a sequence (the model's end tokens unless `ignore_eos`, and
     /// `stop_token_ids`); the ending token is accepted and counted, and is not part of the text.
     pub end_tokens: Vec<u32>,

@@ -10,6 +10,7 @@ pub mod actors;
 pub mod control;
 pub mod frontend;
 pub mod guide;
+pub mod lora;
 pub mod mask;
 pub mod step;
 
@@ -23,6 +24,7 @@ pub use frontend::{
     FrontendWelcome, Serving, SubmitRequest, ToFrontend,
 };
 pub use guide::{GuideSpec, Whitespace};
+pub use lora::{Adapter, Lora};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
@@ -36,7 +38,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 10;
+pub const PROTOCOL_VERSION: u16 = 11;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -86,6 +86,7 @@ fn load() -> Vec<GenerateRequest> {
             max_tokens: 30 + at,
             priority: 0,
             cache_salt: 0,
+            adapter: 0,
             end_tokens: Vec::new(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),

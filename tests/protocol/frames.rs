@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use shared::protocol::PROTOCOL_VERSION;
 use shared::wire::frame::{
     BODY_MAX, CONTROL_MAX, FrameDecoder, FrameEncoder, FrameError, FrameKind, HANDSHAKE_MAX,
-    HEADER_LEN,
+    HEADER_LEN, WELCOME_MAX,
 };
 
 fn encode(kind: FrameKind, epoch: u64, body: &[u8]) -> Vec<u8> {
@@ -42,7 +42,7 @@ fn the_format_is_pinned() {
     plain.extend_from_slice(b"body");
     let checksum = hex(&crc32c(&plain).to_le_bytes());
     assert_eq!(hex(&bytes), format!("{header}{checksum}626f6479"));
-    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 10), "changing these changes docs/protocol.md");
+    assert_eq!((HEADER_LEN, PROTOCOL_VERSION), (32, 11), "changing these changes docs/protocol.md");
 }
 
 #[test]
@@ -97,6 +97,7 @@ fn a_lying_length_reserves_nothing() {
 fn every_kind_has_its_bound_on_both_sides() {
     let bounds = [
         (FrameKind::Hello, HANDSHAKE_MAX),
+        (FrameKind::Welcome, WELCOME_MAX),
         (FrameKind::Refused, HANDSHAKE_MAX),
         (FrameKind::Ping, 0),
         (FrameKind::Control, CONTROL_MAX),

@@ -85,6 +85,7 @@ fn request() -> GenerateRequest {
         max_tokens: 30,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: Vec::new(),
         stops: Arc::default(),
         keep_special: false,

@@ -11,7 +11,7 @@ use shared::sampling::{Pooling, SamplingParams};
 
 use crate::frames::travels;
 use crate::guided::{Guidance, TestGuide, Woken, known};
-use crate::worker::{FakeWorker, next_token};
+use crate::worker::{FakeWorker, adapter_of, next_token};
 
 /// A request as its client sees it.
 #[derive(Clone, Debug)]
@@ -175,6 +175,7 @@ impl Rig {
             max_tokens: 1,
             priority: 0,
             cache_salt: 0,
+            adapter: 0,
             end_tokens: Vec::new(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),
@@ -218,6 +219,7 @@ impl Rig {
             max_tokens: client.max_tokens,
             priority: client.priority,
             cache_salt: 0,
+            adapter: adapter_of(client.seed),
             end_tokens: client.end_tokens.clone(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),

@@ -20,6 +20,7 @@ use shared::wire::auth::Secret;
 
 use crate::checks::LifeChecks;
 use crate::events::Event;
+use crate::model::lora;
 use crate::network::{LinkId, Side};
 use crate::random::mix;
 use crate::replicas::{ClusterMail, RunningReplica};
@@ -78,6 +79,7 @@ impl Coordinator {
             quantization: Quantization::None,
             engine: scenario.engine.clone(),
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
+            lora: lora(),
             worker_stats: true,
             collective_key: Secret::of_random([1; 32]),
             placement: PlacementRules::default(),

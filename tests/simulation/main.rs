@@ -125,7 +125,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 49] = [
+const MUTATIONS: [Mutation; 50] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -153,6 +153,7 @@ const MUTATIONS: [Mutation; 49] = [
     ("token_lost", |it| it.token_lost = true),
     ("token_repeated", |it| it.token_repeated = true),
     ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
+    ("adapters_are_mixed_up", |it| it.adapters_are_mixed_up = true),
     ("masks_are_ignored", |it| it.masks_are_ignored = true),
     ("drafts_are_believed", |it| it.drafts_are_believed = true),
     ("rejected_drafts_stay", |it| it.rejected_drafts_stay = true),

@@ -12,6 +12,7 @@ use super::api::ApiArgs;
 use super::asking::TrustArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::lora::LoraArgs;
 use super::resources::{PlacementArgs, ResourceArgs};
 use super::speculative;
 
@@ -385,6 +386,8 @@ pub(crate) struct ServingArgs {
     /// memory is the limit, for a little precision) or none
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
+    #[command(flatten)]
+    pub(crate) lora: LoraArgs,
     /// Workers per replica: each holds 1/N of every layer
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,

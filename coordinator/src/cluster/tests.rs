@@ -23,6 +23,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
             swap_bytes: 0,
         },
         collective_timeout: Duration::from_secs(5),
+        lora: Lora::default(),
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),

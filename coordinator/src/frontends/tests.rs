@@ -22,6 +22,7 @@ fn receiver_of(priorities: bool) -> (Receiver, mpsc::Receiver<EngineCommand>) {
     let serving = Serving {
         model: "m".into(),
         served_model_name: "m".into(),
+        adapters: Vec::new(),
         max_model_len: 100,
         text_fingerprint: text.fingerprint,
         priorities,
@@ -62,6 +63,7 @@ fn request() -> SubmitRequest {
         max_tokens: 5,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: vec![1; SUPPRESSED_MAX],
         waited_us: 0,
         response_id: "cmpl-1".into(),

@@ -110,6 +110,7 @@ impl RunningPrompt {
             max_tokens,
             priority: common.priority,
             cache_salt: common.cache_salt,
+            adapter: common.adapter,
             end_tokens: common.end_tokens.clone(),
             stops: common.stops.as_slice().into(),
             keep_special: common.keep_special,

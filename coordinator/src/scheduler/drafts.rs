@@ -311,6 +311,7 @@ mod tests {
             max_tokens,
             priority: 0,
             cache_salt: 0,
+            adapter: 0,
             end_tokens: Vec::new(),
             stops: Arc::default(),
             keep_special: false,

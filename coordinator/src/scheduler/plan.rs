@@ -275,6 +275,7 @@ impl Scheduler {
                 seq: seq.id,
                 tokens: seq.tokens.clone(),
                 num_prompt: seq.num_prompt,
+                adapter: seq.adapter,
                 sampling: seq.sampling.clone(),
             });
             self.run(slot);

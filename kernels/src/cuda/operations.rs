@@ -35,6 +35,19 @@ fn bias_fits(op: &'static str, bias: Option<&CudaVector>, rows: usize) -> Result
     Ok(())
 }
 
+/// An addend `[rows, width]`, where there is one.
+fn addend_fits(
+    op: &'static str,
+    addend: Option<&CudaBuffer>,
+    rows: usize,
+    width: usize,
+) -> Result<Option<DevicePtr>, KernelError> {
+    let Some(addend) = addend else { return Ok(None) };
+    let (found, wanted) = ((addend.rows(), addend.width()), (rows, width));
+    ensure!(op, found == wanted, "addend is {found:?}, not {wanted:?}");
+    Ok(Some(addend.of(Element::F32, op, "addend")?.ptr))
+}
+
 fn heads(
     op: &'static str,
     shape: &AttentionShape,
@@ -223,7 +236,7 @@ impl Backend for CudaBackend {
             let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
             let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
             let Device { context, stream, .. } = &self.device;
-            self.step.stage(context, stream, capacity, ids, &[], &empty, Cut::NONE, &[])?;
+            self.step.stage(context, stream, capacity, ids, (&[], &[]), &empty, Cut::NONE, &[])?;
         }
         if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
             || ids.is_empty()
@@ -276,6 +289,7 @@ impl Backend for CudaBackend {
         &mut self,
         x: &CudaBuffer,
         weights: &QkvWeights<CudaMatrix, CudaVector>,
+        addend: Option<&CudaBuffer>,
         rope: &RopeTable<CudaVector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
@@ -312,6 +326,7 @@ impl Backend for CudaBackend {
             ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
             self.step.checked(op, [positions, slots]);
         }
+        let addend = addend_fits(op, addend, rows, width)?;
         let from = x.of(Element::Bf16, op, "x")?;
         let q = q_out.of(Element::Bf16, op, "q_out")?.ptr;
         q_out.set_rows(rows)?;
@@ -325,6 +340,11 @@ impl Backend for CudaBackend {
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
         self.product(from, None, &weights.weight, None, qkv, count, live)?;
+        if let Some(addend) = addend {
+            let call = launch::add(qkv.ptr, addend, width, count, live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+        }
         let layout = *self.step.layout();
         let io = QkvFinish {
             qkv: qkv.ptr,
@@ -488,6 +508,7 @@ impl Backend for CudaBackend {
         x: &CudaBuffer,
         weight: &CudaMatrix,
         bias: Option<&CudaVector>,
+        addend: Option<&CudaBuffer>,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "gate_up_silu";
@@ -500,6 +521,7 @@ impl Backend for CudaBackend {
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::Bf16, op, "out")?;
         let rows = x.rows();
+        let addend = addend_fits(op, addend, rows, features)?;
         out.set_rows(rows)?;
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
@@ -508,7 +530,7 @@ impl Backend for CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let bias = bias.map(CudaVector::ptr);
-        if self.is_skinny_with(count, weight) {
+        if addend.is_none() && self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());
             let call = launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, live);
             // SAFETY: shapes were checked.
@@ -529,6 +551,12 @@ impl Backend for CudaBackend {
             } else {
                 self.multiply(x, weight, bf16, None, wide, part, live)?;
             }
+            if let Some(addend) = addend {
+                let own = addend.offset(done * features * 4);
+                let call = launch::add(both, own, features, part, live);
+                // SAFETY: shapes were checked.
+                unsafe { self.device.launch(call) }?;
+            }
             let call = launch::silu_mul(both, bias, y, inner, part, live);
             // SAFETY: shapes were checked.
             unsafe { self.device.launch(call) }?;
@@ -544,6 +572,10 @@ impl Backend for CudaBackend {
         routes: &mut CudaRoutes,
     ) -> Result<(), KernelError> {
         self.choose_experts(x, router, routes)
+    }
+
+    fn assign(&mut self, experts: &[u32], routes: &mut CudaRoutes) -> Result<(), KernelError> {
+        self.assign_experts(experts, routes)
     }
 
     fn experts_gate_up_silu(

@@ -61,7 +61,8 @@ impl ClusterActor {
             serving: running.serving.is_some(),
             load: running.load.in_flight.load(Ordering::Relaxed),
         });
-        let id = self.affinity.route(&request.prompt, request.cache_salt, homes)?;
+        let salt = request.cache_salt ^ u64::from(request.adapter).rotate_right(16);
+        let id = self.affinity.route(&request.prompt, salt, homes)?;
         self.replicas.get(&id)
     }
 

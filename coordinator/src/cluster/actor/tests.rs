@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits;
-use shared::protocol::{Dtype, Formed, NodeResources, Quantization, Started};
+use shared::protocol::{Dtype, Formed, Lora, NodeResources, Quantization, Started};
 use shared::wire::auth::Secret;
 
 use super::*;
@@ -56,6 +56,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         quantization: Quantization::None,
         engine,
         collective_timeout: Duration::from_secs(5),
+        lora: Lora::default(),
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),
