@@ -492,7 +492,8 @@ impl Backend for CudaBackend {
         let to = sum.of(Element::F32, op, "sum")?.ptr;
         let from = other.of(Element::F32, op, "other")?.ptr;
         let rows = sum.rows();
-        if self.step.skips(op, [to.0, from.0, rows as u64]) || rows == 0 {
+        // Not how many rows there are: a graph is of several numbers of them.
+        if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
             return Ok(());
         }
         let (count, live) = self.step.launched(op, rows)?;

@@ -97,15 +97,16 @@ impl AdapterFiles {
         let mut found = Vec::new();
         for tensor in self.files.names() {
             let wrong = |message: String| self.wrong(tensor, message);
-            let (layer, module) = place(tensor, config).map_err(wrong)?;
-            self.factors(layer, module, config)?;
-            found.push(module);
+            found.push(place(tensor, config).map_err(wrong)?);
+        }
+        for (layer, module) in &found {
+            self.factors(*layer, *module, config)?;
         }
         if found.is_empty() {
             return Err(self.wrong("*.lora_A.weight", "is missing: the file has none".to_owned()));
         }
         for target in &self.config.targets {
-            let is_of = |module: &Module| {
+            let is_of = |(_, module): &(usize, Module)| {
                 module.name().ends_with(target.as_str()) || target.ends_with(module.name())
             };
             if !found.iter().any(is_of) {
