@@ -190,6 +190,7 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         open_ended: false,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: Vec::new(),
         stops: Vec::new().into(),
         keep_special: false,

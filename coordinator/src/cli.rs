@@ -14,6 +14,7 @@ mod elected;
 mod etcd;
 mod front;
 mod logging;
+mod lora;
 mod open_files;
 mod operate;
 mod options;

@@ -30,7 +30,7 @@ use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::Desired;
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX, GroupId,
-    HeldShard, LoadProgress, NodeResources, Quantization, Start, Started, ToWorker,
+    HeldShard, LoadProgress, Lora, NodeResources, Quantization, Start, Started, ToWorker,
 };
 use shared::wire::auth::Secret;
 
@@ -63,6 +63,8 @@ pub struct ClusterConfig {
     /// A formation of which nothing is heard for so long has failed: longer than collectives wait,
     /// and than the largest matrix takes to load.
     pub form_timeout: Duration,
+    /// The adapters beside the model.
+    pub lora: Lora,
     /// Whether workers shall measure anything.
     pub worker_stats: bool,
     /// Makes greetings of TCP collectives that cannot be guessed: drawn at random per run.
@@ -542,6 +544,7 @@ impl Cluster {
                 model: self.config.model.clone(),
                 dtype: self.config.dtype,
                 quantization: self.config.quantization,
+                lora: self.config.lora.clone(),
                 engine: self.config.engine.clone(),
             });
             effects.push(Effect::Send { worker, epoch, message });

@@ -127,6 +127,8 @@ impl Coordinator {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
+        let adapters = options.lora.adapters.iter().map(|adapter| adapter.name.as_str());
+        hub.observer().record().adapters(adapters);
 
         let host = HostThread::start("coordinator", options.nvml, hub.process().clone());
         if let Some(leadership) = &leadership {
@@ -142,6 +144,7 @@ impl Coordinator {
             model: options.model.to_string_lossy().into_owned(),
             dtype: options.dtype,
             quantization: options.quantization,
+            lora: options.lora.clone(),
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
             form_timeout: FORM_TIMEOUT,
@@ -173,6 +176,7 @@ impl Coordinator {
         let serving = Serving {
             model: options.model.to_string_lossy().into_owned(),
             served_model_name: options.served_model_name.clone(),
+            adapters: options.lora.adapters.clone(),
             max_model_len,
             text_fingerprint: text.fingerprint,
             priorities: options.priorities,
@@ -216,6 +220,7 @@ impl Coordinator {
             readiness,
             options.run,
         )
+        .with_adapters(&options.lora.adapters)
         .with_api(&options.api);
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
         let state = state.with_gate(gate.clone());

@@ -82,6 +82,8 @@ pub struct GenerateRequest {
     pub priority: i32,
     /// Requests of another salt do not share what is cached of their prompts.
     pub cache_salt: u64,
+    /// The adapter that it is computed with, see [`shared::protocol::Adapter`]; 0 for none.
+    pub adapter: u32,
     /// Tokens that end a sequence (the model's end tokens unless `ignore_eos`, and
     /// `stop_token_ids`); the ending token is accepted and counted, and is not part of the text.
     pub end_tokens: Vec<u32>,
@@ -96,6 +98,12 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
+    /// Requests whose prompts begin alike share what is cached of them where this is equal too.
+    #[must_use]
+    pub fn affinity_salt(&self) -> u64 {
+        self.cache_salt ^ u64::from(self.adapter).rotate_right(16)
+    }
+
     /// Tokens of a sequence that a replica's KV cache must have room for.
     #[must_use]
     pub fn tokens_needed(&self) -> u32 {

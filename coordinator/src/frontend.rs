@@ -166,6 +166,7 @@ impl Frontend {
             uplink.readiness(),
             run,
         )
+        .with_adapters(&serving.adapters)
         .with_api(&api)
         .with_gate(gate.clone())
         .with_metrics(page);

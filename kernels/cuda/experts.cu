@@ -325,6 +325,51 @@ extern "C" __global__ void __launch_bounds__(256)
     store_up_to_4(out + static_cast<size_t>(blockIdx.x) * width, at, width, sum);
 }
 
+namespace tutti {
+namespace {
+
+// What a thread of an assigned row's block keeps of the row.
+__device__ __forceinline__ Four assigned(const float* parts, const uint32_t* experts, uint32_t at,
+                                         uint32_t width) {
+    Four kept = {};
+    if (experts[blockIdx.x] != TUTTI_NOT_ASSIGNED) {
+        kept = load_up_to_4(parts + static_cast<size_t>(blockIdx.x) * width, at, width);
+    }
+    return kept;
+}
+
+}  // namespace
+}  // namespace tutti
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_assigned_rows(const float* parts, const uint32_t* experts, float* out, uint32_t width,
+                        uint32_t first_row, const uint32_t* live) {
+    using namespace tutti;
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t at = blockIdx.y * 1024 + threadIdx.x * 4;
+    if (!is_live(live, first_row + blockIdx.x) || at >= width) {
+        return;
+    }
+    store_up_to_4(out + static_cast<size_t>(blockIdx.x) * width, at, width,
+                  assigned(parts, experts, at, width));
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_assigned_rows_bf16(const float* parts, const uint32_t* experts, tutti_bf16* out,
+                             uint32_t width, uint32_t out_stride, uint32_t first_row,
+                             const uint32_t* live) {
+    using namespace tutti;
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t at = blockIdx.y * 1024 + threadIdx.x * 4;
+    if (!is_live(live, first_row + blockIdx.x) || at >= width) {
+        return;
+    }
+    store_bf16(out + static_cast<size_t>(blockIdx.x) * out_stride, at, width,
+               width % 4 == 0 && out_stride % 4 == 0, assigned(parts, experts, at, width));
+}
+
 #define EXPERTS_GATE_UP(number)                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_experts_gate_up_##number(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {                          \

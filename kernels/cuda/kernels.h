@@ -116,6 +116,8 @@ typedef struct {
 } TuttiExpertTile;
 /* Experts of a layer; of a row's. */
 #define TUTTI_EXPERTS_MAX 1024u
+/* Of a row that goes to no matrix: NOT_ASSIGNED of kernels::backend. */
+#define TUTTI_NOT_ASSIGNED 0xffffffffu
 #define TUTTI_TOP_EXPERTS_MAX 32u
 
 #define TUTTI_NO_LOGPROBS 0xffffffffu
@@ -445,6 +447,18 @@ __global__ void tutti_experts_down_int8_64(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 __global__ void tutti_experts_sum(const float* parts, const float* weights, float* out,
                                   uint32_t top_k, uint32_t width, uint32_t first_row,
                                   const uint32_t* live);
+
+/* out[r] = parts[r] where row r went to a matrix (experts[r] is not TUTTI_NOT_ASSIGNED), else 0: of
+ * rows with one slot each, whose matrices others chose. parts f32 [rows, width], experts u32 [rows],
+ * out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256; `live` counts rows from
+ * `first_row` before the first of these on. */
+__global__ void tutti_assigned_rows(const float* parts, const uint32_t* experts, float* out,
+                                    uint32_t width, uint32_t first_row, const uint32_t* live);
+
+/* The same, rounded: out bf16 [rows, out_stride]. */
+__global__ void tutti_assigned_rows_bf16(const float* parts, const uint32_t* experts,
+                                         tutti_bf16* out, uint32_t width, uint32_t out_stride,
+                                         uint32_t first_row, const uint32_t* live);
 
 /* ---- sample.cu ------------------------------------------------------------------------------
  * logits f32 [rows, stride], of which the first `vocab` columns count; at most TUTTI_VOCAB_MAX. */

@@ -126,6 +126,9 @@ pub struct AttentionShape {
 /// In [`StepInputs::feed`]: the row's own id is its token.
 pub const NOT_FED: u32 = u32::MAX;
 
+/// In [`Backend::assign`]: the row goes to no matrix.
+pub const NOT_ASSIGNED: u32 = u32::MAX;
+
 /// How the rows of a layer choose among its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Routing {
@@ -178,6 +181,8 @@ pub struct StepInputs<'a> {
     /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
     /// whose token takes the place of `ids`; [`NOT_FED`] where `ids` has the token.
     pub feed: &'a [u32],
+    /// What `assign` will be called with; empty when it is not.
+    pub adapters: &'a [u32],
     /// Nothing else will be called than one forward pass, and `lm_head` and `sample` once each if
     /// the step samples.
     pub is_plain: bool,
@@ -356,9 +361,9 @@ pub trait Backend {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// `qkv = x W^T + bias`; RMSNorm per head of q and k where the model has it; RoPE on q and k;
-    /// k and v written to the cache's `layer` at `batch.slots`; q to
-    /// `q_out: [rows, num_heads * head_dim]`.
+    /// `qkv = x W^T + bias + addend`; RMSNorm per head of q and k where the model has it; RoPE on q
+    /// and k; k and v written to the cache's `layer` at `batch.slots`; q to
+    /// `q_out: [rows, num_heads * head_dim]`. `addend: [rows, W's rows]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -367,6 +372,7 @@ pub trait Backend {
         &mut self,
         x: &Self::Buffer,
         weights: &QkvWeights<Self::Matrix, Self::Vector>,
+        addend: Option<&Self::Buffer>,
         rope: &RopeTable<Self::Vector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
@@ -425,8 +431,9 @@ pub trait Backend {
     /// [`KernelError::Shape`].
     fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError>;
 
-    /// `out = silu(x Wg^T + bg) * (x Wu^T + bu)`, with `weight: [2 * inner, in]` = gate rows, then
-    /// up rows, and `bias` likewise. `out: [rows, inner]`.
+    /// `out = silu(x Wg^T + bg + ag) * (x Wu^T + bu + au)`, with `weight: [2 * inner, in]` = gate
+    /// rows, then up rows, and `bias` and the columns of `addend: [rows, 2 * inner]` likewise.
+    /// `out: [rows, inner]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -435,6 +442,7 @@ pub trait Backend {
         x: &Self::Buffer,
         weight: &Self::Matrix,
         bias: Option<&Self::Vector>,
+        addend: Option<&Self::Buffer>,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
@@ -455,6 +463,18 @@ pub trait Backend {
         routes: &mut Self::Routes,
     ) -> Result<(), KernelError>;
 
+    /// Row `i` goes to `experts[i]`, with weight 1, or to none ([`NOT_ASSIGNED`]): then what
+    /// [`Backend::experts_down`] makes of it is zero. For routes whose `top_k` is 1; their rows are
+    /// set.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] when an expert is not there or there is no room for so many rows;
+    /// [`KernelError::Unsupported`].
+    fn assign(&mut self, experts: &[u32], routes: &mut Self::Routes) -> Result<(), KernelError> {
+        let _ = (experts, routes);
+        Err(KernelError::Unsupported("rows cannot be assigned to matrices here".to_owned()))
+    }
+
     /// As [`Backend::gate_up_silu`] for every expert that a row goes to: row `r * top_k + j` of `out`
     /// is of row `r` and its expert `j`. `x: [rows, in]`, `weight: 2 * num_experts` matrices
     /// `[inner, in]`, each expert's gate before its up, `out: [rows * top_k, inner]` (its rows are
@@ -473,7 +493,8 @@ pub trait Backend {
     /// What a row's experts make of some of their columns, weighted and added up in the order in
     /// which the row chose them: `out[r] = sum over j of weight of (r, j) * (x[r * top_k + j, first..
     /// first + in] W^T)`. `x: [rows * top_k, at least first + in]`, `weight: num_experts` matrices
-    /// `[out, in]`, `out: [rows, out]` (its rows are set).
+    /// `[out, in]`, `out: [rows, out]` (its rows are set), which may be one of
+    /// [`Backend::new_input_buffer`].
     ///
     /// # Errors
     /// [`KernelError::Shape`].

@@ -325,6 +325,7 @@ impl Backend for CpuBackend {
         &mut self,
         x: &CpuBuffer,
         weights: &QkvWeights<CpuMatrix, CpuVector>,
+        addend: Option<&CpuBuffer>,
         rope: &RopeTable<CpuVector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
@@ -333,6 +334,7 @@ impl Backend for CpuBackend {
         q_out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
         check::qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
+        check::addend("qkv_rope_write", addend, x.rows(), weights.weight.rows())?;
         q_out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
@@ -342,7 +344,7 @@ impl Backend for CpuBackend {
         let out = Output { data: Disjoint::new(projected), stride: width, first_row: 0, column: 0 };
         let bias = weights.bias.as_deref();
         gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out)?;
-        qkv::Heads { isa: *isa, projected, weights, rope, shape, batch, layer }
+        qkv::Heads { isa: *isa, projected, addend, weights, rope, shape, batch, layer }
             .finish(pool, cache, q_out)
     }
 
@@ -430,12 +432,14 @@ impl Backend for CpuBackend {
         x: &CpuBuffer,
         weight: &CpuMatrix,
         bias: Option<&CpuVector>,
+        addend: Option<&CpuBuffer>,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
         let op = "gate_up_silu";
         let rows = weight.rows();
         ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
         check::product(op, x, weight, bias, rows / 2, out)?;
+        check::addend(op, addend, x.rows(), rows)?;
         out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
@@ -456,8 +460,13 @@ impl Backend for CpuBackend {
                 sums,
                 &|first, panels, sums| {
                     let (start, len) = (panels.start * PANEL, panels.len() * PANEL);
-                    for (row, sums) in (first..).zip(sums.chunks_exact(half * 2)) {
-                        let (gate, up) = sums.split_at(half);
+                    for (row, sums) in (first..).zip(sums.chunks_exact_mut(half * 2)) {
+                        let (gate, up) = sums.split_at_mut(half);
+                        if let Some(addend) = addend {
+                            let (to_gate, to_up) = addend.row(row).split_at(inner);
+                            elementwise::add(isa, &mut gate[..len], &to_gate[start..start + len]);
+                            elementwise::add(isa, &mut up[..len], &to_up[start..start + len]);
+                        }
                         // SAFETY: the columns belong to one task.
                         let out = unsafe { out.slice(row * inner + start, len) };
                         elementwise::silu_mul(isa, &gate[..len], &up[..len], out);
@@ -469,9 +478,15 @@ impl Backend for CpuBackend {
         let to = Output { data: Disjoint::new(both), stride: inner * 2, first_row: 0, column: 0 };
         gemm::multiply(isa, pool, &acts, weight, bias, &to)?;
         let grain = (GRAIN / inner).max(1);
+        let both = Disjoint::new(both);
         pool.run_ranges(rows, grain, &|range, _| {
             for row in range {
-                let (gate, up) = both[row * inner * 2..][..inner * 2].split_at(inner);
+                // SAFETY: every row belongs to one task.
+                let both = unsafe { both.slice(row * inner * 2, inner * 2) };
+                if let Some(addend) = addend {
+                    elementwise::add(isa, both, addend.row(row));
+                }
+                let (gate, up) = both.split_at(inner);
                 // SAFETY: every row belongs to one task.
                 let out = unsafe { out.slice(row * inner, inner) };
                 elementwise::silu_mul(isa, gate, up, out);
@@ -486,6 +501,10 @@ impl Backend for CpuBackend {
         routes: &mut CpuRoutes,
     ) -> Result<(), KernelError> {
         self.choose_experts(x, router, routes)
+    }
+
+    fn assign(&mut self, experts: &[u32], routes: &mut CpuRoutes) -> Result<(), KernelError> {
+        routes.assign(experts)
     }
 
     fn experts_gate_up_silu(

@@ -132,6 +132,24 @@ fn check_product(
     }
 }
 
+/// `addend: [rows, width]`, where there is one.
+fn check_addend(
+    op: &'static str,
+    addend: Option<&ReferenceBuffer>,
+    rows: usize,
+    width: usize,
+) -> Result<(), KernelError> {
+    let Some(addend) = addend else { return Ok(()) };
+    same(op, "rows of the addend", addend.rows(), rows)?;
+    same(op, "width of the addend", addend.width(), width)
+}
+
+/// `row += addend[i]`
+fn add_row(row: &mut [f32], addend: Option<&ReferenceBuffer>, i: usize) {
+    let Some(addend) = addend else { return };
+    row.iter_mut().zip(addend.row(i)).for_each(|(x, a)| *x += a);
+}
+
 fn check_logits(
     op: &'static str,
     logits: &ReferenceBuffer,
@@ -281,6 +299,7 @@ impl Backend for ReferenceBackend {
         &mut self,
         x: &Self::Buffer,
         weights: &QkvWeights<Self::Matrix, Self::Vector>,
+        addend: Option<&Self::Buffer>,
         rope: &RopeTable<Self::Vector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
@@ -289,6 +308,7 @@ impl Backend for ReferenceBackend {
         q_out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
         attention::check_qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
+        check_addend("qkv_rope_write", addend, x.rows(), weights.weight.rows())?;
         q_out.set_rows(x.rows())?;
         let (q_width, kv_width) =
             (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
@@ -296,6 +316,7 @@ impl Backend for ReferenceBackend {
         qkv.resize(q_width + 2 * kv_width, 0.0);
         for i in 0..x.rows() {
             project(x.row(i), &weights.weight, weights.bias.as_deref(), &mut qkv);
+            add_row(&mut qkv, addend, i);
             let (q, kv) = qkv.split_at_mut(q_width);
             let (k, v) = kv.split_at_mut(kv_width);
             let (cos, sin) = attention::rope_row(rope, shape.head_dim, batch.positions[i]);
@@ -386,15 +407,18 @@ impl Backend for ReferenceBackend {
         x: &Self::Buffer,
         weight: &Self::Matrix,
         bias: Option<&Self::Vector>,
+        addend: Option<&Self::Buffer>,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
         let inner = out.width();
         check_product("gate_up_silu", x, weight, bias)?;
         same("gate_up_silu", "rows of the weight", weight.rows(), 2 * inner)?;
+        check_addend("gate_up_silu", addend, x.rows(), 2 * inner)?;
         out.set_rows(x.rows())?;
         self.row.resize(2 * inner, 0.0);
         for i in 0..x.rows() {
             project(x.row(i), weight, bias.map(Vec::as_slice), &mut self.row);
+            add_row(&mut self.row, addend, i);
             let (gate, up) = self.row.split_at(inner);
             for ((y, g), u) in out.row_mut(i).iter_mut().zip(gate).zip(up) {
                 *y = g / (1.0 + (-g).exp()) * u;
@@ -410,6 +434,10 @@ impl Backend for ReferenceBackend {
         routes: &mut Self::Routes,
     ) -> Result<(), KernelError> {
         experts::route(x, router, routes)
+    }
+
+    fn assign(&mut self, experts: &[u32], routes: &mut Self::Routes) -> Result<(), KernelError> {
+        experts::assign(experts, routes)
     }
 
     fn experts_gate_up_silu(

@@ -10,6 +10,7 @@ pub mod actors;
 pub mod control;
 pub mod frontend;
 pub mod guide;
+pub mod lora;
 pub mod mask;
 pub mod step;
 
@@ -23,6 +24,7 @@ pub use frontend::{
     FrontendWelcome, Serving, SubmitRequest, ToFrontend,
 };
 pub use guide::{GuideSpec, Whitespace};
+pub use lora::{Adapter, Lora};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{

@@ -1,6 +1,7 @@
 //! Real processes on loopback: what a user of `tutti up` sees.
 //!
 //! - [`actors`]: named actors across processes
+//! - [`adapters`]: LoRA adapters as models of their own
 //! - [`api`]: what operators choose of the HTTP API
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
 //! - [`commands`]: what operators said outlives the coordinator that they said it to
@@ -34,6 +35,7 @@
 )]
 
 mod actors;
+mod adapters;
 mod api;
 mod by_hand;
 mod commands;

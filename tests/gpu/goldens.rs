@@ -102,7 +102,13 @@ pub(crate) fn follow(
         if i == 0 {
             let tokens = golden.prompt_ids.clone();
             let sampling = sampling.clone();
-            plan.admitted.push(NewSequence { seq, tokens, num_prompt: prompt, sampling });
+            plan.admitted.push(NewSequence {
+                seq,
+                tokens,
+                num_prompt: prompt,
+                adapter: 0,
+                sampling,
+            });
         }
         let mut new_blocks = Vec::new();
         while blocks * BLOCK_SIZE < start + count {
@@ -200,7 +206,13 @@ fn verify(
         let (mut start, mut count, mut drafts) = (0, prompt, Vec::new());
         if compared == 0 {
             let (tokens, sampling) = (golden.prompt_ids.clone(), sampling.clone());
-            plan.admitted.push(NewSequence { seq, tokens, num_prompt: prompt, sampling });
+            plan.admitted.push(NewSequence {
+                seq,
+                tokens,
+                num_prompt: prompt,
+                adapter: 0,
+                sampling,
+            });
         } else {
             drafts.extend(greedy[compared..].iter().take(3));
             if let Some(wrong) = drafts.get_mut(2) {

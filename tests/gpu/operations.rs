@@ -317,7 +317,7 @@ impl Case for GateUp {
         let bias = backend.load_vector(&random.vec(2 * self.inner))?;
         let mut out = poisoned(backend, self.rows, self.inner, true)?;
         let bias = self.has_bias.then_some(&bias);
-        backend.gate_up_silu(&x, &weight, bias, &mut out)?;
+        backend.gate_up_silu(&x, &weight, bias, None, &mut out)?;
         backend.read_buffer(&out)
     }
 }
@@ -412,6 +412,7 @@ impl Case for Attention {
             backend.qkv_rope_write(
                 &x,
                 &weights,
+                None,
                 &rope,
                 &self.shape,
                 &batch,

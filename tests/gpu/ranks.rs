@@ -109,6 +109,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
             sample_rows: &ids,
             sampling: &sampling,
             feed: &[],
+            adapters: &[],
             is_plain: true,
         })?;
         backend.all_reduce(&mut data)?;

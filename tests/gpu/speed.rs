@@ -314,6 +314,7 @@ impl Driver<'_> {
                     seq: *seq,
                     tokens: ids,
                     num_prompt: tokens,
+                    adapter: 0,
                     sampling: SamplingParams::greedy(),
                 });
                 let own = slot * blocks..(slot + 1) * blocks;

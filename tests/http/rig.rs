@@ -18,7 +18,7 @@ use coordinator::text::model::TextModel;
 use coordinator::text::template::ChatTemplate;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
-use shared::protocol::TokenLogprobs;
+use shared::protocol::{Adapter, TokenLogprobs};
 use testkit::client::Client;
 use testkit::models::demo;
 use tokio::sync::mpsc;
@@ -77,7 +77,14 @@ impl Rig {
     /// A rig that follows priorities.
     pub(crate) fn with_priorities() -> Self {
         let script = Script { text: "a b".to_owned(), ..Script::default() };
-        Self::built(script, TextModel::load(&demo()).unwrap(), &ApiOptions::default(), true)
+        Self::built(script, TextModel::load(&demo()).unwrap(), &ApiOptions::default(), true, &[])
+    }
+
+    /// A rig with these adapters beside the model.
+    pub(crate) fn with_adapters(adapters: &[Adapter]) -> Self {
+        let script = Script { text: "a b".to_owned(), ..Script::default() };
+        let (text, api) = (TextModel::load(&demo()).unwrap(), ApiOptions::default());
+        Self::built(script, text, &api, false, adapters)
     }
 
     /// A rig of this model.
@@ -86,10 +93,16 @@ impl Rig {
     }
 
     fn chosen(script: Script, text: TextModel, api: &ApiOptions) -> Self {
-        Self::built(script, text, api, false)
+        Self::built(script, text, api, false, &[])
     }
 
-    fn built(script: Script, text: TextModel, api: &ApiOptions, priorities: bool) -> Self {
+    fn built(
+        script: Script,
+        text: TextModel,
+        api: &ApiOptions,
+        priorities: bool,
+        adapters: &[Adapter],
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let text = Arc::new(text);
@@ -109,6 +122,7 @@ impl Rig {
             Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),
             7,
         )
+        .with_adapters(adapters)
         .with_api(api)
         .with_metrics(Arc::new(page));
         let (model, log, told) = (text.clone(), seen.clone(), script.clone());

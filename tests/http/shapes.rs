@@ -1,5 +1,6 @@
 //! The JSON of every answer.
 use serde_json::{Value, json};
+use shared::protocol::Adapter;
 
 use crate::rig::Rig;
 
@@ -155,4 +156,40 @@ async fn models_health_version_and_metrics() {
     let scrape = rig.client.scrape().await.unwrap();
     let labels = [("route", "/v1/models/{id}"), ("method", "GET"), ("status", "404")];
     assert_eq!(scrape.sum("tutti_http_requests_total", &labels), 2.0);
+}
+
+#[tokio::test]
+async fn adapters_are_models_that_requests_name() {
+    let adapter = |name: &str| Adapter { name: name.to_owned(), path: format!("/adapters/{name}") };
+    let rig = Rig::with_adapters(&[adapter("sql"), adapter("org/chat")]);
+    let list = rig.client.get("/v1/models").await.unwrap().body;
+    let cards: Vec<_> = list["data"].as_array().unwrap().iter().collect();
+    let named = |card: &Value| (card["id"].clone(), card["root"].clone(), card["parent"].clone());
+    assert_eq!(named(cards[0]), (json!("demo"), json!("demo"), Value::Null));
+    assert_eq!(named(cards[1]), (json!("sql"), json!("/adapters/sql"), json!("demo")));
+    let other = rig.client.get("/v1/models/org%2Fchat").await.unwrap();
+    assert_eq!((other.status, named(&other.body)), (200, named(cards[2])));
+    let message = json!([{"role": "user", "content": "x"}]);
+    for (number, model) in ["demo", "sql", "org/chat"].into_iter().enumerate() {
+        for (path, mut body) in [
+            ("/v1/completions", json!({"prompt": "x"})),
+            ("/v1/chat/completions", json!({"messages": message})),
+            ("/v1/responses", json!({"input": "x"})),
+            ("/v1/embeddings", json!({"input": "x"})),
+        ] {
+            body["model"] = json!(model);
+            let reply = rig.client.post(path, &body).await.unwrap();
+            assert_eq!((reply.status, &reply.body["model"]), (200, &json!(model)), "{path}");
+            let seen = rig.seen.lock().unwrap().requests.pop().unwrap();
+            assert_eq!(seen.adapter as usize, number, "{path}");
+        }
+        let body = json!({"model": model, "prompt": "x"});
+        assert_eq!(rig.client.post("/tokenize", &body).await.unwrap().status, 200);
+    }
+    // None named: the model alone.
+    rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
+    assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter, 0);
+    let missing = json!({"model": "sq", "prompt": "x"});
+    let missing = rig.client.post("/v1/completions", &missing).await.unwrap();
+    assert_eq!((missing.status, &missing.body["error"]["code"]), (404, &json!("model_not_found")));
 }

@@ -117,7 +117,17 @@ impl Case {
         let mut out = poisoned(backend, positions.len(), width);
         let Loaded { weights, rope, cache } = loaded;
         backend
-            .qkv_rope_write(&input, weights, rope, &self.shape, &batch, cache, LAYERS - 1, &mut q)
+            .qkv_rope_write(
+                &input,
+                weights,
+                None,
+                rope,
+                &self.shape,
+                &batch,
+                cache,
+                LAYERS - 1,
+                &mut q,
+            )
             .unwrap();
         backend.paged_attention(&q, &self.shape, &batch, cache, LAYERS - 1, &mut out).unwrap();
         (q.values().to_vec(), out.values().to_vec())
@@ -330,7 +340,7 @@ fn shapes_that_do_not_fit_are_errors() {
     let seqs = [seq];
     let batch = Batch { positions: &[0, 1], slots: &[0, 1], seqs: &seqs, block_tables: &[0] };
     let mut qkv = |shape: &AttentionShape, batch: &Batch<'_>, layer: usize| {
-        backend.qkv_rope_write(&x, weights, rope, shape, batch, cache, layer, &mut q)
+        backend.qkv_rope_write(&x, weights, None, rope, shape, batch, cache, layer, &mut q)
     };
     let shape_with = |change: fn(&mut AttentionShape)| {
         let mut shape = good;

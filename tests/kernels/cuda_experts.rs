@@ -355,3 +355,60 @@ fn experts_are_weighted_and_added_in_order() {
         }
     }
 }
+
+/// Rows whose matrices others chose: those that went to none are zeros, whatever lies in their place.
+#[test]
+fn rows_that_go_to_no_matrix_are_zeros() {
+    let mut random = Random(79);
+    for (rows, width, there) in [(1, 24, 1), (5, 2052, 4), (3, 7, 3)] {
+        let experts: Vec<u32> =
+            (0..rows).map(|row| if row % 2 == 1 { u32::MAX } else { row as u32 }).collect();
+        let mut parts = random.vec(rows * width);
+        for (row, part) in parts.chunks_mut(width).enumerate() {
+            if row % 2 == 1 {
+                part.fill(f32::NAN);
+            }
+        }
+        let live = 3 + there;
+        let tail = |out: Arg, strides: &[usize]| {
+            let mut args = vec![f32s(&parts), u32s(&experts), out];
+            args.extend(strides.iter().map(|n| Arg::U32(*n as u32)));
+            args.extend([Arg::U32(3), u32s(&[live as u32])]);
+            args
+        };
+        let grid = [rows, width.div_ceil(1024), 1];
+        let args = tail(poison_f32(rows * width), &[width]);
+        let out = read_f32(&launch("tutti_assigned_rows", grid, 256).run(&args)[2]);
+        let stride = width + 4;
+        let args = tail(poison_bf16(rows * stride), &[width, stride]);
+        let rounded = read_bf16(&launch("tutti_assigned_rows_bf16", grid, 256).run(&args)[2]);
+        for row in 0..rows {
+            for column in 0..width {
+                let (got, short) = (out[row * width + column], rounded[row * stride + column]);
+                if row >= there {
+                    assert!(got.is_nan() && short.is_nan(), "row {row} is not there");
+                    continue;
+                }
+                let want = if row % 2 == 1 { 0.0 } else { parts[row * width + column] };
+                assert_eq!(got, want, "row {row}, column {column}");
+                assert_eq!(short, rounded_all(&[want])[0], "row {row}, column {column}");
+            }
+        }
+    }
+}
+
+/// What goes to no matrix is in no tile.
+#[test]
+fn rows_that_go_to_no_matrix_are_in_no_tile() {
+    let experts = [1, u32::MAX, 0, 1, u32::MAX, u32::MAX, 2, 1];
+    let group = Group {
+        experts: &experts,
+        top_k: 1,
+        num_experts: 3,
+        chunk_rows: 8,
+        tile_slots: 8,
+        live: Some(7),
+    };
+    let tiles = group.tiles().remove(0);
+    assert_eq!(tiles, [(0, vec![2]), (1, vec![0, 3]), (2, vec![6])]);
+}

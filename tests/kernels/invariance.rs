@@ -26,7 +26,7 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
                         backend.linear(&input, &packed, None, &mut out).unwrap();
                         linear.extend(bits(out.values()));
                         let mut out = poisoned(&mut backend, x.len() / cols, rows / 2);
-                        backend.gate_up_silu(&input, &packed, None, &mut out).unwrap();
+                        backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
                         gated.extend(bits(out.values()));
                     }
                     let got = (linear, gated);

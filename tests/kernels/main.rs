@@ -9,6 +9,7 @@
     reason = "helpers of tests, outside of test functions; what was run, for --nocapture"
 )]
 
+mod adapters;
 mod attention;
 mod collectives;
 mod cuda_attention;

@@ -119,7 +119,7 @@ fn gate_up_silu_matches_the_naive_version() {
                 let input = buffer(&mut backend, &x, cols);
                 let mut out = poisoned(&mut backend, m, inner);
                 let vector = biased.then_some(&bias_vector);
-                backend.gate_up_silu(&input, &packed, vector, &mut out).unwrap();
+                backend.gate_up_silu(&input, &packed, vector, None, &mut out).unwrap();
                 for (x, out) in x.chunks(cols).zip(out.values().chunks(inner)) {
                     let x = as_taken(precision, x);
                     let both = weight.product(&x, biased.then_some(&bias[..]));
@@ -203,8 +203,8 @@ fn shapes_that_do_not_fit_are_errors() {
         backend.linear(&x, &matrix, None, &mut half),
         backend.linear(&x, &matrix, Some(&short), &mut out),
         backend.linear(&x, &matrix, None, &mut few_rows),
-        backend.gate_up_silu(&x, &matrix, None, &mut out),
-        backend.gate_up_silu(&x, &odd, None, &mut half),
+        backend.gate_up_silu(&x, &matrix, None, None, &mut out),
+        backend.gate_up_silu(&x, &odd, None, None, &mut half),
         backend.lm_head(&x, &[2], &matrix, &mut out),
         backend.lm_head(&x, &[0, 1, 0], &matrix, &mut out),
         backend.embed(&matrix, &[1], 0, &mut out),

@@ -577,3 +577,41 @@ fn a_front_end_that_is_lost_is_missed_for_a_while_and_one_that_says_goodbye_is_n
     hub.observer().record().frontend_down(first, ms(9100));
     assert_eq!(up(1), Some(0.0));
 }
+
+#[test]
+fn requests_of_adapters_are_counted_while_they_run() {
+    let hub = hub();
+    let replica = ReplicaId(0);
+    let mut record = hub.observer().record();
+    record.adapters(["sql", "chat"].into_iter());
+    record.replica_ready(replica, &config(100));
+    let mut tracks: Vec<_> =
+        [0, 1, 1, 2].map(|adapter| record.accepted(ms(0), 1, &id()).with_adapter(adapter)).into();
+    for track in &mut tracks {
+        record.routed(track, replica);
+        record.scheduled(track, replica, ms(1));
+    }
+    drop(record);
+    let counts = || {
+        let scrape = scrape(&hub);
+        let of = |adapter: &str| {
+            scrape.get(&format!("tutti_lora_requests{{adapter=\"{adapter}\",replica=\"0\"}}"))
+        };
+        (of("sql"), of("chat"))
+    };
+    assert_eq!(counts(), (2.0, 1.0));
+    let mut record = hub.observer().record();
+    record.preempted(&mut tracks[1], replica, 3);
+    record.finished(tracks.remove(3), FinishedReason::Stop, SUMMARY, ms(2));
+    drop(record);
+    assert_eq!(counts(), (1.0, 0.0));
+    let mut record = hub.observer().record();
+    record.scheduled(&mut tracks[1], replica, ms(3));
+    record.interrupted(&mut tracks[2]);
+    drop(record);
+    assert_eq!(counts(), (1.0, 0.0));
+    let mut record = hub.observer().record();
+    tracks.into_iter().for_each(|track| record.aborted(track, SUMMARY));
+    drop(record);
+    assert_eq!(counts(), (0.0, 0.0), "there while the replica serves");
+}

@@ -143,6 +143,7 @@ fn plan(number: &mut u64, running: &mut [&mut Running]) -> StepPlan {
                 seq: seq.seq,
                 tokens: seq.tokens.clone(),
                 num_prompt: len,
+                adapter: 0,
                 sampling: seq.sampling.clone(),
             });
         }

@@ -42,6 +42,7 @@ impl Request {
                 seq: self.seq,
                 tokens: self.tokens.clone(),
                 num_prompt: PROMPT.min(len),
+                adapter: 0,
                 sampling: SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() },
             });
         }

@@ -203,6 +203,7 @@ fn begin(backend: &mut CudaBackend, rows: u32) {
         sample_rows: &all,
         sampling: &vec![row; rows as usize],
         feed: &[],
+        adapters: &[],
         is_plain: true,
     };
     backend.begin_step(&inputs).unwrap();

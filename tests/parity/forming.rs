@@ -2,7 +2,7 @@
 use std::net::TcpListener;
 
 use shared::ids::{Epoch, ReplicaId};
-use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form, Quantization};
+use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form, Lora, Quantization};
 use testkit::models::variant;
 use worker::device::CudaDevice;
 use worker::engine_rank::EngineRank;
@@ -50,6 +50,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
             reduction_ranks: 2,
             dtype: Dtype::Auto,
             quantization: Quantization::None,
+            lora: Lora::default(),
             collective: CollectiveSpec::SharedMemory { name },
             collective_timeout_ms: 30_000,
             model: variant("llama-gqa").to_str().unwrap().to_owned(),

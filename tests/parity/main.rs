@@ -1,5 +1,6 @@
 //! Every model folder against its golden values (transformers, float32), at tp 1, 2 and 4.
 //!
+//! - [`adapters`]: LoRA adapters beside the model
 //! - [`goldens`]: prompt log-probabilities and greedy tokens
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
@@ -24,6 +25,7 @@
     reason = "a test ends by panicking, and says how close it was"
 )]
 
+mod adapters;
 mod broken;
 mod checkpoint;
 mod cuda;

@@ -146,6 +146,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
         seq: SeqId(seq),
         tokens: vec![7],
         num_prompt: 1,
+        adapter: 0,
         sampling: sampling.clone(),
     };
     let half = Some(TokenMask::Bits(vec![0x5555_5555; 2048 / 32]));

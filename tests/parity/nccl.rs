@@ -188,6 +188,7 @@ fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
                     seq: SeqId(seq),
                     tokens: PROMPT.to_vec(),
                     num_prompt: count,
+                    adapter: 0,
                     sampling: SamplingParams { prompt_logprobs, ..SamplingParams::greedy() },
                 });
                 new_blocks.push(BlockId(seq as u32 * 2));

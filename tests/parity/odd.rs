@@ -125,6 +125,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
         seq: SeqId(1),
         tokens: vec![1, 2, 3],
         num_prompt: 3,
+        adapter: 0,
         sampling: params(),
     }];
     let steps = [

@@ -46,7 +46,7 @@ fn plan(step: u64) -> StepPlan {
 
 fn new(seq: u64, tokens: &[u32], num_prompt: u32) -> NewSequence {
     let sampling = SamplingParams { logprobs: Some(3), ..SamplingParams::greedy() };
-    NewSequence { seq: SeqId(seq), tokens: tokens.to_vec(), num_prompt, sampling }
+    NewSequence { seq: SeqId(seq), tokens: tokens.to_vec(), num_prompt, adapter: 0, sampling }
 }
 
 fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {

@@ -12,7 +12,7 @@ use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    EngineConfig, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+    EngineConfig, Lora, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
 };
 use shared::sampling::SamplingParams;
 use testkit::fake_cuda::{fake_cuda_of, fake_nccl};
@@ -21,6 +21,7 @@ use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
+use worker::model::lora::LoraFiles;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights::{self, Source};
@@ -54,6 +55,8 @@ pub(crate) struct Seq {
     computed: u32,
     blocks: u32,
     sampling: SamplingParams,
+    /// Its adapter; 0 for none.
+    pub(crate) adapter: u32,
     /// Its tokens keep to the rule of this number.
     pub(crate) rule: Option<u64>,
     /// What its next step drafts, when it computes nothing but its last token.
@@ -197,7 +200,8 @@ pub(crate) fn fake_nccl_engine(
     relay: SharedRelay,
 ) -> Engine<CudaBackend> {
     let backend = fake_nccl_backend(rank, collective, relay);
-    engine_on(model, rank, (degree, degree), Quantization::None, backend).unwrap()
+    engine_on(model, rank, (degree, degree), (Quantization::None, &Lora::default()), backend)
+        .unwrap()
 }
 
 /// One rank's engine on the fast backend.
@@ -208,14 +212,14 @@ pub(crate) fn engine(
     collective: Box<dyn Collective>,
 ) -> Result<Engine<CpuBackend>, ModelError> {
     let backend = CpuBackend::new(1, Precision::Float32, collective)?;
-    engine_on(model, rank, (degree, degree), Quantization::None, backend)
+    engine_on(model, rank, (degree, degree), (Quantization::None, &Lora::default()), backend)
 }
 
 fn engine_on<B: Backend>(
     model: &Path,
     rank: u32,
     degree: (u32, u32),
-    quantization: Quantization,
+    weights: (Quantization, &Lora),
     backend: B,
 ) -> Result<Engine<B>, ModelError> {
     let sizes = EngineConfig {
@@ -226,7 +230,7 @@ fn engine_on<B: Backend>(
         kv_cache_bytes: 1 << 30,
         swap_bytes: 0,
     };
-    let mut engine = engine_reducing(model, rank, degree, quantization, backend, sizes)?;
+    let mut engine = engine_reducing(model, rank, degree, weights, backend, sizes)?;
     engine.start(NUM_BLOCKS)?;
     Ok(engine)
 }
@@ -239,7 +243,14 @@ pub(crate) fn engine_of<B: Backend>(
     backend: B,
     sizes: EngineConfig,
 ) -> Result<Engine<B>, ModelError> {
-    engine_reducing(model, rank, (degree, degree), Quantization::None, backend, sizes)
+    engine_reducing(
+        model,
+        rank,
+        (degree, degree),
+        (Quantization::None, &Lora::default()),
+        backend,
+        sizes,
+    )
 }
 
 /// The same, with sums made as by another number of ranks: `degree` is (ranks, ranks of sums).
@@ -247,7 +258,7 @@ fn engine_reducing<B: Backend>(
     model: &Path,
     rank: u32,
     degree: (u32, u32),
-    quantization: Quantization,
+    (quantization, lora): (Quantization, &Lora),
     mut backend: B,
     sizes: EngineConfig,
 ) -> Result<Engine<B>, ModelError> {
@@ -258,7 +269,9 @@ fn engine_reducing<B: Backend>(
     let source = Source { files: &files, config: &config, shard: &shard };
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
     let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
+    let adapters = LoraFiles::open(lora, &config)?.load(&mut backend, &config, &shard, tokens)?;
     let decoder = Decoder::new(&mut backend, config, shard, weights, tokens, rows)?;
+    let decoder = decoder.with_adapters(adapters);
     Ok(Engine::new(backend, decoder, sizes))
 }
 
@@ -289,6 +302,11 @@ impl Rig {
 
     /// `degree` is (ranks, ranks that sums are made as by).
     pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
+        Self::adapted(backend, model, degrees, &Lora::default())
+    }
+
+    /// The same, with adapters beside the model.
+    pub(crate) fn adapted(backend: On, model: &Path, degrees: (u32, u32), lora: &Lora) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
         if let On::FakeCuda | On::FakeCudaInt8 | On::FakeInvariant | On::FakeNccl = backend {
@@ -305,7 +323,7 @@ impl Rig {
             let (plan_sender, plan_receiver) = channel::<StepPlan>();
             plans.push(plan_sender);
             let model = model.to_owned();
-            let (sender, relay) = (sender.clone(), relay.clone());
+            let (sender, relay, lora) = (sender.clone(), relay.clone(), lora.clone());
             threads.push(std::thread::spawn(move || match backend {
                 On::Cpu | On::CpuBf16 | On::CpuInt8 | On::CpuBf16Int8 => {
                     let precision = match backend {
@@ -313,33 +331,39 @@ impl Rig {
                         _ => Precision::Float32,
                     };
                     let backend = CpuBackend::new(1, precision, collective).unwrap();
-                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
+                    let engine =
+                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeCuda | On::FakeCudaInt8 => {
                     let backend = fake_cuda_backend(true, collective);
-                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
+                    let engine =
+                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeInvariant => {
                     let options = CudaOptions { batch_invariant: true, ..CudaOptions::default() };
                     let backend = fake_cuda_with(options, collective);
-                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
+                    let engine =
+                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakePeers(one_shot) => {
                     let backend = fake_peer(one_shot, collective);
-                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
+                    let engine =
+                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeNccl => {
                     let backend = fake_nccl_backend(rank, collective, relay);
-                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
+                    let engine =
+                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::Reference | On::ReferenceInt8 => {
                     let backend = ReferenceBackend::new(collective);
-                    let engine = engine_on(&model, rank, degrees, quantization, backend).unwrap();
+                    let engine =
+                        engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
                     serve(rank, engine, plan_receiver, &sender);
                 }
             }));
@@ -365,6 +389,7 @@ impl Rig {
             computed: 0,
             blocks: 0,
             sampling,
+            adapter: 0,
             rule: None,
             drafts: Vec::new(),
             admitted: false,
@@ -382,6 +407,7 @@ impl Rig {
                     seq: seq.id,
                     tokens: seq.tokens.clone(),
                     num_prompt: seq.num_prompt as u32,
+                    adapter: seq.adapter,
                     sampling: seq.sampling.clone(),
                 });
             }

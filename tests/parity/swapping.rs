@@ -87,6 +87,7 @@ fn load() -> Vec<GenerateRequest> {
             open_ended: false,
             priority: 0,
             cache_salt: 0,
+            adapter: 0,
             end_tokens: Vec::new(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),

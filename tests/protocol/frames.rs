@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use shared::protocol::PROTOCOL_VERSION;
 use shared::wire::frame::{
     BODY_MAX, CONTROL_MAX, FrameDecoder, FrameEncoder, FrameError, FrameKind, HANDSHAKE_MAX,
-    HEADER_LEN,
+    HEADER_LEN, WELCOME_MAX,
 };
 
 fn encode(kind: FrameKind, epoch: u64, body: &[u8]) -> Vec<u8> {
@@ -97,6 +97,7 @@ fn a_lying_length_reserves_nothing() {
 fn every_kind_has_its_bound_on_both_sides() {
     let bounds = [
         (FrameKind::Hello, HANDSHAKE_MAX),
+        (FrameKind::Welcome, WELCOME_MAX),
         (FrameKind::Refused, HANDSHAKE_MAX),
         (FrameKind::Ping, 0),
         (FrameKind::Control, CONTROL_MAX),

@@ -6,17 +6,18 @@ use shared::ids::{
 use shared::log::LogLines;
 use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
+use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
-    CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent, FinishReason, Form,
-    FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId, FrontendWelcome,
-    GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, NewSequence, NodeResources,
-    Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed,
-    StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker,
-    TokenLogprobs, TokenMask, Whitespace, WorkerStats,
+    Adapter, CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent,
+    FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId,
+    FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, Lora,
+    NewSequence, NodeResources, Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start,
+    Started, StepFailed, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair,
+    ToFrontend, ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
-use shared::wire::frame::HANDSHAKE_MAX;
+use shared::wire::frame::{CONTROL_MAX, HANDSHAKE_MAX, WELCOME_MAX};
 
 fn round_trip<T>(value: &T)
 where
@@ -47,6 +48,7 @@ fn plan() -> StepPlan {
             seq: SeqId(9),
             tokens: vec![1, 2, 70_000],
             num_prompt: 2,
+            adapter: 1,
             sampling: SamplingParams {
                 logit_bias: vec![(5, -1.5)],
                 pooling: Some(Pooling::Mean),
@@ -92,6 +94,10 @@ fn result() -> StepResult {
     }
 }
 
+fn adapter() -> Adapter {
+    Adapter { name: "sql".to_owned(), path: "/adapters/\u{e9}".to_owned() }
+}
+
 fn form(collective: CollectiveSpec) -> ToWorker {
     ToWorker::Form(Form {
         epoch: Epoch(1),
@@ -104,6 +110,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         model: "/models/\u{e9}".to_owned(),
         dtype: Dtype::Bfloat16,
         quantization: Quantization::Int8,
+        lora: Lora { adapters: vec![adapter()], max_rank: 16 },
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,
@@ -204,6 +211,32 @@ fn a_hello_with_all_it_may_offer_fits_into_its_frame() {
     assert!(many.check().unwrap_err().contains("resources"));
 }
 
+#[test]
+fn what_names_all_adapters_fits_into_its_frame() {
+    let adapter = |number: usize| Adapter {
+        name: format!("{number:->ADAPTER_NAME_MAX$}"),
+        path: format!("{number:/>ADAPTER_PATH_MAX$}"),
+    };
+    let adapters: Vec<Adapter> = (0..ADAPTERS_MAX).map(adapter).collect();
+    let lora = Lora { adapters: adapters.clone(), max_rank: 512 };
+    assert_eq!(lora.check(&"m".repeat(1024)), Ok(()));
+    let welcome = FrontendWelcome {
+        frontend: FrontendId(u32::MAX),
+        stats_interval_ms: u64::MAX,
+        serving: Serving {
+            model: "/".repeat(4096),
+            served_model_name: "m".repeat(1024),
+            adapters,
+            max_model_len: u32::MAX,
+            text_fingerprint: u64::MAX,
+            priorities: true,
+        },
+    };
+    round_trip(&welcome);
+    assert!(codec::encode(&welcome).unwrap().len() <= WELCOME_MAX as usize);
+    assert!(codec::encode(&lora).unwrap().len() <= CONTROL_MAX as usize / 2);
+}
+
 fn actor_frames() -> Vec<ActorFrame> {
     let report = ActorReport {
         name: "a".to_owned(),
@@ -257,6 +290,7 @@ fn submit() -> SubmitRequest {
         open_ended: true,
         priority: -3,
         cache_salt: u64::MAX,
+        adapter: 0,
         end_tokens: vec![0],
         waited_us: 12,
         response_id: "cmpl-1".to_owned(),
@@ -309,6 +343,7 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         serving: Serving {
             model: "/models/m".to_owned(),
             served_model_name: "m".to_owned(),
+            adapters: vec![adapter()],
             max_model_len: 4096,
             text_fingerprint: u64::MAX,
             priorities: true,
@@ -359,6 +394,18 @@ fn the_form_of_messages_is_pinned() {
     let pooled = SamplingParams { pooling: Some(Pooling::Mean), ..SamplingParams::greedy() };
     let pooled = hex(codec::encode(&pooled).unwrap());
     assert_eq!(pooled, hex(sampling).strip_suffix("00").unwrap().to_owned() + "0102");
+    let new = NewSequence {
+        seq: SeqId(9),
+        tokens: vec![5],
+        num_prompt: 1,
+        adapter: 2,
+        sampling: SamplingParams::greedy(),
+    };
+    let sampling = hex(codec::encode(&SamplingParams::greedy()).unwrap());
+    assert_eq!(hex(codec::encode(&new).unwrap()), "0901050102".to_owned() + &sampling);
+    let adapter = Adapter { name: "a".to_owned(), path: "/b".to_owned() };
+    let lora = Lora { adapters: vec![adapter], max_rank: 16 };
+    assert_eq!(hex(codec::encode(&lora).unwrap()), "010161022f6210");
     let drafts = SequenceStep { count: 3, drafts: vec![5, 70_000], ..entry };
     assert_eq!(
         hex(codec::encode(&drafts).unwrap()),

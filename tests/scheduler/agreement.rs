@@ -86,6 +86,7 @@ pub(crate) fn request() -> GenerateRequest {
         open_ended: false,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: Vec::new(),
         stops: Arc::default(),
         keep_special: false,

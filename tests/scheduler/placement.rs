@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRules};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::protocol::{
-    Dtype, EngineConfig, Formed, NodeResources, Quantization, Started, ToWorker,
+    Dtype, EngineConfig, Formed, Lora, NodeResources, Quantization, Started, ToWorker,
 };
 use shared::wire::auth::Secret;
 
@@ -30,6 +30,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         },
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
+        lora: Lora::default(),
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),

@@ -11,7 +11,7 @@ use shared::sampling::{Pooling, SamplingParams};
 
 use crate::frames::travels;
 use crate::guided::{Guidance, TestGuide, Woken, known};
-use crate::worker::{FakeWorker, next_token};
+use crate::worker::{FakeWorker, adapter_of, next_token};
 
 /// A request as its client sees it.
 #[derive(Clone, Debug)]
@@ -178,6 +178,7 @@ impl Rig {
             open_ended: false,
             priority: 0,
             cache_salt: 0,
+            adapter: 0,
             end_tokens: Vec::new(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),
@@ -222,6 +223,7 @@ impl Rig {
             open_ended: client.open_ended,
             priority: client.priority,
             cache_salt: 0,
+            adapter: adapter_of(client.seed),
             end_tokens: client.end_tokens.clone(),
             arrived: Duration::ZERO,
             stops: Vec::new().into(),

@@ -462,6 +462,7 @@ fn a_drafts_tokens_share_the_time_they_took() {
         open_ended: false,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: Vec::new(),
         stops: Arc::default(),
         keep_special: false,

@@ -33,9 +33,15 @@ pub(crate) fn next_token(
     allowed[(hash >> 33) as usize % allowed.len()]
 }
 
+/// The adapter of a request with this seed: of large seeds every other has one of two.
+pub(crate) fn adapter_of(seed: u64) -> u32 {
+    if seed >> 20 & 1 == 1 { 1 + (seed >> 21 & 1) as u32 } else { 0 }
+}
+
 #[derive(Debug)]
 struct Known {
     tokens: Vec<u32>,
+    adapter: u32,
     num_prompt: u32,
     sampling: SamplingParams,
     blocks: Vec<u32>,
@@ -123,12 +129,14 @@ impl FakeWorker {
         for new in &plan.admitted {
             let known = Known {
                 tokens: new.tokens.clone(),
+                adapter: new.adapter,
                 num_prompt: new.num_prompt,
                 sampling: new.sampling.clone(),
                 blocks: Vec::new(),
                 computed: 0,
                 host: None,
             };
+            assert_eq!(new.adapter, adapter_of(new.sampling.seed), "{} keeps its adapter", new.seq);
             let old = self.known.insert(new.seq, known);
             assert!(old.is_none(), "{} is admitted twice without being forgotten", new.seq);
         }
@@ -160,7 +168,7 @@ impl FakeWorker {
             assert!(room >= end, "{} has blocks for {room} of {end} tokens", entry.seq);
             known.computed = end;
             let size = self.config.block_size as usize;
-            let mut holds = 0;
+            let mut holds = u64::from(known.adapter);
             for (at, token) in known.tokens[..end as usize].iter().enumerate() {
                 holds = extend(holds, *token);
                 if at >= entry.start as usize {
@@ -195,7 +203,7 @@ impl FakeWorker {
     fn cache_holds_what_it_shall(&self) {
         let size = self.config.block_size as usize;
         for (seq, known) in self.known.iter().filter(|(_, known)| known.host.is_none()) {
-            let mut holds = 0;
+            let mut holds = u64::from(known.adapter);
             for (at, token) in known.tokens[..known.computed as usize].iter().enumerate() {
                 let block = known.blocks[at / size];
                 assert!(block < self.num_blocks, "{seq} has block {block} of {}", self.num_blocks);

@@ -16,7 +16,7 @@ use coordinator::replica::driver::reject_reason;
 use coordinator::scheduler::SUSPICION_MAX;
 
 use crate::coordinator::Life;
-use crate::model::{EMPTY, embedding, extend};
+use crate::model::{adapter_of, before, embedding, extend};
 use crate::scenario::{Client, Leaving, MS, Time};
 use crate::tally::Tally;
 use crate::world::World;
@@ -135,6 +135,7 @@ impl Clients {
             // Text and promises do not depend on it.
             priority: (index % 3) as i32 - 1,
             cache_salt: 0,
+            adapter: adapter_of(client.seed),
             end_tokens: client.ends.end_tokens.clone(),
             stops: Vec::new().into(),
             keep_special: false,
@@ -456,7 +457,8 @@ impl World {
                 }
                 Ok(EngineEvent::Embedding(found)) => {
                     let state = open.client.prompt.iter();
-                    let state = state.fold(EMPTY, |state, token| extend(state, *token));
+                    let begun = before(adapter_of(open.client.seed));
+                    let state = state.fold(begun, |state, token| extend(state, *token));
                     let asked = open.client.pooling.is_some() && !open.embedded;
                     if !asked || found != embedding(state) {
                         return Err(format!("the embedding {found:?}, asked for: {asked}"));

@@ -20,6 +20,7 @@ use shared::wire::auth::Secret;
 
 use crate::checks::LifeChecks;
 use crate::events::Event;
+use crate::model::lora;
 use crate::network::{LinkId, Side};
 use crate::random::mix;
 use crate::replicas::{ClusterMail, RunningReplica};
@@ -79,6 +80,7 @@ impl Coordinator {
             engine: scenario.engine.clone(),
             collective_timeout: Duration::from_micros(scenario.collective_timeout),
             form_timeout: if patient { Duration::MAX } else { Duration::from_micros(FORM_TIMEOUT) },
+            lora: lora(),
             worker_stats: true,
             collective_key: Secret::of_random([1; 32]),
             placement: PlacementRules::default(),
@@ -114,7 +116,7 @@ impl Coordinator {
     pub(crate) fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
         let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
         let homes = with_room(homes, request.tokens_needed());
-        self.affinity.route(&request.prompt, request.cache_salt, homes.into_iter())
+        self.affinity.route(&request.prompt, request.affinity_salt(), homes.into_iter())
     }
 
     pub(crate) fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {

@@ -10,7 +10,7 @@ use shared::protocol::{
 };
 use shared::sampling::{Pooling, SamplingParams};
 
-use crate::model::{EMPTY, POISON, embedding, extend};
+use crate::model::{ADAPTERS, POISON, before, embedding, extend};
 use crate::switches::Switches;
 
 /// As the real engine: sequences held for each that a step can run.
@@ -20,6 +20,7 @@ const HELD_PER_RUNNING: usize = 4;
 struct Known {
     tokens: Vec<u32>,
     sampling: SamplingParams,
+    adapter: u32,
     blocks: Vec<u32>,
     /// The state after each computed token, as this sequence wrote it.
     states: Vec<u64>,
@@ -84,6 +85,12 @@ impl RankEngine {
         self.forget(plan);
         self.swap(plan, config.block_size as usize, switches)?;
         self.admit(plan, &config)?;
+        if switches.adapters_are_mixed_up
+            && let Some(last) = plan.admitted.last()
+        {
+            let one_adapter = |known: &mut Known| known.adapter = last.adapter;
+            self.known.values_mut().filter(|known| known.states.is_empty()).for_each(one_adapter);
+        }
         let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
         let rows: usize = plan.sequences.iter().map(|entry| 1 + entry.drafts.len()).sum();
         if tokens > config.max_num_batched_tokens || rows > config.max_num_seqs as usize {
@@ -171,9 +178,13 @@ impl RankEngine {
             if new.tokens.is_empty() || new.tokens.len() > config.max_model_len as usize {
                 return Err(format!("{} has {} tokens", new.seq, new.tokens.len()));
             }
+            if new.adapter > ADAPTERS {
+                return Err(format!("{} has adapter {}", new.seq, new.adapter));
+            }
             let known = Known {
                 tokens: new.tokens.clone(),
                 sampling: new.sampling.clone(),
+                adapter: new.adapter,
                 blocks: Vec::new(),
                 states: Vec::new(),
                 host: None,
@@ -215,7 +226,7 @@ impl RankEngine {
             if start % size != 0 || prefix.len() * size != start {
                 return Err(format!("begins at {start} with {} blocks", entry.new_blocks.len()));
             }
-            let mut state = EMPTY;
+            let mut state = before(known.adapter);
             for (at, token) in known.tokens[..start].iter().enumerate() {
                 state = extend(state, *token);
                 let held = self.cache.get(prefix[at / size].0 as usize * size + at % size);
@@ -249,7 +260,7 @@ impl RankEngine {
                 return Err(format!("reads position {at}, which is not its own any more"));
             }
         }
-        let mut state = known.states.last().copied().unwrap_or(EMPTY);
+        let mut state = known.states.last().copied().unwrap_or(before(known.adapter));
         for at in start..end {
             state = extend(state, known.tokens[at]);
             if at >= known.written || !self.keeps_rejected {

@@ -155,6 +155,7 @@ const MUTATIONS: [Mutation; 50] = [
     ("token_lost", |it| it.token_lost = true),
     ("token_repeated", |it| it.token_repeated = true),
     ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
+    ("adapters_are_mixed_up", |it| it.adapters_are_mixed_up = true),
     ("masks_are_ignored", |it| it.masks_are_ignored = true),
     ("drafts_are_believed", |it| it.drafts_are_believed = true),
     ("rejected_drafts_stay", |it| it.rejected_drafts_stay = true),

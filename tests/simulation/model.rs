@@ -3,7 +3,7 @@
 use std::task::{Context, Poll};
 
 use coordinator::engine::{FinishReason, Guided, TokenGuide};
-use shared::protocol::TokenMask;
+use shared::protocol::{Adapter, Lora, TokenMask};
 
 use crate::random::mix;
 
@@ -13,6 +13,23 @@ pub(crate) const VOCABULARY: u32 = 997;
 pub(crate) const POISON: u32 = VOCABULARY + 1;
 /// The state before the first token.
 pub(crate) const EMPTY: u64 = 0x7077_1e55;
+
+/// The state before the first token of a request with this adapter.
+pub(crate) fn before(adapter: u32) -> u64 {
+    match adapter {
+        0 => EMPTY,
+        adapter => mix(EMPTY, u64::from(adapter)) | 1,
+    }
+}
+
+/// Adapters there are.
+pub(crate) const ADAPTERS: u32 = 2;
+
+/// The adapter of the request with this seed: every other has none.
+pub(crate) fn adapter_of(seed: u64) -> u32 {
+    let drawn = (mix(seed, 0xada9) >> 40) as u32 % (2 * ADAPTERS);
+    if drawn < ADAPTERS { drawn + 1 } else { 0 }
+}
 
 /// The state after one more token: what a KV cache holds at the token's place.
 pub(crate) fn extend(state: u64, token: u32) -> u64 {
@@ -125,7 +142,8 @@ pub(crate) fn undisturbed(
     choice: u32,
     ends: &Ends,
 ) -> (Vec<u32>, FinishReason) {
-    let mut state = prompt.iter().fold(EMPTY, |state, token| extend(state, *token));
+    let begun = before(adapter_of(seed));
+    let mut state = prompt.iter().fold(begun, |state, token| extend(state, *token));
     let mut text = Vec::new();
     if ends.max_tokens == 0 {
         return (text, FinishReason::Length);
@@ -153,4 +171,11 @@ pub(crate) fn undisturbed(
             return (text, FinishReason::Length);
         }
     }
+}
+
+/// What ranks are told of them.
+pub(crate) fn lora() -> Lora {
+    let adapter =
+        |number: u32| Adapter { name: number.to_string(), path: format!("/adapters/{number}") };
+    Lora { adapters: (1..=ADAPTERS).map(adapter).collect(), max_rank: 16 }
 }

@@ -61,6 +61,8 @@ pub(crate) struct Switches {
     pub(crate) token_lost: bool,
     /// The client sees one token twice.
     pub(crate) token_repeated: bool,
+    /// Workers compute every sequence with the adapter of the one that they learned last.
+    pub(crate) adapters_are_mixed_up: bool,
     /// Workers choose among all tokens, whatever is allowed.
     pub(crate) masks_are_ignored: bool,
     /// Workers take every token that they sampled behind drafts, right or not.

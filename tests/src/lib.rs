@@ -1,6 +1,7 @@
 //! What the test binaries share: real processes on loopback, and clients for them.
 //!
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
+//! - [`adapters`]: LoRA adapters of made-up numbers
 //! - [`certificates`]: an authority and what it signed
 //! - [`etcd`]: a real etcd
 //! - [`fake_cuda`]: a stand-in for NVIDIA's driver, with this project's kernels emulated
@@ -14,6 +15,7 @@
 //! - [`models`]: where the model folders and their golden values are
 #![forbid(unsafe_code)]
 
+pub mod adapters;
 pub mod certificates;
 pub mod client;
 pub mod etcd;

@@ -176,7 +176,8 @@ impl Replica {
                 })
                 .collect();
             let sampling = SamplingParams::greedy();
-            let admitted = vec![NewSequence { seq: *seq, tokens, num_prompt: prompt, sampling }];
+            let admitted =
+                vec![NewSequence { seq: *seq, tokens, num_prompt: prompt, adapter: 0, sampling }];
             let own = index * blocks..(index + 1) * blocks;
             let sequences = vec![SequenceStep {
                 seq: *seq,

@@ -14,7 +14,7 @@ mod verify;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use kernels::backend::{Batch, SeqRows, StepInputs};
+use kernels::backend::{Batch, NOT_ASSIGNED, SeqRows, StepInputs};
 use kernels::sampling::{SampleRow, Sampled};
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
@@ -27,6 +27,7 @@ use self::masks::Masks;
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;
+use crate::model::lora;
 use crate::rank::{NoSteps, StepSource};
 
 /// A plan cannot be run.
@@ -83,6 +84,8 @@ struct StepBuffers {
     sample_entries: Vec<usize>,
     /// Rows of the step before whose tokens are this one's; empty when all of its own are known.
     feed: Vec<u32>,
+    /// Which adapter each row has; empty when none has one.
+    adapters: Vec<u32>,
     /// Empty between steps: kept for its memory.
     sampling: Vec<SampleRow<'static>>,
     sampled: Vec<Sampled>,
@@ -286,6 +289,11 @@ impl<B: Backend> Engine<B> {
                 let len = new.tokens.len();
                 return Err(fault(format!("{} has {len} tokens, the bound is {max}", new.seq)));
             }
+            let adapters = self.decoder.num_adapters();
+            if new.adapter > adapters {
+                let (seq, adapter) = (new.seq, new.adapter);
+                return Err(fault(format!("{seq} has adapter {adapter} of {adapters}")));
+            }
             if new.num_prompt as usize > new.tokens.len() {
                 return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
             }
@@ -339,6 +347,8 @@ impl<B: Backend> Engine<B> {
             }
             let row_start = step.ids.len() as u32;
             step.entry_rows.push(row_start);
+            let rows = step.adapters.len() + entry.count as usize;
+            step.adapters.resize(rows, lora::row_of(seq.adapter));
             let table_start = step.block_tables.len() as u32;
             step.block_tables.extend_from_slice(&seq.blocks);
             if !entry.drafts.is_empty() {
@@ -361,6 +371,9 @@ impl<B: Backend> Engine<B> {
                 step.sample_rows.push(row_start + entry.count - 1);
                 step.sample_entries.push(index);
             }
+        }
+        if step.adapters.iter().all(|row| *row == NOT_ASSIGNED) {
+            step.adapters.clear();
         }
         let max = self.config.max_num_batched_tokens as usize;
         if step.ids.len() > max {
@@ -431,9 +444,10 @@ impl<B: Backend> Engine<B> {
             sample_rows: &step.sample_rows,
             sampling: &rows,
             feed: &step.feed,
+            adapters: &step.adapters,
             is_plain,
         })?;
-        decoder.forward(backend, cache, &step.ids, &batch)?;
+        decoder.forward(backend, cache, &step.ids, &batch, &step.adapters)?;
         if !is_plain {
             let max = self.config.max_num_seqs;
             prompt_logprobs(backend, decoder, sequences, step, plan, max, outputs)?;
@@ -622,5 +636,6 @@ impl StepBuffers {
         self.sample_rows.clear();
         self.sample_entries.clear();
         self.feed.clear();
+        self.adapters.clear();
     }
 }

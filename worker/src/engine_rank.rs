@@ -16,7 +16,7 @@ use kernels::{Backend as _, Collective, CollectiveError, KernelError};
 use shared::host::available_memory;
 use shared::ids::Epoch;
 use shared::protocol::{
-    CollectiveSpec, Dtype, Form, Quantization, SequenceOutput, StepPlan, StepTimings,
+    CollectiveSpec, Dtype, Form, Lora, Quantization, SequenceOutput, StepPlan, StepTimings,
 };
 
 use crate::device::{Device, bytes_text};
@@ -24,6 +24,7 @@ use crate::engine::{Engine, EngineError};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
+use crate::model::lora::LoraFiles;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights::{self, Source};
@@ -45,9 +46,9 @@ pub struct EngineRank<D: Device> {
     unfinished: u64,
 }
 
-/// What was loaded: model folder, precision and format of weights, rank, degree and that of its sums, and the sizes the
-/// buffers were made for.
-type Key = (String, (Dtype, Quantization), u32, (u32, u32), u32, u32, u32);
+/// What was loaded: model folder and adapters, precision and format of weights, rank, degree and that
+/// of its sums, and the sizes the buffers were made for.
+type Key = ((String, Lora), (Dtype, Quantization), u32, (u32, u32), u32, u32, u32);
 
 struct Loaded<D: Device> {
     engine: Engine<D::Backend>,
@@ -134,6 +135,7 @@ impl<D: Device> EngineRank<D> {
         let shard = Shard::new(&config, form.rank, form.world_size)?
             .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
+        let adapters = LoraFiles::open(&form.lora, &config)?;
         let precision = self.device.precision(form.dtype, &config)?;
         let mut backend = self.device.backend(precision, collective)?;
         // Now, for those that have loaded wait for this one. What becomes of them while it loads, it
@@ -155,7 +157,13 @@ impl<D: Device> EngineRank<D> {
             weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;
         let tokens_max = form.engine.max_num_batched_tokens as usize;
         let rows_max = form.engine.max_num_seqs as usize;
-        let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?;
+        let adapters = adapters.load(&mut backend, &config, &shard, tokens_max)?;
+        if let Some(loaded) = &adapters {
+            let bytes = bytes_text(loaded.bytes());
+            tracing::info!(count = loaded.count(), bytes, "LoRA adapters loaded");
+        }
+        let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?
+            .with_adapters(adapters);
         let mut engine = Engine::new(backend, decoder, form.engine.clone());
         self.device.prepare(&mut engine)?;
         D::set_alone(engine.backend(), false);
@@ -258,7 +266,7 @@ impl<D: Device> Rank for EngineRank<D> {
         abort.set(form.epoch, all.clone());
         let sizes = &form.engine;
         let key = (
-            form.model.clone(),
+            (form.model.clone(), form.lora.clone()),
             (form.dtype, form.quantization),
             form.rank,
             (form.world_size, form.reduction_ranks),

@@ -4,6 +4,7 @@
 //! - [`safetensors`]: weight files, mapped and checked
 //! - [`size`]: PURE: how much memory a shard takes
 //! - [`shard`]: PURE: which heads, columns and rows a rank holds
+//! - [`lora`]: adapters beside the model
 //! - [`experts`]: mixtures of experts: their configuration, their tensors
 //! - [`quantization`]: quantised checkpoints
 //! - [`rope`]: PURE: rotary frequencies and their scalings
@@ -12,6 +13,7 @@
 pub mod config;
 pub mod decoder;
 pub mod experts;
+pub mod lora;
 pub mod quantization;
 pub mod rope;
 pub mod safetensors;

@@ -12,6 +12,7 @@ use super::api::ApiArgs;
 use super::asking::TrustArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::lora::LoraArgs;
 use super::resources::{PlacementArgs, ResourceArgs};
 use super::speculative;
 
@@ -389,6 +390,8 @@ pub(crate) struct ServingArgs {
     /// sequences decoded 1.6 times as fast where memory is the limit, for a little precision) or none
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
+    #[command(flatten)]
+    pub(crate) lora: LoraArgs,
     /// Workers per replica: each holds 1/N of every layer [default: 2; for `up` no more than it starts]
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: Option<u32>,

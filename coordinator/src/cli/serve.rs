@@ -9,7 +9,9 @@ use coordinator::replica::driver::DriverLimits;
 
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
+use shared::protocol::{Adapter, Lora};
 
+use super::lora::LoraArgs;
 use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs, TENSOR_PARALLEL};
 use super::output::print_line;
 use super::signals::Signals;
@@ -95,6 +97,7 @@ pub(crate) fn coordinator_options(
         model,
         dtype: args.dtype,
         quantization: args.quantization,
+        lora: lora(&args.lora)?,
         tensor_parallel: degree,
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(degree),
         max_replicas: args.replicas,
@@ -140,6 +143,22 @@ pub(crate) fn coordinator_options(
         run: random(),
         log,
     })
+}
+
+/// The adapters named, by absolute paths: workers may run in another folder.
+fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
+    if args.enable_lora && args.lora_modules.is_empty() {
+        let message =
+            "--enable-lora needs --lora-modules NAME=DIR: adapters are served from the start";
+        return Err(CliError::Usage(message.to_owned()));
+    }
+    let absolute = |adapter: &Adapter| {
+        let path = Path::new(&adapter.path);
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        Adapter { path: path.to_string_lossy().into_owned(), ..adapter.clone() }
+    };
+    let adapters = args.lora_modules.iter().map(absolute).collect();
+    Ok(Lora { adapters, max_rank: args.max_lora_rank })
 }
 
 /// The fields named; clap has checked the names.

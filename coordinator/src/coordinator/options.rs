@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
-use shared::protocol::{Dtype, Quantization};
+use shared::protocol::{Dtype, Lora, Quantization};
 use shared::wire::auth::Secret;
 use tokio::sync::mpsc;
 
@@ -27,6 +27,8 @@ pub struct CoordinatorOptions {
     pub dtype: Dtype,
     /// How its weights are kept.
     pub quantization: Quantization,
+    /// The adapters beside it, their folders as workers see them too.
+    pub lora: Lora,
     /// The model's name in the API.
     pub served_model_name: String,
     /// Ranks per replica.

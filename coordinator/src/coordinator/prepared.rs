@@ -42,6 +42,10 @@ impl Prepared {
     /// # Errors
     /// [`StartError`].
     pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
+        options
+            .lora
+            .check(&options.served_model_name)
+            .map_err(|why| StartError::Sizes(format!("--lora-modules: {why}")))?;
         let text =
             Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);
         let max_model_len = options.max_model_len.unwrap_or(text.max_positions);

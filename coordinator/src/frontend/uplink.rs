@@ -405,6 +405,7 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         open_ended: request.open_ended,
         priority: request.priority,
         cache_salt: request.cache_salt,
+        adapter: request.adapter,
         end_tokens: request.end_tokens,
         waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
         response_id: request.response_id.as_ref().to_owned(),

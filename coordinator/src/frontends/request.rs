@@ -54,6 +54,10 @@ impl Frontends {
             let len = submit.response_id.len();
             return Err(format!("a response id of {len} bytes, at most {RESPONSE_ID_MAX}"));
         }
+        let adapters = self.serving.adapters.len();
+        if submit.adapter as usize > adapters {
+            return Err(format!("adapter {} of {adapters}", submit.adapter));
+        }
         if let Some(spec) = &submit.guide {
             spec.check().map_err(|error| format!("what the output must be {error}"))?;
         }
@@ -86,6 +90,7 @@ impl Frontends {
             // Of one that does not know yet that priorities are not followed any more.
             priority: if self.serving.priorities { submit.priority } else { 0 },
             cache_salt: submit.cache_salt,
+            adapter: submit.adapter,
             end_tokens: submit.end_tokens,
             stops: submit.stops.into(),
             keep_special: submit.keep_special,

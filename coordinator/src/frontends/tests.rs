@@ -28,6 +28,7 @@ fn receiver_into(
     let serving = Serving {
         model: "m".into(),
         served_model_name: "m".into(),
+        adapters: Vec::new(),
         max_model_len: 100,
         text_fingerprint: text.fingerprint,
         priorities,
@@ -69,6 +70,7 @@ fn request() -> SubmitRequest {
         open_ended: false,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: vec![1; SUPPRESSED_MAX],
         waited_us: 0,
         response_id: "cmpl-1".into(),

@@ -32,7 +32,7 @@ enum Prompt {
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
-    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
+    let mut common = Common::read(&fields, limits, &state.text, &state.models)?;
     refused::check(&fields, Endpoint::Completions)?;
     let echo = fields.boolean("echo", false)?;
     let special = fields.boolean("add_special_tokens", true)?;
@@ -85,7 +85,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .into_iter()
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
         .collect::<Result<Vec<_>, _>>()?;
-    let envelope = Envelope::new(state, id, "text_completion");
+    let envelope = Envelope::new(state, common.adapter, id, "text_completion");
     let state = state.clone();
     let mut completion = Completion { state, common, envelope, running, turn: 0, choices };
     if completion.common.stream {

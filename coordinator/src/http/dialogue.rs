@@ -48,7 +48,7 @@ pub struct Started {
 pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Started, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
-    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
+    let mut common = Common::read(&fields, limits, &state.text, &state.models)?;
     let logprobs = fields.boolean("logprobs", false)?;
     let top = fields.count("top_logprobs", 0, limits.top_logprobs)?;
     if top.is_some_and(|top| top > 0) && !logprobs {

@@ -55,7 +55,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let arrived = state.clock.now();
     let limits = &state.limits;
     refused::check(&fields, Endpoint::Embeddings)?;
-    let mut common = Common::read(&fields, limits, &state.text, &state.model_name)?;
+    let mut common = Common::read(&fields, limits, &state.text, &state.models)?;
     let pooling = state.text.pooling.clone();
     let pooling = pooling.map_err(|why| {
         ApiError::field("model", format!("this model's embeddings are not supported: {why}"))
@@ -92,7 +92,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .try_collect::<Vec<_>>()
         .await?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
-    let tail = Tail { model: &state.model_name, usage };
+    let tail = Tail { model: state.models.name(common.adapter), usage };
     let (head, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());
     let pieces = pieces(&head.map_err(failed)?, &tail.map_err(failed)?, vectors, format);

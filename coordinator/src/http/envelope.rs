@@ -34,10 +34,11 @@ pub struct Answer<'a, C> {
 }
 
 impl Envelope {
-    /// Of the request whose answer has this id.
+    /// Of the request whose answer has this id, for the model or one of its adapters.
     #[must_use]
-    pub fn new(state: &AppState, id: Arc<str>, object: &'static str) -> Self {
-        Self { id, object, created: since_1970(), model: state.model_name.clone() }
+    pub fn new(state: &AppState, adapter: u32, id: Arc<str>, object: &'static str) -> Self {
+        let model = state.models.name(adapter).clone();
+        Self { id, object, created: since_1970(), model }
     }
 
     /// With choices; `usage` is left out where there is none, which is not the same as null.

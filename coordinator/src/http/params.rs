@@ -12,6 +12,7 @@ use shared::sampling::SamplingParams;
 use super::access::Tally;
 use super::error::ApiError;
 pub use super::fields::Fields;
+use super::models::Models;
 use super::options::{ApiOptions, MAX_LOGPROBS};
 use super::structured::{self, Asked};
 use crate::engine::TokenGuide;
@@ -160,6 +161,8 @@ pub struct Common {
     pub priority: i32,
     /// Requests of another salt share no cached prompts with it.
     pub cache_salt: u64,
+    /// The adapter that it is computed with; 0 for none.
+    pub adapter: u32,
     /// End tokens.
     pub end_tokens: Vec<u32>,
     /// Those of them that are the model's own.
@@ -182,14 +185,14 @@ pub struct Common {
     pub tally: Tally,
 }
 
-/// Refuses another model's requests.
+/// The adapter that a request's `model` names; 0 for the model alone, also where it names none.
 ///
 /// # Errors
-/// 404 for another model.
-pub fn check_model(fields: &Fields, model_name: &str) -> Result<(), ApiError> {
+/// 404 for what is not served.
+pub fn adapter(fields: &Fields, models: &Models) -> Result<u32, ApiError> {
     match fields.string("model", 4096)? {
-        Some(model) if model != model_name => Err(ApiError::unknown_model(model)),
-        _ => Ok(()),
+        Some(model) => models.find(model).ok_or_else(|| ApiError::unknown_model(model)),
+        None => Ok(0),
     }
 }
 
@@ -211,9 +214,9 @@ impl Common {
         fields: &Fields,
         limits: &Limits,
         text: &TextModel,
-        model_name: &str,
+        models: &Models,
     ) -> Result<Self, ApiError> {
-        check_model(fields, model_name)?;
+        let adapter = adapter(fields, models)?;
         fields.string("user", limits.user_bytes)?;
         let n = fields.count("n", 1, limits.n)?.unwrap_or(1);
         if let Some(best_of) = fields.count("best_of", 1, limits.n)?
@@ -266,6 +269,7 @@ impl Common {
             stops: stops(fields, limits)?,
             priority: priority(fields, limits)?,
             cache_salt: cache_salt(fields, limits)?,
+            adapter,
             end_tokens,
             model_end_tokens,
             stream,

@@ -109,7 +109,7 @@ impl Answering {
             id: id.clone(),
             object: "response",
             created_at: since_1970(),
-            model: state.model_name.clone(),
+            model: state.models.name(common.adapter).clone(),
             background: false,
             previous_response_id: (),
             service_tier: "default",

@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use shared::clock::Clock;
 use shared::ids::RequestId;
+use shared::protocol::Adapter;
 
 use super::admin::Admin;
 use super::error::ApiError;
@@ -13,8 +14,9 @@ use super::fields::Fields;
 use super::gate::Gate;
 use super::keys::ApiKeys;
 use super::metrics::MetricsPage;
+use super::models::Models;
 use super::options::ApiOptions;
-use super::params::{Common, Limits, check_model};
+use super::params::{Common, Limits, adapter};
 use super::pool::TextPool;
 use super::structured::Asked;
 use super::tls::Tls;
@@ -48,8 +50,8 @@ pub type ReadinessCheck = Arc<dyn Fn() -> Readiness + Send + Sync>;
 /// What handlers share.
 #[derive(Clone)]
 pub struct AppState {
-    /// The model's name in the API.
-    pub model_name: Arc<str>,
+    /// The names of the model and its adapters in the API.
+    pub models: Models,
     /// Its text side.
     pub text: Arc<TextModel>,
     /// The way to the engine.
@@ -92,7 +94,7 @@ pub struct AppState {
 
 impl std::fmt::Debug for AppState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("AppState").field("model_name", &self.model_name).finish_non_exhaustive()
+        f.debug_struct("AppState").field("models", &self.models).finish_non_exhaustive()
     }
 }
 
@@ -110,7 +112,7 @@ impl AppState {
         run: u64,
     ) -> Self {
         Self {
-            model_name: model_name.into(),
+            models: Models::new(model_name, &[]),
             text,
             engine,
             limits: Arc::new(limits),
@@ -149,12 +151,18 @@ impl AppState {
         }
     }
 
-    /// Refuses another model's requests.
+    /// With adapters beside the model.
+    #[must_use]
+    pub fn with_adapters(self, adapters: &[Adapter]) -> Self {
+        Self { models: Models::new(self.models.base(), adapters), ..self }
+    }
+
+    /// Refuses requests for a model that is not served.
     ///
     /// # Errors
     /// 404 for another model.
     pub fn check_model(&self, fields: &Fields) -> Result<(), ApiError> {
-        check_model(fields, &self.model_name)
+        adapter(fields, &self.models).map(drop)
     }
 
     /// With a gate that others close or watch.

@@ -58,6 +58,8 @@ struct Cells {
     reports: u64,
     fixed: Fixed,
     waiting_for_replica: Level,
+    /// Names of the adapters that are served.
+    adapters: Vec<String>,
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
     workers: BTreeMap<WorkerId, WorkerCells>,
     /// Front ends whose links ended, and when.
@@ -100,6 +102,8 @@ struct Fixed {
 #[derive(Debug)]
 struct ReplicaCells {
     running: Level,
+    /// Those that run, of each adapter.
+    adapters: Vec<Level>,
     swapped: Level,
     waiting: [Level; WAITING_AT_REPLICA.len()],
     prompt_tokens: Counter,
@@ -172,6 +176,7 @@ impl Observer {
             reports: 0,
             fixed,
             waiting_for_replica,
+            adapters: Vec::new(),
             replicas: BTreeMap::new(),
             workers: BTreeMap::new(),
             lost_frontends: BTreeMap::new(),
@@ -236,6 +241,12 @@ impl Recording<'_> {
         stats.add(cells.recomputed, tokens.recomputed);
         stats.add(cells.prefix_queries, tokens.looked_up);
         stats.add(cells.prefix_hits, tokens.found);
+    }
+
+    /// These adapters are served, in the order of their numbers. Called before there are replicas.
+    pub fn adapters<'a>(&mut self, names: impl Iterator<Item = &'a str>) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.adapters = names.map(str::to_owned).collect();
     }
 
     /// The slowest rank of a step took `gap` longer than the fastest.
@@ -308,17 +319,17 @@ impl Recording<'_> {
 impl Cells {
     /// A replica's cells, made at its first event, and the cells they index.
     fn replica(&mut self, replica: ReplicaId) -> (&mut ReplicaCells, &mut LocalStats) {
-        let stats = &mut self.stats;
-        let cells =
-            self.replicas.entry(replica).or_insert_with(|| ReplicaCells::resolve(stats, replica));
-        (cells, stats)
+        let Self { stats, adapters, replicas, .. } = self;
+        let resolve = || ReplicaCells::resolve(stats, adapters, replica);
+        (replicas.entry(replica).or_insert_with(resolve), stats)
     }
 }
 
 impl ReplicaCells {
     /// Whether the replica serves, and so has its load published also when that is 0.
     fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
-        for level in [&mut self.running].into_iter().chain(&mut self.waiting) {
+        let running = [&mut self.running].into_iter().chain(&mut self.adapters);
+        for level in running.chain(&mut self.waiting) {
             level.show_zero(stats, serves);
         }
         stats.set(self.up, if serves { 1.0 } else { 0.0 });
@@ -366,13 +377,17 @@ impl Fixed {
 }
 
 impl ReplicaCells {
-    fn resolve(stats: &mut LocalStats, replica: ReplicaId) -> Self {
+    fn resolve(stats: &mut LocalStats, adapters: &[String], replica: ReplicaId) -> Self {
         let name = replica.0.to_string();
         let label = [name.as_str()];
         let running = stats.gauge(catalogue::REQUESTS_RUNNING, label);
         let swapped = stats.gauge(catalogue::REQUESTS_SWAPPED, label);
         Self {
             running: Level::new(running),
+            adapters: adapters
+                .iter()
+                .map(|adapter| Level::new(stats.gauge(catalogue::LORA_REQUESTS, [adapter, &name])))
+                .collect(),
             swapped: Level::new(swapped),
             waiting: WAITING_AT_REPLICA.map(|reason| {
                 let labels = [reason.as_str(), &name];

@@ -152,11 +152,11 @@ impl ReplicaDriver {
             max_tokens: request.max_tokens,
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
-        let guide_spec = request.guide_spec.take();
+        let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter);
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
-                let mut track = recording.accepted(arrived, n, &response_id);
+                let mut track = recording.accepted(arrived, n, &response_id).with_adapter(adapter);
                 if let Some(spec) = guide_spec {
                     recording.guided(&spec);
                 }

@@ -15,10 +15,12 @@ const NONE: u32 = u32::MAX;
 /// What comes before a block's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Prefix {
-    /// Nothing. Sequences of different salts never find each other's blocks.
+    /// Nothing. Sequences of different salts, or adapters, never find each other's blocks.
     Start {
         /// The salt.
         salt: u64,
+        /// The adapter, which makes other K and V of the same tokens.
+        adapter: u32,
     },
     /// What an earlier block of the same sequence holds, by the name it was kept under.
     Kept(u64),
@@ -233,7 +235,7 @@ impl BlockPool {
 
 fn hash(prefix: Prefix, tokens: &[u32]) -> u64 {
     let start = match prefix {
-        Prefix::Start { salt } => !salt,
+        Prefix::Start { salt, adapter } => !salt ^ u64::from(adapter).rotate_right(16),
         Prefix::Kept(name) => name,
     };
     mix(start, tokens)
@@ -256,7 +258,7 @@ mod tests {
 
     use super::*;
 
-    const START: Prefix = Prefix::Start { salt: 0 };
+    const START: Prefix = Prefix::Start { salt: 0, adapter: 0 };
 
     #[test]
     fn what_is_kept_is_found_until_it_is_taken_the_longest_unused_first() {
@@ -264,7 +266,9 @@ mod tests {
         let mut table: Vec<BlockId> = (0..2).filter_map(|_| pool.take()).collect();
         let first = pool.keep(table[0], START, &[1, 2]);
         pool.keep(table[1], first, &[3, 4]);
-        assert!(pool.find(Prefix::Start { salt: 1 }, &[1, 2]).is_none(), "another salt");
+        for (salt, adapter, what) in [(1, 0, "another salt"), (0, 1, "another adapter")] {
+            assert!(pool.find(Prefix::Start { salt, adapter }, &[1, 2]).is_none(), "{what}");
+        }
         assert!(pool.find(START, &[3, 4]).is_none(), "not without what comes before");
         pool.give_back(&mut table);
         assert_eq!(pool.num_free(), 3);

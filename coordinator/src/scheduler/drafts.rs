@@ -314,6 +314,7 @@ mod tests {
             open_ended: false,
             priority: 0,
             cache_salt: 0,
+            adapter: 0,
             end_tokens: Vec::new(),
             stops: Arc::default(),
             keep_special: false,

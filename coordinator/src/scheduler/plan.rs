@@ -284,6 +284,7 @@ impl Scheduler {
                 seq: seq.id,
                 tokens: seq.tokens.to_vec(),
                 num_prompt: seq.num_prompt,
+                adapter: seq.adapter,
                 sampling: seq.sampling.clone(),
             });
             self.run(slot);

@@ -45,6 +45,8 @@ pub(super) struct Sequence {
     pub(super) prefix: Prefix,
     /// Sequences of another salt share no blocks with it.
     pub(super) cache_salt: u64,
+    /// The adapter that it is computed with; 0 for none.
+    pub(super) adapter: u32,
     /// It was looked up in the KV cache for a step that was answered or is in flight.
     pub(super) looked_up: bool,
     /// Prompt tokens found there then.
@@ -157,7 +159,7 @@ impl Sequence {
     pub(super) fn forget_blocks(&mut self) {
         self.told = 0;
         self.kept = 0;
-        self.prefix = Prefix::Start { salt: self.cache_salt };
+        self.prefix = Prefix::Start { salt: self.cache_salt, adapter: self.adapter };
     }
 
     /// Forgets everything but the log: it waits again.

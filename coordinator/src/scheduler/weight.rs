@@ -14,7 +14,7 @@ const HEAD: usize = U32 + 7 * U64;
 /// A `SequenceStep` but for its blocks, its drafts and its mask: one byte says that there is none.
 const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 2;
 /// A `NewSequence` but for its tokens and the lists of its sampling parameters.
-const NEW: usize = 2 * U64 + U32 + SAMPLING;
+const NEW: usize = 2 * U64 + 2 * U32 + SAMPLING;
 /// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, three
 /// that may be absent.
 const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 3 * (1 + U32);

@@ -36,6 +36,18 @@ pub(crate) fn product(
     Ok(())
 }
 
+/// `addend: [rows, width]`, where there is one.
+pub(crate) fn addend(
+    op: &'static str,
+    addend: Option<&CpuBuffer>,
+    rows: usize,
+    width: usize,
+) -> Result<(), KernelError> {
+    let found = addend.map_or((rows, width), |addend| (addend.rows(), addend.width()));
+    ensure!(op, found == (rows, width), "addend is {found:?}, not {:?}", (rows, width));
+    Ok(())
+}
+
 pub(crate) fn columns(
     op: &'static str,
     x: &CpuBuffer,

@@ -77,6 +77,18 @@ fn silu_mul_body<const FMA: bool>(gate: &[f32], up: &[f32], out: &mut [f32]) {
 }
 
 multiversion! {
+    /// `out += x`.
+    pub(crate) fn add(out: &mut [f32], x: &[f32]) = add_body
+}
+
+#[inline(always)]
+fn add_body<const FMA: bool>(out: &mut [f32], x: &[f32]) {
+    for (out, &x) in out.iter_mut().zip(x) {
+        *out += x;
+    }
+}
+
+multiversion! {
     /// `out += x * scale`, rounded twice.
     pub(crate) fn add_scaled(out: &mut [f32], x: &[f32], scale: f32) = add_scaled_body
 }

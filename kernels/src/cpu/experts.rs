@@ -7,13 +7,16 @@ use super::math::exp;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
 use super::{CpuBackend, CpuBuffer, GRAIN};
-use crate::backend::{Buffer, Choices, Routing};
+use crate::backend::{Buffer, Choices, NOT_ASSIGNED, Routing};
 use crate::error::KernelError;
 
 mod router;
 
 /// Rows times experts that are computed at a time: what lies between two products is that large.
 const SLOTS: usize = 8192;
+
+/// Of a slot that is in no group.
+const NO_PLACE: usize = usize::MAX;
 
 /// Which experts rows go to. A slot is one row at one of its experts.
 #[derive(Debug)]
@@ -33,7 +36,7 @@ pub(super) struct Grouping {
     groups: Vec<Group>,
     /// For every row of the groups its slot.
     slots: Vec<usize>,
-    /// For every slot its row of the groups.
+    /// For every slot its row of the groups; [`NO_PLACE`] for one at no expert.
     places: Vec<usize>,
     /// Per expert.
     counts: Vec<usize>,
@@ -52,6 +55,21 @@ impl CpuRoutes {
         experts.resize(slots, 0);
         weights.resize(slots, 0.0);
         Ok(Self { routing, rows: 0, rows_max, experts, weights })
+    }
+
+    /// Rows go where somebody else says.
+    pub(super) fn assign(&mut self, experts: &[u32]) -> Result<(), KernelError> {
+        let op = "assign";
+        let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), self.routing);
+        ensure!(op, top_k == 1, "rows go to {top_k} experts, not to one");
+        ensure!(op, rows <= self.rows_max, "{rows} rows, room is for {}", self.rows_max);
+        let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
+        let missing = experts.iter().find(|expert| !is_there(**expert));
+        ensure!(op, missing.is_none(), "expert {missing:?} of {num_experts} is named");
+        self.rows = rows;
+        self.experts[..rows].copy_from_slice(experts);
+        self.weights[..rows].fill(1.0);
+        Ok(())
     }
 
     /// What rows chose.
@@ -92,7 +110,8 @@ impl Grouping {
         let Self { groups, slots, places, counts, .. } = self;
         counts.clear();
         counts.resize(num_experts, 0);
-        for &expert in experts {
+        let assigned = |expert: &&u32| **expert != NOT_ASSIGNED;
+        for &expert in experts.iter().filter(assigned) {
             counts[expert as usize] += 1;
         }
         groups.clear();
@@ -106,8 +125,9 @@ impl Grouping {
             }
         }
         slots.resize(experts.len(), 0);
-        places.resize(experts.len(), 0);
-        for (slot, &expert) in experts.iter().enumerate() {
+        places.clear();
+        places.resize(experts.len(), NO_PLACE);
+        for (slot, &expert) in experts.iter().enumerate().filter(|(_, expert)| assigned(expert)) {
             let place = &mut counts[expert as usize];
             slots[*place] = slot;
             places[slot] = *place;
@@ -242,6 +262,9 @@ impl CpuBackend {
                     let out = unsafe { out.slice((first + row) * width, width) };
                     out.fill(0.0);
                     for slot in row * top_k..(row + 1) * top_k {
+                        if places[slot] == NO_PLACE {
+                            continue;
+                        }
                         let made = &made[places[slot] * width..][..width];
                         elementwise::add_scaled(isa, out, made, weights[slot]);
                     }

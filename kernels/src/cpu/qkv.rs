@@ -1,5 +1,5 @@
 //! What follows the fused QKV projection: norm and RoPE per head, K and V to the cache.
-use super::elementwise::norm_rope;
+use super::elementwise::{self, norm_rope};
 use super::isa::Isa;
 use super::memory::Disjoint;
 use super::pool::Pool;
@@ -12,6 +12,8 @@ pub(crate) struct Heads<'a> {
     pub(crate) isa: Isa,
     /// `[rows, (num_heads + 2 * num_kv_heads) * head_dim]`, biases added. K is changed in place.
     pub(crate) projected: &'a mut [f32],
+    /// What is added to it first; as wide.
+    pub(crate) addend: Option<&'a CpuBuffer>,
     pub(crate) weights: &'a QkvWeights<CpuMatrix, CpuVector>,
     pub(crate) rope: &'a RopeTable<CpuVector>,
     pub(crate) shape: &'a AttentionShape,
@@ -27,7 +29,7 @@ impl Heads<'_> {
         cache: &mut CpuKvCache,
         q_out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let Self { isa, projected, weights, rope, shape, batch, layer } = self;
+        let Self { isa, projected, addend, weights, rope, shape, batch, layer } = self;
         let AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: eps, .. } = *shape;
         let half = head_dim / 2;
         let width = (num_heads + 2 * num_kv_heads) * head_dim;
@@ -49,6 +51,9 @@ impl Heads<'_> {
                     let (cos, sin) = tables(row);
                     // SAFETY: a q or k head belongs to one task.
                     let x = unsafe { projected.slice(row * width + head * head_dim, head_dim) };
+                    if let Some(addend) = addend {
+                        elementwise::add(isa, x, &addend.row(row)[head * head_dim..][..head_dim]);
+                    }
                     let Some(kv_head) = head.checked_sub(num_heads) else {
                         norm_rope(isa, x, weights.q_norm.as_deref(), eps, cos, sin);
                         // SAFETY: as above.
@@ -58,9 +63,12 @@ impl Heads<'_> {
                         continue;
                     };
                     norm_rope(isa, x, weights.k_norm.as_deref(), eps, cos, sin);
-                    let v_at = row * width + (head + num_kv_heads) * head_dim;
+                    let v_start = (head + num_kv_heads) * head_dim;
                     // SAFETY: the v head belongs to the task of its k head.
-                    let v = unsafe { projected.slice(v_at, head_dim) };
+                    let v = unsafe { projected.slice(row * width + v_start, head_dim) };
+                    if let Some(addend) = addend {
+                        elementwise::add(isa, v, &addend.row(row)[v_start..][..head_dim]);
+                    }
                     let slot = batch.slots[row] as usize;
                     let tile = slot / kv.block_size * num_kv_heads + kv_head;
                     let tile = (first_tile + tile * tile_len, tile_len);

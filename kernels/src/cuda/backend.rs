@@ -221,7 +221,7 @@ impl CudaBackend {
         let cut = self.step.cut(shape);
         let capacity = sizes(0, batch, cut, 0);
         let Device { context, stream, .. } = &self.device;
-        self.step.stage(context, stream, capacity, &[], &[], batch, cut, &[])
+        self.step.stage(context, stream, capacity, &[], (&[], &[]), batch, cut, &[])
     }
 
     /// Loads a matrix in one of the uploader's ways.

@@ -101,6 +101,8 @@ pub struct Layout {
     pub params: usize,
     /// `u32 [rows]`: rows of the step before whose tokens are fed in.
     pub feed: usize,
+    /// `u32 [rows]`: which adapter each row has.
+    pub adapters: usize,
     /// u32, as many as there are.
     pub tables: usize,
 }
@@ -142,6 +144,7 @@ impl Layout {
             sample_rows: place(capacity.samples),
             params: place(capacity.samples * PARAMS),
             feed: place(capacity.rows),
+            adapters: place(capacity.rows),
             tables: next,
         }
     }
@@ -379,6 +382,7 @@ mod tests {
                 (at.sample_rows, 3),
                 (at.params, 66),
                 (at.feed, rows),
+                (at.adapters, rows),
                 (at.tables, 0),
             ];
             for pair in arrays.windows(2) {

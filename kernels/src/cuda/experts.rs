@@ -7,7 +7,7 @@ use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, Element};
-use crate::backend::{Buffer, Choices, Routing};
+use crate::backend::{Buffer, Choices, NOT_ASSIGNED, Routing};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
@@ -44,6 +44,8 @@ pub struct CudaRoutes {
     tiles_stride: usize,
     /// u32 `[rows, top_k]`
     experts: DeviceMemory,
+    /// Where the experts are that others chose, if they did.
+    assigned: Option<DevicePtr>,
     /// f32 `[rows, top_k]`
     weights: DeviceMemory,
     /// u32 `[rows * top_k]`
@@ -79,6 +81,7 @@ impl CudaRoutes {
             chunk_rows,
             tiles_stride,
             experts: memory(slots * 4)?,
+            assigned: None,
             weights: memory(slots * 4)?,
             slots: memory(slots * 4)?,
             tiles: memory(chunks * tiles_stride * TILE)?,
@@ -137,7 +140,7 @@ impl CudaBackend {
         let from = x.of(Element::Bf16, op, "x")?;
         let rows = x.rows();
         ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
-        routes.rows = rows;
+        (routes.rows, routes.assigned) = (rows, None);
         let what = [from.ptr.0, router.at().ptr.0, routes.experts.ptr().0];
         if self.step.skips(op, what) || rows == 0 {
             return Ok(());
@@ -160,6 +163,42 @@ impl CudaBackend {
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);
         let grouped = routes.grouped(count, 0);
         let call = experts::group(routes.experts.ptr(), &grouped, &routes.routing, sizes, live);
+        // SAFETY: slots and tiles have room for what so many rows choose.
+        unsafe { self.device.launch(call) }
+    }
+
+    /// Rows go where somebody else says; within a step where its inputs do.
+    pub(super) fn assign_experts(
+        &mut self,
+        experts: &[u32],
+        routes: &mut CudaRoutes,
+    ) -> Result<(), KernelError> {
+        let op = "assign";
+        let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), routes.routing);
+        ensure!(op, top_k == 1, "rows go to {top_k} experts, not to one");
+        ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
+        let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
+        let missing = experts.iter().find(|expert| !is_there(**expert));
+        ensure!(op, missing.is_none(), "expert {missing:?} of {num_experts} is named");
+        let staged = self.step.adapters(experts);
+        ensure!(
+            op,
+            staged.is_some() || !self.step.is_open(),
+            "the rows are not those the step began with"
+        );
+        let at = staged.unwrap_or(routes.experts.ptr());
+        (routes.rows, routes.assigned) = (rows, Some(at));
+        if self.step.skips(op, [at.0, routes.slots.ptr().0, 0]) || rows == 0 {
+            return Ok(());
+        }
+        if staged.is_none() {
+            routes.experts.upload(&self.device.stream, 0, experts)?;
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        ensure!(op, count <= routes.rows_max, "{count} rows, room for {}", routes.rows_max);
+        let sizes = (count, routes.chunk_rows, routes.tiles_stride);
+        let grouped = routes.grouped(count, 0);
+        let call = experts::group(at, &grouped, &routes.routing, sizes, live);
         // SAFETY: slots and tiles have room for what so many rows choose.
         unsafe { self.device.launch(call) }
     }
@@ -216,7 +255,12 @@ impl CudaBackend {
         let found = x.rows();
         ensure!(op, found == rows * top_k, "x has {found} rows, not {rows} x {top_k}");
         let mut from = x.of(Element::Bf16, op, "x")?;
-        let to = out.of(Element::F32, op, "out")?.ptr;
+        // What follows may be a product.
+        let rounded = routes.assigned.and_then(|_| out.of(Element::Bf16, op, "out").ok());
+        let to = match rounded {
+            Some(rounded) => rounded.ptr,
+            None => out.of(Element::F32, op, "out")?.ptr,
+        };
         out.set_rows(rows)?;
         let w = weight.all.weight();
         if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
@@ -246,10 +290,23 @@ impl CudaBackend {
             let call = experts::down(from, w, parts, &grouped, (first_slot, width, cols));
             // SAFETY: shapes were checked; tiles name slots of this chunk's live rows alone.
             unsafe { self.device.launch(call) }?;
-            let weights = routes.weights.ptr().offset(first_slot * 4);
             let sums = to.offset(own.start * width * 4);
-            let sizes = (own.len(), top_k, width);
-            let call = experts::sum(made, weights, sums, sizes, (own.start, live));
+            let first = (own.start, live);
+            let call = match (routes.assigned, rounded) {
+                (None, _) => {
+                    let weights = routes.weights.ptr().offset(first_slot * 4);
+                    experts::sum(made, weights, sums, (own.len(), top_k, width), first)
+                }
+                (Some(assigned), None) => {
+                    let from = (made, assigned.offset(own.start * 4));
+                    experts::assigned_rows(from, sums, (own.len(), width), first)
+                }
+                (Some(assigned), Some(Rows { ptr, stride })) => {
+                    let from = (made, assigned.offset(own.start * 4));
+                    let to = Rows { ptr: ptr.offset(own.start * stride * 2), stride };
+                    experts::assigned_rows_bf16(from, to, (own.len(), width), first)
+                }
+            };
             // SAFETY: shapes were checked.
             unsafe { self.device.launch(call) }?;
         }

@@ -97,6 +97,8 @@ entries! {
     EXPERTS_DOWN_INT8_32: "tutti_experts_down_int8_32",
     EXPERTS_DOWN_INT8_64: "tutti_experts_down_int8_64",
     EXPERTS_SUM: "tutti_experts_sum",
+    ASSIGNED_ROWS: "tutti_assigned_rows",
+    ASSIGNED_ROWS_BF16: "tutti_assigned_rows_bf16",
     SAMPLE: "tutti_sample",
     LOGPROBS: "tutti_logprobs",
     ARGMAX: "tutti_argmax",

@@ -215,7 +215,7 @@ impl Backend for CudaBackend {
             let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
             let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
             let Device { context, stream, .. } = &self.device;
-            self.step.stage(context, stream, capacity, ids, &[], &empty, Cut::NONE, &[])?;
+            self.step.stage(context, stream, capacity, ids, (&[], &[]), &empty, Cut::NONE, &[])?;
         }
         if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
             || ids.is_empty()
@@ -268,6 +268,7 @@ impl Backend for CudaBackend {
         &mut self,
         x: &CudaBuffer,
         weights: &QkvWeights<CudaMatrix, CudaVector>,
+        addend: Option<&CudaBuffer>,
         rope: &RopeTable<CudaVector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
@@ -304,6 +305,7 @@ impl Backend for CudaBackend {
             ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
             self.step.checked(op, [positions, slots]);
         }
+        let addend = addend_fits(op, addend, rows, width)?;
         let from = x.of(Element::Bf16, op, "x")?;
         let q = q_out.of(Element::Bf16, op, "q_out")?.ptr;
         q_out.set_rows(rows)?;
@@ -317,6 +319,11 @@ impl Backend for CudaBackend {
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
         self.product(from, None, &weights.weight, None, qkv, count, live)?;
+        if let Some(addend) = addend {
+            let call = launch::add(qkv.ptr, addend, width, count, live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+        }
         let layout = *self.step.layout();
         let io = QkvFinish {
             qkv: qkv.ptr,
@@ -436,7 +443,8 @@ impl Backend for CudaBackend {
         let to = sum.of(Element::F32, op, "sum")?.ptr;
         let from = other.of(Element::F32, op, "other")?.ptr;
         let rows = sum.rows();
-        if self.step.skips(op, [to.0, from.0, rows as u64]) || rows == 0 {
+        // Not how many rows there are: a graph is of several numbers of them.
+        if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
             return Ok(());
         }
         let (count, live) = self.step.launched(op, rows)?;
@@ -452,9 +460,10 @@ impl Backend for CudaBackend {
         x: &CudaBuffer,
         weight: &CudaMatrix,
         bias: Option<&CudaVector>,
+        addend: Option<&CudaBuffer>,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        self.multiply_gate_up(x, weight, bias, out)
+        self.multiply_gate_up(x, weight, bias, addend, out)
     }
 
     fn route(
@@ -464,6 +473,10 @@ impl Backend for CudaBackend {
         routes: &mut CudaRoutes,
     ) -> Result<(), KernelError> {
         self.choose_experts(x, router, routes)
+    }
+
+    fn assign(&mut self, experts: &[u32], routes: &mut CudaRoutes) -> Result<(), KernelError> {
+        self.assign_experts(experts, routes)
     }
 
     fn experts_gate_up_silu(

@@ -29,6 +29,19 @@ pub(super) fn bias_fits(
     Ok(())
 }
 
+/// An addend `[rows, width]`, where there is one.
+pub(super) fn addend_fits(
+    op: &'static str,
+    addend: Option<&CudaBuffer>,
+    rows: usize,
+    width: usize,
+) -> Result<Option<DevicePtr>, KernelError> {
+    let Some(addend) = addend else { return Ok(None) };
+    let (found, wanted) = ((addend.rows(), addend.width()), (rows, width));
+    ensure!(op, found == wanted, "addend is {found:?}, not {wanted:?}");
+    Ok(Some(addend.of(Element::F32, op, "addend")?.ptr))
+}
+
 impl CudaBackend {
     /// Whether this project's own kernels compute a product of so many rows: each row's result is
     /// the same bits then, whatever the other rows are.
@@ -193,6 +206,7 @@ impl CudaBackend {
         x: &CudaBuffer,
         weight: &CudaMatrix,
         bias: Option<&CudaVector>,
+        addend: Option<&CudaBuffer>,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "gate_up_silu";
@@ -205,6 +219,7 @@ impl CudaBackend {
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::Bf16, op, "out")?;
         let rows = x.rows();
+        let addend = addend_fits(op, addend, rows, features)?;
         out.set_rows(rows)?;
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
@@ -213,7 +228,7 @@ impl CudaBackend {
         let most = x.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let bias = bias.map(CudaVector::ptr);
-        if self.is_skinny_with(count, weight) {
+        if addend.is_none() && self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());
             let call = launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, live);
             // SAFETY: shapes were checked.
@@ -233,6 +248,12 @@ impl CudaBackend {
                 self.product(x, None, weight, None, wide, part, live)?;
             } else {
                 self.multiply(x, weight, bf16, None, wide, part, live)?;
+            }
+            if let Some(addend) = addend {
+                let own = addend.offset(done * features * 4);
+                let call = launch::add(both, own, features, part, live);
+                // SAFETY: shapes were checked.
+                unsafe { self.device.launch(call) }?;
             }
             let call = launch::silu_mul(both, bias, y, inner, part, live);
             // SAFETY: shapes were checked.

@@ -31,6 +31,8 @@ pub(super) struct GraphKey {
     samples: bool,
     /// Each rank looks at its own logits.
     parts: bool,
+    /// Some rows have adapters.
+    adapters: bool,
 }
 
 /// A graph and the calls it was made of.
@@ -71,6 +73,7 @@ struct Identity {
     batch: [Place; 4],
     sample_rows: Place,
     sampling: Place,
+    adapters: Place,
 }
 
 /// Items that launches are made for: as many as there are, or as many as a graph has.
@@ -253,6 +256,11 @@ impl Step {
             let message = format!("{} rows are fed of {}", inputs.feed.len(), inputs.ids.len());
             return Err(KernelError::Shape { op: "begin_step", message });
         }
+        let (adapters, rows) = (inputs.adapters.len(), inputs.ids.len());
+        if adapters > 0 && adapters != rows {
+            let message = format!("{adapters} rows have adapters of {rows}");
+            return Err(KernelError::Shape { op: "begin_step", message });
+        }
         self.lists.pack(inputs.sampling)?;
         self.is_plain = inputs.is_plain;
         let found = sizes(inputs.ids.len(), &inputs.batch, cut, inputs.sample_rows.len());
@@ -262,8 +270,9 @@ impl Step {
             let (_, tiles) = cut.of_single_rows(rows);
             Capacity { rows, seqs: rows, tiles, samples: rows }
         });
-        let (ids, feed, samples) = (inputs.ids, inputs.feed, inputs.sample_rows);
-        self.stage(context, stream, capacity, ids, feed, &inputs.batch, cut, samples)?;
+        let (ids, samples) = (inputs.ids, inputs.sample_rows);
+        let given = (inputs.feed, inputs.adapters);
+        self.stage(context, stream, capacity, ids, given, &inputs.batch, cut, samples)?;
         if let Some(key) = key {
             let rows = key.rows as usize;
             let splits = key.splits;
@@ -275,6 +284,7 @@ impl Step {
             batch: batch_place(&inputs.batch),
             sample_rows: place(inputs.sample_rows),
             sampling: place(inputs.sampling),
+            adapters: place(inputs.adapters),
         };
         // Only now: making room for the inputs may have cost all graphs.
         self.planned = match key.map(|key| (self.graphs.stage(key), key)) {
@@ -316,6 +326,7 @@ impl Step {
             rows: decode_bucket(rows, rows_max)?,
             splits: splits(context),
             parts: self.may_be_in_parts(),
+            adapters: !inputs.adapters.is_empty(),
             samples: !self.lists.edits && self.lists.top == 0 && !inputs.sampling.is_empty(),
         })
     }
@@ -328,7 +339,7 @@ impl Step {
         stream: &Stream,
         capacity: Capacity,
         ids: &[u32],
-        feed: &[u32],
+        (feed, adapters): (&[u32], &[u32]),
         batch: &Batch<'_>,
         cut: Cut,
         samples: &[u32],
@@ -355,8 +366,11 @@ impl Step {
         if places_rows {
             self.lists.place(staged, layout.params, masks);
         }
-        if feed.len() <= layout.tables - layout.feed {
+        if feed.len() <= layout.adapters - layout.feed {
             staged[layout.feed..][..feed.len()].copy_from_slice(feed);
+        }
+        if adapters.len() <= layout.tables - layout.adapters {
+            staged[layout.adapters..][..adapters.len()].copy_from_slice(adapters);
         }
         block.upload_pinned(stream, 0, pinned, words)?;
         travelled.record(stream)?;
@@ -441,6 +455,12 @@ impl Step {
     /// Whether these are the step's own token ids.
     pub(super) fn has_ids(&self, ids: &[u32]) -> bool {
         self.is_open() && self.identity.ids == place(ids)
+    }
+
+    /// Where the step's own rows' adapters are, if these are they.
+    pub(super) fn adapters(&self, adapters: &[u32]) -> Option<DevicePtr> {
+        let is_own = self.is_open() && self.identity.adapters == place(adapters);
+        is_own.then(|| self.at(self.layout.adapters))
     }
 
     /// Whether this is the step's own batch.

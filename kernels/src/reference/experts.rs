@@ -1,6 +1,6 @@
 //! Mixtures of experts, row by row and expert by expert.
 use super::{ReferenceBuffer, ReferenceMatrix, below, project, same};
-use crate::backend::{Buffer, Routing};
+use crate::backend::{Buffer, NOT_ASSIGNED, Routing};
 use crate::error::KernelError;
 
 /// What rows chose.
@@ -52,6 +52,22 @@ pub(super) fn route(
         project(x.row(i), router, None, &mut logits);
         routes.chosen.push(choose(&logits, &routes.routing));
     }
+    Ok(())
+}
+
+pub(super) fn assign(experts: &[u32], routes: &mut ReferenceRoutes) -> Result<(), KernelError> {
+    let op = "assign";
+    same(op, "top_k", routes.routing.top_k, 1)?;
+    below(op, "rows", experts.len(), routes.rows_max + 1)?;
+    for &expert in experts.iter().filter(|expert| **expert != NOT_ASSIGNED) {
+        below(op, "expert", expert as usize, routes.routing.num_experts)?;
+    }
+    let chosen = |&expert: &u32| match expert {
+        NOT_ASSIGNED => Vec::new(),
+        expert => vec![(expert as usize, 1.0)],
+    };
+    routes.chosen.clear();
+    routes.chosen.extend(experts.iter().map(chosen));
     Ok(())
 }
 

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
+use super::lora::Lora;
 use crate::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 
 /// What a worker computes on.
@@ -249,6 +250,8 @@ pub struct Form {
     pub dtype: Dtype,
     /// How its weights are kept.
     pub quantization: Quantization,
+    /// The adapters beside it.
+    pub lora: Lora,
     /// The sizes.
     pub engine: EngineConfig,
 }

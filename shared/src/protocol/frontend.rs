@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::control::WorkerStats;
 use super::guide::GuideSpec;
+use super::lora::Adapter;
 use super::step::TokenLogprobs;
 use crate::actor::peer::RemoteMessage;
 use crate::ids::{Incarnation, RequestId};
@@ -63,6 +64,8 @@ pub struct Serving {
     pub model: String,
     /// The model's name in the API.
     pub served_model_name: String,
+    /// The adapters beside it.
+    pub adapters: Vec<Adapter>,
     /// Longest sequence, in tokens.
     pub max_model_len: u32,
     /// Of the files that turn text into tokens and back: both sides must have the same.
@@ -77,7 +80,11 @@ impl Serving {
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
-        self.served_model_name == other.served_model_name && of(self) == of(other)
+        let names = |(a, b): (&Adapter, &Adapter)| a.name == b.name;
+        self.served_model_name == other.served_model_name
+            && of(self) == of(other)
+            && self.adapters.len() == other.adapters.len()
+            && self.adapters.iter().zip(&other.adapters).all(names)
     }
 }
 
@@ -106,6 +113,8 @@ pub struct SubmitRequest {
     pub priority: i32,
     /// Requests of another salt do not share what is cached of their prompts.
     pub cache_salt: u64,
+    /// The adapter that it is computed with; 0 for none.
+    pub adapter: u32,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
     /// Microseconds since the front end received it: clocks of two processes are never compared.
@@ -265,6 +274,7 @@ mod tests {
         let serving = Serving {
             model: "/models/m".into(),
             served_model_name: "m".into(),
+            adapters: Vec::new(),
             max_model_len: 64,
             text_fingerprint: 7,
             priorities: false,
@@ -274,6 +284,10 @@ mod tests {
             Serving { served_model_name: "n".into(), ..serving.clone() },
             Serving { max_model_len: 65, ..serving.clone() },
             Serving { text_fingerprint: 8, ..serving.clone() },
+            Serving {
+                adapters: vec![Adapter { name: "a".into(), path: "/a".into() }],
+                ..serving.clone()
+            },
         ];
         assert!(others.iter().all(|other| !serving.is_same(other)));
     }

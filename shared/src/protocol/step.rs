@@ -42,6 +42,8 @@ pub struct NewSequence {
     pub tokens: Vec<u32>,
     /// How many of `tokens` are prompt.
     pub num_prompt: u32,
+    /// The adapter that it is computed with, see [`super::Adapter`]; 0 for none.
+    pub adapter: u32,
     /// How to choose its tokens.
     pub sampling: SamplingParams,
 }

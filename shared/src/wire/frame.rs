@@ -29,6 +29,8 @@ const AUTHENTICATED: u8 = 1;
 pub const BODY_MAX: u32 = 16 << 20;
 /// Largest body of the handshake.
 pub const HANDSHAKE_MAX: u32 = 4 << 10;
+/// Largest body of a welcome, which names all that is served.
+pub const WELCOME_MAX: u32 = 128 << 10;
 /// Largest body of control messages.
 pub const CONTROL_MAX: u32 = 1 << 20;
 
@@ -67,9 +69,8 @@ impl FrameKind {
     #[must_use]
     pub const fn body_max(self) -> u32 {
         match self {
-            Self::Hello | Self::FrontendHello | Self::Welcome | Self::Refused | Self::NotYet => {
-                HANDSHAKE_MAX
-            }
+            Self::Hello | Self::FrontendHello | Self::Refused | Self::NotYet => HANDSHAKE_MAX,
+            Self::Welcome => WELCOME_MAX,
             Self::Ping | Self::Pong => 0,
             Self::Control | Self::Actor => CONTROL_MAX,
             Self::Step | Self::Request | Self::Events => BODY_MAX,

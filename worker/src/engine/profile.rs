@@ -5,6 +5,7 @@ use kernels::sampling::{SampleParams, SampleRow};
 use kernels::{Backend, KernelError};
 
 use super::Engine;
+use crate::model::lora;
 
 impl<B: Backend> Engine<B> {
     /// Runs them. Needs memory for one block of cache; every rank of a replica calls it.
@@ -64,6 +65,8 @@ impl<B: Backend> Engine<B> {
             block_tables: &block_tables,
         };
         let Self { backend, decoder, .. } = self;
+        let rows = if decoder.num_adapters() > 0 { ids.len() } else { 0 };
+        let adapters = vec![lora::row_of(1); rows];
         backend.begin_step(&StepInputs {
             ids: &ids,
             batch,
@@ -71,9 +74,10 @@ impl<B: Backend> Engine<B> {
             sample_rows: &sample_rows,
             sampling: &sampling,
             feed: &[],
+            adapters: &adapters,
             is_plain: true,
         })?;
-        decoder.forward(backend, cache, &ids, &batch)?;
+        decoder.forward(backend, cache, &ids, &batch, &adapters)?;
         let logits = decoder.logits(backend, &sample_rows)?;
         if samples {
             backend.sample(logits, vocab, 0, &sampling, &mut Vec::new())?;

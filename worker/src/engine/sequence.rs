@@ -22,6 +22,8 @@ pub(super) struct Sequence {
     /// The last step it was part of.
     pub(super) last_step: Option<StepId>,
     pub(super) params: SampleParams,
+    /// Its adapter; 0 for none.
+    pub(super) adapter: u32,
     /// How many alternatives to report for each prompt token.
     pub(super) prompt_logprobs: Option<u32>,
     /// How its embedding is made, where that is what is wanted of it.
@@ -59,6 +61,7 @@ impl Sequence {
             computed: None,
             last_step: None,
             params,
+            adapter: new.adapter,
             prompt_logprobs: sampling.prompt_logprobs,
             pooling: sampling.pooling,
             pooled: Vec::new(),

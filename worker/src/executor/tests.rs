@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, SeqId, StepId};
 use shared::protocol::{
-    CollectiveSpec, Dtype, EngineConfig, Quantization, SequenceOutput, StepTimings,
+    CollectiveSpec, Dtype, EngineConfig, Lora, Quantization, SequenceOutput, StepTimings,
 };
 
 use super::*;
@@ -164,6 +164,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         reduction_ranks: 1,
         dtype: Dtype::Auto,
         quantization: Quantization::None,
+        lora: Lora::default(),
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
         model: model.into(),

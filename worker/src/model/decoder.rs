@@ -5,6 +5,7 @@ use kernels::backend::{AttentionShape, Batch, KvShape, Routing};
 use kernels::{Backend, KernelError};
 
 use super::config::ModelConfig;
+use super::lora::{Adapters, Site};
 use super::shard::Shard;
 use super::weights::{Mlp, Weights};
 
@@ -16,6 +17,7 @@ pub struct Decoder<B: Backend> {
     /// Of every layer, but for its window.
     attention: AttentionShape,
     buffers: Buffers<B>,
+    adapters: Option<Adapters<B>>,
 }
 
 struct Buffers<B: Backend> {
@@ -115,7 +117,19 @@ impl<B: Backend> Decoder<B> {
             norm_eps: config.norm_eps,
             sliding_window: None,
         };
-        Ok(Self { weights, config, shard, attention, buffers })
+        Ok(Self { weights, config, shard, attention, buffers, adapters: None })
+    }
+
+    /// With adapters beside the model, if there are any.
+    #[must_use]
+    pub fn with_adapters(self, adapters: Option<Adapters<B>>) -> Self {
+        Self { adapters, ..self }
+    }
+
+    /// How many adapters there are.
+    #[must_use]
+    pub fn num_adapters(&self) -> u32 {
+        self.adapters.as_ref().map_or(0, Adapters::count)
     }
 
     /// The model.
@@ -133,7 +147,7 @@ impl<B: Backend> Decoder<B> {
     /// Bytes of weights held.
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
-        self.weights.bytes
+        self.weights.bytes + self.adapters.as_ref().map_or(0, Adapters::bytes)
     }
 
     /// The shape of a KV cache of `num_blocks` blocks for this rank.
@@ -149,7 +163,9 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
-    /// decoder for [`Decoder::logits`]. Every rank calls it with the same batch.
+    /// decoder for [`Decoder::logits`]. `rows` has which adapter each row has
+    /// ([`super::lora::row_of`]), and is empty where none has one. Every rank calls it with the same
+    /// batch.
     ///
     /// # Errors
     /// [`KernelError`]; the cache is undefined then.
@@ -159,8 +175,13 @@ impl<B: Backend> Decoder<B> {
         cache: &mut B::KvCache,
         ids: &[u32],
         batch: &Batch<'_>,
+        rows: &[u32],
     ) -> Result<(), KernelError> {
-        let Self { weights, config, shard, attention, buffers } = self;
+        let Self { weights, config, shard, attention, buffers, adapters } = self;
+        let mut adapters = adapters.as_mut().filter(|_| !rows.is_empty());
+        if let Some(adapters) = &mut adapters {
+            adapters.begin(backend, rows)?;
+        }
         let eps = config.norm_eps;
         let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
         backend.embed(&weights.embedding, ids, first_id, &mut buffers.residual)?;
@@ -174,9 +195,16 @@ impl<B: Backend> Decoder<B> {
             let sliding_window = config.sliding_windows[index];
             let attention = &AttentionShape { sliding_window, ..*attention };
             add_norm(backend, buffers, pending, &layer.input_norm, eps, sharded)?;
+            let addend = match &mut adapters {
+                Some(adapters) => {
+                    adapters.addend(backend, (index, Site::Qkv), (0, 0), &buffers.normed)?
+                }
+                None => None,
+            };
             backend.qkv_rope_write(
                 &buffers.normed,
                 &layer.qkv,
+                addend,
                 &weights.rope,
                 attention,
                 batch,
@@ -193,15 +221,27 @@ impl<B: Backend> Decoder<B> {
                 &mut buffers.attended,
             )?;
             let bias = layer.output_bias.as_ref();
-            let deltas = &mut buffers.deltas;
-            row_parallel(backend, &buffers.attended, &layer.output, bias, deltas)?;
+            let (at, deltas) = ((index, Site::Output), &mut buffers.deltas);
+            let weight = (&layer.output[..], bias);
+            row_parallel(backend, &buffers.attended, weight, deltas, &mut adapters, at)?;
             add_norm(backend, buffers, true, &layer.post_norm, eps, sharded)?;
             match &layer.mlp {
                 Mlp::Dense { gate_up, gate_up_bias, down, down_bias } => {
                     let inner = room(&mut buffers.inner)?;
                     let bias = gate_up_bias.as_ref();
-                    backend.gate_up_silu(&buffers.normed, gate_up, bias, inner)?;
-                    row_parallel(backend, inner, down, down_bias.as_ref(), &mut buffers.deltas)?;
+                    let addend = match &mut adapters {
+                        Some(adapters) => adapters.addend(
+                            backend,
+                            (index, Site::GateUp),
+                            (0, 0),
+                            &buffers.normed,
+                        )?,
+                        None => None,
+                    };
+                    backend.gate_up_silu(&buffers.normed, gate_up, bias, addend, inner)?;
+                    let (at, deltas) = ((index, Site::Down), &mut buffers.deltas);
+                    let weight = (&down[..], down_bias.as_ref());
+                    row_parallel(backend, inner, weight, deltas, &mut adapters, at)?;
                 }
                 Mlp::Experts { router, gate_up, down } => {
                     let ExpertBuffers { routes, inner } = room(&mut buffers.experts)?;
@@ -281,20 +321,30 @@ fn room<T>(made: &mut Option<T>) -> Result<&mut T, KernelError> {
 }
 
 /// `deltas[0] = x W^T + bias`, where the columns of `W` are this rank's part of the whole, so that
-/// all ranks' are still to be added up.
+/// all ranks' are still to be added up; and what adapters add to it there, part by part.
 fn row_parallel<B: Backend>(
     backend: &mut B,
     x: &B::Buffer,
-    parts: &[B::Matrix],
-    bias: Option<&B::Vector>,
+    (parts, bias): (&[B::Matrix], Option<&B::Vector>),
     deltas: &mut [B::Buffer],
+    adapters: &mut Option<&mut Adapters<B>>,
+    at: (usize, Site),
 ) -> Result<(), KernelError> {
+    let mut adapt = |backend: &mut B, part: (usize, usize), delta: &mut B::Buffer| {
+        let Some(adapters) = adapters.as_mut() else { return Ok(()) };
+        match adapters.addend(backend, at, part, x)? {
+            Some(addend) => backend.add(delta, addend),
+            None => Ok(()),
+        }
+    };
     if let ([whole], [delta, ..]) = (parts, &mut *deltas) {
-        return backend.linear(x, whole, bias, delta);
+        backend.linear(x, whole, bias, delta)?;
+        return adapt(backend, (0, 0), delta);
     }
     let mut first = 0;
     sum_parts(backend, parts, deltas, |backend, index, part, delta| {
         backend.linear_columns(x, first, part, bias.filter(|_| index == 0), delta)?;
+        adapt(backend, (index, first), delta)?;
         first += backend.columns(part);
         Ok(())
     })

@@ -70,6 +70,22 @@ impl WeightFiles {
         Ok(opened)
     }
 
+    /// Maps one file of weights and checks its header.
+    ///
+    /// # Errors
+    /// [`ModelError::File`].
+    pub(crate) fn of_file(path: PathBuf) -> Result<Self, ModelError> {
+        let folder = path.parent().unwrap_or(Path::new("")).to_owned();
+        let file = WeightFile::open(path)?;
+        let tensors = file.metadata.tensors().into_keys().map(|name| (name, 0)).collect();
+        Ok(Self { folder, files: vec![file], tensors })
+    }
+
+    /// The names of all tensors, in order.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
     fn open_index(&mut self, index: &Path) -> Result<(), ModelError> {
         #[derive(serde::Deserialize)]
         struct Index {

@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits;
-use shared::protocol::{Dtype, Formed, NodeResources, Quantization, Started};
+use shared::protocol::{Dtype, Formed, Lora, NodeResources, Quantization, Started};
 use shared::wire::auth::Secret;
 
 use super::*;
@@ -57,6 +57,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         engine,
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
+        lora: Lora::default(),
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),

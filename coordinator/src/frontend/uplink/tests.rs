@@ -18,6 +18,7 @@ fn serving() -> Serving {
     Serving {
         model: "m".to_owned(),
         served_model_name: "m".to_owned(),
+        adapters: Vec::new(),
         max_model_len: 1 << 20,
         text_fingerprint: 1,
         priorities: false,
@@ -37,6 +38,7 @@ fn request(id: u64) -> GenerateRequest {
         open_ended: false,
         priority: 0,
         cache_salt: 0,
+        adapter: 0,
         end_tokens: Vec::new(),
         stops: Arc::from([]),
         keep_special: false,

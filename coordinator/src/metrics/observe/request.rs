@@ -18,6 +18,8 @@ use super::{Cells, Level, Recording, WAITING_AT_REPLICA};
 #[must_use = "a request that is never ended stays in flight"]
 pub struct RequestTrack {
     place: Place,
+    /// The adapter that it is computed with; 0 for none.
+    adapter: u32,
     response_id: Arc<str>,
     arrived: Duration,
     first_scheduled: Option<Duration>,
@@ -69,6 +71,11 @@ pub struct RequestSummary {
 }
 
 impl RequestTrack {
+    /// Of a request that is computed with this adapter; 0 for none.
+    pub fn with_adapter(self, adapter: u32) -> Self {
+        Self { adapter, ..self }
+    }
+
     /// Tokens accepted so far, over all choices.
     #[must_use]
     pub fn tokens(&self) -> u64 {
@@ -87,6 +94,7 @@ impl Recording<'_> {
         }
         RequestTrack {
             place: Place::NoReplica,
+            adapter: 0,
             response_id: response_id.clone(),
             arrived,
             first_scheduled: None,
@@ -216,9 +224,23 @@ impl Cells {
     pub(super) fn move_to(&mut self, track: &mut RequestTrack, place: Place) {
         let (level, stats) = self.level(track.place);
         level.down(stats);
+        if let Some((level, stats)) = self.adapter_level(track) {
+            level.down(stats);
+        }
         let (level, stats) = self.level(place);
         level.up(stats);
         track.place = place;
+        if let Some((level, stats)) = self.adapter_level(track) {
+            level.up(stats);
+        }
+    }
+
+    /// Where a request is counted by its adapter, while it runs.
+    fn adapter_level(&mut self, track: &RequestTrack) -> Option<(&mut Level, &mut LocalStats)> {
+        let Place::Running(replica) = track.place else { return None };
+        let place = track.adapter.checked_sub(1)? as usize;
+        let (cells, stats) = self.replica(replica);
+        Some((cells.adapters.get_mut(place)?, stats))
     }
 
     fn level(&mut self, place: Place) -> (&mut Level, &mut LocalStats) {
@@ -242,6 +264,9 @@ impl Cells {
     fn end(&mut self, track: &RequestTrack, reason: FinishedReason, summary: RequestSummary) {
         let (level, stats) = self.level(track.place);
         level.down(stats);
+        if let Some((level, stats)) = self.adapter_level(track) {
+            level.down(stats);
+        }
         let Self { stats, fixed, .. } = self;
         fixed.in_flight.down(stats);
         let counter = fixed.finished.get(reason);

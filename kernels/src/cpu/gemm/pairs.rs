@@ -12,10 +12,10 @@ use crate::error::KernelError;
 /// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
 /// those that are as far into the second. `[rows, 2 * PANEL * pair_panels(rows)]`, each half's in one
 /// half of a row.
-type PairFinish<'a> = &'a (dyn Fn(Range<usize>, &[f32]) + Sync);
+type PairFinish<'a> = &'a (dyn Fn(Range<usize>, &mut [f32]) + Sync);
 
 /// The same of some rows, of which the first is named too.
-pub(crate) type Finish<'a> = &'a (dyn Fn(usize, Range<usize>, &[f32]) + Sync);
+pub(crate) type Finish<'a> = &'a (dyn Fn(usize, Range<usize>, &mut [f32]) + Sync);
 
 /// Panels of each half of a matrix that [`multiply_pairs`] multiplies before they are finished: few,
 /// so that their sums are still in the cache.

@@ -1,7 +1,8 @@
 //! PURE: calls of the kernels of `kernels/cuda/experts.cu`.
 use super::{
-    Args, Call, DevicePtr, EXPERTS_DOWN, EXPERTS_DOWN_INT8, EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8,
-    EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows, SKINNY, Weight, by_rows, call, wide, words,
+    ASSIGNED_ROWS, ASSIGNED_ROWS_BF16, Args, Call, DevicePtr, EXPERTS_DOWN, EXPERTS_DOWN_INT8,
+    EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows, SKINNY, Weight,
+    by_rows, call, wide, words,
 };
 use crate::backend::Routing;
 
@@ -116,4 +117,29 @@ pub fn sum(
 ) -> Call {
     let args = words(Args::new().ptr(parts).ptr(weights).ptr(out), [top_k, width, first_row]);
     wide(EXPERTS_SUM, width, rows, args.ptr(live))
+}
+
+/// `tutti_assigned_rows`: as [`sum`], of rows whose matrices others chose.
+#[must_use]
+pub fn assigned_rows(
+    (parts, experts): (DevicePtr, DevicePtr),
+    out: DevicePtr,
+    (rows, width): (usize, usize),
+    (first_row, live): (usize, DevicePtr),
+) -> Call {
+    let args = words(Args::new().ptr(parts).ptr(experts).ptr(out), [width, first_row]);
+    wide(ASSIGNED_ROWS, width, rows, args.ptr(live))
+}
+
+/// `tutti_assigned_rows_bf16`
+#[must_use]
+pub fn assigned_rows_bf16(
+    (parts, experts): (DevicePtr, DevicePtr),
+    out: Rows,
+    (rows, width): (usize, usize),
+    (first_row, live): (usize, DevicePtr),
+) -> Call {
+    let args = Args::new().ptr(parts).ptr(experts).ptr(out.ptr);
+    let args = words(args, [width, out.stride, first_row]);
+    wide(ASSIGNED_ROWS_BF16, width, rows, args.ptr(live))
 }

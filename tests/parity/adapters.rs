@@ -1,0 +1,353 @@
+//! LoRA adapters: what they make is what the model with merged weights makes, and what PEFT makes; the
+//! same bits alone and among others, at every degree.
+use std::path::{Path, PathBuf};
+
+use shared::protocol::{Adapter, Lora};
+use shared::sampling::SamplingParams;
+use tempfile::TempDir;
+use testkit::adapters::{AdapterSpec, Factors};
+use testkit::models::{demo, goldens, repository, variant};
+use worker::model::config::ModelConfig;
+use worker::model::lora::LoraFiles;
+
+use crate::checkpoint::{Folder, Tensor};
+use crate::rig::{On, Rig, Seq};
+
+/// How far a log-probability may be off.
+const TOLERANCE: f64 = 1e-3;
+/// The same where products take bf16: see [`crate::goldens`].
+const BF16_TOLERANCE: f64 = 0.15;
+
+/// Adapters in a scratch folder.
+struct Scratch {
+    folder: TempDir,
+    lora: Lora,
+    factors: Vec<Vec<Factors>>,
+}
+
+impl Scratch {
+    fn new(model: &Path, specs: &[AdapterSpec]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut adapters, mut factors) = (Vec::new(), Vec::new());
+        for (index, spec) in specs.iter().enumerate() {
+            let path = folder.path().join(index.to_string());
+            std::fs::create_dir(&path).unwrap();
+            factors.push(spec.write(model, &path).unwrap());
+            adapters.push(named(&path));
+        }
+        Self { folder, lora: Lora { adapters, max_rank: 64 }, factors }
+    }
+
+    fn open(&self, model: &Path) -> Result<LoraFiles, String> {
+        let config = ModelConfig::load(model).unwrap();
+        LoraFiles::open(&self.lora, &config).map_err(|error| error.to_string())
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join("0").join(name)
+    }
+}
+
+fn named(path: &Path) -> Adapter {
+    let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+    Adapter { name, path: path.to_str().unwrap().to_owned() }
+}
+
+fn greedy() -> SamplingParams {
+    SamplingParams { logprobs: Some(0), prompt_logprobs: Some(0), ..SamplingParams::greedy() }
+}
+
+fn prompts(model: &Path) -> Vec<Vec<u32>> {
+    goldens(model).into_iter().map(|golden| golden.prompt_ids).collect()
+}
+
+fn sequence(rig: &mut Rig, prompt: &[u32], adapter: u32) -> Seq {
+    let mut seq = rig.sequence(prompt, prompt.len(), greedy());
+    seq.adapter = adapter;
+    seq
+}
+
+/// Tokens, and all log-probabilities bit by bit.
+fn bits(seq: &Seq) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
+    let prompt = seq.prompt_logprobs.iter().map(|(_, logprob)| logprob.to_bits()).collect();
+    let output = seq.logprobs.iter().map(|logprob| logprob.to_bits()).collect();
+    (seq.output().to_vec(), prompt, output)
+}
+
+/// A copy of a model whose weights are `W + scale * B A`, in f32.
+fn merged(name: &str, factors: &[Factors], spec: &AdapterSpec) -> Folder {
+    let folder = Folder::copy_of(name);
+    folder.edit(|tensors| tensors.iter_mut().for_each(|tensor| merge(tensor, factors, spec)));
+    folder
+}
+
+fn merge(tensor: &mut Tensor, factors: &[Factors], spec: &AdapterSpec) {
+    let module = tensor.name.strip_suffix(".weight");
+    let Some(found) = factors.iter().find(|factors| Some(&*factors.module) == module) else {
+        return;
+    };
+    if tensor.dtype == "BF16" {
+        tensor.widen();
+    }
+    let ((outputs, inputs), rank) = (found.shape, spec.rank);
+    assert_eq!(tensor.shape, [outputs, inputs], "{}", tensor.name);
+    let scale = spec.alpha / rank as f64;
+    for (at, bytes) in tensor.data.chunks_exact_mut(4).enumerate() {
+        let (row, col) = (at / inputs, at % inputs);
+        let terms = (0..rank)
+            .map(|i| f64::from(found.b[row * rank + i]) * f64::from(found.a[i * inputs + col]));
+        let weight = f64::from(f32::from_le_bytes(bytes.try_into().unwrap()));
+        bytes.copy_from_slice(&((weight + scale * terms.sum::<f64>()) as f32).to_le_bytes());
+    }
+}
+
+/// The model of every architecture whose weights merging changes, and an adapter for it.
+fn specs() -> Vec<(&'static str, AdapterSpec)> {
+    vec![
+        ("llama-gqa", AdapterSpec::whole(8, 1)),
+        ("llama-mha-bias", AdapterSpec::whole(3, 2)),
+        ("llama-tied", AdapterSpec { modules: vec!["mlp.down_proj"], ..AdapterSpec::whole(16, 3) }),
+        ("qwen2", AdapterSpec { modules: vec!["self_attn.v_proj"], ..AdapterSpec::whole(8, 4) }),
+        ("qwen3", AdapterSpec::whole(24, 5)),
+        ("mistral-swa", AdapterSpec { alpha: 3.0, ..AdapterSpec::whole(4, 6) }),
+        ("mixtral", AdapterSpec::attention(8, 7)),
+    ]
+}
+
+#[test]
+fn an_adapter_makes_what_merged_weights_make() {
+    for (name, spec) in specs() {
+        let model = variant(name);
+        let other = AdapterSpec::attention(5, 99);
+        let scratch = Scratch::new(&model, &[other, spec.clone()]);
+        let merged = merged(name, &scratch.factors[1], &spec);
+        let mut oracle = Rig::on(On::Reference, merged.path(), 1);
+        let mut base = Rig::on(On::Reference, &model, 1);
+        let mut longest = prompts(&model).into_iter().max_by_key(Vec::len).unwrap();
+        longest.truncate(40);
+        let mut wanted = oracle.sequence(&longest, longest.len(), greedy());
+        oracle.run(&mut wanted, 1, u32::MAX);
+        let mut plain = base.sequence(&longest, longest.len(), greedy());
+        base.run(&mut plain, 1, u32::MAX);
+        let change = worst(&plain, &wanted);
+        assert!(change > 0.05, "{name}: the adapter changes little, {change}");
+        let on = [On::Reference, On::Reference, On::Cpu, On::Cpu, On::FakeCuda];
+        for (on, degree) in on.into_iter().zip([1, 2, 1, 2, 1]) {
+            let mut rig = Rig::adapted(on, &model, (degree, degree), &scratch.lora);
+            let mut seq = sequence(&mut rig, &longest, 2);
+            rig.run(&mut seq, 1, u32::MAX);
+            // Where weights are kept in bf16, B is, scaled; GPUs' products take bf16.
+            let bound = match on {
+                On::FakeCuda => BF16_TOLERANCE,
+                On::Cpu if spec.alpha == 3.0 => 20.0 * TOLERANCE,
+                _ => TOLERANCE,
+            };
+            let error = worst(&seq, &wanted);
+            println!("{name} on {on:?} tp {degree}: {error:.1e} of a change of {change:.1e}");
+            assert!(error < bound, "{name} on {on:?} at tp {degree}: off by {error}");
+        }
+    }
+}
+
+/// How far log-probabilities of two sequences' prompts are apart.
+fn worst(a: &Seq, b: &Seq) -> f64 {
+    assert_eq!(a.prompt_logprobs.len(), b.prompt_logprobs.len());
+    let pairs = a.prompt_logprobs.iter().zip(&b.prompt_logprobs);
+    pairs.map(|(a, b)| f64::from(a.1 - b.1).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn requests_of_all_adapters_in_one_batch_get_the_same_bits_as_alone() {
+    let model = demo();
+    let specs = [AdapterSpec::whole(8, 11), AdapterSpec::attention(20, 12)];
+    let scratch = Scratch::new(&model, &specs);
+    let all = prompts(&model);
+    for (on, degree) in
+        [(On::Cpu, 1), (On::Cpu, 2), (On::CpuBf16, 2), (On::CpuInt8, 2), (On::FakeInvariant, 1)]
+    {
+        let mut rig = Rig::adapted(on, &model, (degree, degree), &scratch.lora);
+        // The model alone, where there are no adapters.
+        let mut bare = Rig::on(on, &model, degree);
+        let request = |i: usize| (&all[i % 4], (i % 3) as u32);
+        let mut alone = Vec::new();
+        for i in 0..12 {
+            let (prompt, adapter) = request(i);
+            let mut seq = sequence(&mut rig, prompt, adapter);
+            rig.run(&mut seq, 8, u32::MAX);
+            rig.forget(&[&seq]);
+            if adapter == 0 {
+                let mut plain = sequence(&mut bare, prompt, 0);
+                bare.run(&mut plain, 8, u32::MAX);
+                bare.forget(&[&plain]);
+                assert_eq!(bits(&plain), bits(&seq), "no adapter on {on:?} at tp {degree}");
+            }
+            alone.push(seq);
+        }
+        assert_ne!(alone[0].output(), alone[4].output(), "an adapter changes something");
+        let mut batch: Vec<Seq> = (0..12)
+            .map(|i| {
+                let (prompt, adapter) = request(i);
+                sequence(&mut rig, prompt, adapter)
+            })
+            .collect();
+        let mut running = 0;
+        while batch.iter().any(|seq| seq.output().len() < 8) {
+            running = (running + 3).min(batch.len());
+            let mut step: Vec<&mut Seq> =
+                batch[..running].iter_mut().filter(|seq| seq.output().len() < 8).collect();
+            rig.step(&mut step, 24);
+        }
+        for (i, (alone, together)) in alone.iter().zip(&batch).enumerate() {
+            assert_eq!(bits(alone), bits(together), "request {i} on {on:?} at tp {degree}");
+        }
+    }
+}
+
+#[test]
+fn every_degree_makes_the_same_bits() {
+    let model = demo();
+    let scratch = Scratch::new(&model, &[AdapterSpec::whole(8, 21), AdapterSpec::attention(4, 22)]);
+    let all = prompts(&model);
+    for on in [On::Cpu, On::CpuBf16, On::Reference] {
+        let mut wanted = None;
+        for degree in [4, 2, 1] {
+            let mut rig = Rig::adapted(on, &model, (degree, 4), &scratch.lora);
+            let mut found = Vec::new();
+            for adapter in 0..3 {
+                let mut seq = sequence(&mut rig, &all[1], adapter);
+                rig.run(&mut seq, 6, u32::MAX);
+                found.push(bits(&seq));
+            }
+            let wanted = wanted.get_or_insert_with(|| found.clone());
+            assert_eq!(*wanted, found, "{on:?} at tp {degree}");
+        }
+    }
+}
+
+#[test]
+fn drafts_are_verified_with_the_sequences_own_adapter() {
+    let model = demo();
+    let scratch = Scratch::new(&model, &[AdapterSpec::whole(8, 31)]);
+    let prompt = &prompts(&model)[2];
+    let mut rig = Rig::adapted(On::CpuBf16, &model, (1, 1), &scratch.lora);
+    let sampling = SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+    let mut plain = rig.sequence(prompt, prompt.len(), sampling.clone());
+    plain.adapter = 1;
+    rig.run(&mut plain, 9, u32::MAX);
+    let mut drafted = rig.sequence(prompt, prompt.len(), sampling);
+    drafted.adapter = 1;
+    rig.run(&mut drafted, 1, u32::MAX);
+    drafted.drafts = plain.output()[1..8].to_vec();
+    rig.step(&mut [&mut drafted], u32::MAX);
+    assert_eq!(bits(&drafted), bits(&plain), "all drafts count");
+}
+
+#[test]
+fn what_is_wrong_with_an_adapter_is_said_in_a_line() {
+    let model = variant("llama-gqa");
+    let spec = AdapterSpec::whole(8, 41);
+    let refused = |change: &dyn Fn(&mut Scratch), words: &str| {
+        let mut scratch = Scratch::new(&model, std::slice::from_ref(&spec));
+        change(&mut scratch);
+        let error = scratch.open(&model).err().unwrap_or_default();
+        assert!(error.contains(words) && !error.contains('\n'), "{words}: {error:?}");
+    };
+    let configure = |from: &'static str, to: &'static str| {
+        move |scratch: &mut Scratch| {
+            let path = scratch.file("adapter_config.json");
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains(from), "{text}");
+            std::fs::write(path, text.replace(from, to)).unwrap();
+        }
+    };
+    let rename = |from: &'static str, to: &'static str| {
+        move |scratch: &mut Scratch| {
+            let path = scratch.file("adapter_model.safetensors");
+            let mut bytes = std::fs::read(&path).unwrap();
+            assert_eq!(from.len(), to.len());
+            let at = bytes.windows(from.len()).position(|it| it == from.as_bytes()).unwrap();
+            bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
+            std::fs::write(path, bytes).unwrap();
+        }
+    };
+    refused(&|scratch| scratch.lora.max_rank = 4, "r is 8, it must be 1 to 4 (--max-lora-rank)");
+    refused(&configure("\"use_dora\":false", "\"use_dora\":true"), "use_dora is true");
+    refused(&configure("\"r\":8", "\"r\":4"), "ask for [4, ");
+    refused(&configure("\"LORA\"", "\"IA3\""), "peft_type is \"IA3\"");
+    refused(
+        &configure("\"target_modules\":[", "\"target_modules\":[\"lm_head\","),
+        "tensor lm_head: is missing, and target_modules",
+    );
+    refused(
+        &rename("layers.0.self_attn.q_proj.lora_A", "layers.9.self_attn.q_proj.lora_A"),
+        "is of layer 9, the model has 2",
+    );
+    refused(
+        &rename("layers.0.self_attn.q_proj.lora_A", "layers.0.self_attn.q_norm.lora_A"),
+        "is of none of the modules that adapters may change",
+    );
+    refused(
+        &rename("layers.0.self_attn.q_proj.lora_A", "embed_tokens.aaaaaaaaaaaa.lora_A"),
+        "adapters of embeddings and output heads are not supported",
+    );
+    refused(
+        &|scratch| std::fs::remove_file(scratch.file("adapter_config.json")).unwrap(),
+        "adapter_config.json: cannot be read",
+    );
+    refused(
+        &|scratch| {
+            let file = scratch.file("adapter_model.safetensors");
+            std::fs::rename(&file, scratch.file("adapter_model.bin")).unwrap();
+        },
+        "adapter_model.bin is not read",
+    );
+    // Experts are not adapted.
+    let model = variant("mixtral");
+    let scratch = Scratch::new(&model, &[AdapterSpec::whole(8, 42)]);
+    let error = scratch.open(&model).err().unwrap_or_default();
+    assert!(error.contains("has experts: adapters of them are not supported"), "{error}");
+}
+
+/// Adapters that PEFT has saved, against what PEFT makes with them: see `tests/models/make_adapters.py`.
+#[test]
+fn adapters_make_what_peft_makes() {
+    let folder = repository().join("tests/parity/adapters");
+    let cases =
+        [("llama-gqa-all", "llama-gqa"), ("llama-gqa-qv", "llama-gqa"), ("qwen2-mlp", "qwen2")];
+    // Each beside one that is not asked for.
+    for (name, base) in cases {
+        let (path, model) = (folder.join(name), variant(base));
+        let other = Scratch::new(&model, &[AdapterSpec::whole(16, 61)]);
+        let lora =
+            Lora { adapters: vec![other.lora.adapters[0].clone(), named(&path)], max_rank: 16 };
+        for (on, degree) in [(On::Cpu, 1), (On::Cpu, 2), (On::Reference, 1), (On::CpuBf16, 1)] {
+            let bound = if matches!(on, On::CpuBf16) { BF16_TOLERANCE } else { TOLERANCE };
+            let mut rig = Rig::adapted(on, &model, (degree, degree), &lora);
+            let mut worst = 0.0f64;
+            for golden in goldens(&path) {
+                let at = format!("{name}, {} on {on:?} at tp {degree}", golden.name);
+                let mut seq = sequence(&mut rig, &golden.prompt_ids, 2);
+                rig.run(&mut seq, golden.greedy_ids.len(), u32::MAX);
+                for (i, (token, logprob)) in seq.prompt_logprobs.iter().enumerate() {
+                    assert_eq!(*token, golden.prompt_ids[i + 1], "{at}");
+                    let error =
+                        (f64::from(*logprob) - golden.prompt_logprobs[i + 1].unwrap()).abs();
+                    assert!(error < bound, "{at}: prompt token {i} is off by {error}");
+                    worst = worst.max(error);
+                }
+                for (i, wanted) in golden.greedy_ids.iter().enumerate() {
+                    if seq.output()[i] != *wanted {
+                        let gap = golden.greedy_top1_top2_gap[i];
+                        assert!(gap < bound, "{at}: token {i} differs, with a gap of {gap}");
+                        break;
+                    }
+                    let error = (f64::from(seq.logprobs[i]) - golden.greedy_logprobs[i]).abs();
+                    assert!(error < bound, "{at}: token {i} is off by {error}");
+                    worst = worst.max(error);
+                }
+                rig.forget(&[&seq]);
+            }
+            println!("{name} on {on:?} tp {degree}: worst error {worst:.1e}");
+        }
+    }
+}

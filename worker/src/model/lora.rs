@@ -1,0 +1,348 @@
+//! LoRA adapters beside the model: for some modules of a layer, `y += scale * B (A x)`, with matrices
+//! of each row's own adapter. All adapters of a replica are held by every rank, all the time.
+//!
+//! Adapters of one module are a stack of matrices of one shape, as a layer's experts are: of smaller
+//! ranks, and where an adapter leaves the module alone, zeros fill it up. Modules that take the same
+//! input are one: q, k and v have one matrix A each, one below the other, and one B with theirs along
+//! its diagonal.
+//!
+//! What an adapter adds goes where the model's own product goes, so that a row's sums have one order at
+//! every tensor-parallel degree: column-parallel modules have A whole and their rows of B; row-parallel
+//! ones have their columns of A, for each part of the sum that the model's product is made of, and B
+//! whole, and add to that part.
+mod config;
+mod files;
+
+use std::ops::Range;
+
+use kernels::backend::{DType, HostMatrix, NOT_ASSIGNED, Routing};
+use kernels::{Backend, KernelError};
+use shared::protocol::Lora;
+
+pub use self::config::RANK_MAX;
+use self::files::{AdapterFiles, Module};
+use super::ModelError;
+use super::config::ModelConfig;
+use super::shard::Shard;
+
+/// Ranks are filled up to a multiple of this, for products take their inputs by so many.
+const RANK_STEP: usize = 8;
+
+/// Where in a layer adapters add something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Site {
+    /// q, k and v, before the rotary embedding.
+    Qkv,
+    /// The attention's output projection.
+    Output,
+    /// gate and up of a dense layer, before SiLU.
+    GateUp,
+    /// Its down projection.
+    Down,
+}
+
+impl Site {
+    const ALL: [Self; 4] = [Self::Qkv, Self::Output, Self::GateUp, Self::Down];
+
+    fn modules(self) -> &'static [Module] {
+        match self {
+            Self::Qkv => &[Module::Q, Module::K, Module::V],
+            Self::Output => &[Module::O],
+            Self::GateUp => &[Module::Gate, Module::Up],
+            Self::Down => &[Module::Down],
+        }
+    }
+
+    /// This rank's outputs of each module, and its inputs, part by part.
+    fn cut(self, config: &ModelConfig, shard: &Shard) -> (Vec<Range<usize>>, Vec<Range<usize>>) {
+        let hidden = 0..config.hidden_size;
+        let scaled =
+            |heads: &Range<usize>| heads.start * config.head_dim..heads.end * config.head_dim;
+        let parts = |own: Range<usize>| -> Vec<Range<usize>> {
+            let width = own.len() / shard.parts;
+            let part = |i: usize| own.start + i * width..own.start + (i + 1) * width;
+            (0..shard.parts).map(part).collect()
+        };
+        let (q, kv) = (scaled(&shard.heads), scaled(&shard.kv_heads));
+        let inner = shard.intermediate.clone();
+        match self {
+            Self::Qkv => (vec![q, kv.clone(), kv], vec![hidden]),
+            Self::Output => (vec![hidden], parts(q)),
+            Self::GateUp => (vec![inner.clone(), inner], vec![hidden]),
+            Self::Down => (vec![hidden], parts(inner)),
+        }
+    }
+}
+
+/// Adapters' folders, opened and checked.
+#[derive(Debug)]
+pub struct LoraFiles {
+    adapters: Vec<AdapterFiles>,
+}
+
+impl LoraFiles {
+    /// Opens and checks the folders of all adapters.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn open(lora: &Lora, config: &ModelConfig) -> Result<Self, ModelError> {
+        let max_rank = (lora.max_rank as usize).min(RANK_MAX);
+        let open = |adapter| AdapterFiles::open(adapter, config, max_rank);
+        Ok(Self { adapters: lora.adapters.iter().map(open).collect::<Result<_, _>>()? })
+    }
+
+    /// Loads one rank's part of all adapters, with room for `tokens_max` tokens; none when there is
+    /// no adapter.
+    ///
+    /// # Errors
+    /// [`ModelError::Kernel`].
+    pub fn load<B: Backend>(
+        &self,
+        backend: &mut B,
+        config: &ModelConfig,
+        shard: &Shard,
+        tokens_max: usize,
+    ) -> Result<Option<Adapters<B>>, ModelError> {
+        let count = self.adapters.len();
+        if count == 0 {
+            return Ok(None);
+        }
+        let routing = Routing { num_experts: count, top_k: 1, normalise: false };
+        let mut loaded = Adapters {
+            count: u32::try_from(count).unwrap_or(u32::MAX),
+            layers: Vec::with_capacity(config.num_layers),
+            routes: backend.new_routes(tokens_max, routing)?,
+            rooms: [const { None }; Site::ALL.len()],
+            bytes: 0,
+        };
+        let joints = Site::ALL.map(|site| self.joint(site, config, shard));
+        let [qkv, output, gate_up, down] = joints;
+        let joints = [qkv?, output?, gate_up?, down?];
+        for (joint, room) in joints.iter().zip(&mut loaded.rooms) {
+            if let Some(joint) = joint {
+                *room = Some(Room {
+                    ranks: backend.new_input_buffer(tokens_max, joint.width())?,
+                    out: backend.new_buffer(tokens_max, joint.outputs())?,
+                });
+            }
+        }
+        for layer in 0..config.num_layers {
+            let mut sites = [const { None }; Site::ALL.len()];
+            for (joint, stacks) in joints.iter().zip(&mut sites) {
+                if let Some(joint) = joint {
+                    *stacks = self.stacks(backend, config, joint, layer, &mut loaded.bytes)?;
+                }
+            }
+            loaded.layers.push(sites);
+        }
+        Ok(Some(loaded))
+    }
+
+    /// What a site's matrices look like, where some adapter changes something there.
+    fn joint(
+        &self,
+        site: Site,
+        config: &ModelConfig,
+        shard: &Shard,
+    ) -> Result<Option<Joint>, ModelError> {
+        let (rows, parts) = site.cut(config, shard);
+        let (mut used, mut rank) = (Vec::new(), 0);
+        for module in site.modules() {
+            let mut most = None;
+            for layer in 0..config.num_layers {
+                for adapter in &self.adapters {
+                    let found = adapter.factors(layer, *module, config)?;
+                    most = most.max(found.map(|factors| factors.rank));
+                }
+            }
+            if let Some(most) = most {
+                used.push(*module);
+                rank = rank.max(most.next_multiple_of(RANK_STEP));
+            }
+        }
+        Ok((!used.is_empty()).then_some(Joint { site, used, rank, rows, parts }))
+    }
+
+    /// A layer's stacks of a site, where some adapter changes something there.
+    fn stacks<B: Backend>(
+        &self,
+        backend: &mut B,
+        config: &ModelConfig,
+        joint: &Joint,
+        layer: usize,
+        bytes: &mut u64,
+    ) -> Result<Option<SiteStacks<B::Stack>>, ModelError> {
+        let (width, rank) = (joint.width(), joint.rank);
+        let mut found = Vec::new();
+        for (index, adapter) in self.adapters.iter().enumerate() {
+            for module in &joint.used {
+                if let Some(factors) = adapter.factors(layer, *module, config)? {
+                    found.push((index, *module, factors));
+                }
+            }
+        }
+        if found.is_empty() {
+            return Ok(None);
+        }
+        let place =
+            |module: Module| joint.used.iter().position(|used| *used == module).unwrap_or(0);
+        let mut downs = Vec::with_capacity(joint.parts.len());
+        for part in &joint.parts {
+            let cols = part.len();
+            let mut all = vec![vec![0.0; width * cols]; self.adapters.len()];
+            for (index, module, factors) in &found {
+                let at = place(*module) * rank * cols;
+                factors.write_a(part.start, cols, &mut all[*index][at..][..rank * cols]);
+            }
+            downs.push(stack(backend, &all, (width, cols), bytes)?);
+        }
+        let mut all = vec![vec![0.0; joint.outputs() * width]; self.adapters.len()];
+        for (index, module, factors) in &found {
+            let (first, own) = joint.outputs_of(*module);
+            for (to, row) in (first..).zip(own) {
+                let at = to * width + place(*module) * rank;
+                factors.write_b(row, &mut all[*index][at..][..factors.rank]);
+            }
+        }
+        let up = stack(backend, &all, (joint.outputs(), width), bytes)?;
+        Ok(Some(SiteStacks { downs, up }))
+    }
+}
+
+/// A site's matrices on one rank.
+#[derive(Debug)]
+struct Joint {
+    site: Site,
+    /// Modules that some adapter changes in some layer.
+    used: Vec<Module>,
+    /// Room for the rank of each.
+    rank: usize,
+    /// This rank's outputs of each of the site's modules.
+    rows: Vec<Range<usize>>,
+    /// Its inputs, part by part.
+    parts: Vec<Range<usize>>,
+}
+
+impl Joint {
+    /// Ranks of all modules.
+    fn width(&self) -> usize {
+        self.used.len() * self.rank
+    }
+
+    /// Outputs of all modules, used or not.
+    fn outputs(&self) -> usize {
+        self.rows.iter().map(Range::len).sum()
+    }
+
+    /// Where a module's outputs begin, and which they are.
+    fn outputs_of(&self, module: Module) -> (usize, Range<usize>) {
+        let before = self.site.modules().iter().take_while(|other| **other != module).count();
+        let first = self.rows[..before].iter().map(Range::len).sum();
+        (first, self.rows[before].clone())
+    }
+}
+
+/// Loads matrices of one shape.
+fn stack<B: Backend>(
+    backend: &mut B,
+    matrices: &[Vec<f32>],
+    (rows, cols): (usize, usize),
+    bytes: &mut u64,
+) -> Result<B::Stack, KernelError> {
+    let data: Vec<Vec<u8>> = matrices
+        .iter()
+        .map(|matrix| matrix.iter().flat_map(|x| x.to_le_bytes()).collect())
+        .collect();
+    let hosts: Vec<HostMatrix<'_>> = data
+        .iter()
+        .map(|data| HostMatrix {
+            data,
+            dtype: DType::F32,
+            rows,
+            cols,
+            col_start: 0,
+            row_stride: cols,
+            scales: None,
+        })
+        .collect();
+    *bytes += (hosts.len() * rows * cols * DType::Bf16.bytes()) as u64;
+    backend.load_stack(&hosts)
+}
+
+/// One site of one layer: a matrix of each adapter.
+#[derive(Debug)]
+struct SiteStacks<S> {
+    /// A, `[ranks, inputs]`, for each part of the inputs.
+    downs: Vec<S>,
+    /// B, scaled, `[outputs, ranks]`.
+    up: S,
+}
+
+/// Room for what a site's products make.
+struct Room<B: Backend> {
+    /// `A x`, `[tokens, ranks]`
+    ranks: B::Buffer,
+    /// `B (A x)`, `[tokens, outputs]`
+    out: B::Buffer,
+}
+
+/// All adapters' matrices on one rank, by layer and site.
+pub struct Adapters<B: Backend> {
+    count: u32,
+    layers: Vec<[Option<SiteStacks<B::Stack>>; Site::ALL.len()]>,
+    /// Which adapter each row of the step has.
+    routes: B::Routes,
+    rooms: [Option<Room<B>>; Site::ALL.len()],
+    bytes: u64,
+}
+
+impl<B: Backend> std::fmt::Debug for Adapters<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Adapters").field("count", &self.count).finish_non_exhaustive()
+    }
+}
+
+/// Which matrices a row is multiplied with whose request has this adapter: 0 is the model alone.
+#[must_use]
+pub fn row_of(adapter: u32) -> u32 {
+    adapter.checked_sub(1).unwrap_or(NOT_ASSIGNED)
+}
+
+impl<B: Backend> Adapters<B> {
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// Bytes of their matrices.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The rows of this step have these adapters: see [`row_of`].
+    pub(super) fn begin(&mut self, backend: &mut B, rows: &[u32]) -> Result<(), KernelError> {
+        backend.assign(rows, &mut self.routes)
+    }
+
+    /// What is to be added at a site of a layer, of part `part` of its inputs, which begins at column
+    /// `first` of `x`.
+    pub(super) fn addend(
+        &mut self,
+        backend: &mut B,
+        (layer, site): (usize, Site),
+        (part, first): (usize, usize),
+        x: &B::Buffer,
+    ) -> Result<Option<&B::Buffer>, KernelError> {
+        let Self { layers, routes, rooms, .. } = self;
+        let stacks = layers[layer][site as usize].as_ref();
+        let (Some(SiteStacks { downs, up }), Some(room)) = (stacks, &mut rooms[site as usize])
+        else {
+            return Ok(None);
+        };
+        backend.experts_down(x, first, &downs[part], routes, &mut room.ranks)?;
+        backend.experts_down(&room.ranks, 0, up, routes, &mut room.out)?;
+        Ok(Some(&room.out))
+    }
+}

@@ -1,0 +1,224 @@
+//! `adapter_config.json` as PEFT writes it: what scales an adapter's part, and what of it cannot be
+//! computed here.
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::model::ModelError;
+
+/// Greatest rank there may be at all.
+pub const RANK_MAX: usize = 512;
+
+/// How an adapter's matrices are meant.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct LoraConfig {
+    /// Inner width of modules that `ranks` does not name.
+    rank: usize,
+    /// Numerator of the scale of modules that `alphas` does not name.
+    alpha: f64,
+    /// The scale's denominator is the rank's root.
+    rank_stabilised: bool,
+    ranks: BTreeMap<String, usize>,
+    alphas: BTreeMap<String, f64>,
+    /// Modules that have to have matrices somewhere, where they are listed by name.
+    pub(super) targets: Vec<String>,
+}
+
+/// The file. Keys of training are other people's business.
+#[derive(Deserialize)]
+struct Raw {
+    peft_type: Option<String>,
+    r: Option<usize>,
+    lora_alpha: Option<f64>,
+    use_rslora: Option<bool>,
+    rank_pattern: Option<BTreeMap<String, usize>>,
+    alpha_pattern: Option<BTreeMap<String, f64>>,
+    target_modules: Option<Value>,
+    bias: Option<String>,
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
+}
+
+/// Keys that change what is computed in ways that are not supported, unless they are absent, null,
+/// false or empty.
+const REFUSED: [&str; 13] = [
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "use_qalora",
+    "use_bdlora",
+    "kasa_config",
+    "monteclora_config",
+];
+
+impl LoraConfig {
+    /// Reads and checks `adapter_config.json` of `folder`.
+    ///
+    /// # Errors
+    /// [`ModelError::File`] naming the key, its value's problem and the bound.
+    pub(super) fn load(folder: &Path, max_rank: usize) -> Result<Self, ModelError> {
+        let file = folder.join("adapter_config.json");
+        let text = std::fs::read_to_string(&file)
+            .map_err(|error| ModelError::file(&file, format!("cannot be read: {error}")))?;
+        Self::parse(&text, max_rank).map_err(|message| ModelError::file(&file, message))
+    }
+
+    fn parse(text: &str, max_rank: usize) -> Result<Self, String> {
+        let raw: Raw = serde_json::from_str(text)
+            .map_err(|error| format!("not an adapter's configuration: {error}"))?;
+        match raw.peft_type.as_deref() {
+            Some("LORA") => {}
+            Some(other) => {
+                return Err(format!("peft_type is \"{other}\", only \"LORA\" is supported"));
+            }
+            None => return Err("key peft_type is missing".to_owned()),
+        }
+        if let Some(bias) = raw.bias.as_deref().filter(|bias| *bias != "none") {
+            return Err(format!("bias is \"{bias}\", only \"none\" is supported"));
+        }
+        for key in REFUSED {
+            if let Some(value) = raw.others.get(key).filter(|value| !is_off(value)) {
+                return Err(format!("{key} is {value}: adapters with it are not supported"));
+            }
+        }
+        let rank = raw.r.ok_or("key r is missing")?;
+        let ranks = raw.rank_pattern.unwrap_or_default();
+        for (key, rank) in [("r", &rank)].into_iter().chain(ranks.iter().map(|(k, r)| (&**k, r))) {
+            if !(1..=max_rank).contains(rank) {
+                let of =
+                    if key == "r" { String::new() } else { format!(" of rank_pattern \"{key}\"") };
+                return Err(format!(
+                    "r{of} is {rank}, it must be 1 to {max_rank} (--max-lora-rank)"
+                ));
+            }
+        }
+        let alpha = raw.lora_alpha.ok_or("key lora_alpha is missing")?;
+        let alphas = raw.alpha_pattern.unwrap_or_default();
+        for key in ranks.keys().chain(alphas.keys()) {
+            let is_plain = |c: char| c.is_ascii_alphanumeric() || "_.".contains(c);
+            if key.is_empty() || !key.chars().all(is_plain) {
+                return Err(format!(
+                    "rank_pattern or alpha_pattern has \"{key}\": names of modules are supported, \
+                     regular expressions are not"
+                ));
+            }
+        }
+        if let Some(alpha) = alphas.values().chain([&alpha]).find(|alpha| !alpha.is_finite()) {
+            return Err(format!("lora_alpha is {alpha}, it must be finite"));
+        }
+        let targets = match raw.target_modules {
+            Some(Value::Array(names)) => {
+                names.iter().filter_map(Value::as_str).map(str::to_owned).collect()
+            }
+            // A regular expression, or "all-linear": what it matched is in the other file.
+            _ => Vec::new(),
+        };
+        let rank_stabilised = raw.use_rslora.unwrap_or(false);
+        Ok(Self { rank, alpha, rank_stabilised, ranks, alphas, targets })
+    }
+
+    /// The rank of a module such as `model.layers.0.self_attn.q_proj`.
+    ///
+    /// # Errors
+    /// One sentence when patterns contradict each other.
+    pub(super) fn rank(&self, module: &str) -> Result<usize, String> {
+        Ok(of_pattern("rank_pattern", &self.ranks, module)?.unwrap_or(self.rank))
+    }
+
+    /// What a module's part is multiplied by.
+    ///
+    /// # Errors
+    /// As [`LoraConfig::rank`].
+    pub(super) fn scale(&self, module: &str) -> Result<f32, String> {
+        let rank = self.rank(module)? as f64;
+        let alpha = of_pattern("alpha_pattern", &self.alphas, module)?.unwrap_or(self.alpha);
+        let by = if self.rank_stabilised { rank.sqrt() } else { rank };
+        Ok((alpha / by) as f32)
+    }
+}
+
+/// The value of the pattern that names a module, by the end of its name.
+fn of_pattern<T: Copy + PartialEq>(
+    key: &str,
+    patterns: &BTreeMap<String, T>,
+    module: &str,
+) -> Result<Option<T>, String> {
+    let names = |pattern: &str| {
+        module.strip_suffix(pattern).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+    };
+    let mut found = patterns.iter().filter(|(pattern, _)| names(pattern));
+    let Some((first, value)) = found.next() else { return Ok(None) };
+    match found.find(|(_, other)| *other != value) {
+        Some((other, _)) => {
+            Err(format!("{key} has \"{first}\" and \"{other}\" for {module}, and different values"))
+        }
+        None => Ok(Some(*value)),
+    }
+}
+
+/// Whether a key says nothing.
+fn is_off(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(items) => items.is_empty(),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(rest: &str) -> Result<LoraConfig, String> {
+        let text = format!(r#"{{"peft_type":"LORA","r":8,"lora_alpha":16,"bias":"none"{rest}}}"#);
+        LoraConfig::parse(&text, 16)
+    }
+
+    #[test]
+    fn scales_are_alpha_by_rank_or_by_its_root_and_patterns_go_first() {
+        let module = "model.layers.1.self_attn.q_proj";
+        assert_eq!(parse("").unwrap().scale(module), Ok(2.0));
+        let stable = parse(r#","use_rslora":true"#).unwrap();
+        assert_eq!(stable.scale(module), Ok((16.0 / 8f64.sqrt()) as f32));
+        let patterns = r#","rank_pattern":{"q_proj":4,"layers.1.self_attn.q_proj":4,"roj":2},
+            "alpha_pattern":{"v_proj":1},"use_dora":false,"modules_to_save":null"#;
+        let patterned = parse(patterns).unwrap();
+        assert_eq!((patterned.rank(module), patterned.scale(module)), (Ok(4), Ok(4.0)));
+        let other = "model.layers.0.self_attn.v_proj";
+        assert_eq!((patterned.rank(other), patterned.scale(other)), (Ok(8), Ok(0.125)));
+        let unclear = parse(r#","rank_pattern":{"q_proj":4,"self_attn.q_proj":2}"#).unwrap();
+        assert!(unclear.rank(module).unwrap_err().contains("\"q_proj\" and \"self_attn.q_proj\""));
+    }
+
+    #[test]
+    fn what_is_not_supported_is_named() {
+        let refused = |rest: &str, words: &str| {
+            let error = parse(rest).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        };
+        refused(r#","use_dora":true"#, "use_dora is true");
+        refused(r#","modules_to_save":["lm_head"]"#, "modules_to_save is [\"lm_head\"]");
+        refused(r#","fan_in_fan_out":true"#, "fan_in_fan_out");
+        refused(r#","rank_pattern":{"^q":4}"#, "\"^q\": names of modules are supported");
+        refused(r#","rank_pattern":{"q_proj":32}"#, "\"q_proj\" is 32, it must be 1 to 16");
+        let parse = |text: &str| LoraConfig::parse(text, 4).unwrap_err();
+        assert!(parse(r#"{"peft_type":"IA3"}"#).contains("peft_type is \"IA3\""));
+        assert_eq!(
+            parse(r#"{"peft_type":"LORA","r":8,"lora_alpha":16}"#),
+            "r is 8, it must be 1 to 4 (--max-lora-rank)"
+        );
+        assert!(parse(r#"{"peft_type":"LORA","r":2}"#).contains("lora_alpha is missing"));
+        assert!(
+            parse(r#"{"peft_type":"LORA","r":2,"lora_alpha":1,"bias":"all"}"#).contains("\"all\"")
+        );
+    }
+}

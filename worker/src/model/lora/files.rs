@@ -1,0 +1,220 @@
+//! An adapter's folder: its configuration, and its matrices found and checked against the model.
+use std::path::Path;
+
+use kernels::backend::DType;
+use kernels::weights;
+use shared::protocol::Adapter;
+
+use super::config::LoraConfig;
+use crate::model::ModelError;
+use crate::model::config::ModelConfig;
+use crate::model::safetensors::{TensorView, WeightFiles};
+
+/// Modules of a layer that adapters may change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Module {
+    Q,
+    K,
+    V,
+    O,
+    Gate,
+    Up,
+    Down,
+}
+
+impl Module {
+    const ALL: [Self; 7] = [Self::Q, Self::K, Self::V, Self::O, Self::Gate, Self::Up, Self::Down];
+
+    /// Its name within a layer.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Q => "self_attn.q_proj",
+            Self::K => "self_attn.k_proj",
+            Self::V => "self_attn.v_proj",
+            Self::O => "self_attn.o_proj",
+            Self::Gate => "mlp.gate_proj",
+            Self::Up => "mlp.up_proj",
+            Self::Down => "mlp.down_proj",
+        }
+    }
+
+    /// Outputs and inputs of its matrix.
+    fn shape(self, config: &ModelConfig) -> (usize, usize) {
+        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let q = config.num_heads * config.head_dim;
+        let kv = config.num_kv_heads * config.head_dim;
+        match self {
+            Self::Q => (q, hidden),
+            Self::K | Self::V => (kv, hidden),
+            Self::O => (hidden, q),
+            Self::Gate | Self::Up => (inner, hidden),
+            Self::Down => (hidden, inner),
+        }
+    }
+}
+
+/// An adapter whose matrices were checked, none of them read yet.
+#[derive(Debug)]
+pub(super) struct AdapterFiles {
+    config: LoraConfig,
+    files: WeightFiles,
+}
+
+/// A module's two matrices.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Factors<'a> {
+    a: TensorView<'a>,
+    b: TensorView<'a>,
+    pub(super) rank: usize,
+    pub(super) scale: f32,
+}
+
+impl AdapterFiles {
+    /// Opens an adapter's folder and checks all that is in it.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the adapter's file, and what in it cannot be computed.
+    pub(super) fn open(
+        adapter: &Adapter,
+        config: &ModelConfig,
+        max_rank: usize,
+    ) -> Result<Self, ModelError> {
+        let folder = Path::new(&adapter.path);
+        let own = LoraConfig::load(folder, max_rank)?;
+        let path = folder.join("adapter_model.safetensors");
+        if !path.is_file() && folder.join("adapter_model.bin").is_file() {
+            let message = "is missing; adapter_model.bin is not read, for it may hold programs: \
+                           save the adapter with safe_serialization";
+            return Err(ModelError::file(&path, message));
+        }
+        let opened = Self { config: own, files: WeightFiles::of_file(path)? };
+        opened.check(config)?;
+        Ok(opened)
+    }
+
+    /// That every tensor is of a module that adapters may change, and every module has both.
+    fn check(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        let mut found = Vec::new();
+        for tensor in self.files.names() {
+            let wrong = |message: String| self.wrong(tensor, message);
+            found.push(place(tensor, config).map_err(wrong)?);
+        }
+        for (layer, module) in &found {
+            self.factors(*layer, *module, config)?;
+        }
+        if found.is_empty() {
+            return Err(self.wrong("*.lora_A.weight", "is missing: the file has none".to_owned()));
+        }
+        for target in &self.config.targets {
+            let is_of = |(_, module): &(usize, Module)| {
+                module.name().ends_with(target.as_str()) || target.ends_with(module.name())
+            };
+            if !found.iter().any(is_of) {
+                let message = "is missing, and target_modules of adapter_config.json names it";
+                return Err(self.wrong(target, message.to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    /// A module's matrices, where the adapter changes it.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`] when one of two is missing, or not as the model and the configuration
+    /// say.
+    pub(super) fn factors(
+        &self,
+        layer: usize,
+        module: Module,
+        config: &ModelConfig,
+    ) -> Result<Option<Factors<'_>>, ModelError> {
+        let name = format!("model.layers.{layer}.{}", module.name());
+        let tensor = |which: &str| format!("base_model.model.{name}.{which}.weight");
+        let [a_name, b_name] = ["lora_A", "lora_B"].map(tensor);
+        if !self.files.has(&a_name) && !self.files.has(&b_name) {
+            return Ok(None);
+        }
+        let wrong = |message: String| self.wrong(&a_name, message);
+        let rank = self.config.rank(&name).map_err(wrong)?;
+        let scale = self.config.scale(&name).map_err(wrong)?;
+        let (rows, cols) = module.shape(config);
+        let a = self.matrix(&a_name, [rank, cols])?;
+        let b = self.matrix(&b_name, [rows, rank])?;
+        Ok(Some(Factors { a, b, rank, scale }))
+    }
+
+    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'_>, ModelError> {
+        let view = self.files.any_tensor(name, None)?;
+        if let DType::F8E4M3 | DType::I8 = view.dtype {
+            let message = format!("is of type {:?}; it has to be BF16, F16 or F32", view.dtype);
+            return Err(self.wrong(name, message));
+        }
+        if view.shape != shape {
+            let message = format!(
+                "has shape {:?}; the model and adapter_config.json ask for {shape:?}",
+                view.shape
+            );
+            return Err(self.wrong(name, message));
+        }
+        Ok(view)
+    }
+
+    fn wrong(&self, tensor: &str, message: String) -> ModelError {
+        let file = self.files.folder().join("adapter_model.safetensors");
+        ModelError::Tensor { file, tensor: tensor.to_owned(), message }
+    }
+}
+
+/// The layer and the module that a tensor is of.
+fn place(tensor: &str, config: &ModelConfig) -> Result<(usize, Module), String> {
+    let module = tensor
+        .strip_suffix(".lora_A.weight")
+        .or_else(|| tensor.strip_suffix(".lora_B.weight"))
+        .ok_or("is neither a lora_A.weight nor a lora_B.weight of a module")?;
+    let Some(rest) = module.strip_prefix("base_model.model.model.layers.") else {
+        let what = if module.contains("embed_tokens") || module.contains("lm_head") {
+            "adapters of embeddings and output heads are not supported"
+        } else {
+            "is not of one of the model's layers (base_model.model.model.layers.N)"
+        };
+        return Err(what.to_owned());
+    };
+    if rest.contains(".experts.") || rest.contains("block_sparse_moe") {
+        return Err("adapters of experts are not supported".to_owned());
+    }
+    let (layer, name) = rest.split_once('.').unwrap_or((rest, ""));
+    let Some(module) = Module::ALL.into_iter().find(|module| module.name() == name) else {
+        let names = Module::ALL.map(Module::name).join(", ");
+        return Err(format!("is of none of the modules that adapters may change: {names}"));
+    };
+    let count = config.num_layers;
+    let index: Option<usize> = layer.parse().ok().filter(|index| *index < count);
+    let index = index.ok_or_else(|| format!("is of layer {layer}, the model has {count}"))?;
+    let has_experts = config.experts.as_ref().is_some_and(|experts| experts.layers[index]);
+    if has_experts && matches!(module, Module::Gate | Module::Up | Module::Down) {
+        return Err(format!("layer {index} has experts: adapters of them are not supported"));
+    }
+    Ok((index, module))
+}
+
+impl Factors<'_> {
+    /// Writes A's columns from `first` on to rows of `out`, `cols` of them each.
+    pub(super) fn write_a(&self, first: usize, cols: usize, out: &mut [f32]) {
+        for (row, out) in out.chunks_exact_mut(cols.max(1)).take(self.rank).enumerate() {
+            widen(&self.a, row, first, out);
+        }
+    }
+
+    /// Writes row `row` of B, scaled: `rank` numbers.
+    pub(super) fn write_b(&self, row: usize, out: &mut [f32]) {
+        widen(&self.b, row, 0, out);
+        out.iter_mut().for_each(|x| *x *= self.scale);
+    }
+}
+
+/// Some columns of a row in f32.
+fn widen(tensor: &TensorView<'_>, row: usize, first: usize, out: &mut [f32]) {
+    let size = tensor.dtype.bytes();
+    let start = (row * tensor.shape[1] + first) * size;
+    weights::widen(tensor.dtype, &tensor.data[start..][..out.len() * size], out);
+}
