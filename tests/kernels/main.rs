@@ -21,6 +21,7 @@ mod cuda_products;
 mod cuda_rows;
 mod cuda_sampling;
 mod experts;
+mod int4;
 mod invariance;
 mod masks;
 mod products;

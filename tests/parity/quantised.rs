@@ -136,13 +136,27 @@ fn biases_and_head_norms() {
     check(&variant("qwen3"), RANDOM);
 }
 
-/// FP8 is quantised anew; int8 is taken as it is.
+/// FP8 and 4 bits are quantised anew; int8 is taken as it is.
 #[test]
 fn checkpoints_that_are_quantised() {
     check(&variant("qwen2-fp8"), RANDOM);
     check(&variant("qwen3-fp8-blocks"), RANDOM);
     check(&variant("qwen3-moe-fp8"), RANDOM);
     check(&variant("llama-int8"), RANDOM);
+    check(&variant("qwen3-awq"), RANDOM);
+}
+
+/// Where 4 bits stay what they are, nothing but bf16's rounding is between CPUs and GPUs, which have
+/// them in bf16.
+#[test]
+fn four_bits_on_gpus_are_bf16() {
+    for (model, degree) in
+        [("llama-gptq", 1), ("qwen3-awq", 2), ("qwen2-gptq-order", 2), ("qwen3-moe-w4a16", 1)]
+    {
+        let oracle = some_answers(On::Reference, &variant(model), 1, 3, 4);
+        let emulated = some_answers(On::FakeCuda, &variant(model), degree, 3, 4);
+        close(&emulated, &oracle, 0.1, model);
+    }
 }
 
 /// Products' inputs are rounded to bf16 there.

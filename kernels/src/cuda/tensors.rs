@@ -422,17 +422,18 @@ fn biased(value: i8) -> u8 {
 
 /// One row in bf16, zeros behind it.
 fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
-    let bytes = part.dtype.bytes();
-    let from = &part.data[(row * part.row_stride + part.col_start) * bytes..][..part.cols * bytes];
     let (used, padding) = out.split_at_mut(part.cols);
-    let halves = || from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+    let halves = || {
+        let from = &part.data[(row * part.row_stride + part.col_start) * 2..][..part.cols * 2];
+        from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]))
+    };
     match part.dtype {
         _ if part.scales.is_some() => part.row_bf16(row, room, used),
         DType::Bf16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| *to = bits),
         DType::F16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| {
             *to = bf16::from_f32(f16::from_bits(bits).to_f32()).to_bits();
         }),
-        DType::F32 | DType::F8E4M3 | DType::I8 => part.row_bf16(row, room, used),
+        DType::F32 | DType::F8E4M3 | DType::I8 | DType::Packed => part.row_bf16(row, room, used),
     }
     padding.fill(0);
 }
