@@ -6,8 +6,8 @@
 use std::arch::x86_64::{
     __m512bh, __m512i, _mm_loadu_si128, _mm512_add_ps, _mm512_and_si512, _mm512_cvtepi8_epi32,
     _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_mul_ps, _mm512_or_si512, _mm512_permutexvar_epi16,
-    _mm512_set1_epi16, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi32,
-    _mm512_srli_epi16, _mm512_storeu_si512, _mm512_sub_epi16,
+    _mm512_set1_epi8, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi32,
+    _mm512_srli_epi16, _mm512_storeu_si512, _mm512_sub_epi8,
 };
 use std::ops::Range;
 
@@ -37,19 +37,29 @@ impl Product<'_> {
     pub(super) fn int4_panels(&self, range: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
         if let (Layout::Rows { .. }, 1) = (self.acts.layout, self.acts.rows) {
-            let (wide, rest) = (range.len() / WIDE, range.len() % WIDE);
-            for group in 0..wide {
-                self.int4_row::<WIDE>(range.start + group * WIDE);
-            }
-            for panel in range.end - rest..range.end {
-                self.int4_row::<1>(panel);
-            }
-            return;
+            // Zeros are in registers, too.
+            let panel = range.clone().next().and_then(|first| self.weight.int4_panel(first));
+            return match panel.is_some_and(|panel| panel.is_symmetric()) {
+                true => self.int4_rows::<WIDE>(range),
+                false => self.int4_rows::<2>(range),
+            };
         }
         let mut room = [[[0; 16]; 4]; ROOM];
         let mut sums = [[[[0.0; 16]; 4]; TILE_ROWS]; BLOCK_TILES];
         for panel in range {
             self.int4_tiles(panel, &mut room, &mut sums);
+        }
+    }
+
+    /// One row, `P` panels at once where there are so many left.
+    #[cfg(target_arch = "x86_64")]
+    fn int4_rows<const P: usize>(&self, range: Range<usize>) {
+        let rest = range.end - range.len() % P;
+        for first in (range.start..rest).step_by(P) {
+            self.int4_row::<P>(first);
+        }
+        for panel in rest..range.end {
+            self.int4_row::<1>(panel);
         }
     }
 
@@ -249,13 +259,14 @@ fn load_table(table: &[u16; 32]) -> __m512i {
     unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
 }
 
-/// Zeros of 16 outputs, for both halves of their words.
+/// Zeros of 16 outputs, for all bytes of their words.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn load_zeros(zeros: &[i8; 16]) -> __m512i {
     // SAFETY: the array has 16 bytes.
     let zeros = _mm512_cvtepi8_epi32(unsafe { _mm_loadu_si128(zeros.as_ptr().cast()) });
+    let zeros = _mm512_or_si512(zeros, _mm512_slli_epi32::<8>(zeros));
     _mm512_or_si512(zeros, _mm512_slli_epi32::<16>(zeros))
 }
 
@@ -270,21 +281,17 @@ fn four_pairs<const SYMMETRIC: bool>(
 ) -> [__m512i; 4] {
     // SAFETY: the array has 64 bytes.
     let words = unsafe { _mm512_loadu_si512(words.as_ptr().cast()) };
-    let shifted = [
-        words,
-        _mm512_srli_epi16::<4>(words),
-        _mm512_srli_epi16::<8>(words),
-        _mm512_srli_epi16::<12>(words),
-    ];
-    let mut pairs = shifted;
-    for pair in &mut pairs {
-        if !SYMMETRIC {
-            // Of the difference the lower five bits are looked at.
-            *pair = _mm512_sub_epi16(_mm512_and_si512(*pair, _mm512_set1_epi16(15)), zeros);
-        }
-        *pair = _mm512_permutexvar_epi16(*pair, table);
-    }
-    pairs
+    let shifted = _mm512_srli_epi16::<4>(words);
+    // Of what is looked up the lower five bits count.
+    let [even, odd] = match SYMMETRIC {
+        true => [words, shifted],
+        false => [words, shifted].map(|words| {
+            let integers = _mm512_and_si512(words, _mm512_set1_epi8(15));
+            _mm512_sub_epi8(integers, zeros)
+        }),
+    };
+    let pairs = [even, odd, _mm512_srli_epi16::<8>(even), _mm512_srli_epi16::<8>(odd)];
+    pairs.map(|pair| _mm512_permutexvar_epi16(pair, table))
 }
 
 #[cfg(target_arch = "x86_64")]
