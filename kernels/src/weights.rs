@@ -14,7 +14,7 @@ use crate::error::KernelError;
 mod packed;
 
 pub use packed::{Groups, Int4Groups, Packed, Packing, int4_groups};
-pub(crate) use packed::int4_row;
+pub(crate) use packed::{int4_integers, int4_row};
 
 /// Element type of a tensor in a model file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,6 +14,7 @@ mod collectives;
 mod cuda_attention;
 mod cuda_emulation;
 mod cuda_experts;
+mod cuda_int4;
 mod cuda_int8;
 mod cuda_masks;
 mod cuda_peers;

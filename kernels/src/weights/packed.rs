@@ -281,6 +281,13 @@ pub fn int4_groups(parts: &[HostMatrix<'_>]) -> Option<Int4Groups> {
     parts.iter().all(|part| part.own_int4_groups() == Some(groups)).then_some(groups)
 }
 
+/// The columns taken of a row's integers of 4 bits.
+pub(crate) fn int4_integers(part: &HostMatrix<'_>, row: usize, integers: &mut [u8]) {
+    if let Some(packed) = part.packed() {
+        packed.integers(row, part.col_start, integers);
+    }
+}
+
 /// A row's integers of 4 bits, and zero and scale of each of its groups, as a matrix that is kept in
 /// 4 bits takes them.
 pub(crate) fn int4_row(
