@@ -43,6 +43,13 @@ __device__ __forceinline__ uint4 load_weights(const tutti_bf16* at) {
     return v;
 }
 
+// A word that is never written while kernels run, and that other threads read too.
+__device__ __forceinline__ uint32_t load_constant(const uint32_t* at) {
+    uint32_t v;
+    asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
 // 16 bytes that are read once per kernel, and that an earlier kernel wrote: K and V.
 __device__ __forceinline__ uint4 load_once(const tutti_bf16* at) {
     uint4 v;
@@ -64,6 +71,13 @@ __device__ __forceinline__ tutti_bf16 to_bf16(float x) {
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// a b + c of two bf16, rounded once.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
 

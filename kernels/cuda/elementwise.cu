@@ -7,6 +7,7 @@
 // where rows allow it (width a multiple of 4), else one element at a time with the same sums in the
 // same order. Limits: none on widths.
 #include "rows.cuh"
+#include "skinny_int4.cuh"
 #include "skinny_int8.cuh"
 
 namespace tutti {
@@ -178,6 +179,45 @@ extern "C" __global__ void __launch_bounds__(256)
     uint4* to = reinterpret_cast<uint4*>(out + place);
     to[0] = make_uint4(widen_two<0>(v.x), widen_two<2>(v.x), widen_two<0>(v.y), widen_two<2>(v.y));
     to[1] = make_uint4(widen_two<0>(v.z), widen_two<2>(v.z), widen_two<0>(v.w), widen_two<2>(v.w));
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_widen_int4(const uint8_t* w, const uint32_t* groups, tutti_bf16* out, uint32_t stride,
+                     uint32_t k, uint32_t shift) {
+    release_successors();
+    wait_for_predecessors();
+    const uint32_t at = (blockIdx.y * 256 + threadIdx.x) * 32;
+    if (at >= stride) {
+        return;
+    }
+    const size_t row = static_cast<size_t>(blockIdx.x) * stride;
+    const uint32_t* own = groups + static_cast<size_t>(blockIdx.x) * divide_up(k, 1u << shift);
+    const void* from = w + (row + at) / 2;
+    const uint4 v = load_weights(static_cast<const tutti_bf16*>(from));
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++) {
+        const uint32_t first = at / 128 * 128 + 32 * j + at % 128 / 4;
+        uint32_t pairs[4] = {0, 0, 0, 0};
+        if (first < k) {
+            const uint32_t group = load_constant(own + (first >> shift));
+            const float scale = scale_of(group);
+            const uint32_t zeros = zeros_of(group);
+            pairs[0] = widen_pair<0>(words[j], zeros);
+            pairs[1] = widen_pair<1>(words[j], zeros);
+            pairs[2] = widen_pair<2>(words[j], zeros);
+            pairs[3] = widen_pair<3>(words[j], zeros);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                const uint32_t even = first + 2 * i;
+                const float low = even < k ? __fmul_rn(low_bf16(pairs[i]), scale) : 0.0f;
+                const float high = even + 1 < k ? __fmul_rn(high_bf16(pairs[i]), scale) : 0.0f;
+                pairs[i] = pack_bf16(low, high);
+            }
+        }
+        *reinterpret_cast<uint4*>(out + row + first) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(256)

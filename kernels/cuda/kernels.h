@@ -182,6 +182,11 @@ __global__ void tutti_scale_add_bias(float* data, const float* scales, const flo
  * grid (rows, ceil(stride / 4096)), block 256. */
 __global__ void tutti_widen_int8(const uint8_t* w, tutti_bf16* out, uint32_t stride);
 
+/* out = (integer - zero) * scale, rounded: weights of 4 bits, as tutti_skinny_int4_8 takes them. out
+ * bf16 [rows, stride], `k` of each row, zeros behind them. grid (rows, ceil(stride / 8192)), block 256. */
+__global__ void tutti_widen_int4(const uint8_t* w, const uint32_t* groups, tutti_bf16* out,
+                                 uint32_t stride, uint32_t k, uint32_t shift);
+
 /* sum += other, both f32 [rows, width] contiguous. grid (rows, ceil(width / 1024)), block 256;
  * `live` counts rows. */
 __global__ void tutti_add(float* sum, const float* other, uint32_t width, const uint32_t* live);
@@ -349,6 +354,18 @@ __global__ void tutti_skinny_int8_16(TUTTI_SKINNY_INT8_ARGUMENTS);
 __global__ void tutti_skinny_int8_32(TUTTI_SKINNY_INT8_ARGUMENTS);
 __global__ void tutti_skinny_int8_64(TUTTI_SKINNY_INT8_ARGUMENTS);
 
+/* The same with weights of 4 bits: w u8 [n, w_stride / 2], rows 64-byte aligned (w_stride, in weights,
+ * is a multiple of 128); 128 weights are 64 bytes, of which word 4t + j has k = 32j + 8t + 2i in its
+ * bits 4i and the next k 16 bits above. groups u32 [n, ceil(k / 2^shift)], shift in 5..31: a scale in
+ * f32, in whose last four bits the zero is; a weight is (integer - zero) * scale. */
+#define TUTTI_SKINNY_INT4_ARGUMENTS                                                                \
+    const tutti_bf16 *x, const uint8_t *w, const uint32_t *groups, const float *bias, float *out,  \
+        const uint32_t *row_index, uint32_t rows, uint32_t n, uint32_t k, uint32_t x_stride,       \
+        uint32_t w_stride, uint32_t out_stride, uint32_t shift, const uint32_t *live
+__global__ void tutti_skinny_int4_8(TUTTI_SKINNY_INT4_ARGUMENTS);
+__global__ void tutti_skinny_int4_16(TUTTI_SKINNY_INT4_ARGUMENTS);
+__global__ void tutti_skinny_int4_32(TUTTI_SKINNY_INT4_ARGUMENTS);
+
 /* out = silu(x Wg^T + bg) * (x Wu^T + bu). As above with w bf16 [2 * inner, w_stride]: gate rows,
  * then up rows; bias f32 [2 * inner] or null; out bf16 [rows, out_stride].
  * grid (ceil(inner / 16), ceil(rows / number)), block 256. */
@@ -370,6 +387,15 @@ __global__ void tutti_skinny_gate_up_int8_8(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS)
 __global__ void tutti_skinny_gate_up_int8_16(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int8_32(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int8_64(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
+
+/* The same with w u8 [2 * inner, w_stride / 2] and groups u32 [2 * inner, ..] of 4 bits, as above. */
+#define TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS                                                        \
+    const tutti_bf16 *x, const uint8_t *w, const uint32_t *groups, const float *bias,              \
+        tutti_bf16 *out, uint32_t rows, uint32_t inner, uint32_t k, uint32_t x_stride,             \
+        uint32_t w_stride, uint32_t out_stride, uint32_t shift, const uint32_t *live
+__global__ void tutti_skinny_gate_up_int4_8(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_int4_16(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS);
+__global__ void tutti_skinny_gate_up_int4_32(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS);
 
 /* ---- experts.cu -----------------------------------------------------------------------------
  * A slot is one row at one of its experts: row r's expert j is slot r * top_k + j.

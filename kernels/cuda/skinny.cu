@@ -10,11 +10,13 @@
 //   end:    the 8 warps' sums are added as a tree, ((0+4) + (2+6)) + ((1+5) + (3+7))
 //
 // Weights of int8 take the same way (skinny_int8.cuh): a lane has k = 16t .. 16t + 15 of every 64, and
-// each sum is multiplied by its feature's scale at the end.
+// each sum is multiplied by its feature's scale at the end. Those of 4 bits (skinny_int4.cuh): k as of
+// bf16, chunks of 256, and a scale for each group of k.
 //
 // The order of every sum depends on k alone, so each row's result has the same bits with any number
 // of rows, in any variant. Shapes and launch rules: kernels.h. Limits: rows of x and W begin at
 // multiples of 16 bytes. Best up to 32 rows; each further 64 read W again.
+#include "skinny_int4.cuh"
 #include "skinny_int8.cuh"
 
 namespace tutti {
@@ -54,6 +56,7 @@ __device__ __forceinline__ void skinny(const tutti_bf16* x, const typename W::El
             // A row without a feature takes the last one, likewise.
             const size_t feature = at_most(first_feature + 16 * f + 8 * half + g, n - 1);
             weights.rows[f][half] = w + feature * w_stride;
+            scale.attach(weights, f, half, feature);
         }
     }
     weights.load_first(k);
@@ -110,6 +113,7 @@ __device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typena
             const uint32_t feature = at_most(first_feature + 8 * half + g, inner - 1);
             const size_t row = static_cast<size_t>(part) * inner + feature;
             weights.rows[part][half] = w + row * w_stride;
+            scale.attach(weights, part, half, row);
         }
     }
     weights.load_first(k);
@@ -186,3 +190,23 @@ SKINNY_GATE_UP(8)
 SKINNY_GATE_UP(16)
 SKINNY_GATE_UP(32)
 SKINNY_GATE_UP(64)
+
+// Of 64 rows two sums for each output would not stay in registers.
+#define SKINNY_INT4(number, features)                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_skinny_int4_##number(TUTTI_SKINNY_INT4_ARGUMENTS) {                                  \
+        using namespace tutti;                                                                     \
+        const Grouped scale{groups, divide_up(k, 1u << shift), shift};                             \
+        skinny<Int4Weights<features>, number / 8>(x, w, scale, bias, out, row_index, rows, n, k,   \
+                                                  x_stride, w_stride / 2, out_stride, live);       \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        tutti_skinny_gate_up_int4_##number(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS) {                  \
+        using namespace tutti;                                                                     \
+        const Grouped scale{groups, divide_up(k, 1u << shift), shift};                             \
+        skinny_gate_up<Int4Weights<2>, number / 8>(x, w, scale, bias, out, rows, inner, k,         \
+                                                   x_stride, w_stride / 2, out_stride, live);      \
+    }
+SKINNY_INT4(8, 1)
+SKINNY_INT4(16, 1)
+SKINNY_INT4(32, 2)

@@ -1,6 +1,6 @@
 // The inner loop of products of few rows with a large matrix: 16 (or 32) rows of W times up to 64
 // rows of x, by 8 warps that share k among them. What it is for, and how its sums are made: skinny.cu.
-// Weights of int8: skinny_int8.cuh.
+// Weights of int8: skinny_int8.cuh; of 4 bits: skinny_int4.cuh.
 #pragma once
 #include "device.cuh"
 
@@ -79,6 +79,8 @@ struct Weights {
 // What a sum becomes: nothing else of bf16 weights, of int8 ones that many times the output's scale.
 struct Unscaled {
     __device__ __forceinline__ float operator()(float sum, size_t) const { return sum; }
+    template <class W>
+    __device__ __forceinline__ void attach(W&, int, int, size_t) const {}
 };
 struct Scaled {
     const float* scales;
@@ -86,6 +88,8 @@ struct Scaled {
     __device__ __forceinline__ float operator()(float sum, size_t row) const {
         return __fmul_rn(sum, scales[row]);
     }
+    template <class W>
+    __device__ __forceinline__ void attach(W&, int, int, size_t) const {}
 };
 
 // Adds up the products of FEATURES * 16 rows of W with ROWS * 8 rows of x over this warp's part of

@@ -6,22 +6,37 @@
 use std::time::Instant;
 
 use kernels::backend::{
-    AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, KvShape, SeqRows,
+    AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, KvShape, Scales, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, Isa, Precision};
 use kernels::error::KernelError;
+use kernels::weights::{Groups, Packed, Packing};
+
+/// Inputs of a group of 4 bits.
+const GROUP: usize = 128;
+
+/// What weights are kept in.
+#[derive(Clone, Copy, PartialEq)]
+enum Format {
+    Bf16,
+    Int8,
+    /// With zeros of their own, or without.
+    Int4 {
+        symmetric: bool,
+    },
+}
 
 fn products(
     isa: Isa,
     precision: Precision,
-    is_int8: bool,
+    format: Format,
     threads: usize,
 ) -> Result<(), KernelError> {
     let (cols, rows) = (2048usize, 5632usize);
     let mut backend = CpuBackend::with_isa(threads, isa, precision, single_rank())?;
     let bytes: Vec<u8> = (0..cols * rows).flat_map(|i| [(i * 37) as u8, 0x3B]).collect();
-    let part = HostMatrix {
+    let plain = HostMatrix {
         data: &bytes,
         dtype: DType::Bf16,
         rows,
@@ -30,13 +45,34 @@ fn products(
         row_stride: cols,
         scales: None,
     };
-    let mut load = || match is_int8 {
-        true => backend.load_int8_matrix(&[part]),
-        false => backend.load_matrix(&[part]),
+    let packed = Packed {
+        packing: Packing::Compressed,
+        bits: 4,
+        rows,
+        cols,
+        words: &bytes,
+        zeros: (format != Format::Int4 { symmetric: true }).then_some(&bytes),
+        scales: &bytes,
+        scale_type: DType::Bf16,
+        num_groups: cols / GROUP,
+        groups: Groups::Even(GROUP),
+        first_row: 0,
     };
-    // Together larger than the caches, in int8 too.
-    let matrices = (0..12).map(|_| load()).collect::<Result<Vec<_>, KernelError>>()?;
-    let (size, format) = if is_int8 { (1, "int8") } else { (2, "bf16") };
+    let scales = Some(Scales::Packed(packed));
+    let four = HostMatrix { data: &[], dtype: DType::Packed, scales, ..plain };
+    let mut load = || match format {
+        Format::Int8 => backend.load_int8_matrix(&[plain]),
+        Format::Bf16 => backend.load_matrix(&[plain]),
+        Format::Int4 { .. } => backend.load_matrix(&[four]),
+    };
+    // Together larger than the caches, in 4 bits too.
+    let matrices = (0..24).map(|_| load()).collect::<Result<Vec<_>, KernelError>>()?;
+    let (size, format) = match format {
+        Format::Bf16 => (2.0, "bf16"),
+        Format::Int8 => (1.0, "int8"),
+        Format::Int4 { symmetric: true } => (0.5 + 4.0 / GROUP as f64, "4 bits"),
+        Format::Int4 { symmetric: false } => (0.5 + 5.0 / GROUP as f64, "4 bits less zeros"),
+    };
     for m in std::env::args().nth(2).map_or_else(
         || vec![1usize, 2, 4, 8, 16, 32, 64, 512],
         |n| n.split(",").filter_map(|n| n.parse().ok()).collect(),
@@ -55,9 +91,10 @@ fn products(
         times.sort_by(f64::total_cmp);
         let median = times[times.len() / 2];
         println!(
-            "{}, {format}: {m} x {cols} x {rows}: {:.1} GB/s of weights, {:.0} GFLOP/s",
+            "{}, {format}: {m} x {cols} x {rows}: {:.0} us, {:.1} GB/s of weights, {:.0} GFLOP/s",
             backend.describe(),
-            (cols * rows * size) as f64 / median / 1e9,
+            median * 1e6,
+            (cols * rows) as f64 * size / median / 1e9,
             (2 * m * cols * rows) as f64 / median / 1e9
         );
     }
@@ -120,8 +157,13 @@ fn main() -> Result<(), KernelError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(1);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
         for precision in [Precision::Float32, Precision::Bfloat16] {
-            for is_int8 in [false, true] {
-                products(isa, precision, is_int8, threads)?;
+            for format in [
+                Format::Bf16,
+                Format::Int8,
+                Format::Int4 { symmetric: true },
+                Format::Int4 { symmetric: false },
+            ] {
+                products(isa, precision, format, threads)?;
             }
         }
         for precision in [Precision::Float32, Precision::Bfloat16] {

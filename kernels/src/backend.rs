@@ -25,7 +25,8 @@
 use crate::collective::Tally;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
-pub use crate::weights::{DType, HostMatrix, Scales};
+use crate::weights::Int4Groups;
+pub use crate::weights::{BlockScales, DType, HostMatrix, Scales};
 
 /// Sizes of a paged KV cache on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,11 +234,20 @@ pub trait Backend {
         self.new_buffer(rows_max, width)
     }
 
-    /// Packs the vertical concatenation of `parts` (equal `cols`).
+    /// Packs the vertical concatenation of `parts` (equal `cols`); integers of 4 bits as they are where
+    /// [`Backend::keeps_int4`] and [`crate::weights::int4_groups`] say so.
     ///
     /// # Errors
     /// [`KernelError::Shape`] when a part's data is too short or widths differ.
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
+
+    /// Whether it keeps a matrix of 4 bits in such groups, or a stack of them, in 4 bits: products take
+    /// the integers less their zeros exactly, add them up in f32 for each group of inputs, and the
+    /// groups' sums times their scales. Else weights become bf16.
+    fn keeps_int4(&self, groups: &Int4Groups, is_stack: bool) -> bool {
+        let _ = (groups, is_stack);
+        false
+    }
 
     /// As [`Backend::load_matrix`], quantised to int8 on the way ([`HostMatrix::row_int8`]): products
     /// take activations as they do otherwise, weights' integers exactly, and multiply each sum by its

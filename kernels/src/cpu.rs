@@ -19,6 +19,7 @@ use crate::backend::{
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
+use crate::weights::Int4Groups;
 
 mod attention;
 mod buffer;
@@ -208,7 +209,11 @@ impl Backend for CpuBackend {
     }
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
-        CpuMatrix::pack(&mut self.pool, Format::Bf16, parts)
+        CpuMatrix::pack(&mut self.pool, Format::of(parts), parts)
+    }
+
+    fn keeps_int4(&self, _: &Int4Groups, _: bool) -> bool {
+        true
     }
 
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CpuMatrix, KernelError> {
@@ -216,7 +221,7 @@ impl Backend for CpuBackend {
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CpuStack, KernelError> {
-        CpuStack::pack(&mut self.pool, Format::Bf16, matrices)
+        CpuStack::pack(&mut self.pool, Format::of(matrices), matrices)
     }
 
     fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<CpuStack, KernelError> {

@@ -25,6 +25,7 @@ use crate::collective::Collective;
 use crate::cpu::check;
 use crate::error::{CollectiveError, KernelError};
 use crate::sampling::{SampleRow, Sampled};
+use crate::weights::Int4Groups;
 
 /// The float32 reference backend of one rank.
 #[derive(Debug)]
@@ -188,6 +189,10 @@ impl Backend for ReferenceBackend {
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError> {
         ReferenceMatrix::widen(parts)
+    }
+
+    fn keeps_int4(&self, _: &Int4Groups, _: bool) -> bool {
+        true
     }
 
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError> {

@@ -6,9 +6,15 @@
 //! scale per output feature, its largest absolute value divided by 127, and every weight divided by
 //! that and rounded to the nearest integer, ties to even. The scale is one of the file's whole row,
 //! of which a rank may take a part only: so it is the same at every tensor-parallel degree.
+//! Integers in words are `packed`'s.
 use half::{bf16, f16};
 
 use crate::error::KernelError;
+
+mod packed;
+
+pub use packed::{Groups, Int4Groups, Packed, Packing, int4_groups};
+pub(crate) use packed::{int4_integers, int4_row};
 
 /// Element type of a tensor in a model file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,23 +29,46 @@ pub enum DType {
     F8E4M3,
     /// Signed integers of 8 bits.
     I8,
+    /// Integers of 4 or 8 bits in words of their own: see [`Packed`].
+    Packed,
 }
 
 impl DType {
-    /// Bytes per element.
+    /// Bytes per element, at most.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
-            Self::F8E4M3 | Self::I8 => 1,
+            Self::F8E4M3 | Self::I8 | Self::Packed => 1,
             Self::Bf16 | Self::F16 => 2,
             Self::F32 => 4,
         }
     }
 }
 
+/// How the elements of a quantised tensor become numbers.
+#[derive(Clone, Copy, Debug)]
+pub enum Scales<'a> {
+    /// They are multiplied by one number for each block.
+    Blocks(BlockScales<'a>),
+    /// They are integers in words of their own; the matrix's `data` is empty.
+    Packed(Packed<'a>),
+}
+
+impl Scales<'_> {
+    /// For a matrix that begins so many rows further down.
+    #[must_use]
+    pub fn behind(mut self, rows: usize) -> Self {
+        match &mut self {
+            Self::Blocks(BlockScales { first_row, .. })
+            | Self::Packed(Packed { first_row, .. }) => *first_row = first_row.saturating_add(rows),
+        }
+        self
+    }
+}
+
 /// What the elements of a quantised tensor are multiplied by: one number for each block of it.
 #[derive(Clone, Copy, Debug)]
-pub struct Scales<'a> {
+pub struct BlockScales<'a> {
     /// Bytes of the scales, row-major.
     pub data: &'a [u8],
     /// Their type: bf16, f16 or f32.
@@ -52,7 +81,7 @@ pub struct Scales<'a> {
     pub first_row: usize,
 }
 
-impl Scales<'_> {
+impl BlockScales<'_> {
     /// The place of the scale of an element; `row` counts from the matrix's row 0, `col` from the
     /// tensor's column 0.
     fn index(&self, row: usize, col: usize) -> Option<usize> {
@@ -108,6 +137,15 @@ impl HostMatrix<'_> {
         }
         let Self { dtype, rows, col_start, row_stride, .. } = *self;
         let end = col_start.checked_add(cols).filter(|end| *end <= row_stride);
+        if let Some(Scales::Packed(packed)) = &self.scales {
+            if end.is_none() || row_stride != packed.cols || dtype != DType::Packed {
+                let (found, all) = (packed.cols, row_stride);
+                return fault(format!(
+                    "{cols} columns from column {col_start} of {all}, the tensor has {found}"
+                ));
+            }
+            return packed.check(op);
+        }
         let needed = end.and_then(|end| {
             (rows - 1).checked_mul(row_stride)?.checked_add(end)?.checked_mul(dtype.bytes())
         });
@@ -118,7 +156,7 @@ impl HostMatrix<'_> {
                  {row_stride} do not fit in {found} bytes"
             ));
         }
-        if let Some(scales) = &self.scales {
+        if let Some(Scales::Blocks(scales)) = &self.scales {
             let last = scales.index(rows - 1, row_stride.saturating_sub(1));
             let needed =
                 last.and_then(|last| last.checked_add(1)?.checked_mul(scales.dtype.bytes()));
@@ -133,10 +171,13 @@ impl HostMatrix<'_> {
     /// Row `row` in f32, the columns from `first` of the file's row on: the file's numbers, where they
     /// are quantised multiplied by their scales in f32.
     fn widen_row(&self, row: usize, first: usize, out: &mut [f32]) {
+        if let Some(Scales::Packed(packed)) = &self.scales {
+            return packed.row_f32(row, first, out);
+        }
         let size = self.dtype.bytes();
         let bytes = &self.data[(row * self.row_stride + first) * size..][..out.len() * size];
         widen(self.dtype, bytes, out);
-        let Some(scales) = &self.scales else { return };
+        let Some(Scales::Blocks(scales)) = &self.scales else { return };
         let mut col = first;
         let mut rest = out;
         while !rest.is_empty() {
@@ -169,7 +210,7 @@ impl HostMatrix<'_> {
     /// row. int8 files with one scale for the row are taken as they are. A row with a NaN or an
     /// infinity gets a scale that is none either: what it makes is no number.
     pub fn row_int8(&self, row: usize, room: &mut Vec<f32>, out: &mut [i8]) -> f32 {
-        if let (DType::I8, Some(scales)) = (self.dtype, &self.scales)
+        if let (DType::I8, Some(Scales::Blocks(scales))) = (self.dtype, &self.scales)
             && scales.block.1 >= self.row_stride
         {
             let bytes = &self.data[row * self.row_stride + self.col_start..][..out.len()];
@@ -239,6 +280,8 @@ pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
                 *to = f32::from(from.cast_signed());
             }
         }
+        // No elements of their own.
+        DType::Packed => out.fill(f32::NAN),
     }
 }
 
@@ -369,7 +412,7 @@ mod tests {
         let factors: Vec<f32> = (1..=9).map(|i| i as f32).collect();
         let bytes: Vec<u8> = factors.iter().flat_map(|x| x.to_le_bytes()).collect();
         let (row_start, col_start) = (1, 2);
-        let scales = Scales {
+        let scales = BlockScales {
             data: &bytes,
             dtype: DType::F32,
             block: (2, 3),
@@ -383,7 +426,7 @@ mod tests {
             cols: 5,
             col_start,
             row_stride: 7,
-            scales: Some(scales),
+            scales: Some(Scales::Blocks(scales)),
         };
         part.check("test", 5).unwrap();
         let mut out = [0.0; 5];
@@ -395,7 +438,7 @@ mod tests {
                 assert_eq!(*got, want, "{row} {col}");
             }
         }
-        let few = Scales { data: &bytes[..35], ..scales };
+        let few = Scales::Blocks(BlockScales { data: &bytes[..35], ..scales });
         assert!(HostMatrix { scales: Some(few), ..part }.check("test", 5).is_err());
     }
 
@@ -403,14 +446,15 @@ mod tests {
     fn int8_files_are_taken_as_they_are() {
         let data = [128u8, 1, 255, 127, 5, 6];
         let bytes: Vec<u8> = [0.5f32, 3.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-        let scales = Scales {
+        let scales = BlockScales {
             data: &bytes,
             dtype: DType::F32,
             block: (1, usize::MAX),
             row_stride: 1,
             first_row: 0,
         };
-        let file = HostMatrix { scales: Some(scales), ..matrix(&data, DType::I8, 2, 3) };
+        let file =
+            HostMatrix { scales: Some(Scales::Blocks(scales)), ..matrix(&data, DType::I8, 2, 3) };
         file.check("test", 3).unwrap();
         let mut out = [0; 3];
         assert_eq!(file.row_int8(0, &mut Vec::new(), &mut out), 0.5);

@@ -86,7 +86,7 @@ def log_probabilities(model, ids):
         return torch.log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], -1)
 
 
-def goldens(source, model, tokenizer, folder):
+def goldens(source, model, tokenizer, folder, weights="bf16 of number x scale"):
     cases = []
     for known in json.loads((source / "golden.json").read_text())["prompts"]:
         ids = known["prompt_ids"]
@@ -111,7 +111,7 @@ def goldens(source, model, tokenizer, folder):
         )
         cases.append(case)
     meta = {"transformers": transformers.__version__, "torch": torch.__version__,
-            "compute": "float32, eager attention, weights: bf16 of number x scale, as float32",
+            "compute": f"float32, eager attention, weights: {weights}, as float32",
             "made_from": source.name}
     text = json.dumps({"meta": meta, "prompts": cases}, indent=1, ensure_ascii=True)
     (folder / "golden.json").write_text(text)
@@ -147,4 +147,5 @@ def main():
         shutil.rmtree(meant_dir)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -199,6 +199,66 @@ fn quantised_tensors_need_their_scales() {
 }
 
 #[test]
+fn packed_tensors_need_all_their_parts() {
+    let layer = "model.layers.1.mlp.up_proj";
+    let error = |model: &str, change: &dyn Fn(&mut Vec<Tensor>)| {
+        let folder = Folder::copy_of(model);
+        folder.edit(change);
+        let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
+        let said = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
+        assert_eq!(said.to_string(), error, "what doctor says");
+        error
+    };
+    for (model, parts) in [
+        ("llama-gptq", &["qweight", "qzeros", "scales"][..]),
+        ("qwen2-gptq-order", &["g_idx"]),
+        ("qwen3-awq", &["qweight", "qzeros", "scales"]),
+        ("llama-w4a16", &["weight_packed", "weight_scale", "weight_shape"]),
+    ] {
+        for part in parts {
+            let name = format!("{layer}.{part}");
+            let lacking = error(model, &|tensors| tensors.retain(|tensor| tensor.name != name));
+            names(&lacking, &[&name, "missing"]);
+        }
+    }
+    let edited = |model: &str, part: &str, change: &dyn Fn(&mut Tensor)| {
+        let name = format!("{layer}.{part}");
+        error(model, &|tensors| change(tensors.iter_mut().find(|t| t.name == name).unwrap()))
+    };
+    let short = edited("llama-gptq", "qweight", &|tensor| tensor.cut_rows(7));
+    names(&short, &["up_proj.qweight", "[7, 128]", "[8, 128]"]);
+    let few = edited("qwen3-awq", "scales", &|tensor| tensor.cut_rows(3));
+    names(&few, &["up_proj.scales", "[3, 128]", "[4, 128]"]);
+    let float = edited("llama-gptq", "qzeros", &|tensor| tensor.dtype = "F32".to_owned());
+    names(&float, &["up_proj.qzeros", "F32", "I32"]);
+    let beyond = edited("qwen2-gptq-order", "g_idx", &|tensor| tensor.data[4] = 4);
+    names(&beyond, &["up_proj.g_idx", "has 4, there are 4 groups"]);
+    let other = edited("llama-w4a16", "weight_shape", &|tensor| tensor.data[0] = 7);
+    names(&other, &["up_proj.weight_shape", "is [7, 64]", "[128, 64]"]);
+}
+
+/// What is in the files is about what ranks keep.
+#[test]
+fn weights_of_4_bits_stay_small() {
+    let bytes = |model: &str| {
+        worker::check::model(&variant(model), 1, Quantization::None).unwrap().weight_bytes
+    };
+    assert!(bytes("llama-gptq") < bytes("llama-gqa") * 2 / 3);
+    assert!(bytes("qwen3-moe-w4a16") < bytes("qwen3-moe") / 2);
+    assert!(bytes("mistral-gptq-8") > bytes("mistral-swa") * 9 / 10);
+    for model in ["llama-gptq", "qwen3-moe-w4a16", "llama-w4a16"] {
+        let config = ModelConfig::load(&variant(model)).unwrap();
+        let (files, shard) =
+            (WeightFiles::open(&variant(model)).unwrap(), Shard::new(&config, 0, 1).unwrap());
+        let source = Source { files: &files, config: &config, shard: &shard };
+        let mut backend = ReferenceBackend::new(single_rank());
+        let loaded =
+            weights::load(&mut backend, &source, Quantization::None, 32, &mut |_, _| {}).unwrap();
+        assert_eq!(loaded.bytes, bytes(model), "{model}");
+    }
+}
+
+#[test]
 fn configurations_that_cannot_be_served() {
     let config = |from: &'static str, to: &'static str| {
         broken("llama-gqa", move |dir| replace(&dir.join("config.json"), from, to))

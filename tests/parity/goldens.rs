@@ -112,4 +112,10 @@ variants! {
     qwen3_fp8_blocks: "qwen3-fp8-blocks",
     qwen3_moe_fp8: "qwen3-moe-fp8",
     llama_int8: "llama-int8",
+    llama_gptq: "llama-gptq",
+    qwen2_gptq_order: "qwen2-gptq-order",
+    mistral_gptq_8: "mistral-gptq-8",
+    qwen3_awq: "qwen3-awq",
+    llama_w4a16: "llama-w4a16",
+    qwen3_moe_w4a16: "qwen3-moe-w4a16",
 }

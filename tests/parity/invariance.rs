@@ -38,7 +38,8 @@ fn same(a: &Seq, b: &Seq, what: &str) {
 
 #[test]
 fn chunked_prefill_gives_the_same_bits() {
-    for model in [demo(), variant("mistral-swa"), variant("qwen3"), variant("qwen3-moe")] {
+    let models = ["mistral-swa", "qwen3", "qwen3-moe", "llama-gptq", "qwen3-moe-w4a16"];
+    for model in std::iter::once(demo()).chain(models.map(variant)) {
         for (on, degree) in ON_AND_DEGREES {
             let mut rig = Rig::on(on, &model, degree);
             let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
@@ -141,6 +142,9 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("qwen3-moe"),
         variant("qwen3-fp8-blocks"),
         variant("llama-int8"),
+        variant("llama-gptq"),
+        variant("qwen2-gptq-order"),
+        variant("qwen3-moe-w4a16"),
     ] {
         let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
         let prompt = &golden.prompt_ids;

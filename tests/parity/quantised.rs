@@ -136,13 +136,31 @@ fn biases_and_head_norms() {
     check(&variant("qwen3"), RANDOM);
 }
 
-/// FP8 is quantised anew; int8 is taken as it is.
+/// FP8 and 4 bits are quantised anew; int8 is taken as it is.
 #[test]
 fn checkpoints_that_are_quantised() {
     check(&variant("qwen2-fp8"), RANDOM);
     check(&variant("qwen3-fp8-blocks"), RANDOM);
     check(&variant("qwen3-moe-fp8"), RANDOM);
     check(&variant("llama-int8"), RANDOM);
+    check(&variant("qwen3-awq"), RANDOM);
+}
+
+/// Groups of 32 and more stay in 4 bits there, but for experts'; the rest is bf16.
+#[test]
+fn four_bits_on_gpus_are_the_same() {
+    for (model, degree) in [
+        ("llama-gptq", 1),
+        ("llama-gptq", 2),
+        ("llama-w4a16", 2),
+        ("qwen3-awq", 2),
+        ("qwen2-gptq-order", 2),
+        ("qwen3-moe-w4a16", 1),
+    ] {
+        let oracle = some_answers(On::Reference, &variant(model), 1, 3, 4);
+        let emulated = some_answers(On::FakeCuda, &variant(model), degree, 3, 4);
+        close(&emulated, &oracle, 0.1, model);
+    }
 }
 
 /// Products' inputs are rounded to bf16 there.
@@ -165,16 +183,21 @@ fn kernels_for_gpus_make_the_same() {
 /// Long enough for cuBLASLt, which takes weights in bf16.
 #[test]
 fn long_prompts_on_gpus_make_the_same() {
-    let model = variant("qwen2");
     let prompt: Vec<u32> = (0..300).map(|i| (i * i * 7 + i * 31 + 3) % 384).collect();
-    let [a, b] = [On::ReferenceInt8, On::FakeCudaInt8].map(|on| {
-        let mut rig = Rig::on(on, &model, 1);
-        let sampling = SamplingParams { prompt_logprobs: Some(0), ..SamplingParams::greedy() };
-        let mut seq = rig.sequence(&prompt, prompt.len(), sampling);
-        rig.run(&mut seq, 1, u32::MAX);
-        seq
-    });
-    close(&[a], &[b], 0.2, "a prompt of 300 tokens");
+    for (model, ons) in [
+        ("qwen2", [On::ReferenceInt8, On::FakeCudaInt8]),
+        ("llama-gptq", [On::Reference, On::FakeCuda]),
+        ("llama-gptq", [On::Reference, On::FakeInvariant]),
+    ] {
+        let [a, b] = ons.map(|on| {
+            let mut rig = Rig::on(on, &variant(model), 1);
+            let sampling = SamplingParams { prompt_logprobs: Some(0), ..SamplingParams::greedy() };
+            let mut seq = rig.sequence(&prompt, prompt.len(), sampling);
+            rig.run(&mut seq, 1, u32::MAX);
+            seq
+        });
+        close(&[a], &[b], 0.2, model);
+    }
 }
 
 #[test]

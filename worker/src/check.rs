@@ -61,7 +61,8 @@ pub fn model(
     // Else ranks keep what the files have, or less.
     let weight_bytes = match (quantization, config.quantised) {
         (Quantization::None, None) => stored_bytes,
-        _ => size::weight_bytes(&config, &whole, quantization),
+        // As CPUs keep them.
+        _ => size::weight_bytes(&config, &whole, quantization, &|_, _| true),
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
     Ok(ModelNeeds { files, weight_bytes, layers, max_positions })

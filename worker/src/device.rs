@@ -8,6 +8,7 @@ use kernels::cuda::capacity::{Measured, Need, check_fit};
 pub use kernels::cuda::devices::{Survey, survey};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
+use kernels::weights::Int4Groups;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 
@@ -234,11 +235,13 @@ impl Device for CudaDevice {
         quantization: Quantization,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
-        let widens = quantization == Quantization::Int8
+        let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
+        let widens = (quantization == Quantization::Int8 || is_packed)
             && backend.widens_int8(sizes.max_num_batched_tokens as usize);
+        let keeps_int4 = |groups: &Int4Groups, is_stack: bool| backend.keeps_int4(groups, is_stack);
         let need = |shard: &Shard| Need {
             degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-            weights: size::weight_bytes(config, shard, quantization),
+            weights: size::weight_bytes(config, shard, quantization, &keeps_int4),
             activations: size::activation_bytes(config, shard, widens, sizes),
             one_sequence: size::sequence_bytes(config, shard, sizes),
         };

@@ -193,6 +193,7 @@ inline void wait_for_predecessors() {}
 inline void release_successors() {}
 
 inline uint4 load_weights(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
+inline uint32_t load_constant(const uint32_t* at) { return *at; }
 inline uint4 load_once(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
 
 inline tutti_bf16 to_bf16(float x) {
@@ -200,6 +201,12 @@ inline tutti_bf16 to_bf16(float x) {
 }
 inline uint32_t pack_bf16(float low, float high) {
     return static_cast<uint32_t>(to_bf16(high)) << 16 | to_bf16(low);
+}
+// Of numbers whose product and sum f32 has exactly, as all that are given to it.
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    const auto wide = [](uint32_t bits) { return __uint_as_float(bits); };
+    return pack_bf16(wide(a << 16) * wide(b << 16) + wide(c << 16),
+                     wide(a & 0xffff0000u) * wide(b & 0xffff0000u) + wide(c & 0xffff0000u));
 }
 
 void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);

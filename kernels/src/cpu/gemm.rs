@@ -2,7 +2,7 @@
 //! are one file per instruction set below.
 //!
 //! Every output is one sum over the inputs in ascending pairs, in one f32 accumulator that may rest
-//! in memory between blocks of inputs. So neither the number of rows, nor the tiling, nor the thread
+//! in memory between blocks of inputs (of 4 bits, one for each group of inputs). So neither the number of rows, nor the tiling, nor the thread
 //! changes a bit of it.
 use std::ops::Range;
 
@@ -19,6 +19,7 @@ mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
 mod grouped;
+mod int4;
 mod int8;
 mod layout;
 #[cfg(target_arch = "x86_64")]
@@ -165,6 +166,9 @@ struct Product<'a> {
 impl Product<'_> {
     /// All rows for these panels.
     fn panels(&self, range: Range<usize>) {
+        if self.weight.is_int4() {
+            return self.int4_panels(range);
+        }
         // No more than is used: clearing it takes time.
         match self.room_pairs() {
             0 => self.panels_in(range, &mut []),

@@ -8,6 +8,7 @@
 //!   and a mask widen to f32. bf16 files are kept bit by bit, others rounded to the nearest bf16
 //!   (ties to even).
 //! - int8: the even input's byte before the odd one's, and a scale for each output.
+//! - 4 bits, as some files have them: four pairs at a time (`int4`).
 use std::ops::Range;
 
 use super::check::shape_error;
@@ -15,9 +16,13 @@ use super::memory::AlignedVec;
 use super::pool::Pool;
 use crate::backend::HostMatrix;
 use crate::error::KernelError;
+use crate::weights::{Int4Groups, int4_groups};
 
+mod int4;
 mod rows;
 
+use int4::{Int4, Int4Elements};
+pub(crate) use int4::{Int4Group, Int4Panel, MIDDLE};
 use rows::pack_all;
 
 /// Outputs per panel.
@@ -68,6 +73,7 @@ enum Elements<'a> {
     Bf16(&'a [u32]),
     /// Values, and each output's scale.
     Int8(&'a [i8], &'a [f32]),
+    Int4(Int4Elements<'a>),
 }
 
 impl<'a> Elements<'a> {
@@ -78,6 +84,7 @@ impl<'a> Elements<'a> {
             Self::Int8(values, scales) => {
                 Self::Int8(part(values, range.clone(), panels), part(scales, range, panels))
             }
+            Self::Int4(elements) => Self::Int4(elements.part(range, panels)),
         }
     }
 }
@@ -105,19 +112,41 @@ impl<'a> Panels<'a> {
 
     /// Bytes of one panel.
     pub(crate) fn panel_bytes(&self) -> usize {
-        let size = if self.scales().is_some() { 1 } else { 2 };
+        let size = match self.elements {
+            Elements::Bf16(_) => 2,
+            Elements::Int8(..) => 1,
+            Elements::Int4(elements) => return elements.panel_bytes(self.cols),
+        };
         self.num_pairs() * 2 * PANEL * size
     }
 
     /// What the sums are multiplied by, `PANEL` numbers for each panel, where the weights are int8.
     pub(crate) fn scales(&self) -> Option<&'a [f32]> {
         match self.elements {
-            Elements::Bf16(_) => None,
+            Elements::Bf16(_) | Elements::Int4(_) => None,
             Elements::Int8(_, scales) => Some(scales),
         }
     }
 
-    /// The pairs `range` of a panel.
+    /// Whether the weights are bf16.
+    pub(crate) fn is_bf16(&self) -> bool {
+        matches!(self.elements, Elements::Bf16(_))
+    }
+
+    /// Whether the weights have 4 bits.
+    pub(crate) fn is_int4(&self) -> bool {
+        matches!(self.elements, Elements::Int4(_))
+    }
+
+    /// A panel of weights of 4 bits.
+    pub(crate) fn int4_panel(&self, panel: usize) -> Option<Int4Panel<'a>> {
+        match self.elements {
+            Elements::Int4(elements) => Some(elements.panel(panel, self.cols)),
+            Elements::Bf16(_) | Elements::Int8(..) => None,
+        }
+    }
+
+    /// The pairs `range` of a panel; none where weights have 4 bits.
     pub(crate) fn panel(&self, panel: usize, pairs: Range<usize>) -> PairRows<'a> {
         let start = (panel * self.num_pairs() + pairs.start) * PANEL;
         match self.elements {
@@ -129,6 +158,7 @@ impl<'a> Panels<'a> {
                 let values = &values[2 * start..2 * (start + pairs.len() * PANEL)];
                 PairRows::Int8(values.as_chunks::<32>().0.as_chunks::<4>().0)
             }
+            Elements::Int4(_) => PairRows::Bf16(&[]),
         }
     }
 
@@ -147,6 +177,7 @@ impl<'a> Panels<'a> {
 enum Packed {
     Bf16(AlignedVec<u32>),
     Int8(AlignedVec<i8>, AlignedVec<f32>),
+    Int4(Int4),
 }
 
 impl Packed {
@@ -154,6 +185,7 @@ impl Packed {
         match self {
             Self::Bf16(words) => Elements::Bf16(words),
             Self::Int8(values, scales) => Elements::Int8(values, scales),
+            Self::Int4(int4) => Elements::Int4(int4.elements()),
         }
     }
 }
@@ -163,6 +195,14 @@ impl Packed {
 pub(crate) enum Format {
     Bf16,
     Int8,
+    Int4(Int4Groups),
+}
+
+impl Format {
+    /// What is made of matrices that are to be as their files have them.
+    pub(crate) fn of(matrices: &[HostMatrix<'_>]) -> Self {
+        int4_groups(matrices).map_or(Self::Bf16, Self::Int4)
+    }
 }
 
 /// A weight matrix `[out, in]`, packed for the CPU.
@@ -212,6 +252,9 @@ impl CpuMatrix {
                         *out = f32::from(value) * scale;
                     }
                 }
+            }
+            Packed::Int4(int4) => {
+                int4.elements().unpack_row(row, self.cols, &mut out[..self.cols]);
             }
         }
     }

@@ -75,7 +75,7 @@ impl CudaBackend {
             partials: Scratch::new("partial results of attention"),
             index: Scratch::new("row numbers"),
             gathered: Scratch::new("logits of all ranks"),
-            widened: Scratch::new("int8 weights of a product in bf16"),
+            widened: Scratch::new("quantised weights of a product in bf16"),
             best: Scratch::new("the best logits of all ranks"),
             apart: None,
             uploader: None,
@@ -361,7 +361,7 @@ pub(super) enum Which {
     Gathered,
     /// The best of each rank's own logits, and of all ranks'.
     Best,
-    /// int8 weights in bf16.
+    /// Quantised weights in bf16.
     Widened,
 }
 

@@ -136,7 +136,7 @@ impl CudaBackend {
         let found = (router.rows(), router.cols());
         let wanted = (num_experts, x.width());
         ensure!(op, found == wanted, "router is {found:?}, not {wanted:?}");
-        ensure!(op, router.weight().scales.is_none(), "the router is int8: it must be bf16");
+        ensure!(op, router.weight().is_bf16(), "the router is quantised: it must be bf16");
         let from = x.of(Element::Bf16, op, "x")?;
         let rows = x.rows();
         ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);

@@ -45,6 +45,7 @@ entries! {
     ADD_BIAS: "tutti_add_bias",
     SCALE_ADD_BIAS: "tutti_scale_add_bias",
     WIDEN_INT8: "tutti_widen_int8",
+    WIDEN_INT4: "tutti_widen_int4",
     ADD: "tutti_add",
     GATHER_ROWS: "tutti_gather_rows",
     COPY_COLUMNS: "tutti_copy_columns",
@@ -70,6 +71,9 @@ entries! {
     SKINNY_INT8_16: "tutti_skinny_int8_16",
     SKINNY_INT8_32: "tutti_skinny_int8_32",
     SKINNY_INT8_64: "tutti_skinny_int8_64",
+    SKINNY_INT4: "tutti_skinny_int4_8",
+    SKINNY_INT4_16: "tutti_skinny_int4_16",
+    SKINNY_INT4_32: "tutti_skinny_int4_32",
     GATE_UP_8: "tutti_skinny_gate_up_8",
     GATE_UP_16: "tutti_skinny_gate_up_16",
     GATE_UP_32: "tutti_skinny_gate_up_32",
@@ -78,6 +82,9 @@ entries! {
     GATE_UP_INT8_16: "tutti_skinny_gate_up_int8_16",
     GATE_UP_INT8_32: "tutti_skinny_gate_up_int8_32",
     GATE_UP_INT8_64: "tutti_skinny_gate_up_int8_64",
+    GATE_UP_INT4: "tutti_skinny_gate_up_int4_8",
+    GATE_UP_INT4_16: "tutti_skinny_gate_up_int4_16",
+    GATE_UP_INT4_32: "tutti_skinny_gate_up_int4_32",
     ROUTE: "tutti_route",
     GROUP_EXPERTS: "tutti_group_experts",
     EXPERTS_GATE_UP: "tutti_experts_gate_up_8",
@@ -176,25 +183,54 @@ pub struct Rows {
 /// A weight matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Weight {
-    /// Its rows: bf16, or int8 plus 128.
+    /// Its rows: bf16, int8 plus 128, or 4 bits, strides in weights.
     pub at: Rows,
     /// f32: what the sums of int8 rows are multiplied by.
     pub scales: Option<DevicePtr>,
+    /// Of 4 bits: words of scale and zero, each of two to the power of that many inputs.
+    pub groups: Option<(DevicePtr, u32)>,
 }
 
 impl From<Rows> for Weight {
     fn from(at: Rows) -> Self {
-        Self { at, scales: None }
+        Self { at, scales: None, groups: None }
     }
 }
 
 impl Weight {
+    /// Whether it is bf16.
+    #[must_use]
+    pub fn is_bf16(&self) -> bool {
+        self.scales.is_none() && self.groups.is_none()
+    }
+
     /// One of two kernels, and the arguments that it takes of the weights behind x.
     fn choose(self, bf16: Entry, int8: Entry, x: Rows) -> (Entry, Args) {
         let args = Args::new().ptr(x.ptr).ptr(self.at.ptr);
         match self.scales {
             None => (bf16, args),
             Some(scales) => (int8, args.ptr(scales)),
+        }
+    }
+
+    /// The same of three kernels.
+    fn choose_any(self, bf16: Entry, int8: Entry, int4: Entry, x: Rows) -> (Entry, Args) {
+        match self.groups {
+            None => self.choose(bf16, int8, x),
+            Some((groups, _)) => (int4, Args::new().ptr(x.ptr).ptr(self.at.ptr).ptr(groups)),
+        }
+    }
+
+    /// How many kernels there are by rows: of 4 bits none for 64.
+    fn kernels(self) -> usize {
+        if self.groups.is_some() { SKINNY.len() - 1 } else { SKINNY.len() }
+    }
+
+    /// The argument that kernels of 4 bits take besides.
+    fn shift(self, args: Args) -> Args {
+        match self.groups {
+            None => args,
+            Some((_, shift)) => args.u32(shift),
         }
     }
 }
@@ -276,6 +312,19 @@ pub fn scale_add_bias(
 pub fn widen_int8(w: Rows, out: DevicePtr, rows: usize) -> Call {
     let args = word(Args::new().ptr(w.ptr).ptr(out), w.stride);
     call(WIDEN_INT8, (rows, w.stride.div_ceil(4096), 1), 256, args)
+}
+
+/// `tutti_widen_int4`: `w` and `out` are of one stride, in weights.
+#[must_use]
+pub fn widen_int4(
+    w: Rows,
+    (groups, shift): (DevicePtr, u32),
+    out: DevicePtr,
+    rows: usize,
+    k: usize,
+) -> Call {
+    let args = words(Args::new().ptr(w.ptr).ptr(groups).ptr(out), [w.stride, k]).u32(shift);
+    call(WIDEN_INT4, (rows, w.stride.div_ceil(8192), 1), 256, args)
 }
 
 /// `tutti_add`
@@ -368,7 +417,12 @@ pub fn to_f32(from: DevicePtr, to: DevicePtr, count: usize) -> Call {
 
 /// Which of the kernels by rows: the smallest that holds them all.
 fn by_rows(first: Entry, rows: usize) -> (Entry, usize) {
-    let which = SKINNY.iter().position(|most| *most >= rows).unwrap_or(SKINNY.len() - 1);
+    by_rows_of(SKINNY.len(), first, rows)
+}
+
+/// The same of the first `count` of them.
+fn by_rows_of(count: usize, first: Entry, rows: usize) -> (Entry, usize) {
+    let which = SKINNY[..count].iter().position(|most| *most >= rows).unwrap_or(count - 1);
     (Entry(first.0 + which), SKINNY[which])
 }
 
@@ -383,11 +437,11 @@ pub fn skinny(
     live: DevicePtr,
 ) -> Call {
     let w = w.into();
-    let (first, args) = w.choose(SKINNY_8, SKINNY_INT8, x);
-    let (entry, number) = by_rows(first, rows);
+    let (first, args) = w.choose_any(SKINNY_8, SKINNY_INT8, SKINNY_INT4, x);
+    let (entry, number) = by_rows_of(w.kernels(), first, rows);
     let features = if number <= 16 { 16 } else { 32 };
     let args = args.maybe(bias).ptr(out.ptr).maybe(index);
-    let args = words(args, [rows, n, k, x.stride, w.at.stride, out.stride]).ptr(live);
+    let args = w.shift(words(args, [rows, n, k, x.stride, w.at.stride, out.stride])).ptr(live);
     call(entry, (n.div_ceil(features), rows.div_ceil(number), 1), 256, args)
 }
 
@@ -402,10 +456,10 @@ pub fn skinny_gate_up(
     live: DevicePtr,
 ) -> Call {
     let w = w.into();
-    let (first, args) = w.choose(GATE_UP_8, GATE_UP_INT8, x);
-    let (entry, number) = by_rows(first, rows);
+    let (first, args) = w.choose_any(GATE_UP_8, GATE_UP_INT8, GATE_UP_INT4, x);
+    let (entry, number) = by_rows_of(w.kernels(), first, rows);
     let args = args.maybe(bias).ptr(out.ptr);
-    let args = words(args, [rows, inner, k, x.stride, w.at.stride, out.stride]).ptr(live);
+    let args = w.shift(words(args, [rows, inner, k, x.stride, w.at.stride, out.stride])).ptr(live);
     call(entry, (inner.div_ceil(16), rows.div_ceil(number), 1), 256, args)
 }
 

@@ -15,7 +15,7 @@ use super::memory::DevicePtr;
 use super::products::bias_fits;
 use super::swap::CudaHostKv;
 use super::tensors::{
-    CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, kv_block_bytes,
+    CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
 };
 use crate::backend::{
     AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
@@ -26,6 +26,7 @@ use crate::cpu::check;
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
+use crate::weights::Int4Groups;
 
 fn heads(
     op: &'static str,
@@ -110,7 +111,11 @@ impl Backend for CudaBackend {
     }
 
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
-        self.load_with(parts, Uploader::load)
+        self.load_with(parts, Uploader::load_as_is)
+    }
+
+    fn keeps_int4(&self, groups: &Int4Groups, is_stack: bool) -> bool {
+        !is_stack && int4_shift(groups).is_some()
     }
 
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError> {
@@ -202,7 +207,7 @@ impl Backend for CudaBackend {
         let op = "embed";
         let width = out.width();
         ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
-        ensure!(op, table.weight().scales.is_none(), "the table is int8: it must be bf16");
+        ensure!(op, table.weight().is_bf16(), "the table is quantised: it must be bf16");
         ensure!(
             op,
             table.at().stride == width,

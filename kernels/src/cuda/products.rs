@@ -12,7 +12,7 @@ use crate::error::KernelError;
 /// Rows up to which this project's own kernels compute products; cuBLASLt computes more.
 pub(super) const SKINNY_MAX: usize = 64;
 
-/// The same where weights are int8.
+/// The same where weights are int8 or have 4 bits.
 const INT8_SKINNY_MAX: usize = 4 * SKINNY_MAX;
 
 /// Rows of gate and up that are computed at a time: their f32 products are large.
@@ -49,13 +49,13 @@ impl CudaBackend {
         rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
     }
 
-    /// The same of a product with this matrix. To make int8 weights bf16 for cuBLASLt takes as long as
-    /// to read them some five times, which those kernels do once for 64 rows.
+    /// The same of a product with this matrix. To make quantised weights bf16 for cuBLASLt takes as
+    /// long as to read int8 ones some five times, which those kernels do once for 64 rows.
     pub(super) fn is_skinny_with(&self, rows: usize, weight: &CudaMatrix) -> bool {
-        self.is_skinny(rows) || (weight.weight().scales.is_some() && rows <= INT8_SKINNY_MAX)
+        self.is_skinny(rows) || (!weight.weight().is_bf16() && rows <= INT8_SKINNY_MAX)
     }
 
-    /// Whether int8 weights may be made bf16, which takes memory, in steps of up to so many rows.
+    /// Whether quantised weights may be made bf16, which takes memory, in steps of up to so many rows.
     #[must_use]
     pub fn widens_int8(&self, rows: usize) -> bool {
         rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
@@ -76,8 +76,8 @@ impl CudaBackend {
         let (n, k) = (weight.rows(), weight.cols());
         let w = weight.weight();
         // Rows that are named are those of the output head, the largest matrix of all: in bf16 it would
-        // take much of the memory that int8 leaves.
-        if self.is_skinny_with(rows, weight) || (w.scales.is_some() && index.is_some()) {
+        // take much of the memory that quantising leaves.
+        if self.is_skinny_with(rows, weight) || (!w.is_bf16() && index.is_some()) {
             let bias = bias.map(CudaVector::ptr);
             let call = launch::skinny((x, index), w, bias, out, (rows, n, k), live);
             // SAFETY: operands and result have the rows and columns that were checked.
@@ -99,16 +99,19 @@ impl CudaBackend {
         self.multiply(x, weight, bf16, bias, out, rows, live)
     }
 
-    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: int8 weights lie in scratch, until the
-    /// next matrix is widened.
+    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: quantised weights lie in scratch, until
+    /// the next matrix is widened.
     pub(super) fn widen(&mut self, weight: &CudaMatrix) -> Result<DevicePtr, KernelError> {
         let w = weight.weight();
-        if w.scales.is_none() {
+        if w.is_bf16() {
             return Ok(w.at.ptr);
         }
         let n = weight.rows();
         let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
-        let call = launch::widen_int8(w.at, widened, n);
+        let call = match w.groups {
+            None => launch::widen_int8(w.at, widened, n),
+            Some(groups) => launch::widen_int4(w.at, groups, widened, n, weight.cols()),
+        };
         // SAFETY: the scratch was made for as many rows of that stride.
         unsafe { self.device.launch(call) }?;
         Ok(widened)

@@ -11,6 +11,11 @@ use super::stream::{Event, Stream};
 use crate::backend::{Buffer, DType, HostMatrix, KvShape};
 use crate::cpu::pool::Pool;
 use crate::error::KernelError;
+use crate::weights::int4_groups;
+
+mod int4;
+
+pub(super) use int4::shift as int4_shift;
 
 /// Elements of bf16 that 16 bytes hold: rows begin at multiples of them.
 const ALIGN: usize = 8;
@@ -132,12 +137,15 @@ impl Buffer for CudaBuffer {
     }
 }
 
-/// A weight matrix, `[rows, cols]`, rows at multiples of 16 bytes: bf16, or int8 with 128 added.
+/// A weight matrix, `[rows, cols]`, rows at multiples of 16 bytes: bf16, int8 with 128 added, or 4
+/// bits.
 #[derive(Debug)]
 pub struct CudaMatrix {
     memory: DeviceMemory,
     /// f32, one for each row, of int8.
     scales: Option<DeviceMemory>,
+    /// Groups of 4 bits, and of how many inputs they are: see [`Weight`].
+    groups: Option<(DeviceMemory, u32)>,
     rows: usize,
     cols: usize,
     stride: usize,
@@ -165,7 +173,11 @@ impl CudaMatrix {
     /// What products take of it.
     #[must_use]
     pub fn weight(&self) -> Weight {
-        Weight { at: self.at(), scales: self.scales.as_ref().map(DeviceMemory::ptr) }
+        Weight {
+            at: self.at(),
+            scales: self.scales.as_ref().map(DeviceMemory::ptr),
+            groups: self.groups.as_ref().map(|(memory, shift)| (memory.ptr(), *shift)),
+        }
     }
 }
 
@@ -284,6 +296,7 @@ type Write = dyn Fn(&HostMatrix<'_>, usize, &mut Room, &mut [u16]) -> f32 + Sync
 struct Room {
     wide: Vec<f32>,
     values: Vec<i8>,
+    integers: Vec<u8>,
 }
 
 impl Uploader {
@@ -321,7 +334,7 @@ impl Uploader {
     ) -> Result<CudaMatrix, KernelError> {
         let (mut matrix, scales) =
             self.load_rows(context, stream, parts, 2 * ALIGN, 2, &|part, row, room, out| {
-                let Room { wide, values } = room;
+                let Room { wide, values, .. } = room;
                 values.clear();
                 // Zero behind the row.
                 values.resize(out.len() * 2, 0);
@@ -334,6 +347,31 @@ impl Uploader {
         let memory = DeviceMemory::new(context, size_of_val(&scales[..]), "scales of weights")?;
         memory.upload(stream, 0, &scales)?;
         matrix.scales = Some(memory);
+        Ok(matrix)
+    }
+
+    /// As its files have it: in 4 bits where kernels take those, else in bf16.
+    pub(super) fn load_as_is(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let found = int4_groups(parts).and_then(|groups| Some((groups, int4_shift(&groups)?)));
+        let Some((groups, shift)) = found else { return self.load(context, stream, parts) };
+        let (mut matrix, _) =
+            self.load_rows(context, stream, parts, int4::UNIT, 4, &|part, row, room, out| {
+                int4::write_row(part, row, &mut room.integers, out);
+                1.0
+            })?;
+        let mut words = Vec::new();
+        for (part, row) in parts.iter().flat_map(|part| (0..part.rows).map(move |row| (part, row)))
+        {
+            int4::row_groups(part, row, &groups, shift, &mut words);
+        }
+        let memory = DeviceMemory::new(context, size_of_val(&words[..]), "groups of weights")?;
+        memory.upload(stream, 0, &words)?;
+        matrix.groups = Some((memory, shift));
         Ok(matrix)
     }
 
@@ -386,7 +424,7 @@ impl Uploader {
                 at += count;
             }
         }
-        Ok((CudaMatrix { memory, scales: None, rows, cols, stride }, scales))
+        Ok((CudaMatrix { memory, scales: None, groups: None, rows, cols, stride }, scales))
     }
 }
 
@@ -422,17 +460,18 @@ fn biased(value: i8) -> u8 {
 
 /// One row in bf16, zeros behind it.
 fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
-    let bytes = part.dtype.bytes();
-    let from = &part.data[(row * part.row_stride + part.col_start) * bytes..][..part.cols * bytes];
     let (used, padding) = out.split_at_mut(part.cols);
-    let halves = || from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+    let halves = || {
+        let from = &part.data[(row * part.row_stride + part.col_start) * 2..][..part.cols * 2];
+        from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]))
+    };
     match part.dtype {
         _ if part.scales.is_some() => part.row_bf16(row, room, used),
         DType::Bf16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| *to = bits),
         DType::F16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| {
             *to = bf16::from_f32(f16::from_bits(bits).to_f32()).to_bits();
         }),
-        DType::F32 | DType::F8E4M3 | DType::I8 => part.row_bf16(row, room, used),
+        DType::F32 | DType::F8E4M3 | DType::I8 | DType::Packed => part.row_bf16(row, room, used),
     }
     padding.fill(0);
 }

@@ -5,6 +5,7 @@ use half::bf16;
 use super::below;
 use crate::backend::{Buffer, HostMatrix, KvShape};
 use crate::error::KernelError;
+use crate::weights::int4_groups;
 
 /// Activations `[rows, width]`.
 #[derive(Debug)]
@@ -88,11 +89,13 @@ impl ReferenceMatrix {
         Ok(Self { values, rows, cols })
     }
 
-    /// What files have, in f32; quantised files in bf16, as every backend has them.
+    /// What files have, in f32; quantised files in bf16, as every backend has them, but for 4 bits
+    /// that stay what they are.
     pub(super) fn widen(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
+        let is_int4 = int4_groups(parts).is_some();
         Self::read(parts, |part, row, out| {
             part.row_f32(row, out);
-            if part.scales.is_some() {
+            if part.scales.is_some() && !is_int4 {
                 out.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
             }
         })

@@ -463,8 +463,8 @@ mod tests {
             (r#", "hidden_act": "gelu""#, "hidden_act is \"gelu\""),
             (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor is 0.5, only 1"),
             (
-                r#", "quantization_config": {"quant_method": "gptq", "bits": 4}"#,
-                "quantization_config (quant_method \"gptq\", 4 bits) is not supported",
+                r#", "quantization_config": {"quant_method": "hqq", "bits": 4}"#,
+                "quantization_config (quant_method \"hqq\", 4 bits) is not supported",
             ),
         ];
         for (more, expected) in cases {

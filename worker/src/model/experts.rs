@@ -4,10 +4,10 @@
 //! Qwen's. transformers 5 holds all experts of a layer in two tensors, and saves them so when asked.
 use std::ops::Range;
 
-use kernels::backend::{HostMatrix, Routing, Scales};
+use kernels::backend::{HostMatrix, Routing};
 
 use super::ModelError;
-use super::quantization::Tensors;
+use super::quantization::{PACKED, Tensors};
 use super::safetensors::{TensorView, WeightFiles};
 
 /// What all layers with experts have in common.
@@ -47,7 +47,9 @@ impl Names {
     /// error names what is missing.
     fn of(files: &WeightFiles, layer: &str) -> Self {
         let has = |name: &str| files.has(&format!("{layer}.{name}"));
-        if has("block_sparse_moe.experts.0.w1.weight") {
+        let first = "block_sparse_moe.experts.0.w1.";
+        if has(&format!("{first}weight")) || PACKED.iter().any(|own| has(&format!("{first}{own}")))
+        {
             Self::Mixtral
         } else if has("mlp.experts.gate_up_proj") {
             Self::Stacked
@@ -84,8 +86,8 @@ impl<'a> ExpertParts<'a> {
             let down = files.tensor(&down, &[count, hidden, inner])?;
             for expert in 0..count {
                 let rows = expert * 2 * inner + own.start..expert * 2 * inner + own.end;
-                gate_up.push(cut(&both, rows.clone(), 0..hidden));
-                gate_up.push(cut(&both, rows.start + inner..rows.end + inner, 0..hidden));
+                gate_up.push(both.cut(rows.clone(), 0..hidden));
+                gate_up.push(both.cut(rows.start + inner..rows.end + inner, 0..hidden));
                 downs.push((down, expert * hidden));
             }
         } else {
@@ -97,7 +99,7 @@ impl<'a> ExpertParts<'a> {
                 let name = |part: &str| format!("{layer}.{block}.experts.{expert}.{part}.weight");
                 for part in [gate, up] {
                     let tensor = tensors.weight(&name(part), &[inner, hidden])?;
-                    gate_up.push(cut(&tensor, own.clone(), 0..hidden));
+                    gate_up.push(tensor.cut(own.clone(), 0..hidden));
                 }
                 downs.push((tensors.weight(&name(down), &[hidden, inner])?, 0));
             }
@@ -106,31 +108,16 @@ impl<'a> ExpertParts<'a> {
         let part = |i: usize| {
             let columns = own.start + i * width..own.start + (i + 1) * width;
             let of = |(tensor, first): &(TensorView<'a>, usize)| {
-                cut(tensor, *first..first + hidden, columns.clone())
+                tensor.cut(*first..first + hidden, columns.clone())
             };
             downs.iter().map(of).collect()
         };
-        let router = cut(&router, 0..count, 0..hidden);
+        let router = router.cut(0..count, 0..hidden);
         Ok(Self { router, gate_up, down: (0..parts).map(part).collect() })
     }
 
     /// All of them.
     pub(crate) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
         std::iter::once(&self.router).chain(&self.gate_up).chain(self.down.iter().flatten())
-    }
-}
-
-/// Rows and columns of a tensor whose outer dimensions are taken as one.
-fn cut<'a>(tensor: &TensorView<'a>, rows: Range<usize>, cols: Range<usize>) -> HostMatrix<'a> {
-    let stride = tensor.shape.last().copied().unwrap_or(0);
-    let row_bytes = stride * tensor.dtype.bytes();
-    HostMatrix {
-        data: &tensor.data[rows.start * row_bytes..rows.end * row_bytes],
-        dtype: tensor.dtype,
-        rows: rows.len(),
-        cols: cols.len(),
-        col_start: cols.start,
-        row_stride: stride,
-        scales: tensor.scales.map(|scales| Scales { first_row: rows.start, ..scales }),
     }
 }

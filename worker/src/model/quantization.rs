@@ -1,21 +1,28 @@
 //! Quantised checkpoints: what `quantization_config` of a `config.json` says, and where the scales of
 //! a quantised tensor are.
 //!
-//! FP8 and int8 weights are read, each multiplied by its scale, as numbers: activations stay what
-//! `--dtype` makes of them, whatever the checkpoint was made for (`input_scale`, scales of KV caches
-//! are left alone).
+//! FP8 and int8 weights are read, each multiplied by its scale, as numbers, and integers of 4 or 8
+//! bits in words ([`packed`]): activations stay what `--dtype` makes of them, whatever the checkpoint
+//! was made for (`input_scale`, scales of KV caches are left alone).
 use std::path::Path;
 
-use kernels::backend::{DType, Scales};
+use kernels::backend::{BlockScales, DType, Scales};
 use serde_json::Value;
 
 use super::ModelError;
 use super::safetensors::{TensorView, WeightFiles};
 
+mod packed;
+
+pub(crate) use packed::PACKED;
+pub use packed::PackedForm;
+
 /// What is read, for messages.
-const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, quant_method \"fp8\", and \
+const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, quant_method \"fp8\", \
+                         \"gptq\" of 4 or 8 bits, \"awq\" of 4 bits (version gemm), and \
                          \"compressed-tensors\" with weights of 8 bits, float or symmetric int, \
-                         with a scale for each tensor, channel or (float) block";
+                         with a scale for each tensor, channel or (float) block, or pack-quantized \
+                         of 4 or 8 bits";
 
 /// A checkpoint with quantised weights that can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +32,13 @@ pub struct Quantised {
     /// What is behind a tensor's name in that of its scales, for messages: of both names that are read,
     /// the one that such checkpoints have.
     pub scale: &'static str,
+    /// How integers in words are packed, where there are some.
+    pub packed: Option<PackedForm>,
+}
+
+impl Quantised {
+    /// Scales of tensors or channels.
+    pub(crate) const PLAIN: Self = Self { block: None, scale: SCALES[1], packed: None };
 }
 
 /// DeepSeek's name of scales, all others', behind that of the tensor: by both is multiplied.
@@ -37,9 +51,14 @@ const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
     match raw["quant_method"].as_str() {
         Some("fp8") => Ok(match &raw["weight_block_size"] {
-            Value::Null => Quantised { block: None, scale: SCALES[1] },
-            sizes => Quantised { block: Some(block(sizes)?), scale: SCALES[0] },
+            Value::Null => Quantised::PLAIN,
+            sizes => Quantised { block: Some(block(sizes)?), scale: SCALES[0], ..Quantised::PLAIN },
         }),
+        Some(method @ ("gptq" | "awq")) => {
+            let found = if method == "gptq" { packed::gptq(raw) } else { packed::awq(raw) };
+            let named = |what| unsupported(&format!("quant_method \"{method}\", {what}"));
+            Ok(Quantised { packed: Some(found.map_err(named)?), ..Quantised::PLAIN })
+        }
         Some("compressed-tensors") => compressed_tensors(raw),
         method => {
             let is_set = |key: &str| raw[key] == Value::Bool(true);
@@ -88,9 +107,10 @@ fn text(value: &Value) -> String {
 fn compressed_tensors(raw: &Value) -> Result<Quantised, String> {
     let refuse =
         |what: String| Err(unsupported(&format!("quant_method \"compressed-tensors\", {what}")));
+    let is_packed = |format: &Value| format.as_str() == Some("pack-quantized");
     let is_readable = |format: &Value| {
         let readable = ["float-quantized", "int-quantized", "naive-quantized", "dense"];
-        format.as_str().is_some_and(|format| readable.contains(&format))
+        is_packed(format) || format.as_str().is_some_and(|format| readable.contains(&format))
     };
     let empty = serde_json::Map::new();
     let groups = match &raw["config_groups"] {
@@ -121,10 +141,23 @@ fn compressed_tensors(raw: &Value) -> Result<Quantised, String> {
     if !transforms.is_null() && transforms.as_object().is_none_or(|groups| !groups.is_empty()) {
         return refuse("with transforms".to_owned());
     }
-    let mut found = Quantised { block: None, scale: SCALES[1] };
+    let mut found = Quantised::PLAIN;
     for (name, group) in groups {
         let weights = &group["weights"];
         if weights.is_null() {
+            continue;
+        }
+        let own = &group["format"];
+        if is_packed(if own.is_null() { format } else { own }) {
+            let named = |what| format!("format \"pack-quantized\", {what}");
+            let form = match packed::compressed(weights) {
+                Ok(form) => form,
+                Err(what) => return refuse(named(format!("{name}: {what}"))),
+            };
+            if found.packed.is_some_and(|other| other != form) {
+                return refuse(named("several kinds of groups".to_owned()));
+            }
+            found.packed = Some(form);
             continue;
         }
         let or = |key: &str, otherwise: &str| match &weights[key] {
@@ -152,6 +185,9 @@ fn compressed_tensors(raw: &Value) -> Result<Quantised, String> {
             found.block = Some(own);
         }
     }
+    if is_packed(format) && found.packed.is_none() {
+        return refuse("format \"pack-quantized\" without config_groups".to_owned());
+    }
     Ok(found)
 }
 
@@ -174,6 +210,12 @@ impl<'a> Tensors<'a> {
         name: &str,
         shape: &[usize; 2],
     ) -> Result<TensorView<'a>, ModelError> {
+        // The files say which matrices are packed.
+        if let Some(form) = self.quantised.and_then(|quantised| quantised.packed)
+            && !self.files.has(name)
+        {
+            return form.find(self.files, name, shape);
+        }
         let view = self.files.any_tensor(name, Some(shape))?;
         if !matches!(view.dtype, DType::F8E4M3 | DType::I8) {
             return Ok(view);
@@ -211,8 +253,8 @@ impl<'a> Tensors<'a> {
         let Some(data) = Some(scales.data).filter(|data| !data.is_empty()) else {
             return wrong("is empty".to_owned());
         };
-        let scales = Scales { data, dtype: scales.dtype, block, row_stride, first_row: 0 };
-        Ok(TensorView { scales: Some(scales), ..view })
+        let scales = BlockScales { data, dtype: scales.dtype, block, row_stride, first_row: 0 };
+        Ok(TensorView { scales: Some(Scales::Blocks(scales)), ..view })
     }
 }
 
@@ -233,8 +275,7 @@ mod tests {
             )
         };
         let cases = [
-            (r#"{"quant_method": "gptq", "bits": 4}"#, "(quant_method \"gptq\", 4 bits)"),
-            (r#"{"quant_method": "awq", "bits": 4}"#, "(quant_method \"awq\", 4 bits)"),
+            (r#"{"quant_method": "hqq", "bits": 4}"#, "(quant_method \"hqq\", 4 bits)"),
             (r#"{"quant_method": "mxfp4"}"#, "(quant_method \"mxfp4\")"),
             (r#"{"load_in_4bit": true}"#, "(bitsandbytes)"),
             (r#"{"bits": 3}"#, "(without a quant_method, 3 bits)"),
@@ -303,12 +344,12 @@ mod tests {
 
     #[test]
     fn what_can_be_read_says_how_its_scales_lie() {
-        let plain = Quantised { block: None, scale: "_scale" };
+        let plain = Quantised { block: None, scale: "_scale", packed: None };
         let deepseek = r#"{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
             "weight_block_size": [128, 128]}"#;
         assert_eq!(
             read(deepseek).unwrap(),
-            Quantised { block: Some((128, 128)), scale: "_scale_inv" }
+            Quantised { block: Some((128, 128)), scale: "_scale_inv", packed: None }
         );
         let fp8 = r#"{"quant_method": "fp8", "activation_scheme": "static"}"#;
         assert_eq!(read(fp8).unwrap(), plain);
@@ -329,7 +370,7 @@ mod tests {
         assert_eq!(compressed(weights, "int-quantized"), plain);
         let weights = r#"{"num_bits": 8, "type": "float", "strategy": "block",
             "block_structure": [128, 64]}"#;
-        let by_block = Quantised { block: Some((128, 64)), scale: "_scale" };
+        let by_block = Quantised { block: Some((128, 64)), scale: "_scale", packed: None };
         assert_eq!(compressed(weights, "float-quantized"), by_block);
         // As it was first written.
         let weights = weights.replace("[128, 64]", "\"128x64\"");

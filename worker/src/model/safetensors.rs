@@ -3,11 +3,12 @@
 //! Headers are bounded and validated before a tensor is looked at: offsets lie within the file, so
 //! a truncated file is an error here and not a fault later.
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use kernels::backend::{DType, Scales};
+use kernels::backend::{DType, HostMatrix, Scales};
 use kernels::mapped::MappedFile;
-use safetensors::tensor::Metadata;
+use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::ModelError;
 
@@ -27,6 +28,52 @@ pub struct TensorView<'a> {
     pub scales: Option<Scales<'a>>,
     /// The file, for messages.
     pub file: &'a Path,
+}
+
+impl<'a> TensorView<'a> {
+    /// Its rows, outer dimensions taken as one, and its columns: of packed integers those of the
+    /// weights.
+    pub(crate) fn size(&self) -> (usize, usize) {
+        if let Some(Scales::Packed(packed)) = &self.scales {
+            return (packed.rows, packed.cols);
+        }
+        let cols = self.shape.last().copied().unwrap_or(0);
+        (self.shape.iter().rev().skip(1).product(), cols)
+    }
+
+    /// Some of its rows and columns.
+    pub(crate) fn cut(&self, rows: Range<usize>, cols: Range<usize>) -> HostMatrix<'a> {
+        let stride = self.size().1;
+        let data: &'a [u8] = match &self.scales {
+            Some(Scales::Packed(_)) => &[],
+            _ => {
+                let row_bytes = stride * self.dtype.bytes();
+                &self.data[rows.start * row_bytes..rows.end * row_bytes]
+            }
+        };
+        HostMatrix {
+            data,
+            dtype: self.dtype,
+            rows: rows.len(),
+            cols: cols.len(),
+            col_start: cols.start,
+            row_stride: stride,
+            scales: self.scales.map(|scales| scales.behind(rows.start)),
+        }
+    }
+}
+
+/// Integers as they lie in their file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct IntegersView<'a> {
+    /// Their shape.
+    pub(crate) shape: &'a [usize],
+    /// Bytes of one of them: 4 or 8.
+    pub(crate) size: usize,
+    /// Their bytes.
+    pub(crate) data: &'a [u8],
+    /// The file, for messages.
+    pub(crate) file: &'a Path,
 }
 
 #[derive(Debug)]
@@ -165,16 +212,8 @@ impl WeightFiles {
         tensor: &str,
         shape: Option<&[usize]>,
     ) -> Result<TensorView<'_>, ModelError> {
-        let wrong = |file: &Path, message: String| ModelError::Tensor {
-            file: file.to_owned(),
-            tensor: tensor.to_owned(),
-            message,
-        };
-        let file = self.tensors.get(tensor).map(|number| &self.files[*number]);
-        let Some((file, info)) = file.and_then(|file| Some((file, file.metadata.info(tensor)?)))
-        else {
-            return Err(wrong(&self.folder, "is missing".to_owned()));
-        };
+        let (file, info, data) = self.find(tensor)?;
+        let wrong = |file: &Path, message: String| wrong(file, tensor, message);
         let dtype = match info.dtype {
             safetensors::Dtype::BF16 => DType::Bf16,
             safetensors::Dtype::F16 => DType::F16,
@@ -191,13 +230,45 @@ impl WeightFiles {
             let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
             return Err(wrong(&file.path, message));
         }
+        Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file: &file.path })
+    }
+
+    /// A tensor of integers of 32 bits, or of 64.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`] when it is missing or of another type.
+    pub(crate) fn integers(&self, tensor: &str) -> Result<IntegersView<'_>, ModelError> {
+        let (file, info, data) = self.find(tensor)?;
+        let size = match info.dtype {
+            safetensors::Dtype::I32 => 4,
+            safetensors::Dtype::I64 => 8,
+            other => {
+                let message = format!("is of type {other:?}; it has to be I32 or I64 here");
+                return Err(wrong(&file.path, tensor, message));
+            }
+        };
+        Ok(IntegersView { shape: &info.shape, size, data, file: &file.path })
+    }
+
+    /// Where a tensor is.
+    fn find(&self, tensor: &str) -> Result<(&WeightFile, &TensorInfo, &[u8]), ModelError> {
+        let file = self.tensors.get(tensor).map(|number| &self.files[*number]);
+        let Some((file, info)) = file.and_then(|file| Some((file, file.metadata.info(tensor)?)))
+        else {
+            return Err(wrong(&self.folder, tensor, "is missing".to_owned()));
+        };
         let (start, end) = info.data_offsets;
         let data = file.map.bytes().get(file.data_start + start..file.data_start + end);
         let Some(data) = data else {
-            return Err(wrong(&file.path, "lies beyond the end of the file".to_owned()));
+            let message = "lies beyond the end of the file".to_owned();
+            return Err(wrong(&file.path, tensor, message));
         };
-        Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file: &file.path })
+        Ok((file, info, data))
     }
+}
+
+fn wrong(file: &Path, tensor: &str, message: String) -> ModelError {
+    ModelError::Tensor { file: file.to_owned(), tensor: tensor.to_owned(), message }
 }
 
 impl WeightFile {

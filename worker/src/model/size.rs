@@ -1,5 +1,6 @@
 //! PURE: how much memory one rank's part of a model takes on a device that keeps weights (but for
 //! those that are quantised), KV and products' inputs in bf16 and the rest in f32.
+use kernels::weights::Int4Groups;
 use shared::protocol::{EngineConfig, Quantization};
 
 use super::config::ModelConfig;
@@ -10,36 +11,60 @@ const SCALE: u64 = 4;
 /// Rows times experts that are computed at a time.
 const EXPERT_ROWS: u64 = 8192;
 
-/// Weights of a shard, in bytes.
+/// Whether a device keeps a matrix of 4 bits in such groups, or a stack of them, in 4 bits.
+pub type KeepsInt4<'a> = &'a dyn Fn(&Int4Groups, bool) -> bool;
+
+/// Weights of a shard, in bytes: as if all matrices of the layers were packed where the configuration
+/// says that some are, and the output head not.
 #[must_use]
-pub fn weight_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
+pub fn weight_bytes(
+    config: &ModelConfig,
+    shard: &Shard,
+    quantization: Quantization,
+    keeps_int4: KeepsInt4<'_>,
+) -> u64 {
+    let packed = config.quantised.and_then(|quantised| quantised.packed);
+    let packed = packed.filter(|form| form.may_stay() && quantization == Quantization::None);
     let n = |n: usize| n as u64;
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    // One matrix; one that is kept in the products' type in any case.
-    let matrix = |rows: u64, cols: u64| match quantization {
+    // One matrix that files do not have in 4 bits; one of a layer; one that is kept in the products'
+    // type in any case.
+    let head = |rows: u64, cols: u64| match quantization {
         Quantization::None => 2 * rows * cols,
         Quantization::Int8 => rows * (cols + SCALE),
+    };
+    let matrix = |rows: u64, cols: u64, is_stack: bool| {
+        let groups = packed.map(|form| {
+            let len = form.group.map_or(cols, n).max(1);
+            let (len, count) = (len as usize, cols.div_ceil(len) as usize);
+            Int4Groups { first: 0, first_len: len, len, count }
+        });
+        match groups.filter(|groups| keeps_int4(groups, is_stack)) {
+            Some(groups) => groups.bytes(rows, cols),
+            None => head(rows, cols),
+        }
     };
     let as_is = |rows: u64, cols: u64| 2 * rows * cols;
     // Of row-parallel matrices each part has scales of its own.
     let parts = n(shard.parts);
-    let row_parallel = |cols: u64| parts * matrix(hidden, cols / parts);
-    let mlp = |inner: u64| matrix(2 * inner, hidden) + row_parallel(inner);
+    let row_parallel = |cols: u64, is_stack| parts * matrix(hidden, cols / parts, is_stack);
+    let mlp =
+        |inner: u64, is_stack| matrix(2 * inner, hidden, is_stack) + row_parallel(inner, is_stack);
     let (dense, sparse) = layers(config);
     let experts = config.experts.as_ref().map_or(0, |experts| n(experts.routing.num_experts));
-    let attention = matrix(q + 2 * kv, hidden) + row_parallel(q);
+    let attention = matrix(q + 2 * kv, hidden, false) + row_parallel(q, false);
     let vocab = n(shard.vocab_width);
-    let head = match (config.tied, quantization) {
+    let output = match (config.tied, quantization) {
         (true, Quantization::None) => 0,
-        (false, _) | (true, Quantization::Int8) => matrix(vocab, hidden),
+        (false, _) | (true, Quantization::Int8) => head(vocab, hidden),
     };
     n(config.num_layers) * attention
-        + dense * mlp(n(shard.intermediate.len()))
-        + sparse * (as_is(experts, hidden) + experts * mlp(n(shard.expert.len())))
+        + dense * mlp(n(shard.intermediate.len()), false)
+        + sparse * (as_is(experts, hidden) + experts * mlp(n(shard.expert.len()), true))
         + as_is(vocab, hidden)
-        + head
+        + output
 }
 
 /// How many layers have an MLP, and how many have experts.
@@ -98,8 +123,10 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 #[cfg(test)]
 mod tests {
     use kernels::backend::Routing;
+    use kernels::weights::Packing;
 
     use super::super::experts::ExpertsConfig;
+    use super::super::quantization::{PackedForm, Quantised};
     use super::super::rope::{RopeConfig, RopeScaling};
     use super::*;
 
@@ -128,24 +155,44 @@ mod tests {
         }
     }
 
+    fn plain_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
+        weight_bytes(config, shard, quantization, &|_, _| false)
+    }
+
+    fn int4_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {
+        weight_bytes(config, shard, quantization, &|_, _| true)
+    }
+
     #[test]
     fn eight_billion_parameters_take_sixteen_billion_bytes() {
         let config = config();
         let whole = Shard::new(&config, 0, 1).unwrap();
-        let bytes = weight_bytes(&config, &whole, Quantization::None);
+        let bytes = plain_bytes(&config, &whole, Quantization::None);
         // 8.03e9 parameters, of which 266,240 are norms.
         assert_eq!(bytes / 2 + 266_240, 8_030_261_248);
         let half = Shard::new(&config, 1, 2).unwrap();
-        assert_eq!(weight_bytes(&config, &half, Quantization::None) * 2, bytes);
+        assert_eq!(plain_bytes(&config, &half, Quantization::None) * 2, bytes);
         let tied = ModelConfig { tied: true, ..config.clone() };
-        assert_eq!(weight_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
+        assert_eq!(plain_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
         // All but the embedding is half as large, but for a scale of each of the outputs: q, k, v,
         // output, gate, up and down of 32 layers, and the head's.
         let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 128_256;
         let int8 = bytes / 2 + 128_256 * 4096 + 4 * outputs;
-        assert_eq!(weight_bytes(&config, &whole, Quantization::Int8), int8);
+        assert_eq!(plain_bytes(&config, &whole, Quantization::Int8), int8);
         // The head is a matrix of its own then, tied or not.
-        assert_eq!(weight_bytes(&tied, &whole, Quantization::Int8), int8);
+        assert_eq!(plain_bytes(&tied, &whole, Quantization::Int8), int8);
+        // AWQ's usual form: embedding and head stay bf16, 128 inputs share a scale and a zero.
+        let awq = PackedForm { packing: Packing::Awq, bits: 4, group: Some(128), is_listed: false };
+        let quantised = Some(Quantised { packed: Some(awq), ..Quantised::PLAIN });
+        let awq = ModelConfig { quantised, ..config.clone() };
+        let layers = bytes / 2 - 2 * 128_256 * 4096;
+        let int4 = layers / 2 + layers / 128 * 5 + 2 * 2 * 128_256 * 4096;
+        assert_eq!(int4_bytes(&awq, &whole, Quantization::None), int4);
+        assert_eq!(int4_bytes(&awq, &half, Quantization::None) * 2, int4);
+        assert_eq!(int4_bytes(&awq, &whole, Quantization::Int8), int8);
+        // Elsewhere it is bf16, and a checkpoint without 4 bits is what it was.
+        assert_eq!(plain_bytes(&awq, &whole, Quantization::None), bytes);
+        assert_eq!(int4_bytes(&config, &whole, Quantization::None), bytes);
     }
 
     #[test]
@@ -165,14 +212,14 @@ mod tests {
         let whole = Shard::new(&sparse, 0, 1).unwrap();
         // 30,532,122,624 parameters, of which 48 x (2 x 2048 + 2 x 128) + 2048 are norms.
         assert_eq!(
-            weight_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
+            plain_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
             30_532_122_624
         );
         let half = Shard::new(&sparse, 0, 2).unwrap();
         let routers = 2 * 48 * 128 * 2048;
         assert_eq!(
-            (weight_bytes(&sparse, &half, Quantization::None) - routers) * 2,
-            weight_bytes(&sparse, &whole, Quantization::None) - routers
+            (plain_bytes(&sparse, &half, Quantization::None) - routers) * 2,
+            plain_bytes(&sparse, &whole, Quantization::None) - routers
         );
         let mixed = ModelConfig {
             intermediate_size: 6144,
@@ -185,8 +232,8 @@ mod tests {
         let whole = Shard::new(&mixed, 0, 1).unwrap();
         let expert_layer = 128 * 2048 * (3 * 768 + 1);
         assert_eq!(
-            weight_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
-            weight_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
+            plain_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
+            plain_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
         );
     }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use kernels::backend::{Backend, HostMatrix, QkvWeights, RopeTable, Scales};
 use kernels::error::KernelError;
-use kernels::weights;
+use kernels::weights::{self, Int4Groups, int4_groups};
 use shared::protocol::Quantization;
 
 use super::ModelError;
@@ -143,13 +143,14 @@ fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
 }
 
-/// Bytes of a matrix as it is kept.
-fn held(matrix: &HostMatrix<'_>, kept: Quantization) -> u64 {
+/// Bytes of a matrix as it is kept; `int4` are the groups of one that stays in 4 bits.
+fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) -> u64 {
     let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
-    match kept {
-        Quantization::Int8 => rows * (cols + 4),
-        Quantization::None if matrix.scales.is_some() => rows * cols * 2,
-        Quantization::None => bytes(matrix),
+    match (kept, int4) {
+        (Quantization::Int8, _) => rows * (cols + 4),
+        (Quantization::None, Some(groups)) => groups.bytes(rows, cols),
+        (Quantization::None, None) if matrix.scales.is_some() => rows * cols * 2,
+        (Quantization::None, None) => bytes(matrix),
     }
 }
 
@@ -288,7 +289,14 @@ impl<'a> Part<'a> {
         let tensor = self.weight(name, [config.vocab_size, config.hidden_size])?;
         let own = rows_of(&tensor, &shard.vocab);
         let rows = shard.vocab_width - shard.vocab.len();
-        let mut parts = vec![own, HostMatrix { data: padding, rows, scales: None, ..own }];
+        let behind = match own.scales {
+            // Whose rows behind the last are zeros.
+            Some(Scales::Packed(_)) => {
+                tensor.cut(config.vocab_size..config.vocab_size + rows, 0..own.cols)
+            }
+            _ => HostMatrix { data: padding, rows, scales: None, ..own },
+        };
+        let mut parts = vec![own, behind];
         parts.retain(|part| part.rows > 0);
         Ok(parts)
     }
@@ -310,29 +318,11 @@ impl<'a> Part<'a> {
 }
 
 fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
-    let cols = tensor.shape[1];
-    let row_bytes = cols * tensor.dtype.bytes();
-    HostMatrix {
-        data: &tensor.data[rows.start * row_bytes..rows.end * row_bytes],
-        dtype: tensor.dtype,
-        rows: rows.len(),
-        cols,
-        col_start: 0,
-        row_stride: cols,
-        scales: tensor.scales.map(|scales| Scales { first_row: rows.start, ..scales }),
-    }
+    tensor.cut(rows.clone(), 0..tensor.size().1)
 }
 
 fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
-    HostMatrix {
-        data: tensor.data,
-        dtype: tensor.dtype,
-        rows: tensor.shape[0],
-        cols: cols.len(),
-        col_start: cols.start,
-        row_stride: tensor.shape[1],
-        scales: tensor.scales,
-    }
+    tensor.cut(0..tensor.size().0, cols.clone())
 }
 
 /// Packs matrices and reports how far it is.
@@ -384,7 +374,7 @@ impl<B: Backend> Loader<'_, '_, B> {
             Quantization::None => self.backend.load_stack(matrices),
             Quantization::Int8 => self.backend.load_int8_stack(matrices),
         }?;
-        self.advance(matrices, self.quantization);
+        self.advance(matrices, self.quantization, true);
         Ok(stack)
     }
 
@@ -394,20 +384,21 @@ impl<B: Backend> Loader<'_, '_, B> {
             Quantization::None => self.backend.load_matrix(parts),
             Quantization::Int8 => self.backend.load_int8_matrix(parts),
         }?;
-        self.advance(parts, self.quantization);
+        self.advance(parts, self.quantization, false);
         Ok(matrix)
     }
 
     /// One that is not: an embedding, a router.
     fn small(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
         let matrix = self.backend.load_matrix(parts)?;
-        self.advance(parts, Quantization::None);
+        self.advance(parts, Quantization::None, false);
         Ok(matrix)
     }
 
-    fn advance(&mut self, loaded: &[HostMatrix<'_>], kept: Quantization) {
+    fn advance(&mut self, loaded: &[HostMatrix<'_>], kept: Quantization, is_stack: bool) {
         self.done += loaded.iter().map(bytes).sum::<u64>();
-        self.held += loaded.iter().map(|matrix| held(matrix, kept)).sum::<u64>();
+        let int4 = int4_groups(loaded).filter(|groups| self.backend.keeps_int4(groups, is_stack));
+        self.held += loaded.iter().map(|matrix| held(matrix, kept, int4.as_ref())).sum::<u64>();
         (self.progress)(self.done, self.total);
     }
 

@@ -23,7 +23,7 @@ pub(super) fn multiply<'s>(
     logits: &mut [f32],
 ) -> Result<(), KernelError> {
     let (width, pairs) = (router.rows(), router.num_pairs());
-    ensure!("route", router.scales().is_none(), "the router is int8: it must be bf16");
+    ensure!("route", router.is_bf16(), "the router is quantised: it must be bf16");
     let logits = Disjoint::new(logits);
     // Panel by panel, which then stays in the cache from row to row.
     pool.run_ranges(rows * router.num_panels(), (TASK_COST / pairs).max(1), &|range, _| {

@@ -3,6 +3,7 @@ use half::{bf16, f16};
 
 use super::super::memory::{AlignedVec, Disjoint};
 use super::super::pool::Pool;
+use super::int4::Int4;
 use super::{Format, PANEL, Packed, Shape};
 use crate::backend::{DType, HostMatrix};
 use crate::error::KernelError;
@@ -64,11 +65,12 @@ pub(super) fn pack_all<'p, 'd: 'p>(
             })?;
             Ok(Packed::Int8(values, scales))
         }
+        Format::Int4(groups) => Ok(Packed::Int4(Int4::pack(pool, shape, groups, parts)?)),
     }
 }
 
 /// The part that row `row` of the concatenation is in, and which row of it that is.
-fn find<'p, 'd>(
+pub(super) fn find<'p, 'd>(
     parts: &'p [HostMatrix<'d>],
     mut row: usize,
 ) -> Option<(&'p HostMatrix<'d>, usize)> {
@@ -89,14 +91,14 @@ fn pack_row(
     (wide, rounded): &mut (Vec<f32>, Vec<u16>),
     panel: &mut [u32],
 ) {
-    let size = part.dtype.bytes();
-    let start = (row * part.row_stride + part.col_start) * size;
-    let bytes = &part.data[start..start + part.cols * size];
     if part.scales.is_some() {
         rounded.resize(part.cols, 0);
         part.row_bf16(row, wide, rounded);
         return interleave(rounded, lane, panel, |bits| bits);
     }
+    let size = part.dtype.bytes();
+    let start = (row * part.row_stride + part.col_start) * size;
+    let bytes = &part.data[start..start + part.cols * size];
     match part.dtype {
         DType::Bf16 => interleave(bytes.as_chunks().0, lane, panel, u16::from_le_bytes),
         DType::F16 => interleave(bytes.as_chunks().0, lane, panel, |b| {
@@ -106,7 +108,7 @@ fn pack_row(
             bf16::from_f32(f32::from_le_bytes(b)).to_bits()
         }),
         // Small enough numbers for bf16, all of them.
-        DType::F8E4M3 | DType::I8 => {
+        DType::F8E4M3 | DType::I8 | DType::Packed => {
             rounded.resize(part.cols, 0);
             part.row_bf16(row, wide, rounded);
             interleave(rounded, lane, panel, |bits| bits);

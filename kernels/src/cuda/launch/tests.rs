@@ -72,7 +72,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
     let Sizes { rows: number, seqs, width, vocab, heads: (heads, kv_heads) } = sizes;
     let ptr = DevicePtr(0x1000);
     let rows = Rows { ptr, stride: width };
-    let int8 = Weight { at: rows, scales: Some(ptr) };
+    let int8 = Weight { scales: Some(ptr), ..rows.into() };
+    let int4 = Weight { groups: Some((ptr, 7)), ..rows.into() };
     let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4 };
     let io = AttentionIo { q: ptr, cache, seqs: ptr, block_tables: ptr, out: ptr };
     let partials = Partials { out: ptr, ml: ptr };
@@ -116,6 +117,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
         add_bias(ptr, ptr, width, number, ptr),
         scale_add_bias(ptr, ptr, None, width, number, ptr),
         widen_int8(rows, ptr, number),
+        widen_int4(rows, (ptr, 7), ptr, number, width),
         add(ptr, ptr, width, number, ptr),
         gather_rows(rows, ptr, rows, width, number, ptr),
         copy_columns(rows, rows, 3, width, number, ptr),
@@ -162,8 +164,10 @@ fn all(sizes: Sizes) -> Vec<Call> {
     for count in SKINNY.into_iter().chain([number]) {
         calls.push(skinny((rows, None), rows, None, rows, (count, vocab, width), ptr));
         calls.push(skinny((rows, None), int8, None, rows, (count, vocab, width), ptr));
+        calls.push(skinny((rows, None), int4, None, rows, (count, vocab, width), ptr));
         calls.push(skinny_gate_up(rows, rows, None, rows, (count, width, width), ptr));
         calls.push(skinny_gate_up(rows, int8, None, rows, (count, width, width), ptr));
+        calls.push(skinny_gate_up(rows, int4, None, rows, (count, width, width), ptr));
     }
     calls
 }

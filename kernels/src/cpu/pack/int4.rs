@@ -1,0 +1,212 @@
+//! Weights of 4 bits, packed: eight inputs of an output are a word, and each group of inputs has a
+//! zero and a scale for each output.
+//!
+//! In a word the even inputs are in the lower half and the odd ones in the upper, each pair 4 bits
+//! above the one before: so a shift puts a pair where bf16 products want it. A group begins with a
+//! word of its own; only the last word of a row may be in part of inputs that there are not, whose
+//! integer is the zero.
+use std::ops::Range;
+
+use super::super::memory::{AlignedVec, Disjoint};
+use super::super::pool::Pool;
+use super::rows::find;
+use super::{PANEL, Shape};
+use crate::backend::HostMatrix;
+use crate::error::KernelError;
+use crate::weights::{Int4Groups, int4_row};
+
+/// Inputs of a word.
+pub(crate) const WORD: usize = 8;
+
+/// Eight inputs for the 64 outputs of a panel.
+pub(crate) type Int4Row = [[u32; 16]; 4];
+
+/// The zero that symmetric weights have.
+pub(crate) const MIDDLE: i8 = 8;
+
+/// One or more matrices.
+#[derive(Debug)]
+pub(super) struct Int4 {
+    words: AlignedVec<u32>,
+    /// `PANEL` of each group.
+    scales: AlignedVec<f32>,
+    /// Likewise; absent where all are [`MIDDLE`].
+    zeros: Option<AlignedVec<i8>>,
+    groups: Int4Groups,
+}
+
+/// Words, scales, zeros of some panels, and their groups.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Int4Elements<'a> {
+    words: &'a [u32],
+    scales: &'a [f32],
+    zeros: Option<&'a [i8]>,
+    groups: Int4Groups,
+}
+
+/// Words of a row of so many inputs.
+pub(super) fn row_words(cols: usize) -> usize {
+    cols.div_ceil(WORD)
+}
+
+impl Int4 {
+    pub(super) fn elements(&self) -> Int4Elements<'_> {
+        let zeros = self.zeros.as_deref();
+        Int4Elements { words: &self.words, scales: &self.scales, zeros, groups: self.groups }
+    }
+
+    /// Packs matrices, each the vertical concatenation of its `parts`, which are checked and have
+    /// these groups.
+    pub(super) fn pack<'p, 'd: 'p>(
+        pool: &mut Pool,
+        shape: Shape,
+        groups: Int4Groups,
+        parts: &(dyn Fn(usize) -> &'p [HostMatrix<'d>] + Sync),
+    ) -> Result<Self, KernelError> {
+        let panels = shape.rows.div_ceil(PANEL);
+        let (blocks, count) = (row_words(shape.cols), groups.count);
+        let all = panels.saturating_mul(shape.count);
+        let what = "a weight matrix in 4 bits";
+        let sized = |per_panel: usize| all.saturating_mul(per_panel).saturating_mul(PANEL);
+        let mut words = AlignedVec::<u32>::zeroed(sized(blocks), what)?;
+        let mut scales = AlignedVec::<f32>::zeroed(sized(count), what)?;
+        let mut zeros = AlignedVec::<i8>::zeroed(sized(count), what)?;
+        let to_words = Disjoint::new(&mut words);
+        let (to_scales, to_zeros) = (Disjoint::new(&mut scales), Disjoint::new(&mut zeros));
+        pool.run_ranges(all, 1, &|range, _| {
+            let mut integers = vec![0; blocks * WORD];
+            let mut own_zeros = vec![0; count];
+            for index in range {
+                let (matrix, first) = (index / panels, index % panels * PANEL);
+                // SAFETY: every panel belongs to one task.
+                let words = unsafe { to_words.slice(index * blocks * PANEL, blocks * PANEL) };
+                // SAFETY: as above.
+                let scales = unsafe { to_scales.slice(index * count * PANEL, count * PANEL) };
+                // SAFETY: as above.
+                let zeros = unsafe { to_zeros.slice(index * count * PANEL, count * PANEL) };
+                zeros.fill(MIDDLE);
+                for lane in 0..PANEL.min(shape.rows - first) {
+                    let Some((part, row)) = find(parts(matrix), first + lane) else { continue };
+                    let (own, behind) = integers.split_at_mut(shape.cols);
+                    int4_row(part, row, &groups, own, |group, zero, scale| {
+                        own_zeros[group] = zero;
+                        scales[group * PANEL + lane] = scale;
+                        zeros[group * PANEL + lane] = zero as i8;
+                    });
+                    behind.fill(own_zeros[count - 1]);
+                    for (eight, place) in integers.as_chunks().0.iter().zip(words.chunks_mut(PANEL))
+                    {
+                        place[lane] = pack_word(eight);
+                    }
+                }
+            }
+        })?;
+        let is_symmetric = zeros.iter().all(|zero| *zero == MIDDLE);
+        Ok(Self { words, scales, zeros: (!is_symmetric).then_some(zeros), groups })
+    }
+}
+
+fn pack_word(eight: &[u8; WORD]) -> u32 {
+    eight.as_chunks::<2>().0.iter().enumerate().fold(0, |word, (pair, &[even, odd])| {
+        word | u32::from(even & 15) << (4 * pair) | u32::from(odd & 15) << (4 * pair + 16)
+    })
+}
+
+/// One group of a panel's inputs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Int4Group<'a> {
+    /// Four pairs each.
+    pub(crate) rows: &'a [Int4Row],
+    /// The first of its pairs in the row.
+    pub(crate) first_pair: usize,
+    /// How many pairs there are, the last one padded where the row's length is odd.
+    pub(crate) pairs: usize,
+    /// What its sums are multiplied by.
+    pub(crate) scales: &'a [f32; PANEL],
+    /// What integers are less, where that is not [`MIDDLE`] for all of the matrix.
+    pub(crate) zeros: Option<&'a [i8; PANEL]>,
+}
+
+/// A panel of weights of 4 bits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Int4Panel<'a> {
+    rows: &'a [Int4Row],
+    scales: &'a [[f32; PANEL]],
+    zeros: Option<&'a [[i8; PANEL]]>,
+    groups: Int4Groups,
+    cols: usize,
+}
+
+impl<'a> Int4Elements<'a> {
+    /// Those of the panels `range` of so many.
+    pub(super) fn part(self, range: Range<usize>, panels: usize) -> Self {
+        let Self { words, scales, zeros, groups } = self;
+        Self {
+            words: super::part(words, range.clone(), panels),
+            scales: super::part(scales, range.clone(), panels),
+            zeros: zeros.map(|zeros| super::part(zeros, range, panels)),
+            groups,
+        }
+    }
+
+    /// Bytes of one panel of so many inputs.
+    pub(super) fn panel_bytes(&self, cols: usize) -> usize {
+        (row_words(cols) + self.groups.count) * PANEL * 4
+    }
+
+    /// One panel of so many inputs.
+    pub(super) fn panel(&self, panel: usize, cols: usize) -> Int4Panel<'a> {
+        let Self { words, scales, zeros, groups } = *self;
+        let (blocks, count) = (row_words(cols) * PANEL, groups.count);
+        Int4Panel {
+            rows: words[panel * blocks..(panel + 1) * blocks].as_chunks().0.as_chunks().0,
+            scales: &scales.as_chunks().0[panel * count..(panel + 1) * count],
+            zeros: zeros.map(|zeros| &zeros.as_chunks().0[panel * count..(panel + 1) * count]),
+            groups,
+            cols,
+        }
+    }
+
+    /// Row `row` in f32.
+    pub(super) fn unpack_row(&self, row: usize, cols: usize, out: &mut [f32]) {
+        let (panel, lane) = (self.panel(row / PANEL, cols), row % PANEL);
+        for group in (0..panel.num_groups()).map(|group| panel.group(group)) {
+            let zero = group.zeros.map_or(MIDDLE, |zeros| zeros[lane]);
+            for pair in 0..group.pairs {
+                let word = group.rows[pair / 4][lane / 16][lane % 16] >> (4 * (pair % 4));
+                for (half, integer) in [word & 15, word >> 16 & 15].into_iter().enumerate() {
+                    if let Some(to) = out.get_mut(2 * (group.first_pair + pair) + half) {
+                        *to = (integer as f32 - f32::from(zero)) * group.scales[lane];
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<'a> Int4Panel<'a> {
+    pub(crate) fn num_groups(&self) -> usize {
+        self.groups.count
+    }
+
+    /// Whether all zeros are [`MIDDLE`].
+    pub(crate) fn is_symmetric(&self) -> bool {
+        self.zeros.is_none()
+    }
+
+    pub(crate) fn group(&self, index: usize) -> Int4Group<'a> {
+        let Int4Groups { first_len, len, .. } = self.groups;
+        let edge = |index: usize| match index {
+            0 => 0,
+            _ => (first_len + (index - 1) * len).min(self.cols),
+        };
+        let (start, end) = (edge(index), edge(index + 1));
+        Int4Group {
+            rows: &self.rows[start / WORD..row_words(end)],
+            first_pair: start / 2,
+            pairs: end.div_ceil(2) - start / 2,
+            scales: &self.scales[index],
+            zeros: self.zeros.map(|zeros| &zeros[index]),
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Weights of 4 bits as kernels take them (`tutti_skinny_int4_8` in kernels.h).
+use crate::backend::HostMatrix;
+use crate::weights::{Int4Groups, int4_integers, int4_row};
+
+/// Weights that lie together: rows begin at multiples of them.
+pub(super) const UNIT: usize = 128;
+
+/// The two's power of inputs that share a word of scale and zero: the groups' length, or where a first
+/// one is cut, what its length and the others' have in common. `None` where it is below 32, which
+/// kernels do not take.
+pub(in crate::cuda) fn shift(groups: &Int4Groups) -> Option<u32> {
+    match groups.count {
+        1 => Some(31),
+        _ => Some((groups.len | groups.first_len).trailing_zeros().min(30)).filter(|n| *n >= 5),
+    }
+}
+
+/// Words of scale and zero of a row of `cols` inputs, each group as often as [`shift`] asks for.
+pub(super) fn row_groups(
+    part: &HostMatrix<'_>,
+    row: usize,
+    groups: &Int4Groups,
+    shift: u32,
+    out: &mut Vec<u32>,
+) {
+    let mut own = vec![0; groups.count];
+    int4_row(part, row, groups, &mut [], |group, zero, scale| {
+        // Scales of 16 bits have none there; of others these are rounded away.
+        let bits = scale.to_bits();
+        let rounded = bits.saturating_add(8) & !15;
+        let kept = if scale.is_finite() { rounded } else { bits & !15 };
+        own[group] = kept | u32::from(zero & 15);
+    });
+    out.extend((0..part.cols.div_ceil(1 << shift)).map(|unit| {
+        let first = unit << shift;
+        let behind = first.checked_sub(groups.first_len).map(|far| 1 + far / groups.len);
+        own[behind.unwrap_or(0)]
+    }));
+}
+
+/// A row's integers in words of 16 bits, zeros behind them; `room` is kept from row to row.
+pub(super) fn write_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<u8>, out: &mut [u16]) {
+    room.clear();
+    room.resize(out.len() * 4, 0);
+    int4_integers(part, row, &mut room[..part.cols]);
+    let units = room.as_chunks::<UNIT>().0.iter().zip(out.as_chunks_mut::<{ UNIT / 4 }>().0);
+    for (integers, words) in units {
+        let eights = integers.as_chunks::<8>().0;
+        for (place, halves) in words.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            // Word j of lane t, 16 bytes of a lane in a row.
+            let (lane, word) = (place / 4, place % 4);
+            let eight = &eights[4 * word + lane];
+            for (half, to) in halves.iter_mut().enumerate() {
+                *to = (0..4).fold(0, |bits, i| bits | u16::from(eight[2 * i + half]) << (4 * i));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_shares_a_word_divides_all_groups() {
+        let groups = |first_len, len, count| Int4Groups { first: 0, first_len, len, count };
+        assert_eq!(shift(&groups(128, 128, 32)), Some(7));
+        assert_eq!(shift(&groups(64, 128, 33)), Some(6));
+        assert_eq!(shift(&groups(96, 128, 33)), Some(5));
+        assert_eq!(shift(&groups(96, 96, 3)), Some(5));
+        assert_eq!(shift(&groups(100, 4096, 1)), Some(31));
+        assert_eq!(shift(&groups(16, 16, 8)), None);
+        assert_eq!(shift(&groups(8, 128, 3)), None);
+    }
+}

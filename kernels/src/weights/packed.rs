@@ -1,0 +1,533 @@
+//! Integers of 4 or 8 bits in words of 32, with a scale and a zero for each group of inputs: GPTQ's,
+//! AWQ's and compressed-tensors' ways to lay them out.
+//!
+//! A weight is (integer - zero) x scale, in f32. Where a backend has no 4 bits of its own, that is
+//! rounded once to bf16. Where it has, which matrices stay in 4 bits is decided by the file and by
+//! the columns taken alone ([`int4_groups`]), so that all who take the same columns compute alike.
+use super::{DType, HostMatrix, Scales, widen};
+use crate::error::KernelError;
+
+/// How integers, zeros and scales lie in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// GPTQ: words `[in / n, out]` of `n` consecutive inputs, zeros `[groups, out / n]` of consecutive
+    /// outputs, scales `[groups, out]`.
+    Gptq {
+        /// Zeros are written less this: 1, or 0 in the format's second version.
+        zero_less: u32,
+    },
+    /// AWQ: words `[in, out / 8]` of outputs in the order 0 2 4 6 1 3 5 7, zeros `[groups, out / 8]`
+    /// likewise, scales `[groups, out]`.
+    Awq,
+    /// compressed-tensors: words `[out, in / n]` of consecutive inputs, zeros `[out / n, groups]` of
+    /// consecutive outputs, scales `[out, groups]`; the last words are filled up.
+    Compressed,
+}
+
+/// Where in an AWQ word the output is that is so many behind the word's first.
+const AWQ_PLACES: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+/// Which inputs share a scale and a zero.
+#[derive(Clone, Copy, Debug)]
+pub enum Groups<'a> {
+    /// So many neighbours; the last group may have fewer.
+    Even(usize),
+    /// Each input's group, i32, little endian.
+    Listed(&'a [u8]),
+}
+
+/// A tensor `[rows, cols]` = `[out, in]` of packed integers. Rows behind its last are zeros: what a
+/// vocabulary is padded with.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed<'a> {
+    /// How it lies in the file.
+    pub packing: Packing,
+    /// Bits of an integer: 4 or 8.
+    pub bits: u32,
+    /// Output features of the whole tensor.
+    pub rows: usize,
+    /// Input features of the whole tensor.
+    pub cols: usize,
+    /// Words of integers, little endian.
+    pub words: &'a [u8],
+    /// Words of zeros; the middle of all integers where there are none.
+    pub zeros: Option<&'a [u8]>,
+    /// Bytes of the scales.
+    pub scales: &'a [u8],
+    /// Their type: bf16, f16 or f32.
+    pub scale_type: DType,
+    /// Groups of a row.
+    pub num_groups: usize,
+    /// Which inputs they are of.
+    pub groups: Groups<'a>,
+    /// The tensor's row that is row 0 of the matrix.
+    pub first_row: usize,
+}
+
+impl Packed<'_> {
+    /// Integers of a word.
+    fn per_word(&self) -> usize {
+        (32 / self.bits.max(1)) as usize
+    }
+
+    /// That all of its parts are as large as its shape says, and the groups of all inputs there.
+    pub(super) fn check(&self, op: &'static str) -> Result<(), KernelError> {
+        let fault = |message: String| Err(KernelError::Shape { op, message });
+        let Self { packing, bits, rows, cols, num_groups, .. } = *self;
+        let is_known = matches!((packing, bits), (Packing::Awq, 4))
+            || (packing != Packing::Awq && matches!(bits, 4 | 8));
+        if !is_known {
+            return fault(format!("integers of {bits} bits in {packing:?}"));
+        }
+        let n = self.per_word();
+        let product = |a: usize, b: usize| a.checked_mul(b).and_then(|ab| ab.checked_mul(4));
+        let (words, zeros) = match packing {
+            Packing::Gptq { .. } => {
+                (product(cols.div_ceil(n), rows), product(num_groups, rows.div_ceil(n)))
+            }
+            Packing::Awq => {
+                (product(cols, rows.div_ceil(n)), product(num_groups, rows.div_ceil(n)))
+            }
+            Packing::Compressed => {
+                (product(rows, cols.div_ceil(n)), product(rows.div_ceil(n), num_groups))
+            }
+        };
+        let scales =
+            rows.checked_mul(num_groups).and_then(|n| n.checked_mul(self.scale_type.bytes()));
+        let parts = [
+            ("integers", self.words.len(), words),
+            ("zeros", self.zeros.map_or(usize::MAX, <[u8]>::len), zeros),
+            ("scales", self.scales.len(), scales),
+        ];
+        for (what, found, needed) in parts {
+            if needed.is_none_or(|needed| needed > found) {
+                return fault(format!(
+                    "{found} bytes of {what} are too few for {rows} x {cols} in {num_groups} groups"
+                ));
+            }
+        }
+        let is_covered = match self.groups {
+            Groups::Even(size) => size > 0 && cols.div_ceil(size) <= num_groups,
+            Groups::Listed(all) => {
+                let all = all.as_chunks::<4>().0;
+                let is_there = |bytes: &[u8; 4]| {
+                    usize::try_from(i32::from_le_bytes(*bytes)).is_ok_and(|g| g < num_groups)
+                };
+                all.len() >= cols && all[..cols].iter().all(is_there)
+            }
+        };
+        if !is_covered {
+            return fault(format!("not all of {cols} inputs are in one of {num_groups} groups"));
+        }
+        Ok(())
+    }
+
+    /// A word; 0 where there is none, which [`Packed::check`] rules out.
+    fn word(bytes: &[u8], index: usize) -> u32 {
+        bytes.as_chunks::<4>().0.get(index).map_or(0, |word| u32::from_le_bytes(*word))
+    }
+
+    /// The integers of row `row` of the matrix, the columns from `first` of the tensor on.
+    pub(crate) fn integers(&self, row: usize, first: usize, out: &mut [u8]) {
+        let (row, bits, n) = (row.saturating_add(self.first_row), self.bits, self.per_word());
+        let mask = (1 << bits) - 1;
+        if row >= self.rows {
+            return out.fill(self.middle());
+        }
+        let (start, step) = match self.packing {
+            Packing::Gptq { .. } => (row, self.rows),
+            Packing::Compressed => (row * self.cols.div_ceil(n), 1),
+            Packing::Awq => {
+                let (start, step) = (row / n, self.rows.div_ceil(n));
+                let shift = AWQ_PLACES[row % n] * bits;
+                for (col, to) in (first..).zip(out) {
+                    *to = (Self::word(self.words, start + col * step) >> shift & mask) as u8;
+                }
+                return;
+            }
+        };
+        let (mut col, mut rest) = (first, out);
+        while !rest.is_empty() {
+            let mut word =
+                Self::word(self.words, start + col / n * step) >> ((col % n) as u32 * bits);
+            let (own, others) = rest.split_at_mut((n - col % n).min(rest.len()));
+            col += own.len();
+            for to in own {
+                *to = (word & mask) as u8;
+                word >>= bits;
+            }
+            rest = others;
+        }
+    }
+
+    /// What rows behind the last have, and all zeros where the file has none.
+    fn middle(&self) -> u8 {
+        (1 << (self.bits - 1)) as u8
+    }
+
+    /// The zero and the scale of a group of row `row` of the matrix.
+    pub(crate) fn zero_and_scale(&self, row: usize, group: usize) -> (u8, f32) {
+        let (row, bits, n) = (row.saturating_add(self.first_row), self.bits, self.per_word());
+        if row >= self.rows {
+            return (self.middle(), 0.0);
+        }
+        let mask = (1 << bits) - 1;
+        let (word, place, less, scale) = match self.packing {
+            Packing::Gptq { zero_less } => {
+                let word = group * self.rows.div_ceil(n) + row / n;
+                (word, (row % n) as u32, zero_less, group * self.rows + row)
+            }
+            Packing::Awq => {
+                let word = group * self.rows.div_ceil(n) + row / n;
+                (word, AWQ_PLACES[row % n], 0, group * self.rows + row)
+            }
+            Packing::Compressed => {
+                let word = row / n * self.num_groups + group;
+                (word, (row % n) as u32, 0, row * self.num_groups + group)
+            }
+        };
+        let zero = self.zeros.map_or(self.middle(), |zeros| {
+            // Less than none is written as the largest integer.
+            ((Self::word(zeros, word) >> (place * bits)).wrapping_add(less) & mask) as u8
+        });
+        let size = self.scale_type.bytes();
+        let mut one = [f32::NAN];
+        if let Some(bytes) = self.scales.get(scale * size..).and_then(|rest| rest.get(..size)) {
+            widen(self.scale_type, bytes, &mut one);
+        }
+        (zero, one[0])
+    }
+
+    /// The group of a column of the tensor, and where the next one begins.
+    fn group(&self, col: usize) -> (usize, usize) {
+        match self.groups {
+            Groups::Even(size) => (col / size, (col / size + 1).saturating_mul(size)),
+            Groups::Listed(all) => (Self::word(all, col) as usize, col + 1),
+        }
+    }
+
+    /// Row `row` of the matrix in f32, the columns from `first` of the tensor on.
+    pub(super) fn row_f32(&self, row: usize, first: usize, out: &mut [f32]) {
+        let mut integers = vec![0; out.len()];
+        self.integers(row, first, &mut integers);
+        let mut known = None;
+        let mut done = 0;
+        while done < out.len() {
+            let (group, next) = self.group(first + done);
+            let (zero, scale) = match known {
+                Some((last, pair)) if last == group => pair,
+                _ => self.zero_and_scale(row, group),
+            };
+            known = Some((group, (zero, scale)));
+            let own = done..(next - first).min(out.len());
+            for (to, &integer) in out[own.clone()].iter_mut().zip(&integers[own.clone()]) {
+                *to = (f32::from(integer) - f32::from(zero)) * scale;
+            }
+            done = own.end;
+        }
+    }
+}
+
+/// The groups of the columns that a matrix takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Int4Groups {
+    /// The first one's number in the tensor.
+    pub first: usize,
+    /// Inputs of the first one, which may be cut.
+    pub first_len: usize,
+    /// Inputs of every other one; the last may have fewer.
+    pub len: usize,
+    /// How many.
+    pub count: usize,
+}
+
+impl Int4Groups {
+    /// Bytes of `rows` x `cols` weights, each group with a scale in f32 and a zero.
+    #[must_use]
+    pub fn bytes(&self, rows: u64, cols: u64) -> u64 {
+        rows * (cols.div_ceil(2) + 5 * self.count as u64)
+    }
+}
+
+impl HostMatrix<'_> {
+    fn packed(&self) -> Option<&Packed<'_>> {
+        match &self.scales {
+            Some(Scales::Packed(packed)) => Some(packed),
+            _ => None,
+        }
+    }
+
+    /// See [`int4_groups`].
+    fn own_int4_groups(&self) -> Option<Int4Groups> {
+        let packed = self.packed().filter(|packed| packed.bits == 4)?;
+        let Groups::Even(size) = packed.groups else { return None };
+        let size = size.clamp(1, packed.cols.max(1));
+        let first_len = (size - self.col_start % size).min(self.cols);
+        // Eight inputs are a word: groups must not share one.
+        let is_aligned =
+            first_len == self.cols || (first_len.is_multiple_of(8) && size.is_multiple_of(8));
+        let count = 1 + (self.cols - first_len).div_ceil(size);
+        let first = self.col_start / size;
+        is_aligned.then_some(Int4Groups { first, first_len, len: size, count })
+    }
+}
+
+/// The groups of matrices that are kept in 4 bits together: all of them have integers of 4 bits,
+/// neighbouring inputs in a group, the same groups, and no edge of a group but at a multiple of 8 of
+/// the columns taken. `None` where backends keep them in bf16.
+#[must_use]
+pub fn int4_groups(parts: &[HostMatrix<'_>]) -> Option<Int4Groups> {
+    let groups = parts.first()?.own_int4_groups()?;
+    parts.iter().all(|part| part.own_int4_groups() == Some(groups)).then_some(groups)
+}
+
+/// The columns taken of a row's integers of 4 bits.
+pub(crate) fn int4_integers(part: &HostMatrix<'_>, row: usize, integers: &mut [u8]) {
+    if let Some(packed) = part.packed() {
+        packed.integers(row, part.col_start, integers);
+    }
+}
+
+/// A row's integers of 4 bits, and zero and scale of each of its groups, as a matrix that is kept in
+/// 4 bits takes them.
+pub(crate) fn int4_row(
+    part: &HostMatrix<'_>,
+    row: usize,
+    groups: &Int4Groups,
+    integers: &mut [u8],
+    mut group: impl FnMut(usize, u8, f32),
+) {
+    let Some(packed) = part.packed() else { return };
+    packed.integers(row, part.col_start, integers);
+    for index in 0..groups.count {
+        let (zero, scale) = packed.zero_and_scale(row, groups.first + index);
+        group(index, zero, scale);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROWS: usize = 16;
+    const COLS: usize = 24;
+    const GROUP: usize = 8;
+
+    fn integer(row: usize, col: usize) -> u32 {
+        ((row * 7 + col * 5 + row * col) % 16) as u32
+    }
+
+    fn zero(row: usize, group: usize) -> u32 {
+        ((row * 3 + group * 11) % 16) as u32
+    }
+
+    fn scale(row: usize, group: usize) -> f32 {
+        0.25 + row as f32 * 0.125 + group as f32
+    }
+
+    /// What is written of a word of 8 at shifts `place(i) * 4`.
+    fn word(value: impl Fn(usize) -> u32, place: impl Fn(usize) -> u32) -> [u8; 4] {
+        (0..8).fold(0u32, |word, i| word | (value(i) & 15) << (place(i) * 4)).to_le_bytes()
+    }
+
+    struct File {
+        packing: Packing,
+        words: Vec<u8>,
+        zeros: Vec<u8>,
+        scales: Vec<u8>,
+    }
+
+    impl File {
+        fn new(packing: Packing) -> Self {
+            let (groups, straight) = (COLS / GROUP, |i: usize| i as u32);
+            // As AutoAWQ writes it: the place's output.
+            let order = [0, 2, 4, 6, 1, 3, 5, 7];
+            let awq = |i: usize| order.iter().position(|at| *at == i).unwrap() as u32;
+            let (mut words, mut zeros, mut scales) = (vec![], vec![], vec![]);
+            match packing {
+                Packing::Gptq { zero_less } => {
+                    for (c, r) in (0..COLS / 8).flat_map(|c| (0..ROWS).map(move |r| (c, r))) {
+                        words.extend(word(|i| integer(r, c * 8 + i), straight));
+                    }
+                    for (g, r) in (0..groups).flat_map(|g| (0..ROWS / 8).map(move |r| (g, r))) {
+                        let less = |i| zero(r * 8 + i, g).wrapping_sub(zero_less);
+                        zeros.extend(word(less, straight));
+                    }
+                }
+                Packing::Awq => {
+                    for (c, r) in (0..COLS).flat_map(|c| (0..ROWS / 8).map(move |r| (c, r))) {
+                        words.extend(word(|i| integer(r * 8 + i, c), awq));
+                    }
+                    for (g, r) in (0..groups).flat_map(|g| (0..ROWS / 8).map(move |r| (g, r))) {
+                        zeros.extend(word(|i| zero(r * 8 + i, g), awq));
+                    }
+                }
+                Packing::Compressed => {
+                    for (r, c) in (0..ROWS).flat_map(|r| (0..COLS / 8).map(move |c| (r, c))) {
+                        words.extend(word(|i| integer(r, c * 8 + i), straight));
+                    }
+                    for (r, g) in (0..ROWS / 8).flat_map(|r| (0..groups).map(move |g| (r, g))) {
+                        zeros.extend(word(|i| zero(r * 8 + i, g), straight));
+                    }
+                }
+            }
+            let by_row = packing == Packing::Compressed;
+            for i in 0..ROWS * groups {
+                let (r, g) = if by_row { (i / groups, i % groups) } else { (i % ROWS, i / ROWS) };
+                scales.extend(scale(r, g).to_le_bytes());
+            }
+            Self { packing, words, zeros, scales }
+        }
+
+        fn packed(&self) -> Packed<'_> {
+            Packed {
+                packing: self.packing,
+                bits: 4,
+                rows: ROWS,
+                cols: COLS,
+                words: &self.words,
+                zeros: Some(&self.zeros),
+                scales: &self.scales,
+                scale_type: DType::F32,
+                num_groups: COLS / GROUP,
+                groups: Groups::Even(GROUP),
+                first_row: 0,
+            }
+        }
+    }
+
+    fn matrix(packed: Packed<'_>, rows: usize, cols: std::ops::Range<usize>) -> HostMatrix<'_> {
+        HostMatrix {
+            data: &[],
+            dtype: DType::Packed,
+            rows,
+            cols: cols.len(),
+            col_start: cols.start,
+            row_stride: packed.cols,
+            scales: Some(Scales::Packed(packed)),
+        }
+    }
+
+    const PACKINGS: [Packing; 4] = [
+        Packing::Gptq { zero_less: 1 },
+        Packing::Gptq { zero_less: 0 },
+        Packing::Awq,
+        Packing::Compressed,
+    ];
+
+    #[test]
+    fn every_packing_gives_the_same_numbers_from_any_rectangle() {
+        for file in PACKINGS.map(File::new) {
+            for (first_row, rows) in [(0, 16), (3, 9), (15, 1)] {
+                for cols in [0..24, 8..24, 5..6, 3..21] {
+                    let part = matrix(Packed { first_row, ..file.packed() }, rows, cols.clone());
+                    part.check("test", cols.len()).unwrap();
+                    let mut out = vec![f32::NAN; cols.len()];
+                    for row in 0..rows {
+                        part.row_f32(row, &mut out);
+                        let row = row + first_row;
+                        for (col, got) in cols.clone().zip(&out) {
+                            let group = col / GROUP;
+                            let steps = integer(row, col) as f32 - zero(row, group) as f32;
+                            let want = steps * scale(row, group);
+                            assert_eq!(*got, want, "{:?} {row} {col}", file.packing);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_behind_the_last_are_zeros() {
+        for file in PACKINGS.map(File::new) {
+            let part = matrix(Packed { first_row: ROWS, ..file.packed() }, 3, 0..COLS);
+            part.check("test", COLS).unwrap();
+            let mut out = [f32::NAN; COLS];
+            part.row_f32(2, &mut out);
+            assert_eq!(out, [0.0; COLS]);
+        }
+    }
+
+    #[test]
+    fn inputs_may_be_listed_in_any_order() {
+        let file = File::new(Packing::Gptq { zero_less: 1 });
+        let list: Vec<u8> = (0..COLS as i32).flat_map(|c| (c * 5 % 3).to_le_bytes()).collect();
+        let packed = Packed { groups: Groups::Listed(&list), ..file.packed() };
+        let part = matrix(packed, ROWS, 2..20);
+        part.check("test", 18).unwrap();
+        let mut out = [f32::NAN; 18];
+        for row in 0..ROWS {
+            part.row_f32(row, &mut out);
+            for (col, got) in (2..20).zip(out) {
+                let group = col * 5 % 3;
+                let steps = integer(row, col) as f32 - zero(row, group) as f32;
+                assert_eq!(got, steps * scale(row, group));
+            }
+        }
+        assert_eq!(int4_groups(&[part]), None);
+        let beyond: Vec<u8> = (0..COLS as i32).flat_map(|c| (c % 4).to_le_bytes()).collect();
+        for list in [&list[4..], &beyond, &[255; 4 * COLS]] {
+            let packed = Packed { groups: Groups::Listed(list), ..file.packed() };
+            assert!(matrix(packed, ROWS, 0..COLS).check("test", COLS).is_err());
+        }
+    }
+
+    #[test]
+    fn a_number_is_rounded_once() {
+        let file = File::new(Packing::Awq);
+        // No number of bf16: (15 - 0) x scale and its neighbours need more than 8 bits.
+        let scales: Vec<u8> = (0..ROWS * 3).flat_map(|_| 0.1f32.to_le_bytes()).collect();
+        let part = matrix(Packed { scales: &scales, ..file.packed() }, ROWS, 0..COLS);
+        let mut out = [0; COLS];
+        part.row_bf16(4, &mut Vec::new(), &mut out);
+        for (col, bits) in out.into_iter().enumerate() {
+            let steps = integer(4, col) as f32 - zero(4, col / GROUP) as f32;
+            assert_eq!(bits, half::bf16::from_f32(steps * 0.1).to_bits());
+        }
+    }
+
+    #[test]
+    fn what_stays_in_4_bits_is_decided_by_the_file_and_the_columns() {
+        let file = File::new(Packing::Compressed);
+        let groups = |cols: std::ops::Range<usize>| int4_groups(&[matrix(file.packed(), 2, cols)]);
+        let some =
+            |first, first_len, count| Some(Int4Groups { first, first_len, len: GROUP, count });
+        assert_eq!(groups(0..24), some(0, 8, 3));
+        assert_eq!(groups(8..20), some(1, 8, 2));
+        // Within one group no edge is in the way, wherever it begins.
+        assert_eq!(groups(3..7), some(0, 4, 1));
+        assert_eq!(groups(4..16), None);
+        let eights = Packed { bits: 8, ..file.packed() };
+        assert_eq!(int4_groups(&[matrix(eights, 2, 0..24)]), None);
+        let odd = Packed { groups: Groups::Even(12), ..file.packed() };
+        assert_eq!(int4_groups(&[matrix(odd, 2, 0..24)]), None);
+        assert!(int4_groups(&[matrix(odd, 2, 12..24)]).is_some());
+        // All parts, or none.
+        let four = matrix(file.packed(), 2, 0..24);
+        assert_eq!(int4_groups(&[four, matrix(odd, 2, 0..24)]), None);
+        assert_eq!(int4_groups(&[four, HostMatrix { scales: None, ..four }]), None);
+        assert_eq!(int4_groups(&[four, four]), some(0, 8, 3));
+        assert_eq!(int4_groups(&[]), None);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        for file in PACKINGS.map(File::new) {
+            let good = file.packed();
+            for bad in [
+                Packed { words: &good.words[1..], ..good },
+                Packed { zeros: Some(&file.zeros[4..]), ..good },
+                Packed { scales: &good.scales[4..], ..good },
+                Packed { groups: Groups::Even(0), ..good },
+                Packed { groups: Groups::Even(7), ..good },
+                Packed { bits: 3, ..good },
+                Packed { rows: usize::MAX, ..good },
+                Packed { num_groups: usize::MAX, ..good },
+            ] {
+                assert!(matrix(bad, 2, 0..COLS).check("test", COLS).is_err(), "{bad:?}");
+            }
+            assert!(matrix(good, 2, 8..32).check("test", 24).is_err());
+        }
+    }
+}

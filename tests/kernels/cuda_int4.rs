@@ -1,0 +1,247 @@
+//! Emulated kernels of products with weights of 4 bits, against sums in f64 and against themselves: a
+//! row's bits depend neither on the other rows nor on the variant.
+use crate::cuda_emulation::{
+    Arg, bf16s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded, rounded_all,
+    some_f32s, u32s,
+};
+use crate::support::{Random, assert_close, bits};
+
+/// Weights as kernels take them.
+struct Int4 {
+    k: usize,
+    stride: usize,
+    shift: u32,
+    integers: Vec<u32>,
+    zeros: Vec<u32>,
+    /// Exactly representable in f16.
+    scales: Vec<f32>,
+    padding: u32,
+}
+
+impl Int4 {
+    fn random(random: &mut Random, rows: usize, k: usize, shift: u32) -> Self {
+        let integers = (0..rows * k).map(|_| random.below(16) as u32).collect();
+        let groups = rows * k.div_ceil(1 << shift);
+        let zeros = (0..groups).map(|_| random.below(16) as u32).collect();
+        let scale = |random: &mut Random| (1.0 + random.below(1024) as f32 / 1024.0) / 64.0;
+        let scales = (0..groups).map(|_| scale(random)).collect();
+        let stride = k.next_multiple_of(128) + 128 * random.below(2);
+        Self { k, stride, shift, integers, zeros, scales, padding: random.below(16) as u32 }
+    }
+
+    fn weight(&self, row: usize, k: usize) -> f32 {
+        let group = row * self.k.div_ceil(1 << self.shift) + (k >> self.shift);
+        let steps = self.integers[row * self.k + k] as f32 - self.zeros[group] as f32;
+        steps * self.scales[group]
+    }
+
+    /// The weights, their groups, and their stride.
+    fn args(&self) -> (Arg, Arg, Arg) {
+        let mut bytes = Vec::new();
+        for row in self.integers.chunks(self.k) {
+            let at = |k: usize| row.get(k).copied().unwrap_or(self.padding);
+            for unit in (0..self.stride).step_by(128) {
+                for (t, j) in (0..4).flat_map(|t| (0..4).map(move |j| (t, j))) {
+                    let first = unit + 32 * j + 8 * t;
+                    let word = (0..4).fold(0u32, |word, i| {
+                        let (even, odd) = (at(first + 2 * i), at(first + 2 * i + 1));
+                        word | even << (4 * i) | odd << (4 * i + 16)
+                    });
+                    bytes.extend(word.to_le_bytes());
+                }
+            }
+        }
+        let words = self.scales.iter().zip(&self.zeros).map(|(scale, zero)| scale.to_bits() | zero);
+        let words: Vec<u32> = words.collect();
+        (Arg::Buffer(bytes), u32s(&words), Arg::U32(self.stride as u32))
+    }
+
+    /// The product of one row and its size.
+    fn dot(&self, x: &[f32], row: usize) -> (f64, f64) {
+        let terms = x.iter().enumerate();
+        let terms = terms.map(|(k, &x)| f64::from(x) * f64::from(self.weight(row, k)));
+        terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()))
+    }
+}
+
+/// Rows of x with NaN behind each, which must not count, and their stride.
+fn padded(x: &[f32], k: usize) -> (Arg, Arg) {
+    let stride = k.next_multiple_of(8) + 8;
+    let rows = x.chunks(k).flat_map(|row| [row, &vec![f32::NAN; stride - k]].concat());
+    (bf16s(&rows.collect::<Vec<_>>()), Arg::U32(stride as u32))
+}
+
+struct Product {
+    rows: usize,
+    n: usize,
+    k: usize,
+    x: Vec<f32>,
+    w: Int4,
+    bias: Option<Vec<f32>>,
+}
+
+impl Product {
+    fn random(random: &mut Random, sizes: (usize, usize, usize), shift: u32, biased: bool) -> Self {
+        let (rows, n, k) = sizes;
+        let x = rounded_all(&random.vec(rows * k));
+        let bias = biased.then(|| random.vec(n));
+        Self { rows, n, k, x, w: Int4::random(random, n, k, shift), bias }
+    }
+
+    fn want(&self, row: usize, feature: usize) -> (f64, f64) {
+        let (sum, size) = self.w.dot(&self.x[row * self.k..][..self.k], feature);
+        let bias = self.bias.as_ref().map_or(0.0, |bias| f64::from(bias[feature]));
+        (sum + bias, size + bias.abs())
+    }
+
+    fn run(&self, number: usize, index: Option<&[u32]>, live: Arg) -> Vec<f32> {
+        let rows = index.map_or(self.rows, <[u32]>::len);
+        let features = if number <= 16 { 16 } else { 32 };
+        let name = format!("tutti_skinny_int4_{number}");
+        let grid = [self.n.div_ceil(features), rows.div_ceil(number), 1];
+        let ((x, x_stride), (w, groups, w_stride)) = (padded(&self.x, self.k), self.w.args());
+        let args = [
+            x,
+            w,
+            groups,
+            some_f32s(self.bias.as_deref()),
+            poison_f32(rows * (self.n + 3)),
+            index.map_or(Arg::Null, u32s),
+            Arg::U32(rows as u32),
+            Arg::U32(self.n as u32),
+            Arg::U32(self.k as u32),
+            x_stride,
+            w_stride,
+            Arg::U32(self.n as u32 + 3),
+            Arg::U32(self.w.shift),
+            live,
+        ];
+        let at = if self.bias.is_some() { 4 } else { 3 };
+        let out = read_f32(&launch(&name, grid, 256).run(&args)[at]);
+        let rows = out.chunks(self.n + 3);
+        assert!(rows.clone().all(|row| row[self.n..].iter().all(|x| x.is_nan())));
+        rows.flat_map(|row| row[..self.n].to_vec()).collect()
+    }
+
+    fn check(&self, out: &[f32], rows: usize) {
+        for (row, out) in out.chunks(self.n).take(rows).enumerate() {
+            for (feature, got) in out.iter().enumerate() {
+                let (want, size) = self.want(row, feature);
+                let what = (self.rows, self.n, self.k, self.w.shift, row, feature);
+                assert_close(*got, want, size * 1e-6 + 1e-12, format!("{what:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn products_match_sums_in_f64() {
+    let mut random = Random(91);
+    for (number, rows, n, k, shift, biased) in [
+        (8, 1, 16, 1024, 7, false),
+        (8, 8, 33, 130, 5, true),
+        (8, 3, 1, 1, 31, true),
+        (8, 5, 17, 4100, 6, false),
+        (16, 16, 16, 7, 5, true),
+        (16, 9, 40, 264, 7, false),
+        (32, 17, 50, 1031, 8, true),
+        (32, 33, 31, 300, 5, false),
+        (32, 64, 65, 96, 31, true),
+        (32, 47, 32, 2057, 7, false),
+    ] {
+        let product = Product::random(&mut random, (rows, n, k), shift, biased);
+        product.check(&product.run(number, None, Arg::Null), rows);
+    }
+}
+
+#[test]
+fn a_rows_product_has_the_same_bits_in_every_variant_and_place() {
+    let mut random = Random(92);
+    for shift in [5, 7] {
+        let product = Product::random(&mut random, (70, 48, 2300), shift, true);
+        let all = product.run(32, None, Arg::Null);
+        product.check(&all, 70);
+        for number in [8, 16] {
+            assert_eq!(bits(&product.run(number, None, Arg::Null)), bits(&all), "{number}");
+        }
+        let index = [69u32, 3, 3, 20, 0, 64, 11, 1, 7, 40];
+        let gathered = product.run(16, Some(&index), Arg::Null);
+        for (i, &row) in index.iter().enumerate() {
+            let of = &all[row as usize * 48..][..48];
+            assert_eq!(bits(&gathered[i * 48..][..48]), bits(of), "row {row} at {i}");
+        }
+        let out = product.run(32, None, u32s(&[11]));
+        product.check(&out, 11);
+        assert!(out[11 * 48..].iter().all(|x| x.is_nan()), "not live");
+    }
+}
+
+#[test]
+fn gate_and_up_are_multiplied_in_one() {
+    let mut first: Option<Vec<u32>> = None;
+    for number in [8, 16, 32] {
+        let (rows, inner, k) = (11, 24, 1100);
+        let product = Product::random(&mut Random(93), (rows, 2 * inner, k), 6, true);
+        let ((x, x_stride), (w, groups, w_stride)) = (padded(&product.x, k), product.w.args());
+        let args = [
+            x,
+            w,
+            groups,
+            some_f32s(product.bias.as_deref()),
+            poison_bf16(rows * (inner + 1)),
+            Arg::U32(rows as u32),
+            Arg::U32(inner as u32),
+            Arg::U32(k as u32),
+            x_stride,
+            w_stride,
+            Arg::U32(inner as u32 + 1),
+            Arg::U32(product.w.shift),
+            u32s(&[rows as u32 - 1]),
+        ];
+        let name = format!("tutti_skinny_gate_up_int4_{number}");
+        let grid = [inner.div_ceil(16), rows.div_ceil(number), 1];
+        let out = read_bf16(&launch(&name, grid, 256).run(&args)[4]);
+        for (row, out) in out.chunks(inner + 1).enumerate() {
+            assert!(out[inner].is_nan());
+            for (i, &got) in out[..inner].iter().enumerate() {
+                if row == rows - 1 {
+                    assert!(got.is_nan(), "not live");
+                    continue;
+                }
+                let ((gate, gate_size), (up, up_size)) =
+                    (product.want(row, i), product.want(row, inner + i));
+                let want = gate / (1.0 + (-gate).exp()) * up;
+                let error = 2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
+                assert_close(got, want, error + want.abs() / 250.0, format!("{number} {row} {i}"));
+            }
+        }
+        let out = bits(&out);
+        assert_eq!(*first.get_or_insert_with(|| out.clone()), out, "variant {number}");
+    }
+}
+
+#[test]
+fn weights_are_widened_and_rounded_once() {
+    let mut random = Random(94);
+    for (k, shift) in [(128, 7), (300, 5), (8300, 7), (77, 31)] {
+        let rows = 3;
+        let w = Int4::random(&mut random, rows, k, shift);
+        let (words, groups, stride) = w.args();
+        let args = [
+            words,
+            groups,
+            poison_bf16(rows * w.stride),
+            stride,
+            Arg::U32(k as u32),
+            Arg::U32(shift),
+        ];
+        let grid = [rows, w.stride.div_ceil(8192), 1];
+        let out = read_bf16(&launch("tutti_widen_int4", grid, 256).run(&args)[2]);
+        for (row, out) in out.chunks(w.stride).enumerate() {
+            for (at, got) in out.iter().enumerate() {
+                let want = if at < k { rounded(w.weight(row, at)) } else { 0.0 };
+                assert_eq!(*got, want, "{k} {row} {at}");
+            }
+        }
+    }
+}

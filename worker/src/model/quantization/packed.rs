@@ -1,0 +1,373 @@
+//! Checkpoints whose weights are integers in words of 32 bits: what GPTQ's, AWQ's and
+//! compressed-tensors' configurations say of them, and their tensors.
+//!
+//! Which matrices are packed the files say: what lists of exceptions name
+//! (`modules_to_not_convert`, `ignore`, `dynamic`'s `-:`) has a plain `weight` in them. Inputs in the
+//! order of their activations (`desc_act`, `actorder`) are read by the list of their groups.
+use std::path::Path;
+
+use kernels::backend::{DType, Scales};
+use kernels::weights::{Groups, Packed, Packing};
+use serde_json::Value;
+
+use super::super::ModelError;
+use super::super::safetensors::{IntegersView, TensorView, WeightFiles};
+
+/// What is behind a layer's name in that of its integers, in each packing.
+pub(crate) const PACKED: [&str; 2] = ["qweight", "weight_packed"];
+
+/// How a checkpoint's integers are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackedForm {
+    /// How they lie in the files.
+    pub packing: Packing,
+    /// 4 or 8.
+    pub bits: u32,
+    /// Inputs that share a scale; `None` for all of an output.
+    pub group: Option<usize>,
+    /// Inputs may be in groups that a list says.
+    pub is_listed: bool,
+}
+
+/// A string in lower case, whatever of several names it has.
+fn word(raw: &Value, keys: &[&str]) -> Option<String> {
+    let value = keys.iter().map(|key| &raw[*key]).find(|value| !value.is_null())?;
+    Some(super::text(value).to_ascii_lowercase())
+}
+
+/// Inputs of a group: `None` for -1, all of them.
+fn group_size(value: &Value) -> Result<Option<usize>, String> {
+    match (value.as_i64(), value) {
+        (Some(-1), _) => Ok(None),
+        (Some(size @ 1..=0x1_0000), _) => Ok(usize::try_from(size).ok()),
+        (_, Value::Null) => Err("group_size is missing".to_owned()),
+        _ => Err(format!("group_size is {value}, not -1 or in 1..=65536")),
+    }
+}
+
+fn bits(value: &Value, known: &[u64]) -> Result<u32, String> {
+    let found = value.as_u64().filter(|bits| known.contains(bits));
+    found.and_then(|bits| u32::try_from(bits).ok()).ok_or_else(|| match value {
+        Value::Null => "bits is missing".to_owned(),
+        value => format!("{} bits", super::text(value)),
+    })
+}
+
+/// What `quant_method` gptq says.
+///
+/// # Errors
+/// What cannot be read.
+pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
+    let bits = bits(&raw["bits"], &[4, 8])?;
+    let named = |what: String| format!("{bits} bits, {what}");
+    let group = group_size(&raw["group_size"]).map_err(named)?;
+    let zero_less = match word(raw, &["checkpoint_format", "format"]).as_deref() {
+        None | Some("gptq" | "") => 1,
+        Some("gptq_v2") => 0,
+        Some(other) => return Err(named(format!("checkpoint_format \"{other}\""))),
+    };
+    if raw["is_marlin_format"] == Value::Bool(true) {
+        return Err(named("marlin's format".to_owned()));
+    }
+    if let Some(other) = word(raw, &["pack_dtype"]).filter(|packed| packed != "int32") {
+        return Err(named(format!("pack_dtype \"{other}\"")));
+    }
+    let empty = serde_json::Map::new();
+    let rules = match &raw["dynamic"] {
+        Value::Null | Value::Bool(false) => &empty,
+        Value::Object(rules) => rules,
+        _ => return Err(named("dynamic that is no table".to_owned())),
+    };
+    for (rule, own) in rules.iter().filter(|(rule, _)| !rule.starts_with("-:")) {
+        for key in ["bits", "group_size"] {
+            if !own[key].is_null() && own[key] != raw[key] {
+                return Err(named(format!("dynamic \"{rule}\" with {key} {}", own[key])));
+            }
+        }
+    }
+    // Without the order a list is not looked at: some have one that means nothing.
+    let is_set = |value: &Value| *value == Value::Bool(true);
+    let is_listed =
+        is_set(&raw["desc_act"]) || rules.values().any(|rule| is_set(&rule["desc_act"]));
+    Ok(PackedForm { packing: Packing::Gptq { zero_less }, bits, group, is_listed })
+}
+
+/// What `quant_method` awq says.
+///
+/// # Errors
+/// What cannot be read.
+pub(super) fn awq(raw: &Value) -> Result<PackedForm, String> {
+    // AutoAWQ's own names, or those of transformers.
+    let or = |key: &str, own: &str| match &raw[key] {
+        Value::Null => raw[own].clone(),
+        value => value.clone(),
+    };
+    let bits = bits(&or("bits", "w_bit"), &[4])?;
+    let named = |what: String| format!("{bits} bits, {what}");
+    let group = group_size(&or("group_size", "q_group_size")).map_err(named)?;
+    let version = word(raw, &["version", "format", "checkpoint_format"]);
+    if let Some(other) = version.filter(|version| version != "gemm") {
+        return Err(named(format!("version \"{other}\"")));
+    }
+    if let Some(other) = word(raw, &["backend"]).filter(|backend| backend == "llm-awq") {
+        return Err(named(format!("backend \"{other}\"")));
+    }
+    if !matches!(raw["zero_point"], Value::Null | Value::Bool(true)) {
+        return Err(named("without zero points".to_owned()));
+    }
+    Ok(PackedForm { packing: Packing::Awq, bits, group, is_listed: false })
+}
+
+/// What a group of compressed-tensors' configuration in pack-quantized says of its weights.
+///
+/// # Errors
+/// What cannot be read.
+pub(super) fn compressed(weights: &Value) -> Result<PackedForm, String> {
+    let bits = bits(&weights["num_bits"], &[4, 8])?;
+    let named = |what: String| format!("{bits} bits, {what}");
+    let kind = word(weights, &["type"]).unwrap_or_else(|| "int".to_owned());
+    let strategy = word(weights, &["strategy"]);
+    let group = match (kind.as_str(), strategy.as_deref()) {
+        ("int", Some("group")) => group_size(&weights["group_size"]).map_err(named)?,
+        ("int", Some("channel")) => None,
+        (kind, strategy) => {
+            return Err(named(format!("{kind}, by {}", strategy.unwrap_or("tensor"))));
+        }
+    };
+    // Where there is an order by activations that the file keeps, there is a list.
+    Ok(PackedForm { packing: Packing::Compressed, bits, group, is_listed: true })
+}
+
+impl PackedForm {
+    /// Whether matrices may stay in 4 bits, as far as the configuration says: see
+    /// [`kernels::weights::int4_groups`].
+    pub(crate) fn may_stay(&self) -> bool {
+        let is_listed = self.is_listed && matches!(self.packing, Packing::Gptq { .. });
+        let is_aligned = self.group.is_none_or(|size| size.is_multiple_of(8));
+        self.bits == 4 && is_aligned && (!is_listed || self.group.is_none())
+    }
+
+    /// The tensors of a matrix `[out, in]` whose name is `name`, which ends in `weight`.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`] when one is missing, of another shape or type.
+    pub(super) fn find<'a>(
+        &self,
+        files: &'a WeightFiles,
+        name: &str,
+        &[rows, cols]: &[usize; 2],
+    ) -> Result<TensorView<'a>, ModelError> {
+        let Self { packing, bits, group, is_listed } = *self;
+        let stem = name.strip_suffix("weight").unwrap_or(name);
+        let at = |part: &str| format!("{stem}{part}");
+        let per_word = (32 / bits) as usize;
+        let groups = group.map_or(1, |size| cols.div_ceil(size));
+        let (words_in, words_out) = (cols.div_ceil(per_word), rows.div_ceil(per_word));
+        let is_compressed = packing == Packing::Compressed;
+        if !is_compressed {
+            // Words that are not full are nobody's.
+            let (what, size) = match packing {
+                Packing::Gptq { .. } if !cols.is_multiple_of(per_word) => ("inputs", cols),
+                _ => ("outputs", rows),
+            };
+            if !size.is_multiple_of(per_word) {
+                let message = format!("has {size} {what}, no multiple of {per_word}");
+                return Err(wrong(files.folder(), &at("qweight"), message));
+            }
+        }
+        let [integers, zeros, scales, list] = match packing {
+            Packing::Compressed => {
+                ["weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"]
+            }
+            _ => ["qweight", "qzeros", "scales", "g_idx"],
+        }
+        .map(at);
+        let (words_shape, zeros_shape, scales_shape) = match packing {
+            Packing::Gptq { .. } => ([words_in, rows], [groups, words_out], [groups, rows]),
+            Packing::Awq => ([cols, words_out], [groups, words_out], [groups, rows]),
+            Packing::Compressed => ([rows, words_in], [words_out, groups], [rows, groups]),
+        };
+        let words = of_shape(files, &integers, &words_shape)?;
+        if is_compressed {
+            let shape = at("weight_shape");
+            let found = files.integers(&shape)?;
+            let numbers = found.data.chunks(found.size).map(|bytes| {
+                bytes.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte))
+            });
+            let numbers: Vec<u64> = numbers.collect();
+            if numbers != [rows as u64, cols as u64] {
+                let message = format!("is {numbers:?}, config.json asks for {:?}", [rows, cols]);
+                return Err(wrong(found.file, &shape, message));
+            }
+        }
+        let zeros = match is_compressed && !files.has(&zeros) {
+            true => None,
+            false => Some(of_shape(files, &zeros, &zeros_shape)?.data),
+        };
+        let found = files.tensor(&scales, &scales_shape)?;
+        let is_listed = is_listed && groups > 1 && !(is_compressed && !files.has(&list));
+        let even = Groups::Even(group.unwrap_or(cols).max(1));
+        let groups_of = match is_listed {
+            false => even,
+            true => {
+                let all = of_shape(files, &list, &[cols])?;
+                let number = |bytes: &[u8; 4]| usize::try_from(i32::from_le_bytes(*bytes));
+                let numbers = all.data.as_chunks::<4>().0;
+                let is_there = |bytes: &[u8; 4]| number(bytes).is_ok_and(|n| n < groups);
+                if let Some(bytes) = numbers.iter().find(|bytes| !is_there(bytes)) {
+                    let message =
+                        format!("has {}, there are {groups} groups", i32::from_le_bytes(*bytes));
+                    return Err(wrong(all.file, &list, message));
+                }
+                // In order, as most are.
+                let size = group.unwrap_or(cols).max(1);
+                let is_even =
+                    numbers.iter().enumerate().all(|(i, n)| number(n).is_ok_and(|n| n == i / size));
+                if is_even { even } else { Groups::Listed(all.data) }
+            }
+        };
+        let packed = Packed {
+            packing,
+            bits,
+            rows,
+            cols,
+            words: words.data,
+            zeros,
+            scales: found.data,
+            scale_type: found.dtype,
+            num_groups: groups,
+            groups: groups_of,
+            first_row: 0,
+        };
+        Ok(TensorView {
+            shape: words.shape,
+            dtype: DType::Packed,
+            data: &[],
+            scales: Some(Scales::Packed(packed)),
+            file: words.file,
+        })
+    }
+}
+
+fn wrong(file: &Path, tensor: &str, message: String) -> ModelError {
+    ModelError::Tensor { file: file.to_owned(), tensor: tensor.to_owned(), message }
+}
+
+/// Words of 32 bits, of exactly this shape.
+fn of_shape<'a>(
+    files: &'a WeightFiles,
+    name: &str,
+    shape: &[usize],
+) -> Result<IntegersView<'a>, ModelError> {
+    let found = files.integers(name)?;
+    if found.size != 4 {
+        return Err(wrong(found.file, name, "is of type I64; it has to be I32".to_owned()));
+    }
+    if found.shape != shape {
+        let message = format!("has shape {:?}, config.json asks for {shape:?}", found.shape);
+        return Err(wrong(found.file, name, message));
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check;
+    use super::*;
+
+    fn read(text: &str) -> Result<PackedForm, String> {
+        let found = check(&serde_json::from_str(text).unwrap())?;
+        Ok(found.packed.unwrap())
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_named() {
+        let compressed = |weights: &str| {
+            format!(
+                r#"{{"quant_method": "compressed-tensors", "format": "pack-quantized",
+                    "config_groups": {{"group_0": {{"weights": {weights}}}}}}}"#
+            )
+        };
+        let gptq = |more: &str| {
+            format!(r#"{{"quant_method": "gptq", "bits": 4, "group_size": 128, {more}}}"#)
+        };
+        let awq = |more: &str| {
+            format!(r#"{{"quant_method": "awq", "bits": 4, "group_size": 128, {more}}}"#)
+        };
+        let cases = [
+            (r#"{"quant_method": "gptq", "bits": 3, "group_size": 128}"#, "\"gptq\", 3 bits"),
+            (r#"{"quant_method": "gptq", "bits": 2, "group_size": 128}"#, "\"gptq\", 2 bits"),
+            (r#"{"quant_method": "gptq", "group_size": 128}"#, "\"gptq\", bits is missing"),
+            (r#"{"quant_method": "gptq", "bits": 4}"#, "\"gptq\", 4 bits, group_size is missing"),
+            (
+                r#"{"quant_method": "gptq", "bits": 4, "group_size": 0}"#,
+                "group_size is 0, not -1 or in 1..=65536",
+            ),
+            (&gptq(r#""checkpoint_format": "marlin""#), "checkpoint_format \"marlin\""),
+            (&gptq(r#""checkpoint_format": "bitblas""#), "checkpoint_format \"bitblas\""),
+            (&gptq(r#""is_marlin_format": true"#), "marlin's format"),
+            (&gptq(r#""pack_dtype": "int16""#), "pack_dtype \"int16\""),
+            (&gptq(r#""dynamic": {"+:.*down.*": {"bits": 8}}"#), "\"+:.*down.*\" with bits 8"),
+            (&gptq(r#""dynamic": {".*q.*": {"group_size": 32}}"#), "\".*q.*\" with group_size 32"),
+            (&gptq(r#""dynamic": [1]"#), "dynamic that is no table"),
+            (r#"{"quant_method": "awq", "bits": 8, "group_size": 128}"#, "\"awq\", 8 bits"),
+            (&awq(r#""version": "gemv""#), "\"awq\", 4 bits, version \"gemv\""),
+            (&awq(r#""version": "GEMV_fast""#), "version \"gemv_fast\""),
+            (&awq(r#""version": "exllama""#), "version \"exllama\""),
+            (&awq(r#""backend": "llm-awq""#), "backend \"llm-awq\""),
+            (&awq(r#""zero_point": false"#), "without zero points"),
+            (&compressed(r#"{"num_bits": 3, "strategy": "group"}"#), "group_0: 3 bits"),
+            (
+                &compressed(r#"{"num_bits": 4, "strategy": "group"}"#),
+                "format \"pack-quantized\", group_0: 4 bits, group_size is missing",
+            ),
+            (&compressed(r#"{"num_bits": 4}"#), "group_0: 4 bits, int, by tensor"),
+            (&compressed(r#"{"num_bits": 4, "type": "float"}"#), "group_0: 4 bits, float"),
+            (
+                r#"{"quant_method": "compressed-tensors", "format": "pack-quantized",
+                    "config_groups": {
+                    "group_0": {"weights": {"num_bits": 4, "strategy": "channel"}},
+                    "group_1": {"weights": {"num_bits": 8, "strategy": "channel"}}}}"#,
+                "format \"pack-quantized\", several kinds of groups",
+            ),
+        ];
+        for (text, expected) in cases {
+            let error = read(text).unwrap_err();
+            assert!(error.contains(expected) && error.contains("bf16, f16 and f32"), "{error}");
+            assert!(!error.contains('\n'));
+        }
+    }
+
+    #[test]
+    fn what_can_be_read_says_how_integers_lie() {
+        let gptq = |zero_less, bits, group, is_listed| PackedForm {
+            packing: Packing::Gptq { zero_less },
+            bits,
+            group,
+            is_listed,
+        };
+        let text = r#"{"bits": 4, "checkpoint_format": "gptq", "damp_percent": 0.01,
+            "desc_act": false, "group_size": 128, "lm_head": false, "quant_method": "gptq",
+            "dynamic": {"-:.*mlp.gate$": {}, "+:.*q_proj": {"bits": 4, "damp_percent": 0.1}},
+            "static_groups": false, "sym": true, "true_sequential": true, "pack_dtype": "int32"}"#;
+        assert_eq!(read(text).unwrap(), gptq(1, 4, Some(128), false));
+        let text = r#"{"bits": 8, "checkpoint_format": "gptq_v2", "desc_act": true,
+            "group_size": -1, "quant_method": "gptq", "sym": false}"#;
+        assert_eq!(read(text).unwrap(), gptq(0, 8, None, true));
+        let awq = PackedForm { packing: Packing::Awq, bits: 4, group: Some(64), is_listed: false };
+        let text = r#"{"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm",
+            "zero_point": true, "modules_to_not_convert": ["mlp.gate"]}"#;
+        assert_eq!(read(text).unwrap(), awq);
+        let text = r#"{"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}"#;
+        assert_eq!(read(text).unwrap(), awq);
+        let text = r#"{"quant_method": "compressed-tensors", "format": "pack-quantized",
+            "ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
+            "symmetric": false, "actorder": "weight", "dynamic": false}}}}"#;
+        let compressed =
+            PackedForm { packing: Packing::Compressed, bits: 4, group: Some(32), is_listed: true };
+        assert_eq!(read(text).unwrap(), compressed);
+        let text = text.replace("\"group\"", "\"channel\"");
+        assert_eq!(read(&text).unwrap(), PackedForm { group: None, ..compressed });
+    }
+}
