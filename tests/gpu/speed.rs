@@ -514,7 +514,7 @@ fn cold(options: &Options) -> usize {
 }
 
 /// The products of a layer and of the logits, by this project's kernels and by cuBLASLt: where the
-/// second is quicker at few rows, the first are to be improved (or `SKINNY_MAX` to be lowered).
+/// second is quicker at up to 32 rows, or the first are at more, `SKINNY_MAX` is to be moved.
 fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     let matrices = [
@@ -524,7 +524,7 @@ fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
         ("down", shape.hidden, shape.inner),
         ("lm_head", shape.vocab, shape.hidden),
     ];
-    let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 64, 128] };
+    let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 40, 64, 128] };
     let mut backend = match options.backend(ordinal, true) {
         Ok(backend) => backend,
         Err(error) => return table.add("products", Err(error.to_string())),
