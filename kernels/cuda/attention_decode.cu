@@ -73,13 +73,62 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
     return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
 }
 
+// Where the warps' sums lie in shared memory, a row for each head: of every row a bank further on than
+// of the one before, and 8 more every 32 dims.
+template <int HEAD_DIM>
+struct Mixed {
+    static constexpr uint32_t WIDTH = HEAD_DIM + (HEAD_DIM - 1) / 32 * 8 + 1;
+
+    static __device__ __forceinline__ constexpr uint32_t at(uint32_t row, uint32_t dim) {
+        return row * WIDTH + dim + dim / 32 * 8;
+    }
+    // The dim that lane t of a row has of sum j, 0 to 15, of a set.
+    static __device__ __forceinline__ constexpr uint32_t dim_of(uint32_t set, uint32_t t,
+                                                                uint32_t j) {
+        return 64 * set + 16 * t + j;
+    }
+    // What the lanes of a warp store at once lies in different banks, of which there are 32 of a word.
+    static __device__ constexpr bool stores_are_spread() {
+        for (uint32_t step = 0; step < (HEAD_DIM + 63) / 64 * 32; step++) {
+            uint32_t banks = 0;
+            for (uint32_t lane = 0; lane < 32; lane++) {
+                const uint32_t dim = dim_of(step / 32, lane % 4, step % 16);
+                const uint32_t bit = 1u << at(lane / 4 + step % 32 / 16 * 8, dim) % 32;
+                if (dim < HEAD_DIM && (banks & bit) != 0) {
+                    return false;
+                }
+                banks |= dim < HEAD_DIM ? bit : 0;
+            }
+        }
+        return true;
+    }
+    // Likewise what is read at once: 32 elements in a row, of heads of 16 two rows.
+    static __device__ constexpr bool loads_are_spread() {
+        for (uint32_t first = 0; first < 16 * HEAD_DIM; first += 32) {
+            uint32_t banks = 0;
+            uint32_t twice = 0;
+            for (uint32_t i = first; i < first + 32; i++) {
+                const uint32_t bit = 1u << at(i / HEAD_DIM, i % HEAD_DIM) % 32;
+                twice += (banks & bit) != 0 ? 1 : 0;
+                banks |= bit;
+            }
+            if (twice > (HEAD_DIM % 32 == 0 ? 0 : 1)) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
 template <int HEAD_DIM>
 __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     // 64 dims of V each: lane g has the 8 from 8g.
     constexpr int SETS = (HEAD_DIM + 63) / 64;
     SHARED_ARRAY(float, maxima, WARPS * 16);
     SHARED_ARRAY(float, totals, WARPS * 16);
-    SHARED_ARRAY(float, mixed, WARPS * 16 * HEAD_DIM);
+    using In = Mixed<HEAD_DIM>;
+    static_assert(In::stores_are_spread() && In::loads_are_spread(), "banks are met twice");
+    SHARED_ARRAY(float, mixed, WARPS * 16 * In::WIDTH);
 
     release_successors();
     wait_for_predecessors();
@@ -232,12 +281,12 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             for (int set = 0; set < SETS; set++) {
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    const uint32_t dim = 64 * set + 16 * t + j;
+                    const uint32_t dim = In::dim_of(set, t, j);
                     if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
-                        mixed[(warp * 16 + r) * HEAD_DIM + dim] = sums[set][j][2 * half] * factor;
+                        mixed[In::at(warp * 16 + r, dim)] = sums[set][j][2 * half] * factor;
                     }
                     if (HEAD_DIM % 64 == 0 || dim + 8 < HEAD_DIM) {
-                        mixed[(warp * 16 + r) * HEAD_DIM + dim + 8] =
+                        mixed[In::at(warp * 16 + r, dim + 8)] =
                             sums[set][j][2 * half + 1] * factor;
                     }
                 }
@@ -251,7 +300,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         float sum = 0.0f;
 #pragma unroll
         for (uint32_t w = 0; w < WARPS; w++) {
-            sum += mixed[(w * 16 + r) * HEAD_DIM + i % HEAD_DIM];
+            sum += mixed[In::at(w * 16 + r, i % HEAD_DIM)];
         }
         const size_t slot = (first_slot + r) * max_splits + split;
         partial_out[slot * HEAD_DIM + i % HEAD_DIM] = sum;

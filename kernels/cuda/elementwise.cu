@@ -357,3 +357,34 @@ extern "C" __global__ void __launch_bounds__(256)
         out[i] = from_bf16(in[i]);
     }
 }
+
+// All of a thread's loads are on their way before the first is used, and blocks are small: as many
+// bytes as a multiprocessor can ask for at once.
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_read(const uint32_t* from, uint32_t* out, uint32_t n) {
+    constexpr uint32_t LOADS_READ = 8;
+    release_successors();
+    wait_for_predecessors();
+    const uint64_t first = static_cast<uint64_t>(blockIdx.x) * LOADS_READ * 256 + threadIdx.x;
+    uint4 v[LOADS_READ];
+#pragma unroll
+    for (uint32_t i = 0; i < LOADS_READ; i++) {
+        const uint64_t at = first + i * 256;
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (at < n) {
+            v[i] = load_weights(reinterpret_cast<const tutti_bf16*>(from) + 8 * at);
+        }
+    }
+    uint32_t all = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < LOADS_READ; i++) {
+        all ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        all ^= __shfl_xor_sync(ALL_LANES, all, distance);
+    }
+    if (threadIdx.x % 32 == 0) {
+        out[static_cast<uint64_t>(blockIdx.x) * 8 + threadIdx.x / 32] = all;
+    }
+}

@@ -219,6 +219,11 @@ __global__ void tutti_interleave_ranks(const float* gathered, float* full, uint3
 /* out = in, `n` elements. grid (ceil(n / 1024)), block 256. */
 __global__ void tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n);
 
+/* Reads `n` times 16 bytes, and writes what shows that it did: out[i] is the exclusive or of the words
+ * that warp i reads, i < 8 ceil(n / 2048). What a GPU's memory gives is measured by it.
+ * grid (ceil(n / 2048)), block 256. */
+__global__ void tutti_read(const uint32_t* from, uint32_t* out, uint32_t n);
+
 /* ---- all_reduce.cu --------------------------------------------------------------------------
  * Exchange between GPUs that see each other's memory. Every rank launches the same entries with the
  * same sizes and grids in the same order, each on one stream; grids up to `peers->blocks`, all of

@@ -10,6 +10,7 @@ use kernels::collective::single_rank;
 use kernels::cuda::CudaBackend;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError, ReferenceBackend};
+use shared::protocol::Quantization;
 
 use crate::experts;
 use crate::{Options, Step, Table};
@@ -83,6 +84,15 @@ pub(crate) fn matrix<B: Backend>(
     values: &[f32],
     cols: usize,
 ) -> Result<B::Matrix, KernelError> {
+    load(backend, values, cols, Quantization::None)
+}
+
+fn load<B: Backend>(
+    backend: &mut B,
+    values: &[f32],
+    cols: usize,
+    quantization: Quantization,
+) -> Result<B::Matrix, KernelError> {
     let data = bytes(values);
     let rows = values.len() / cols;
     let part = HostMatrix {
@@ -94,7 +104,18 @@ pub(crate) fn matrix<B: Backend>(
         row_stride: cols,
         scales: None,
     };
-    backend.load_matrix(&[part])
+    match quantization {
+        Quantization::None => backend.load_matrix(&[part]),
+        Quantization::Int8 => backend.load_int8_matrix(&[part]),
+    }
+}
+
+/// What the name of a case with such weights ends with.
+fn weights(quantization: Quantization) -> &'static str {
+    match quantization {
+        Quantization::None => "",
+        Quantization::Int8 => ", int8",
+    }
 }
 
 pub(crate) fn input<B: Writable>(
@@ -266,12 +287,14 @@ struct Linear {
     n: usize,
     first: usize,
     has_bias: bool,
+    quantization: Quantization,
 }
 
 impl Case for Linear {
     fn name(&self) -> String {
-        let Self { rows, k, n, first, .. } = self;
-        format!("linear {rows} x {k} -> {n}, columns from {first}")
+        let Self { rows, k, n, first, quantization, .. } = self;
+        let weights = weights(*quantization);
+        format!("linear {rows} x {k} -> {n}, columns from {first}{weights}")
     }
 
     fn tolerance(&self) -> (f32, f32) {
@@ -282,7 +305,7 @@ impl Case for Linear {
         let mut random = Random(3);
         let width = self.k + self.first;
         let x = input(backend, &random.vec(self.rows * width), width)?;
-        let weight = matrix(backend, &random.vec(self.n * self.k), self.k)?;
+        let weight = load(backend, &random.vec(self.n * self.k), self.k, self.quantization)?;
         let bias = backend.load_vector(&random.vec(self.n))?;
         let mut out = poisoned(backend, self.rows, self.n, false)?;
         let bias = self.has_bias.then_some(&bias);
@@ -296,11 +319,13 @@ struct GateUp {
     k: usize,
     inner: usize,
     has_bias: bool,
+    quantization: Quantization,
 }
 
 impl Case for GateUp {
     fn name(&self) -> String {
-        format!("gate_up_silu {} x {} -> {}", self.rows, self.k, self.inner)
+        let weights = weights(self.quantization);
+        format!("gate_up_silu {} x {} -> {}{weights}", self.rows, self.k, self.inner)
     }
 
     fn tolerance(&self) -> (f32, f32) {
@@ -313,7 +338,7 @@ impl Case for GateUp {
         // Small, so that products of both are of the order of one.
         let small: Vec<f32> =
             random.vec(2 * self.inner * self.k).iter().map(|x| x / 16.0).collect();
-        let weight = matrix(backend, &small, self.k)?;
+        let weight = load(backend, &small, self.k, self.quantization)?;
         let bias = backend.load_vector(&random.vec(2 * self.inner))?;
         let mut out = poisoned(backend, self.rows, self.inner, true)?;
         let bias = self.has_bias.then_some(&bias);
@@ -541,11 +566,14 @@ impl<'a> Cases<'a> {
         let (k, n) = if quick { (96, 80) } else { (1000, 520) };
         for &rows in rows {
             let has_bias = rows % 2 == 1;
-            self.add(Linear { rows, k, n, first: 0, has_bias });
-            self.add(GateUp { rows, k, inner: n / 2, has_bias });
+            for quantization in [Quantization::None, Quantization::Int8] {
+                self.add(Linear { rows, k, n, first: 0, has_bias, quantization });
+                self.add(GateUp { rows, k, inner: n / 2, has_bias, quantization });
+            }
         }
         for (rows, first) in [(5, 8), (5, 3), (70, 8), (70, 3)] {
-            self.add(Linear { rows, k: 64, n: 40, first, has_bias: false });
+            let quantization = Quantization::None;
+            self.add(Linear { rows, k: 64, n: 40, first, has_bias: false, quantization });
         }
         for case in experts::cases(quick) {
             self.add(case);

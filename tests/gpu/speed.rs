@@ -42,10 +42,25 @@ struct Shape {
     head_dim: usize,
     vocab: usize,
     tied: bool,
+    quantization: Quantization,
 }
 
+/// As Llama 3.1 8B.
+const DENSE: Shape = Shape {
+    name: "8B",
+    hidden: 4096,
+    inner: 14_336,
+    experts: None,
+    layers: 32,
+    heads: 32,
+    kv_heads: 8,
+    head_dim: 128,
+    vocab: 128_256,
+    tied: false,
+    quantization: Quantization::None,
+};
 /// As Llama 3.2 1B, a third of Qwen3 30B-A3B's layers, and Llama 3.1 8B.
-static SHAPES: [Shape; 3] = [
+static SHAPES: [Shape; 4] = [
     Shape {
         name: "1B",
         hidden: 2048,
@@ -57,6 +72,7 @@ static SHAPES: [Shape; 3] = [
         head_dim: 64,
         vocab: 128_256,
         tied: true,
+        quantization: Quantization::None,
     },
     Shape {
         name: "30B-A3B, 16 layers",
@@ -69,27 +85,19 @@ static SHAPES: [Shape; 3] = [
         head_dim: 128,
         vocab: 151_936,
         tied: false,
+        quantization: Quantization::None,
     },
-    Shape {
-        name: "8B",
-        hidden: 4096,
-        inner: 14_336,
-        experts: None,
-        layers: 32,
-        heads: 32,
-        kv_heads: 8,
-        head_dim: 128,
-        vocab: 128_256,
-        tied: false,
-    },
+    Shape { name: "8B, int8", quantization: Quantization::Int8, ..DENSE },
+    DENSE,
 ];
-static TINY: [Shape; 2] = [
+static TINY: [Shape; 3] = [
     Shape {
         name: "tiny experts",
         inner: 24,
         experts: Some(Routing { num_experts: 4, top_k: 2, normalise: true }),
         ..TINY_DENSE
     },
+    Shape { name: "tiny, int8", quantization: Quantization::Int8, ..TINY_DENSE },
     TINY_DENSE,
 ];
 const TINY_DENSE: Shape = Shape {
@@ -103,6 +111,7 @@ const TINY_DENSE: Shape = Shape {
     head_dim: 16,
     vocab: 300,
     tied: false,
+    quantization: Quantization::None,
 };
 
 /// What a case measures.
@@ -193,22 +202,27 @@ impl Shape {
             row_stride: cols,
             scales: None,
         };
-        let mut matrix = |rows: usize, cols: usize| backend.load_matrix(&[part(rows, cols)]);
+        let quantization = self.quantization;
+        let matrix = |backend: &mut CudaBackend, rows: usize, cols: usize| match quantization {
+            Quantization::None => backend.load_matrix(&[part(rows, cols)]),
+            Quantization::Int8 => backend.load_int8_matrix(&[part(rows, cols)]),
+        };
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let embedding = matrix(self.vocab, self.hidden)?;
-        let lm_head = (!self.tied).then(|| matrix(self.vocab, self.hidden)).transpose()?;
+        let embedding = backend.load_matrix(&[part(self.vocab, self.hidden)])?;
+        let lm_head = (!self.tied).then(|| matrix(backend, self.vocab, self.hidden)).transpose()?;
         let mut products = Vec::new();
         for _ in 0..self.layers {
-            products.push((matrix(q + 2 * kv, self.hidden)?, matrix(self.hidden, q)?));
+            let qkv = matrix(backend, q + 2 * kv, self.hidden)?;
+            products.push((qkv, matrix(backend, self.hidden, q)?));
         }
         let ones = vec![1.0; self.hidden];
         let mut layers = Vec::new();
         for (qkv, output) in products {
             let mlp = match self.experts {
                 None => Mlp::Dense {
-                    gate_up: backend.load_matrix(&[part(2 * self.inner, self.hidden)])?,
+                    gate_up: matrix(backend, 2 * self.inner, self.hidden)?,
                     gate_up_bias: None,
-                    down: vec![backend.load_matrix(&[part(self.hidden, self.inner)])?],
+                    down: vec![matrix(backend, self.hidden, self.inner)?],
                     down_bias: None,
                 },
                 Some(Routing { num_experts, .. }) => {
@@ -238,7 +252,7 @@ impl Shape {
             layers,
             final_norm: backend.load_vector(&ones)?,
             rope: RopeTable { cos: backend.load_vector(&cos)?, sin: backend.load_vector(&sin)? },
-            bytes: size::weight_bytes(&config, &shard, Quantization::None),
+            bytes: size::weight_bytes(&config, &shard, quantization),
         })
     }
 
@@ -405,8 +419,8 @@ fn cases(
     let config = shape.config();
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
-    let weights = size::weight_bytes(&config, &shard, Quantization::None)
-        - if shape.tied { 0 } else { embedding };
+    let unread = if shape.tied { 0 } else { embedding };
+    let weights = size::weight_bytes(&config, &shard, shape.quantization) - unread;
     let token = 4 * (shape.layers * shape.kv_heads * shape.head_dim) as u64;
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
     let mut driver = Driver { engine, vocab, step: 0, next_seq: 1 };
@@ -442,6 +456,8 @@ fn cases(
         took = began.elapsed().as_secs_f64();
         driver.forget(seqs)?;
     }
+    // Two bytes of bf16 for each weight, and two operations.
+    let weights = size::weight_bytes(&config, &shard, Quantization::None) - unread;
     let weights = shape.read_bytes(weights, 1);
     let flops = (weights as f64 - embedding as f64) * f64::from(sizes.prefill) / took;
     table.add(
@@ -496,7 +512,11 @@ fn bandwidth(options: &Options, ordinal: u32) -> Result<(f64, f64), String> {
 
 fn measure(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     let quick = Sizes { batches: &[1, 3], context: 20, prefill: 80, steps: 6 };
-    let full = Sizes { batches: &[1, 8, 64, 256], context: 512, prefill: 4096, steps: 67 };
+    let batches: &[u32] = match shape.quantization {
+        Quantization::None => &[1, 8, 64, 256],
+        Quantization::Int8 => &[1, 8],
+    };
+    let full = Sizes { batches, context: 512, prefill: 4096, steps: 67 };
     let sizes = if options.quick { quick } else { full };
     let best = bandwidth(options, ordinal).map_or(f64::NAN, |(copy, read)| copy.max(read));
     let run = options
@@ -515,7 +535,7 @@ fn cold(options: &Options) -> usize {
 }
 
 /// The products of a layer and of the logits, by this project's kernels and by cuBLASLt: where the
-/// second is quicker at few rows, the first are to be improved (or `SKINNY_MAX` to be lowered).
+/// second is quicker at up to 32 rows, or the first are at more, `SKINNY_MAX` is to be moved.
 fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     let matrices = [
@@ -525,7 +545,7 @@ fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
         ("down", shape.hidden, shape.inner),
         ("lm_head", shape.vocab, shape.hidden),
     ];
-    let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 64, 128] };
+    let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 40, 64, 128] };
     let mut backend = match options.backend(ordinal, true) {
         Ok(backend) => backend,
         Err(error) => return table.add("products", Err(error.to_string())),

@@ -1,7 +1,7 @@
 //! Emulated kernels that work on rows and blocks: embedding, norm, SiLU, sums, copies, QKV.
 use crate::cuda_emulation::{
-    Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded, rounded_all,
-    some_f32s, u32s,
+    Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, read_u32, rounded,
+    rounded_all, some_f32s, u32s,
 };
 use crate::support::{Random, assert_close, bits};
 
@@ -260,6 +260,24 @@ fn ranks_logits_become_rows() {
                 assert_eq!(&full[row * stride + rank * width..][..width], from);
             }
         }
+    }
+}
+
+#[test]
+fn every_word_is_read_once() {
+    let mut random = Random(12);
+    // 16 bytes, of which a block reads 2048.
+    for n in [1, 256, 2047, 2048, 2049, 5000] {
+        let words: Vec<u32> = random.vec(4 * n).into_iter().map(f32::to_bits).collect();
+        let blocks = n.div_ceil(2048);
+        let args = [u32s(&words), u32s(&vec![u32::MAX; 8 * blocks]), Arg::U32(n as u32)];
+        let out = read_u32(&launch("tutti_read", [blocks, 1, 1], 256).run(&args)[1]);
+        let mut want = vec![0; 8 * blocks];
+        for (i, word) in words.iter().enumerate() {
+            let sixteen = i / 4;
+            want[sixteen / 2048 * 8 + sixteen % 256 / 32] ^= word;
+        }
+        assert_eq!(out, want, "{n} times 16 bytes");
     }
 }
 

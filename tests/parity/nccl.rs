@@ -64,9 +64,9 @@ pub(crate) fn transcript_of(
     for (index, seq) in seqs.iter_mut().enumerate() {
         seq.rule = rule(index);
     }
-    // At most 64 rows a step: of more, sums of over two ranks are made in NCCL's own order.
+    // At most 32 rows a step: of more, sums of over two ranks are made in NCCL's own order.
     while seqs.iter().any(|seq| seq.output().len() < 2) {
-        rig.step(&mut seqs.iter_mut().collect::<Vec<_>>(), 10);
+        rig.step(&mut seqs.iter_mut().collect::<Vec<_>>(), 6);
     }
     for step in 0..steps {
         // The simple ones, whose steps are graphs.

@@ -50,6 +50,7 @@ entries! {
     GATHER_ROWS: "tutti_gather_rows",
     COPY_COLUMNS: "tutti_copy_columns",
     TO_F32: "tutti_to_f32",
+    READ: "tutti_read",
     QKV_FINISH: "tutti_qkv_finish",
     PREFILL: "tutti_prefill_attention_16",
     PREFILL_32: "tutti_prefill_attention_32",
@@ -413,6 +414,18 @@ fn blocks(
 pub fn to_f32(from: DevicePtr, to: DevicePtr, count: usize) -> Call {
     let args = Args::new().ptr(from).ptr(to).u64(count as u64);
     call(TO_F32, (count.div_ceil(1024), 1, 1), 256, args)
+}
+
+/// Bytes that a block of [`read`] reads; it writes [`READ_RESULT`].
+pub const READ_BLOCK: usize = 32 << 10;
+/// See [`READ_BLOCK`].
+pub const READ_RESULT: usize = 32;
+
+/// `tutti_read`: of `bytes` the whole 16s.
+#[must_use]
+pub fn read(from: DevicePtr, to: DevicePtr, bytes: usize) -> Call {
+    let args = word(Args::new().ptr(from).ptr(to), bytes / 16);
+    call(READ, (bytes.div_ceil(READ_BLOCK), 1, 1), 256, args)
 }
 
 /// Which of the kernels by rows: the smallest that holds them all.

@@ -38,12 +38,11 @@ impl CudaBackend {
     /// [`KernelError`].
     pub fn measure_bandwidth(&mut self, bytes: usize) -> Result<(f64, f64), KernelError> {
         let Device { context, stream, .. } = &self.device;
-        // As rows of logits.
-        let width = (1 << 20).min(bytes / 16);
-        let rows = bytes / (4 * width);
+        let bytes = bytes / 16 * 16;
         let from = DeviceMemory::zeroed(context, stream, bytes, "memory to be read")?;
         let to = DeviceMemory::zeroed(context, stream, bytes, "memory to be written")?;
-        let found = DeviceMemory::new(context, rows * 8, "results")?;
+        let results = bytes.div_ceil(launch::READ_BLOCK) * launch::READ_RESULT;
+        let found = DeviceMemory::new(context, results, "results")?;
         let (began, ended) = (Event::new(context, true)?, Event::new(context, true)?);
         let mut rates = [0.0; 2];
         for (reads, rate) in rates.iter_mut().enumerate() {
@@ -55,25 +54,15 @@ impl CudaBackend {
                 if reads == 0 {
                     to.copy_from(stream, &from, bytes)?;
                 } else {
-                    let logits = Rows { ptr: from.ptr(), stride: width };
-                    // SAFETY: there are as many rows, and a result for each.
-                    unsafe {
-                        self.device.launch(launch::argmax(
-                            logits,
-                            None,
-                            found.ptr(),
-                            (width, 0),
-                            rows,
-                            None,
-                        ))
-                    }?;
+                    let call = launch::read(from.ptr(), found.ptr(), bytes);
+                    // SAFETY: there are as many bytes, and a result for each block.
+                    unsafe { self.device.launch(call) }?;
                 }
             }
             ended.record(stream)?;
             ended.wait(self.options.patience)?;
             let passes = if reads == 0 { 2 } else { 1 };
-            *rate = (TIMES * passes * rows * width * 4) as f64
-                / ended.since(&began)?.as_secs_f64().max(1e-9);
+            *rate = (TIMES * passes * bytes) as f64 / ended.since(&began)?.as_secs_f64().max(1e-9);
         }
         Ok((rates[0], rates[1]))
     }

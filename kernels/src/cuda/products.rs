@@ -9,11 +9,13 @@ use crate::backend::Buffer;
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
-/// Rows up to which this project's own kernels compute products; cuBLASLt computes more.
-pub(super) const SKINNY_MAX: usize = 64;
+/// Rows up to which this project's own kernels compute products; cuBLASLt computes more. Every 32
+/// outputs these kernels read all rows of x again, from L2: of 64 rows twice as much as there are
+/// weights, which L2 does not give beside them.
+pub(super) const SKINNY_MAX: usize = 32;
 
-/// The same where weights are int8 or have 4 bits.
-const INT8_SKINNY_MAX: usize = 4 * SKINNY_MAX;
+/// The same where weights are int8 or have 4 bits: see [`CudaBackend::is_skinny_with`].
+const INT8_SKINNY_MAX: usize = 256;
 
 /// Rows of gate and up that are computed at a time: their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
