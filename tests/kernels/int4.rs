@@ -256,7 +256,7 @@ fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
                         backend.linear(&input, &packed, None, &mut out).unwrap();
                         linear.extend(bits(out.values()));
                         let mut out = poisoned(&mut backend, x.len() / cols, rows / 2);
-                        backend.gate_up_silu(&input, &packed, None, &mut out).unwrap();
+                        backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
                         gated.extend(bits(out.values()));
                     }
                     let got = (linear, gated);
@@ -284,7 +284,7 @@ fn gate_up_silu_and_lm_head_match_the_naive_versions() {
                 let x = random.vec(m * cols);
                 let input = buffer(&mut backend, &x, cols);
                 let mut out = poisoned(&mut backend, m, inner);
-                backend.gate_up_silu(&input, &packed, None, &mut out).unwrap();
+                backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
                 let mut logits = poisoned(&mut backend, 1, inner * 2);
                 backend.lm_head(&input, &[m as u32 - 1], &packed, &mut logits).unwrap();
                 for (row, (x, out)) in x.chunks(cols).zip(out.values().chunks(inner)).enumerate() {
@@ -343,7 +343,7 @@ fn experts_are_what_their_matrices_are() {
             let both = backend.load_matrix(&both).unwrap();
             let input = buffer(&mut backend, x, hidden);
             let mut inner_alone = poisoned(&mut backend, 1, inner);
-            backend.gate_up_silu(&input, &both, None, &mut inner_alone).unwrap();
+            backend.gate_up_silu(&input, &both, None, None, &mut inner_alone).unwrap();
             let got = &inners.values()[row * inner..][..inner];
             assert_eq!(bits(got), bits(inner_alone.values()), "{isa} {precision} {row}");
             let matrix = down[best].load(&mut backend);

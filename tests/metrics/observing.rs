@@ -607,7 +607,7 @@ fn requests_of_adapters_are_counted_while_they_run() {
     assert_eq!(counts(), (1.0, 0.0));
     let mut record = hub.observer().record();
     record.scheduled(&mut tracks[1], replica, ms(3));
-    record.interrupted(&mut tracks[2]);
+    record.interrupted(&mut tracks[2], true);
     drop(record);
     assert_eq!(counts(), (1.0, 0.0));
     let mut record = hub.observer().record();

@@ -12,7 +12,7 @@ use super::device::Device;
 use super::experts::{CudaRoutes, CudaStack};
 use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::memory::DevicePtr;
-use super::products::bias_fits;
+use super::products::{addend_fits, bias_fits};
 use super::swap::CudaHostKv;
 use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,

@@ -37,6 +37,8 @@ fn request(id: u64, prompt: usize, choices: u32) -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens: 8,
+        open_ended: false,
+        adapter: 0,
         priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),
