@@ -252,7 +252,7 @@ impl Shape {
             layers,
             final_norm: backend.load_vector(&ones)?,
             rope: RopeTable { cos: backend.load_vector(&cos)?, sin: backend.load_vector(&sin)? },
-            bytes: size::weight_bytes(&config, &shard, quantization),
+            bytes: size::weight_bytes(&config, &shard, quantization, &|_, _| false),
         })
     }
 
@@ -420,7 +420,7 @@ fn cases(
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
     let unread = if shape.tied { 0 } else { embedding };
-    let weights = size::weight_bytes(&config, &shard, shape.quantization) - unread;
+    let weights = size::weight_bytes(&config, &shard, shape.quantization, &|_, _| false) - unread;
     let token = 4 * (shape.layers * shape.kv_heads * shape.head_dim) as u64;
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
     let mut driver = Driver { engine, vocab, step: 0, next_seq: 1 };
@@ -457,7 +457,7 @@ fn cases(
         driver.forget(seqs)?;
     }
     // Two bytes of bf16 for each weight, and two operations.
-    let weights = size::weight_bytes(&config, &shard, Quantization::None) - unread;
+    let weights = size::weight_bytes(&config, &shard, Quantization::None, &|_, _| false) - unread;
     let weights = shape.read_bytes(weights, 1);
     let flops = (weights as f64 - embedding as f64) * f64::from(sizes.prefill) / took;
     table.add(
