@@ -11,7 +11,7 @@ use worker::model::shard::Shard;
 use worker::model::weights::{self, Source};
 
 use crate::checkpoint::{Folder, Tensor};
-use crate::rig::engine;
+use crate::rig::{On, engine};
 
 const WEIGHTS: &str = "model.safetensors";
 
@@ -210,8 +210,8 @@ fn packed_tensors_need_all_their_parts() {
         error
     };
     for (model, parts) in [
-        ("llama-gptq", &["qweight", "qzeros", "scales"][..]),
-        ("qwen2-gptq-order", &["g_idx"]),
+        ("llama-gptq", &["qweight", "scales"][..]),
+        ("qwen2-gptq-order", &["g_idx", "qzeros"]),
         ("qwen3-awq", &["qweight", "qzeros", "scales"]),
         ("llama-w4a16", &["weight_packed", "weight_scale", "weight_shape"]),
     ] {
@@ -229,12 +229,41 @@ fn packed_tensors_need_all_their_parts() {
     names(&short, &["up_proj.qweight", "[7, 128]", "[8, 128]"]);
     let few = edited("qwen3-awq", "scales", &|tensor| tensor.cut_rows(3));
     names(&few, &["up_proj.scales", "[3, 128]", "[4, 128]"]);
-    let float = edited("llama-gptq", "qzeros", &|tensor| tensor.dtype = "F32".to_owned());
+    let float = edited("qwen2-gptq-order", "qzeros", &|tensor| tensor.dtype = "F32".to_owned());
     names(&float, &["up_proj.qzeros", "F32", "I32"]);
     let beyond = edited("qwen2-gptq-order", "g_idx", &|tensor| tensor.data[4] = 4);
     names(&beyond, &["up_proj.g_idx", "has 4, there are 4 groups"]);
     let other = edited("llama-w4a16", "weight_shape", &|tensor| tensor.data[0] = 7);
     names(&other, &["up_proj.weight_shape", "is [7, 64]", "[128, 64]"]);
+}
+
+/// Some have symmetric checkpoints' zeros as they are in a file whose form says that they are one less,
+/// some have none.
+#[test]
+fn zeros_of_symmetric_checkpoints_mean_nothing() {
+    let tokens = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let folder = Folder::copy_of("llama-gptq");
+        folder.edit(change);
+        let answers = crate::quantised::answers(On::Reference, folder.path(), 1);
+        answers.iter().map(|seq| seq.output().to_vec()).collect::<Vec<_>>()
+    };
+    let is_zeros = |tensor: &Tensor| tensor.name.ends_with("qzeros");
+    let written = tokens(&|tensors| assert!(tensors.iter().any(is_zeros)));
+    let other = tokens(&|tensors| {
+        let zeros = tensors.iter_mut().filter(|tensor| is_zeros(tensor));
+        zeros.for_each(|tensor| tensor.data.fill(0x88));
+    });
+    assert_eq!(other, written);
+    assert_eq!(tokens(&|tensors| tensors.retain(|tensor| !is_zeros(tensor))), written);
+}
+
+/// Where each group has a zero of its own, it has to be there.
+#[test]
+fn zeros_of_other_checkpoints_are_needed() {
+    let folder = Folder::copy_of("qwen3-moe-w4a16");
+    folder.edit(|tensors| tensors.retain(|tensor| !tensor.name.ends_with("weight_zero_point")));
+    let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
+    names(&error, &["weight_zero_point", "missing"]);
 }
 
 /// What is in the files is about what ranks keep.

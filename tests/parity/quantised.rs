@@ -41,7 +41,7 @@ impl Drift {
 }
 
 /// All golden prompts with their greedy tokens.
-fn answers(on: On, model: &Path, degree: u32) -> Vec<Seq> {
+pub(crate) fn answers(on: On, model: &Path, degree: u32) -> Vec<Seq> {
     some_answers(on, model, degree, usize::MAX, usize::MAX)
 }
 

@@ -184,7 +184,9 @@ pub enum EngineError {
         retry_after_s: u32,
     },
     /// The request can never fit.
-    #[error("prompt and max_tokens need {needed} blocks of the KV cache, which has {available}: ask for fewer tokens, or serve with more --kv-cache-memory")]
+    #[error(
+        "prompt and max_tokens need {needed} blocks of the KV cache, which has {available}: ask for fewer tokens, or serve with more --kv-cache-memory"
+    )]
     TooLarge {
         /// Blocks for prompt and output.
         needed: u32,

@@ -182,7 +182,13 @@ mod tests {
         // The head is a matrix of its own then, tied or not.
         assert_eq!(plain_bytes(&tied, &whole, Quantization::Int8), int8);
         // AWQ's usual form: embedding and head stay bf16, 128 inputs share a scale and a zero.
-        let awq = PackedForm { packing: Packing::Awq, bits: 4, group: Some(128), is_listed: false };
+        let awq = PackedForm {
+            packing: Packing::Awq,
+            bits: 4,
+            group: Some(128),
+            is_listed: false,
+            has_zeros: true,
+        };
         let quantised = Some(Quantised { packed: Some(awq), ..Quantised::PLAIN });
         let awq = ModelConfig { quantised, ..config.clone() };
         let layers = bytes / 2 - 2 * 128_256 * 4096;

@@ -27,6 +27,9 @@ pub struct PackedForm {
     pub group: Option<usize>,
     /// Inputs may be in groups that a list says.
     pub is_listed: bool,
+    /// Each group has a zero of its own; otherwise it is the middle of the integers, whatever is in
+    /// the files: of symmetric checkpoints some have zeros that mean nothing.
+    pub has_zeros: bool,
 }
 
 /// A string in lower case, whatever of several names it has.
@@ -79,7 +82,7 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
         _ => return Err(named("dynamic that is no table".to_owned())),
     };
     for (rule, own) in rules.iter().filter(|(rule, _)| !rule.starts_with("-:")) {
-        for key in ["bits", "group_size"] {
+        for key in ["bits", "group_size", "sym"] {
             if !own[key].is_null() && own[key] != raw[key] {
                 return Err(named(format!("dynamic \"{rule}\" with {key} {}", own[key])));
             }
@@ -89,7 +92,8 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
     let is_set = |value: &Value| *value == Value::Bool(true);
     let is_listed =
         is_set(&raw["desc_act"]) || rules.values().any(|rule| is_set(&rule["desc_act"]));
-    Ok(PackedForm { packing: Packing::Gptq { zero_less }, bits, group, is_listed })
+    let has_zeros = !is_set(&raw["sym"]);
+    Ok(PackedForm { packing: Packing::Gptq { zero_less }, bits, group, is_listed, has_zeros })
 }
 
 /// What `quant_method` awq says.
@@ -115,7 +119,7 @@ pub(super) fn awq(raw: &Value) -> Result<PackedForm, String> {
     if !matches!(raw["zero_point"], Value::Null | Value::Bool(true)) {
         return Err(named("without zero points".to_owned()));
     }
-    Ok(PackedForm { packing: Packing::Awq, bits, group, is_listed: false })
+    Ok(PackedForm { packing: Packing::Awq, bits, group, is_listed: false, has_zeros: true })
 }
 
 /// What a group of compressed-tensors' configuration in pack-quantized says of its weights.
@@ -135,7 +139,8 @@ pub(super) fn compressed(weights: &Value) -> Result<PackedForm, String> {
         }
     };
     // Where there is an order by activations that the file keeps, there is a list.
-    Ok(PackedForm { packing: Packing::Compressed, bits, group, is_listed: true })
+    let has_zeros = weights["symmetric"] == Value::Bool(false);
+    Ok(PackedForm { packing: Packing::Compressed, bits, group, is_listed: true, has_zeros })
 }
 
 impl PackedForm {
@@ -157,7 +162,7 @@ impl PackedForm {
         name: &str,
         &[rows, cols]: &[usize; 2],
     ) -> Result<TensorView<'a>, ModelError> {
-        let Self { packing, bits, group, is_listed } = *self;
+        let Self { packing, bits, group, is_listed, has_zeros } = *self;
         let stem = name.strip_suffix("weight").unwrap_or(name);
         let at = |part: &str| format!("{stem}{part}");
         let per_word = (32 / bits) as usize;
@@ -200,9 +205,9 @@ impl PackedForm {
                 return Err(wrong(found.file, &shape, message));
             }
         }
-        let zeros = match is_compressed && !files.has(&zeros) {
-            true => None,
-            false => Some(of_shape(files, &zeros, &zeros_shape)?.data),
+        let zeros = match has_zeros {
+            false => None,
+            true => Some(of_shape(files, &zeros, &zeros_shape)?.data),
         };
         let found = files.tensor(&scales, &scales_shape)?;
         let is_listed = is_listed && groups > 1 && (!is_compressed || files.has(&list));
@@ -213,8 +218,11 @@ impl PackedForm {
                 let all = of_shape(files, &list, &[cols])?;
                 let number = |bytes: &[u8; 4]| usize::try_from(i32::from_le_bytes(*bytes));
                 let numbers = all.data.as_chunks::<4>().0;
+                // compressed-tensors writes -1 where there is no order.
+                let is_unset = is_compressed && numbers.contains(&[0xff; 4]);
                 let is_there = |bytes: &[u8; 4]| number(bytes).is_ok_and(|n| n < groups);
-                if let Some(bytes) = numbers.iter().find(|bytes| !is_there(bytes)) {
+                let unknown = numbers.iter().find(|bytes| !is_unset && !is_there(bytes));
+                if let Some(bytes) = unknown {
                     let message =
                         format!("has {}, there are {groups} groups", i32::from_le_bytes(*bytes));
                     return Err(wrong(all.file, &list, message));
@@ -223,7 +231,7 @@ impl PackedForm {
                 let size = group.unwrap_or(cols).max(1);
                 let is_even =
                     numbers.iter().enumerate().all(|(i, n)| number(n).is_ok_and(|n| n == i / size));
-                if is_even { even } else { Groups::Listed(all.data) }
+                if is_unset || is_even { even } else { Groups::Listed(all.data) }
             }
         };
         let packed = Packed {
@@ -309,6 +317,7 @@ mod tests {
             (&gptq(r#""pack_dtype": "int16""#), "pack_dtype \"int16\""),
             (&gptq(r#""dynamic": {"+:.*down.*": {"bits": 8}}"#), "\"+:.*down.*\" with bits 8"),
             (&gptq(r#""dynamic": {".*q.*": {"group_size": 32}}"#), "\".*q.*\" with group_size 32"),
+            (&gptq(r#""dynamic": {".*q.*": {"sym": false}}"#), "\".*q.*\" with sym false"),
             (&gptq(r#""dynamic": [1]"#), "dynamic that is no table"),
             (r#"{"quant_method": "awq", "bits": 8, "group_size": 128}"#, "\"awq\", 8 bits"),
             (&awq(r#""version": "gemv""#), "\"awq\", 4 bits, version \"gemv\""),
@@ -340,21 +349,28 @@ mod tests {
 
     #[test]
     fn what_can_be_read_says_how_integers_lie() {
-        let gptq = |zero_less, bits, group, is_listed| PackedForm {
+        let gptq = |zero_less, bits, group, is_listed, has_zeros| PackedForm {
             packing: Packing::Gptq { zero_less },
             bits,
             group,
             is_listed,
+            has_zeros,
         };
         let text = r#"{"bits": 4, "checkpoint_format": "gptq", "damp_percent": 0.01,
             "desc_act": false, "group_size": 128, "lm_head": false, "quant_method": "gptq",
             "dynamic": {"-:.*mlp.gate$": {}, "+:.*q_proj": {"bits": 4, "damp_percent": 0.1}},
             "static_groups": false, "sym": true, "true_sequential": true, "pack_dtype": "int32"}"#;
-        assert_eq!(read(text).unwrap(), gptq(1, 4, Some(128), false));
+        assert_eq!(read(text).unwrap(), gptq(1, 4, Some(128), false, false));
         let text = r#"{"bits": 8, "checkpoint_format": "gptq_v2", "desc_act": true,
             "group_size": -1, "quant_method": "gptq", "sym": false}"#;
-        assert_eq!(read(text).unwrap(), gptq(0, 8, None, true));
-        let awq = PackedForm { packing: Packing::Awq, bits: 4, group: Some(64), is_listed: false };
+        assert_eq!(read(text).unwrap(), gptq(0, 8, None, true, true));
+        let awq = PackedForm {
+            packing: Packing::Awq,
+            bits: 4,
+            group: Some(64),
+            is_listed: false,
+            has_zeros: true,
+        };
         let text = r#"{"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm",
             "zero_point": true, "modules_to_not_convert": ["mlp.gate"]}"#;
         assert_eq!(read(text).unwrap(), awq);
@@ -364,8 +380,13 @@ mod tests {
             "ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"],
             "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
             "symmetric": false, "actorder": "weight", "dynamic": false}}}}"#;
-        let compressed =
-            PackedForm { packing: Packing::Compressed, bits: 4, group: Some(32), is_listed: true };
+        let compressed = PackedForm {
+            packing: Packing::Compressed,
+            bits: 4,
+            group: Some(32),
+            is_listed: true,
+            has_zeros: true,
+        };
         assert_eq!(read(text).unwrap(), compressed);
         let text = text.replace("\"group\"", "\"channel\"");
         assert_eq!(read(&text).unwrap(), PackedForm { group: None, ..compressed });
