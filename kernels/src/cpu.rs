@@ -451,20 +451,28 @@ impl Backend for CpuBackend {
         if inner.is_multiple_of(PANEL) {
             let half = gemm::pair_panels(rows) * PANEL;
             let sums = wide.get(pool.num_threads() * rows * half * 2)?;
-            return gemm::multiply_pairs(isa, pool, &acts, weight, bias, sums, &|panels, sums| {
-                let (start, len) = (panels.start * PANEL, panels.len() * PANEL);
-                for (row, sums) in sums.chunks_exact_mut(half * 2).enumerate() {
-                    let (gate, up) = sums.split_at_mut(half);
-                    if let Some(addend) = addend {
-                        let (to_gate, to_up) = addend.row(row).split_at(inner);
-                        elementwise::add(isa, &mut gate[..len], &to_gate[start..start + len]);
-                        elementwise::add(isa, &mut up[..len], &to_up[start..start + len]);
+            return gemm::multiply_pairs(
+                isa,
+                pool,
+                &acts,
+                weight,
+                bias,
+                sums,
+                &|first, panels, sums| {
+                    let (start, len) = (panels.start * PANEL, panels.len() * PANEL);
+                    for (row, sums) in (first..).zip(sums.chunks_exact_mut(half * 2)) {
+                        let (gate, up) = sums.split_at_mut(half);
+                        if let Some(addend) = addend {
+                            let (to_gate, to_up) = addend.row(row).split_at(inner);
+                            elementwise::add(isa, &mut gate[..len], &to_gate[start..start + len]);
+                            elementwise::add(isa, &mut up[..len], &to_up[start..start + len]);
+                        }
+                        // SAFETY: the columns belong to one task.
+                        let out = unsafe { out.slice(row * inner + start, len) };
+                        elementwise::silu_mul(isa, &gate[..len], &up[..len], out);
                     }
-                    // SAFETY: the columns belong to one task.
-                    let out = unsafe { out.slice(row * inner + start, len) };
-                    elementwise::silu_mul(isa, &gate[..len], &up[..len], out);
-                }
-            });
+                },
+            );
         }
         let both = wide.get(rows * inner * 2)?;
         let to = Output { data: Disjoint::new(both), stride: inner * 2, first_row: 0, column: 0 };

@@ -37,6 +37,7 @@ pub mod module;
 pub mod nccl;
 mod operations;
 pub mod peer;
+mod products;
 mod sample;
 mod step;
 pub mod stream;

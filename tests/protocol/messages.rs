@@ -287,6 +287,7 @@ fn submit() -> SubmitRequest {
             whitespace: Whitespace::Pattern(" ?".to_owned()),
         }),
         max_tokens: 9,
+        open_ended: true,
         priority: -3,
         cache_salt: u64::MAX,
         adapter: 0,

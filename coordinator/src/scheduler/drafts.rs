@@ -45,6 +45,7 @@ impl Verifying {
 }
 
 /// What a step leaves for drafts, as far as can be told before.
+#[derive(Clone, Copy)]
 struct Room {
     rows: u32,
     tokens: u32,
@@ -103,9 +104,10 @@ impl Scheduler {
         if !is_off {
             self.enter_tokens(&config);
         }
+        let room = self.room_for_drafts();
         // Of this step, for those whose last token is known; of the next, for those who wait for it.
         // So nobody has waited for a room that others take.
-        let (mut now, mut next) = (self.room_for_drafts(), self.room_for_drafts());
+        let (mut now, mut next) = (room, room);
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
             let could = !is_off && seq.may_draft(max_model_len) && seq.has_draft();
@@ -309,6 +311,7 @@ mod tests {
             guides: Vec::new(),
             guide_spec: None,
             max_tokens,
+            open_ended: false,
             priority: 0,
             cache_salt: 0,
             adapter: 0,

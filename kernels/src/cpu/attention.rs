@@ -9,7 +9,7 @@ mod float32;
 
 use super::isa::Isa;
 use super::kv::CpuKvCache;
-use super::math::{LANES, exp, sum_by};
+use super::math::{LANES, exp, sum_lanes};
 use super::memory::{Disjoint, Scratch};
 use super::simd::{Plain, Simd};
 use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
@@ -218,8 +218,17 @@ fn softmax<S: Simd>(row: &mut [f32], len: usize) -> f32 {
     largest.store(&mut lanes);
     let larger = |max: f32, &x: &f32| if x > max { x } else { max };
     let max = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, larger);
-    for x in scores.iter_mut() {
-        *x = exp(*x - max);
+    let (chunks, rest) = scores.as_chunks_mut::<LANES>();
+    let mut lanes = [0.0f32; LANES];
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *x = exp(*x - max);
+            *lane += *x;
+        }
     }
-    1.0 / sum_by(scores, |x| x)
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *x = exp(*x - max);
+        *lane += *x;
+    }
+    1.0 / sum_lanes(lanes)
 }

@@ -32,7 +32,7 @@ pub(crate) use grouped::{Group, Grouped, Task};
 pub(crate) use layout::{Activations, prepare};
 pub(crate) use pairs::{multiply_pairs, pair_panels};
 
-use layout::Layout;
+use layout::{Layout, Part};
 #[cfg(target_arch = "x86_64")]
 use one_term::Ahead;
 
@@ -103,24 +103,33 @@ pub(crate) fn multiply(
         return Ok(());
     }
     let weight = weight.panels();
-    let product = Product { isa, acts, weight, bias, out, first_panel: 0 };
-    run_panels(pool, acts.rows, weight, &|range, _| product.panels(range))
+    run_panels(pool, acts, weight, &|part, panels, _| {
+        let data = out.data.again();
+        let out = &Output { data, first_row: out.first_row + part.first_row, ..*out };
+        Product { isa, acts: &part.acts, weight, bias, out, first_panel: 0 }.panels(panels);
+    })
 }
 
-/// Runs `task(range, worker)` over all panels.
+/// Runs `task(rows, panels, worker)` over all panels for all rows.
 fn run_panels(
     pool: &mut Pool,
-    rows: usize,
+    acts: &Activations<'_>,
     weight: Panels<'_>,
-    task: &(dyn Fn(Range<usize>, usize) + Sync),
+    task: &(dyn Fn(&Part<'_>, Range<usize>, usize) + Sync),
 ) -> Result<(), KernelError> {
     let panels = weight.num_panels();
-    let cost = weight.num_pairs() * rows;
+    let cost = weight.num_pairs() * acts.rows;
     if cost >= TASK_COST && pool.num_threads() > 1 {
-        // So that threads end at about the same time.
-        return pool.run(panels, &|panel, worker| task(panel..panel + 1, worker));
+        // A panel each, so that threads end at about the same time; and where rows are many, each
+        // thread those that it has in its cache.
+        let parts = acts.num_parts().min(pool.num_threads());
+        return pool.run(parts * panels, &|index, worker| {
+            let (part, panel) = (index / panels, index % panels);
+            task(&acts.part(part, parts), panel..panel + 1, worker);
+        });
     }
-    pool.run_ranges(panels, grain(weight, rows), task)
+    let all = acts.part(0, 1);
+    pool.run_ranges(panels, grain(weight, acts.rows), &|panels, worker| task(&all, panels, worker))
 }
 
 /// Panels that are worth waking a thread for: 64 KiB of weights.

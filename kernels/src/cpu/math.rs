@@ -63,6 +63,12 @@ pub(crate) fn sum_by(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane += f(x);
     }
+    sum_lanes(lanes)
+}
+
+/// The sum of lanes, added as a tree.
+#[inline(always)]
+pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for lane in 0..width {

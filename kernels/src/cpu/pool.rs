@@ -1,12 +1,14 @@
 //! The backend's threads: fixed in number, parked when idle, one job at a time.
 //!
-//! Owns waking, claiming and waiting. Which task runs on which thread is decided by who is free, so
-//! tasks must not care; a task's own result never depends on it. No allocation per job.
+//! Owns waking, claiming and waiting. Each thread begins with its own share of the tasks, the same
+//! share of every job: where jobs order their tasks alike (by rows, say), what a thread wrote in one
+//! is in its cache in the next. A thread that has none left takes others' last ones, so tasks must
+//! not care where they run; a task's own result never depends on it. No allocation per job.
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -15,9 +17,13 @@ use crate::error::KernelError;
 /// A job: called with (task, worker), worker 0 being the calling thread.
 type Task = dyn Fn(usize, usize) + Sync;
 
-/// How often an idle thread looks for work before it parks: a few microseconds, the gap between
-/// two operations of a decoder layer, and too short to starve anyone.
+/// How often an idle thread looks for work at once: a few microseconds, the gap between two
+/// operations of a decoder layer.
 const SPINS: u32 = 200;
+
+/// How often it looks then, others being let go first, before it parks: as long as another thread's
+/// last task of an operation may take. To be woken takes longer than most waits.
+const YIELDS: u32 = 200;
 
 /// Most threads a pool may have.
 pub const THREADS_MAX: usize = 1024;
@@ -29,8 +35,10 @@ pub(crate) struct Pool {
 }
 
 struct Shared {
-    /// Tasks of the current job that nobody has claimed. Claiming is the only way to the job.
-    unclaimed: AtomicUsize,
+    /// Each thread's share of the current job. Claiming a task of it is the only way to the job.
+    shares: Box<[Share]>,
+    /// Counts jobs: one begins when this changes.
+    jobs: AtomicUsize,
     /// Tasks of the current job that have ended.
     ended: AtomicUsize,
     panicked: AtomicBool,
@@ -44,6 +52,7 @@ struct Shared {
     work: Condvar,
     finished: Condvar,
     spins: u32,
+    yields: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -53,8 +62,32 @@ struct Job {
 }
 
 // SAFETY: `job` is written only by the caller while no task is claimed or claimable, and read only
-// by a thread that holds a claim; `unclaimed` and `ended` order the two.
+// by a thread that holds a claim; `shares` and `ended` order the two.
 unsafe impl Sync for Shared {}
+
+/// Tasks that nobody has claimed: the first of them in the high half, one past the last in the low
+/// half. On a cache line of its own.
+#[derive(Default)]
+#[repr(align(64))]
+struct Share(AtomicU64);
+
+impl Share {
+    fn set(&self, tasks: Range<u32>) {
+        self.0.store(u64::from(tasks.start) << 32 | u64::from(tasks.end), SeqCst);
+    }
+
+    /// Claims the first task, or the last one.
+    fn claim(&self, first: bool) -> Option<usize> {
+        let tasks = |word: u64| ((word >> 32) as u32, word as u32);
+        let (step, back) = if first { (1 << 32, 0) } else { (0, 1) };
+        let claimed = self.0.fetch_update(SeqCst, SeqCst, |word| {
+            let (start, end) = tasks(word);
+            (start < end).then(|| word + step - back)
+        });
+        let (start, end) = tasks(claimed.ok()?);
+        Some(if first { start as usize } else { end as usize - 1 })
+    }
+}
 
 impl Pool {
     /// A pool of `threads` threads, the caller being one of them.
@@ -66,7 +99,8 @@ impl Pool {
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
-            unclaimed: AtomicUsize::new(0),
+            shares: std::iter::repeat_with(Share::default).take(threads).collect(),
+            jobs: AtomicUsize::new(0),
             ended: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
             job: UnsafeCell::new(Job { task: &|_, _| {}, num_tasks: 0 }),
@@ -76,6 +110,7 @@ impl Pool {
             work: Condvar::new(),
             finished: Condvar::new(),
             spins: if threads > cores { 0 } else { SPINS },
+            yields: if threads > cores { 0 } else { YIELDS },
         });
         let mut pool = Self { shared, threads: Vec::with_capacity(threads - 1) };
         for worker in 1..threads {
@@ -107,6 +142,10 @@ impl Pool {
         task: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<(), KernelError> {
         let shared = &*self.shared;
+        let threads = self.threads.len() + 1;
+        let Ok(count) = u32::try_from(num_tasks) else {
+            return Err(KernelError::Device(format!("{num_tasks} tasks are more than 2^32")));
+        };
         if num_tasks <= 1 || self.threads.is_empty() {
             for index in 0..num_tasks {
                 shared.call(task, index, 0);
@@ -117,10 +156,14 @@ impl Pool {
         // after every claim has ended, so no use outlives the borrow.
         let task =
             unsafe { std::mem::transmute::<&(dyn Fn(usize, usize) + Sync), &'static Task>(task) };
-        // SAFETY: `unclaimed` is 0 and all claims of the last job have ended: nobody reads `job`.
+        // SAFETY: all tasks of the last job were claimed and have ended: nobody reads `job`.
         unsafe { *shared.job.get() = Job { task, num_tasks } };
         shared.ended.store(0, SeqCst);
-        shared.unclaimed.store(num_tasks, SeqCst);
+        let start = |i: usize| (u64::from(count) * i as u64 / threads as u64) as u32;
+        for (i, share) in shared.shares.iter().enumerate() {
+            share.set(start(i)..start(i + 1));
+        }
+        shared.jobs.fetch_add(1, SeqCst);
         if shared.sleepers.load(SeqCst) > 0 {
             drop(shared.lock());
             shared.work.notify_all();
@@ -159,15 +202,16 @@ impl Shared {
     /// The life of a pool thread.
     fn serve(&self, worker: usize) {
         loop {
+            let seen = self.jobs.load(SeqCst);
             self.work_off(worker);
-            if self.spin_until(|| self.unclaimed.load(SeqCst) > 0) {
+            if self.spin_until(|| self.jobs.load(SeqCst) != seen) {
                 continue;
             }
             let mut stop = self.lock();
             // Announced before the last look, as the caller publishes before it looks for sleepers:
             // one of the two sees the other.
             self.sleepers.fetch_add(1, SeqCst);
-            while !*stop && self.unclaimed.load(SeqCst) == 0 {
+            while !*stop && self.jobs.load(SeqCst) == seen {
                 stop = self.work.wait(stop).unwrap_or_else(PoisonError::into_inner);
             }
             self.sleepers.fetch_sub(1, SeqCst);
@@ -177,17 +221,25 @@ impl Shared {
         }
     }
 
-    /// Claims and runs tasks until none is left.
+    /// Claims and runs tasks until none is left: this thread's own from the first on, then others'
+    /// from the last on.
     fn work_off(&self, worker: usize) {
-        while let Ok(left) = self.unclaimed.fetch_update(SeqCst, SeqCst, |n| n.checked_sub(1)) {
-            // SAFETY: this thread holds a claim on the current job, so nobody writes it.
-            let Job { task, num_tasks } = unsafe { *self.job.get() };
-            self.call(task, num_tasks - left, worker);
-            let all_ended = self.ended.fetch_add(1, SeqCst) + 1 == num_tasks;
-            if all_ended && self.caller_waits.load(SeqCst) {
-                drop(self.lock());
-                self.finished.notify_one();
+        let (before, from) = self.shares.split_at(worker);
+        for (i, share) in from.iter().chain(before).enumerate() {
+            while let Some(index) = share.claim(i == 0) {
+                self.run_claimed(index, worker);
             }
+        }
+    }
+
+    fn run_claimed(&self, index: usize, worker: usize) {
+        // SAFETY: this thread holds a claim on the current job, so nobody writes it.
+        let Job { task, num_tasks } = unsafe { *self.job.get() };
+        self.call(task, index, worker);
+        let all_ended = self.ended.fetch_add(1, SeqCst) + 1 == num_tasks;
+        if all_ended && self.caller_waits.load(SeqCst) {
+            drop(self.lock());
+            self.finished.notify_one();
         }
     }
 
@@ -215,6 +267,12 @@ impl Shared {
                 return true;
             }
             std::hint::spin_loop();
+        }
+        for _ in 0..self.yields {
+            std::thread::yield_now();
+            if condition() {
+                return true;
+            }
         }
         condition()
     }

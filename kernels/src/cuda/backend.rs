@@ -1,4 +1,4 @@
-//! A rank on a GPU: what its operations share. Products, scratch, inputs of a step, copies to and
+//! A rank on a GPU: what its operations share. Scratch, inputs of a step, copies to and
 //! from the host.
 use std::fmt;
 use std::ops::Range;
@@ -10,23 +10,16 @@ use super::context::Context;
 use super::device::{CudaOptions, Device, Scratch};
 use super::experts::CudaStack;
 use super::launch::{self, Rows};
-use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::peer::Retired;
 use super::sample::Sampling;
 use super::step::Step;
 use super::stream::Stream;
-use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element, Uploader};
+use super::tensors::{CudaBuffer, CudaMatrix, Element, Uploader};
 use crate::backend::{AttentionShape, Backend, Batch, Buffer, HostMatrix};
 use crate::collective::{Collective, Tally};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
-
-/// Rows up to which this project's own kernels compute products; cuBLASLt computes more.
-pub(super) const SKINNY_MAX: usize = 64;
-
-/// The same where weights are int8.
-const INT8_SKINNY_MAX: usize = 4 * SKINNY_MAX;
 
 /// One of the ways of [`Uploader`].
 type Load =
@@ -215,123 +208,6 @@ impl CudaBackend {
         Ok(ptr)
     }
 
-    /// Whether this project's own kernels compute a product of so many rows: each row's result is
-    /// the same bits then, whatever the other rows are.
-    pub(super) fn is_skinny(&self, rows: usize) -> bool {
-        rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
-    }
-
-    /// The same of a product with this matrix. To make int8 weights bf16 for cuBLASLt takes as long as
-    /// to read them some five times, which those kernels do once for 64 rows.
-    pub(super) fn is_skinny_with(&self, rows: usize, weight: &CudaMatrix) -> bool {
-        self.is_skinny(rows) || (weight.weight().scales.is_some() && rows <= INT8_SKINNY_MAX)
-    }
-
-    /// Whether int8 weights may be made bf16, which takes memory, in steps of up to so many rows.
-    #[must_use]
-    pub fn widens_int8(&self, rows: usize) -> bool {
-        rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
-    }
-
-    /// `out = x W^T + bias`, or of the rows of x that `index` names.
-    #[allow(clippy::too_many_arguments, reason = "a product's operands")]
-    pub(super) fn product(
-        &mut self,
-        x: Rows,
-        index: Option<DevicePtr>,
-        weight: &CudaMatrix,
-        bias: Option<&CudaVector>,
-        out: Rows,
-        rows: usize,
-        live: DevicePtr,
-    ) -> Result<(), KernelError> {
-        let (n, k) = (weight.rows(), weight.cols());
-        let w = weight.weight();
-        // Rows that are named are those of the output head, the largest matrix of all: in bf16 it would
-        // take much of the memory that int8 leaves.
-        if self.is_skinny_with(rows, weight) || (w.scales.is_some() && index.is_some()) {
-            let bias = bias.map(CudaVector::ptr);
-            let call = launch::skinny((x, index), w, bias, out, (rows, n, k), live);
-            // SAFETY: operands and result have the rows and columns that were checked.
-            return unsafe { self.device.launch(call) };
-        }
-        let x = match index {
-            None => x,
-            Some(index) => {
-                let stride = k.next_multiple_of(8);
-                let ptr = self.scratch(Which::Narrow, rows * stride * 2)?;
-                let gathered = Rows { ptr, stride };
-                let call = launch::gather_rows(x, index, gathered, k, rows, live);
-                // SAFETY: the scratch was made for it; the callers have checked the row numbers.
-                unsafe { self.device.launch(call) }?;
-                gathered
-            }
-        };
-        let bf16 = self.widen(weight)?;
-        self.multiply(x, weight, bf16, bias, out, rows, live)
-    }
-
-    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: int8 weights lie in scratch, until the
-    /// next matrix is widened.
-    pub(super) fn widen(&mut self, weight: &CudaMatrix) -> Result<DevicePtr, KernelError> {
-        let w = weight.weight();
-        if w.scales.is_none() {
-            return Ok(w.at.ptr);
-        }
-        let n = weight.rows();
-        let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
-        let call = launch::widen_int8(w.at, widened, n);
-        // SAFETY: the scratch was made for as many rows of that stride.
-        unsafe { self.device.launch(call) }?;
-        Ok(widened)
-    }
-
-    /// `out = x W^T + bias` for more than a few rows; `bf16` is the matrix [widened](Self::widen).
-    #[allow(clippy::too_many_arguments, reason = "a product's operands")]
-    pub(super) fn multiply(
-        &mut self,
-        x: Rows,
-        weight: &CudaMatrix,
-        bf16: DevicePtr,
-        bias: Option<&CudaVector>,
-        out: Rows,
-        rows: usize,
-        live: DevicePtr,
-    ) -> Result<(), KernelError> {
-        let (n, k) = (weight.rows(), weight.cols());
-        let bias = bias.map(CudaVector::ptr);
-        let w = weight.weight();
-        let product = Product {
-            rows: small(rows)?,
-            n: small(n)?,
-            k: small(k)?,
-            x_stride: small(x.stride)?,
-            w_stride: small(w.at.stride)?,
-            out_stride: small(out.stride)?,
-        };
-        // SAFETY: operands and result have the rows and columns that were checked.
-        let done = unsafe { self.device.multiply(&product, x.ptr, bf16, out.ptr) }?;
-        match (w.scales, bias) {
-            _ if !done => {
-                // Slower, and right for all shapes.
-                let call = launch::skinny((x, None), w, bias, out, (rows, n, k), live);
-                // SAFETY: as above.
-                unsafe { self.device.launch(call) }
-            }
-            (None, None) => Ok(()),
-            (Some(scales), bias) => {
-                let call = launch::scale_add_bias(out.ptr, scales, bias, n, rows, live);
-                // SAFETY: the result is contiguous, and scales and bias as wide.
-                unsafe { self.device.launch(call) }
-            }
-            (None, Some(bias)) => {
-                let call = launch::add_bias(out.ptr, bias, n, rows, live);
-                // SAFETY: the result is contiguous, and the bias as wide.
-                unsafe { self.device.launch(call) }
-            }
-        }
-    }
-
     /// Puts a batch where the kernels read it, unless the step has done so.
     pub(super) fn stage(
         &mut self,
@@ -496,13 +372,6 @@ pub(super) enum Exchanged {
     Gathered,
     /// [`Which::Best`]
     Best,
-}
-
-pub(super) fn small(n: usize) -> Result<u32, KernelError> {
-    u32::try_from(n).map_err(|_| KernelError::Shape {
-        op: "product",
-        message: format!("{n} is more than a kernel can count"),
-    })
 }
 
 impl CudaBackend {

@@ -2,10 +2,11 @@
 //! they have joined a group; through host memory otherwise.
 use std::time::Instant;
 
-use super::backend::{CudaBackend, Exchanged, SKINNY_MAX, Which};
+use super::backend::{CudaBackend, Exchanged, Which};
 use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
+use super::products::SKINNY_MAX;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Backend as _, Buffer as _};
 use crate::cpu::check::ensure;

@@ -1,29 +1,24 @@
 //! PURE: every kernel's name, grid and arguments, as `kernels/cuda/kernels.h` lists them.
 //!
 //! Sizes reach the kernels as 32-bit words; the callers have checked that they fit.
-use super::group::FusedNorm;
 use super::memory::DevicePtr;
 use super::module::{Args, Launch};
-use crate::backend::AttentionShape;
 
+mod attention;
 pub mod experts;
+mod ranks;
+mod sample;
 
-/// Head dimensions with attention kernels of their own.
-pub const HEAD_DIMS: [usize; 5] = [16, 32, 64, 96, 128];
-/// The largest head dimension that any kernel takes.
-pub const HEAD_DIM_MAX: usize = 256;
+pub use attention::{
+    AttentionIo, HEAD_DIM_MAX, HEAD_DIMS, LayerCache, Partials, QkvFinish, SPLITS_MAX,
+    attention_any, decode_attention, prefill_attention, qkv_finish, splits,
+};
+pub(super) use ranks::peer_sum_add_rmsnorm;
+pub use ranks::{PEER_BLOCKS, PEER_SLOT, peer_gather, peer_sum, tree_sum};
+pub use sample::{SampleIo, argmax, argmax_merge, logprobs, sample};
+
 /// Rows of one grid.y of the products of few rows.
 const SKINNY: [usize; 4] = [8, 16, 32, 64];
-/// Into how many parts a sequence's tokens are split at most: a constant, so that the sum of a row
-/// is made alike in every batch.
-pub const SPLITS_MAX: u32 = 64;
-/// The largest grid of an exchange between GPUs: all of its blocks run at once, beside those of
-/// another rank on the same GPU, and leave room for the kernels before them.
-pub const PEER_BLOCKS: usize = 32;
-/// f32 elements that a block sends to a rank at a time.
-pub const PEER_SLOT: usize = 16_384;
-/// Grids of decode attention are rounded up to one of these, so that few graphs are captured.
-const SPLITS: [u32; 10] = [1, 2, 3, 5, 9, 17, 25, 33, 49, 64];
 
 /// A kernel, by its place in [`NAMES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -330,45 +325,6 @@ pub fn interleave_ranks(
     call(INTERLEAVE, (rows, width.div_ceil(1024), ranks), 256, args)
 }
 
-/// Elements to blocks that exchange them with other ranks: 4 per thread, or more.
-fn peers(entry: Entry, count: usize, args: Args) -> Call {
-    call(entry, (count.div_ceil(2048).clamp(1, PEER_BLOCKS), 1, 1), 512, args)
-}
-
-/// `tutti_peer_sum` and `tutti_peer_sum_two_shot`
-#[must_use]
-pub fn peer_sum(table: DevicePtr, data: DevicePtr, count: usize, two_shot: bool) -> Call {
-    let entry = if two_shot { PEER_SUM_TWO_SHOT } else { PEER_SUM };
-    peers(entry, count, Args::new().ptr(table).ptr(data).u64(count as u64))
-}
-
-/// `tutti_peer_gather`
-#[must_use]
-pub fn peer_gather(table: DevicePtr, local: DevicePtr, all: DevicePtr, count: usize) -> Call {
-    peers(PEER_GATHER, count, Args::new().ptr(table).ptr(local).ptr(all).u64(count as u64))
-}
-
-/// `tutti_peer_sum_add_rmsnorm`
-#[must_use]
-pub(super) fn peer_sum_add_rmsnorm(table: DevicePtr, io: &FusedNorm) -> Call {
-    let args = Args::new().ptr(table).ptr(io.data).ptr(io.residual).ptr(io.weight).ptr(io.out.ptr);
-    let args = words(args, [io.width, io.out.stride]).f32(io.eps);
-    let args = word(args, io.rows).ptr(io.live);
-    call(PEER_SUM_ADD_RMSNORM, (io.rows.min(PEER_BLOCKS), 1, 1), 512, args)
-}
-
-/// `tutti_tree_sum`: of `ranks` arrays of `rows` rows, one behind the other.
-#[must_use]
-pub fn tree_sum(
-    parts: DevicePtr,
-    out: DevicePtr,
-    (ranks, rows, width): (usize, usize, usize),
-    live: DevicePtr,
-) -> Call {
-    let args = word(Args::new().ptr(parts).ptr(out), ranks).u64((rows * width) as u64);
-    wide(TREE_SUM, width, rows, word(args, width).ptr(live))
-}
-
 /// `tutti_blocks_out`: of (blocks, planes, elements of a block, elements from plane to plane).
 #[must_use]
 pub fn blocks_out(
@@ -408,208 +364,6 @@ fn blocks(
 pub fn to_f32(from: DevicePtr, to: DevicePtr, count: usize) -> Call {
     let args = Args::new().ptr(from).ptr(to).u64(count as u64);
     call(TO_F32, (count.div_ceil(1024), 1, 1), 256, args)
-}
-
-/// What `tutti_qkv_finish` reads and writes.
-#[derive(Clone, Copy, Debug)]
-pub struct QkvFinish {
-    /// f32 [rows, (num_heads + 2 * num_kv_heads) * head_dim]
-    pub qkv: DevicePtr,
-    /// f32, as wide.
-    pub bias: Option<DevicePtr>,
-    /// `f32 [head_dim]`
-    pub q_norm: Option<DevicePtr>,
-    /// `f32 [head_dim]`
-    pub k_norm: Option<DevicePtr>,
-    /// f32 [positions, head_dim / 2]
-    pub cos: DevicePtr,
-    /// f32 [positions, head_dim / 2]
-    pub sin: DevicePtr,
-    /// `u32 [rows]`
-    pub positions: DevicePtr,
-    /// `u32 [rows]`
-    pub slots: DevicePtr,
-    /// bf16 [rows, num_heads * head_dim]
-    pub q_out: DevicePtr,
-    /// The layer's keys and values.
-    pub cache: LayerCache,
-}
-
-/// Keys and values of one layer.
-#[derive(Clone, Copy, Debug)]
-pub struct LayerCache {
-    /// bf16 [num_blocks, num_kv_heads, block_size, head_dim]
-    pub keys: DevicePtr,
-    /// As the keys.
-    pub values: DevicePtr,
-    /// Logarithm of the block size.
-    pub block_shift: u32,
-}
-
-/// `tutti_qkv_finish`
-#[must_use]
-pub fn qkv_finish(io: &QkvFinish, shape: &AttentionShape, rows: usize, live: DevicePtr) -> Call {
-    let heads = shape.num_heads + 2 * shape.num_kv_heads;
-    let args = Args::new()
-        .ptr(io.qkv)
-        .maybe(io.bias)
-        .maybe(io.q_norm)
-        .maybe(io.k_norm)
-        .ptr(io.cos)
-        .ptr(io.sin)
-        .ptr(io.positions)
-        .ptr(io.slots)
-        .ptr(io.q_out)
-        .ptr(io.cache.keys)
-        .ptr(io.cache.values);
-    let args = words(args, [shape.num_heads, shape.num_kv_heads, shape.head_dim])
-        .u32(io.cache.block_shift)
-        .f32(shape.norm_eps)
-        .ptr(live);
-    call(QKV_FINISH, (rows, heads.div_ceil(8), 1), 256, args)
-}
-
-/// What attention reads and writes.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionIo {
-    /// bf16 [rows, num_heads * head_dim]
-    pub q: DevicePtr,
-    /// The layer's keys and values.
-    pub cache: LayerCache,
-    /// TuttiSeq [..]
-    pub seqs: DevicePtr,
-    /// u32 [..]
-    pub block_tables: DevicePtr,
-    /// As q.
-    pub out: DevicePtr,
-}
-
-fn window(shape: &AttentionShape) -> u32 {
-    shape.sliding_window.unwrap_or(0)
-}
-
-fn scale(shape: &AttentionShape) -> f32 {
-    1.0 / (shape.head_dim as f32).sqrt()
-}
-
-/// Which of the kernels by head dimension.
-fn by_head_dim(first: Entry, shape: &AttentionShape) -> Option<Entry> {
-    let which = HEAD_DIMS.iter().position(|dim| *dim == shape.head_dim)?;
-    Some(Entry(first.0 + which))
-}
-
-/// `tutti_prefill_attention_*`; none when this head dimension has no kernel.
-#[must_use]
-pub fn prefill_attention(
-    io: &AttentionIo,
-    shape: &AttentionShape,
-    tiles: DevicePtr,
-    count: usize,
-    live: DevicePtr,
-) -> Option<Call> {
-    let entry = by_head_dim(PREFILL, shape)?;
-    let args = Args::new()
-        .ptr(io.q)
-        .ptr(io.cache.keys)
-        .ptr(io.cache.values)
-        .ptr(io.seqs)
-        .ptr(tiles)
-        .ptr(io.block_tables)
-        .ptr(io.out);
-    let args = words(args, [shape.num_heads, shape.num_kv_heads])
-        .u32(io.cache.block_shift)
-        .u32(window(shape))
-        .f32(scale(shape))
-        .ptr(live);
-    let mut call = call(entry, (count, shape.num_kv_heads, 1), 128, args);
-    call.launch.shared = prefill_shared(shape.head_dim);
-    Some(call)
-}
-
-/// Where decode attention keeps what it adds up.
-#[derive(Clone, Copy, Debug)]
-pub struct Partials {
-    /// f32 [n, num_heads, SPLITS_MAX, head_dim]
-    pub out: DevicePtr,
-    /// f32 [n, num_heads, SPLITS_MAX, 2]
-    pub ml: DevicePtr,
-}
-
-impl Partials {
-    /// Elements of `out` and of `ml` for `n` sequences.
-    #[must_use]
-    pub fn elements(shape: &AttentionShape, n: usize) -> (usize, usize) {
-        let splits = n * shape.num_heads * SPLITS_MAX as usize;
-        (splits * shape.head_dim, splits * 2)
-    }
-}
-
-/// The grid's splits for sequences of at most `context` tokens.
-#[must_use]
-pub fn splits(context: u32) -> u32 {
-    // As in kernels.h: parts of 64 tokens at least, one more where a window cuts the first.
-    let most = (context.div_ceil(64) + 1).min(SPLITS_MAX);
-    SPLITS.into_iter().find(|splits| *splits >= most).unwrap_or(SPLITS_MAX)
-}
-
-/// `tutti_decode_attention_*` and `tutti_decode_reduce`; none as above.
-#[must_use]
-pub fn decode_attention(
-    io: &AttentionIo,
-    shape: &AttentionShape,
-    (items, count): (DevicePtr, usize),
-    partials: Partials,
-    splits: u32,
-    live: DevicePtr,
-) -> Option<[Call; 2]> {
-    let entry = by_head_dim(DECODE, shape)?;
-    let args = Args::new()
-        .ptr(io.q)
-        .ptr(io.cache.keys)
-        .ptr(io.cache.values)
-        .ptr(io.seqs)
-        .ptr(items)
-        .ptr(io.block_tables)
-        .ptr(partials.out)
-        .ptr(partials.ml);
-    let args = words(args, [shape.num_heads, shape.num_kv_heads])
-        .u32(io.cache.block_shift)
-        .u32(window(shape))
-        .u32(SPLITS_MAX)
-        .f32(scale(shape))
-        .ptr(live);
-    let group = shape.num_heads / shape.num_kv_heads;
-    let blocks = shape.num_kv_heads * group.div_ceil(16);
-    let attention = call(entry, (splits as usize, blocks, count), 128, args);
-    let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(items).ptr(io.out);
-    let args =
-        words(args, [shape.num_heads, shape.head_dim]).u32(window(shape)).u32(SPLITS_MAX).ptr(live);
-    Some([attention, call(DECODE_REDUCE, (shape.num_heads, count, 1), 128, args)])
-}
-
-/// `tutti_attention_any`
-#[must_use]
-pub fn attention_any(
-    io: &AttentionIo,
-    shape: &AttentionShape,
-    num_seqs: DevicePtr,
-    rows: usize,
-    live: DevicePtr,
-) -> Call {
-    let args = Args::new()
-        .ptr(io.q)
-        .ptr(io.cache.keys)
-        .ptr(io.cache.values)
-        .ptr(io.seqs)
-        .ptr(num_seqs)
-        .ptr(io.block_tables)
-        .ptr(io.out);
-    let args = words(args, [shape.num_heads, shape.num_kv_heads, shape.head_dim])
-        .u32(io.cache.block_shift)
-        .u32(window(shape))
-        .f32(scale(shape))
-        .ptr(live);
-    call(ATTENTION_ANY, (rows, shape.num_heads.div_ceil(4), 1), 128, args)
 }
 
 /// Which of the kernels by rows: the smallest that holds them all.
@@ -653,98 +407,6 @@ pub fn skinny_gate_up(
     let args = args.maybe(bias).ptr(out.ptr);
     let args = words(args, [rows, inner, k, x.stride, w.at.stride, out.stride]).ptr(live);
     call(entry, (inner.div_ceil(16), rows.div_ceil(number), 1), 256, args)
-}
-
-/// What `tutti_sample` reads and writes.
-#[derive(Clone, Copy, Debug)]
-pub struct SampleIo {
-    /// f32 rows.
-    pub logits: Rows,
-    /// `TuttiSampleParams [rows]`
-    pub params: DevicePtr,
-    /// TuttiIdValue [..]
-    pub biases: Option<DevicePtr>,
-    /// u32 [..]
-    pub ids: Option<DevicePtr>,
-    /// u32 [..], where rows have masks.
-    pub masks: Option<DevicePtr>,
-    /// f32 and u32 [rows, vocab], where rows are edited.
-    pub scratch: Option<(DevicePtr, DevicePtr)>,
-    /// `TuttiSampled [rows]`
-    pub out: DevicePtr,
-    /// u32 and f32 [rows, top_stride]
-    pub top: Option<(DevicePtr, DevicePtr)>,
-    /// The longest list of most likely tokens.
-    pub top_stride: usize,
-}
-
-/// `tutti_sample`
-#[must_use]
-pub fn sample(io: &SampleIo, vocab: usize, rows: usize, live: Option<DevicePtr>) -> Call {
-    let args = Args::new()
-        .ptr(io.logits.ptr)
-        .ptr(io.params)
-        .maybe(io.biases)
-        .maybe(io.ids)
-        .maybe(io.masks)
-        .maybe(io.scratch.map(|both| both.0))
-        .maybe(io.scratch.map(|both| both.1))
-        .ptr(io.out)
-        .maybe(io.top.map(|both| both.0))
-        .maybe(io.top.map(|both| both.1));
-    let args = words(args, [io.logits.stride, vocab, io.top_stride]).maybe(live);
-    call(SAMPLE, (rows, 1, 1), 1024, args)
-}
-
-/// `tutti_logprobs`
-#[must_use]
-pub fn logprobs(
-    logits: Rows,
-    targets: DevicePtr,
-    out: DevicePtr,
-    top: Option<(DevicePtr, DevicePtr)>,
-    (vocab, top_n, rows): (usize, u32, usize),
-) -> Call {
-    let args = Args::new()
-        .ptr(logits.ptr)
-        .ptr(targets)
-        .ptr(out)
-        .maybe(top.map(|both| both.0))
-        .maybe(top.map(|both| both.1));
-    let args = words(args, [logits.stride, vocab]).u32(top_n).u32(top_n).maybe(None);
-    call(LOGPROBS, (rows, 1, 1), 1024, args)
-}
-
-/// `tutti_argmax`; ids begin with `first_id`. `masked`: the rows' parameters, and where their masks
-/// are.
-#[must_use]
-pub fn argmax(
-    logits: Rows,
-    masked: Option<(DevicePtr, DevicePtr)>,
-    out: DevicePtr,
-    (vocab, first_id): (usize, u32),
-    rows: usize,
-    live: Option<DevicePtr>,
-) -> Call {
-    let args = Args::new()
-        .ptr(logits.ptr)
-        .maybe(masked.map(|both| both.0))
-        .maybe(masked.map(|both| both.1))
-        .ptr(out);
-    let args = words(args, [logits.stride, vocab]).u32(first_id).maybe(live);
-    call(ARGMAX, (rows, 1, 1), 1024, args)
-}
-
-/// `tutti_argmax_merge`
-#[must_use]
-pub fn argmax_merge(
-    found: DevicePtr,
-    out: DevicePtr,
-    (ranks, rows): (usize, usize),
-    live: DevicePtr,
-) -> Call {
-    let args = words(Args::new().ptr(found).ptr(out), [ranks, rows]).ptr(live);
-    call(ARGMAX_MERGE, (rows.div_ceil(256), 1, 1), 256, args)
 }
 
 #[cfg(test)]

@@ -2,11 +2,12 @@
 //! kernels. What is read is not in the GPU's caches; launches are recorded and replayed, so that the host's time does not count.
 use std::time::Duration;
 
-use super::backend::{CudaBackend, small};
+use super::backend::CudaBackend;
 use super::device::Device;
 use super::launch::{self, AttentionIo, LayerCache, Partials, Rows, decode_attention, splits};
 use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr};
+use super::products::small;
 use super::stream::Event;
 use crate::backend::AttentionShape;
 use crate::error::KernelError;

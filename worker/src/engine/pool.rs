@@ -35,6 +35,10 @@ impl<B: Backend> Engine<B> {
             return Ok(false);
         }
         for (entry, first) in plan.sequences.iter().zip(&step.entry_rows) {
+            // What gets a token has no embedding.
+            if entry.sample {
+                continue;
+            }
             let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
             let Some(pooling) = seq.pooling else { continue };
             let rows = wanted(pooling, seq, entry, *first as usize);

@@ -35,6 +35,7 @@ fn request(id: u64) -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens: 1,
+        open_ended: false,
         priority: 0,
         cache_salt: 0,
         adapter: 0,

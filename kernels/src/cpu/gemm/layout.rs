@@ -19,6 +19,44 @@ pub(crate) struct Activations<'a> {
     pub(super) layout: Layout,
 }
 
+/// Rows that are worth reading all weights for, from a cache that threads share.
+const PART_ROWS: usize = 96;
+
+impl Activations<'_> {
+    /// Into how many parts these rows are worth being cut for threads that each take some.
+    pub(super) fn num_parts(&self) -> usize {
+        match self.layout {
+            Layout::Tiles => 1,
+            #[cfg(target_arch = "x86_64")]
+            Layout::Rows { .. } => (self.rows / PART_ROWS).max(1),
+        }
+    }
+
+    /// Part `index` of `parts`, of which there are no more than [`Activations::num_parts`]: whole tiles,
+    /// but in the last.
+    pub(super) fn part(&self, index: usize, parts: usize) -> Part<'_> {
+        let (mut rows, mut start) = (0..self.rows, 0);
+        match self.layout {
+            Layout::Tiles => {}
+            #[cfg(target_arch = "x86_64")]
+            Layout::Rows { stride } => {
+                let at = |i: usize| (num_tiles(self.rows) * i / parts * TILE_ROWS).min(self.rows);
+                rows = at(index)..at(index + 1);
+                start = rows.start * stride;
+            }
+        }
+        let Self { words, layout, .. } = *self;
+        let acts = Activations { words: &words[start..], rows: rows.len(), layout };
+        Part { first_row: rows.start, acts }
+    }
+}
+
+/// Some of a product's rows.
+pub(super) struct Part<'a> {
+    pub(super) first_row: usize,
+    pub(super) acts: Activations<'a>,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Layout {
     /// Tile by tile, [`super::ActPair`]s within.

@@ -12,7 +12,10 @@ use crate::error::KernelError;
 /// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
 /// those that are as far into the second. `[rows, 2 * PANEL * pair_panels(rows)]`, each half's in one
 /// half of a row.
-pub(crate) type Finish<'a> = &'a (dyn Fn(Range<usize>, &mut [f32]) + Sync);
+type PairFinish<'a> = &'a (dyn Fn(Range<usize>, &mut [f32]) + Sync);
+
+/// The same of some rows, of which the first is named too.
+pub(crate) type Finish<'a> = &'a (dyn Fn(usize, Range<usize>, &mut [f32]) + Sync);
 
 /// Panels of each half of a matrix that [`multiply_pairs`] multiplies before they are finished: few,
 /// so that their sums are still in the cache.
@@ -36,16 +39,16 @@ pub(crate) fn multiply_pairs(
         Some(bias) => [Some(&bias[..bias.len() / 2]), Some(&bias[bias.len() / 2..])],
         None => [None; 2],
     };
-    let pair = Pair { isa, acts, halves, biases };
     if acts.rows == 0 {
         return Ok(());
     }
     let room = pair_room(acts.rows);
     let sums = Disjoint::new(sums);
-    run_panels(pool, acts.rows, halves[0], &|range, worker| {
+    run_panels(pool, acts, halves[0], &|part, panels, worker| {
         // SAFETY: no two running tasks have the same worker.
-        let own = unsafe { sums.slice(worker * room, room) };
-        pair.panels(range, own, finish);
+        let own = unsafe { sums.slice(worker * room, pair_room(part.acts.rows)) };
+        let pair = Pair { isa, acts: &part.acts, halves, biases };
+        pair.panels(panels, own, &|panels, sums| finish(part.first_row, panels, sums));
     })
 }
 
@@ -64,7 +67,7 @@ pub(super) struct Pair<'a> {
 
 impl Pair<'_> {
     /// All rows for these panels of both halves; `sums` has room for as many as are finished at once.
-    pub(super) fn panels(&self, range: Range<usize>, sums: &mut [f32], finish: Finish<'_>) {
+    pub(super) fn panels(&self, range: Range<usize>, sums: &mut [f32], finish: PairFinish<'_>) {
         let Self { isa, acts, halves, biases } = *self;
         let step = pair_panels(acts.rows);
         let stride = 2 * PANEL * step;

@@ -2,7 +2,9 @@
 use std::collections::HashMap;
 
 use super::*;
+use crate::backend::AttentionShape;
 use crate::backend::Routing;
+use crate::cuda::group::FusedNorm;
 
 /// What each kernel takes, as the assembler says.
 const RESOURCES: &str = include_str!("../../../cuda/resources.txt");

@@ -1,0 +1,94 @@
+//! PURE: calls of the kernels of `kernels/cuda/sample.cu`.
+use super::{ARGMAX, ARGMAX_MERGE, Args, Call, DevicePtr, LOGPROBS, Rows, SAMPLE, call, words};
+
+/// What `tutti_sample` reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleIo {
+    /// f32 rows.
+    pub logits: Rows,
+    /// `TuttiSampleParams [rows]`
+    pub params: DevicePtr,
+    /// TuttiIdValue [..]
+    pub biases: Option<DevicePtr>,
+    /// u32 [..]
+    pub ids: Option<DevicePtr>,
+    /// u32 [..], where rows have masks.
+    pub masks: Option<DevicePtr>,
+    /// f32 and u32 [rows, vocab], where rows are edited.
+    pub scratch: Option<(DevicePtr, DevicePtr)>,
+    /// `TuttiSampled [rows]`
+    pub out: DevicePtr,
+    /// u32 and f32 [rows, top_stride]
+    pub top: Option<(DevicePtr, DevicePtr)>,
+    /// The longest list of most likely tokens.
+    pub top_stride: usize,
+}
+
+/// `tutti_sample`
+#[must_use]
+pub fn sample(io: &SampleIo, vocab: usize, rows: usize, live: Option<DevicePtr>) -> Call {
+    let args = Args::new()
+        .ptr(io.logits.ptr)
+        .ptr(io.params)
+        .maybe(io.biases)
+        .maybe(io.ids)
+        .maybe(io.masks)
+        .maybe(io.scratch.map(|both| both.0))
+        .maybe(io.scratch.map(|both| both.1))
+        .ptr(io.out)
+        .maybe(io.top.map(|both| both.0))
+        .maybe(io.top.map(|both| both.1));
+    let args = words(args, [io.logits.stride, vocab, io.top_stride]).maybe(live);
+    call(SAMPLE, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_logprobs`
+#[must_use]
+pub fn logprobs(
+    logits: Rows,
+    targets: DevicePtr,
+    out: DevicePtr,
+    top: Option<(DevicePtr, DevicePtr)>,
+    (vocab, top_n, rows): (usize, u32, usize),
+) -> Call {
+    let args = Args::new()
+        .ptr(logits.ptr)
+        .ptr(targets)
+        .ptr(out)
+        .maybe(top.map(|both| both.0))
+        .maybe(top.map(|both| both.1));
+    let args = words(args, [logits.stride, vocab]).u32(top_n).u32(top_n).maybe(None);
+    call(LOGPROBS, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_argmax`; ids begin with `first_id`. `masked`: the rows' parameters, and where their masks
+/// are.
+#[must_use]
+pub fn argmax(
+    logits: Rows,
+    masked: Option<(DevicePtr, DevicePtr)>,
+    out: DevicePtr,
+    (vocab, first_id): (usize, u32),
+    rows: usize,
+    live: Option<DevicePtr>,
+) -> Call {
+    let args = Args::new()
+        .ptr(logits.ptr)
+        .maybe(masked.map(|both| both.0))
+        .maybe(masked.map(|both| both.1))
+        .ptr(out);
+    let args = words(args, [logits.stride, vocab]).u32(first_id).maybe(live);
+    call(ARGMAX, (rows, 1, 1), 1024, args)
+}
+
+/// `tutti_argmax_merge`
+#[must_use]
+pub fn argmax_merge(
+    found: DevicePtr,
+    out: DevicePtr,
+    (ranks, rows): (usize, usize),
+    live: DevicePtr,
+) -> Call {
+    let args = words(Args::new().ptr(found).ptr(out), [ranks, rows]).ptr(live);
+    call(ARGMAX_MERGE, (rows.div_ceil(256), 1, 1), 256, args)
+}

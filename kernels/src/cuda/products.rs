@@ -1,0 +1,312 @@
+//! Products with matrices: by this project's kernels for few rows, by cuBLASLt for more.
+use super::backend::{CudaBackend, Which};
+use super::batch::live;
+use super::launch::{self, Rows};
+use super::matmul::Product;
+use super::memory::DevicePtr;
+use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
+use crate::backend::Buffer;
+use crate::cpu::check::ensure;
+use crate::error::KernelError;
+
+/// Rows up to which this project's own kernels compute products; cuBLASLt computes more.
+pub(super) const SKINNY_MAX: usize = 64;
+
+/// The same where weights are int8.
+const INT8_SKINNY_MAX: usize = 4 * SKINNY_MAX;
+
+/// Rows of gate and up that are computed at a time: their f32 products are large.
+const GATE_UP_ROWS: usize = 1024;
+
+/// Whether there is a bias for each output, or none.
+pub(super) fn bias_fits(
+    op: &'static str,
+    bias: Option<&CudaVector>,
+    rows: usize,
+) -> Result<(), KernelError> {
+    let found = bias.map_or(rows, CudaVector::len);
+    ensure!(op, found == rows, "bias has {found} elements, not {rows}");
+    Ok(())
+}
+
+/// An addend `[rows, width]`, where there is one.
+pub(super) fn addend_fits(
+    op: &'static str,
+    addend: Option<&CudaBuffer>,
+    rows: usize,
+    width: usize,
+) -> Result<Option<DevicePtr>, KernelError> {
+    let Some(addend) = addend else { return Ok(None) };
+    let (found, wanted) = ((addend.rows(), addend.width()), (rows, width));
+    ensure!(op, found == wanted, "addend is {found:?}, not {wanted:?}");
+    Ok(Some(addend.of(Element::F32, op, "addend")?.ptr))
+}
+
+impl CudaBackend {
+    /// Whether this project's own kernels compute a product of so many rows: each row's result is
+    /// the same bits then, whatever the other rows are.
+    pub(super) fn is_skinny(&self, rows: usize) -> bool {
+        rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
+    }
+
+    /// The same of a product with this matrix. To make int8 weights bf16 for cuBLASLt takes as long as
+    /// to read them some five times, which those kernels do once for 64 rows.
+    pub(super) fn is_skinny_with(&self, rows: usize, weight: &CudaMatrix) -> bool {
+        self.is_skinny(rows) || (weight.weight().scales.is_some() && rows <= INT8_SKINNY_MAX)
+    }
+
+    /// Whether int8 weights may be made bf16, which takes memory, in steps of up to so many rows.
+    #[must_use]
+    pub fn widens_int8(&self, rows: usize) -> bool {
+        rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
+    }
+
+    /// `out = x W^T + bias`, or of the rows of x that `index` names.
+    #[allow(clippy::too_many_arguments, reason = "a product's operands")]
+    pub(super) fn product(
+        &mut self,
+        x: Rows,
+        index: Option<DevicePtr>,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: Rows,
+        rows: usize,
+        live: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let (n, k) = (weight.rows(), weight.cols());
+        let w = weight.weight();
+        // Rows that are named are those of the output head, the largest matrix of all: in bf16 it would
+        // take much of the memory that int8 leaves.
+        if self.is_skinny_with(rows, weight) || (w.scales.is_some() && index.is_some()) {
+            let bias = bias.map(CudaVector::ptr);
+            let call = launch::skinny((x, index), w, bias, out, (rows, n, k), live);
+            // SAFETY: operands and result have the rows and columns that were checked.
+            return unsafe { self.device.launch(call) };
+        }
+        let x = match index {
+            None => x,
+            Some(index) => {
+                let stride = k.next_multiple_of(8);
+                let ptr = self.scratch(Which::Narrow, rows * stride * 2)?;
+                let gathered = Rows { ptr, stride };
+                let call = launch::gather_rows(x, index, gathered, k, rows, live);
+                // SAFETY: the scratch was made for it; the callers have checked the row numbers.
+                unsafe { self.device.launch(call) }?;
+                gathered
+            }
+        };
+        let bf16 = self.widen(weight)?;
+        self.multiply(x, weight, bf16, bias, out, rows, live)
+    }
+
+    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: int8 weights lie in scratch, until the
+    /// next matrix is widened.
+    pub(super) fn widen(&mut self, weight: &CudaMatrix) -> Result<DevicePtr, KernelError> {
+        let w = weight.weight();
+        if w.scales.is_none() {
+            return Ok(w.at.ptr);
+        }
+        let n = weight.rows();
+        let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
+        let call = launch::widen_int8(w.at, widened, n);
+        // SAFETY: the scratch was made for as many rows of that stride.
+        unsafe { self.device.launch(call) }?;
+        Ok(widened)
+    }
+
+    /// `out = x W^T + bias` for more than a few rows; `bf16` is the matrix [widened](Self::widen).
+    #[allow(clippy::too_many_arguments, reason = "a product's operands")]
+    pub(super) fn multiply(
+        &mut self,
+        x: Rows,
+        weight: &CudaMatrix,
+        bf16: DevicePtr,
+        bias: Option<&CudaVector>,
+        out: Rows,
+        rows: usize,
+        live: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let (n, k) = (weight.rows(), weight.cols());
+        let bias = bias.map(CudaVector::ptr);
+        let w = weight.weight();
+        let product = Product {
+            rows: small(rows)?,
+            n: small(n)?,
+            k: small(k)?,
+            x_stride: small(x.stride)?,
+            w_stride: small(w.at.stride)?,
+            out_stride: small(out.stride)?,
+        };
+        // SAFETY: operands and result have the rows and columns that were checked.
+        let done = unsafe { self.device.multiply(&product, x.ptr, bf16, out.ptr) }?;
+        match (w.scales, bias) {
+            _ if !done => {
+                // Slower, and right for all shapes.
+                let call = launch::skinny((x, None), w, bias, out, (rows, n, k), live);
+                // SAFETY: as above.
+                unsafe { self.device.launch(call) }
+            }
+            (None, None) => Ok(()),
+            (Some(scales), bias) => {
+                let call = launch::scale_add_bias(out.ptr, scales, bias, n, rows, live);
+                // SAFETY: the result is contiguous, and scales and bias as wide.
+                unsafe { self.device.launch(call) }
+            }
+            (None, Some(bias)) => {
+                let call = launch::add_bias(out.ptr, bias, n, rows, live);
+                // SAFETY: the result is contiguous, and the bias as wide.
+                unsafe { self.device.launch(call) }
+            }
+        }
+    }
+
+    /// [`Backend::linear_columns`]
+    pub(super) fn multiply_columns(
+        &mut self,
+        x: &CudaBuffer,
+        first: usize,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "linear_columns";
+        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
+        let end = first.saturating_add(cols);
+        ensure!(op, end <= width, "columns {first}..{end} of x, whose width is {width}");
+        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
+        bias_fits(op, bias, features)?;
+        let mut from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::F32, op, "out")?;
+        let rows = x.rows();
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
+        let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
+        if first.is_multiple_of(step) {
+            from.ptr = from.ptr.offset(first * 2);
+        } else {
+            let stride = cols.next_multiple_of(8);
+            let copy = Rows { ptr: self.scratch(Which::Narrow, count * stride * 2)?, stride };
+            let call = launch::copy_columns(from, copy, first, cols, count, live);
+            // SAFETY: the scratch was made for it; the columns were checked.
+            unsafe { self.device.launch(call) }?;
+            from = copy;
+        }
+        self.product(from, None, weight, bias, to, count, live)
+    }
+
+    /// [`Backend::gate_up_silu`]
+    pub(super) fn multiply_gate_up(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaMatrix,
+        (bias, addend): (Option<&CudaVector>, Option<&CudaBuffer>),
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "gate_up_silu";
+        let features = weight.rows();
+        ensure!(op, features.is_multiple_of(2), "weight has {features} rows, an odd number");
+        let inner = features / 2;
+        ensure!(op, x.width() == weight.cols(), "x.width is {}, not {}", x.width(), weight.cols());
+        ensure!(op, out.width() == inner, "out.width is {}, not {inner}", out.width());
+        bias_fits(op, bias, features)?;
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        let rows = x.rows();
+        let addend = addend_fits(op, addend, rows, features)?;
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let bias = bias.map(CudaVector::ptr);
+        if addend.is_none() && self.is_skinny_with(count, weight) {
+            let sizes = (count, inner, weight.cols());
+            let call = launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, live);
+            // SAFETY: shapes were checked.
+            return unsafe { self.device.launch(call) };
+        }
+        let bf16 = self.widen(weight)?;
+        let mut done = 0;
+        while done < count {
+            let part = (count - done).min(GATE_UP_ROWS);
+            let both = self.scratch(Which::Wide, part * features * 4)?;
+            let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
+            let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
+            let wide = Rows { ptr: both, stride: features };
+            // Graphs have one part; a later part has as many rows as it is launched for.
+            let live = if done == 0 { live } else { DevicePtr::default() };
+            if self.is_skinny_with(part, weight) {
+                self.product(x, None, weight, None, wide, part, live)?;
+            } else {
+                self.multiply(x, weight, bf16, None, wide, part, live)?;
+            }
+            if let Some(addend) = addend {
+                let own = addend.offset(done * features * 4);
+                let call = launch::add(both, own, features, part, live);
+                // SAFETY: shapes were checked.
+                unsafe { self.device.launch(call) }?;
+            }
+            let call = launch::silu_mul(both, bias, y, inner, part, live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// [`Backend::lm_head`]
+    pub(super) fn multiply_rows(
+        &mut self,
+        x: &CudaBuffer,
+        rows: &[u32],
+        weight: &CudaMatrix,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "lm_head";
+        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
+        ensure!(op, width == cols, "x.width is {width}, not {cols}");
+        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
+        let most = rows.iter().max().map_or(0, |&row| row as usize + 1);
+        ensure!(op, most <= x.rows(), "row {} of {} rows is named", most - 1, x.rows());
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::F32, op, "out")?;
+        out.set_rows(rows.len())?;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        if self.alone {
+            // Of other steps, whose prompts' log-probabilities are wanted.
+            self.scratch(Which::Index, size_of_val(rows))?;
+        }
+        let own = self.step.has_sample_rows(rows);
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
+            return Ok(());
+        }
+        let (index, count, live) = if own {
+            let index = self.step.at(self.step.layout().sample_rows);
+            (index, self.step.counts().samples, self.step.at(live::SAMPLES))
+        } else {
+            ensure!(op, !self.step.is_graph(), "the rows are not those the step began with");
+            let index = self.scratch(Which::Index, size_of_val(rows))?;
+            self.index_upload(rows)?;
+            (index, rows.len(), DevicePtr::default())
+        };
+        ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
+        self.product(from, Some(index), weight, None, to, count, live)
+    }
+}
+
+pub(super) fn small(n: usize) -> Result<u32, KernelError> {
+    u32::try_from(n).map_err(|_| KernelError::Shape {
+        op: "product",
+        message: format!("{n} is more than a kernel can count"),
+    })
+}
