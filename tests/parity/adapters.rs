@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use shared::protocol::{Adapter, Lora};
-use shared::sampling::SamplingParams;
+use shared::sampling::{Pooling, SamplingParams};
 use tempfile::TempDir;
 use testkit::adapters::{AdapterSpec, Factors};
 use testkit::models::{demo, goldens, repository, variant};
@@ -348,6 +348,70 @@ fn adapters_make_what_peft_makes() {
                 rig.forget(&[&seq]);
             }
             println!("{name} on {on:?} tp {degree}: worst error {worst:.1e}");
+        }
+    }
+}
+
+#[test]
+fn embeddings_have_adapters_too() {
+    let (name, model) = ("llama-gqa", variant("llama-gqa"));
+    let spec = AdapterSpec::whole(8, 71);
+    let scratch = Scratch::new(&model, std::slice::from_ref(&spec));
+    let merged = merged(name, &scratch.factors[0], &spec);
+    let prompt = prompts(&model).into_iter().max_by_key(Vec::len).unwrap();
+    for pooling in [Pooling::Last, Pooling::Mean] {
+        let sampling = SamplingParams { pooling: Some(pooling), ..SamplingParams::greedy() };
+        let embed = |rig: &mut Rig, adapter| {
+            let mut seq = rig.sequence(&prompt, prompt.len(), sampling.clone());
+            seq.adapter = adapter;
+            while seq.embedding.is_empty() {
+                rig.step(&mut [&mut seq], 33);
+            }
+            seq.embedding
+        };
+        let wanted = embed(&mut Rig::on(On::Reference, merged.path(), 1), 0);
+        let largest = wanted.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        for (on, degree) in [(On::Reference, 1), (On::Cpu, 1), (On::Cpu, 2)] {
+            let mut rig = Rig::adapted(on, &model, (degree, degree), &scratch.lora);
+            let apart = |found: &[f32]| {
+                let pairs = found.iter().zip(&wanted);
+                pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest
+            };
+            let (with, without) = (embed(&mut rig, 1), embed(&mut rig, 0));
+            assert!(apart(&with) < 1e-3, "{on:?} at tp {degree}: {}", apart(&with));
+            assert!(apart(&without) > 0.1, "the adapter changes something");
+        }
+    }
+}
+
+/// Ranks whose devices exchange data by themselves, in graphs with and without adapters by turns.
+#[test]
+fn ranks_on_gpus_have_adapters_too() {
+    let (name, model) = ("llama-gqa", variant("llama-gqa"));
+    let spec = AdapterSpec::whole(8, 72);
+    let scratch = Scratch::new(&model, std::slice::from_ref(&spec));
+    let merged = merged(name, &scratch.factors[0], &spec);
+    let prompt = &prompts(&model)[0];
+    let mut oracle = Rig::on(On::Reference, merged.path(), 1);
+    let mut base = Rig::on(On::Reference, &model, 1);
+    for on in [On::FakeNccl, On::FakePeers(1 << 20)] {
+        let mut rig = Rig::adapted(on, &model, (2, 2), &scratch.lora);
+        for turn in 0..4 {
+            let adapter = turn % 2;
+            let mut seq = sequence(&mut rig, prompt, adapter);
+            rig.run(&mut seq, 6, u32::MAX);
+            // What it said, scored by the oracle as a prompt.
+            let oracle = if adapter == 1 { &mut oracle } else { &mut base };
+            let mut scored = oracle.sequence(&seq.tokens, seq.tokens.len(), greedy());
+            oracle.run(&mut scored, 1, u32::MAX);
+            let told = seq.prompt_logprobs.iter().map(|(_, logprob)| logprob).chain(&seq.logprobs);
+            for (i, (told, (token, wanted))) in told.zip(&scored.prompt_logprobs).enumerate() {
+                assert_eq!(*token, seq.tokens[i + 1]);
+                let error = f64::from(told - wanted).abs();
+                assert!(error < BF16_TOLERANCE, "{on:?}, turn {turn}, token {i}: off by {error}");
+            }
+            rig.forget(&[&seq]);
+            oracle.forget(&[&scored]);
         }
     }
 }

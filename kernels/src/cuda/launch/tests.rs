@@ -160,6 +160,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
             experts::down(rows, rows, rows, &grouped, (0, width, width)),
             experts::down(rows, int8, rows, &grouped, (0, width, width)),
             experts::sum(ptr, ptr, ptr, (number, top_k, width), (number, ptr)),
+            experts::assigned_rows((ptr, ptr), ptr, (number, width), (number, ptr)),
+            experts::assigned_rows_bf16((ptr, ptr), rows, (number, width), (number, ptr)),
         ]);
     }
     for count in SKINNY.into_iter().chain([number]) {
