@@ -205,7 +205,8 @@ impl PackedForm {
             false => Some(of_shape(files, &zeros, &zeros_shape)?.data),
         };
         let found = files.tensor(&scales, &scales_shape)?;
-        let is_listed = is_listed && groups > 1 && !(is_compressed && !files.has(&list));
+        let is_there = !is_compressed || files.has(&list);
+        let is_listed = is_listed && groups > 1 && is_there;
         let even = Groups::Even(group.unwrap_or(cols).max(1));
         let groups_of = match is_listed {
             false => even,
