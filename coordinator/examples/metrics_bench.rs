@@ -187,6 +187,7 @@ fn request(id: u32, max_tokens: u32) -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens,
+        open_ended: false,
         priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),

@@ -75,6 +75,9 @@ pub struct GenerateRequest {
     pub guide_spec: Option<Arc<GuideSpec>>,
     /// Most tokens to generate per choice. 0 is legal (echo with log-probabilities only).
     pub max_tokens: u32,
+    /// The client named no bound: it gets as many as the KV cache of its replica has room for, where
+    /// that is less than `max_tokens`.
+    pub open_ended: bool,
     /// Lower is earlier; 0 unless priorities are followed.
     pub priority: i32,
     /// Requests of another salt do not share what is cached of their prompts.
@@ -90,6 +93,19 @@ pub struct GenerateRequest {
     pub arrived: Duration,
     /// The id of the client's response, for exemplars.
     pub response_id: Arc<str>,
+}
+
+impl GenerateRequest {
+    /// Tokens of a sequence that a replica's KV cache must have room for.
+    #[must_use]
+    pub fn tokens_needed(&self) -> u32 {
+        let prompt = u32::try_from(self.prompt.len()).unwrap_or(u32::MAX);
+        prompt.saturating_add(if self.open_ended {
+            self.max_tokens.min(1)
+        } else {
+            self.max_tokens
+        })
+    }
 }
 
 /// Where a request's events go.

@@ -210,11 +210,17 @@ impl Scheduler {
         self.last_step = StepId(0);
         self.blocks = BlockPool::new(num_blocks, self.config.block_size);
         self.host = HostPool::new(host_blocks);
+        let room = self.room();
+        for slot in &self.waiting {
+            if let Some(sequence) = &mut self.sequences[*slot] {
+                sequence.fit(room);
+            }
+        }
         let mut too_large: Vec<(RequestId, u32)> = self
             .waiting
             .iter()
             .filter_map(|slot| self.sequences[*slot].as_ref())
-            .map(|seq| (seq.request, self.blocks_needed(seq.num_prompt, seq.max_tokens)))
+            .map(|seq| (seq.request, self.blocks_needed(seq.tokens_needed())))
             .filter(|(_, needed)| *needed > num_blocks)
             .collect();
         too_large.dedup_by_key(|(request, _)| *request);
@@ -291,13 +297,16 @@ impl Scheduler {
     /// # Errors
     /// The request, when it does not fit here.
     pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
-        let needed = handed.sequences.first();
-        let needed = needed.map_or(0, |seq| self.blocks_needed(seq.num_prompt, seq.max_tokens));
+        let needed = self.blocks_needed(handed.tokens_needed());
         if self.epoch.is_some() && needed > self.blocks.total() {
             let available = self.blocks.total();
             return Err(Box::new((handed, EngineError::TooLarge { needed, available })));
         }
-        let HandedOver { id, mut owner, sequences } = handed;
+        let HandedOver { id, mut owner, mut sequences } = handed;
+        if self.epoch.is_some() {
+            let room = self.room();
+            sequences.iter_mut().for_each(|sequence| sequence.fit(room));
+        }
         owner.live.clear();
         let mut names = Vec::with_capacity(sequences.len());
         for mut sequence in sequences.into_iter().rev() {
@@ -324,7 +333,7 @@ impl Scheduler {
             return Err(EngineError::QueueFull { queued, max, retry_after_s: 1 });
         }
         let num_prompt = request.prompt.len() as u32;
-        let needed = self.blocks_needed(num_prompt, request.max_tokens);
+        let needed = self.blocks_needed(request.tokens_needed());
         let available = match self.epoch {
             Some(_) => self.blocks.total(),
             None => self.config.blocks_for(self.config.max_model_len),
@@ -345,7 +354,7 @@ impl Scheduler {
             self.next_seq += 1;
             let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
             tokens.extend_from_slice(&request.prompt);
-            let sequence = Sequence {
+            let mut sequence = Sequence {
                 id,
                 request: request.id,
                 priority: request.priority,
@@ -353,6 +362,7 @@ impl Scheduler {
                 tokens,
                 num_prompt,
                 max_tokens: request.max_tokens,
+                open_ended: request.open_ended,
                 guide: guides.next(),
                 blocks: Vec::with_capacity(needed as usize),
                 told: 0,
@@ -375,6 +385,9 @@ impl Scheduler {
                 wants_draft: false,
                 drafts: Vec::new(),
             };
+            if self.epoch.is_some() {
+                sequence.fit(self.room());
+            }
             let slot = self.store(sequence);
             self.wait_last(slot);
             live.push(slot);
@@ -546,9 +559,13 @@ impl Scheduler {
         }
     }
 
-    fn blocks_needed(&self, num_prompt: u32, max_tokens: u32) -> u32 {
-        let longest = num_prompt.saturating_add(max_tokens).min(self.config.max_model_len);
-        self.config.blocks_for(longest)
+    /// Tokens that the whole KV cache has room for.
+    fn room(&self) -> u32 {
+        self.blocks.total().saturating_mul(self.config.block_size)
+    }
+
+    fn blocks_needed(&self, tokens: u32) -> u32 {
+        self.config.blocks_for(tokens.min(self.config.max_model_len))
     }
 }
 

@@ -18,6 +18,7 @@ use tokio::task::JoinHandle;
 
 use crate::coordinator::{Bound, Prepared, StartError};
 use crate::http::error::ApiError;
+use crate::http::server::get_version;
 use crate::http::tls::{self, Tls};
 use crate::metrics::exposition::Format;
 use crate::metrics::membership;
@@ -109,6 +110,9 @@ fn serve(
             .route("/live", web::head().to(HttpResponse::Ok))
             .route("/health", web::get().to(HttpResponse::Ok))
             .route("/health", web::head().to(HttpResponse::Ok))
+            .route("/ping", web::get().to(HttpResponse::Ok))
+            .route("/ping", web::post().to(HttpResponse::Ok))
+            .route("/version", web::get().to(get_version))
             .route("/ready", web::get().to(ready))
             .route("/metrics", web::get().to(metrics))
             .default_service(web::to(refuse))

@@ -36,7 +36,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 10;
+pub const PROTOCOL_VERSION: u16 = 11;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -3,6 +3,7 @@ use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::ApiOptions;
 use reqwest::{Method, Response};
 use serde_json::{Value, json};
+use testkit::scrape::Scrape;
 
 use crate::rig::Rig;
 
@@ -52,6 +53,10 @@ async fn with_keys_only_who_has_one_sees_the_models_work() {
             assert_eq!(body["error"]["code"], "invalid_api_key", "{body}");
         }
     }
+    let page = send(&rig, Method::GET, "/metrics", &[]).await.text().await.unwrap();
+    let counted = Scrape::parse(&page).unwrap();
+    let counted = counted.sum("tutti_requests_rejected_total", &[("reason", "unauthorized")]);
+    assert_eq!(counted, 5.0 * guarded.len() as f64);
     for key in ["sesame", "other"] {
         let bearer = format!("Bearer {key}");
         let response = send(&rig, Method::GET, "/v1/models", &[("authorization", &bearer)]).await;

@@ -1,7 +1,7 @@
 //! `/v1/responses`: its items, its events, what it refuses.
 use coordinator::engine::EngineError;
 use coordinator::http::options::ApiOptions;
-use coordinator::text::reply::CallFormat;
+use coordinator::text::reply::{CallFormat, Reasoning};
 use serde_json::{Value, json};
 use shared::protocol::GuideSpec;
 
@@ -15,7 +15,8 @@ const THOUGHT: &str = "<think>\nHm, so.\n</think>\n\nI look.\n<tool_call>\n{\"na
 
 fn thinking(text: &str) -> Rig {
     let calls = Some(CallFormat::Hermes);
-    let options = ApiOptions { tool_calls: calls, reasoning: true, ..ApiOptions::default() };
+    let options =
+        ApiOptions { tool_calls: calls, reasoning: Reasoning::Marked, ..ApiOptions::default() };
     let rig = Rig::with_api(&options);
     rig.script(|script| script.text = text.to_owned());
     rig

@@ -1,6 +1,6 @@
 //! Calls of tools and reasoning, told from the text that a model writes.
 use coordinator::http::options::ApiOptions;
-use coordinator::text::reply::CallFormat;
+use coordinator::text::reply::{CallFormat, Reasoning};
 use serde_json::{Value, json};
 use shared::protocol::GuideSpec;
 use testkit::client::Reply;
@@ -12,6 +12,7 @@ const CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\"
     \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call><|end|>";
 
 fn rig(text: &str, calls: Option<CallFormat>, reasoning: bool) -> Rig {
+    let reasoning = if reasoning { Reasoning::Marked } else { Reasoning::Untold };
     let rig = Rig::with_api(&ApiOptions { tool_calls: calls, reasoning, ..ApiOptions::default() });
     rig.script(|script| script.text = text.to_owned());
     rig

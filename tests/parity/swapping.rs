@@ -84,6 +84,7 @@ fn load() -> Vec<GenerateRequest> {
             guides: Vec::new(),
             guide_spec: None,
             max_tokens: 30 + at,
+            open_ended: false,
             priority: 0,
             cache_salt: 0,
             end_tokens: Vec::new(),

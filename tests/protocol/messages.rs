@@ -254,6 +254,7 @@ fn submit() -> SubmitRequest {
             whitespace: Whitespace::Pattern(" ?".to_owned()),
         }),
         max_tokens: 9,
+        open_ended: true,
         priority: -3,
         cache_salt: u64::MAX,
         end_tokens: vec![0],

@@ -83,6 +83,7 @@ fn request() -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens: 30,
+        open_ended: false,
         priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),

@@ -67,6 +67,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     prompt,
                     n,
                     max_tokens,
+                    open_ended: seed.is_multiple_of(3),
                     end_tokens,
                     min_tokens: if guide.is_some() { 0 } else { min_tokens.min(max_tokens) },
                     stop_token,

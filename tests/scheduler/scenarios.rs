@@ -258,6 +258,44 @@ fn refusals_name_the_bound() {
     assert_eq!(error, EngineError::QueueFull { queued: 3, max: 3, retry_after_s: 1 });
 }
 
+/// A request without a bound gets what the cache has room for, wherever it comes to run, and ends as
+/// one that reached its bound.
+#[test]
+fn without_a_bound_the_cache_is_the_bound() {
+    let open = ClientRequest { max_tokens: 900, open_ended: true, ..prompt(40) };
+    let ends_at = |rig: &mut Rig, id, room: usize| {
+        rig.drain();
+        let got = &rig.requests[&id].1;
+        assert_eq!(got.reasons, [Some(FinishReason::Length)]);
+        assert_eq!(got.tokens[0].len(), room - 40);
+    };
+    // 8 blocks of 16.
+    let mut rig = Rig::new(config());
+    rig.ready(8);
+    let id = rig.submit(open.clone()).unwrap();
+    ends_at(&mut rig, id, 128);
+    // Taken before it is known how many there are.
+    let mut rig = Rig::new(config());
+    let id = rig.submit(open.clone()).unwrap();
+    rig.ready(8);
+    ends_at(&mut rig, id, 128);
+    // Begun where there is more room.
+    let mut rig = ready();
+    let id = rig.submit(open.clone()).unwrap();
+    for _ in 0..30 {
+        rig.plan();
+        rig.deliver();
+    }
+    rig.lost();
+    rig.ready(8);
+    ends_at(&mut rig, id, 128);
+    // Where not even what it has fits, it is refused.
+    let mut rig = Rig::new(config());
+    rig.ready(2);
+    let error = rig.submit(open).unwrap_err();
+    assert_eq!(error, EngineError::TooLarge { needed: 3, available: 2 });
+}
+
 #[test]
 fn answers_of_another_epoch_or_step_change_nothing() {
     let mut rig = ready();

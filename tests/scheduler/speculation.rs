@@ -459,6 +459,7 @@ fn a_drafts_tokens_share_the_time_they_took() {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens,
+        open_ended: false,
         priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),

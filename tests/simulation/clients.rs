@@ -131,6 +131,7 @@ impl Clients {
             guides: (0..client.n).filter_map(guide).collect(),
             guide_spec: None,
             max_tokens: client.ends.max_tokens,
+            open_ended: false,
             // Text and promises do not depend on it.
             priority: (index % 3) as i32 - 1,
             cache_salt: 0,

@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use coordinator::cluster::affinity::Affinity;
-use coordinator::cluster::orphanage::{Home, Orphanage};
+use coordinator::cluster::orphanage::{Orphanage, with_room};
 use coordinator::cluster::roster::{LinkNumber, Roster};
 use coordinator::cluster::{Cluster, ClusterConfig, PlacementRules};
 use coordinator::engine::GenerateRequest;
@@ -111,12 +111,9 @@ impl Coordinator {
 
     /// As `ClusterActor::route`.
     pub(crate) fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
-        let homes = self.replicas.iter().map(|(id, running)| Home {
-            replica: *id,
-            serving: running.serving.is_some(),
-            load: running.load.in_flight.load(std::sync::atomic::Ordering::Relaxed),
-        });
-        self.affinity.route(&request.prompt, request.cache_salt, homes)
+        let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
+        let homes = with_room(homes, request.tokens_needed());
+        self.affinity.route(&request.prompt, request.cache_salt, homes.into_iter())
     }
 
     pub(crate) fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {

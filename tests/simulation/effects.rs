@@ -101,6 +101,7 @@ impl World {
         self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
+            running.room = Some(num_blocks * self.scenario.engine.block_size);
         }
         let waits = |(_, running): &(&ReplicaId, &RunningReplica)| running.serving.is_none();
         let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
@@ -129,6 +130,7 @@ impl World {
                 operation: Operation::new(driver, load.clone()),
                 load,
                 serving: None,
+                room: None,
                 links: Vec::new(),
                 mail: VecDeque::new(),
                 mail_due: due,

@@ -36,12 +36,25 @@ pub(crate) struct RunningReplica {
     pub(crate) operation: Operation,
     pub(crate) load: Arc<ReplicaLoad>,
     pub(crate) serving: Option<(Epoch, Vec<WorkerId>)>,
+    pub(crate) room: Option<u32>,
     /// The links that the replica's actor holds.
     pub(crate) links: Vec<(WorkerId, LinkId)>,
     pub(crate) mail: VecDeque<ReplicaMail>,
     pub(crate) mail_due: Time,
     /// Since when it has had no epoch.
     pub(crate) down_since: Option<Time>,
+}
+
+impl RunningReplica {
+    /// As in `ClusterActor`.
+    pub(crate) fn home(&self, replica: ReplicaId) -> Home {
+        Home {
+            replica,
+            serving: self.serving.is_some(),
+            load: self.load.in_flight.load(Ordering::Relaxed),
+            room: self.room.unwrap_or(u32::MAX),
+        }
+    }
 }
 
 /// What a replica wants sent; sent when it has returned.
@@ -247,13 +260,8 @@ impl World {
         let coordinator = &mut *self.coordinator;
         let life = coordinator.life;
         let homes = coordinator.core.replicas().map(|replica| {
-            let running = coordinator.replicas.get(&replica.id);
-            let load = |it: &RunningReplica| it.load.in_flight.load(Ordering::Relaxed);
-            Home {
-                replica: replica.id,
-                serving: running.is_some_and(|running| running.serving.is_some()),
-                load: running.map_or(0, load),
-            }
+            let unknown = Home { replica: replica.id, serving: false, load: 0, room: u32::MAX };
+            coordinator.replicas.get(&replica.id).map_or(unknown, |it| it.home(replica.id))
         });
         let placed = coordinator.orphanage.place(from, requests, homes);
         for request in placed.cancelled {

@@ -7,7 +7,7 @@ use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
 use coordinator::http::tls::{LOOK_EVERY, Tls, TlsFiles};
 use coordinator::private_file;
-use coordinator::text::reply::CallFormat;
+use coordinator::text::reply::{CallFormat, Reasoning};
 
 use super::CliError;
 use super::options::parse_bytes;
@@ -95,7 +95,11 @@ pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
         access_log: args.access_log,
         tls: tls(args)?,
         tool_calls: args.tool_call_parser,
-        reasoning: args.reasoning_parser.is_some(),
+        reasoning: match args.reasoning_parser.as_deref() {
+            None => Reasoning::Untold,
+            Some("deepseek_r1") => Reasoning::First,
+            Some(_) => Reasoning::Marked,
+        },
     })
 }
 

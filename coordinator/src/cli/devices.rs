@@ -3,7 +3,7 @@ use serde_json::{Value, json};
 use worker::device::{CpuDevice, CudaDevice, DeviceChoice, Isa, Survey, bytes_text, survey};
 
 use super::CliError;
-use super::options::{ComputeArgs, CudaArgs, Device, DevicesArgs};
+use super::options::{ComputeArgs, CudaArgs, Device, DevicesArgs, TENSOR_PARALLEL};
 use super::output::print_line;
 use super::work::cores;
 
@@ -122,12 +122,45 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
     Ok(DeviceChoice::Cuda(CudaDevice { options, memory_utilization, memory_free, uuid }))
 }
 
-/// What each of `count` workers of this host computes on, as values of `--device`; and a line for
-/// people.
-pub(crate) fn share_out(args: &ComputeArgs, count: u32) -> Result<(Vec<String>, String), CliError> {
-    let cpu = |why: String| Ok((vec!["cpu".to_owned()], why));
+/// The workers of this host.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// How many.
+    pub(crate) workers: u32,
+    /// How many make a replica.
+    pub(crate) degree: u32,
+    /// What each computes on, as values of `--device`.
+    pub(crate) devices: Vec<String>,
+    /// They are GPUs.
+    pub(crate) on_gpus: bool,
+    /// What they are, for people.
+    pub(crate) text: String,
+}
+
+/// Workers and tensor-parallel degree on a host with so many usable GPUs: what is asked for, and for
+/// the rest a worker for each GPU where they are enough for a replica, or two on the CPU.
+fn sizes(usable: u32, workers: Option<u32>, degree: Option<u32>) -> (u32, u32) {
+    let workers = workers.unwrap_or(match degree {
+        _ if usable > 0 && usable >= degree.unwrap_or(1) => usable,
+        _ => degree.unwrap_or(TENSOR_PARALLEL).max(TENSOR_PARALLEL),
+    });
+    (workers, degree.unwrap_or_else(|| workers.min(TENSOR_PARALLEL)))
+}
+
+/// What the workers of this host compute on, `workers` of them, `degree` for each replica, where that is
+/// said.
+pub(crate) fn share_out(
+    args: &ComputeArgs,
+    workers: Option<u32>,
+    degree: Option<u32>,
+) -> Result<Shared, CliError> {
+    let cpu = || {
+        let (workers, degree) = sizes(0, workers, degree);
+        let (devices, text) = (vec!["cpu".to_owned()], "CPU".to_owned());
+        Ok(Shared { workers, degree, devices, on_gpus: false, text })
+    };
     if args.device == Device::Cpu {
-        return cpu("CPU".to_owned());
+        return cpu();
     }
     let found = look(&args.cuda);
     let usable: Vec<u32> = match args.device {
@@ -137,6 +170,7 @@ pub(crate) fn share_out(args: &ComputeArgs, count: u32) -> Result<(Vec<String>, 
         },
         _ => found.usable().map(|device| device.info.ordinal).collect(),
     };
+    let (count, of_each) = sizes(u32::try_from(usable.len()).unwrap_or(0), workers, degree);
     let short = match found.unusable() {
         Some(reason) => Some(reason),
         None if (usable.len() as u64) < u64::from(count) => Some(format!(
@@ -155,12 +189,36 @@ pub(crate) fn share_out(args: &ComputeArgs, count: u32) -> Result<(Vec<String>, 
                 .filter(|device| usable.contains(&device.info.ordinal))
                 .map(|device| device.info.name.as_str())
                 .collect();
-            Ok((devices, format!("GPU ({})", names.join(", "))))
+            let text = format!("GPU ({})", names.join(", "));
+            Ok(Shared { workers: count, degree: of_each, devices, on_gpus: true, text })
         }
         (Some(reason), Device::Auto) => {
             tracing::info!(reason, "computing on the CPU");
-            cpu("CPU".to_owned())
+            cpu()
         }
         (Some(reason), _) => Err(CliError::NoDevice(format!("--device cuda: {reason}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_are_as_many_as_gpus_where_those_make_a_replica() {
+        for (usable, workers, degree, expected) in [
+            (0, None, None, (2, 2)),
+            (0, Some(1), None, (1, 1)),
+            (0, None, Some(4), (4, 4)),
+            (0, None, Some(1), (2, 1)),
+            (1, None, None, (1, 1)),
+            (4, None, None, (4, 2)),
+            (8, None, Some(8), (8, 8)),
+            (4, Some(2), Some(1), (2, 1)),
+            // Too few for a replica: on the CPU.
+            (1, None, Some(2), (2, 2)),
+        ] {
+            assert_eq!(sizes(usable, workers, degree), expected, "{usable} {workers:?} {degree:?}");
+        }
     }
 }

@@ -1,5 +1,5 @@
 //! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's side of a running coordinator.
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use coordinator::cluster::status::{NodeLogs, Status};
 use coordinator::http::admin::{DrainRequest, ScaleRequest, TOKEN_PURPOSE};
@@ -71,6 +71,9 @@ pub(crate) fn scale(args: &ScaleArgs) -> Result<(), CliError> {
     ask(&args.operator, "/admin/scale", &[], Some(body))?;
     if let Some(workers) = args.workers {
         print_line(&format!("{workers} local workers shall run; see tutti status"));
+    }
+    if args.reset {
+        print_line("as many replicas as the leader's --replicas says; see tutti status");
     }
     match args.replicas {
         None => {}
@@ -205,10 +208,22 @@ fn table(status: &Status) -> Vec<String> {
     lines
 }
 
+/// How long ago this was, in seconds since 1970.
+fn ago(at: u64) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let seconds = now.saturating_sub(at);
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
+    }
+}
+
 fn dead(status: &Status) -> Vec<String> {
     let mut lines = vec![format!(
         "{:<24} {:>5} {:>8} {:>12} {:<22} {:>5}  reason",
-        "NODE", "SLOT", "PID", "AT (1970)", "EXIT", "LINES"
+        "NODE", "SLOT", "PID", "AGO", "EXIT", "LINES"
     )];
     for dead in &status.dead {
         lines.push(format!(
@@ -216,7 +231,7 @@ fn dead(status: &Status) -> Vec<String> {
             dead.node,
             dead.slot.map_or_else(|| "-".to_owned(), |slot| slot.to_string()),
             dead.pid,
-            dead.at,
+            ago(dead.at),
             dead.exit.as_deref().unwrap_or("-"),
             dead.lines,
             dead.reason

@@ -93,7 +93,7 @@ fn parse_device(text: &str) -> Result<Device, String> {
         .ok_or_else(|| "expected auto, cpu, cuda or cuda:N, where N numbers GPUs from 0".to_owned())
 }
 
-/// Parses `auto`, `nccl`, `host`.
+/// Parses one of [`Exchange::NAMES`].
 fn parse_exchange(text: &str) -> Result<Exchange, String> {
     let found = Exchange::NAMES.iter().find(|(name, _)| *name == text);
     let names: Vec<&str> = Exchange::NAMES.iter().map(|(name, _)| *name).collect();
@@ -129,6 +129,9 @@ fn log_fields() -> clap::builder::PossibleValuesParser {
     clap::builder::PossibleValuesParser::new(Field::ALL.map(|(name, _)| name))
 }
 
+/// Workers of a replica where nothing is said.
+pub(crate) const TENSOR_PARALLEL: u32 = 2;
+
 /// Options of `tutti up`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct UpArgs {
@@ -138,9 +141,10 @@ pub(crate) struct UpArgs {
     pub(crate) serving: ServingArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
-    /// Local worker processes to start; more than --tensor-parallel makes more replicas
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub(crate) workers: u32,
+    /// Local worker processes to start; more than --tensor-parallel makes more replicas [default: one
+    /// for each usable GPU; on the CPU 2, or --tensor-parallel]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) workers: Option<u32>,
 }
 
 /// Options of `tutti coordinator`.
@@ -381,13 +385,13 @@ pub(crate) struct ServingArgs {
     /// so, and on GPUs, else float32
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
-    /// Quantise weights while they are loaded: int8 (half the memory, and up to twice as fast where
-    /// memory is the limit, for a little precision) or none
+    /// Quantise weights while they are loaded: int8 (half the memory of the layers, and a few
+    /// sequences decoded 1.6 times as fast where memory is the limit, for a little precision) or none
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
-    /// Workers per replica: each holds 1/N of every layer
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub(crate) tensor_parallel: u32,
+    /// Workers per replica: each holds 1/N of every layer [default: 2; for `up` no more than it starts]
+    #[arg(long, alias = "tensor-parallel-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) tensor_parallel: Option<u32>,
     /// Go on with fewer workers per replica, down to this many, when some stay away; back to
     /// --tensor-parallel when they return [default: --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -412,15 +416,16 @@ pub(crate) struct ServingArgs {
     /// Most sequences in one engine step
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) max_num_seqs: u32,
-    /// Most tokens in one engine step (longer prompts are prefilled in chunks)
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=131_072))]
-    pub(crate) max_num_batched_tokens: u32,
+    /// Most tokens in one engine step (longer prompts are prefilled in chunks) [default: 512; for `up` on
+    /// GPUs 2048]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=131_072))]
+    pub(crate) max_num_batched_tokens: Option<u32>,
     /// Tokens per KV cache block
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) block_size: u32,
     /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB [default: 512MiB on CPUs,
     /// on GPUs what --gpu-memory-utilization leaves]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: Option<u64>,
     /// Host memory per worker for the KV of requests that are put back when the KV cache is full, so
     /// that they need not be computed again: in GiB, or bytes with a suffix KiB, MiB, GiB; 0: they
@@ -534,7 +539,8 @@ pub(crate) struct ComputeArgs {
     /// authenticated [default: lo when the coordinator is on this host's loopback; else NCCL chooses]
     #[arg(long, value_name = "NAME")]
     pub(crate) nccl_interface: Option<String>,
-    /// Compute threads per worker [default: the cores, shared among this host's workers]
+    /// Compute threads per worker [default: all cores that it may use; `up` shares them among its
+    /// workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
 }

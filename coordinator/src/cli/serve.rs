@@ -10,11 +10,15 @@ use coordinator::replica::driver::DriverLimits;
 use shared::log::SharedLog;
 use shared::metrics::compat::Compat;
 
-use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs};
+use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs, TENSOR_PARALLEL};
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, random, random_secret};
 use super::{CliError, CoordinatorArgs, api, elected, etcd, logging, secret};
+
+/// Most tokens in a step where nothing is said, which is right for CPUs; and where workers have GPUs.
+const BATCHED_TOKENS: u32 = 512;
+pub(crate) const BATCHED_TOKENS_GPU: u32 = 2048;
 
 /// Where workers dial in, unless told otherwise.
 const CLUSTER_LISTEN: SocketAddr =
@@ -81,6 +85,7 @@ pub(crate) fn coordinator_options(
         None => demo_model()?,
     };
     let model = std::path::absolute(&model).unwrap_or(model);
+    let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
     let name = args
         .served_model_name
         .clone()
@@ -90,8 +95,8 @@ pub(crate) fn coordinator_options(
         model,
         dtype: args.dtype,
         quantization: args.quantization,
-        tensor_parallel: args.tensor_parallel,
-        min_tensor_parallel: args.min_tensor_parallel.unwrap_or(args.tensor_parallel),
+        tensor_parallel: degree,
+        min_tensor_parallel: args.min_tensor_parallel.unwrap_or(degree),
         max_replicas: args.replicas,
         placement: args.placement.rules()?,
         listen: args.listen,
@@ -99,7 +104,7 @@ pub(crate) fn coordinator_options(
         secret,
         max_model_len: args.max_model_len,
         max_num_seqs: args.max_num_seqs,
-        max_num_batched_tokens: args.max_num_batched_tokens,
+        max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(BATCHED_TOKENS),
         block_size: args.block_size,
         // 0 leaves it to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),

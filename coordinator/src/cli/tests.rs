@@ -29,7 +29,7 @@ fn up(words: &[&str], text: &str) -> Result<UpArgs, String> {
 fn a_file_supplies_what_the_command_line_does_not_say() {
     let args = up(&["--workers", "3"], "workers = 8\ntensor-parallel = 4\nmax-num-seqs = 7\n");
     let args = args.unwrap();
-    assert_eq!((args.workers, args.serving.tensor_parallel), (3, 4));
+    assert_eq!((args.workers, args.serving.tensor_parallel), (Some(3), Some(4)));
     assert_eq!(args.serving.max_num_seqs, 7);
     assert_eq!(args.serving.block_size, 16);
 }

@@ -13,22 +13,27 @@ use tokio::sync::{mpsc, watch};
 use self::children::{ChildEvent, Children, WorkerCommand};
 use self::progress::LoadBar;
 use super::output::print_line;
-use super::serve::{coordinator_options, finish};
+use super::serve::{BATCHED_TOKENS_GPU, coordinator_options, finish};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging};
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
-    let (workers, degree) = (args.workers, args.serving.tensor_parallel);
+    let shared = devices::share_out(&args.compute, args.workers, args.serving.tensor_parallel)?;
+    let devices::Shared { workers, degree, devices, on_gpus, text: on } = shared;
     if workers < degree {
         return Err(CliError::Usage(format!(
             "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
         )));
     }
-    let (devices, on) = devices::share_out(&args.compute, workers)?;
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
-    let mut options = coordinator_options(&args.common, &args.serving, any_port, log)?;
+    let mut serving = args.serving.clone();
+    serving.tensor_parallel = Some(degree);
+    if on_gpus {
+        serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
+    }
+    let mut options = coordinator_options(&args.common, &serving, any_port, log)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);
@@ -37,7 +42,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let mut signals = Signals::listen()?;
         let coordinator =
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
-        let command = worker_command(args, &coordinator, devices)?;
+        let command = worker_command(args, &coordinator, devices, workers)?;
         print_line(&format!("tutti {}: {model}", env!("CARGO_PKG_VERSION")));
         print_line(&format!(
             "{workers} {on} workers, tensor parallel {degree}, {} replica(s)",
@@ -46,13 +51,14 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         let view = coordinator.view();
         let (events, ends) = mpsc::channel(64);
         let (kick, kicked) = watch::channel(None);
+        let least = args.serving.min_tensor_parallel.unwrap_or(degree).min(degree);
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
             () = async {
                 signals.next().await;
                 finish(&coordinator, patience, &mut signals).await;
             } => Ok(()),
-            outcome = watch_over(&coordinator, view, ends, &kick, scaling, &mut children) => outcome,
+            outcome = watch_over(&coordinator, view, ends, &kick, scaling, (&mut children, least)) => outcome,
         };
         print_line("stopping");
         coordinator.stop(true).await;
@@ -65,10 +71,11 @@ fn worker_command(
     args: &UpArgs,
     coordinator: &Coordinator,
     devices: Vec<String>,
+    workers: u32,
 ) -> Result<WorkerCommand, CliError> {
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
-    let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.workers).max(1));
+    let threads = args.compute.threads.unwrap_or_else(|| (cores() / workers).max(1));
     let files = [
         ("--nvml-lib", &args.common.nvml_lib),
         ("--cluster-secret-file", &args.common.cluster_secret_file),
@@ -94,8 +101,6 @@ fn worker_command(
         "worker".to_owned(),
         "--coordinator".to_owned(),
         coordinator.cluster_addr().to_string(),
-        "--threads".to_owned(),
-        threads.to_string(),
         "--log-level".to_owned(),
         args.common.log_level.clone(),
         "--gpu-memory-utilization".to_owned(),
@@ -106,33 +111,47 @@ fn worker_command(
     ];
     let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags);
     let args = args.chain(interface).collect();
-    Ok(WorkerCommand { program, args, devices })
+    Ok(WorkerCommand { program, args, threads, devices })
 }
 
-/// Starts workers, or has the last ones leave; a worker that cannot be done without stays.
+/// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot be
+/// done without stays.
 async fn scale(
     coordinator: &Coordinator,
     children: &mut Children,
     workers: u32,
 ) -> Result<(), String> {
+    while children.count() > workers {
+        if let Some(node) = children.last_node() {
+            coordinator.drain(&node).await?;
+        }
+        children.forget_last();
+    }
+    children.try_again();
     while children.count() < workers {
         children.add();
     }
-    while children.count() > workers {
-        coordinator.drain(&children.last_node()).await?;
-        children.forget_last();
+    let (threads, cores) = (children.threads(), cores());
+    if threads * workers > cores {
+        tracing::warn!(
+            workers,
+            threads,
+            cores,
+            "more threads than cores: workers keep the --threads that they were started with"
+        );
     }
     Ok(())
 }
 
-/// Shows progress, says when it is ready, and ends only when going on makes no sense.
+/// Shows progress, says when it is ready, and ends only when going on makes no sense: with fewer than
+/// the `least` workers that a replica needs, say.
 async fn watch_over(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
     mut ends: mpsc::Receiver<ChildEvent>,
     kick: &watch::Sender<Option<(String, u32)>>,
     mut scaling: mpsc::Receiver<ScaleWorkers>,
-    children: &mut Children,
+    (children, least): (&mut Children, u32),
 ) -> Result<(), CliError> {
     let mut bar = Some(LoadBar::new());
     let mut announced = false;
@@ -160,7 +179,15 @@ async fn watch_over(
                 }
                 ChildEvent::GaveUp { node, reason } => {
                     coordinator.supervised(&node, None);
-                    return Err(CliError::Failed(format!("worker {node}: {reason}")));
+                    children.give_up(&node);
+                    let serves = !view.borrow().serving.is_empty();
+                    if !serves && children.num_tried() < least {
+                        return Err(CliError::Failed(format!("worker {node}: {reason}")));
+                    }
+                    tracing::error!(
+                        node, reason,
+                        "a worker keeps failing and is left alone; `tutti scale --workers N` tries it again"
+                    );
                 }
             },
         }

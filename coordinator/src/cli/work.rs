@@ -142,7 +142,7 @@ pub(crate) fn host_id() -> String {
     format!("{boot}-{memory:x}-{processes:x}")
 }
 
-/// A random number from the operating system's entropy.
+/// A number that no other process has drawn: hashers are seeded by the operating system. Not for secrets.
 pub(crate) fn random() -> u64 {
     std::hash::RandomState::new().build_hasher().finish()
 }

@@ -26,7 +26,7 @@ pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, Refusal};
 use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
-use super::orphanage::Orphanage;
+use super::orphanage::{Home, Orphanage};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
 use super::view::ClusterView;
@@ -63,6 +63,19 @@ struct RunningReplica {
     addr: Addr<ReplicaActor>,
     load: Arc<ReplicaLoad>,
     serving: Option<(Epoch, Vec<WorkerId>)>,
+    /// Tokens that its KV cache has room for, or had when it served last.
+    room: Option<u32>,
+}
+
+impl RunningReplica {
+    fn home(&self, replica: ReplicaId) -> Home {
+        Home {
+            replica,
+            serving: self.serving.is_some(),
+            load: self.load.in_flight.load(Ordering::Relaxed),
+            room: self.room.unwrap_or(u32::MAX),
+        }
+    }
 }
 
 /// Makes a replica's actor when the core makes a replica.
@@ -257,8 +270,9 @@ impl ClusterActor {
         if tokens < u64::from(max) {
             tracing::warn!(
                 replica = %id,
-                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests beyond are \
-                 refused; give more --kv-cache-memory, or say --max-model-len {tokens}"
+                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests for more are \
+                 refused, those without max_tokens end there; give more --kv-cache-memory, or say \
+                 --max-model-len {tokens}"
             );
         }
         self.unservable = None;
@@ -276,6 +290,7 @@ impl ClusterActor {
             workers: ranks.clone(),
         });
         running.serving = Some((epoch, ranks));
+        running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
         // What waits at replicas that cannot go on can go on here.
         for running in self.replicas.values().filter(|running| running.serving.is_none()) {
             running.addr.do_send(GiveUp);
@@ -292,7 +307,7 @@ impl ClusterActor {
         match (self.make_replica)(id, ctx.address(), load.clone()) {
             Ok(actor) => {
                 let addr = actor.start();
-                self.replicas.insert(id, RunningReplica { addr, load, serving: None });
+                self.replicas.insert(id, RunningReplica { addr, load, serving: None, room: None });
             }
             Err(error) => self.unservable = Some(error.to_string()),
         }

@@ -97,6 +97,7 @@ mod tests {
             replica: ReplicaId(id as u32),
             serving: *load < 1000,
             load: *load,
+            room: u32::MAX,
         };
         loads.iter().enumerate().map(home).collect::<Vec<_>>().into_iter()
     }

@@ -14,6 +14,20 @@ pub struct Home {
     pub serving: bool,
     /// Requests it has.
     pub load: u32,
+    /// Tokens that its KV cache has room for; `u32::MAX` before it has ever served.
+    pub room: u32,
+}
+
+/// The replicas whose KV cache has room for so many tokens; all, if none has, for one of them to
+/// refuse them.
+#[must_use]
+pub fn with_room(homes: impl Iterator<Item = Home>, tokens: u32) -> Vec<Home> {
+    let homes: Vec<Home> = homes.collect();
+    let fits = |home: &&Home| home.room >= tokens;
+    match homes.iter().any(|home| fits(&home)) {
+        true => homes.iter().filter(fits).copied().collect(),
+        false => homes,
+    }
 }
 
 /// Where requests go.
@@ -49,8 +63,8 @@ impl Orphanage {
         }
     }
 
-    /// The answer: to those that serve, least loaded first; back to where they were when none does;
-    /// to any that waits when that one is given up.
+    /// The answer: to those that serve and have room for them, least loaded first; back to where they
+    /// were when none does; to any that waits when that one is given up.
     pub fn place(
         &mut self,
         from: ReplicaId,
@@ -59,19 +73,25 @@ impl Orphanage {
     ) -> Placed {
         self.due = self.due.saturating_sub(1);
         let homes: Vec<Home> = homes.collect();
-        let mut serving: BTreeMap<ReplicaId, (u32, Vec<Moved>)> = homes
+        let mut serving: BTreeMap<ReplicaId, (Home, Vec<Moved>)> = homes
             .iter()
             .filter(|home| home.serving)
-            .map(|home| (home.replica, (home.load, Vec::new())))
+            .map(|home| (home.replica, (*home, Vec::new())))
             .collect();
         let mut placed = Placed::default();
         let mut waiting = Vec::new();
         for request in requests {
             if self.cancelled.contains(&request.id()) {
                 placed.cancelled.push(request);
-            } else if let Some((load, home)) = serving.values_mut().min_by_key(|(load, _)| *load) {
-                *load += 1;
-                home.push(request);
+                continue;
+            }
+            // None has room: one of them says so.
+            let needed = request.tokens_needed();
+            let least =
+                serving.values_mut().min_by_key(|(home, _)| (home.room < needed, home.load));
+            if let Some((home, requests)) = least {
+                home.load += 1;
+                requests.push(request);
             } else {
                 waiting.push(request);
             }
@@ -89,5 +109,23 @@ impl Orphanage {
             self.cancelled.clear();
         }
         placed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_go_where_they_fit() {
+        let home = |id: u32, room| Home { replica: ReplicaId(id), serving: id > 0, load: 0, room };
+        let homes = [home(0, u32::MAX), home(1, 100), home(2, 200)];
+        let fit = |homes: &[Home], tokens| -> Vec<u32> {
+            with_room(homes.iter().copied(), tokens).iter().map(|home| home.replica.0).collect()
+        };
+        assert_eq!(fit(&homes, 100), [0, 1, 2]);
+        assert_eq!(fit(&homes, 101), [0, 2]);
+        assert_eq!(fit(&homes, 201), [0], "one that has not served yet may have room");
+        assert_eq!(fit(&homes[1..], 201), [1, 2], "one of them says that it has none");
     }
 }

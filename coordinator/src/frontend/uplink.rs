@@ -374,6 +374,7 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         keep_special: request.keep_special,
         guide: request.guide_spec.map(Arc::unwrap_or_clone),
         max_tokens: request.max_tokens,
+        open_ended: request.open_ended,
         priority: request.priority,
         cache_salt: request.cache_salt,
         end_tokens: request.end_tokens,

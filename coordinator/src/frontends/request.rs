@@ -82,6 +82,7 @@ impl Frontends {
             guides: Vec::new(),
             guide_spec: submit.guide.map(Arc::new),
             max_tokens: submit.max_tokens,
+            open_ended: submit.open_ended,
             // Of one that does not know yet that priorities are not followed any more.
             priority: if self.serving.priorities { submit.priority } else { 0 },
             cache_salt: submit.cache_salt,

@@ -60,6 +60,7 @@ fn request() -> SubmitRequest {
         keep_special: false,
         guide: None,
         max_tokens: 5,
+        open_ended: false,
         priority: 0,
         cache_salt: 0,
         end_tokens: vec![1; SUPPRESSED_MAX],

@@ -5,7 +5,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Limits;
 use crate::text::model::TextModel;
-use crate::text::reply;
+use crate::text::reply::Reasoning;
 use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError};
 
 /// Variables that vLLM takes from fields of their own. A template that does not read one cannot
@@ -56,8 +56,8 @@ pub fn read(
 pub struct Rendered {
     /// Its tokens.
     pub tokens: Vec<u32>,
-    /// The template has opened the reasoning that the model begins with.
-    pub opens_reasoning: bool,
+    /// The reply begins within the model's reasoning.
+    pub begins_reasoning: bool,
 }
 
 /// Renders a conversation and turns it into tokens: a prompt that has to fit `max_tokens` of them,
@@ -70,6 +70,7 @@ pub fn encode(
     conversation: &Conversation,
     add_special_tokens: bool,
     max_tokens: Option<u32>,
+    reasoning: Reasoning,
 ) -> Result<Rendered, ApiError> {
     let template = text.template.as_ref().ok_or_else(no_template)?;
     let rendered = template.render(conversation).map_err(|error| match error {
@@ -86,7 +87,7 @@ pub fn encode(
     check_fits(text, "messages", &rendered, max_tokens)?;
     let tokens = text.encode(&rendered, add_special_tokens);
     let tokens = tokens.map_err(|error| ApiError::field("messages", error))?;
-    Ok(Rendered { tokens, opens_reasoning: reply::opens_reasoning(&rendered) })
+    Ok(Rendered { tokens, begins_reasoning: reasoning.begins_after(&rendered) })
 }
 
 /// Refuses a text that cannot fit so many tokens, without making tokens of it.

@@ -10,7 +10,7 @@ use super::params::{Common, Fields};
 use super::state::AppState;
 use super::tools::{Tools, Wanted};
 use crate::text::model::TextModel;
-use crate::text::reply::ReplyRules;
+use crate::text::reply::{Reasoning, ReplyRules};
 
 /// Which API the fields are answered in; they have the names of chat's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     }
     let conversation = conversation::read(&fields, limits, template, tools.told())?;
     let shows_reasoning = fields.boolean("include_reasoning", true)?;
-    if !shows_reasoning && !state.reasoning {
+    if !shows_reasoning && state.reasoning == Reasoning::Untold {
         let message = "`include_reasoning` cannot be false: reasoning is not told from the answer \
                        (the server's --reasoning-parser does)";
         return Err(ApiError::field("include_reasoning", message));
@@ -78,17 +78,18 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let (bytes, fit) = (fields.bytes(), common.fit(limits));
     // It may be much larger than what is kept of it.
     drop(fields);
-    rules.reasoning = state.reasoning && wanted.as_ref().is_none_or(Wanted::lets_reason);
-    let reasoning = rules.reasoning;
+    let lets_reason = wanted.as_ref().is_none_or(Wanted::lets_reason);
+    let reasoning = if lets_reason { state.reasoning } else { Reasoning::Untold };
+    rules.reasoning = reasoning != Reasoning::Untold;
     let encode = move |text: &TextModel| {
-        let rendered = conversation::encode(text, &conversation, special, fit)?;
-        let opened = reasoning.then_some(rendered.opens_reasoning);
+        let rendered = conversation::encode(text, &conversation, special, fit, reasoning)?;
+        let opened = (reasoning != Reasoning::Untold).then_some(rendered.begins_reasoning);
         let token = |mark: &str| text.special_token(mark);
         let asked = wanted.map(|wanted| wanted.made(opened, &token)).transpose()?;
         Ok((rendered, asked))
     };
     let (rendered, asked) = state.with_text(bytes, encode).await?;
-    rules.begins_reasoning = rendered.opens_reasoning;
+    rules.begins_reasoning = rendered.begins_reasoning;
     common.asked = asked;
     state.make_guide(&mut common).await?;
     // A mark that is left out would be missed.

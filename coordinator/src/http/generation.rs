@@ -108,6 +108,7 @@ impl RunningPrompt {
             guides: common.guides(),
             guide_spec: common.guide.as_ref().map(|(spec, _)| spec.clone()),
             max_tokens,
+            open_ended: common.is_open_ended(),
             priority: common.priority,
             cache_salt: common.cache_salt,
             end_tokens: common.end_tokens.clone(),

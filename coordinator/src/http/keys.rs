@@ -10,6 +10,7 @@ use actix_web::middleware::Next;
 use actix_web::web::Data;
 use actix_web::{Error, ResponseError as _};
 use sha2::{Digest as _, Sha256};
+use shared::metrics::labels::RejectReason;
 
 use super::error::ApiError;
 use super::state::AppState;
@@ -101,12 +102,13 @@ pub async fn authenticate<B: MessageBody + 'static>(
     next: Next<B>,
 ) -> Result<ServiceResponse<EitherBody<B>>, Error> {
     let state = request.app_data::<Data<AppState>>();
-    let refused = state.is_some_and(|state| {
+    let refused = state.filter(|state| {
         is_guarded(request.path())
             && request.method() != Method::OPTIONS
             && !state.keys.admit(request.headers())
     });
-    if refused {
+    if let Some(state) = refused {
+        state.stats.rejected(RejectReason::Unauthorized);
         let answer = ApiError::unknown_key().error_response();
         return Ok(request.into_response(answer).map_into_right_body());
     }

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use super::keys::ApiKeys;
 use super::tls::Tls;
-use crate::text::reply::CallFormat;
+use crate::text::reply::{CallFormat, Reasoning};
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
@@ -22,8 +22,8 @@ pub struct ApiOptions {
     pub access_log: bool,
     /// How the model writes calls of tools, where its chat template does not say it.
     pub tool_calls: Option<CallFormat>,
-    /// What the model writes between `<think>` and `</think>` is told apart from its answer.
-    pub reasoning: bool,
+    /// How the model's reasoning is told from its answer.
+    pub reasoning: Reasoning,
     /// How HTTPS is served, where it is instead of HTTP.
     pub tls: Option<Tls>,
 }
@@ -41,7 +41,7 @@ impl Default for ApiOptions {
             allowed_origins: Vec::new(),
             access_log: false,
             tool_calls: None,
-            reasoning: false,
+            reasoning: Reasoning::default(),
             tls: None,
         }
     }

@@ -148,6 +148,8 @@ pub struct Common {
     pub n: u32,
     /// Tokens per choice; what the context leaves, when absent.
     pub max_tokens: Option<u32>,
+    /// `max_tokens` is a bound and no wish: see [`Common::cap_output`].
+    is_capped: bool,
     /// How tokens are chosen; `choice` is set per choice, `seed` when the client names one.
     pub sampling: SamplingParams,
     /// The client named a seed.
@@ -258,6 +260,7 @@ impl Common {
         Ok(Self {
             n,
             max_tokens: None,
+            is_capped: false,
             sampling,
             seeded: seed.is_some(),
             stops: stops(fields, limits)?,
@@ -307,9 +310,16 @@ impl Common {
     /// Bounds the tokens per choice by what the model's length leaves behind a prompt of `prompt`
     /// tokens.
     pub fn cap_output(&mut self, prompt: usize, limits: &Limits) {
+        self.is_capped = true;
         let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
         let left = limits.max_model_len.saturating_sub(prompt).max(1);
         self.max_tokens = self.max_tokens.map(|asked| asked.min(left));
+    }
+
+    /// Whether fewer tokens will do where the KV cache has no room for all.
+    #[must_use]
+    pub fn is_open_ended(&self) -> bool {
+        self.is_capped || self.max_tokens.is_none()
     }
 
     /// Tokens per choice for a prompt of `prompt` tokens, which came in this field.

@@ -302,7 +302,8 @@ async fn get_ready(state: Data<AppState>) -> HttpResponse {
     }
 }
 
-async fn get_version() -> HttpResponse {
+/// `GET /version`.
+pub(crate) async fn get_version() -> HttpResponse {
     HttpResponse::Ok().json(json!({"name": "tutti", "version": env!("CARGO_PKG_VERSION")}))
 }
 

@@ -1,4 +1,5 @@
 //! What handlers share.
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -21,7 +22,7 @@ use crate::engine::EngineHandle;
 use crate::guide::GrammarError;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
-use crate::text::reply::CallFormat;
+use crate::text::reply::{CallFormat, Reasoning};
 
 /// Whether requests can be served now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,6 +73,7 @@ pub struct AppState {
     next_request: Arc<AtomicU64>,
     /// Tells this process's response ids from others'.
     run: u64,
+    seeds: u64,
     /// Who may use the API.
     pub keys: ApiKeys,
     /// Web pages whose scripts may use it.
@@ -80,8 +82,8 @@ pub struct AppState {
     pub access_log: bool,
     /// How the model writes calls of tools, as far as that is known.
     pub tool_calls: Option<CallFormat>,
-    /// What models write between `<think>` and `</think>` is told apart.
-    pub reasoning: bool,
+    /// How what models think is told from their answers.
+    pub reasoning: Reasoning,
     /// How HTTPS is served, where it is.
     pub tls: Option<Tls>,
     /// Where work on text is done.
@@ -121,11 +123,12 @@ impl AppState {
             created: since_1970(),
             next_request: Arc::new(AtomicU64::new(1)),
             run,
+            seeds: RandomState::new().hash_one(run),
             keys: ApiKeys::default(),
             allowed_origins: Arc::default(),
             access_log: false,
             tool_calls: None,
-            reasoning: false,
+            reasoning: Reasoning::default(),
             tls: None,
             texts: TextPool::default(),
         }
@@ -187,8 +190,8 @@ impl AppState {
     /// A random number, for requests that name no seed.
     #[must_use]
     pub fn draw_seed(&self, request: RequestId) -> u64 {
-        // splitmix64 of a random start: different for every request.
-        let mut z = self.run.wrapping_add(request.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        // splitmix64 of a random start, which no client is told: different for every request.
+        let mut z = self.seeds.wrapping_add(request.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)

@@ -10,6 +10,7 @@ use super::params::token_id;
 use super::state::AppState;
 use super::tools;
 use crate::text::model::TextModel;
+use crate::text::reply::Reasoning;
 
 /// Text or a conversation to tokens, as JSON.
 ///
@@ -29,7 +30,9 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<String, ApiEr
         let tools = tools::told(fields, &limits)?;
         let conversation = conversation::read(fields, &limits, template, tools.as_ref())?;
         let bytes = fields.bytes();
-        let encode = move |text: &_| conversation::encode(text, &conversation, special, None);
+        let encode = move |text: &_| {
+            conversation::encode(text, &conversation, special, None, Reasoning::Untold)
+        };
         state.with_text(bytes, encode).await?.tokens
     } else {
         let special = fields.boolean("add_special_tokens", true)?;

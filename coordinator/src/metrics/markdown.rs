@@ -75,7 +75,8 @@ pub fn markdown() -> String {
     }
     page.push_str(
         "\n## Names of other servers\n\nPublished beside ours from the same totals with \
-         `--metrics-compat vllm,aphrodite`; with `model_name`, and `engine` for `replica`.\n\n\
+         `--metrics-compat vllm,aphrodite`; with `model_name`, and with `engine` \
+         where ours has `replica`.\n\n\
          | name | series |\n| --- | --- |\n",
     );
     for alias in [Compat::Vllm, Compat::Aphrodite].iter().flat_map(|compat| compat.aliases()) {

@@ -53,6 +53,12 @@ impl Moved {
         self.handed.id()
     }
 
+    /// Tokens that a replica's KV cache must have room for.
+    #[must_use]
+    pub fn tokens_needed(&self) -> u32 {
+        self.handed.tokens_needed()
+    }
+
     /// Ends it where no replica will go on with it; without an error its client is gone.
     pub fn end(self, observer: &Observer, error: Option<EngineError>) {
         dropped(&mut observer.record(), self.live, error);

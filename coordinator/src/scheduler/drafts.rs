@@ -311,6 +311,7 @@ mod tests {
             guides: Vec::new(),
             guide_spec: None,
             max_tokens,
+            open_ended: false,
             priority: 0,
             cache_salt: 0,
             end_tokens: Vec::new(),

@@ -26,6 +26,8 @@ pub(super) struct Sequence {
     pub(super) tokens: Vec<u32>,
     pub(super) num_prompt: u32,
     pub(super) max_tokens: u32,
+    /// [`GenerateRequest::open_ended`](crate::engine::GenerateRequest::open_ended)
+    pub(super) open_ended: bool,
     /// What its tokens must be; it knows those accepted.
     pub(super) guide: Option<Box<dyn TokenGuide>>,
     /// Block table; covers at least `computed` tokens.
@@ -73,6 +75,21 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// Tokens that a KV cache must have room for, so that it can end.
+    pub(super) fn tokens_needed(&self) -> u32 {
+        let all = self.num_prompt.saturating_add(self.max_tokens);
+        let accepted = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
+        if self.open_ended { all.min(accepted.saturating_add(1)) } else { all }
+    }
+
+    /// Ends where a cache of `tokens` tokens does, if it was to end at no particular token. One that has
+    /// no room for a token more stays as it is.
+    pub(super) fn fit(&mut self, tokens: u32) {
+        if self.open_ended && self.tokens_needed() <= tokens {
+            self.max_tokens = self.max_tokens.min(tokens - self.num_prompt);
+        }
+    }
+
     /// Where it stands among those that are admitted.
     pub(super) fn urgency(&self) -> Urgency {
         (self.priority, self.admission)
@@ -196,6 +213,12 @@ impl HandedOver {
     #[must_use]
     pub fn id(&self) -> RequestId {
         self.id
+    }
+
+    /// Tokens of a sequence that a replica's KV cache must have room for.
+    #[must_use]
+    pub fn tokens_needed(&self) -> u32 {
+        self.sequences.iter().map(Sequence::tokens_needed).max().unwrap_or(0)
     }
 
     /// Its unfinished sequences, under their old names.

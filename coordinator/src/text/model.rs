@@ -124,11 +124,18 @@ impl TextModel {
         if end_ids.is_empty() {
             end_ids = ends(&config);
         }
-        let end_tokens = end_ids
+        // Besides: of many models it is what ends a turn, where the others end a document.
+        let told = optional_json(&folder.join("tokenizer_config.json"))?;
+        let told = told.get("eos_token").map(|it| it.get("content").unwrap_or(it));
+        let told = told.and_then(Value::as_str).and_then(|text| tokenizer.token_to_id(text));
+        let mut end_tokens: Vec<u32> = end_ids
             .into_iter()
             .filter_map(|id| u32::try_from(id).ok())
+            .chain(told)
             .filter(|id| *id < vocab_size)
             .collect();
+        end_tokens.sort_unstable();
+        end_tokens.dedup();
         let defaults = serde_json::from_value(generation).unwrap_or_default();
         let bytes_per_token = serde_json::from_slice(&bytes).ok();
         let bytes_per_token = bytes_per_token.as_ref().and_then(bound::bytes_per_token);

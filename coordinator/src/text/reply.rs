@@ -72,10 +72,30 @@ const SPACE_MAX: usize = 4096;
 /// Written by some before a call, where the tokenizer shows it.
 const PYTHON_TAG: &str = "<|python_tag|>";
 
-/// Whether a prompt ends within the model's reasoning.
-#[must_use]
-pub fn opens_reasoning(prompt: &str) -> bool {
-    prompt.trim_end().ends_with(THINK)
+/// How a model's reasoning is told from its answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reasoning {
+    /// It is not.
+    #[default]
+    Untold,
+    /// It is what stands between `<think>` and `</think>`; the prompt may have opened it.
+    Marked,
+    /// It is what comes before `</think>`, whether or not it was opened, unless the prompt ends with
+    /// that: models of DeepSeek's R1 are trained to reason first.
+    First,
+}
+
+impl Reasoning {
+    /// Whether a reply to this prompt begins within the reasoning.
+    #[must_use]
+    pub fn begins_after(self, prompt: &str) -> bool {
+        let prompt = prompt.trim_end();
+        match self {
+            Self::Untold => false,
+            Self::Marked => prompt.ends_with(THINK),
+            Self::First => !prompt.ends_with(THINK_END),
+        }
+    }
 }
 
 /// Reads one reply.
@@ -223,6 +243,14 @@ impl ReplyReader {
     fn reason(&mut self, begun: bool, parts: &mut Vec<Part>) -> bool {
         if !begun {
             self.skip_space();
+            // Opened by the model, too.
+            if let Some(rest) = self.held.strip_prefix(THINK) {
+                self.held = rest.to_owned();
+                return true;
+            }
+            if THINK.starts_with(&self.held) {
+                return false;
+            }
         }
         if let Some(at) = self.held.find(THINK_END) {
             reasoning(self.held[..at].trim_end(), parts);

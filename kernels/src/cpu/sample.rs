@@ -1,7 +1,7 @@
 //! Choosing tokens from a row of logits, and log-probabilities. Pure: a row in, a token out.
 //!
 //! The order is: the mask, logit bias, suppression of end tokens, penalties (repetition, frequency,
-//! presence), then arg-max if the temperature is 0, else temperature, top-k, min-p, top-p and one
+//! presence), then arg-max if the temperature is 0, else temperature, min-p, top-k, top-p and one
 //! uniform number. Ties go to the lower token id. Sums are made in one thread in a fixed order and
 //! with this crate's own `exp`, so a row gives the same token on any machine.
 use std::cmp::Ordering;

@@ -124,7 +124,7 @@ catalogue! {
         "Accepted requests that ended, by reason; abort and error included.";
     counter REQUESTS_GUIDED: "tutti_requests_guided_total", Requests,
         model [GuideKind::LABEL], Coordinator,
-        "Accepted requests whose output must be something (structured output), by what says so.";
+        "Accepted requests with structured output, by what constrains it.";
     gauge(Sum) REQUESTS_IN_FLIGHT: "tutti_requests_in_flight", Requests, model [], Coordinator,
         "Accepted requests that have not ended. Equals running plus waiting plus swapped.";
     gauge(Sum) REQUESTS_RUNNING: "tutti_requests_running", Requests, model [REPLICA], Coordinator,
@@ -188,7 +188,6 @@ catalogue! {
         model [SwapDirection::LABEL, REPLICA], Coordinator,
         "KV blocks copied to host memory (out) and back (in).", when "requests are swapped";
 
-    // Speculative decoding.
     // Speculative decoding: what the coordinator made of each draft when its step was answered.
     counter SPEC_DECODE_DRAFTS: "tutti_spec_decode_drafts_total", Events, model [REPLICA],
         Coordinator, "Drafts verified, each of one or more tokens.",
@@ -298,7 +297,7 @@ catalogue! {
         "Waiting for and exchanging with other ranks, per step; not where GPUs exchange data by themselves, within graphs: it is part of the forward pass there, and nobody knows how much.";
     counter RANK_COLLECTIVE_BYTES: "tutti_rank_collective_bytes_total", Bytes,
         model [ALGORITHM, RANK, REPLICA, WORKER], EveryRank,
-        "Bytes of partial sums and logits that a rank gave to exchanges with other ranks, by how it did: host (through host memory or TCP), nccl.",
+        "Bytes of partial sums and logits that a rank gave to exchanges with other ranks, by how it did: host (through host memory or TCP), nccl, one_shot and two_shot (own kernels over memory that GPUs see of each other).",
         when "replicas have several ranks";
     counter RANK_COLLECTIVE_ABORTS: "tutti_rank_collective_aborts_total", Events,
         model [RANK, REPLICA, WORKER], EveryRank,

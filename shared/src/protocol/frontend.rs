@@ -98,6 +98,8 @@ pub struct SubmitRequest {
     pub keep_special: bool,
     /// Most tokens per choice.
     pub max_tokens: u32,
+    /// The client named no bound: fewer will do where the KV cache has no room for as many.
+    pub open_ended: bool,
     /// What the output of each choice must be, as a whole.
     pub guide: Option<GuideSpec>,
     /// Lower is earlier.
@@ -170,7 +172,7 @@ pub enum EngineError {
         retry_after_s: u32,
     },
     /// The request can never fit.
-    #[error("the request needs {needed} KV blocks, this replica has {available}")]
+    #[error("prompt and max_tokens need {needed} blocks of the KV cache, which has {available}: ask for fewer tokens, or serve with more --kv-cache-memory")]
     TooLarge {
         /// Blocks for prompt and output.
         needed: u32,

@@ -4,6 +4,7 @@
 //!
 //! A worker must never outlive its parent, however that ends: each has a pipe as stdin whose other
 //! end this process holds, and exits when it closes.
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{IsTerminal as _, Read as _, Write as _};
 use std::os::unix::process::ExitStatusExt as _;
@@ -31,8 +32,10 @@ const TAIL_PATIENCE: Duration = Duration::from_millis(500);
 #[derive(Clone, Debug)]
 pub(super) struct WorkerCommand {
     pub(super) program: PathBuf,
-    /// Arguments but for the node's name.
+    /// Arguments but for threads, device and the node's name.
     pub(super) args: Vec<String>,
+    /// Threads of each.
+    pub(super) threads: u32,
     /// Values of `--device`: worker i takes the i-th, and so on round.
     pub(super) devices: Vec<String>,
 }
@@ -62,6 +65,8 @@ pub(super) struct Children {
     tasks: Vec<tokio::task::JoinHandle<()>>,
     /// How many there shall be; their nodes are numbered from 0.
     count: u32,
+    /// Those that kept failing: nothing is tried any more.
+    given_up: BTreeSet<u32>,
 }
 
 impl Children {
@@ -74,7 +79,15 @@ impl Children {
     ) -> Self {
         let (stop, _) = watch::channel(false);
         let command = Arc::new(command);
-        let mut children = Self { command, events, kick, stop, tasks: Vec::new(), count: 0 };
+        let mut children = Self {
+            command,
+            events,
+            kick,
+            stop,
+            tasks: Vec::new(),
+            count: 0,
+            given_up: BTreeSet::new(),
+        };
         while children.count < count {
             children.add();
         }
@@ -86,29 +99,57 @@ impl Children {
         self.count
     }
 
-    /// The node name of the last.
-    pub(super) fn last_node(&self) -> String {
-        format!("local-{}", self.count.saturating_sub(1))
+    /// Threads that each computes with.
+    pub(super) fn threads(&self) -> u32 {
+        self.command.threads
+    }
+
+    /// How many there are, without those given up.
+    pub(super) fn num_tried(&self) -> u32 {
+        self.count - u32::try_from(self.given_up.len()).unwrap_or(self.count)
+    }
+
+    /// The node name of the last, unless that one was given up.
+    pub(super) fn last_node(&self) -> Option<String> {
+        let last = self.count.checked_sub(1)?;
+        (!self.given_up.contains(&last)).then(|| node(last))
     }
 
     /// The last one leaves; its process ends by itself.
     pub(super) fn forget_last(&mut self) {
         self.count = self.count.saturating_sub(1);
+        self.given_up.remove(&self.count);
+    }
+
+    /// A worker keeps failing.
+    pub(super) fn give_up(&mut self, name: &str) {
+        self.given_up.extend((0..self.count).find(|index| node(*index) == name));
+    }
+
+    /// Tries those again that were given up.
+    pub(super) fn try_again(&mut self) {
+        for index in std::mem::take(&mut self.given_up) {
+            self.start_one(index);
+        }
     }
 
     /// Starts one more.
     pub(super) fn add(&mut self) {
+        self.start_one(self.count);
+        self.count += 1;
+    }
+
+    fn start_one(&mut self, index: u32) {
         let devices = &self.command.devices;
-        let turn = self.count as usize % devices.len().max(1);
+        let turn = index as usize % devices.len().max(1);
         let watcher = Watcher {
-            node: format!("local-{}", self.count),
+            node: node(index),
             device: devices.get(turn).cloned().unwrap_or_else(|| "auto".to_owned()),
             command: self.command.clone(),
             events: self.events.clone(),
             stopped: self.stop.subscribe(),
             kick: self.kick.clone(),
         };
-        self.count += 1;
         self.tasks.retain(|task| !task.is_finished());
         self.tasks.push(tokio::spawn(watcher.run()));
     }
@@ -120,6 +161,10 @@ impl Children {
             let _ = task.await;
         }
     }
+}
+
+fn node(index: u32) -> String {
+    format!("local-{index}")
 }
 
 struct Watcher {
@@ -177,6 +222,7 @@ impl Watcher {
     fn spawn(&self) -> std::io::Result<(Child, Tail)> {
         let mut command = Command::new(&self.command.program);
         command.args(&self.command.args);
+        command.args(["--threads", &self.command.threads.to_string()]);
         command.args(["--node", &self.node, "--device", &self.device]);
         if std::io::stderr().is_terminal() {
             command.env(COLOURS, "1");

@@ -1,9 +1,7 @@
 //! Requests on their way to replicas, and from those that cannot go on with them.
-use std::sync::atomic::Ordering;
-
 use actix::{Context, Handler, Message};
 
-use super::super::orphanage::Home;
+use super::super::orphanage::{Home, with_room};
 use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
@@ -20,13 +18,8 @@ impl ClusterActor {
     /// soon, even if it never has served.
     fn place_orphans(&mut self, ctx: &mut Context<Self>, Orphans { from, requests }: Orphans) {
         let homes = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
-            let running = self.replicas.get(&replica.id);
-            let load = |it: &RunningReplica| it.load.in_flight.load(Ordering::Relaxed);
-            Home {
-                replica: replica.id,
-                serving: running.is_some_and(|running| running.serving.is_some()),
-                load: running.map_or(0, load),
-            }
+            let unknown = Home { replica: replica.id, serving: false, load: 0, room: u32::MAX };
+            self.replicas.get(&replica.id).map_or(unknown, |running| running.home(replica.id))
         });
         let placed = self.orphanage.place(from, requests, homes);
         for request in placed.cancelled {
@@ -56,12 +49,9 @@ impl ClusterActor {
     }
 
     fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
-        let homes = self.replicas.iter().map(|(id, running)| Home {
-            replica: *id,
-            serving: running.serving.is_some(),
-            load: running.load.in_flight.load(Ordering::Relaxed),
-        });
-        let id = self.affinity.route(&request.prompt, request.cache_salt, homes)?;
+        let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
+        let homes = with_room(homes, request.tokens_needed());
+        let id = self.affinity.route(&request.prompt, request.cache_salt, homes.into_iter())?;
         self.replicas.get(&id)
     }
 

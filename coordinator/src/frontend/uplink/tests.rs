@@ -34,6 +34,7 @@ fn request(id: u64) -> GenerateRequest {
         guides: Vec::new(),
         guide_spec: None,
         max_tokens: 1,
+        open_ended: false,
         priority: 0,
         cache_salt: 0,
         end_tokens: Vec::new(),

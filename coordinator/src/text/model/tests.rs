@@ -39,6 +39,31 @@ fn prompts_equal_the_goldens() {
     }
 }
 
+/// Fine-tuned models end turns with a token that their older files do not know of.
+#[test]
+fn what_the_tokenizer_ends_with_ends_text_too() {
+    let (demo, copy) = (&folders()[0], tempfile::tempdir().unwrap());
+    for file in ["config.json", "tokenizer.json", "generation_config.json"] {
+        std::fs::copy(demo.join(file), copy.path().join(file)).unwrap();
+    }
+    let ends = || TextModel::load(copy.path()).unwrap().end_tokens;
+    let eos = |value: &str| {
+        let text = format!("{{\"eos_token\": {value}}}");
+        std::fs::write(copy.path().join("tokenizer_config.json"), text).unwrap();
+    };
+    std::fs::write(copy.path().join("generation_config.json"), "{\"eos_token_id\": 2}").unwrap();
+    assert_eq!(ends(), [2]);
+    let end = TextModel::load(demo).unwrap().special_token("<|end|>").unwrap();
+    for value in ["\"<|end|>\"", "{\"content\": \"<|end|>\", \"lstrip\": false}"] {
+        eos(value);
+        assert_eq!(ends(), [2, end], "{value}");
+    }
+    for value in ["\"<|eos|>\"", "\"unknown\"", "null", "7"] {
+        eos(value);
+        assert_eq!(ends(), [2], "{value}");
+    }
+}
+
 fn in_pieces(model: &TextModel, tokens: &[u32]) -> String {
     let mut decoder = IncrementalDecoder::new(model.tokenizer.clone());
     let mut text = String::new();

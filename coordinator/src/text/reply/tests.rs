@@ -303,6 +303,25 @@ fn reasoning_is_told_from_the_answer() {
 }
 
 #[test]
+fn some_models_reason_first_whether_or_not_they_say_so() {
+    for (prompt, marked, first) in [
+        ("<|Assistant|>", false, true),
+        ("<|Assistant|><think>\n", true, true),
+        ("<|Assistant|><think>\n\n</think>\n\n", false, false),
+    ] {
+        assert!(!Reasoning::Untold.begins_after(prompt));
+        assert_eq!(Reasoning::Marked.begins_after(prompt), marked, "{prompt}");
+        assert_eq!(Reasoning::First.begins_after(prompt), first, "{prompt}");
+    }
+    let inside = ReplyRules { reasoning: true, begins_reasoning: true, ..ReplyRules::default() };
+    let both = [thought("First"), said("Then")];
+    assert_eq!(read(&inside, "First</think>Then"), both);
+    assert_eq!(read(&inside, "\n<think>\nFirst</think>\nThen"), both, "opened once more");
+    assert_eq!(read(&inside, "<thi"), [thought("<thi")]);
+    assert_eq!(read(&inside, "<thinner</think>Then"), [thought("<thinner"), said("Then")]);
+}
+
+#[test]
 fn templates_tell_their_form() {
     let of = CallFormat::of_template;
     assert_eq!(of("{{ '<tool_call>' }}"), Some(CallFormat::Hermes));

@@ -105,9 +105,9 @@ impl Checkpoint {
             return Err(CheckpointError::TooLarge(bytes.len()));
         }
         // The form alone first: what follows it may look otherwise.
-        let (low, high) = (bytes.first().copied().unwrap_or(0), FORM);
-        if u16::from(low) != high {
-            return Err(CheckpointError::OtherForm(u16::from(low)));
+        let found = u16::from(bytes.first().copied().unwrap_or(0));
+        if found != FORM {
+            return Err(CheckpointError::OtherForm(found));
         }
         // Decoded values are larger than encoded ones, so the decoder's own bound is wider.
         Ok(codec::decode::<Self, { 16 * MAX_CHECKPOINT_BYTES }>(bytes)?)
