@@ -238,7 +238,7 @@ impl Shape {
             layers,
             final_norm: backend.load_vector(&ones)?,
             rope: RopeTable { cos: backend.load_vector(&cos)?, sin: backend.load_vector(&sin)? },
-            bytes: size::weight_bytes(&config, &shard, Quantization::None),
+            bytes: size::weight_bytes(&config, &shard, Quantization::None, &|_, _| false),
         })
     }
 
@@ -404,7 +404,7 @@ fn cases(
     let config = shape.config();
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
-    let weights = size::weight_bytes(&config, &shard, Quantization::None)
+    let weights = size::weight_bytes(&config, &shard, Quantization::None, &|_, _| false)
         - if shape.tied { 0 } else { embedding };
     let token = 4 * (shape.layers * shape.kv_heads * shape.head_dim) as u64;
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
