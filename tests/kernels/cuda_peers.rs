@@ -175,6 +175,12 @@ const CHANGES: &[Change] = &[
         from: "store_word(reinterpret_cast<uint32_t*>(peers->outcome), outcome);",
         to: "(void)outcome;",
     },
+    Change {
+        what: "a kernel does not wait for those before it",
+        scenario: "whole",
+        from: "    weights.load(weight, width);\n    wait_for_predecessors();\n",
+        to: "    weights.load(weight, width);\n",
+    },
 ];
 
 #[test]
