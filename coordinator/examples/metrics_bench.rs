@@ -139,7 +139,7 @@ fn step(on: bool, batch: u32, steps: u32) {
     for id in 0..batch {
         let (sender, receiver) = mpsc::channel::<EngineEvent>(64);
         receivers.push(receiver);
-        driver.submit(request(id, steps + 10), EventSender::Local(sender));
+        driver.submit(Duration::ZERO, request(id, steps + 10), EventSender::Local(sender));
     }
     let mut plan = StepPlan::default();
     let began = Instant::now();

@@ -119,11 +119,47 @@ impl GenerateRequest {
 /// Where a request's events go.
 #[derive(Clone, Debug)]
 pub enum EventSender {
-    /// To a front end in this process. The bound must hold the whole request (it is
-    /// `n * (max_tokens + 1) + 2`), so that a slow reader never blocks a step.
+    /// To a front end in this process. The bound holds the whole request, or so much of it that a
+    /// reader that is further behind is given up: a slow one never blocks a step.
     Local(mpsc::Sender<EngineEvent>),
     /// To a front end in another process.
     Remote(RemoteEvents),
+}
+
+/// A reader that takes nothing of what waits for it for so long is given up. Sockets take pieces of
+/// 64 KiB, so this is about 1 KiB a second: slow links live.
+pub const TAKEN_WITHIN: Duration = Duration::from_secs(60);
+
+/// Whether a request's events are taken.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Reading {
+    sent: u64,
+    taken: u64,
+    /// When they were seen to be taken last, or there was nothing to take.
+    since: Duration,
+}
+
+impl Reading {
+    /// Nothing was sent before `now`.
+    #[must_use]
+    pub fn new(now: Duration) -> Self {
+        Self { since: now, ..Self::default() }
+    }
+
+    /// One more event was sent.
+    pub fn sent(&mut self) {
+        self.sent += 1;
+    }
+
+    /// Looks whether any were taken since the last look, where so many wait; returns whether none
+    /// were for too long.
+    pub fn is_stuck(&mut self, now: Duration, waiting: usize) -> bool {
+        let taken = self.sent.saturating_sub(waiting as u64);
+        if waiting == 0 || taken != self.taken {
+            (self.taken, self.since) = (taken, now);
+        }
+        now.saturating_sub(self.since) >= TAKEN_WITHIN
+    }
 }
 
 /// The receiver of a request's events is gone: the client left, or its front end did.
@@ -139,6 +175,16 @@ impl EventSender {
         match self {
             Self::Local(events) => events.try_send(event).map_err(|_| Gone),
             Self::Remote(events) => events.send(event),
+        }
+    }
+
+    /// Events that were sent and not taken, as far as this process knows.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        match self {
+            Self::Local(events) => events.max_capacity() - events.capacity(),
+            // Its own process looks.
+            Self::Remote(_) => 0,
         }
     }
 
@@ -184,6 +230,9 @@ pub struct Generation {
     choices_left: usize,
 }
 
+/// Most events of a request that wait for its reader. Who is so far behind has stopped reading.
+const UNTAKEN_MAX: usize = 1 << 16;
+
 /// Bound of the command channel between front end and engine.
 pub const COMMAND_QUEUE_MAX: usize = 4096;
 
@@ -211,7 +260,8 @@ impl EngineHandle {
         let choices = request.sampling.len();
         // A long prompt's log-probabilities may come in pieces.
         let pieces = request.prompt.len() / PROMPT_LOGPROBS_PIECE + 2;
-        let bound = choices * (request.max_tokens as usize + 1) + pieces;
+        let all = choices * (request.max_tokens as usize + 1);
+        let bound = all.min(UNTAKEN_MAX) + pieces;
         let (sender, events) = mpsc::channel(bound);
         let events_to = EventSender::Local(sender);
         let command = EngineCommand::Submit { request: Box::new(request), events: events_to };
@@ -257,5 +307,33 @@ impl Drop for Generation {
             // A full channel is no loss: the engine also notices the closed event receiver.
             let _ = self.commands.try_send(EngineCommand::Cancel { id: self.id });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_that_takes_nothing_is_stuck_and_a_slow_one_is_not() {
+        let secs = Duration::from_secs;
+        let (events, mut taken) = mpsc::channel(100);
+        let events = EventSender::Local(events);
+        let mut reading = Reading::new(secs(5));
+        assert!(!reading.is_stuck(secs(500), events.waiting()), "there is nothing to take");
+        for _ in 0..10 {
+            let token = EngineEvent::Token { choice: 0, token: 1, logprobs: None };
+            events.send(token).unwrap();
+            reading.sent();
+        }
+        assert_eq!(events.waiting(), 10);
+        // One now and then, though more come.
+        for at in [559, 618, 677] {
+            assert!(!reading.is_stuck(secs(at), events.waiting()));
+            assert!(taken.try_recv().is_ok());
+            assert!(!reading.is_stuck(secs(at), events.waiting()));
+        }
+        assert!(!reading.is_stuck(secs(736), events.waiting()));
+        assert!(reading.is_stuck(secs(737), events.waiting()));
     }
 }

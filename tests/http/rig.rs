@@ -42,6 +42,8 @@ pub(crate) struct Script {
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) requests: Vec<GenerateRequest>,
+    /// Where their events went.
+    pub(crate) events: Vec<EventSender>,
     pub(crate) cancelled: usize,
     /// Requests, and those of them refused for a full queue.
     pub(crate) asked: (usize, usize),
@@ -166,7 +168,6 @@ async fn run_engine(
     seen: Arc<Mutex<Seen>>,
     script: Arc<Mutex<Script>>,
 ) {
-    let mut held = Vec::new();
     while let Some(command) = commands.recv().await {
         match command {
             EngineCommand::Cancel { .. } => seen.lock().unwrap().cancelled += 1,
@@ -190,8 +191,8 @@ async fn run_engine(
                     let mut seen = seen.lock().unwrap();
                     generate(&script, &model, &mut request, &events);
                     seen.requests.push(*request);
+                    seen.events.push(events);
                 }
-                held.push(events);
             }
         }
     }

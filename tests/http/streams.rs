@@ -1,7 +1,11 @@
 //! Server-Sent Events, stop strings, failures, disconnects.
-use coordinator::engine::EngineError;
+use std::time::{Duration, Instant};
+
+use coordinator::engine::{EngineError, EventSender, TAKEN_WITHIN};
 use serde_json::{Value, json};
 use testkit::scrape::Scrape;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpSocket, TcpStream};
 
 use crate::rig::{Rig, Script};
 
@@ -246,4 +250,73 @@ async fn a_refused_request_is_counted_once_by_who_refuses_it() {
     assert_eq!(large.status, 400);
     let invalid = sum(&rig, "tutti_requests_rejected_total", &[("reason", "invalid")]).await;
     assert_eq!(invalid, 1.0);
+}
+
+/// A client that asks for long text in many choices, and has a small buffer of its own: else its
+/// system takes megabytes for it.
+async fn long_stream(rig: &Rig) -> TcpStream {
+    // Options of the server's are those of connections that come behind them.
+    assert_eq!(rig.client.get("/live").await.unwrap().status, 200);
+    let body = json!({
+        "prompt": "x", "max_tokens": 800, "n": 64, "stream": true, "logprobs": 1,
+    });
+    let body = body.to_string();
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(64 << 10).unwrap();
+    let mut stream = socket.connect(rig.address).await.unwrap();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream.write_all(body.as_bytes()).await.unwrap();
+    stream
+}
+
+fn long_text() -> String {
+    "good night and left. ".repeat(200)
+}
+
+/// That is how the engine knows a client that has stopped reading from one that reads slowly.
+#[tokio::test]
+async fn what_a_client_does_not_read_waits_with_its_request_and_bit_by_bit_it_is_taken() {
+    let rig = Rig::saying(&long_text());
+    let mut client = long_stream(&rig).await;
+    let waiting = || rig.seen.lock().unwrap().events.first().map_or(0, EventSender::waiting);
+    // All that buffers hold is in them when nothing changes for a while.
+    let (mut last, mut same) = (usize::MAX, 0);
+    while same < 10 {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let now = waiting();
+        same = if now == last && now > 0 { same + 1 } else { 0 };
+        last = now;
+    }
+    assert!(last > 20_000, "{last} of some 50,000 events wait");
+    // With every so many bytes that are read some are taken: buffers do not hide it.
+    let mut buffer = vec![0; 16 << 10];
+    for _ in 0..10 {
+        let (before, mut read) = (waiting(), 0);
+        while waiting() == before {
+            assert!(read <= 512 << 10, "{read} bytes were read and no event was taken");
+            read += client.read(&mut buffer).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_is_given_up_and_one_that_reads_slowly_is_not() {
+    let rig = Rig::saying(&long_text());
+    let mut slow = long_stream(&rig).await;
+    let _stopped = long_stream(&rig).await;
+    let (began, mut buffer) = (Instant::now(), vec![0; 16 << 10]);
+    while rig.seen.lock().unwrap().cancelled == 0 {
+        assert!(began.elapsed() < 3 * TAKEN_WITHIN, "it is waited for");
+        assert!(slow.read(&mut buffer).await.is_ok_and(|count| count > 0), "it reads");
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    assert!(began.elapsed() >= TAKEN_WITHIN / 2, "within {:?}", began.elapsed());
+    assert!(slow.read(&mut buffer).await.is_ok_and(|count| count > 0), "it goes on");
+    assert_eq!(rig.seen.lock().unwrap().cancelled, 1);
 }

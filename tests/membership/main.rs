@@ -389,3 +389,70 @@ async fn one_of_three_leads_and_the_next_takes_over_under_a_larger_epoch() {
     assert!(epochs.windows(2).all(|pair| pair[0] < pair[1]), "{epochs:?}");
     until(&mut view, "nobody leads", |v| v.leader.is_none()).await;
 }
+
+/// The way to an etcd that takes so long in each direction.
+async fn slow_way_to(etcd: &Etcd, delay: Duration) -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let way = format!("http://{}", listener.local_addr().unwrap());
+    let to = etcd.endpoint().trim_start_matches("http://").to_owned();
+    tokio::spawn(async move {
+        while let Ok((near, _)) = listener.accept().await {
+            let far = tokio::net::TcpStream::connect(&to).await.unwrap();
+            let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
+            tokio::spawn(delayed(near_in, far_out, delay));
+            tokio::spawn(delayed(far_in, near_out, delay));
+        }
+    });
+    way
+}
+
+async fn delayed(
+    mut from: tokio::net::tcp::OwnedReadHalf,
+    mut to: tokio::net::tcp::OwnedWriteHalf,
+    delay: Duration,
+) {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let (queue, mut held) = tokio::sync::mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Some((due, bytes)) = held.recv().await {
+            let bytes: Vec<u8> = bytes;
+            tokio::time::sleep_until(due).await;
+            if to.write_all(&bytes).await.is_err() {
+                return;
+            }
+        }
+    });
+    let mut buffer = vec![0; 1 << 16];
+    while let Ok(count @ 1..) = from.read(&mut buffer).await {
+        let due = tokio::time::Instant::now() + delay;
+        if queue.send((due, buffer[..count].to_vec())).is_err() {
+            return;
+        }
+    }
+}
+
+/// Registering and taking the lead are several questions one behind the other: together they take
+/// longer than the lease lasts.
+#[tokio::test]
+async fn an_etcd_that_answers_slowly_costs_nobody_the_lease() {
+    let Some((_folder, etcd)) = etcd().await else { return };
+    // Beginning anew are three questions within a life of the lease; registering and taking the lead,
+    // five more.
+    let way = slow_way_to(&etcd, Duration::from_millis(500)).await;
+    let ttl = Duration::from_secs(4);
+    let slow = EtcdOptions { endpoints: vec![way], lease_ttl: ttl, ..options(&etcd) };
+    let leader = EtcdMembership::start(slow, coordinator("slow", 7), true).unwrap();
+    let watcher = join(&etcd, record("watcher", 1));
+    let mut view = watcher.view();
+    let leads = |v: &View| v.leader.as_ref().is_some_and(|it| it.record.node == "slow");
+    let led = tokio::time::timeout(3 * PATIENCE, view.wait_for(leads)).await;
+    let epoch = led.expect("it leads").unwrap().leader.as_ref().unwrap().epoch;
+    // For several lives of a lease.
+    let end = tokio::time::Instant::now() + 3 * ttl;
+    while tokio::time::Instant::now() < end {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let leader = view.borrow().leader.clone();
+        assert_eq!(leader.map(|it| it.epoch), Some(epoch), "it has lost its lease");
+    }
+    drop(leader);
+}

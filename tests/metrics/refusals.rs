@@ -190,11 +190,26 @@ fn more_label_sets_than_allowed() {
     merger.apply(front, RUN, 1, answers(&["200", "404"])).unwrap();
     // The same ones from elsewhere are no new series.
     merger.apply(Source::Frontend(FrontendId(1)), RUN, 1, answers(&["200", "404"])).unwrap();
-    let refusal = merger.apply(front, RUN, 2, answers(&["200", "404", "500"])).unwrap_err();
-    assert_eq!(refusal.reason, ReportRefusal::LabelCardinality);
-    // Nor does one refused report use up the room of others.
-    merger.apply(front, RUN, 3, answers(&["200", "404"])).unwrap();
-    assert_eq!(merger.merged().counter_sum(HTTP_REQUESTS), 4);
+    let count = |merger: &Merger| {
+        let refused = merger.merged();
+        let label = ReportRefusal::LabelCardinality;
+        (refused.counter_sum(HTTP_REQUESTS), refused.counter_sum_of(REPORTS_REFUSED, label))
+    };
+    assert_eq!(count(&merger), (4, 0));
+    // What is too much is left out, and the rest of the report counts, now and later.
+    let mut more = answers(&["200", "404", "500"]);
+    more.series[0].value = Value::Counter(5);
+    assert_eq!(merger.apply(front, RUN, 2, more.clone()), Ok(Applied::Fresh));
+    assert_eq!(count(&merger), (8, 1));
+    more.series[0].value = Value::Counter(7);
+    assert_eq!(merger.apply(front, RUN, 3, more), Ok(Applied::Fresh));
+    assert_eq!(count(&merger), (10, 2));
+    let said = merger.take_unsaid();
+    assert!(said.len() == 1 && said[0].contains("tutti_http_requests_total has 2"), "{said:?}");
+    // The next process of the slot goes on with what is known.
+    merger.retire(front, RUN);
+    merger.apply(front, Incarnation(10), 1, answers(&["200", "404", "500"])).unwrap();
+    assert_eq!(count(&merger).0, 12);
 }
 
 #[test]

@@ -6,6 +6,7 @@
 //! - [`agreement`]: what a replica does when its ranks say different things
 //! - [`frames`]: plans as they travel
 //! - [`guided`]: a guide whose masks depend on every token, and what is made of guided requests
+//! - [`leaving`]: many requests that end at once, and readers that stop reading
 //! - [`masks`]: a mask that never comes
 //! - [`placement`]: what a large cluster costs
 //! - [`priorities`]: who goes first, and who is put back
@@ -24,6 +25,7 @@
 mod agreement;
 mod frames;
 mod guided;
+mod leaving;
 mod masks;
 mod placement;
 mod priorities;

@@ -471,8 +471,8 @@ fn a_drafts_tokens_share_the_time_they_took() {
     };
     let (events, _tokens) = mpsc::channel(64);
     // The last token of the first one's draft ends it; the second one's tokens come behind them.
-    driver.submit(request(1, 6), EventSender::Local(events.clone()));
-    driver.submit(request(2, 30), EventSender::Local(events));
+    driver.submit(Duration::ZERO, request(1, 6), EventSender::Local(events.clone()));
+    driver.submit(Duration::ZERO, request(2, 30), EventSender::Local(events));
     driver.ready(Duration::ZERO, Epoch(1), 30, 0);
     let mut plan = StepPlan::default();
     let mut answer = |driver: &mut ReplicaDriver, now, drafts: [usize; 2]| {

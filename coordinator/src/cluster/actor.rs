@@ -371,6 +371,7 @@ impl Actor for ClusterActor {
                 tracing::info!(%worker, "not expected back: its series end, its totals stay");
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
+                actor.roster.given_up(worker);
             }
             actor.miss_replicas(now, &mut effects);
             actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);

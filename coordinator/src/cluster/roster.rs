@@ -4,12 +4,17 @@
 //! A process that dials again supersedes its own old connection. Another process under the same
 //! name has to wait until the present one is gone: where a process that was not heard of has been
 //! replaced and is back, the two would otherwise displace each other for ever.
+//!
+//! A slot is its name's for good while there are enough; then those of nodes that are not expected
+//! back are given to others, and their totals are closed: names that nobody gave have a random part.
 use std::collections::{BTreeMap, VecDeque};
 
 use shared::ids::{Incarnation, WorkerId};
 
 use super::slots;
 
+/// Nodes that have a slot, as long as some of them are not expected back.
+const SLOTS_MAX: usize = 4096;
 /// Earlier process runs of a slot that may be back: processes that were not heard of for a while.
 const EARLIER_MAX: usize = 3;
 /// Process runs of a slot that are known to be over.
@@ -25,6 +30,12 @@ pub struct Roster {
     slots: BTreeMap<String, WorkerId>,
     present: BTreeMap<WorkerId, (Incarnation, LinkNumber)>,
     known: BTreeMap<WorkerId, Runs>,
+    /// Slots of nodes that are not expected back, the first that was given up first.
+    idle: VecDeque<WorkerId>,
+    /// Processes whose totals were closed when their slots went to others, oldest first.
+    closed: VecDeque<Incarnation>,
+    /// Those of them that nobody was told of.
+    freed: Vec<(WorkerId, Incarnation)>,
     links: u64,
 }
 
@@ -71,8 +82,10 @@ impl Roster {
     ) -> Admission {
         let worker = match self.slots.get(node) {
             Some(worker) => *worker,
+            None if self.closed.contains(&incarnation) => return Admission::Retired,
             None => {
-                let worker = slots::vacant(self.slots.values(), brought);
+                let freed = if self.slots.len() < SLOTS_MAX { None } else { self.free() };
+                let worker = freed.unwrap_or_else(|| slots::vacant(self.slots.values(), brought));
                 self.slots.insert(node.to_owned(), worker);
                 worker
             }
@@ -91,6 +104,7 @@ impl Roster {
     pub fn joined(&mut self, worker: WorkerId, incarnation: Incarnation) -> Joining {
         self.links += 1;
         let link = LinkNumber(self.links);
+        self.idle.retain(|idle| *idle != worker);
         self.present.insert(worker, (incarnation, link));
         let runs = self.known.entry(worker).or_insert_with(|| Runs {
             last: incarnation,
@@ -129,6 +143,34 @@ impl Roster {
     /// A worker's present connection has ended.
     pub fn left(&mut self, worker: WorkerId) {
         self.present.remove(&worker);
+    }
+
+    /// A worker that is gone is not expected back: its slot may go to another node.
+    pub fn given_up(&mut self, worker: WorkerId) {
+        if !self.present.contains_key(&worker) && !self.idle.contains(&worker) {
+            self.idle.push_back(worker);
+        }
+    }
+
+    /// Processes whose slots went to other nodes: their totals are to be closed. Each is said once.
+    pub fn take_freed(&mut self) -> Vec<(WorkerId, Incarnation)> {
+        std::mem::take(&mut self.freed)
+    }
+
+    /// Takes the slot of the node that was given up first.
+    fn free(&mut self) -> Option<WorkerId> {
+        let worker = self.idle.pop_front()?;
+        self.slots.retain(|_, slot| *slot != worker);
+        if let Some(runs) = self.known.remove(&worker) {
+            let open = runs.earlier.into_iter().chain([runs.last]);
+            let before = self.freed.len();
+            self.freed.extend(open.map(|run| (worker, run)));
+            let closed = self.freed[before..].iter().map(|(_, run)| *run);
+            self.closed.extend(runs.retired.into_iter().chain(closed));
+            let surplus = self.closed.len().saturating_sub(SLOTS_MAX);
+            self.closed.drain(..surplus);
+        }
+        Some(worker)
     }
 
     /// Whether `link` is a worker's present connection.
@@ -175,6 +217,39 @@ mod tests {
         assert_eq!(bringing("c", Some(1)), 0);
         assert_eq!(bringing("d", None), 2);
         assert_eq!(bringing("b", Some(9)), 1);
+    }
+
+    #[test]
+    fn names_that_never_return_give_their_slots_to_others() {
+        let mut roster = Roster::default();
+        for node in 0..SLOTS_MAX as u32 {
+            let run = Incarnation(100 + u64::from(node));
+            let worker = slot(roster.admit(&format!("pod-{node}"), run, None));
+            assert_eq!(worker, WorkerId(node));
+            roster.joined(worker, run);
+        }
+        let new = |roster: &mut Roster, node: &str, run| {
+            slot(roster.admit(node, Incarnation(run), None)).0
+        };
+        // All of them are linked: there may be more.
+        assert_eq!(new(&mut roster, "x", 1), 4096);
+        for worker in [7, 5, 9].map(WorkerId) {
+            roster.left(worker);
+            roster.given_up(worker);
+            roster.given_up(worker);
+        }
+        // One is back all the same, in its own slot.
+        let back = slot(roster.admit("pod-5", Incarnation(1105), None));
+        assert!(back == WorkerId(5) && roster.joined(back, Incarnation(1105)).restarted);
+        assert_eq!(new(&mut roster, "y", 2), 7);
+        assert_eq!(roster.take_freed(), [(WorkerId(7), Incarnation(107))]);
+        assert!(!roster.joined(WorkerId(7), Incarnation(2)).restarted, "it is new there");
+        assert_eq!((roster.slot_of("pod-7"), roster.node_of(WorkerId(7))), (None, Some("y")));
+        // Whoever had it is another process by now: its totals would count twice.
+        assert_eq!(roster.admit("pod-7", Incarnation(107), None), Admission::Retired);
+        assert_eq!(new(&mut roster, "pod-7", 3), 9);
+        assert_eq!(roster.take_freed(), [(WorkerId(9), Incarnation(109))]);
+        assert_eq!(new(&mut roster, "z", 4), 4097, "nobody else is given up");
     }
 
     #[test]

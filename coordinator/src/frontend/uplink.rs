@@ -24,7 +24,7 @@ use shared::wire::frame::FrameKind;
 use tokio::sync::{mpsc, oneshot};
 
 use super::{FrontendError, FrontendOptions};
-use crate::engine::{EngineCommand, EventSender, GenerateRequest};
+use crate::engine::{EngineCommand, EventSender, GenerateRequest, Reading};
 use crate::http::gate::Gate;
 use crate::http::state::{Readiness, ReadinessCheck};
 use crate::metrics::FrontendStats;
@@ -38,6 +38,7 @@ const INCOMING_MAX: usize = 1024;
 #[derive(Debug)]
 struct Live {
     events: EventSender,
+    reading: Reading,
     choices_left: usize,
 }
 
@@ -287,7 +288,8 @@ impl Uplink {
                 let choices_left = request.sampling.len();
                 let id = request.id;
                 let submit = submit(*request, self.clock.now())?;
-                self.live.insert(id, Live { events, choices_left });
+                let reading = Reading::new(self.clock.now());
+                self.live.insert(id, Live { events, reading, choices_left });
                 FromFrontend::Submit(Box::new(submit))
             }
             EngineCommand::Cancel { id } => {
@@ -335,6 +337,7 @@ impl Uplink {
         let done = live.choices_left == 0;
         // A client that left cancels its request by itself, if there was room for that.
         let is_gone = live.events.send(event).is_err();
+        live.reading.sent();
         if done || is_gone {
             self.live.remove(&id);
         }
@@ -343,10 +346,14 @@ impl Uplink {
         }
     }
 
-    /// Finds requests whose clients are gone and get no events for now.
+    /// Finds requests whose clients are gone and get no events for now, or have long stopped reading.
     fn find_gone(&mut self) {
-        let gone = |(id, live): (&RequestId, &Live)| live.events.is_closed().then_some(*id);
-        let ids: Vec<RequestId> = self.live.iter().filter_map(gone).collect();
+        let now = self.clock.now();
+        let gone = |(id, live): (&RequestId, &mut Live)| {
+            let waiting = live.events.waiting();
+            (live.events.is_closed() || live.reading.is_stuck(now, waiting)).then_some(*id)
+        };
+        let ids: Vec<RequestId> = self.live.iter_mut().filter_map(gone).collect();
         for id in ids {
             self.live.remove(&id);
             self.gone.push(id);

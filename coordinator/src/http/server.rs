@@ -23,11 +23,18 @@ use super::{
     access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, tls,
     tokenize,
 };
+#[cfg(target_os = "linux")]
+use crate::engine::TAKEN_WITHIN;
 
 /// How long a request's head may take.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 pub(super) const BODY_DEADLINE_S: u64 = 10;
+/// Bytes of an answer that wait in a socket. What its client does not take stays with the request,
+/// which is cancelled when that lasts ([`TAKEN_WITHIN`]): a socket's own megabytes would hide for
+/// minutes that a slow client reads.
+#[cfg(target_os = "linux")]
+const UNSENT_MAX: u32 = 128 << 10;
 /// Connections at a time, of all threads together.
 const CONNECTIONS_MAX: usize = 20_000;
 
@@ -58,6 +65,15 @@ const ROUTES: [(&str, &str); 16] = [
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
     let tls = state.tls.clone();
     let connections = CONNECTIONS_MAX.div_ceil(threads.max(1));
+    // Connections inherit it from their listener.
+    #[cfg(target_os = "linux")]
+    {
+        let socket = socket2::SockRef::from(&listener);
+        socket.set_tcp_notsent_lowat(UNSENT_MAX)?;
+        // Nobody asks for the next piece of an answer whose last piece is stuck: that its client is
+        // gone for good only the connection's own timer finds.
+        socket.set_tcp_user_timeout(Some(TAKEN_WITHIN))?;
+    }
     let server = HttpServer::new(move || {
         let state = state.clone();
         App::new()

@@ -2,6 +2,8 @@
 //! tokens to the requests' channels, events to the metrics.
 //!
 //! No socket and no clock here; the shell passes the time in and sends the plans.
+mod leaving;
+
 use std::collections::{HashMap, VecDeque};
 use std::task::Waker;
 use std::time::Duration;
@@ -11,7 +13,7 @@ use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::protocol::{StepPlan, StepResult};
 
 use crate::engine::{
-    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, StopCheck,
+    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, Gone, Reading, StopCheck,
 };
 use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
 use crate::metrics::{Observer, Recording};
@@ -26,15 +28,11 @@ pub struct DriverLimits {
     pub unavailable_timeout: Duration,
 }
 
-/// A mask that takes longer to compute never comes.
-const MASK_PATIENCE: Duration = Duration::from_secs(10);
-/// Choices of requests whose clients are gone that are dropped at a time, about.
-const CHOICES_DROPPED: u32 = 4096;
-
 /// A request this replica has accepted and not ended.
 #[derive(Debug)]
 struct Live {
     events: EventSender,
+    reading: Reading,
     track: RequestTrack,
     summary: RequestSummary,
     /// Whether any choice so far ended by length: the request then counts as such.
@@ -142,7 +140,7 @@ impl ReplicaDriver {
     }
 
     /// Takes a request, or tells it at once why not.
-    pub fn submit(&mut self, mut request: GenerateRequest, events: EventSender) {
+    pub fn submit(&mut self, now: Duration, mut request: GenerateRequest, events: EventSender) {
         let id = request.id;
         let stop_checks = std::mem::take(&mut request.stop_checks);
         let n = u32::try_from(request.sampling.len()).unwrap_or(u32::MAX);
@@ -164,7 +162,8 @@ impl ReplicaDriver {
                 drop(recording);
                 self.stop_checks.extend(seqs.into_iter().zip(stop_checks));
                 let waits_since = self.unavailable_since;
-                let live = Live { events, track, summary, by_length: false, waits_since };
+                let reading = Reading::new(now);
+                let live = Live { events, reading, track, summary, by_length: false, waits_since };
                 self.live.insert(id, live);
             }
             Err(error) => {
@@ -324,8 +323,7 @@ impl ReplicaDriver {
     /// Time passes: gives up what waited too long, finds clients that are gone. Returns how long
     /// the oldest step in flight has run, when that is too long.
     pub fn tick(&mut self, now: Duration) -> Option<Duration> {
-        let closed = self.live.iter().filter(|(_, live)| live.events.is_closed());
-        self.gone.extend(closed.map(|(id, _)| *id));
+        self.find_gone(now);
         self.drop_gone(now);
         self.drop_late_masks(now);
         if self.epoch.is_some() {
@@ -352,48 +350,6 @@ impl ReplicaDriver {
     fn fail(&mut self, now: Duration, mut ids: Vec<RequestId>, error: &EngineError) {
         ids.sort_unstable();
         self.scheduler.fail_all(ids, error, &mut self.effects);
-        self.deliver(now);
-    }
-
-    /// Ends requests whose masks never come: the whole batch waits for them.
-    fn drop_late_masks(&mut self, now: Duration) {
-        let awaited = self.scheduler.masks_awaited();
-        if awaited.is_empty() && self.masks_late.is_empty() {
-            return;
-        }
-        self.masks_late.retain(|id, _| awaited.contains(id));
-        for id in awaited {
-            self.masks_late.entry(*id).or_insert(now);
-        }
-        let late = |since: Duration| now.saturating_sub(since) >= MASK_PATIENCE;
-        let ids: Vec<RequestId> =
-            self.masks_late.iter().filter(|(_, since)| late(**since)).map(|(id, _)| *id).collect();
-        if !ids.is_empty() {
-            let seconds = MASK_PATIENCE.as_secs();
-            let message = format!("what may come next was not known within {seconds} s");
-            tracing::warn!(replica = %self.id, requests = ids.len(), message);
-            self.masks_late.retain(|id, _| !ids.contains(id));
-            self.fail(now, ids, &EngineError::Guide { message });
-        }
-    }
-
-    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest is
-    /// found again at the next tick.
-    fn drop_gone(&mut self, now: Duration) {
-        if self.gone.is_empty() {
-            return;
-        }
-        self.gone.sort_unstable();
-        let mut choices = 0;
-        let ids: Vec<RequestId> = std::mem::take(&mut self.gone)
-            .into_iter()
-            .take_while(|id| {
-                let before = choices;
-                choices += self.live.get(id).map_or(0, |live| live.summary.n);
-                before < CHOICES_DROPPED
-            })
-            .collect();
-        self.scheduler.cancel_all(ids, &mut self.effects);
         self.deliver(now);
     }
 
@@ -491,10 +447,11 @@ impl ReplicaDriver {
     }
 }
 
-fn send(live: &Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId>) {
+fn send(live: &mut Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId>) {
     // Closed means that the client left; full, that it has long stopped reading.
-    if live.events.send(event).is_err() {
-        gone.push(id);
+    match live.events.send(event) {
+        Ok(()) => live.reading.sent(),
+        Err(Gone) => gone.push(id),
     }
 }
 

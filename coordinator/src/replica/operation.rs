@@ -112,7 +112,7 @@ impl Operation {
         events: EventSender,
         outside: &mut impl Outside,
     ) {
-        self.driver.submit(request, events);
+        self.driver.submit(now, request, events);
         self.drive(now, outside);
     }
 

@@ -2,16 +2,19 @@
 //! the cluster's keys, campaigns to lead.
 //!
 //! It is a thread of its own with a runtime of its own, so that no amount of other work delays a
-//! keepalive. A session is a connection with its lease and its watch; when anything of it fails, the
+//! keepalive; nor does an etcd that takes long to answer, since the lease is kept while its answers
+//! are waited for. A session is a connection with its lease and its watch; when anything of it fails, the
 //! next one begins with a new list, under the old lease if that still lives. It goes on for ever: no
 //! failure of etcd ends the process. Only one thing does: another process under the same name.
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use etcd_client::{
-    Client, Compare, CompareOp, Error, EventType, GetOptions, KeyValue, LeaseKeepAliveStream,
-    LeaseKeeper, PutOptions, Txn, TxnOp, WatchOptions, WatchResponse, WatchStream,
+    Client, Compare, CompareOp, Error, EventType, GetOptions, GetResponse, KeyValue,
+    LeaseKeepAliveResponse, LeaseKeepAliveStream, LeaseKeeper, PutOptions, Txn, TxnOp,
+    WatchOptions, WatchResponse, WatchStream,
 };
 use tokio::sync::{oneshot, watch};
+use tokio::time::Interval;
 
 use super::keeper::{
     Broken, Change, DEADLINE, Due, Event, EventKind, Held, Keeper, RETRY_MAX, RETRY_MIN,
@@ -112,6 +115,16 @@ struct Session {
     keeper: LeaseKeeper,
     kept: LeaseKeepAliveStream,
     watch: WatchStream,
+    /// When the lease is kept.
+    timer: Interval,
+    /// Everything is to be listed, as soon as no other answer is waited for.
+    lists: bool,
+}
+
+impl Session {
+    fn client(&self) -> Client {
+        self.client.clone()
+    }
 }
 
 struct Member {
@@ -220,7 +233,8 @@ impl Member {
             .with_progress_notify();
         // The timeout of the connection is for answers, not for streams.
         let watch = client.watch(self.prefix(), Some(watch)).await?;
-        Ok(Session { client, keeper, kept, watch })
+        let timer = tokio::time::interval(self.options.lease_ttl / 3);
+        Ok(Session { client, keeper, kept, watch, timer, lists: false })
     }
 
     /// The old lease if it still lives, else a new one.
@@ -247,7 +261,8 @@ impl Member {
     async fn register(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some(lease) = self.keeper.lease() else { return Ok(()) };
         let key = self.key(self.keeper.key());
-        let got = session.client.get(key.as_str(), None).await?;
+        let (mut client, wanted) = (session.client(), key.clone());
+        let got = self.during(session, async move { client.get(wanted, None).await }).await?;
         let held = got.kvs().first();
         let held = held.map(|kv| Held { revision: kv.mod_revision(), record: decode(kv) });
         let Some(seen) = self.keeper.found(self.now(), held).map_err(Ended::Fatal)? else {
@@ -257,11 +272,13 @@ impl Member {
         let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, seen);
         let put = PutOptions::new().with_lease(lease);
         let put = TxnOp::put(key.as_str(), value, Some(put));
-        let written = session.client.txn(Txn::new().when([unchanged]).and_then([put])).await?;
+        let register = Txn::new().when([unchanged]).and_then([put]);
+        let mut client = session.client();
+        let written = self.during(session, async move { client.txn(register).await }).await?;
         if written.succeeded() {
             self.keeper.registered();
             tracing::info!(key = self.keeper.key(), "registered with etcd");
-            self.list(&mut session.client).await?;
+            self.list(session).await?;
         }
         Ok(())
     }
@@ -269,13 +286,21 @@ impl Member {
     /// Gets everything; also returns as of which revision.
     async fn get_all(&self, client: &mut Client) -> Result<(i64, Vec<Entry>), Ended> {
         let listed = client.get(self.prefix(), Some(GetOptions::new().with_prefix())).await?;
+        Ok(self.entries(&listed))
+    }
+
+    fn entries(&self, listed: &GetResponse) -> (i64, Vec<Entry>) {
         let revision = listed.header().map_or(0, |header| header.revision());
-        Ok((revision, listed.kvs().iter().filter_map(|kv| self.entry(kv)).collect()))
+        (revision, listed.kvs().iter().filter_map(|kv| self.entry(kv)).collect())
     }
 
     /// Lists everything again.
-    async fn list(&mut self, client: &mut Client) -> Result<(), Ended> {
-        let (revision, entries) = self.get_all(client).await?;
+    async fn list(&mut self, session: &mut Session) -> Result<(), Ended> {
+        session.lists = false;
+        let (mut client, prefix) = (session.client(), self.prefix());
+        let options = Some(GetOptions::new().with_prefix());
+        let listed = self.during(session, async move { client.get(prefix, options).await }).await?;
+        let (revision, entries) = self.entries(&listed);
         self.keeper.listed(self.now(), revision, entries);
         self.confirm();
         Ok(())
@@ -292,19 +317,10 @@ impl Member {
         session: &mut Session,
         left: &mut oneshot::Receiver<oneshot::Sender<()>>,
     ) -> Ended {
-        let mut timer = tokio::time::interval(self.options.lease_ttl / 3);
         loop {
             let outcome = tokio::select! {
-                _ = timer.tick() => self.tick(session).await,
-                kept = session.kept.message() => match kept {
-                    Ok(Some(kept)) => {
-                        let ttl = Duration::from_secs(u64::try_from(kept.ttl()).unwrap_or(0));
-                        let kept = self.keeper.kept(self.now(), ttl);
-                        kept.map(|()| self.confirm()).map_err(Ended::from)
-                    }
-                    Ok(None) => Err(Ended::Broken("etcd ended the keepalive stream".to_owned())),
-                    Err(error) => Err(error.into()),
-                },
+                _ = session.timer.tick() => self.tick(session).await,
+                kept = session.kept.message() => self.kept(kept),
                 change = session.watch.message() => match change {
                     Ok(Some(change)) => self.change(&change),
                     Ok(None) => Err(Ended::Broken("etcd ended the watch".to_owned())),
@@ -330,8 +346,39 @@ impl Member {
         }
     }
 
+    /// Waits for an answer of etcd's, and keeps the lease meanwhile: several that take long, one
+    /// behind the other, may take longer than it lasts.
+    async fn during<T>(
+        &mut self,
+        session: &mut Session,
+        answer: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Ended> {
+        tokio::pin!(answer);
+        loop {
+            tokio::select! {
+                answer = &mut answer => return Ok(answer?),
+                _ = session.timer.tick() => self.tick(session).await?,
+                kept = session.kept.message() => self.kept(kept)?,
+            }
+        }
+    }
+
+    /// etcd has answered a keepalive.
+    fn kept(&mut self, kept: Result<Option<LeaseKeepAliveResponse>, Error>) -> Result<(), Ended> {
+        let Some(kept) = kept? else {
+            return Err(Ended::Broken("etcd ended the keepalive stream".to_owned()));
+        };
+        let ttl = Duration::from_secs(u64::try_from(kept.ttl()).unwrap_or(0));
+        self.keeper.kept(self.now(), ttl)?;
+        self.confirm();
+        Ok(())
+    }
+
     /// Registers, and runs for leader, where that is due.
     async fn take_place(&mut self, session: &mut Session) -> Result<(), Ended> {
+        if session.lists {
+            self.list(session).await?;
+        }
         if self.keeper.due(self.now()) == Some(Due::Register) {
             self.register(session).await?;
         }
@@ -345,12 +392,9 @@ impl Member {
     }
 
     async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
-        let lists = self.keeper.tick(self.now())?;
+        session.lists |= self.keeper.tick(self.now())?;
         session.keeper.keep_alive().await?;
         session.watch.request_progress().await?;
-        if lists {
-            self.list(&mut session.client).await?;
-        }
         Ok(())
     }
 
@@ -390,18 +434,21 @@ impl Member {
         let lead = TxnOp::put(key, value, Some(PutOptions::new().with_lease(lease)));
         let led = TxnOp::put(led, self.led(false)?, None);
         let run = Txn::new().when([vacant, missed_nobody]).and_then([lead, led]);
-        session.client.txn(run).await?;
+        let mut client = session.client();
+        self.during(session, async move { client.txn(run).await }).await?;
         // Whoever it is now: the list says so at once, the watch would a little later.
-        self.list(&mut session.client).await
+        self.list(session).await
     }
 
     /// Leaves what operators said to the next leader, if this process still leads.
     async fn store(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some((epoch, desired)) = self.keeper.to_store() else { return Ok(()) };
         let put = TxnOp::put(self.key(DESIRED_KEY), json(desired)?, None);
-        session.client.txn(Txn::new().when([self.leads(epoch)]).and_then([put])).await?;
+        let store = Txn::new().when([self.leads(epoch)]).and_then([put]);
+        let mut client = session.client();
+        self.during(session, async move { client.txn(store).await }).await?;
         // Stored, or written by nobody as another leads: the list says which.
-        self.list(&mut session.client).await
+        self.list(session).await
     }
 
     /// Gives up the lease, and all keys with it. Who leads says before that it will not come back,

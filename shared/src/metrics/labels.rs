@@ -289,7 +289,7 @@ label_enum! {
         BucketMismatch = "bucket_mismatch",
         /// Its catalogue differs from ours.
         CatalogueMismatch = "catalogue_mismatch",
-        /// It brings more label sets than allowed.
+        /// It brings more label sets than allowed; the rest of the report was taken.
         LabelCardinality = "label_cardinality",
         /// It cannot be decoded, or is not in canonical order.
         Malformed = "malformed",

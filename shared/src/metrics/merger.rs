@@ -2,7 +2,8 @@
 //!
 //! State: per live (source, incarnation) its newest snapshot; for all that are gone, their added-up
 //! counters and histograms. A total is retired + live, so it cannot fall when a source goes, and
-//! its gauges vanish with it. A report is taken whole or refused whole.
+//! its gauges vanish with it. A report is taken whole or refused whole, but for series beyond the
+//! bound of label sets: those alone are left out, or one label value too many would blind everything.
 pub mod checkpoint;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -94,6 +95,9 @@ pub struct Merger {
     applications: Applications,
     /// Label sets ever seen, for their bound.
     label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
+    /// Series that have reached it, and which of them have not been said yet.
+    full: BTreeSet<SeriesId>,
+    unsaid: Vec<String>,
     /// By [`ReportRefusal::position`].
     refused: Vec<u64>,
 }
@@ -125,6 +129,8 @@ impl Merger {
             lost: VecDeque::new(),
             applications: Applications::default(),
             label_sets: BTreeMap::new(),
+            full: BTreeSet::new(),
+            unsaid: Vec::new(),
             refused: vec![0; ReportRefusal::ALL.len()],
         }
     }
@@ -134,7 +140,8 @@ impl Merger {
     ///
     /// # Errors
     /// Returns [`Refused`], and counts it, when the report is not one that this source, continuing
-    /// from its last report, can have made.
+    /// from its last report, can have made. Series beyond the bound of label sets are left out, and
+    /// count as one refusal of the report.
     pub fn apply(
         &mut self,
         source: Source,
@@ -158,10 +165,15 @@ impl Merger {
             Ok(new) => new,
             Err((reason, series)) => return Err(self.refuse(reason, series)),
         };
-        if let Err(series) = self.admit_label_sets(&new) {
-            return Err(self.refuse(ReportRefusal::LabelCardinality, Some(series)));
+        let PartialSnapshot { mut series, mut application, .. } = snapshot;
+        let over = self.admit_label_sets(new);
+        if !over.is_empty() {
+            self.refused[ReportRefusal::LabelCardinality.position()] += 1;
+            series.retain(|it| {
+                let id = SeriesId::from_index(it.id);
+                !id.is_some_and(|id| over.get(&id).is_some_and(|over| over.contains(&it.labels)))
+            });
         }
-        let PartialSnapshot { series, mut application, .. } = snapshot;
         let before = self.live.get(&(source, incarnation));
         let before = before.map_or(&[][..], |last| &last.application);
         if !application.is_empty() || !before.is_empty() {
@@ -226,9 +238,12 @@ impl Merger {
         Refused { reason, series }
     }
 
-    /// What was refused of application metrics and has not been said yet, in words.
+    /// What was refused of application metrics, and which series have too many label sets, in words;
+    /// each is said once.
     pub fn take_unsaid(&mut self) -> Vec<String> {
-        self.applications.take_unsaid()
+        let mut unsaid = std::mem::take(&mut self.unsaid);
+        unsaid.extend(self.applications.take_unsaid());
+        unsaid
     }
 
     /// The totals now.
@@ -261,24 +276,25 @@ impl Merger {
         merged
     }
 
-    /// Remembers the label sets of `new`, or none of them when one exceeds the bound.
-    fn admit_label_sets(&mut self, new: &[(SeriesId, LabelValues)]) -> Result<(), SeriesId> {
-        let mut added: BTreeMap<SeriesId, usize> = BTreeMap::new();
+    /// Remembers the label sets of `new`, as far as the bound allows; returns those beyond it.
+    fn admit_label_sets(
+        &mut self,
+        new: Vec<(SeriesId, LabelValues)>,
+    ) -> BTreeMap<SeriesId, BTreeSet<LabelValues>> {
+        let mut over: BTreeMap<SeriesId, BTreeSet<LabelValues>> = BTreeMap::new();
         for (id, labels) in new {
-            let known = self.label_sets.get(id);
-            if known.is_some_and(|known| known.contains(labels)) {
+            let known = self.label_sets.entry(id).or_default();
+            if known.len() < self.limits.label_sets || known.contains(&labels) {
+                known.insert(labels);
                 continue;
             }
-            let added = added.entry(*id).or_default();
-            *added += 1;
-            if known.map_or(0, BTreeSet::len) + *added > self.limits.label_sets {
-                return Err(*id);
+            over.entry(id).or_default().insert(labels);
+            if self.full.insert(id) {
+                let (name, max) = (id.definition().name, self.limits.label_sets);
+                self.unsaid.push(format!("{name} has {max} label sets; more are left out"));
             }
         }
-        for (id, labels) in new {
-            self.label_sets.entry(*id).or_default().insert(LabelValues::clone(labels));
-        }
-        Ok(())
+        over
     }
 }
 

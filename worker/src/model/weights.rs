@@ -114,6 +114,13 @@ pub fn load<B: Backend>(
     let part = Part(*source);
     let padding = vec![0; (shard.vocab_width - shard.vocab.len()) * config.hidden_size * 4];
     let embedding = part.vocabulary("model.embed_tokens.weight", &padding)?;
+    if embedding.iter().any(|it| matches!(it.scales, Some(Scales::Packed(_)))) {
+        return Err(ModelError::Tensor {
+            file: files.folder().to_owned(),
+            tensor: "model.embed_tokens".to_owned(),
+            message: "is packed: embeddings of 4 bits are not supported".to_owned(),
+        });
+    }
     let lm_head = match (config.tied, quantization) {
         (true, Quantization::None) => None,
         (true, Quantization::Int8) => Some(embedding.clone()),

@@ -222,6 +222,7 @@ impl ClusterActor {
         if drained {
             // It is not expected back: nothing of it is up or down any more.
             self.hub.observer().record().worker_gone(worker);
+            self.roster.given_up(worker);
         } else {
             self.hub.observer().record().worker_up(worker, false);
             self.absences.left(now, worker);
@@ -247,6 +248,10 @@ impl Handler<Admit> for ClusterActor {
                 return Err(Refusal::Never(format!("{reason}: start the worker again")));
             }
         };
+        for (worker, run) in self.roster.take_freed() {
+            self.hub.retire(Source::Worker(worker), run);
+            self.restarts.remove(&worker);
+        }
         let interval = if self.worker_stats { STATS_INTERVAL } else { Duration::ZERO };
         Ok(Welcome { worker, stats_interval_ms: interval.as_millis() as u64 })
     }

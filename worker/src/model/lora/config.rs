@@ -89,6 +89,15 @@ impl LoraConfig {
                 return Err(format!("{key} is {value}: adapters with it are not supported"));
             }
         }
+        // Others change the model's own weights when they begin, which these files do not have.
+        let beginning = raw.others.get("init_lora_weights").and_then(Value::as_str);
+        let keeps = |it: &&str| ["gaussian", "eva", "orthogonal"].contains(&&*it.to_lowercase());
+        if let Some(other) = beginning.filter(|it| !keeps(it)) {
+            return Err(format!(
+                "init_lora_weights is \"{other}\": it changes the model's own weights; save the adapter \
+                 with path_initial_model_for_weight_conversion"
+            ));
+        }
         let rank = raw.r.ok_or("key r is missing")?;
         let ranks = raw.rank_pattern.unwrap_or_default();
         for (key, rank) in [("r", &rank)].into_iter().chain(ranks.iter().map(|(k, r)| (&**k, r))) {
@@ -114,11 +123,12 @@ impl LoraConfig {
         if let Some(alpha) = alphas.values().chain([&alpha]).find(|alpha| !alpha.is_finite()) {
             return Err(format!("lora_alpha is {alpha}, it must be finite"));
         }
+        let excludes = raw.others.get("exclude_modules").is_some_and(|value| !is_off(value));
         let targets = match raw.target_modules {
-            Some(Value::Array(names)) => {
+            Some(Value::Array(names)) if !excludes => {
                 names.iter().filter_map(Value::as_str).map(str::to_owned).collect()
             }
-            // A regular expression, or "all-linear": what it matched is in the other file.
+            // A regular expression, "all-linear", or less than all: what it is is in the other file.
             _ => Vec::new(),
         };
         let rank_stabilised = raw.use_rslora.unwrap_or(false);
@@ -208,6 +218,10 @@ mod tests {
         refused(r#","use_dora":true"#, "use_dora is true");
         refused(r#","modules_to_save":["lm_head"]"#, "modules_to_save is [\"lm_head\"]");
         refused(r#","fan_in_fan_out":true"#, "fan_in_fan_out");
+        refused(r#","init_lora_weights":"pissa_niter_16""#, "init_lora_weights is \"pissa_niter_16\"");
+        for kept in ["true", "false", "\"gaussian\"", "\"EVA\""] {
+            assert!(parse(&format!(r#","init_lora_weights":{kept}"#)).is_ok(), "{kept}");
+        }
         refused(r#","rank_pattern":{"^q":4}"#, "\"^q\": names of modules are supported");
         refused(r#","rank_pattern":{"q_proj":32}"#, "\"q_proj\" is 32, it must be 1 to 16");
         let parse = |text: &str| LoraConfig::parse(text, 4).unwrap_err();

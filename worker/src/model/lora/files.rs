@@ -107,7 +107,10 @@ impl AdapterFiles {
         }
         for target in &self.config.targets {
             let is_of = |(_, module): &(usize, Module)| {
-                module.name().ends_with(target.as_str()) || target.ends_with(module.name())
+                let ends = |name: &str, with: &str| {
+                    name.strip_suffix(with).is_some_and(|it| it.is_empty() || it.ends_with('.'))
+                };
+                ends(module.name(), target) || ends(target, module.name())
             };
             if !found.iter().any(is_of) {
                 let message = "is missing, and target_modules of adapter_config.json names it";
@@ -167,16 +170,15 @@ impl AdapterFiles {
 
 /// The layer and the module that a tensor is of.
 fn place(tensor: &str, config: &ModelConfig) -> Result<(usize, Module), String> {
+    if ["embed_tokens", "lm_head"].iter().any(|it| tensor.split('.').any(|part| part == *it)) {
+        return Err("adapters of embeddings and output heads are not supported".to_owned());
+    }
     let module = tensor
         .strip_suffix(".lora_A.weight")
         .or_else(|| tensor.strip_suffix(".lora_B.weight"))
         .ok_or("is neither a lora_A.weight nor a lora_B.weight of a module")?;
     let Some(rest) = module.strip_prefix("base_model.model.model.layers.") else {
-        let what = if module.contains("embed_tokens") || module.contains("lm_head") {
-            "adapters of embeddings and output heads are not supported"
-        } else {
-            "is not of one of the model's layers (base_model.model.model.layers.N)"
-        };
+        let what = "is not of one of the model's layers (base_model.model.model.layers.N)";
         return Err(what.to_owned());
     };
     if rest.contains(".experts.") || rest.contains("block_sparse_moe") {
@@ -188,7 +190,8 @@ fn place(tensor: &str, config: &ModelConfig) -> Result<(usize, Module), String> 
         return Err(format!("is of none of the modules that adapters may change: {names}"));
     };
     let count = config.num_layers;
-    let index: Option<usize> = layer.parse().ok().filter(|index| *index < count);
+    let is_there = |index: &usize| *index < count && index.to_string() == layer;
+    let index: Option<usize> = layer.parse().ok().filter(is_there);
     let index = index.ok_or_else(|| format!("is of layer {layer}, the model has {count}"))?;
     let has_experts = config.experts.as_ref().is_some_and(|experts| experts.layers[index]);
     if has_experts && matches!(module, Module::Gate | Module::Up | Module::Down) {

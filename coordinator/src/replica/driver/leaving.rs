@@ -1,0 +1,66 @@
+//! Requests that nobody waits for, and those that hold up everybody.
+use std::time::Duration;
+
+use shared::ids::RequestId;
+
+use super::ReplicaDriver;
+use crate::engine::EngineError;
+
+/// A mask that takes longer to compute never comes.
+const MASK_PATIENCE: Duration = Duration::from_secs(10);
+/// Choices of requests whose clients are gone that are dropped at a time, about.
+const CHOICES_DROPPED: u32 = 4096;
+
+impl ReplicaDriver {
+    /// Finds requests whose clients are gone, or have long stopped reading.
+    pub(super) fn find_gone(&mut self, now: Duration) {
+        let gone = self.live.iter_mut().filter_map(|(id, live)| {
+            let waiting = live.events.waiting();
+            let is_gone = live.events.is_closed() || live.reading.is_stuck(now, waiting);
+            is_gone.then_some(*id)
+        });
+        self.gone.extend(gone);
+    }
+
+    /// Ends requests whose masks never come: the whole batch waits for them.
+    pub(super) fn drop_late_masks(&mut self, now: Duration) {
+        let awaited = self.scheduler.masks_awaited();
+        if awaited.is_empty() && self.masks_late.is_empty() {
+            return;
+        }
+        self.masks_late.retain(|id, _| awaited.contains(id));
+        for id in awaited {
+            self.masks_late.entry(*id).or_insert(now);
+        }
+        let late = |since: Duration| now.saturating_sub(since) >= MASK_PATIENCE;
+        let ids: Vec<RequestId> =
+            self.masks_late.iter().filter(|(_, since)| late(**since)).map(|(id, _)| *id).collect();
+        if !ids.is_empty() {
+            let seconds = MASK_PATIENCE.as_secs();
+            let message = format!("what may come next was not known within {seconds} s");
+            tracing::warn!(replica = %self.id, requests = ids.len(), message);
+            self.masks_late.retain(|id, _| !ids.contains(id));
+            self.fail(now, ids, &EngineError::Guide { message });
+        }
+    }
+
+    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest is
+    /// found again at the next tick.
+    pub(super) fn drop_gone(&mut self, now: Duration) {
+        if self.gone.is_empty() {
+            return;
+        }
+        self.gone.sort_unstable();
+        let mut choices = 0;
+        let ids: Vec<RequestId> = std::mem::take(&mut self.gone)
+            .into_iter()
+            .take_while(|id| {
+                let before = choices;
+                choices += self.live.get(id).map_or(0, |live| live.summary.n);
+                before < CHOICES_DROPPED
+            })
+            .collect();
+        self.scheduler.cancel_all(ids, &mut self.effects);
+        self.deliver(now);
+    }
+}
