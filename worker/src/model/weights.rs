@@ -116,7 +116,7 @@ pub fn load<B: Backend>(
     let embedding = part.vocabulary("model.embed_tokens.weight", &padding)?;
     if embedding.iter().any(|it| matches!(it.scales, Some(Scales::Packed(_)))) {
         return Err(ModelError::Tensor {
-            file: files.folder().to_owned(),
+            file: source.files.folder().to_owned(),
             tensor: "model.embed_tokens".to_owned(),
             message: "is packed: embeddings of 4 bits are not supported".to_owned(),
         });

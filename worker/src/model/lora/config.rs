@@ -218,7 +218,10 @@ mod tests {
         refused(r#","use_dora":true"#, "use_dora is true");
         refused(r#","modules_to_save":["lm_head"]"#, "modules_to_save is [\"lm_head\"]");
         refused(r#","fan_in_fan_out":true"#, "fan_in_fan_out");
-        refused(r#","init_lora_weights":"pissa_niter_16""#, "init_lora_weights is \"pissa_niter_16\"");
+        refused(
+            r#","init_lora_weights":"pissa_niter_16""#,
+            "init_lora_weights is \"pissa_niter_16\"",
+        );
         for kept in ["true", "false", "\"gaussian\"", "\"EVA\""] {
             assert!(parse(&format!(r#","init_lora_weights":{kept}"#)).is_ok(), "{kept}");
         }
