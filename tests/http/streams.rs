@@ -175,9 +175,9 @@ async fn a_client_that_leaves_cancels_its_request_streaming_or_not() {
         let body = json!({"prompt": "x", "max_tokens": 50, "stream": stream});
         let task = tokio::spawn(async move { client.open("/v1/completions", &body).await });
         while rig.seen.lock().unwrap().requests.is_empty() {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
         task.abort();
         drop(task.await);
         assert!(rig.cancelled().await, "stream = {stream}");
@@ -215,7 +215,7 @@ async fn counted(rig: &Rig, status: &str) -> f64 {
 /// Waits until nothing but the scrape itself is being answered.
 async fn idle(rig: &Rig) {
     while sum(rig, "tutti_http_requests_in_flight", &[]).await > 1.0 {
-        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
