@@ -254,7 +254,8 @@ __device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t c
 
 template <uint32_t RANKS>
 __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, float* residual,
-                                                const float* weight, tutti_bf16* out,
+                                                const float* weight,
+                                                const NormWeights& weights, tutti_bf16* out,
                                                 uint32_t width, uint32_t out_stride, float eps,
                                                 uint32_t rows, float* scratch) {
     // A block has the rows blockIdx.x, + gridDim.x, ..; as many per exchange as fit into a slot.
@@ -280,8 +281,8 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
                 store4(r + at, v);
                 return v;
             };
-            add_rmsnorm_row(r, weight, out + index * out_stride, width, out_stride % 4 == 0, eps,
-                            scratch, fetch);
+            add_rmsnorm_row(r, weight, weights, out + index * out_stride, width,
+                            out_stride % 4 == 0, eps, scratch, fetch);
             // `scratch` is used again.
             __syncthreads();
         }
@@ -367,16 +368,17 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
                                uint32_t out_stride, float eps, uint32_t rows,
                                const uint32_t* live) {
     SHARED_ARRAY(float, scratch, NORM_WARPS);
+    const uint32_t items = live_items(live);
+    NormWeights weights;
+    weights.load(weight, width);
     wait_for_predecessors();
     Lane lane;
     if (!begin(peers, &lane)) {
         return;
     }
-    if (live != nullptr && *live < rows) {
-        rows = *live;
-    }
-    const bool done = BY_RANKS(sum_add_rmsnorm, lane, data, residual, weight, out, width, out_stride,
-                               eps, rows, scratch);
+    rows = items < rows ? items : rows;
+    const bool done = BY_RANKS(sum_add_rmsnorm, lane, data, residual, weight, weights, out, width,
+                               out_stride, eps, rows, scratch);
     release_successors();
     if (done) {
         end(lane);

@@ -18,7 +18,8 @@ struct Pages {
 
     // Elements (of head_dim each) before the first token of block `index` of the sequence.
     __device__ __forceinline__ size_t block_start(uint32_t index) const {
-        return (static_cast<size_t>(table[index]) * num_kv_heads + kv_head) << block_shift;
+        const size_t block = load_input(table + index);
+        return (block * num_kv_heads + kv_head) << block_shift;
     }
     __device__ __forceinline__ uint32_t in_block(uint32_t position) const {
         return position & ((1u << block_shift) - 1);
@@ -33,6 +34,20 @@ struct Pages {
 __device__ __forceinline__ uint32_t first_seen(uint32_t position, uint32_t window) {
     return window == 0 || position < window ? 0 : position + 1 - window;
 }
+
+// A sequence of one row, which may be read before the kernels before this one are complete.
+struct Single {
+    uint32_t row;
+    uint32_t context_len;
+    uint32_t table_start;
+
+    __device__ __forceinline__ Single(const TuttiSeq* seqs, uint32_t index) {
+        const TuttiSeq* seq = seqs + index;
+        row = load_input(&seq->row_start);
+        context_len = load_input(&seq->context_len);
+        table_start = load_input(&seq->table_start);
+    }
+};
 
 // How the tokens of a sequence with one row are divided: see kernels.h.
 struct Splits {

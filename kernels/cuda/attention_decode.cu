@@ -131,15 +131,20 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     SHARED_ARRAY(float, mixed, WARPS * 16 * In::WIDTH);
 
     release_successors();
-    wait_for_predecessors();
+    // The step's lists came by a copy before all kernels: they are read, and K and V asked for, while
+    // the kernels before this one run.
     const uint32_t item = blockIdx.z;
-    if (!is_live(live, item)) {
+    // There is one for each item of the grid, live or not, so none need wait for `live`.
+    const uint32_t index = load_input(items + item);
+    if (item >= live_items(live)) {
+        wait_for_predecessors();
         return;
     }
-    const TuttiSeq seq = seqs[items[item]];
+    const Single seq(seqs, index);
     const Splits splits(seq.context_len, window, max_splits);
     const uint32_t split = blockIdx.x;
     if (split >= splits.count) {
+        wait_for_predecessors();
         return;
     }
     const uint32_t first = splits.aligned + split * splits.len;
@@ -155,19 +160,6 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
 
-    Row<HEAD_DIM> upper;
-    Row<HEAD_DIM> lower;
-    upper.clear();
-    lower.clear();
-    const tutti_bf16* q_row =
-        q + (static_cast<size_t>(seq.row_start) * num_heads + first_head) * HEAD_DIM;
-    if (g < heads) {
-        upper.load(q_row + g * HEAD_DIM, t);
-    }
-    if (g + 8 < heads) {
-        lower.load(q_row + (g + 8) * HEAD_DIM, t);
-    }
-
     const Pages pages = {block_tables + seq.table_start, num_kv_heads, kv_head,
                          block_shift};
     const bool tile_in_block = block_shift >= 4;
@@ -180,6 +172,27 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         return tile_in_block && tile < end ? pages.block_start(tile >> block_shift) : 0;
     };
     size_t next_block = block_of(first + warp * TILE);
+    if (tile_in_block && first + warp * TILE < end && threadIdx.x % 32 == 0) {
+        const uint32_t tile = first + warp * TILE;
+        const uint32_t tokens = end - tile < TILE ? end - tile : TILE;
+        const size_t at = (next_block + pages.in_block(tile)) * HEAD_DIM;
+        prefetch(k_cache + at, tokens * HEAD_DIM * 2);
+        prefetch(v_cache + at, tokens * HEAD_DIM * 2);
+    }
+    wait_for_predecessors();
+
+    Row<HEAD_DIM> upper;
+    Row<HEAD_DIM> lower;
+    upper.clear();
+    lower.clear();
+    const tutti_bf16* q_row =
+        q + (static_cast<size_t>(seq.row) * num_heads + first_head) * HEAD_DIM;
+    if (g < heads) {
+        upper.load(q_row + g * HEAD_DIM, t);
+    }
+    if (g + 8 < heads) {
+        lower.load(q_row + (g + 8) * HEAD_DIM, t);
+    }
     for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
         const size_t block = next_block;
         next_block = block_of(tile + WARPS * TILE);
@@ -348,14 +361,16 @@ extern "C" __global__ void __launch_bounds__(128)
                         uint32_t head_dim, uint32_t window, uint32_t max_splits,
                         const uint32_t* live) {
     release_successors();
-    wait_for_predecessors();
     const uint32_t head = blockIdx.x;
     const uint32_t item = blockIdx.y;
-    if (!is_live(live, item)) {
+    const uint32_t index = load_input(items + item);
+    if (item >= live_items(live)) {
+        wait_for_predecessors();
         return;
     }
-    const TuttiSeq seq = seqs[items[item]];
+    const Single seq(seqs, index);
     const Splits splits(seq.context_len, window, max_splits);
+    wait_for_predecessors();
     const size_t first = (static_cast<size_t>(item) * num_heads + head) * max_splits;
 
     // Maxima and sums of all parts, a thread each: read at once, where one thread after the other
@@ -364,8 +379,11 @@ extern "C" __global__ void __launch_bounds__(128)
     SHARED_ARRAY(float, factors, WARPS * 32);
     SHARED_ARRAY(float, totals, WARPS * 32);
     const bool has_part = threadIdx.x < splits.count;
-    const float* ml = partial_ml + 2 * (first + threadIdx.x);
-    const float own = has_part ? ml[0] : NOTHING;
+    float2 ml = {NOTHING, 0.0f};
+    if (has_part) {
+        ml = reinterpret_cast<const float2*>(partial_ml)[first + threadIdx.x];
+    }
+    const float own = ml.x;
     float most = own;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -381,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     if (has_part) {
         factors[threadIdx.x] = exp2_fast(own - most);
-        totals[threadIdx.x] = ml[1];
+        totals[threadIdx.x] = ml.y;
     }
     __syncthreads();
     float total = 0.0f;
@@ -390,12 +408,12 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     for (uint32_t dim = threadIdx.x; dim < head_dim; dim += WARPS * 32) {
         float sum = 0.0f;
-        // As many on their way as sequences of 512 tokens have.
-#pragma unroll 8
+        // As many on their way as sequences of 1024 tokens have.
+#pragma unroll 16
         for (uint32_t s = 0; s < splits.count; s++) {
             sum += partial_out[(first + s) * head_dim + dim] * factors[s];
         }
-        const size_t row = static_cast<size_t>(seq.row_start) * num_heads + head;
+        const size_t row = static_cast<size_t>(seq.row) * num_heads + head;
         out[row * head_dim + dim] = to_bf16(sum / total);
     }
 }

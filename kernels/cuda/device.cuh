@@ -43,6 +43,48 @@ __device__ __forceinline__ uint4 load_weights(const tutti_bf16* at) {
     return v;
 }
 
+// A word that no kernel of the step writes: it came by a copy before them all, for which the first of
+// them has waited. So it may be read before `wait_for_predecessors`, and is: volatile, so that it stays
+// where it is written. Tokens are no such words: a kernel puts those of the step before among them.
+__device__ __forceinline__ uint32_t load_input(const uint32_t* at) {
+    uint32_t v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
+// Likewise 4 floats, or one, of the model: norms, tables. 16-byte aligned where 4.
+__device__ __forceinline__ float4 load_constants(const float* at) {
+    float4 v;
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(at));
+    return v;
+}
+__device__ __forceinline__ float load_constant(const float* at) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    return v;
+}
+
+// 16 bytes of a row of activations, read where it is written: before what is computed behind it.
+__device__ __forceinline__ uint4 load_row(const tutti_bf16* at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
+// Asks for memory to come to L2, and waits for nothing. `at` and `bytes` are multiples of 16. It may
+// be what a kernel writes that is not complete: L2 is where writes go, too. No more than a hint, and
+// nothing before sm_90.
+__device__ __forceinline__ void prefetch(const void* at, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+#endif
+}
+
 // 16 bytes that are read once per kernel, and that an earlier kernel wrote: K and V.
 __device__ __forceinline__ uint4 load_once(const tutti_bf16* at) {
     uint4 v;
@@ -189,6 +231,11 @@ __device__ __forceinline__ uint32_t divide_up(uint32_t a, uint32_t b) { return (
 // Whether item `index` is to be computed: see kernels.h.
 __device__ __forceinline__ bool is_live(const uint32_t* live, uint32_t index) {
     return live == nullptr || index < *live;
+}
+
+// How many items are to be computed. May be read before `wait_for_predecessors`.
+__device__ __forceinline__ uint32_t live_items(const uint32_t* live) {
+    return live == nullptr ? 0xffffffffu : load_input(live);
 }
 
 // Every lane gets the same bits: at each level both partners add the same two numbers.

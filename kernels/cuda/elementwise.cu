@@ -60,16 +60,21 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
                       uint32_t width, uint32_t out_stride, float eps, const uint32_t* live) {
     SHARED_ARRAY(float, scratch, NORM_WARPS);
     release_successors();
+    const uint32_t items = live_items(live);
+    NormWeights weights;
+    if (width % 4 == 0) {
+        weights.load(weight, width);
+    }
     wait_for_predecessors();
     const uint32_t row = blockIdx.x;
-    if (!is_live(live, row)) {
+    if (row >= items) {
         return;
     }
     float* r = residual + static_cast<size_t>(row) * width;
     const float* d = delta == nullptr ? nullptr : delta + static_cast<size_t>(row) * width;
     tutti_bf16* y = out + static_cast<size_t>(row) * out_stride;
     if (width % 4 == 0) {
-        add_rmsnorm_row(r, weight, y, width, out_stride % 4 == 0, eps, scratch,
+        add_rmsnorm_row(r, weight, weights, y, width, out_stride % 4 == 0, eps, scratch,
                         [&](uint32_t at, float4 v) {
                             if (d != nullptr) {
                                 v = add4(v, load4(d + at));

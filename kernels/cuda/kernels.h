@@ -19,8 +19,10 @@
  *   never on what else is in the batch, on the grid, or on the order of blocks.
  * - Every kernel begins by releasing the next and waiting for those before it (griddepcontrol), so
  *   launches may have the attribute programmatic-stream-serialization. Without it, and before
- *   sm_90, that does nothing. Only weights of matrix products are read before the wait, so what
- *   writes those must not be in the same stream without a full dependency in between.
+ *   sm_90, that does nothing. Read before the wait are constants of the model (weights, norms, tables)
+ *   and what the host gives a step: `live`, positions, slots, sequences, items, block tables, rows'
+ *   numbers. So no kernel may write those, and a copy that does must be complete before the first
+ *   kernel behind it begins. Tokens, which a kernel may write, are read behind the wait.
  * - Rows, of which a step may have more than 65535, are the grid's x.
  * - Static shared memory is not listed. `shared` is the dynamic shared memory to launch with; above
  *   48 KiB the host must raise the function's limit first.
@@ -291,7 +293,7 @@ __global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
  * 16, to the last: split_len = max(64, round_up(ceil(n / max_splits), 16)),
  * splits = ceil(n / split_len) <= max_splits. Blocks beyond return at once, so grid.x may be
  * anything from the largest number of splits in the batch up.
- * items u32 [n]: indices into `seqs`; `live` counts items.
+ * items u32 [n]: indices into `seqs`, readable for the whole grid; `live` counts items.
  * partial_out f32 [n, num_heads, max_splits, head_dim];
  * partial_ml f32 [n, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum.
  * attention: grid (splits, num_kv_heads * TUTTI_DECODE_BLOCKS(group), n), block 128.

@@ -27,15 +27,35 @@ extern "C" __global__ void __launch_bounds__(256)
                      uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift, float eps,
                      const uint32_t* live) {
     release_successors();
-    wait_for_predecessors();
     const uint32_t row = blockIdx.x;
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t head = blockIdx.y * WARPS + threadIdx.x / 32;
     const uint32_t heads = num_heads + 2 * num_kv_heads;
-    if (!is_live(live, row) || head >= heads) {
+    const uint32_t half = head_dim / 2;
+    const bool is_v = head >= num_heads + num_kv_heads;
+    const bool idle = row >= live_items(live) || head >= heads;
+    // Where the row is, and the tables: read while the product still runs.
+    float c[PAIRS];
+    float s[PAIRS];
+    uint32_t slot = 0;
+    if (!idle) {
+        const size_t table = static_cast<size_t>(load_input(positions + row)) * half;
+        slot = load_input(slots + row);
+#pragma unroll
+        for (uint32_t i = 0; i < PAIRS; i++) {
+            const uint32_t at = lane + 32 * i;
+            c[i] = 1.0f;
+            s[i] = 0.0f;
+            if (!is_v && at < half) {
+                c[i] = load_constant(cos + table + at);
+                s[i] = load_constant(sin + table + at);
+            }
+        }
+    }
+    wait_for_predecessors();
+    if (idle) {
         return;
     }
-    const uint32_t half = head_dim / 2;
     const float* in = qkv + (static_cast<size_t>(row) * heads + head) * head_dim;
     float a[PAIRS];
     float b[PAIRS];
@@ -53,7 +73,6 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
 
-    const bool is_v = head >= num_heads + num_kv_heads;
     const float* norm = head < num_heads ? q_norm : (is_v ? nullptr : k_norm);
     if (norm != nullptr) {
         float sum = 0.0f;
@@ -72,17 +91,11 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     if (!is_v) {
-        const size_t table = static_cast<size_t>(positions[row]) * half;
 #pragma unroll
         for (uint32_t i = 0; i < PAIRS; i++) {
-            const uint32_t at = lane + 32 * i;
-            if (at < half) {
-                const float c = cos[table + at];
-                const float s = sin[table + at];
-                const float x = a[i];
-                a[i] = x * c - b[i] * s;
-                b[i] = b[i] * c + x * s;
-            }
+            const float x = a[i];
+            a[i] = x * c[i] - b[i] * s[i];
+            b[i] = b[i] * c[i] + x * s[i];
         }
     }
 
@@ -91,7 +104,6 @@ extern "C" __global__ void __launch_bounds__(256)
         to = q_out + (static_cast<size_t>(row) * num_heads + head) * head_dim;
     } else {
         const uint32_t kv_head = (head - num_heads) % num_kv_heads;
-        const uint32_t slot = slots[row];
         const size_t block = slot >> block_shift;
         const uint32_t offset = slot & ((1u << block_shift) - 1);
         const size_t token = ((block * num_kv_heads + kv_head) << block_shift) + offset;

@@ -80,11 +80,28 @@ __device__ __forceinline__ float norm_scale(float square_sum, uint32_t width, fl
     return 1.0f / sqrtf(square_sum / static_cast<float>(width) + eps);
 }
 
+// What a thread multiplies by: a constant of the model, so read before anything is waited for.
+struct NormWeights {
+    float4 kept[NORM_KEPT];
+
+    __device__ __forceinline__ void load(const float* weight, uint32_t width) {
+#pragma unroll
+        for (uint32_t i = 0; i < NORM_KEPT; i++) {
+            const uint32_t at = threadIdx.x * 4 + i * NORM_THREADS * 4;
+            kept[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (at < width) {
+                kept[i] = load_constants(weight + at);
+            }
+        }
+    }
+};
+
 // y = x / rms(x) * weight for one row of x, by a block of NORM_THREADS. `fetch(at, v)` makes x's 4
 // elements from `at` of the 4 that are at r + at, and leaves them there. width: a multiple of 4.
 // `whole`: y's stride is one too.
 template <class Fetch>
-__device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* weight, tutti_bf16* y,
+__device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* weight,
+                                                const NormWeights& weights, tutti_bf16* y,
                                                 uint32_t width, bool whole, float eps,
                                                 float* scratch, Fetch fetch) {
     const uint32_t step = NORM_THREADS * 4;
@@ -103,8 +120,7 @@ __device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* wei
     }
     const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
 
-    const auto finish = [&](uint32_t at, float4 v) {
-        const float4 w = load4(weight + at);
+    const auto finish = [&](uint32_t at, float4 v, float4 w) {
         store_bf16(y, at, width, whole,
                    {{v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w}});
     };
@@ -112,12 +128,12 @@ __device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* wei
     for (uint32_t i = 0; i < NORM_KEPT; i++) {
         const uint32_t at = threadIdx.x * 4 + i * step;
         if (at < width) {
-            finish(at, kept[i]);
+            finish(at, kept[i], weights.kept[i]);
         }
     }
     // What a thread reads again here it wrote itself.
     for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
-        finish(at, load4(r + at));
+        finish(at, load4(r + at), load4(weight + at));
     }
 }
 

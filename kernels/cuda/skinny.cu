@@ -30,9 +30,38 @@ __device__ __forceinline__ void rows_of_lane(const tutti_bf16* x, const uint32_t
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         const uint32_t row = at_most(first + 8 * r + g, rows - 1);
-        const size_t from = row_index == nullptr ? row : row_index[row];
+        size_t from = row;
+        if (row_index != nullptr) {
+            from = ROWS == 8 ? row_index[row] : load_input(row_index + row);
+        }
         out[r] = x + from * stride;
     }
+}
+
+// Waits for the kernels before this one, and finds out which rows there are: returns how many. That
+// came by copies before the step, so it is read while those kernels run, but of 64 rows, whose
+// addresses would not leave registers for what the weights' loads hold across the wait. All threads
+// wait, also of blocks without rows: what comes behind this kernel relies on it.
+template <int ROWS>
+__device__ __forceinline__ uint32_t wait_for_rows(const tutti_bf16* x, const uint32_t* row_index,
+                                                  uint32_t first, uint32_t rows, uint32_t stride,
+                                                  const uint32_t* live,
+                                                  const tutti_bf16* (&out)[ROWS]) {
+    if (ROWS == 8) {
+        wait_for_predecessors();
+        if (live != nullptr) {
+            rows = at_most(rows, *live);
+        }
+    } else {
+        rows = at_most(rows, live_items(live));
+    }
+    if (first < rows) {
+        rows_of_lane(x, row_index, first, rows, stride, out);
+    }
+    if (ROWS != 8) {
+        wait_for_predecessors();
+    }
+    return rows;
 }
 
 template <class W, int ROWS, class Scale>
@@ -58,15 +87,11 @@ __device__ __forceinline__ void skinny(const tutti_bf16* x, const typename W::El
     }
     weights.load_first(k);
     release_successors();
-    wait_for_predecessors();
-    if (live != nullptr) {
-        rows = at_most(rows, *live);
-    }
+    const tutti_bf16* x_rows[ROWS];
+    rows = wait_for_rows(x, row_index, first_row, rows, x_stride, live, x_rows);
     if (first_row >= rows) {
         return;
     }
-    const tutti_bf16* x_rows[ROWS];
-    rows_of_lane(x, row_index, first_row, rows, x_stride, x_rows);
     float sums[FEATURES][ROWS][4] = {};
     multiply(weights, x_rows, k, sums);
     add_warps(sums);
@@ -114,15 +139,11 @@ __device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typena
     }
     weights.load_first(k);
     release_successors();
-    wait_for_predecessors();
-    if (live != nullptr) {
-        rows = at_most(rows, *live);
-    }
+    const tutti_bf16* x_rows[ROWS];
+    rows = wait_for_rows(x, nullptr, first_row, rows, x_stride, live, x_rows);
     if (first_row >= rows) {
         return;
     }
-    const tutti_bf16* x_rows[ROWS];
-    rows_of_lane(x, nullptr, first_row, rows, x_stride, x_rows);
     float sums[2][ROWS][4] = {};
     multiply(weights, x_rows, k, sums);
     add_warps(sums);

@@ -98,12 +98,26 @@ __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16*
     for (; start + CHUNK <= k; start += WARPS * CHUNK) {
         const uint32_t next = start + WARPS * CHUNK;
         const bool more = next + CHUNK <= k;
+        // Of few rows, all of the chunk's x is asked for at once: what is waited for is then W alone.
+        // Not where it would cost a block of the multiprocessor: 16 rows of x and 16 of W.
+        constexpr bool AT_ONCE = ROWS == 1 || (ROWS == 2 && FEATURES == 2);
+        uint4 all[AT_ONCE ? LOADS : 1][ROWS];
+        if (AT_ONCE) {
+#pragma unroll
+            for (uint32_t i = 0; i < LOADS; i++) {
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    all[i][r] = load_row(x[r] + start + K_LOAD * i + lane_k);
+                }
+            }
+        }
 #pragma unroll
         for (uint32_t i = 0; i < LOADS; i++) {
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                const uint4 b =
-                    *reinterpret_cast<const uint4*>(x[r] + start + K_LOAD * i + lane_k);
+                const uint4 b = AT_ONCE ? all[AT_ONCE ? i : 0][r]
+                                        : *reinterpret_cast<const uint4*>(
+                                              x[r] + start + K_LOAD * i + lane_k);
 #pragma unroll
                 for (int f = 0; f < FEATURES; f++) {
                     w.multiply(i, b, sums[f][r], f);

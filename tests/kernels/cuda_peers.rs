@@ -175,6 +175,13 @@ const CHANGES: &[Change] = &[
         from: "store_word(reinterpret_cast<uint32_t*>(peers->outcome), outcome);",
         to: "(void)outcome;",
     },
+    Change {
+        what: "a kernel does not wait for those before it",
+        scenario: "whole",
+        from: "tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count) {\n    \
+               wait_for_predecessors();\n",
+        to: "tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count) {\n",
+    },
 ];
 
 #[test]

@@ -44,6 +44,7 @@ struct Copy {
 struct Fiber {
     uint32_t index = 0;
     State state = State::runnable;
+    bool waited = false;
     unsigned char* stack = nullptr;
 #if defined(__x86_64__)
     void* sp = nullptr;
@@ -137,6 +138,9 @@ void to_scheduler() {
 
 void fiber_main() {
     (*running->entry)();
+    if (!running->current->waited) {
+        fail("a thread ends that has not waited for the kernels before");
+    }
     running->current->state = State::done;
     running->finished++;
     to_scheduler();
@@ -148,6 +152,7 @@ void start(Fiber& fiber) {
         fiber.stack = static_cast<unsigned char*>(aligned_alloc(4096, STACK_BYTES));
     }
     fiber.state = State::runnable;
+    fiber.waited = false;
     fiber.copies.clear();
     fiber.group = 0;
 #if defined(__x86_64__)
@@ -381,6 +386,14 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
         }
     }
     to_scheduler();
+}
+
+void waited() { running->current->waited = true; }
+
+void must_have_waited() {
+    if (!running->current->waited) {
+        fail("what kernels before write is read before they are complete");
+    }
 }
 
 void copy_async(void* to, const void* from, bool valid) {

@@ -50,6 +50,11 @@ bool barrier_and(bool vote);
 void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes));
 [[noreturn]] void fail(const char* what);
 
+// The thread has waited for the kernels before this one, as each must before it ends; and as it must
+// have before it reads what they write.
+void waited();
+void must_have_waited();
+
 void copy_async(void* to, const void* from, bool valid);
 void commit_copies();
 void wait_copies(int pending);
@@ -189,11 +194,28 @@ void __syncwarp();
 
 namespace tutti {
 
-inline void wait_for_predecessors() {}
+inline void wait_for_predecessors() { emulate::waited(); }
 inline void release_successors() {}
 
 inline uint4 load_weights(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
-inline uint4 load_once(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
+// What kernels before this one write.
+inline uint4 load_row(const tutti_bf16* at) {
+    emulate::must_have_waited();
+    return *reinterpret_cast<const uint4*>(at);
+}
+inline uint32_t load_input(const uint32_t* at) { return *at; }
+inline float load_constant(const float* at) { return *at; }
+inline float4 load_constants(const float* at) { return *reinterpret_cast<const float4*>(at); }
+inline void prefetch(const void* at, uint32_t bytes) {
+    // Both ends have to be there, and aligned.
+    if (reinterpret_cast<uintptr_t>(at) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
+        emulate::fail("a prefetch that is not of whole 16 bytes");
+    }
+    const volatile unsigned char* bytes_at = static_cast<const unsigned char*>(at);
+    static_cast<void>(bytes_at[0]);
+    static_cast<void>(bytes_at[bytes - 1]);
+}
+inline uint4 load_once(const tutti_bf16* at) { return load_row(at); }
 
 inline tutti_bf16 to_bf16(float x) {
     return static_cast<tutti_bf16>(__float_as_uint(emulate::round_to_bf16_as_float(x)) >> 16);
