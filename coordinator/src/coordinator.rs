@@ -51,9 +51,6 @@ pub use self::prepared::Prepared;
 
 /// Deadline of a collective's set-up and of each of its operations.
 const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long nothing may be heard of a rank that is formed: the largest matrix of a large model takes
-/// less from a slow disk, and so do kernels that a driver compiles.
-const FORM_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// How long ranks may stay away before a replica goes on with fewer: a restarted process is back
 /// sooner.
@@ -147,7 +144,7 @@ impl Coordinator {
             lora: options.lora.clone(),
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
-            form_timeout: FORM_TIMEOUT,
+            form_timeout: options.form_timeout,
             worker_stats: options.metrics,
             collective_key: options.collective_key,
             run: options.run,

@@ -150,29 +150,52 @@ __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16*
     }
 }
 
-// Adds the sums of the 8 warps into warp 0's.
+// Adds the sums of the 8 warps into warp 0's; once per block. Of few rows shared memory holds those of
+// all warps, and warp 0 makes the whole tree behind one barrier; of more each half of the warps adds
+// the other's. The tree is the same.
 template <int FEATURES, int ROWS>
 __device__ __forceinline__ void add_warps(float (&sums)[FEATURES][ROWS][4]) {
     constexpr int COUNT = FEATURES * ROWS * 4;
-    SHARED_ARRAY(float, parts, WARPS / 2 * COUNT * 32);
+    constexpr bool AT_ONCE = ROWS <= 2;
+    SHARED_ARRAY(float, parts, (AT_ONCE ? WARPS - 1 : WARPS / 2) * COUNT * 32);
     const uint32_t warp = threadIdx.x / 32;
     const uint32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (uint32_t half = WARPS / 2; half > 0; half /= 2) {
-        if (warp >= half && warp < 2 * half) {
+    if constexpr (AT_ONCE) {
+        if (warp > 0) {
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
-                parts[((warp - half) * COUNT + i) * 32 + lane] = (&sums[0][0][0])[i];
+                parts[((warp - 1) * COUNT + i) * 32 + lane] = (&sums[0][0][0])[i];
             }
         }
         __syncthreads();
-        if (warp < half) {
+        if (warp == 0) {
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
-                (&sums[0][0][0])[i] += parts[(warp * COUNT + i) * 32 + lane];
+                const auto of = [&](uint32_t from) {
+                    return parts[((from - 1) * COUNT + i) * 32 + lane];
+                };
+                float& own = (&sums[0][0][0])[i];
+                own = ((own + of(4)) + (of(2) + of(6))) + ((of(1) + of(5)) + (of(3) + of(7)));
             }
         }
-        __syncthreads();
+    } else {
+#pragma unroll
+        for (uint32_t half = WARPS / 2; half > 0; half /= 2) {
+            if (warp >= half && warp < 2 * half) {
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    parts[((warp - half) * COUNT + i) * 32 + lane] = (&sums[0][0][0])[i];
+                }
+            }
+            __syncthreads();
+            if (warp < half) {
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    (&sums[0][0][0])[i] += parts[(warp * COUNT + i) * 32 + lane];
+                }
+            }
+            __syncthreads();
+        }
     }
 }
 

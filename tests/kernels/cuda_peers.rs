@@ -178,8 +178,9 @@ const CHANGES: &[Change] = &[
     Change {
         what: "a kernel does not wait for those before it",
         scenario: "whole",
-        from: "    weights.load(weight, width);\n    wait_for_predecessors();\n",
-        to: "    weights.load(weight, width);\n",
+        from: "tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count) {\n    \
+               wait_for_predecessors();\n",
+        to: "tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count) {\n",
     },
 ];
 

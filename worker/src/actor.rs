@@ -32,8 +32,8 @@ use crate::executor::{Executor, ExecutorCommand, ExecutorError};
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// An executor that has not left an epoch for so long, and does not get on with what it is in, never
 /// will: the process ends, so that another one takes its place. Longer than the largest matrix takes
-/// to load from a slow disk.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(120);
+/// to load from a slow disk, and than steps of large models on slow CPUs take, which nothing breaks off.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(600);
 /// Told to end, an executor that has not left its epoch for so long is taken for one that hangs.
 const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// How long the last words may take to be delivered.

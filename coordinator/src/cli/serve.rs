@@ -121,6 +121,7 @@ pub(crate) fn coordinator_options(
             step_timeout: Duration::from_secs(args.step_timeout),
             unavailable_timeout: Duration::from_secs(args.unavailable_timeout),
         },
+        form_timeout: Duration::from_secs(args.form_timeout),
         log_stats: LogStats {
             interval: Duration::from_secs(args.log_stats_interval),
             fields: log_fields(&args.log_stats_fields),

@@ -176,11 +176,11 @@ impl Cluster {
             let seconds = patience.as_secs();
             let reason = format!("nothing was heard of {} for {seconds} s", names.join(", "));
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
+            let mut again = Vec::new();
             for worker in guilty {
                 effects.push(Effect::Silent { worker, lasts: patience });
                 if self.silence.strike(worker) {
-                    let reason = format!("{worker} did not answer when it was formed, again");
-                    self.let_go(now, worker, &reason, effects);
+                    again.push(worker);
                 } else if self.free().first().is_some_and(|it| !self.is_doubtful(it.worker)) {
                     self.replicas.change(id, |replica| {
                         replica.dismiss(now, worker);
@@ -188,6 +188,11 @@ impl Cluster {
                     });
                     self.fill_vacancies();
                 }
+            }
+            // Last: the replica may be formed again by this, and no one is dismissed from it then.
+            for worker in again {
+                let reason = format!("{worker} did not answer when it was formed, again");
+                self.let_go(now, worker, &reason, effects);
             }
         }
     }

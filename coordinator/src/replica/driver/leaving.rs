@@ -44,22 +44,23 @@ impl ReplicaDriver {
         }
     }
 
-    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest is
-    /// found again at the next tick.
+    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest at the
+    /// next tick.
     pub(super) fn drop_gone(&mut self, now: Duration) {
         if self.gone.is_empty() {
             return;
         }
         self.gone.sort_unstable();
+        self.gone.dedup();
         let mut choices = 0;
-        let ids: Vec<RequestId> = std::mem::take(&mut self.gone)
-            .into_iter()
-            .take_while(|id| {
-                let before = choices;
-                choices += self.live.get(id).map_or(0, |live| live.summary.n);
-                before < CHOICES_DROPPED
-            })
-            .collect();
+        let mut is_one = |id: &RequestId| {
+            let before = choices;
+            choices += self.live.get(id).map_or(0, |live| live.summary.n);
+            before < CHOICES_DROPPED
+        };
+        let rest = self.gone.iter().position(|id| !is_one(id)).unwrap_or(self.gone.len());
+        let rest = self.gone.split_off(rest);
+        let ids = std::mem::replace(&mut self.gone, rest);
         self.scheduler.cancel_all(ids, &mut self.effects);
         self.deliver(now);
     }
