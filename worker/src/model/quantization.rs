@@ -2,7 +2,7 @@
 //! a quantised tensor are.
 //!
 //! FP8 and int8 weights are read, each multiplied by its scale, as numbers, and integers of 4 or 8
-//! bits in words ([`packed`]): activations stay what `--dtype` makes of them, whatever the checkpoint
+//! bits in words (`packed`): activations stay what `--dtype` makes of them, whatever the checkpoint
 //! was made for (`input_scale`, scales of KV caches are left alone).
 use std::path::Path;
 
