@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 
 use serde_json::Value;
+use testkit::adapters::AdapterSpec;
 use testkit::certificates::Certificates;
 use testkit::etcd::Etcd;
 use testkit::fleet::{Fleet, free_port};
@@ -106,6 +107,16 @@ fn what_is_wrong_here_is_named_with_its_remedy() {
         assert_eq!(level, "fail", "{check}: {found}");
         assert!(said.contains(what) && remedy.contains(fix), "{check}: {said} | {remedy}");
     }
+    let adapter = tempfile::tempdir().unwrap();
+    let named = format!("sql={}", adapter.path().display());
+    let lora = ["--tensor-parallel", "1", "--lora-modules", &named];
+    let (_, found) = doctor(&lora);
+    let (level, said, _) = finding(&found, "adapters");
+    assert!(level == "fail" && said.contains("adapter_config.json"), "{said}");
+    AdapterSpec::whole(8, 1).write(&demo(), adapter.path()).unwrap();
+    let (_, found) = doctor(&lora);
+    let (level, said, _) = finding(&found, "adapters");
+    assert!(level == "ok" && said.starts_with("1 adapter(s), "), "{said}");
     // 3 ranks do not divide the demo model; the possible degrees are named.
     let (_, found) = doctor(&["--tensor-parallel", "3"]);
     let (level, said, _) = finding(&found, "model");

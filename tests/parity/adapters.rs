@@ -2,6 +2,8 @@
 //! same bits alone and among others, at every degree.
 use std::path::{Path, PathBuf};
 
+use kernels::ReferenceBackend;
+use kernels::collective::single_rank;
 use shared::protocol::{Adapter, Lora};
 use shared::sampling::{Pooling, SamplingParams};
 use tempfile::TempDir;
@@ -9,6 +11,7 @@ use testkit::adapters::{AdapterSpec, Factors};
 use testkit::models::{demo, goldens, repository, variant};
 use worker::model::config::ModelConfig;
 use worker::model::lora::LoraFiles;
+use worker::model::shard::Shard;
 
 use crate::checkpoint::{Folder, Tensor};
 use crate::rig::{On, Rig, Seq};
@@ -240,6 +243,25 @@ fn drafts_are_verified_with_the_sequences_own_adapter() {
     drafted.drafts = plain.output()[1..8].to_vec();
     rig.step(&mut [&mut drafted], u32::MAX);
     assert_eq!(bits(&drafted), bits(&plain), "all drafts count");
+}
+
+/// What a GPU is asked to have room for before anything is loaded.
+#[test]
+fn what_adapters_take_is_known_before_they_are_loaded() {
+    for (name, spec) in specs() {
+        let model = variant(name);
+        let scratch = Scratch::new(&model, &[spec, AdapterSpec::attention(5, 99)]);
+        let config = ModelConfig::load(&model).unwrap();
+        let files = scratch.open(&model).unwrap();
+        for rank in 0..2 {
+            let shard = Shard::new(&config, rank, 2).unwrap();
+            let mut backend = ReferenceBackend::new(single_rank());
+            let loaded = files.load(&mut backend, &config, &shard, 8).unwrap().unwrap();
+            let (matrices, room) = files.bytes(&config, &shard, 8).unwrap();
+            assert_eq!(matrices, loaded.bytes(), "{name}");
+            assert!(room > 0 && files.bytes(&config, &shard, 16).unwrap().1 == 2 * room);
+        }
+    }
 }
 
 #[test]

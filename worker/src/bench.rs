@@ -15,6 +15,7 @@ use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
+use crate::model::lora::LoraFiles;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights::{self, Source};
@@ -269,7 +270,8 @@ fn engine<D: Device>(
         swap_bytes: 0,
     };
     let quantization = options.quantization;
-    device.check_fit(&backend, &config, &shard, quantization, &sizes)?;
+    let unadapted = (quantization, &LoraFiles::default());
+    device.check_fit(&backend, &config, &shard, unadapted, &sizes)?;
     let source = Source { files: &files, config: &config, shard: &shard };
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
     let tokens = sizes.max_num_batched_tokens as usize;

@@ -1,11 +1,12 @@
 //! What a model folder takes of a host, found out from its headers alone: nothing is loaded.
 use std::path::Path;
 
-use shared::protocol::Quantization;
+use shared::protocol::{Lora, Quantization};
 
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::experts::ExpertParts;
+use crate::model::lora::LoraFiles;
 use crate::model::quantization::Tensors;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
@@ -66,6 +67,18 @@ pub fn model(
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
     Ok(ModelNeeds { files, weight_bytes, layers, max_positions })
+}
+
+/// Opens adapters' folders and holds them against the model's. Returns what they take of each of
+/// `degree` ranks, in bytes.
+///
+/// # Errors
+/// [`ModelError`], the sentence that a worker would end with.
+pub fn adapters(folder: &Path, lora: &Lora, degree: u32) -> Result<u64, ModelError> {
+    let config = ModelConfig::load(folder)?;
+    let shard = Shard::new(&config, 0, degree)?;
+    let (matrices, _) = LoraFiles::open(lora, &config)?.bytes(&config, &shard, 0)?;
+    Ok(matrices)
 }
 
 /// A layer's matrices but for those of experts, as `[out, in]`.

@@ -15,6 +15,7 @@ use shared::protocol::{Dtype, EngineConfig, Quantization};
 use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
+use crate::model::lora::LoraFiles;
 use crate::model::shard::Shard;
 use crate::model::size;
 
@@ -81,10 +82,10 @@ pub trait Device: Debug {
         backend: &Self::Backend,
         config: &ModelConfig,
         shard: &Shard,
-        quantization: Quantization,
+        (quantization, adapters): (Quantization, &LoraFiles),
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
-        let _ = (backend, config, shard, quantization, sizes);
+        let _ = (backend, config, shard, quantization, adapters, sizes);
         Ok(())
     }
 
@@ -232,24 +233,28 @@ impl Device for CudaDevice {
         backend: &CudaBackend,
         config: &ModelConfig,
         shard: &Shard,
-        quantization: Quantization,
+        (quantization, adapters): (Quantization, &LoraFiles),
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
         let widens = (quantization == Quantization::Int8 || is_packed)
             && backend.widens_int8(sizes.max_num_batched_tokens as usize);
         let keeps_int4 = |groups: &Int4Groups, is_stack: bool| backend.keeps_int4(groups, is_stack);
-        let need = |shard: &Shard| Need {
-            degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-            weights: size::weight_bytes(config, shard, quantization, &keeps_int4),
-            activations: size::activation_bytes(config, shard, widens, sizes),
-            one_sequence: size::sequence_bytes(config, shard, sizes),
+        let tokens = sizes.max_num_batched_tokens as usize;
+        let need = |shard: &Shard| -> Result<Need, ModelError> {
+            let (matrices, room) = adapters.bytes(config, shard, tokens)?;
+            Ok(Need {
+                degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
+                weights: size::weight_bytes(config, shard, quantization, &keeps_int4) + matrices,
+                activations: size::activation_bytes(config, shard, widens, sizes) + room,
+                one_sequence: size::sequence_bytes(config, shard, sizes),
+            })
         };
         let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);
         let others: Vec<Need> = (own.saturating_add(1)..=64)
-            .filter_map(|degree| Shard::new(config, 0, degree).ok().as_ref().map(need))
+            .filter_map(|degree| need(&Shard::new(config, 0, degree).ok()?).ok())
             .collect();
-        check_fit(&self.measure(backend)?, &need(shard), &others).map_err(ModelError::Fit)
+        check_fit(&self.measure(backend)?, &need(shard)?, &others).map_err(ModelError::Fit)
     }
 
     fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {

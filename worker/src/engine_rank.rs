@@ -150,7 +150,8 @@ impl<D: Device> EngineRank<D> {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
-        self.device.check_fit(&backend, &config, &shard, form.quantization, &form.engine)?;
+        let kept = (form.quantization, &adapters);
+        self.device.check_fit(&backend, &config, &shard, kept, &form.engine)?;
         let source = Source { files: &files, config: &config, shard: &shard };
         let mut progress = |done, total| news.progress(done, total);
         let weights =

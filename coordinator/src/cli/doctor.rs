@@ -14,6 +14,7 @@ use shared::protocol::Quantization;
 
 use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::lora::LoraArgs;
 use super::options::{parse_bytes, parse_quantization, parse_swap_space};
 use super::output::print_line;
 use super::work::cores;
@@ -71,6 +72,8 @@ pub(crate) struct DoctorArgs {
     /// Quantise weights while they are loaded: int8 or none, as when serving
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
+    #[command(flatten)]
+    pub(crate) lora: LoraArgs,
     /// Workers on this host [default: 1 with --coordinator, else --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,

@@ -147,7 +147,7 @@ pub(crate) fn coordinator_options(
 }
 
 /// The adapters named, by absolute paths: workers may run in another folder.
-fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
+pub(crate) fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
     if args.enable_lora && args.lora_modules.is_empty() {
         let message =
             "--enable-lora needs --lora-modules NAME=DIR: adapters are served from the start";

@@ -74,8 +74,11 @@ impl Site {
     }
 }
 
+/// Most rows of a step that GPUs multiply with adapters' matrices at a time.
+const CHUNK_ROWS_MAX: usize = 8192;
+
 /// Adapters' folders, opened and checked.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct LoraFiles {
     adapters: Vec<AdapterFiles>,
 }
@@ -89,6 +92,31 @@ impl LoraFiles {
         let max_rank = (lora.max_rank as usize).min(RANK_MAX);
         let open = |adapter| AdapterFiles::open(adapter, config, max_rank);
         Ok(Self { adapters: lora.adapters.iter().map(open).collect::<Result<_, _>>()? })
+    }
+
+    /// Bytes of a rank's part of all adapters, and of the room that steps of `tokens_max` tokens need
+    /// for them: at most so many.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn bytes(
+        &self,
+        config: &ModelConfig,
+        shard: &Shard,
+        tokens_max: usize,
+    ) -> Result<(u64, u64), ModelError> {
+        let (mut matrices, mut room, mut widest) = (0, 0, 0);
+        for site in Site::ALL {
+            let Some(joint) = self.joint(site, config, shard)? else { continue };
+            let inputs: usize = joint.parts.iter().map(Range::len).sum();
+            let (width, outputs) = (joint.width(), joint.outputs());
+            matrices += self.adapters.len() * config.num_layers * width * (inputs + outputs) * 2;
+            room += tokens_max * (width * 2 + outputs * 4);
+            widest = widest.max(outputs);
+        }
+        // Products are made in scratch first, of some rows at a time.
+        room += tokens_max.min(CHUNK_ROWS_MAX) * widest * 4;
+        Ok((matrices as u64, room as u64))
     }
 
     /// Loads one rank's part of all adapters, with room for `tokens_max` tokens; none when there is

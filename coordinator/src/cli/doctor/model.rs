@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 use coordinator::text::model::TextModel;
 use shared::host::available_memory;
 
-use super::super::serve::demo_model;
+use super::super::serve::{demo_model, lora};
 use super::host::mib;
 use super::{DoctorArgs, Finding};
 
 const MODEL: &str = "model";
+const ADAPTERS: &str = "adapters";
 const TOKENIZER: &str = "tokenizer";
 const MEMORY: &str = "memory";
 /// What a worker takes besides weights and cache: threads, buffers of a step.
@@ -34,8 +35,20 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
                     args.tensor_parallel
                 ),
             ));
+            let adapters = match adapters(&folder, args) {
+                None => 0,
+                Some(Ok((bytes, finding))) => {
+                    findings.push(finding);
+                    bytes
+                }
+                Some(Err(finding)) => {
+                    findings.push(finding);
+                    0
+                }
+            };
             let available = available_memory(Path::new("/"));
-            findings.push(memory(needs.weight_bytes, args, workers, available));
+            let weights = needs.weight_bytes / u64::from(args.tensor_parallel);
+            findings.push(memory(weights + adapters, args, workers, available));
         }
         Err(error) => findings.push(Finding::fail(
             MODEL,
@@ -75,9 +88,32 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     }
 }
 
-/// Weights, cache and the rest against what the host can give.
+/// The adapters of `--lora-modules`, where there are any, and what they take of each worker.
+fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Result<(u64, Finding), Finding>> {
+    let count = args.lora.lora_modules.len();
+    if count == 0 {
+        return None;
+    }
+    let found = lora(&args.lora).map_err(|error| error.to_string()).and_then(|lora| {
+        let bytes = worker::check::adapters(folder, &lora, args.tensor_parallel);
+        bytes.map_err(|error| error.to_string())
+    });
+    Some(match found {
+        Ok(bytes) => {
+            let text = format!("{count} adapter(s), {} on each worker", mib(bytes));
+            Ok((bytes, Finding::ok(ADAPTERS, text)))
+        }
+        Err(error) => Err(Finding::fail(
+            ADAPTERS,
+            error,
+            "save the adapter as the message says, or leave it out of --lora-modules",
+        )),
+    })
+}
+
+/// A worker's weights, cache and the rest against what the host can give.
 fn memory(weights: u64, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
-    let per_worker = (weights / u64::from(args.tensor_parallel))
+    let per_worker = weights
         .saturating_add(args.kv_cache_memory)
         .saturating_add(args.swap_space)
         .saturating_add(OTHER);
@@ -126,9 +162,9 @@ mod tests {
     #[test]
     fn memory_is_compared_with_weights_and_cache() {
         let args = args(&["--kv-cache-memory", "1GiB", "--tensor-parallel", "2"]);
-        // 4 GiB of weights over two ranks: 2 + 1 + 0.25 GiB each.
+        // Of weights, cache and the rest 2 + 1 + 0.25 GiB each.
         let judged = |gib: f64, workers| {
-            memory(4 << 30, &args, workers, Some((gib * (1u64 << 30) as f64) as u64)).level
+            memory(2 << 30, &args, workers, Some((gib * (1u64 << 30) as f64) as u64)).level
         };
         assert_eq!(judged(6.5, 2), Level::Ok);
         assert_eq!(judged(6.4, 2), Level::Warn);
@@ -138,7 +174,7 @@ mod tests {
         // Half a GiB more for each.
         let swapping =
             Line::parse_from(["doctor", "--tensor-parallel", "2", "--swap-space", "0.5"]);
-        let found = |mib: u64| memory(4 << 30, &swapping.args, 2, Some(mib << 20));
+        let found = |mib: u64| memory(2 << 30, &swapping.args, 2, Some(mib << 20));
         assert_eq!(found((2048 + 512 + 512 + 256) * 2).level, Level::Ok);
         assert_eq!(found((2048 + 512 + 256) * 2 - 1).level, Level::Fail);
         assert!(found(0).fix.unwrap_or_default().contains("--swap-space"));
