@@ -82,5 +82,6 @@ async fn four_ranks_become_two_and_four_again_under_the_same_requests() {
     check_invariants(&scrape);
     assert_eq!(scrape.sum("tutti_generation_tokens_total", &[]), 9.0 * 800.0, "each once");
     assert_eq!(scrape.sum("tutti_requests_accepted_total", &[]), 9.0);
-    assert!(scrape.sum("tutti_requests_replayed_total", &[]) >= 6.0);
+    // When ranks died; going back to four was planned.
+    assert!(scrape.sum("tutti_requests_replayed_total", &[]) >= 3.0);
 }

@@ -21,7 +21,8 @@ fn request(tokens: u32) -> serde_json::Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_gpu_serves_and_says_what_it_is() {
-    let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &[]).await;
+    // As many workers as there are GPUs, where nothing is said.
+    let cluster = up(&[], &[]).await;
     let client = cluster.client().unwrap();
     let reply = client.post("/v1/completions", &request(24)).await.unwrap();
     assert_eq!(reply.status, 200, "{}", reply.body);
@@ -39,7 +40,7 @@ async fn two_gpus_make_one_replica() {
     let expected = alone.client().unwrap().post("/v1/completions", &request(8)).await.unwrap().body;
     drop(alone);
     let environment = [("FAKE_CUDA_DEVICES", "2")];
-    let pair = up(&["--workers", "2", "--tensor-parallel", "2"], &environment).await;
+    let pair = up(&[], &environment).await;
     let reply = pair.client().unwrap().post("/v1/completions", &request(8)).await.unwrap();
     assert_eq!(reply.body["choices"][0]["text"], expected["choices"][0]["text"]);
 }
@@ -61,7 +62,7 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
 
 #[test]
 fn too_few_gpus_are_said_at_once() {
-    let args = ["up", "--device", "cuda", "--model", "tests/models/llama-gqa"];
+    let args = ["up", "--device", "cuda", "--workers", "2", "--model", "tests/models/llama-gqa"];
     let (code, _, stderr) = with_fake(&args, &[]);
     assert_eq!(code, 69, "{stderr}");
     assert!(stderr.contains("1 usable GPU(s) for 2 workers"), "{stderr}");
