@@ -75,6 +75,17 @@ pub enum EpochEnd {
     Planned,
 }
 
+/// A mask that a plan waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AwaitedMask {
+    /// Whose.
+    pub request: RequestId,
+    /// Of which sequence of it.
+    pub seq: SeqId,
+    /// Behind how many tokens.
+    pub position: u32,
+}
+
 /// One replica's scheduler.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -109,7 +120,7 @@ pub struct Scheduler {
     /// What requests that have not run take of the queue: it is bounded by that.
     queued: Load,
     /// Requests whose masks the last look at them did not find, though all their tokens are known.
-    masks_awaited: Vec<RequestId>,
+    masks_awaited: Vec<AwaitedMask>,
     /// Wakes the shell when a guide that was waited for is ready.
     waker: Waker,
 }
@@ -196,7 +207,7 @@ impl Scheduler {
 
     /// Requests whose masks are being computed: no step is planned without them.
     #[must_use]
-    pub fn masks_awaited(&self) -> &[RequestId] {
+    pub fn masks_awaited(&self) -> &[AwaitedMask] {
         &self.masks_awaited
     }
 

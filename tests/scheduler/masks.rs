@@ -78,3 +78,58 @@ fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
         assert!(sent.ends.is_empty(), "{:?}", sent.ends);
     }
 }
+
+/// Knows what may come next when it is asked for the second time.
+#[derive(Debug)]
+struct Slow {
+    next: TokenMask,
+    asked: u32,
+}
+
+impl TokenGuide for Slow {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+        self.asked += 1;
+        if self.asked > 1 { Poll::Ready(Ok(())) } else { Poll::Pending }
+    }
+
+    fn allowed(&self) -> Option<&TokenMask> {
+        (self.asked > 1).then_some(&self.next)
+    }
+
+    fn mask_bytes_max(&self) -> usize {
+        60
+    }
+
+    fn accept(&mut self, _: u32) -> Result<Guided, String> {
+        self.asked = 0;
+        Ok(Guided::GoesOn)
+    }
+}
+
+/// Each mask comes, if late; whenever somebody looks, one is awaited.
+#[test]
+fn masks_that_come_late_end_nothing() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let mut operation = operation(hub.observer());
+    let (mut sent, mut answered) = (Sent::default(), 0);
+    let (events, mut received) = mpsc::channel(64);
+    let guide = Slow { next: TokenMask::Only(vec![7]), asked: 0 };
+    let guided = GenerateRequest { guides: vec![Box::new(guide)], ..request() };
+    let ms = Duration::from_millis;
+    operation.submit(ms(1), guided, EventSender::Local(events), &mut sent);
+    operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
+    for at in (500..40_000).step_by(500).map(ms) {
+        operation.tick(at, &mut sent);
+        assert!(at > ms(10_500) || answered < 30, "longer than a mask may take");
+        while let Some(plan) = sent.plans.get(answered).cloned() {
+            answered += 1;
+            for worker in WORKERS {
+                operation.step_done(at, worker, result(&plan, 7), &mut sent);
+            }
+        }
+    }
+    let tokens = std::iter::from_fn(|| received.try_recv().ok()).inspect(|event| {
+        assert!(!matches!(event, EngineEvent::Failed(_)), "{event:?}");
+    });
+    assert_eq!(tokens.filter(|event| matches!(event, EngineEvent::Token { .. })).count(), 30);
+}

@@ -132,7 +132,7 @@ async fn scale(
         children.add();
     }
     let (threads, cores) = (children.threads(), cores());
-    if threads * workers > cores {
+    if threads.saturating_mul(workers) > cores {
         tracing::warn!(
             workers,
             threads,

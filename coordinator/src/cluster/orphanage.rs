@@ -85,15 +85,21 @@ impl Orphanage {
                 placed.cancelled.push(request);
                 continue;
             }
-            // None has room: one of them says so.
             let needed = request.tokens_needed();
+            // Where it was, it may fit again in a moment.
+            let may_return = homes
+                .iter()
+                .any(|home| home.replica == from && !home.serving && home.room >= needed);
             let least =
                 serving.values_mut().min_by_key(|(home, _)| (home.room < needed, home.load));
-            if let Some((home, requests)) = least {
-                home.load += 1;
-                requests.push(request);
-            } else {
-                waiting.push(request);
+            match least {
+                Some((home, _)) if home.room < needed && may_return => waiting.push(request),
+                // Without room, too: it says so.
+                Some((home, requests)) => {
+                    home.load += 1;
+                    requests.push(request);
+                }
+                None => waiting.push(request),
             }
         }
         placed.homes.extend(serving.into_iter().map(|(id, (_, requests))| (id, requests)));

@@ -280,6 +280,9 @@ async fn scale(
     Ok(HttpResponse::Ok().json(json!({"scaled": asked})))
 }
 
+/// Most workers of `tutti up`.
+const LOCAL_WORKERS_MAX: u32 = 256;
+
 async fn scale_to(admin: &Admin, body: &ScaleRequest) -> Result<(), ApiError> {
     if body.reset && body.replicas.is_some() {
         return Err(ApiError::field("reset", "`reset` and `replicas` exclude each other"));
@@ -291,6 +294,10 @@ async fn scale_to(admin: &Admin, body: &ScaleRequest) -> Result<(), ApiError> {
                 "`workers` is for `tutti up`; here workers are started on their own hosts",
             ));
         };
+        if !(1..=LOCAL_WORKERS_MAX).contains(&workers) {
+            let message = format!("`workers` is {workers}, it must be 1 to {LOCAL_WORKERS_MAX}");
+            return Err(ApiError::field("workers", message));
+        }
         let (answer, answered) = oneshot::channel();
         let sent = scaler.send(ScaleWorkers { workers, answer }).await;
         let outcome = match sent {

@@ -87,7 +87,11 @@ pub fn encode(
     check_fits(text, "messages", &rendered, max_tokens)?;
     let tokens = text.encode(&rendered, add_special_tokens);
     let tokens = tokens.map_err(|error| ApiError::field("messages", error))?;
-    Ok(Rendered { tokens, begins_reasoning: reasoning.begins_after(&rendered) })
+    let begins_reasoning = match conversation.continue_final_message {
+        true => reasoning.goes_on_in(&rendered),
+        false => reasoning.begins_after(&rendered),
+    };
+    Ok(Rendered { tokens, begins_reasoning })
 }
 
 /// Refuses a text that cannot fit so many tokens, without making tokens of it.

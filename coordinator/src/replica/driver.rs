@@ -17,7 +17,7 @@ use crate::engine::{
 };
 use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
 use crate::metrics::{Observer, Recording};
-use crate::scheduler::{Effect, EpochEnd, HandedOver, Place, Scheduler};
+use crate::scheduler::{AwaitedMask, Effect, EpochEnd, HandedOver, Place, Scheduler};
 
 /// How long the driver waits for what.
 #[derive(Clone, Copy, Debug)]
@@ -82,7 +82,7 @@ pub struct ReplicaDriver {
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
     /// Since when masks have been waited for that are not there.
-    masks_late: HashMap<RequestId, Duration>,
+    masks_late: HashMap<AwaitedMask, Duration>,
     /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
     in_flight: VecDeque<Duration>,
     epoch: Option<Epoch>,

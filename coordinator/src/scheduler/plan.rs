@@ -140,7 +140,7 @@ impl Scheduler {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(message)) => over.push((seq.request, message)),
                 Poll::Pending => {
-                    self.masks_awaited.push(seq.request);
+                    self.masks_awaited.push(seq.awaited_mask());
                     ready = false;
                 }
             }
@@ -233,7 +233,7 @@ impl Scheduler {
                 }
                 Poll::Pending => {
                     if seq.pending == 0 {
-                        self.masks_awaited.push(request);
+                        self.masks_awaited.push(seq.awaited_mask());
                     }
                     return;
                 }

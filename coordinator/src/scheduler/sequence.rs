@@ -5,6 +5,7 @@ use shared::ids::{BlockId, RequestId, SeqId};
 use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
 
+use super::AwaitedMask;
 use super::blocks::Prefix;
 use super::effect::Place;
 use super::queue::Load;
@@ -79,6 +80,12 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// The mask of its next token.
+    pub(super) fn awaited_mask(&self) -> AwaitedMask {
+        let position = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
+        AwaitedMask { request: self.request, seq: self.id, position }
+    }
+
     /// Tokens that a KV cache must have room for, so that it can end.
     pub(super) fn tokens_needed(&self) -> u32 {
         let all = self.num_prompt.saturating_add(self.max_tokens);

@@ -86,6 +86,13 @@ pub enum Reasoning {
 }
 
 impl Reasoning {
+    /// Whether what goes on with this prompt's last message does so within its reasoning.
+    #[must_use]
+    pub fn goes_on_in(self, prompt: &str) -> bool {
+        self != Self::Untold
+            && prompt.rfind(THINK).is_some_and(|at| !prompt[at..].contains(THINK_END))
+    }
+
     /// Whether a reply to this prompt begins within the reasoning.
     #[must_use]
     pub fn begins_after(self, prompt: &str) -> bool {

@@ -239,7 +239,11 @@ impl CudaBackend {
             // SAFETY: shapes were checked.
             return unsafe { self.device.launch(call) };
         }
-        let bf16 = self.widen(weight)?;
+        // No part is larger than the first: none needs bf16 where that one does not.
+        let bf16 = match self.is_skinny_with(count.min(GATE_UP_ROWS), weight) {
+            true => None,
+            false => Some(self.widen(weight)?),
+        };
         let mut done = 0;
         while done < count {
             let part = (count - done).min(GATE_UP_ROWS);
@@ -249,10 +253,11 @@ impl CudaBackend {
             let wide = Rows { ptr: both, stride: features };
             // Graphs have one part; a later part has as many rows as it is launched for.
             let live = if done == 0 { live } else { DevicePtr::default() };
-            if self.is_skinny_with(part, weight) {
-                self.product(x, None, weight, None, wide, part, live)?;
-            } else {
-                self.multiply(x, weight, bf16, None, wide, part, live)?;
+            match bf16 {
+                Some(bf16) if !self.is_skinny_with(part, weight) => {
+                    self.multiply(x, weight, bf16, None, wide, part, live)?;
+                }
+                _ => self.product(x, None, weight, None, wide, part, live)?,
             }
             if let Some(addend) = addend {
                 let own = addend.offset(done * features * 4);

@@ -28,18 +28,20 @@ impl ReplicaDriver {
         if awaited.is_empty() && self.masks_late.is_empty() {
             return;
         }
-        self.masks_late.retain(|id, _| awaited.contains(id));
-        for id in awaited {
-            self.masks_late.entry(*id).or_insert(now);
+        self.masks_late.retain(|mask, _| awaited.contains(mask));
+        for mask in awaited {
+            self.masks_late.entry(*mask).or_insert(now);
         }
         let late = |since: Duration| now.saturating_sub(since) >= MASK_PATIENCE;
-        let ids: Vec<RequestId> =
-            self.masks_late.iter().filter(|(_, since)| late(**since)).map(|(id, _)| *id).collect();
+        let found = self.masks_late.iter().filter(|(_, since)| late(**since));
+        let mut ids: Vec<RequestId> = found.map(|(mask, _)| mask.request).collect();
+        ids.sort_unstable();
+        ids.dedup();
         if !ids.is_empty() {
             let seconds = MASK_PATIENCE.as_secs();
             let message = format!("what may come next was not known within {seconds} s");
             tracing::warn!(replica = %self.id, requests = ids.len(), message);
-            self.masks_late.retain(|id, _| !ids.contains(id));
+            self.masks_late.retain(|mask, _| !ids.contains(&mask.request));
             self.fail(now, ids, &EngineError::Guide { message });
         }
     }

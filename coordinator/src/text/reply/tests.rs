@@ -313,6 +313,16 @@ fn some_models_reason_first_whether_or_not_they_say_so() {
         assert_eq!(Reasoning::Marked.begins_after(prompt), marked, "{prompt}");
         assert_eq!(Reasoning::First.begins_after(prompt), first, "{prompt}");
     }
+    for (prompt, inside) in [
+        ("a <think>b</think> The answer is", false),
+        ("x<think>Fir", true),
+        ("The answer is", false),
+    ] {
+        assert!(!Reasoning::Untold.goes_on_in(prompt));
+        for told in [Reasoning::Marked, Reasoning::First] {
+            assert_eq!(told.goes_on_in(prompt), inside, "{prompt}");
+        }
+    }
     let inside = ReplyRules { reasoning: true, begins_reasoning: true, ..ReplyRules::default() };
     let both = [thought("First"), said("Then")];
     assert_eq!(read(&inside, "First</think>Then"), both);
