@@ -32,8 +32,10 @@ pub trait Device: Debug {
     /// # Errors
     /// [`ModelError::Dtype`] when the device has no such products.
     fn precision(&self, asked: Dtype, config: &ModelConfig) -> Result<Precision, ModelError> {
+        // Most checkpoints of 4 bits say float16; what rounding to bf16 adds is little beside theirs.
+        let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
         Ok(match asked {
-            Dtype::Auto if config.is_bf16 => Precision::Bfloat16,
+            Dtype::Auto if config.is_bf16 || is_packed => Precision::Bfloat16,
             Dtype::Auto | Dtype::Float32 => Precision::Float32,
             Dtype::Bfloat16 => Precision::Bfloat16,
         })
@@ -297,6 +299,9 @@ mod tests {
         let on_cpu = |asked, config| cpu.precision(asked, config).unwrap();
         assert_eq!(on_cpu(Dtype::Auto, &bf16), Precision::Bfloat16);
         assert_eq!(on_cpu(Dtype::Auto, &other), Precision::Float32);
+        let packed = folder.join("../../tests/models/llama-gptq");
+        let packed = ModelConfig { is_bf16: false, ..ModelConfig::load(&packed).unwrap() };
+        assert_eq!(on_cpu(Dtype::Auto, &packed), Precision::Bfloat16);
         for config in [&bf16, &other] {
             assert_eq!(on_cpu(Dtype::Float32, config), Precision::Float32);
             assert_eq!(on_cpu(Dtype::Bfloat16, config), Precision::Bfloat16);

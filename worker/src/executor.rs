@@ -109,8 +109,10 @@ impl Executor {
         let waits = report_waits.clone();
         let (lives, ended) = oneshot::channel();
         let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
-            // Dropped last, also by a panic.
+            // Dropped last, also by a panic: whoever learns of the end finds the queue closed. What is
+            // captured would be dropped behind all that is declared here.
             let _lives: oneshot::Sender<Infallible> = lives;
+            let receiver = receiver;
             let rank = make_rank();
             Loop { rank, outbox, abort: slot, entered: 0, epoch: None, report_waits: waits }
                 .run(&receiver)

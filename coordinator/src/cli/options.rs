@@ -383,7 +383,7 @@ pub(crate) struct ServingArgs {
     pub(crate) served_model_name: Option<String>,
     /// What matrix products take of their activations: bfloat16 (rounded to it; twice as fast where
     /// the CPU has bf16 instructions), float32, or auto: bfloat16 when the model's config.json says
-    /// so, and on GPUs, else float32
+    /// so, when its weights are packed integers (GPTQ, AWQ), and on GPUs, else float32
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
     /// Quantise weights while they are loaded: int8 (half the memory of the layers, and a few
