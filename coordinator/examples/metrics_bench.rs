@@ -179,22 +179,10 @@ fn step(on: bool, batch: u32, steps: u32) {
 }
 
 fn request(id: u32, max_tokens: u32) -> GenerateRequest {
-    GenerateRequest {
-        id: RequestId(u64::from(id)),
-        prompt: vec![1, 2, 3, 4],
-        sampling: vec![SamplingParams::default()],
-        stop_checks: Vec::new(),
-        guides: Vec::new(),
-        guide_spec: None,
+    GenerateRequest::new(
+        RequestId(u64::from(id)),
+        vec![1, 2, 3, 4],
+        vec![SamplingParams::default()],
         max_tokens,
-        open_ended: false,
-        priority: 0,
-        cache_salt: 0,
-        adapter: 0,
-        end_tokens: Vec::new(),
-        stops: Vec::new().into(),
-        keep_special: false,
-        arrived: Duration::ZERO,
-        response_id: "cmpl-0".into(),
-    }
+    )
 }

@@ -98,6 +98,34 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
+    /// A request that asks for nothing else, taken when the process began.
+    #[must_use]
+    pub fn new(
+        id: RequestId,
+        prompt: Vec<u32>,
+        sampling: Vec<SamplingParams>,
+        max_tokens: u32,
+    ) -> Self {
+        Self {
+            id,
+            prompt,
+            sampling,
+            stop_checks: Vec::new(),
+            guides: Vec::new(),
+            guide_spec: None,
+            max_tokens,
+            open_ended: false,
+            priority: 0,
+            cache_salt: 0,
+            adapter: 0,
+            end_tokens: Vec::new(),
+            stops: Arc::default(),
+            keep_special: false,
+            arrived: Duration::ZERO,
+            response_id: Arc::default(),
+        }
+    }
+
     /// Requests whose prompts begin alike share what is cached of them where this is equal too.
     #[must_use]
     pub fn affinity_salt(&self) -> u64 {

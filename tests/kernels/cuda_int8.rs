@@ -4,7 +4,7 @@ use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all, some_f32s,
     u32s,
 };
-use crate::support::{Random, assert_close, bits};
+use crate::support::{Random, assert_close, assert_gated, bits};
 
 /// Weights as kernels take them: rows of bytes, 128 added, and a scale for each.
 pub(crate) struct Int8 {
@@ -176,20 +176,7 @@ fn gate_and_up_are_multiplied_in_one() {
         let name = format!("tutti_skinny_gate_up_int8_{number}");
         let grid = [inner.div_ceil(16), rows.div_ceil(number), 1];
         let out = read_bf16(&launch(&name, grid, 256).run(&args)[4]);
-        for (row, out) in out.chunks(inner + 1).enumerate() {
-            assert!(out[inner].is_nan());
-            for (i, &got) in out[..inner].iter().enumerate() {
-                if row == rows - 1 {
-                    assert!(got.is_nan(), "not live");
-                    continue;
-                }
-                let ((gate, gate_size), (up, up_size)) =
-                    (product.want(row, i), product.want(row, inner + i));
-                let want = gate / (1.0 + (-gate).exp()) * up;
-                let error = 2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
-                assert_close(got, want, error + want.abs() / 250.0, format!("{number} {row} {i}"));
-            }
-        }
+        assert_gated(&out, (rows, inner), |row, feature| product.want(row, feature), number);
         let out = bits(&out);
         assert_eq!(*first.get_or_insert_with(|| out.clone()), out, "variant {number}");
     }

@@ -6,8 +6,8 @@ use kernels::reference::ReferenceBackend;
 use kernels::weights::{Groups, Packed, Packing, int4_groups};
 
 use crate::support::{
-    Pretend, Random, Weight, as_taken, assert_close, backend_in, bits, buffer, isas, poisoned,
-    variants,
+    Pretend, Random, Weight, as_taken, assert_close, assert_same_in_batches, backend_in, bits,
+    buffer, isas, poisoned, variants,
 };
 
 /// As of products of bf16. One bf16 of a weight would be off by some 1e-3 of a term.
@@ -243,27 +243,14 @@ fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
             let cols = taken.2;
             let weight =
                 Four::random(&mut random, Packing::Compressed, rows, taken, group, symmetric);
-            let x = random.vec(67 * cols);
-            let mut reference: Option<(Vec<u32>, Vec<u32>)> = None;
-            for threads in [1, 2, 3] {
-                let mut backend = backend_in(isa, precision, threads);
-                let packed = weight.load(&mut backend);
-                for m in [1, 2, 3, 5, 7, 12, 33, 49, 67] {
-                    let (mut linear, mut gated) = (vec![], vec![]);
-                    for x in x.chunks(m * cols) {
-                        let input = buffer(&mut backend, x, cols);
-                        let mut out = poisoned(&mut backend, x.len() / cols, rows);
-                        backend.linear(&input, &packed, None, &mut out).unwrap();
-                        linear.extend(bits(out.values()));
-                        let mut out = poisoned(&mut backend, x.len() / cols, rows / 2);
-                        backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
-                        gated.extend(bits(out.values()));
-                    }
-                    let got = (linear, gated);
-                    let same = *reference.get_or_insert_with(|| got.clone()) == got;
-                    assert!(same, "{isa} {precision} {rows}x{cols}/{group}, {m} rows, {threads}");
-                }
-            }
+            assert_same_in_batches(
+                (isa, precision),
+                &mut random,
+                [rows, cols],
+                &[1, 2, 3, 5, 7, 12, 33, 49, 67],
+                |backend| weight.load(backend),
+                format!("{rows}x{cols}/{group}"),
+            );
         }
     }
 }

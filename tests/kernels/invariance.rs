@@ -1,8 +1,6 @@
 //! Law 7: a row's result has the same bits alone, in a batch, and with any number of threads.
-use kernels::backend::Backend;
-
 use crate::attention::{Case, Rows, shape, shuffled};
-use crate::support::{Random, Weight, backend_in, bits, buffer, poisoned, variants};
+use crate::support::{Random, Weight, assert_same_in_batches, backend_in, bits, variants};
 
 #[test]
 fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
@@ -13,31 +11,14 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
         for ((cols, rows), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
             let weight = Weight::random(&mut random, rows, cols);
             let weight = if is_int8 { weight.quantised() } else { weight };
-            let x = random.vec(67 * cols);
-            let mut reference: Option<(Vec<u32>, Vec<u32>)> = None;
-            for threads in [1, 2, 3] {
-                let mut backend = backend_in(isa, precision, threads);
-                let packed = weight.load(&mut backend);
-                for m in [1, 2, 3, 5, 7, 12, 16, 33, 67] {
-                    let (mut linear, mut gated) = (vec![], vec![]);
-                    for x in x.chunks(m * cols) {
-                        let input = buffer(&mut backend, x, cols);
-                        let mut out = poisoned(&mut backend, x.len() / cols, rows);
-                        backend.linear(&input, &packed, None, &mut out).unwrap();
-                        linear.extend(bits(out.values()));
-                        let mut out = poisoned(&mut backend, x.len() / cols, rows / 2);
-                        backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
-                        gated.extend(bits(out.values()));
-                    }
-                    let got = (linear, gated);
-                    let same = *reference.get_or_insert_with(|| got.clone()) == got;
-                    assert!(
-                        same,
-                        "{isa} {precision} {is_int8} {cols}x{rows}, {m} rows at a time, {threads} \
-                         threads"
-                    );
-                }
-            }
+            assert_same_in_batches(
+                (isa, precision),
+                &mut random,
+                [rows, cols],
+                &[1, 2, 3, 5, 7, 12, 16, 33, 67],
+                |backend| weight.load(backend),
+                format!("{is_int8} {cols}x{rows}"),
+            );
         }
     }
 }

@@ -235,3 +235,59 @@ pub(crate) fn assert_close(got: f32, want: f64, tolerance: f64, what: impl std::
     // Written so that NaN fails.
     assert!(error <= tolerance, "{what}: got {got}, want {want}, error {error:e} > {tolerance:e}");
 }
+
+/// What `tutti_skinny_gate_up_*` made of `rows` rows, `inner + 1` words apart, of which the last row is
+/// not live, against the products that `want` gives with the sizes of their terms.
+pub(crate) fn assert_gated(
+    out: &[f32],
+    (rows, inner): (usize, usize),
+    want: impl Fn(usize, usize) -> (f64, f64),
+    what: impl std::fmt::Display,
+) {
+    for (row, out) in out.chunks(inner + 1).enumerate() {
+        assert!(out[inner].is_nan());
+        for (i, &got) in out[..inner].iter().enumerate() {
+            if row == rows - 1 {
+                assert!(got.is_nan(), "not live");
+                continue;
+            }
+            let ((gate, gate_size), (up, up_size)) = (want(row, i), want(row, inner + i));
+            let want = gate / (1.0 + (-gate).exp()) * up;
+            let error = 2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
+            assert_close(got, want, error + want.abs() / 250.0, format!("{what} {row} {i}"));
+        }
+    }
+}
+
+/// A matrix's products of 67 rows have the same bits whatever the number of rows at a time, of which
+/// `sizes` are some, and of threads.
+pub(crate) fn assert_same_in_batches(
+    (isa, precision): (Isa, Precision),
+    random: &mut Random,
+    [rows, cols]: [usize; 2],
+    sizes: &[usize],
+    load: impl Fn(&mut CpuBackend) -> CpuMatrix,
+    what: impl std::fmt::Display,
+) {
+    let x = random.vec(67 * cols);
+    let mut reference: Option<(Vec<u32>, Vec<u32>)> = None;
+    for threads in [1, 2, 3] {
+        let mut backend = backend_in(isa, precision, threads);
+        let packed = load(&mut backend);
+        for &m in sizes {
+            let (mut linear, mut gated) = (vec![], vec![]);
+            for x in x.chunks(m * cols) {
+                let input = buffer(&mut backend, x, cols);
+                let mut out = poisoned(&mut backend, x.len() / cols, rows);
+                backend.linear(&input, &packed, None, &mut out).unwrap();
+                linear.extend(bits(out.values()));
+                let mut out = poisoned(&mut backend, x.len() / cols, rows / 2);
+                backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
+                gated.extend(bits(out.values()));
+            }
+            let got = (linear, gated);
+            let same = *reference.get_or_insert_with(|| got.clone()) == got;
+            assert!(same, "{isa} {precision} {what}, {m} rows at a time, {threads} threads");
+        }
+    }
+}

@@ -8,17 +8,14 @@ where Tutti has bf16 of such a number (8 bits, groups in the order of activation
 Needs numpy, torch, transformers 5 and safetensors.
 usage: make_int4.py OUT_DIR
 """
-import json
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
 
-from make_quantised import HERE, LAYERS, goldens
+from make_quantised import HERE, LAYERS, write
 
 
 def quantise(weight, bits, group, symmetric, scale_type, order=None):
@@ -134,7 +131,7 @@ def main():
     for name, (base, (make, method), others, rounds) in VARIANTS.items():
         source, folder = HERE / base, Path(sys.argv[1]) / name
         folder.mkdir(parents=True, exist_ok=True)
-        stored, meant, meant_dir = {}, {}, folder / "meant"
+        stored, meant = {}, {}
         for key, tensor in sorted(load_file(source / "model.safetensors").items()):
             *_, layer, part = key.split(".")
             if part == "weight" and layer in LAYERS and layer not in others:
@@ -146,21 +143,9 @@ def main():
             else:
                 stored[key] = tensor
                 meant[key] = tensor.float()
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(source / file, folder / file)
-        config = json.loads((source / "config.json").read_text())
-        config["quantization_config"] = method
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-        meant_dir.mkdir(exist_ok=True)
-        save_file(meant, meant_dir / "model.safetensors", metadata={"format": "pt"})
-        for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(source / file, meant_dir / file)
-        model = AutoModelForCausalLM.from_pretrained(
-            meant_dir, dtype=torch.float32, attn_implementation="eager").eval()
-        goldens(source, model, AutoTokenizer.from_pretrained(meant_dir), folder,
-                "(integer - zero) x scale" + (", rounded to bf16" if rounds else ""))
-        shutil.rmtree(meant_dir)
+        write(source, folder, stored, meant, method,
+              "(integer - zero) x scale" + (", rounded to bf16" if rounds else ""))
 
 
-main()
+if __name__ == "__main__":
+    main()

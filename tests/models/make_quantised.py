@@ -118,11 +118,30 @@ def goldens(source, model, tokenizer, folder, weights="bf16 of number x scale"):
     print(folder.name, "min gap", min(min(c["greedy_top1_top2_gap"]) for c in cases), flush=True)
 
 
+def write(source, folder, stored, meant, method, *note):
+    """Writes a variant's folder: its tensors, and what transformers makes of those that they stand for."""
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / file, folder / file)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = method
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    meant_dir = folder / "meant"
+    meant_dir.mkdir(exist_ok=True)
+    save_file(meant, meant_dir / "model.safetensors", metadata={"format": "pt"})
+    for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / file, meant_dir / file)
+    model = AutoModelForCausalLM.from_pretrained(
+        meant_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    goldens(source, model, AutoTokenizer.from_pretrained(meant_dir), folder, *note)
+    shutil.rmtree(meant_dir)
+
+
 def main():
     for name, (base, quantise, method) in VARIANTS.items():
         source, folder = HERE / base, Path(sys.argv[1]) / name
         folder.mkdir(parents=True, exist_ok=True)
-        stored, meant, meant_dir = {}, {}, folder / "meant"
+        stored, meant = {}, {}
         for key, tensor in load_file(source / "model.safetensors").items():
             if key.split(".")[-1] == "weight" and key.split(".")[-2] in LAYERS:
                 tensors, scale = quantise(tensor.float())
@@ -131,20 +150,7 @@ def main():
                 meant[key] = (tensors["weight"].float() * scale).to(torch.bfloat16)
             else:
                 stored[key] = meant[key] = tensor
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(source / file, folder / file)
-        config = json.loads((source / "config.json").read_text())
-        config["quantization_config"] = method
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-        meant_dir.mkdir(exist_ok=True)
-        save_file(meant, meant_dir / "model.safetensors", metadata={"format": "pt"})
-        for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(source / file, meant_dir / file)
-        model = AutoModelForCausalLM.from_pretrained(
-            meant_dir, dtype=torch.float32, attn_implementation="eager").eval()
-        goldens(source, model, AutoTokenizer.from_pretrained(meant_dir), folder)
-        shutil.rmtree(meant_dir)
+        write(source, folder, stored, meant, method)
 
 
 if __name__ == "__main__":

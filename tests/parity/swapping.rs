@@ -75,25 +75,12 @@ fn load() -> Vec<GenerateRequest> {
             prompt_logprobs: (at == 5).then_some(1),
             ..params.clone()
         });
-        GenerateRequest {
-            id: RequestId(at.into()),
-            // Some begin alike, for a block or two.
-            prompt: (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
-            sampling: sampling.collect(),
-            stop_checks: Vec::new(),
-            guides: Vec::new(),
-            guide_spec: None,
-            max_tokens: 30 + at,
-            open_ended: false,
-            priority: 0,
-            cache_salt: 0,
-            adapter: 0,
-            end_tokens: Vec::new(),
-            arrived: Duration::ZERO,
-            stops: Vec::new().into(),
-            keep_special: false,
-            response_id: "cmpl-1".into(),
-        }
+        GenerateRequest::new(
+            RequestId(at.into()), // Some begin alike, for a block or two.
+            (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
+            sampling.collect(),
+            30 + at,
+        )
     };
     (0..7).map(request).collect()
 }

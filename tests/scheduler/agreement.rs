@@ -75,24 +75,12 @@ pub(crate) fn result(plan: &StepPlan, digest: u32) -> StepResult {
 }
 
 pub(crate) fn request() -> GenerateRequest {
-    GenerateRequest {
-        id: RequestId(1),
-        prompt: vec![1, 2, 3],
-        sampling: vec![shared::sampling::SamplingParams::default()],
-        stop_checks: Vec::new(),
-        guides: Vec::new(),
-        guide_spec: None,
-        max_tokens: 30,
-        open_ended: false,
-        priority: 0,
-        cache_salt: 0,
-        adapter: 0,
-        end_tokens: Vec::new(),
-        stops: Arc::default(),
-        keep_special: false,
-        arrived: Duration::ZERO,
-        response_id: "it".into(),
-    }
+    GenerateRequest::new(
+        RequestId(1),
+        vec![1, 2, 3],
+        vec![shared::sampling::SamplingParams::default()],
+        30,
+    )
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Scheduler, worker and clients, with named invariants checked after every event.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
 
 use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, TokenGuide};
 use coordinator::scheduler::{Effect, EpochEnd, Place, Scheduler, SchedulerConfig, StepSummary};
@@ -167,24 +166,12 @@ impl Rig {
         let mut other = Scheduler::new(self.config).unwrap();
         other.wake_with(self.woken.clone().into());
         // Its names for sequences are its own.
-        let used = GenerateRequest {
-            id: RequestId(u64::MAX),
-            prompt: vec![1],
-            sampling: vec![SamplingParams::greedy(); 5],
-            stop_checks: Vec::new(),
-            guides: Vec::new(),
-            guide_spec: None,
-            max_tokens: 1,
-            open_ended: false,
-            priority: 0,
-            cache_salt: 0,
-            adapter: 0,
-            end_tokens: Vec::new(),
-            arrived: Duration::ZERO,
-            stops: Vec::new().into(),
-            keep_special: false,
-            response_id: "cmpl-0".into(),
-        };
+        let used = GenerateRequest::new(
+            RequestId(u64::MAX),
+            vec![1],
+            vec![SamplingParams::greedy(); 5],
+            1,
+        );
         other.submit(used).unwrap();
         other.cancel(RequestId(u64::MAX), &mut Vec::new());
         let handed = self.scheduler.hand_over();
@@ -213,22 +200,17 @@ impl Rig {
             ..SamplingParams::greedy()
         };
         let request = GenerateRequest {
-            id,
-            prompt: client.prompt.clone(),
-            sampling: (0..client.n).map(sampling).collect(),
-            stop_checks: Vec::new(),
             guides: (0..client.n).filter_map(|choice| client.guide_of(choice)).collect(),
-            guide_spec: None,
-            max_tokens: client.max_tokens,
             open_ended: client.open_ended,
             priority: client.priority,
-            cache_salt: 0,
             adapter: adapter_of(client.seed),
             end_tokens: client.end_tokens.clone(),
-            arrived: Duration::ZERO,
-            stops: Vec::new().into(),
-            keep_special: false,
-            response_id: "cmpl-1".into(),
+            ..GenerateRequest::new(
+                id,
+                client.prompt.clone(),
+                (0..client.n).map(sampling).collect(),
+                client.max_tokens,
+            )
         };
         let before = self.scheduler.gauges();
         let seqs = self.scheduler.submit(request).inspect_err(|_| {

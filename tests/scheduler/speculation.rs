@@ -1,5 +1,4 @@
 //! Sequences that repeat themselves, and what the scheduler makes of their drafts.
-use std::sync::Arc;
 use std::time::Duration;
 
 use coordinator::engine::{EngineError, EventSender, FinishReason, GenerateRequest};
@@ -451,23 +450,13 @@ fn a_drafts_tokens_share_the_time_they_took() {
     let observer = hub.observer();
     let mut driver =
         ReplicaDriver::new(Duration::ZERO, ReplicaId(0), scheduler, observer.clone(), limits);
-    let request = |id, max_tokens| GenerateRequest {
-        id: RequestId(id),
-        prompt: vec![0, 1, 2, 3, 4, 0, 1, 2],
-        sampling: vec![SamplingParams::greedy()],
-        stop_checks: Vec::new(),
-        guides: Vec::new(),
-        guide_spec: None,
-        max_tokens,
-        open_ended: false,
-        priority: 0,
-        cache_salt: 0,
-        adapter: 0,
-        end_tokens: Vec::new(),
-        stops: Arc::default(),
-        keep_special: false,
-        arrived: Duration::ZERO,
-        response_id: "it".into(),
+    let request = |id, max_tokens| {
+        GenerateRequest::new(
+            RequestId(id),
+            vec![0, 1, 2, 3, 4, 0, 1, 2],
+            vec![SamplingParams::greedy()],
+            max_tokens,
+        )
     };
     let (events, _tokens) = mpsc::channel(64);
     // The last token of the first one's draft ends it; the second one's tokens come behind them.

@@ -124,23 +124,19 @@ impl Clients {
         };
         let guide = |_| client.ends.guide().map(|guide| Box::new(guide) as Box<dyn TokenGuide>);
         let request = GenerateRequest {
-            id: RequestId(index as u64),
-            prompt: client.prompt.clone(),
-            sampling: (0..client.n).map(sampling).collect(),
             stop_checks: (0..client.n).map(stop_check).collect(),
             guides: (0..client.n).filter_map(guide).collect(),
-            guide_spec: None,
-            max_tokens: client.ends.max_tokens,
-            open_ended: false,
             // Text and promises do not depend on it.
             priority: (index % 3) as i32 - 1,
-            cache_salt: 0,
             adapter: adapter_of(client.seed),
             end_tokens: client.ends.end_tokens.clone(),
-            stops: Vec::new().into(),
-            keep_special: false,
             arrived: Duration::from_micros(now),
-            response_id: "cmpl".into(),
+            ..GenerateRequest::new(
+                RequestId(index as u64),
+                client.prompt.clone(),
+                (0..client.n).map(sampling).collect(),
+                client.ends.max_tokens,
+            )
         };
         let (sender, events) = channel((client.n * (client.ends.max_tokens + 1) + 2) as usize);
         open.events = Some(events);

@@ -116,7 +116,7 @@ impl Coordinator {
     pub(crate) fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
         let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
         let homes = with_room(homes, request.tokens_needed());
-        self.affinity.route(&request.prompt, request.affinity_salt(), homes.into_iter())
+        self.affinity.route(&request.prompt, request.affinity_salt(), &homes)
     }
 
     pub(crate) fn replica_of(&self, worker: WorkerId) -> Option<ReplicaId> {

@@ -347,8 +347,10 @@ impl<B: Backend> Engine<B> {
             }
             let row_start = step.ids.len() as u32;
             step.entry_rows.push(row_start);
-            let rows = step.adapters.len() + entry.count as usize;
-            step.adapters.resize(rows, lora::row_of(seq.adapter));
+            if self.decoder.num_adapters() > 0 {
+                let rows = step.adapters.len() + entry.count as usize;
+                step.adapters.resize(rows, lora::row_of(seq.adapter));
+            }
             let table_start = step.block_tables.len() as u32;
             step.block_tables.extend_from_slice(&seq.blocks);
             if !entry.drafts.is_empty() {

@@ -3,6 +3,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
+use coordinator::http::admin::LOCAL_WORKERS_MAX;
 use coordinator::metrics::log_line::Field;
 use coordinator::scheduler::Speculation;
 use shared::protocol::{Dtype, Quantization};
@@ -144,7 +145,7 @@ pub(crate) struct UpArgs {
     pub(crate) compute: ComputeArgs,
     /// Local worker processes to start; more than --tensor-parallel makes more replicas [default: one
     /// for each usable GPU; on the CPU 2, or --tensor-parallel]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(LOCAL_WORKERS_MAX)))]
     pub(crate) workers: Option<u32>,
 }
 
@@ -294,7 +295,7 @@ pub(crate) struct ScaleArgs {
     #[arg(long, conflicts_with = "replicas")]
     pub(crate) reset: bool,
     /// So many local workers (of `tutti up`)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(LOCAL_WORKERS_MAX)))]
     pub(crate) workers: Option<u32>,
 }
 

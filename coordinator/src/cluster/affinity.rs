@@ -37,13 +37,7 @@ impl Affinity {
 
     /// Chooses a replica for a prompt, and remembers it. Without one that serves it is one that
     /// waits, since it may be back in a moment.
-    pub fn route(
-        &mut self,
-        prompt: &[u32],
-        salt: u64,
-        homes: impl Iterator<Item = Home>,
-    ) -> Option<ReplicaId> {
-        let homes: Vec<Home> = homes.collect();
+    pub fn route(&mut self, prompt: &[u32], salt: u64, homes: &[Home]) -> Option<ReplicaId> {
         let least = homes.iter().min_by_key(|home| (!home.serving, home.load))?;
         let room = least.load + ROOM.max(least.load / 2);
         // Not where it would wait while another could run it.
@@ -92,14 +86,14 @@ impl Affinity {
 mod tests {
     use super::*;
 
-    fn homes(loads: &[u32]) -> impl Iterator<Item = Home> {
+    fn homes(loads: &[u32]) -> Vec<Home> {
         let home = |(id, load): (usize, &u32)| Home {
             replica: ReplicaId(id as u32),
             serving: *load < 1000,
             load: *load,
             room: u32::MAX,
         };
-        loads.iter().enumerate().map(home).collect::<Vec<_>>().into_iter()
+        loads.iter().enumerate().map(home).collect()
     }
 
     fn prompt(same: u32, tail: u32) -> Vec<u32> {
@@ -110,7 +104,7 @@ mod tests {
     fn a_prompt_goes_where_its_beginning_was_while_there_is_room() {
         let mut affinity = Affinity::new(8);
         let mut route =
-            |prompt: &[u32], loads: &[u32]| affinity.route(prompt, 0, homes(loads)).unwrap().0;
+            |prompt: &[u32], loads: &[u32]| affinity.route(prompt, 0, &homes(loads)).unwrap().0;
         assert_eq!(route(&prompt(128, 1000), &[1, 0]), 1, "the least loaded one");
         assert_eq!(route(&prompt(128, 2000), &[0, 4]), 1, "it has the beginning, and room");
         assert_eq!(route(&prompt(128, 3000), &[0, 5]), 0, "it has no room");
@@ -127,22 +121,22 @@ mod tests {
     fn salts_and_lost_caches_are_apart() {
         let mut affinity = Affinity::new(8);
         let long = prompt(128, 0);
-        assert_eq!(affinity.route(&long, 0, homes(&[1, 0])), Some(ReplicaId(1)));
-        assert_eq!(affinity.route(&long, 7, homes(&[0, 1])), Some(ReplicaId(0)));
+        assert_eq!(affinity.route(&long, 0, &homes(&[1, 0])), Some(ReplicaId(1)));
+        assert_eq!(affinity.route(&long, 7, &homes(&[0, 1])), Some(ReplicaId(0)));
         affinity.forget(ReplicaId(1));
-        assert_eq!(affinity.route(&long, 0, homes(&[0, 1])), Some(ReplicaId(0)));
-        assert_eq!(affinity.route(&long, 0, homes(&[])), None);
+        assert_eq!(affinity.route(&long, 0, &homes(&[0, 1])), Some(ReplicaId(0)));
+        assert_eq!(affinity.route(&long, 0, &homes(&[])), None);
     }
 
     #[test]
     fn what_is_remembered_is_bounded() {
         let mut affinity = Affinity::new(8);
         for tail in 0..40_000 {
-            affinity.route(&prompt(0, tail * 200), 0, homes(&[0]));
-            affinity.route(&prompt(0, 0), 0, homes(&[0]));
+            affinity.route(&prompt(0, tail * 200), 0, &homes(&[0]));
+            affinity.route(&prompt(0, 0), 0, &homes(&[0]));
         }
         assert!(affinity.given.len() <= REMEMBERED_MAX);
         assert!(affinity.order.len() <= 2 * REMEMBERED_MAX);
-        assert_eq!(affinity.route(&prompt(0, 0), 0, homes(&[4, 0])), Some(ReplicaId(0)));
+        assert_eq!(affinity.route(&prompt(0, 0), 0, &homes(&[4, 0])), Some(ReplicaId(0)));
     }
 }

@@ -281,7 +281,7 @@ async fn scale(
 }
 
 /// Most workers of `tutti up`.
-const LOCAL_WORKERS_MAX: u32 = 256;
+pub const LOCAL_WORKERS_MAX: u32 = 256;
 
 async fn scale_to(admin: &Admin, body: &ScaleRequest) -> Result<(), ApiError> {
     if body.reset && body.replicas.is_some() {

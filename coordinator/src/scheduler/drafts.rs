@@ -270,9 +270,6 @@ impl Scheduler {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-    use std::time::Duration;
-
     use shared::ids::{Epoch, RequestId};
     use shared::sampling::SamplingParams;
 
@@ -303,24 +300,12 @@ mod tests {
     }
 
     fn submit(scheduler: &mut Scheduler, id: u64, prompt: u32, max_tokens: u32) {
-        let request = GenerateRequest {
-            id: RequestId(id),
-            prompt: (0..prompt).map(|at| at % 5).collect(),
-            sampling: vec![SamplingParams::greedy()],
-            stop_checks: Vec::new(),
-            guides: Vec::new(),
-            guide_spec: None,
+        let request = GenerateRequest::new(
+            RequestId(id),
+            (0..prompt).map(|at| at % 5).collect(),
+            vec![SamplingParams::greedy()],
             max_tokens,
-            open_ended: false,
-            priority: 0,
-            cache_salt: 0,
-            adapter: 0,
-            end_tokens: Vec::new(),
-            stops: Arc::default(),
-            keep_special: false,
-            arrived: Duration::ZERO,
-            response_id: "it".into(),
-        };
+        );
         scheduler.submit(request).unwrap();
     }
 

@@ -142,7 +142,7 @@ impl Pool {
         task: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<(), KernelError> {
         let shared = &*self.shared;
-        let threads = self.threads.len() + 1;
+        let threads = self.num_threads();
         let Ok(count) = u32::try_from(num_tasks) else {
             return Err(KernelError::Device(format!("{num_tasks} tasks are more than 2^32")));
         };

@@ -44,6 +44,9 @@ pub struct CudaOptions {
     pub nccl_lib: Option<PathBuf>,
 }
 
+/// [`CudaOptions::expert_slots`] where nothing else is said.
+pub const EXPERT_SLOTS: usize = 8192;
+
 impl Default for CudaOptions {
     fn default() -> Self {
         Self {
@@ -53,7 +56,7 @@ impl Default for CudaOptions {
             graphs: true,
             overlap: true,
             batch_invariant: false,
-            expert_slots: 8192,
+            expert_slots: EXPERT_SLOTS,
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
             thresholds: None,

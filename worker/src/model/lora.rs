@@ -16,6 +16,7 @@ mod files;
 use std::ops::Range;
 
 use kernels::backend::{DType, HostMatrix, NOT_ASSIGNED, Routing};
+use kernels::cuda::device::EXPERT_SLOTS;
 use kernels::{Backend, KernelError};
 use shared::protocol::Lora;
 
@@ -74,9 +75,6 @@ impl Site {
     }
 }
 
-/// Most rows of a step that GPUs multiply with adapters' matrices at a time.
-const CHUNK_ROWS_MAX: usize = 8192;
-
 /// Adapters' folders, opened and checked.
 #[derive(Debug, Default)]
 pub struct LoraFiles {
@@ -115,7 +113,7 @@ impl LoraFiles {
             widest = widest.max(outputs);
         }
         // Products are made in scratch first, of some rows at a time.
-        room += tokens_max.min(CHUNK_ROWS_MAX) * widest * 4;
+        room += tokens_max.min(EXPERT_SLOTS) * widest * 4;
         Ok((matrices as u64, room as u64))
     }
 

@@ -51,8 +51,7 @@ impl ClusterActor {
     fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
         let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
         let homes = with_room(homes, request.tokens_needed());
-        let id =
-            self.affinity.route(&request.prompt, request.affinity_salt(), homes.into_iter())?;
+        let id = self.affinity.route(&request.prompt, request.affinity_salt(), &homes)?;
         self.replicas.get(&id)
     }
 

@@ -26,25 +26,12 @@ fn serving() -> Serving {
 }
 
 fn request(id: u64) -> GenerateRequest {
-    GenerateRequest {
-        id: RequestId(id),
-        // Some 800 KB on the wire.
-        prompt: vec![70_000; 200_000],
-        sampling: vec![SamplingParams::greedy()],
-        stop_checks: Vec::new(),
-        guides: Vec::new(),
-        guide_spec: None,
-        max_tokens: 1,
-        open_ended: false,
-        priority: 0,
-        cache_salt: 0,
-        adapter: 0,
-        end_tokens: Vec::new(),
-        stops: Arc::from([]),
-        keep_special: false,
-        arrived: Duration::ZERO,
-        response_id: Arc::from("r"),
-    }
+    GenerateRequest::new(
+        RequestId(id), // Some 800 KB on the wire.
+        vec![70_000; 200_000],
+        vec![SamplingParams::greedy()],
+        1,
+    )
 }
 
 /// Takes one front end in, reads nothing of it any more, and pings.

@@ -1,7 +1,4 @@
 //! The queue's bounds, and what leaving it leaves.
-use std::sync::Arc;
-use std::time::Duration;
-
 use shared::ids::Epoch;
 use shared::protocol::StepPlan;
 use shared::sampling::SamplingParams;
@@ -29,24 +26,7 @@ fn scheduler(max_queued_requests: u32) -> Scheduler {
 
 fn request(id: u64, prompt: usize, choices: u32) -> GenerateRequest {
     let sampling = |choice| SamplingParams { choice, ..SamplingParams::greedy() };
-    GenerateRequest {
-        id: RequestId(id),
-        prompt: vec![1; prompt],
-        sampling: (0..choices).map(sampling).collect(),
-        stop_checks: Vec::new(),
-        guides: Vec::new(),
-        guide_spec: None,
-        max_tokens: 8,
-        open_ended: false,
-        adapter: 0,
-        priority: 0,
-        cache_salt: 0,
-        end_tokens: Vec::new(),
-        stops: Arc::default(),
-        keep_special: false,
-        arrived: Duration::ZERO,
-        response_id: "it".into(),
-    }
+    GenerateRequest::new(RequestId(id), vec![1; prompt], (0..choices).map(sampling).collect(), 8)
 }
 
 fn full(queued: u32, max: u32) -> EngineError {
