@@ -224,7 +224,8 @@ impl Scheduler {
     }
 
     /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know no
-    /// sequence. Requests that can no longer fit, because the new cache is smaller, fail.
+    /// sequence. Requests that can no longer fit, because the new cache is smaller, fail; open-ended
+    /// ones end.
     pub fn replica_ready(
         &mut self,
         epoch: Epoch,
@@ -245,6 +246,7 @@ impl Scheduler {
                 sequence.fit(room);
             }
         }
+        self.end_outgrown(effects);
         let mut too_large: Vec<(RequestId, u32)> = self
             .waiting
             .iter()
@@ -322,20 +324,37 @@ impl Scheduler {
         handed
     }
 
+    /// Ends what was to end where its KV cache does, and is longer than the one it came to.
+    pub fn end_outgrown(&mut self, effects: &mut Vec<Effect>) {
+        if self.epoch.is_none() {
+            return;
+        }
+        let room = self.room();
+        let outgrown = |slot: &usize| {
+            self.sequences[*slot].as_ref().is_some_and(|sequence| sequence.has_outgrown(room))
+        };
+        let slots: Vec<usize> = self.waiting.iter().copied().filter(outgrown).collect();
+        for slot in slots {
+            self.finish(slot, FinishReason::Length, effects);
+        }
+    }
+
     /// Goes on with another replica's requests, before all equals that wait here: they are older. Returns
-    /// which of their sequences is which here.
+    /// which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
     ///
     /// # Errors
     /// The request, when it does not fit here.
     pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
-        let needed = self.blocks_needed(handed.tokens_needed());
+        let room = self.room();
+        let goes_on = handed.sequences.iter().filter(|sequence| !sequence.has_outgrown(room));
+        let needed = goes_on.map(Sequence::tokens_needed).max().unwrap_or(0);
+        let needed = self.blocks_needed(needed);
         if self.epoch.is_some() && needed > self.blocks.total() {
             let available = self.blocks.total();
             return Err(Box::new((handed, EngineError::TooLarge { needed, available })));
         }
         let HandedOver { id, mut owner, mut sequences } = handed;
         if self.epoch.is_some() {
-            let room = self.room();
             sequences.iter_mut().for_each(|sequence| sequence.fit(room));
         }
         owner.live.clear();

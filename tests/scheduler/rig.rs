@@ -163,7 +163,21 @@ impl Rig {
     /// held.
     pub(crate) fn move_on(&mut self) {
         self.lost();
+        let other = Scheduler::new(self.config).unwrap();
+        self.hand_over_to(other);
+    }
+
+    /// The replica breaks, and another one, which serves with `num_blocks` blocks, goes on.
+    pub(crate) fn move_on_to(&mut self, num_blocks: u32) {
+        self.lost();
         let mut other = Scheduler::new(self.config).unwrap();
+        self.epoch += 1;
+        other.replica_ready(Epoch(self.epoch), num_blocks, 0, &mut self.effects);
+        self.worker = Some(FakeWorker::new(self.config, num_blocks, 0));
+        self.hand_over_to(other);
+    }
+
+    fn hand_over_to(&mut self, mut other: Scheduler) {
         other.wake_with(self.woken.clone().into());
         // Its names for sequences are its own.
         let used = GenerateRequest::new(
@@ -183,6 +197,7 @@ impl Rig {
                 stop_tokens.extend(self.stop_tokens.get(&there).map(|token| (here, *token)));
             }
         }
+        other.end_outgrown(&mut self.effects);
         self.stop_tokens = stop_tokens;
         self.scheduler = other;
         self.settle();

@@ -289,7 +289,26 @@ fn without_a_bound_the_cache_is_the_bound() {
     rig.lost();
     rig.ready(8);
     ends_at(&mut rig, id, 128);
-    // Where not even what it has fits, it is refused.
+    // With more tokens already than the smaller cache holds, it ends with those: in the replica that
+    // comes back smaller, and in another that goes on with it.
+    for moves in [false, true] {
+        let mut rig = ready();
+        let id = rig.submit(open.clone()).unwrap();
+        while rig.requests[&id].1.tokens[0].len() < 100 {
+            rig.plan();
+            rig.deliver();
+        }
+        let got = rig.requests[&id].1.tokens[0].len();
+        match moves {
+            false => {
+                rig.lost();
+                rig.ready(8);
+            }
+            true => rig.move_on_to(8),
+        }
+        ends_at(&mut rig, id, 40 + got);
+    }
+    // Where not even its prompt fits, it is refused.
     let mut rig = Rig::new(config());
     rig.ready(2);
     let error = rig.submit(open).unwrap_err();

@@ -239,7 +239,7 @@ impl ReplicaDriver {
     }
 
     /// Goes on with another replica's requests, before its own that wait.
-    pub fn adopt(&mut self, moved: Vec<Moved>) {
+    pub fn adopt(&mut self, now: Duration, moved: Vec<Moved>) {
         // The oldest is put in front of the queue last.
         for Moved { handed, mut live, mut stop_checks } in moved.into_iter().rev() {
             let id = handed.id();
@@ -260,6 +260,8 @@ impl ReplicaDriver {
                 }
             }
         }
+        self.scheduler.end_outgrown(&mut self.effects);
+        self.deliver(now);
     }
 
     /// Fills `plan` with the next step, if one should be sent now.

@@ -175,7 +175,7 @@ impl Operation {
 
     /// Goes on with another replica's requests, before its own that wait.
     pub fn adopt(&mut self, now: Duration, requests: Vec<Moved>, outside: &mut impl Outside) {
-        self.driver.adopt(requests);
+        self.driver.adopt(now, requests);
         self.drive(now, outside);
     }
 

@@ -101,6 +101,12 @@ impl Sequence {
         }
     }
 
+    /// It was to end where its cache does, and has tokens already that one of `tokens` tokens has no
+    /// room to go on from.
+    pub(super) fn has_outgrown(&self, tokens: u32) -> bool {
+        self.open_ended && self.num_output() > 0 && self.tokens_needed() > tokens
+    }
+
     /// Where it stands among those that are admitted.
     pub(super) fn urgency(&self) -> Urgency {
         (self.priority, self.admission)
