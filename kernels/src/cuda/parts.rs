@@ -52,14 +52,12 @@ pub fn count<'a>(items: impl Iterator<Item = &'a SeqRows>, window: u32, least: u
 /// Writes the list of all parts to the beginning of `list`: those of long parts come first, since blocks
 /// take them in turns. The names of sequences are those of `items`.
 pub fn fill(list: &mut [u32], items: &[(u32, &SeqRows)], window: u32, least: u32) {
-    let mut found: Vec<(u32, Splits)> = items
-        .iter()
-        .map(|(index, seq)| (*index, splits(seq.context_len, window, least)))
-        .collect();
+    let mut found: Vec<(u32, Splits)> =
+        items.iter().map(|(index, seq)| (*index, splits(seq.context_len, window, least))).collect();
     found.sort_by_key(|(_, splits)| Reverse(splits.len));
-    let parts = found
-        .into_iter()
-        .flat_map(|(index, splits)| (0..splits.count).map(move |split| index << PART_SHIFT | split));
+    let parts = found.into_iter().flat_map(|(index, splits)| {
+        (0..splits.count).map(move |split| index << PART_SHIFT | split)
+    });
     for (word, part) in list.iter_mut().zip(parts) {
         *word = part;
     }
@@ -79,9 +77,8 @@ mod tests {
     fn parts_are_those_of_the_kernels_rule() {
         let windows = [0, 1, 15, 16, 17, 64, 100, 4096, 5000];
         for (context, window) in (1..=9000u32).flat_map(|c| windows.map(|window| (c, window))) {
-            let first_visible = (0..context)
-                .find(|position| window == 0 || context - position <= window)
-                .unwrap();
+            let first_visible =
+                (0..context).find(|position| window == 0 || context - position <= window).unwrap();
             let first = (0..=first_visible).rev().find(|position| position % 16 == 0).unwrap();
             for least in [64, 128, 256] {
                 let Splits { len, count } = splits(context, window, least);
