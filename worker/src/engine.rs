@@ -23,6 +23,7 @@ use shared::protocol::{
 };
 
 use self::ahead::Queued;
+pub use self::profile::Warmed;
 use self::masks::Masks;
 use self::sequence::Sequence;
 use self::swap::HostBlocks;

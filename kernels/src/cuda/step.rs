@@ -15,8 +15,9 @@ use super::stream::{Event, Graph, Stream};
 use crate::backend::{AttentionShape, Batch, StepInputs};
 use crate::error::KernelError;
 
-/// Graphs kept. Each holds a few hundred nodes: about a megabyte.
-const GRAPHS_MAX: usize = 64;
+/// Graphs kept: those of all numbers of rows, each with and without adapters, with sampling over whole
+/// logits, over parts, and left out. Each holds a few hundred nodes: about a megabyte.
+const GRAPHS_MAX: usize = 132;
 /// How long an upload may take.
 const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -171,6 +172,11 @@ impl Step {
         self.graphs_off.is_none()
     }
 
+    /// Whether decode steps become graphs now: alike on all ranks of a group.
+    pub(super) fn captures(&self) -> bool {
+        self.graphs_off.is_none() && self.graphs_rest.is_none()
+    }
+
     /// Forgets all graphs; none are made for the reason given, until this is called again.
     pub(super) fn use_graphs(&mut self, not: Option<&'static str>) {
         self.graphs.clear();
@@ -308,8 +314,7 @@ impl Step {
     /// The graph's key, when the step can be one.
     fn key(&self, inputs: &StepInputs<'_>, found: &Capacity) -> Option<GraphKey> {
         let decodes = inputs.is_plain
-            && self.graphs_off.is_none()
-            && self.graphs_rest.is_none()
+            && self.captures()
             && inputs.batch.seqs.iter().all(|seq| seq.num_rows == 1)
             && found.samples == found.rows
             && found.seqs == found.rows
