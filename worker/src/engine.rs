@@ -23,8 +23,8 @@ use shared::protocol::{
 };
 
 use self::ahead::Queued;
-pub use self::profile::Warmed;
 use self::masks::Masks;
+pub use self::profile::Warmed;
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;

@@ -120,8 +120,7 @@ impl<B: Backend> Engine<B> {
         let slots: Vec<u32> = positions.iter().map(|position| position % block_size).collect();
         let block_tables = vec![0; tables as usize];
         let temperature = if kind.greedy { 0.0 } else { 1.0 };
-        let params =
-            SampleParams { temperature, top_p: 0.9, top_k: 50, ..SampleParams::default() };
+        let params = SampleParams { temperature, top_p: 0.9, top_k: 50, ..SampleParams::default() };
         let vocab = self.decoder.config().vocab_size;
         let mask = vec![u32::MAX; vocab.div_ceil(32)];
         let allowed = kind.masks.then_some(mask.as_slice());
