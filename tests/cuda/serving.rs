@@ -60,16 +60,21 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     assert!(log.contains("exit status: 71"), "{log}");
 }
 
-/// Whatever comes then, and however much of it at once.
+/// Whatever comes then, and however much of it at once; and what comes of it is the same where a GPU has
+/// room for so few blocks that each takes several parts of sequences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn graphs_are_captured_before_the_first_request() {
     // Steps of 1, 2, 4 and 8 rows; of ranks those whose rows are all greedy besides.
     let pair = ["--workers", "2", "--tensor-parallel", "2"];
     let none = ["--workers", "1", "--tensor-parallel", "1", "--cuda-warmup", "0"];
-    for (args, captures) in [(&none[..4], 4), (&pair[..], 2 * 8), (&none[..], 0)] {
+    let mut texts = Vec::new();
+    let cases = [(&none[..4], "1", 4), (&pair[..], "132", 2 * 8), (&none[..], "132", 0)];
+    for (args, multiprocessors, captures) in cases {
         let log = tempfile::NamedTempFile::new().unwrap();
         let path = log.path().to_str().unwrap();
-        let cluster = up(args, &[("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)]).await;
+        let mut variables = vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)];
+        variables.push(("FAKE_CUDA_MULTIPROCESSORS", multiprocessors));
+        let cluster = up(args, &variables).await;
         let captured = || {
             let text = std::fs::read_to_string(log.path()).unwrap();
             text.lines().filter(|line| line.starts_with("capture ")).count()
@@ -89,10 +94,20 @@ async fn graphs_are_captured_before_the_first_request() {
             let reply = ask.await.unwrap().unwrap();
             assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
         }
+        if args[1] == "1" {
+            // Alone, so that its prompt is cut alike; with more parts than one multiprocessor has blocks.
+            let prompt: Vec<u32> = (0..130).map(|at| 301 - at).collect();
+            let request = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0});
+            texts.push(
+                client.post("/v1/completions", &request).await.unwrap().body["choices"].clone(),
+            );
+        }
         // Without it, steps of some size have come twice.
         let after = captured();
         assert!(if captures > 0 { after == captures } else { after > 0 }, "{args:?}: {after}");
     }
+    assert_eq!(texts[0], texts[1]);
+    assert!(texts[0][0]["text"].is_string(), "{texts:?}");
 }
 
 #[test]

@@ -233,8 +233,7 @@ fn graphs_give_the_bits_of_single_calls() {
 }
 
 /// Whatever lengths sequences have, and however many they are: what was captured before the first
-/// request is all. One backend has as many blocks as the attention of a step has parts, the other must
-/// take several parts with each.
+/// request is all.
 #[test]
 fn no_step_of_any_number_and_length_is_captured_after_the_start() {
     const LENGTHS: [u32; 8] = [1, 63, 64, 65, 200, 127, 30, 5];
