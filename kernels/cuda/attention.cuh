@@ -57,13 +57,14 @@ struct Splits {
     uint32_t len;
     uint32_t count;
 
-    __device__ __forceinline__ Splits(uint32_t context_len, uint32_t window, uint32_t max_splits) {
+    __device__ __forceinline__ Splits(uint32_t context_len, uint32_t window, uint32_t max_splits,
+                                      uint32_t least) {
         end = context_len;
         start = first_seen(context_len - 1, window);
         aligned = start & ~15u;
         const uint32_t tokens = end - aligned;
         len = (divide_up(tokens, max_splits) + 15) & ~15u;
-        len = len < 64 ? 64 : len;
+        len = len < least ? least : len;
         count = divide_up(tokens, len);
     }
 };

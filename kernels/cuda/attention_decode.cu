@@ -1,10 +1,14 @@
-// Attention of sequences with one row, their tokens split over blocks ("split K"), and the
-// reduction of the partial results by a second kernel.
+// Attention of sequences with one row, their tokens split into parts ("split K"), and the reduction
+// of the parts' results by a second kernel.
 //
 //   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
 //
-// A block computes up to 16 query heads of one KV head over one split: the heads are the 16 rows of
-// the tensor cores' A, so K and V are read once for a whole group. K and V go from memory to
+// The host lists all parts there are. As many blocks run as the GPU has room for, and each takes every
+// n-th part of the list, so what a step costs follows its tokens: a sequence of many among short ones
+// costs no blocks of theirs.
+//
+// A block computes up to 16 query heads of one KV head over one part at a time: the heads are the 16
+// rows of the tensor cores' A, so K and V are read once for a whole group. K and V go from memory to
 // registers, 16 bytes per lane, without shared memory:
 // - scores: B's k is head_dim, permuted so that a lane's 16 bytes are 4 registers of B. q is
 //   permuted alike.
@@ -14,8 +18,9 @@
 // end. Weights are rounded to bf16 before they are summed and before they meet V, so numerator and
 // denominator agree: a constant V comes out exact.
 //
-// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. The split depends on the sequence's
-// length alone, hence so does every bit. Limits: head_dim 16, 32, 64, 96 or 128; any group.
+// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s, which of one part is o / l: then it is
+// written at once. How a sequence is split depends on its length and the launch's constants alone,
+// hence so does every bit. Limits: head_dim 16, 32, 64, 96 or 128; any group.
 #include "attention.cuh"
 
 namespace tutti {
@@ -131,24 +136,13 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     SHARED_ARRAY(float, mixed, WARPS * 16 * In::WIDTH);
 
     release_successors();
-    // The step's lists came by a copy before all kernels: they are read, and K and V asked for, while
-    // the kernels before this one run.
-    const uint32_t item = blockIdx.z;
-    // There is one for each item of the grid, live or not, so none need wait for `live`.
-    const uint32_t index = load_input(items + item);
-    if (item >= live_items(live)) {
+    // The step's lists came by a copy before all kernels: they are read, and K and V of the first part
+    // asked for, while the kernels before this one run.
+    const uint32_t num_parts = load_input(live);
+    if (blockIdx.x >= num_parts) {
         wait_for_predecessors();
         return;
     }
-    const Single seq(seqs, index);
-    const Splits splits(seq.context_len, window, max_splits);
-    const uint32_t split = blockIdx.x;
-    if (split >= splits.count) {
-        wait_for_predecessors();
-        return;
-    }
-    const uint32_t first = splits.aligned + split * splits.len;
-    const uint32_t end = first + splits.len < splits.end ? first + splits.len : splits.end;
 
     const uint32_t group = num_heads / num_kv_heads;
     const uint32_t kv_head = blockIdx.y % num_kv_heads;
@@ -160,180 +154,206 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
 
-    const Pages pages = {block_tables + seq.table_start, num_kv_heads, kv_head,
-                         block_shift};
     const bool tile_in_block = block_shift >= 4;
     const float to_exponent = scale * LOG2_E;
-    float sums[SETS][8][4] = {};
-    Running row[2];
+    for (uint32_t part = blockIdx.x; part < num_parts; part += gridDim.x) {
+        const uint32_t named = load_input(parts + part);
+        const uint32_t index = named >> TUTTI_PART_SHIFT;
+        const uint32_t split = named & ((1u << TUTTI_PART_SHIFT) - 1);
+        const Single seq(seqs, index);
+        const Splits splits(seq.context_len, window, max_splits, least_split);
+        const uint32_t first = splits.aligned + split * splits.len;
+        const uint32_t end = first + splits.len < splits.end ? first + splits.len : splits.end;
+        const Pages pages = {block_tables + seq.table_start, num_kv_heads, kv_head,
+                             block_shift};
+        float sums[SETS][8][4] = {};
+        Running row[2];
 
-    // Looked up a round ahead, so that K and V need not wait for it.
-    const auto block_of = [&](uint32_t tile) {
-        return tile_in_block && tile < end ? pages.block_start(tile >> block_shift) : 0;
-    };
-    size_t next_block = block_of(first + warp * TILE);
-    if (tile_in_block && first + warp * TILE < end && threadIdx.x % 32 == 0) {
-        const uint32_t tile = first + warp * TILE;
-        const uint32_t tokens = end - tile < TILE ? end - tile : TILE;
-        const size_t at = (next_block + pages.in_block(tile)) * HEAD_DIM;
-        prefetch(k_cache + at, tokens * HEAD_DIM * 2);
-        prefetch(v_cache + at, tokens * HEAD_DIM * 2);
-    }
-    wait_for_predecessors();
-
-    Row<HEAD_DIM> upper;
-    Row<HEAD_DIM> lower;
-    upper.clear();
-    lower.clear();
-    const tutti_bf16* q_row =
-        q + (static_cast<size_t>(seq.row) * num_heads + first_head) * HEAD_DIM;
-    if (g < heads) {
-        upper.load(q_row + g * HEAD_DIM, t);
-    }
-    if (g + 8 < heads) {
-        lower.load(q_row + (g + 8) * HEAD_DIM, t);
-    }
-    for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
-        const size_t block = next_block;
-        next_block = block_of(tile + WARPS * TILE);
-        // Tokens that are not seen are read as one that is: nothing else may be in memory there.
-        const auto token = [&](uint32_t i) {
-            uint32_t position = tile + i;
-            position = position < splits.start ? splits.start : position;
-            position = position < end ? position : end - 1;
-            return (tile_in_block ? block + pages.in_block(position) : pages.token(position)) *
-                   HEAD_DIM;
+        // Looked up a round ahead, so that K and V need not wait for it.
+        const auto block_of = [&](uint32_t tile) {
+            return tile_in_block && tile < end ? pages.block_start(tile >> block_shift) : 0;
         };
-        Row<HEAD_DIM> k[2];
-        uint4 v[SETS][4];
-        k[0].load(k_cache + token(g), t);
-        k[1].load(k_cache + token(g + 8), t);
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            const tutti_bf16* v_row = v_cache + token(2 * t + i % 2 + i / 2 * 8);
-#pragma unroll
-            for (int set = 0; set < SETS; set++) {
-                const uint32_t dim = 64 * set + 8 * g;
-                v[set][i] = make_uint4(0, 0, 0, 0);
-                if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
-                    v[set][i] = load_once(v_row + dim);
-                }
-            }
+        size_t next_block = block_of(first + warp * TILE);
+        const bool is_first = part == blockIdx.x;
+        if (is_first && tile_in_block && first + warp * TILE < end && threadIdx.x % 32 == 0) {
+            const uint32_t tile = first + warp * TILE;
+            const uint32_t tokens = end - tile < TILE ? end - tile : TILE;
+            const size_t at = (next_block + pages.in_block(tile)) * HEAD_DIM;
+            prefetch(k_cache + at, tokens * HEAD_DIM * 2);
+            prefetch(v_cache + at, tokens * HEAD_DIM * 2);
+        }
+        if (is_first) {
+            wait_for_predecessors();
         }
 
-        float scores[2][4] = {};
-        add_scores<HEAD_DIM>(scores[0], upper, lower, k[0]);
-        add_scores<HEAD_DIM>(scores[1], upper, lower, k[1]);
-#pragma unroll
-        for (uint32_t part = 0; part < 2; part++) {
+        Row<HEAD_DIM> upper;
+        Row<HEAD_DIM> lower;
+        upper.clear();
+        lower.clear();
+        const tutti_bf16* q_row =
+            q + (static_cast<size_t>(seq.row) * num_heads + first_head) * HEAD_DIM;
+        if (g < heads) {
+            upper.load(q_row + g * HEAD_DIM, t);
+        }
+        if (g + 8 < heads) {
+            lower.load(q_row + (g + 8) * HEAD_DIM, t);
+        }
+        for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
+            const size_t block = next_block;
+            next_block = block_of(tile + WARPS * TILE);
+            // Tokens that are not seen are read as one that is: nothing else may be in memory there.
+            const auto token = [&](uint32_t i) {
+                uint32_t position = tile + i;
+                position = position < splits.start ? splits.start : position;
+                position = position < end ? position : end - 1;
+                return (tile_in_block ? block + pages.in_block(position) : pages.token(position)) *
+                       HEAD_DIM;
+            };
+            Row<HEAD_DIM> k[2];
+            uint4 v[SETS][4];
+            k[0].load(k_cache + token(g), t);
+            k[1].load(k_cache + token(g + 8), t);
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) {
-                const uint32_t position = tile + 8 * part + 2 * t + i % 2;
-                const bool seen = position >= splits.start && position < end;
-                scores[part][i] = seen ? scores[part][i] * to_exponent : NOTHING;
+                const tutti_bf16* v_row = v_cache + token(2 * t + i % 2 + i / 2 * 8);
+#pragma unroll
+                for (int set = 0; set < SETS; set++) {
+                    const uint32_t dim = 64 * set + 8 * g;
+                    v[set][i] = make_uint4(0, 0, 0, 0);
+                    if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
+                        v[set][i] = load_once(v_row + dim);
+                    }
+                }
+            }
+
+            float scores[2][4] = {};
+            add_scores<HEAD_DIM>(scores[0], upper, lower, k[0]);
+            add_scores<HEAD_DIM>(scores[1], upper, lower, k[1]);
+#pragma unroll
+            for (uint32_t part = 0; part < 2; part++) {
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) {
+                    const uint32_t position = tile + 8 * part + 2 * t + i % 2;
+                    const bool seen = position >= splits.start && position < end;
+                    scores[part][i] = seen ? scores[part][i] * to_exponent : NOTHING;
+                }
+            }
+            // Rows g and g + 8. p: columns 2t, 2t+1 of the tile's first 8 tokens, then of its last.
+            uint32_t p[2][2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float* s0 = &scores[0][2 * half];
+                float* s1 = &scores[1][2 * half];
+                const float most = quad_max(fmaxf(fmaxf(s0[0], s0[1]), fmaxf(s1[0], s1[1])));
+                const float factor = row[half].raise(most);
+                const float base = row[half].base();
+                p[half][0] = pack_bf16(exp2_fast(s0[0] - base), exp2_fast(s0[1] - base));
+                p[half][1] = pack_bf16(exp2_fast(s1[0] - base), exp2_fast(s1[1] - base));
+                row[half].sum += (low_bf16(p[half][0]) + high_bf16(p[half][0])) +
+                                 (low_bf16(p[half][1]) + high_bf16(p[half][1]));
+#pragma unroll
+                for (int set = 0; set < SETS; set++) {
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        sums[set][j][2 * half] *= factor;
+                        sums[set][j][2 * half + 1] *= factor;
+                    }
+                }
+            }
+            const uint32_t a[4] = {p[0][0], p[1][0], p[0][1], p[1][1]};
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const uint32_t pick = j % 2 == 0 ? 0x5410 : 0x7632;
+                    const uint32_t b0 =
+                        __byte_perm(word(v[set][0], j / 2), word(v[set][1], j / 2), pick);
+                    const uint32_t b1 =
+                        __byte_perm(word(v[set][2], j / 2), word(v[set][3], j / 2), pick);
+                    mma_bf16(sums[set][j], a, b0, b1);
+                }
             }
         }
-        // Rows g and g + 8. p: columns 2t, 2t+1 of the tile's first 8 tokens, then of its last.
-        uint32_t p[2][2];
+
+        // The warps' results become one. What they were put together from of the part before has been read.
+        __syncthreads();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float* s0 = &scores[0][2 * half];
-            float* s1 = &scores[1][2 * half];
-            const float most = quad_max(fmaxf(fmaxf(s0[0], s0[1]), fmaxf(s1[0], s1[1])));
-            const float factor = row[half].raise(most);
-            const float base = row[half].base();
-            p[half][0] = pack_bf16(exp2_fast(s0[0] - base), exp2_fast(s0[1] - base));
-            p[half][1] = pack_bf16(exp2_fast(s1[0] - base), exp2_fast(s1[1] - base));
-            row[half].sum += (low_bf16(p[half][0]) + high_bf16(p[half][0])) +
-                             (low_bf16(p[half][1]) + high_bf16(p[half][1]));
-#pragma unroll
-            for (int set = 0; set < SETS; set++) {
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    sums[set][j][2 * half] *= factor;
-                    sums[set][j][2 * half + 1] *= factor;
-                }
+            const float sum = quad_sum(row[half].sum);
+            if (t == 0) {
+                maxima[warp * 16 + g + 8 * half] = row[half].maximum;
+                totals[warp * 16 + g + 8 * half] = sum;
             }
         }
-        const uint32_t a[4] = {p[0][0], p[1][0], p[0][1], p[1][1]};
+        __syncthreads();
 #pragma unroll
-        for (int set = 0; set < SETS; set++) {
+        for (uint32_t half = 0; half < 2; half++) {
+            const uint32_t r = g + 8 * half;
+            float most = NOTHING;
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const uint32_t pick = j % 2 == 0 ? 0x5410 : 0x7632;
-                const uint32_t b0 =
-                    __byte_perm(word(v[set][0], j / 2), word(v[set][1], j / 2), pick);
-                const uint32_t b1 =
-                    __byte_perm(word(v[set][2], j / 2), word(v[set][3], j / 2), pick);
-                mma_bf16(sums[set][j], a, b0, b1);
+            for (uint32_t w = 0; w < WARPS; w++) {
+                most = fmaxf(most, maxima[w * 16 + r]);
             }
-        }
-    }
-
-    // The warps' results become one.
+            const float factor = most == NOTHING ? 0.0f : exp2_fast(row[half].maximum - most);
+            if (r < heads) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float sum = quad_sum(row[half].sum);
-        if (t == 0) {
-            maxima[warp * 16 + g + 8 * half] = row[half].maximum;
-            totals[warp * 16 + g + 8 * half] = sum;
-        }
-    }
-    __syncthreads();
+                for (int set = 0; set < SETS; set++) {
 #pragma unroll
-    for (uint32_t half = 0; half < 2; half++) {
-        const uint32_t r = g + 8 * half;
-        float most = NOTHING;
-#pragma unroll
-        for (uint32_t w = 0; w < WARPS; w++) {
-            most = fmaxf(most, maxima[w * 16 + r]);
-        }
-        const float factor = most == NOTHING ? 0.0f : exp2_fast(row[half].maximum - most);
-        if (r < heads) {
-#pragma unroll
-            for (int set = 0; set < SETS; set++) {
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    const uint32_t dim = In::dim_of(set, t, j);
-                    if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
-                        mixed[In::at(warp * 16 + r, dim)] = sums[set][j][2 * half] * factor;
-                    }
-                    if (HEAD_DIM % 64 == 0 || dim + 8 < HEAD_DIM) {
-                        mixed[In::at(warp * 16 + r, dim + 8)] =
-                            sums[set][j][2 * half + 1] * factor;
+                    for (int j = 0; j < 8; j++) {
+                        const uint32_t dim = In::dim_of(set, t, j);
+                        if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
+                            mixed[In::at(warp * 16 + r, dim)] = sums[set][j][2 * half] * factor;
+                        }
+                        if (HEAD_DIM % 64 == 0 || dim + 8 < HEAD_DIM) {
+                            mixed[In::at(warp * 16 + r, dim + 8)] =
+                                sums[set][j][2 * half + 1] * factor;
+                        }
                     }
                 }
             }
         }
-    }
-    __syncthreads();
-    const size_t first_slot = static_cast<size_t>(item) * num_heads + first_head;
-    for (uint32_t i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * 32) {
-        const uint32_t r = i / HEAD_DIM;
-        float sum = 0.0f;
+        __syncthreads();
+        const size_t first_slot = static_cast<size_t>(index) * num_heads + first_head;
+        // Of a head: the largest exponent of all warps, and the sum of weights relative to it.
+        const auto maximum_of = [&](uint32_t r) {
+            float most = NOTHING;
 #pragma unroll
-        for (uint32_t w = 0; w < WARPS; w++) {
-            sum += mixed[In::at(w * 16 + r, i % HEAD_DIM)];
-        }
-        const size_t slot = (first_slot + r) * max_splits + split;
-        partial_out[slot * HEAD_DIM + i % HEAD_DIM] = sum;
-    }
-    if (threadIdx.x < heads) {
-        const uint32_t r = threadIdx.x;
-        float most = NOTHING;
+            for (uint32_t w = 0; w < WARPS; w++) {
+                most = fmaxf(most, maxima[w * 16 + r]);
+            }
+            return most;
+        };
+        const auto total_of = [&](uint32_t r, float most) {
+            float sum = 0.0f;
 #pragma unroll
-        for (uint32_t w = 0; w < WARPS; w++) {
-            most = fmaxf(most, maxima[w * 16 + r]);
-        }
-        float sum = 0.0f;
+            for (uint32_t w = 0; w < WARPS; w++) {
+                const float m = maxima[w * 16 + r];
+                sum += m == NOTHING ? 0.0f : totals[w * 16 + r] * exp2_fast(m - most);
+            }
+            return sum;
+        };
+        for (uint32_t i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * 32) {
+            const uint32_t r = i / HEAD_DIM;
+            float sum = 0.0f;
 #pragma unroll
-        for (uint32_t w = 0; w < WARPS; w++) {
-            const float m = maxima[w * 16 + r];
-            sum += m == NOTHING ? 0.0f : totals[w * 16 + r] * exp2_fast(m - most);
+            for (uint32_t w = 0; w < WARPS; w++) {
+                sum += mixed[In::at(w * 16 + r, i % HEAD_DIM)];
+            }
+            if (splits.count == 1) {
+                const size_t row = static_cast<size_t>(seq.row) * num_heads + first_head + r;
+                out[row * HEAD_DIM + i % HEAD_DIM] = to_bf16(sum / total_of(r, maximum_of(r)));
+            } else {
+                const size_t slot = (first_slot + r) * max_splits + split;
+                partial_out[slot * HEAD_DIM + i % HEAD_DIM] = sum;
+            }
         }
-        const size_t slot = (first_slot + r) * max_splits + split;
-        partial_ml[2 * slot] = most;
-        partial_ml[2 * slot + 1] = sum;
+        if (splits.count != 1 && threadIdx.x < heads) {
+            const uint32_t r = threadIdx.x;
+            const float most = maximum_of(r);
+            const size_t slot = (first_slot + r) * max_splits + split;
+            partial_ml[2 * slot] = most;
+            partial_ml[2 * slot + 1] = total_of(r, most);
+        }
     }
 }
 
@@ -343,9 +363,9 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
 #define DECODE(head_dim)                                                                           \
     extern "C" __global__ void __launch_bounds__(128)                                              \
         tutti_decode_attention_##head_dim(TUTTI_DECODE_ARGUMENTS) {                                \
-        tutti::decode<head_dim>(q, k_cache, v_cache, seqs, items, block_tables, partial_out,       \
-                                partial_ml, num_heads, num_kv_heads, block_shift, window,          \
-                                max_splits, scale, live);                                          \
+        tutti::decode<head_dim>(q, k_cache, v_cache, seqs, parts, block_tables, partial_out,       \
+                                partial_ml, out, num_heads, num_kv_heads, block_shift, window,     \
+                                max_splits, least_split, scale, live);                             \
     }
 DECODE(16)
 DECODE(32)
@@ -359,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(128)
     tutti_decode_reduce(const float* partial_out, const float* partial_ml, const TuttiSeq* seqs,
                         const uint32_t* items, tutti_bf16* out, uint32_t num_heads,
                         uint32_t head_dim, uint32_t window, uint32_t max_splits,
-                        const uint32_t* live) {
+                        uint32_t least_split, const uint32_t* live) {
     release_successors();
     const uint32_t head = blockIdx.x;
     const uint32_t item = blockIdx.y;
@@ -369,9 +389,13 @@ extern "C" __global__ void __launch_bounds__(128)
         return;
     }
     const Single seq(seqs, index);
-    const Splits splits(seq.context_len, window, max_splits);
+    const Splits splits(seq.context_len, window, max_splits, least_split);
     wait_for_predecessors();
-    const size_t first = (static_cast<size_t>(item) * num_heads + head) * max_splits;
+    if (splits.count == 1) {
+        // The other kernel has written the result.
+        return;
+    }
+    const size_t first = (static_cast<size_t>(index) * num_heads + head) * max_splits;
 
     // Maxima and sums of all parts, a thread each: read at once, where one thread after the other
     // would wait for each.

@@ -20,8 +20,8 @@
  * - Every kernel begins by releasing the next and waiting for those before it (griddepcontrol), so
  *   launches may have the attribute programmatic-stream-serialization. Without it, and before
  *   sm_90, that does nothing. Read before the wait are constants of the model (weights, norms, tables)
- *   and what the host gives a step: `live`, positions, slots, sequences, items, block tables, rows'
- *   numbers. So no kernel may write those, and a copy that does must be complete before the first
+ *   and what the host gives a step: `live`, positions, slots, sequences, items, parts, block tables,
+ *   rows' numbers. So no kernel may write those, and a copy that does must be complete before the first
  *   kernel behind it begins. Tokens, which a kernel may write, are read behind the wait.
  * - Rows, of which a step may have more than 65535, are the grid's x.
  * - Static shared memory is not listed. `shared` is the dynamic shared memory to launch with; above
@@ -137,6 +137,8 @@ typedef struct {
 /* Queries per tile of prefill attention; its shared memory in bytes. */
 #define TUTTI_PREFILL_QUERIES 64u
 #define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))
+/* How the parts of decode attention are named. */
+#define TUTTI_PART_SHIFT 8u
 /* Query heads that one block of decode attention computes; blocks per KV head. */
 #define TUTTI_DECODE_HEADS 16u
 #define TUTTI_DECODE_BLOCKS(group) (((group) + 15u) / 16u)
@@ -293,24 +295,29 @@ __global__ void tutti_prefill_attention_96(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
 
 /* ---- attention_decode.cu --------------------------------------------------------------------
- * The same for sequences with one row: its tokens are split over blocks, each making a partial
- * result, which a second kernel puts together. The split depends on the sequence's length, the
- * window and `max_splits` alone: `max_splits` is a constant of the model (64 is good, 128 the most),
- * not of the batch. With n = the tokens from the first visible one, rounded down to a multiple of
- * 16, to the last: split_len = max(64, round_up(ceil(n / max_splits), 16)),
- * splits = ceil(n / split_len) <= max_splits. Blocks beyond return at once, so grid.x may be
- * anything from the largest number of splits in the batch up.
- * items u32 [n]: indices into `seqs`, readable for the whole grid; `live` counts items.
- * partial_out f32 [n, num_heads, max_splits, head_dim];
- * partial_ml f32 [n, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum.
- * attention: grid (splits, num_kv_heads * TUTTI_DECODE_BLOCKS(group), n), block 128.
- * reduce: grid (num_heads, n), block 128; any head_dim. */
+ * The same for sequences with one row, whose tokens are split into parts, each with a partial result,
+ * which a second kernel puts together. The split depends on the sequence's length, the window,
+ * `max_splits` and `least_split` alone: `max_splits` is a constant of the model (64 is good, 128 the
+ * most), `least_split`, a multiple of 64, too, but where bits may depend on the batch. With n = the
+ * tokens from the first visible one, rounded down to a multiple of 16, to the last:
+ * split_len = max(least_split, round_up(ceil(n / max_splits), 16)),
+ * splits = ceil(n / split_len) <= max_splits.
+ * parts u32 [*live]: index into `seqs` << TUTTI_PART_SHIFT | number of the split, each split of each
+ * such sequence once, in any order, parts of long splits first is best. A block computes every
+ * gridDim.x-th part, so grid.x may be anything; as many blocks as run at once are best. `live` counts
+ * parts and is not null.
+ * partial_out f32 [seqs, num_heads, max_splits, head_dim];
+ * partial_ml f32 [seqs, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum. A sequence of
+ * one split has no partial result: its row of out is written at once.
+ * attention: grid (any, num_kv_heads * TUTTI_DECODE_BLOCKS(group)), block 128.
+ * reduce: items u32 [n]: indices into `seqs`, readable for the whole grid; `live` counts items.
+ * grid (num_heads, n), block 128; any head_dim. */
 #define TUTTI_DECODE_ARGUMENTS                                                                     \
     const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
-        const TuttiSeq *seqs, const uint32_t *items, const uint32_t *block_tables,                 \
-        float *partial_out, float *partial_ml, uint32_t num_heads, uint32_t num_kv_heads,          \
-        uint32_t block_shift, uint32_t window, uint32_t max_splits, float scale,                   \
-        const uint32_t *live
+        const TuttiSeq *seqs, const uint32_t *parts, const uint32_t *block_tables,                 \
+        float *partial_out, float *partial_ml, tutti_bf16 *out, uint32_t num_heads,                \
+        uint32_t num_kv_heads, uint32_t block_shift, uint32_t window, uint32_t max_splits,         \
+        uint32_t least_split, float scale, const uint32_t *live
 __global__ void tutti_decode_attention_16(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_32(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_64(TUTTI_DECODE_ARGUMENTS);
@@ -319,7 +326,8 @@ __global__ void tutti_decode_attention_128(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_reduce(const float* partial_out, const float* partial_ml,
                                     const TuttiSeq* seqs, const uint32_t* items, tutti_bf16* out,
                                     uint32_t num_heads, uint32_t head_dim, uint32_t window,
-                                    uint32_t max_splits, const uint32_t* live);
+                                    uint32_t max_splits, uint32_t least_split,
+                                    const uint32_t* live);
 
 /* ---- attention_any.cu -----------------------------------------------------------------------
  * Causal attention of any row for head dimensions without a kernel of their own (even, at most

@@ -36,6 +36,7 @@ pub mod memory;
 pub mod module;
 pub mod nccl;
 mod operations;
+pub mod parts;
 pub mod peer;
 mod products;
 mod sample;

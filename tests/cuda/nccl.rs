@@ -26,6 +26,8 @@ impl Pair {
         let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
         all.extend(["--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]);
         all.extend(["--workers", "2", "--tensor-parallel", "2", "--nccl-lib", &nccl]);
+        // Faults are placed by the number of calls: there are none before the first request.
+        all.extend(["--cuda-warmup", "0"]);
         all.extend(args);
         all.extend(fake.iter().map(String::as_str));
         let mut variables =

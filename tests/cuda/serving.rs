@@ -48,8 +48,8 @@ async fn two_gpus_make_one_replica() {
 /// Its process ends with code 71, another takes its place, the request goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
-    // Some steps after the profiling passes, in every process anew.
-    let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:12=719")];
+    // Some steps after the profiling passes and those that are captured first, in every process anew.
+    let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:16=719")];
     let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &environment).await;
     let client = cluster.client().unwrap();
     let reply = client.post("/v1/completions", &request(20)).await.unwrap();
@@ -58,6 +58,56 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     let log = cluster.log();
     assert!(log.contains("CUDA_ERROR_LAUNCH_FAILED"), "{log}");
     assert!(log.contains("exit status: 71"), "{log}");
+}
+
+/// Whatever comes then, and however much of it at once; and what comes of it is the same where a GPU has
+/// room for so few blocks that each takes several parts of sequences.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn graphs_are_captured_before_the_first_request() {
+    // Steps of 1, 2, 4 and 8 rows; of ranks those whose rows are all greedy besides.
+    let pair = ["--workers", "2", "--tensor-parallel", "2"];
+    let none = ["--workers", "1", "--tensor-parallel", "1", "--cuda-warmup", "0"];
+    let mut texts = Vec::new();
+    let cases = [(&none[..4], "1", 4), (&pair[..], "132", 2 * 8), (&none[..], "132", 0)];
+    for (args, multiprocessors, captures) in cases {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let path = log.path().to_str().unwrap();
+        let mut variables = vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)];
+        variables.push(("FAKE_CUDA_MULTIPROCESSORS", multiprocessors));
+        let cluster = up(args, &variables).await;
+        let captured = || {
+            let text = std::fs::read_to_string(log.path()).unwrap();
+            text.lines().filter(|line| line.starts_with("capture ")).count()
+        };
+        assert_eq!(captured(), captures, "{args:?}\n{}", cluster.log());
+        let client = cluster.client().unwrap();
+        let asks = [(1, 0.0, 12), (60, 0.7, 5), (130, 0.0, 20), (64, 0.0, 9), (33, 1.0, 14)].map(
+            |(length, temperature, tokens)| {
+                let prompt: Vec<u32> = (0..length).map(|at| 5 + at % 300).collect();
+                let request = json!({"prompt": prompt, "max_tokens": tokens, "seed": 1,
+                    "temperature": temperature, "ignore_eos": true});
+                let client = client.clone();
+                tokio::spawn(async move { client.post("/v1/completions", &request).await })
+            },
+        );
+        for ask in asks {
+            let reply = ask.await.unwrap().unwrap();
+            assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
+        }
+        if args[1] == "1" {
+            // Alone, so that its prompt is cut alike; with more parts than one multiprocessor has blocks.
+            let prompt: Vec<u32> = (0..130).map(|at| 301 - at).collect();
+            let request = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0});
+            texts.push(
+                client.post("/v1/completions", &request).await.unwrap().body["choices"].clone(),
+            );
+        }
+        // Without it, steps of some size have come twice.
+        let after = captured();
+        assert!(if captures > 0 { after == captures } else { after > 0 }, "{args:?}: {after}");
+    }
+    assert_eq!(texts[0], texts[1]);
+    assert!(texts[0][0]["text"].is_string(), "{texts:?}");
 }
 
 #[test]

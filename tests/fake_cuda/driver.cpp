@@ -11,6 +11,7 @@
 // - FAKE_CUDA_MEMORY: bytes of each; default 4 GiB
 // - FAKE_CUDA_VERSION: of the driver; default 13000
 // - FAKE_CUDA_CAPABILITY: default 90
+// - FAKE_CUDA_MULTIPROCESSORS: default 132
 // - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
@@ -402,7 +403,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
     ENTER("cuDeviceGetAttribute");
     const int capability = static_cast<int>(setting("FAKE_CUDA_CAPABILITY", 90));
     switch (attribute) {
-        case 16: *value = 132; return SUCCESS;
+        case 16: *value = static_cast<int>(setting("FAKE_CUDA_MULTIPROCESSORS", 132)); return SUCCESS;
         case 75: *value = capability / 10; return SUCCESS;
         case 76: *value = capability % 10; return SUCCESS;
         case 97: *value = 227 * 1024; return SUCCESS;

@@ -22,6 +22,7 @@
 mod experts;
 mod goldens;
 mod head;
+mod mixed;
 mod operations;
 mod ranks;
 mod selfcheck;

@@ -26,9 +26,9 @@ use worker::model::size;
 use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Weights};
 use worker::rank::StepSource;
 
-use crate::{Options, Step, Table};
+use crate::{Options, Step, Table, mixed};
 
-const BLOCK_SIZE: u32 = 16;
+pub(crate) const BLOCK_SIZE: u32 = 16;
 
 struct Shape {
     name: &'static str,
@@ -115,15 +115,23 @@ const TINY_DENSE: Shape = Shape {
 };
 
 /// What a case measures.
-struct Sizes {
+pub(crate) struct Sizes {
     batches: &'static [u32],
     /// Tokens of a prompt before decode, and of the prefill case.
-    context: u32,
-    prefill: u32,
-    steps: u32,
+    pub(crate) context: u32,
+    pub(crate) prefill: u32,
+    /// Tokens of a long sequence among short ones, and of a prompt among decoded ones.
+    pub(crate) long: u32,
+    pub(crate) prompt: u32,
+    pub(crate) steps: u32,
 }
 
 impl Sizes {
+    /// The most sequences of a step.
+    pub(crate) fn rows(&self) -> u32 {
+        self.batches.iter().copied().max().unwrap_or(1)
+    }
+
     /// Blocks of one decoded sequence.
     fn decoded(&self) -> u32 {
         (self.context + self.steps + 2).div_ceil(BLOCK_SIZE)
@@ -132,8 +140,8 @@ impl Sizes {
     /// Blocks of all sequences of any case: not of as many of the longest, which is more than a GPU
     /// holds.
     fn blocks(&self) -> u32 {
-        let batch = self.batches.iter().copied().max().unwrap_or(1);
-        (self.decoded() * batch).max(self.prefill.div_ceil(BLOCK_SIZE))
+        let alike = (self.decoded() * self.rows()).max(self.prefill.div_ceil(BLOCK_SIZE));
+        alike.max(mixed::blocks(self))
     }
 }
 
@@ -261,8 +269,8 @@ impl Shape {
         mut backend: CudaBackend,
         sizes: &Sizes,
     ) -> Result<Engine<CudaBackend>, ModelError> {
-        let batch = sizes.batches.iter().copied().max().unwrap_or(1);
-        let longest = sizes.prefill.max(sizes.context + sizes.steps + 2);
+        let batch = sizes.rows();
+        let longest = sizes.prefill.max(sizes.context.max(sizes.long) + sizes.steps + 2);
         let config = EngineConfig {
             block_size: BLOCK_SIZE,
             max_model_len: longest,
@@ -285,7 +293,7 @@ impl Shape {
 }
 
 /// Plans that wait.
-struct Plans(VecDeque<StepPlan>);
+pub(crate) struct Plans(pub(crate) VecDeque<StepPlan>);
 
 impl StepSource for Plans {
     fn peek(&mut self) -> Option<&StepPlan> {
@@ -294,15 +302,20 @@ impl StepSource for Plans {
 }
 
 /// Steps of one engine.
-struct Driver<'a> {
+pub(crate) struct Driver<'a> {
     engine: &'a mut Engine<CudaBackend>,
-    vocab: u32,
+    pub(crate) vocab: u32,
     step: u64,
     next_seq: u64,
 }
 
 impl Driver<'_> {
-    fn run(&mut self, mut plan: StepPlan) -> Result<(), String> {
+    pub(crate) fn new_seq(&mut self) -> SeqId {
+        self.next_seq += 1;
+        SeqId(self.next_seq - 1)
+    }
+
+    pub(crate) fn run(&mut self, mut plan: StepPlan) -> Result<(), String> {
         self.step += 1;
         plan.epoch = Epoch(1);
         plan.step = StepId(self.step);
@@ -350,7 +363,12 @@ impl Driver<'_> {
 
     /// Decode steps whose plans are all known, as a coordinator has the next one ready.
     fn decode(&mut self, seqs: &[SeqId], positions: Range<u32>) -> Result<(), String> {
-        let mut plans = Plans(positions.map(|at| self.decode_plan(seqs, at)).collect());
+        let plans = Plans(positions.map(|at| self.decode_plan(seqs, at)).collect());
+        self.run_all(plans)
+    }
+
+    /// Steps whose numbers are in their plans.
+    pub(crate) fn run_all(&mut self, mut plans: Plans) -> Result<(), String> {
         while let Some(plan) = plans.0.pop_front() {
             self.engine
                 .step_with(&plan, &mut plans, &mut Vec::new())
@@ -385,7 +403,7 @@ impl Driver<'_> {
         Ok((at, steps))
     }
 
-    fn decode_plan(&mut self, seqs: &[SeqId], at: u32) -> StepPlan {
+    pub(crate) fn decode_plan(&mut self, seqs: &[SeqId], at: u32) -> StepPlan {
         let entry = |seq: &SeqId| SequenceStep {
             seq: *seq,
             start: at,
@@ -404,7 +422,7 @@ impl Driver<'_> {
         }
     }
 
-    fn forget(&mut self, seqs: Vec<SeqId>) -> Result<(), String> {
+    pub(crate) fn forget(&mut self, seqs: Vec<SeqId>) -> Result<(), String> {
         self.run(StepPlan { finished: seqs, ..StepPlan::default() })
     }
 }
@@ -448,6 +466,7 @@ fn cases(
         );
     }
     drafted(shape, &mut driver, sizes, table)?;
+    mixed::cases(shape.name, &mut driver, sizes, table)?;
     // The second time: plans are chosen in the first.
     let mut took = 0.0;
     for _ in 0..2 {
@@ -478,7 +497,7 @@ fn drafted(
     sizes: &Sizes,
     table: &mut Table,
 ) -> Result<(), String> {
-    let rows = sizes.batches.iter().copied().max().unwrap_or(1).min(5);
+    let rows = sizes.rows().min(5);
     let seqs = driver.prefill(1, (sizes.context, sizes.decoded()), 1)?;
     let Some(seq) = seqs.first().copied() else { return Ok(()) };
     // Warm, captured, and one replay.
@@ -511,12 +530,13 @@ fn bandwidth(options: &Options, ordinal: u32) -> Result<(f64, f64), String> {
 }
 
 fn measure(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
-    let quick = Sizes { batches: &[1, 3], context: 20, prefill: 80, steps: 6 };
+    let quick =
+        Sizes { batches: &[1, 3], context: 20, prefill: 80, long: 150, prompt: 17, steps: 6 };
     let batches: &[u32] = match shape.quantization {
         Quantization::None => &[1, 8, 64, 256],
         Quantization::Int8 => &[1, 8],
     };
-    let full = Sizes { batches, context: 512, prefill: 4096, steps: 67 };
+    let full = Sizes { batches, context: 512, prefill: 4096, long: 8192, prompt: 256, steps: 67 };
     let sizes = if options.quick { quick } else { full };
     let best = bandwidth(options, ordinal).map_or(f64::NAN, |(copy, read)| copy.max(read));
     let run = options
@@ -567,9 +587,20 @@ fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
 }
 
 fn attention(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
-    let cases: &[(usize, usize)] = match options.quick {
-        true => &[(2, 100)],
-        false => &[(1, 512), (1, 8192), (8, 2048), (64, 512), (64, 4096)],
+    // So many sequences of so many tokens, and so many more of another number.
+    type Case = [(usize, usize); 2];
+    let cases: &[Case] = match options.quick {
+        true => &[[(2, 100), (0, 0)], [(3, 20), (1, 300)]],
+        false => &[
+            [(1, 512), (0, 0)],
+            [(1, 8192), (0, 0)],
+            [(8, 2048), (0, 0)],
+            [(64, 512), (0, 0)],
+            [(64, 4096), (0, 0)],
+            [(64, 200), (0, 0)],
+            [(64, 200), (1, 8192)],
+            [(255, 512), (1, 4096)],
+        ],
     };
     let heads = AttentionShape {
         num_heads: shape.heads,
@@ -578,15 +609,19 @@ fn attention(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) 
         norm_eps: 1e-5,
         sliding_window: None,
     };
-    for &(batch, context) in cases {
+    for case in cases {
+        let contexts: Vec<usize> =
+            case.iter().flat_map(|&(count, tokens)| std::iter::repeat_n(tokens, count)).collect();
         let run = || -> Result<String, KernelError> {
             let mut backend = options.backend(ordinal, true)?;
-            let took =
-                backend.measure_attention(&heads, batch, context, cold(options))?.as_secs_f64();
-            let bytes = 4 * batch * context * shape.kv_heads * shape.head_dim;
+            let took = backend.measure_attention(&heads, &contexts, cold(options))?.as_secs_f64();
+            let tokens: usize = contexts.iter().sum();
+            let bytes = 4 * tokens * shape.kv_heads * shape.head_dim;
             Ok(format!("{:.1} us {:.2} TB/s", took * 1e6, bytes as f64 / took / 1e12))
         };
-        let name = format!("{} decode attention, {batch} x {context} tokens", shape.name);
+        let parts = case.iter().filter(|(count, _)| *count > 0);
+        let parts: Vec<String> = parts.map(|(count, of)| format!("{count} x {of}")).collect();
+        let name = format!("{} decode attention, {} tokens", shape.name, parts.join(" and "));
         table.add(name, run().map_err(|error| error.to_string()));
     }
 }

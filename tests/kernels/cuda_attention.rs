@@ -198,55 +198,80 @@ impl Device {
         read_bf16(&launch.run(&args)[6])
     }
 
-    /// What the decode kernels have in common; `grid` splits are launched.
-    fn decode_launch(&self, kernel: &str, items: &[u32], grid: usize) -> (String, [usize; 3]) {
-        let blocks = self.shape.kv_heads * self.shape.group().div_ceil(16);
-        (format!("{kernel}_{}", self.shape.head_dim), [grid, blocks, items.len()])
+    /// Every part of the sequences named in `items`, by the rule of `kernels.h`.
+    fn parts(&self, items: &[u32], rule: Rule) -> Vec<u32> {
+        let of = |index: u32| {
+            let context = self.seqs[index as usize].context;
+            let visible = if self.shape.window == 0 { context } else { self.shape.window };
+            let tokens = context - context.saturating_sub(visible) / 16 * 16;
+            let len = tokens.div_ceil(rule.max_splits).next_multiple_of(16).max(rule.least);
+            (0..tokens.div_ceil(len)).map(move |split| index << 8 | split as u32)
+        };
+        items.iter().copied().flat_map(of).collect()
     }
 
-    fn decode_args(&self, items: &[u32], max_splits: usize, live: &Arg) -> Vec<Arg> {
+    fn decode_args(&self, parts: &[u32], rule: Rule) -> Vec<Arg> {
         let Shape { heads, kv_heads, head_dim, shift, window } = self.shape;
-        let slots = items.len() * heads * max_splits;
+        let slots = self.seqs.len() * heads * rule.max_splits;
+        // What is beyond the list is never looked at.
+        let listed: Vec<u32> = parts.iter().copied().chain([u32::MAX; 3]).collect();
         vec![
             self.queries.clone(),
             self.keys.clone(),
             self.values.clone(),
             u32s(&self.metadata),
-            u32s(items),
+            u32s(&listed),
             u32s(&self.tables),
             poison_f32(slots * head_dim),
             poison_f32(slots * 2),
+            self.out(),
             Arg::U32(heads as u32),
             Arg::U32(kv_heads as u32),
             Arg::U32(shift),
             Arg::U32(window as u32),
-            Arg::U32(max_splits as u32),
+            Arg::U32(rule.max_splits as u32),
+            Arg::U32(rule.least as u32),
             Arg::F32(self.shape.scale()),
-            live.clone(),
+            u32s(&[parts.len() as u32]),
         ]
     }
 
-    /// Rows of the sequences named in `items`; `grid` splits are launched.
-    fn decode(&self, items: &[u32], max_splits: usize, grid: usize, live: Option<u32>) -> Vec<f32> {
-        let Shape { heads, head_dim, window, .. } = self.shape;
-        let live = live.map_or(Arg::Null, |live| u32s(&[live]));
-        let (name, grid) = self.decode_launch("tutti_decode_attention", items, grid);
-        let parts = launch(&name, grid, 128).run(&self.decode_args(items, max_splits, &live));
+    /// Rows of the first `live` sequences named in `items`, by so many blocks for each group of heads
+    /// that take `parts`.
+    fn decode_parts(
+        &self,
+        (items, live): (&[u32], Option<usize>),
+        rule: Rule,
+        parts: &[u32],
+        across: usize,
+    ) -> Vec<f32> {
+        let Shape { heads, kv_heads, head_dim, window, .. } = self.shape;
+        let blocks = kv_heads * self.shape.group().div_ceil(16);
+        let name = format!("tutti_decode_attention_{head_dim}");
+        let attention = launch(&name, [across, blocks, 1], 128);
+        let made = attention.run(&self.decode_args(parts, rule));
         let args = [
-            Arg::Buffer(parts[6].clone()),
-            Arg::Buffer(parts[7].clone()),
+            Arg::Buffer(made[6].clone()),
+            Arg::Buffer(made[7].clone()),
             u32s(&self.metadata),
             u32s(items),
-            self.out(),
+            Arg::Buffer(made[8].clone()),
             Arg::U32(heads as u32),
             Arg::U32(head_dim as u32),
             Arg::U32(window as u32),
-            Arg::U32(max_splits as u32),
-            live,
+            Arg::U32(rule.max_splits as u32),
+            Arg::U32(rule.least as u32),
+            live.map_or(Arg::Null, |live| u32s(&[live as u32])),
         ];
         let reduce = launch("tutti_decode_reduce", [heads, items.len(), 1], 128);
         let out = reduce.run(&args).swap_remove(4);
         read_bf16(&out)
+    }
+
+    /// The same of all of their parts.
+    fn decode(&self, items: &[u32], rule: Rule, across: usize, live: Option<usize>) -> Vec<f32> {
+        let parts = self.parts(&items[..live.unwrap_or(items.len())], rule);
+        self.decode_parts((items, live), rule, &parts, across)
     }
 
     fn any(&self) -> Vec<f32> {
@@ -298,6 +323,17 @@ impl Device {
             row += seq.rows;
         }
     }
+}
+
+/// How sequences of one row are split.
+#[derive(Clone, Copy, Debug)]
+struct Rule {
+    max_splits: usize,
+    least: usize,
+}
+
+fn rule(max_splits: usize) -> Rule {
+    Rule { max_splits, least: 64 }
 }
 
 /// Of weights in bf16: half a unit in the last place each, where they agree on the worst.
@@ -378,13 +414,39 @@ fn decode_attention_matches_softmax_in_f64() {
         let device = Device::new(&mut random, shape, &seqs);
         let mut items: Vec<u32> = (0..seqs.len() as u32).collect();
         items.reverse();
-        let out = device.decode(&items, max_splits, max_splits, None);
+        // A block for each part and more; blocks that take several in turn.
+        let out = device.decode(&items, rule(max_splits), 9, None);
         device.check(&out, ROUNDED, |_| true);
+        assert_eq!(bits(&device.decode(&items, rule(max_splits), 2, None)), bits(&out));
         if items.len() > 1 {
-            let out = device.decode(&items, max_splits, max_splits, Some(1));
+            let out = device.decode(&items, rule(max_splits), 3, Some(1));
             device.check(&out, ROUNDED, |index| index == seqs.len() - 1);
         }
     }
+}
+
+/// Where a sequence gets one part more, and where parts get longer; beside rows that are not there.
+#[test]
+fn sequences_at_the_ends_of_parts_are_decoded_whole() {
+    let mut random = Random(37);
+    let shape = shape(4, 2, 16, 4, 0);
+    let sizes = [63, 64, 65, 4096, 4097].map(|context| (1, context));
+    let seqs = seqs(&mut random, &shape, &sizes);
+    let device = Device::new(&mut random, shape, &seqs);
+    let out = device.decode(&[4, 1, 0, 3, 2], rule(64), 40, None);
+    device.check(&out, ROUNDED, |_| true);
+    // Items that are not there name sequences all the same: nothing of theirs is written.
+    let out = device.decode(&[2, 1, 0, 0, 0], rule(64), 1, Some(2));
+    device.check(&out, ROUNDED, |index| index == 1 || index == 2);
+    // 65 and 4096 tokens are one part and 32 then.
+    let longer = Rule { max_splits: 64, least: 128 };
+    let out = device.decode(&[2, 3], longer, 5, None);
+    device.check(&out, ROUNDED, |index| index == 2 || index == 3);
+    assert_eq!(device.parts(&[2, 3], longer).len(), 33);
+    assert_eq!(device.parts(&[3, 4], rule(64)).len(), 64 + 52);
+    // Nothing to do at all.
+    let out = device.decode(&[0, 1], rule(64), 2, Some(0));
+    device.check(&out, ROUNDED, |_| false);
 }
 
 #[test]
@@ -395,12 +457,20 @@ fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
     let device = Device::new(&mut random, shape, &seqs);
     let row = shape.heads * shape.head_dim;
     // 333 tokens in at most 5 splits: 80 each.
-    let all = device.decode(&[0, 1, 2, 3], 5, 5, None);
+    let items = [0, 1, 2, 3];
+    let all = device.decode(&items, rule(5), 5, None);
+    // Whoever takes which part when.
+    let mut parts = device.parts(&items, rule(5));
+    parts.reverse();
+    for across in [1, 2, 30] {
+        let out = device.decode_parts((&items, None), rule(5), &parts, across);
+        assert_eq!(bits(&out), bits(&all), "{across} blocks");
+        parts.swap(0, 5);
+    }
     for (i, seq) in seqs.iter().enumerate() {
         let alone = Device::new(&mut random, shape, std::slice::from_ref(seq));
-        let needed = seq.context.div_ceil(80);
-        for grid in [needed, 9] {
-            let out = alone.decode(&[0], 5, grid, None);
+        for across in [1, 9] {
+            let out = alone.decode(&[0], rule(5), across, None);
             assert_eq!(bits(&out), bits(&all[i * row..][..row]), "{} tokens", seq.context);
         }
     }
@@ -413,9 +483,11 @@ fn constant_values_come_out_exact() {
     let mut seq = Seq::random(&mut random, &shape, 1, 150);
     seq.values.fill(0.734_375);
     let device = Device::new(&mut random, shape, &[seq]);
-    let decoded = device.decode(&[0], 4, 4, None);
+    let decoded = device.decode(&[0], rule(4), 4, None);
+    // As one part, whose result is the row's.
+    let whole = device.decode(&[0], Rule { max_splits: 4, least: 192 }, 4, None);
     let prefilled = device.prefill(&device.tiles(), Arg::Null);
-    assert!(decoded.iter().chain(&prefilled).all(|&x| x == 0.734_375), "{decoded:?}");
+    assert!(decoded.iter().chain(&whole).chain(&prefilled).all(|&x| x == 0.734_375), "{decoded:?}");
 }
 
 #[test]

@@ -5,11 +5,13 @@
 //! CPUs, and greedy tokens where the golden's own choice was clear.
 use std::collections::VecDeque;
 use std::path::Path;
+use std::time::Duration;
 
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
 use kernels::collective::single_rank;
+use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
@@ -228,6 +230,39 @@ fn graphs_give_the_bits_of_single_calls() {
     for (i, (eager, graph)) in eager.iter().zip(&graphs).enumerate() {
         assert_eq!(eager, graph, "result {i}");
     }
+}
+
+/// Whatever lengths sequences have, and however many they are: what was captured before the first
+/// request is all.
+#[test]
+fn no_step_of_any_number_and_length_is_captured_after_the_start() {
+    const LENGTHS: [u32; 8] = [1, 63, 64, 65, 200, 127, 30, 5];
+    let run = |engine: &mut Engine<CudaBackend>| {
+        let mut all: Vec<Running> = (0..)
+            .zip(LENGTHS)
+            .map(|(index, length)| {
+                let sampling = SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+                let tokens = (0..length).map(|at| (index * 31 + at * 7) % 384).collect();
+                Running { tokens, ..Running::new(index, sampling) }
+            })
+            .collect();
+        let (mut seen, mut number) = (Vec::new(), 0);
+        for size in [8, 8, 1, 5, 3, 8, 2, 6, 8] {
+            let mut batch: Vec<&mut Running> = all.iter_mut().take(size).collect();
+            step(engine, &mut number, &mut batch, &mut seen);
+        }
+        seen
+    };
+    let buckets = decode_buckets(80);
+    let mut warm = engine(true);
+    assert_eq!(warm.warm(&buckets, Duration::ZERO).unwrap().kinds, 0);
+    assert_eq!(warm.backend().num_graphs(), 0);
+    let warmed = warm.warm(&buckets, Duration::from_secs(600)).unwrap();
+    assert_eq!((warmed.kinds, warmed.of), (buckets.len(), buckets.len()));
+    assert_eq!(warm.backend().num_graphs(), buckets.len());
+    let seen = run(&mut warm);
+    assert_eq!(warm.backend().num_graphs(), buckets.len());
+    assert_eq!(seen, run(&mut engine(false)));
 }
 
 /// Rows choose their experts anew in every step, and a graph has more rows than there are.

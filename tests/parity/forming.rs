@@ -1,5 +1,6 @@
 //! Ranks on GPUs, here stand-ins, that are formed as a coordinator has them formed.
 use std::net::TcpListener;
+use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId};
 use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form, Lora, Quantization};
@@ -36,6 +37,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
         options: fake_nccl_options(rank),
         memory_utilization: 0.9,
         memory_free: 1 << 32,
+        warmup: Duration::ZERO,
         uuid: String::new(),
     };
     let mut engine = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());

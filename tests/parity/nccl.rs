@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use kernels::collective::{Collective, local_group};
 use kernels::cuda::CudaBackend;
+use kernels::cuda::bucket::decode_buckets;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
@@ -230,6 +231,57 @@ fn profiled(rank: u32, collective: Box<dyn Collective>, relay: SharedRelay) -> E
     engine.profile().unwrap();
     engine.backend().set_alone(false);
     engine
+}
+
+/// What ranks capture before the first request is all that steps of any size need, for as long as rank
+/// 0 has time for it; with less of it, and with none, tokens are the same.
+#[test]
+fn ranks_capture_steps_of_every_size_before_the_first_request() {
+    let batches: [&[u64]; 9] = [
+        &[1, 2, 4],
+        &[1, 2, 4],
+        &[1],
+        &[4],
+        &[1, 2, 4, 7, 8],
+        &[1, 2, 4, 7, 8],
+        &[7],
+        &[2, 8],
+        &[1],
+    ];
+    for plans in [greedy(&batches), plans_with(&[])] {
+        let ends = [60, 0].map(|seconds| {
+            let group = local_group(2, Duration::from_secs(60)).unwrap();
+            let relay = SharedRelay::default();
+            let run = |rank: u32, collective, relay| {
+                let mut engine = profiled(rank, collective, relay);
+                engine.start(512).unwrap();
+                let own = if rank == 0 { seconds } else { 60 - seconds };
+                let warmed = engine.warm(&decode_buckets(8), Duration::from_secs(own)).unwrap();
+                // Greedy ones, of whose logits ranks look at parts, and others.
+                let kinds = if seconds > 0 { 2 * 4 } else { 0 };
+                assert_eq!((warmed.kinds, warmed.of), (kinds, 2 * 4));
+                assert_eq!(engine.backend().num_graphs(), kinds);
+                let seen = run_plans(&mut engine, plans.clone(), false);
+                if seconds > 0 {
+                    assert_eq!(engine.backend().num_graphs(), kinds);
+                }
+                (seen, engine.digest())
+            };
+            let run = &run;
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..)
+                    .zip(group)
+                    .map(|(rank, collective)| {
+                        let relay = relay.clone();
+                        scope.spawn(move || run(rank, collective, relay))
+                    })
+                    .collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+            })
+        });
+        assert_eq!(ends[0], ends[1]);
+        assert!(!ends[0][0].0.is_empty() && ends[0][0].1 == ends[0][1].1);
+    }
 }
 
 /// One rank is another process in the second epoch: it must call, record and replay the steps that

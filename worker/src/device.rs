@@ -1,8 +1,10 @@
 //! What a rank computes on: how its backend is made, how its memory is divided.
 use std::fmt::Debug;
+use std::time::{Duration, Instant};
 
 pub use kernels::cpu::{Isa, Precision};
 pub use kernels::cuda::Exchange;
+use kernels::cuda::bucket::decode_buckets;
 pub use kernels::cuda::capacity::bytes_text;
 use kernels::cuda::capacity::{Measured, Need, check_fit};
 pub use kernels::cuda::devices::{Survey, survey};
@@ -12,7 +14,7 @@ use kernels::weights::Int4Groups;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Warmed};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::lora::LoraFiles;
@@ -100,6 +102,17 @@ pub trait Device: Debug {
         Ok(())
     }
 
+    /// Makes an engine that has its cache ready for decode steps of every size, so that no request
+    /// waits for what is made at first use; every rank of a replica calls it. `is_new`: of rank 0, no
+    /// requests wait for it.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    fn warm(&self, engine: &mut Engine<Self::Backend>, is_new: bool) -> Result<(), KernelError> {
+        let _ = (engine, is_new);
+        Ok(())
+    }
+
     /// Bytes that the KV cache may take; `asked` is what the coordinator says, 0 when nothing.
     ///
     /// # Errors
@@ -173,6 +186,8 @@ pub struct CudaDevice {
     pub memory_utilization: f64,
     /// What was free when it was chosen, in bytes.
     pub memory_free: u64,
+    /// How long decode steps may be captured for before the first request.
+    pub warmup: Duration,
     /// Its own identity, as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
     pub uuid: String,
 }
@@ -267,6 +282,22 @@ impl Device for CudaDevice {
         profiled
     }
 
+    fn warm(&self, engine: &mut Engine<CudaBackend>, is_new: bool) -> Result<(), KernelError> {
+        if !engine.backend().captures() {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let sizes = engine.config();
+        let rows = decode_buckets(sizes.max_num_seqs.min(sizes.max_num_batched_tokens));
+        let patience = if is_new { self.warmup } else { Duration::ZERO };
+        let Warmed { kinds, of } = engine.warm(&rows, patience)?;
+        let (graphs, took) = (engine.backend().num_graphs(), began.elapsed());
+        if kinds > 0 {
+            tracing::info!(graphs, of, ?took, "decode steps captured");
+        }
+        Ok(())
+    }
+
     fn kv_bytes(&self, engine: &mut Engine<CudaBackend>, asked: u64) -> Result<u64, KernelError> {
         let free = self.measure(engine.backend())?.kv_bytes();
         Ok(if asked == 0 { free } else { free.min(asked) })
@@ -310,6 +341,7 @@ mod tests {
             options: CudaOptions::default(),
             memory_utilization: 0.9,
             memory_free: 0,
+            warmup: Duration::ZERO,
             uuid: String::new(),
         };
         assert_eq!(gpu.precision(Dtype::Auto, &other).unwrap(), Precision::Bfloat16);

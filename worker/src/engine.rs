@@ -24,6 +24,7 @@ use shared::protocol::{
 
 use self::ahead::Queued;
 use self::masks::Masks;
+pub use self::profile::Warmed;
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;

@@ -53,6 +53,8 @@ type Key = ((String, Lora), (Dtype, Quantization), u32, (u32, u32), u32, u32, u3
 struct Loaded<D: Device> {
     engine: Engine<D::Backend>,
     key: Key,
+    /// It has not served yet.
+    is_new: bool,
 }
 
 impl<D: Device> fmt::Debug for EngineRank<D> {
@@ -299,7 +301,7 @@ impl<D: Device> Rank for EngineRank<D> {
                     FormError { permanent: error.is_permanent(), message: error.to_string() }
                 })?;
                 load_seconds = began.elapsed().as_secs_f64();
-                self.loaded = Some(Loaded { engine, key });
+                self.loaded = Some(Loaded { engine, key, is_new: true });
             }
         }
         let Some(loaded) = &mut self.loaded else {
@@ -360,7 +362,10 @@ impl<D: Device> Rank for EngineRank<D> {
                 bytes_text(*bytes)
             ));
         }
+        // Behind an epoch that failed requests wait: what decode steps need is made as they come then.
+        let is_new = std::mem::take(&mut loaded.is_new);
         let result = loaded.engine.start_with(num_blocks, host_blocks);
+        let result = result.and_then(|()| self.device.warm(&mut loaded.engine, is_new));
         result.map_err(|error| {
             self.note(&error);
             error.to_string()

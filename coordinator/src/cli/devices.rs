@@ -1,4 +1,6 @@
 //! What there is to compute on: `tutti devices`, and the choice that `--device` makes.
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use worker::device::{CpuDevice, CudaDevice, DeviceChoice, Isa, Survey, bytes_text, survey};
 
@@ -119,7 +121,9 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
     options.exchange = args.cuda_exchange;
     options.nccl_lib = args.cuda.nccl_lib.clone();
     let memory_utilization = args.gpu_memory_utilization;
-    Ok(DeviceChoice::Cuda(CudaDevice { options, memory_utilization, memory_free, uuid }))
+    let warmup = Duration::from_secs(args.cuda_warmup);
+    let device = CudaDevice { options, memory_utilization, memory_free, warmup, uuid };
+    Ok(DeviceChoice::Cuda(device))
 }
 
 /// The workers of this host.

@@ -107,6 +107,8 @@ fn worker_command(
         args.compute.gpu_memory_utilization.to_string(),
         "--cuda-exchange".to_owned(),
         args.compute.cuda_exchange.name().to_owned(),
+        "--cuda-warmup".to_owned(),
+        args.compute.cuda_warmup.to_string(),
         "--exit-with-stdin".to_owned(),
     ];
     let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags);

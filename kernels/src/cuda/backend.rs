@@ -157,6 +157,12 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Whether decode steps become graphs, as all ranks of the epoch find alike.
+    #[must_use]
+    pub fn captures(&self) -> bool {
+        self.step.captures()
+    }
+
     /// How many graphs there are.
     #[must_use]
     pub fn num_graphs(&self) -> usize {

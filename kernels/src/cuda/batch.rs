@@ -2,6 +2,7 @@
 //!
 //! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
 //! finds each array of a bucket's steps at the same place, and only what is used is copied.
+use super::parts::{self, SPLITS_MAX, least_split};
 use crate::backend::{Batch, SeqRows};
 use crate::error::KernelError;
 use crate::sampling::SampleRow;
@@ -34,6 +35,8 @@ pub struct Capacity {
     pub seqs: usize,
     /// Tiles of prefill attention.
     pub tiles: usize,
+    /// Parts that decode attention splits sequences of one row in.
+    pub parts: usize,
     /// Rows of logits.
     pub samples: usize,
 }
@@ -46,11 +49,13 @@ pub struct Cut {
     /// Sequences of one row are tiles as well, none is an item: a row's result is the same bits
     /// then, whether it is a prompt's or a sampled token's.
     pub all_tiles: bool,
+    /// Tokens that a row sees, itself included; 0: all.
+    pub window: u32,
 }
 
 impl Cut {
     /// For a step without attention.
-    pub const NONE: Self = Self { group: 1, all_tiles: false };
+    pub const NONE: Self = Self { group: 1, all_tiles: false, window: 0 };
 
     /// Whether a sequence is an item: decoded by attention that is split over its tokens.
     fn is_item(self, seq: &SeqRows) -> bool {
@@ -75,7 +80,16 @@ impl Cut {
     /// Items of a batch.
     #[must_use]
     pub fn items(self, batch: &Batch<'_>) -> usize {
-        batch.seqs.iter().filter(|seq| self.is_item(seq)).count()
+        self.all_items(batch).count()
+    }
+
+    fn all_items<'a>(self, batch: &Batch<'a>) -> impl Iterator<Item = &'a SeqRows> {
+        batch.seqs.iter().filter(move |seq| self.is_item(seq))
+    }
+
+    /// Parts of a batch's items.
+    fn parts(self, batch: &Batch<'_>) -> usize {
+        parts::count(self.all_items(batch), self.window, least_split(self.items(batch)))
     }
 }
 
@@ -95,6 +109,8 @@ pub struct Layout {
     pub tiles: usize,
     /// `u32 [seqs]`: sequences of one row.
     pub items: usize,
+    /// `u32 [parts]`: what those are split in.
+    pub parts: usize,
     /// `u32 [samples]`
     pub sample_rows: usize,
     /// `TuttiSampleParams [samples]`
@@ -119,6 +135,8 @@ pub mod live {
     pub const SAMPLES: usize = 3;
     /// Sequences.
     pub const SEQS: usize = 4;
+    /// Parts of sequences of one row.
+    pub const PARTS: usize = 5;
     /// All of them, rounded up to 16 bytes.
     pub(super) const WORDS: usize = 8;
 }
@@ -141,6 +159,7 @@ impl Layout {
             seqs: place(capacity.seqs * SEQ),
             tiles: place(capacity.tiles * TILE),
             items: place(capacity.seqs),
+            parts: place(capacity.parts),
             sample_rows: place(capacity.samples),
             params: place(capacity.samples * PARAMS),
             feed: place(capacity.rows),
@@ -162,6 +181,7 @@ impl Layout {
         sizes.rows <= own.rows
             && sizes.seqs <= own.seqs
             && sizes.tiles <= own.tiles
+            && sizes.parts <= own.parts
             && sizes.samples <= own.samples
     }
 
@@ -185,12 +205,12 @@ impl Layout {
         block[self.ids..][..ids.len()].copy_from_slice(ids);
         block[self.positions..][..batch.positions.len()].copy_from_slice(batch.positions);
         block[self.slots..][..batch.slots.len()].copy_from_slice(batch.slots);
-        let (mut tiles, mut items) = (0, 0);
+        let (mut tiles, mut items) = (0, Vec::new());
         for (index, seq) in batch.seqs.iter().enumerate() {
             block[self.seqs + index * SEQ..][..SEQ].copy_from_slice(&seq_words(seq));
             if cut.is_item(seq) {
-                block[self.items + items] = index as u32;
-                items += 1;
+                block[self.items + items.len()] = index as u32;
+                items.push((index as u32, seq));
                 continue;
             }
             // The last tiles see the most tokens: they begin first.
@@ -200,10 +220,12 @@ impl Layout {
                 tiles += 1;
             }
         }
+        let list = &mut block[self.parts..][..sizes.parts];
+        parts::fill(list, &items, cut.window, least_split(items.len()));
         block[self.sample_rows..][..samples.len()].copy_from_slice(samples);
         block[self.tables..][..batch.block_tables.len()].copy_from_slice(batch.block_tables);
-        let counts =
-            [batch.positions.len().max(ids.len()), tiles, items, samples.len(), batch.seqs.len()];
+        let (rows, items) = (batch.positions.len().max(ids.len()), items.len());
+        let counts = [rows, tiles, items, samples.len(), batch.seqs.len(), sizes.parts];
         for (word, count) in block.iter_mut().zip(counts) {
             *word = count as u32;
         }
@@ -223,18 +245,21 @@ pub fn sizes(rows: usize, batch: &Batch<'_>, cut: Cut, samples: usize) -> Capaci
         rows: rows.max(batch.positions.len()),
         seqs: batch.seqs.len(),
         tiles: tiled.map(|seq| cut.tiles_of(seq)).sum(),
+        parts: cut.parts(batch),
         samples,
     }
 }
 
-/// The largest block that steps of at most `rows` rows, `samples` of them sampled, can need.
+/// The largest block that steps of at most `rows` rows, `samples` of them sampled, can need, where no
+/// more sequences are decoded than sampled.
 #[must_use]
 pub fn largest(rows: usize, samples: usize, cut: Cut) -> Capacity {
     // A sequence has at most one tile that is not full; those of one row have none but with
     // `all_tiles`.
     let seqs = if cut.all_tiles { rows } else { rows / 2 };
     let tiles = cut.tiles_of_rows(rows) + seqs;
-    Capacity { rows, seqs: rows, tiles, samples }
+    let parts = if cut.all_tiles { 0 } else { samples * SPLITS_MAX as usize };
+    Capacity { rows, seqs: rows, tiles, parts, samples }
 }
 
 /// Sampling parameters of all rows, and the lists that they point into.
@@ -368,7 +393,7 @@ mod tests {
     #[test]
     fn arrays_do_not_overlap_and_are_aligned() {
         for rows in [1, 3, 64, 1000] {
-            let capacity = Capacity { rows, seqs: rows / 2 + 1, tiles: 5, samples: 3 };
+            let capacity = Capacity { rows, seqs: rows / 2 + 1, tiles: 5, parts: 7, samples: 3 };
             let at = Layout::new(capacity);
             let seqs = capacity.seqs;
             let arrays = [
@@ -379,6 +404,7 @@ mod tests {
                 (at.seqs, seqs * 5),
                 (at.tiles, 10),
                 (at.items, seqs),
+                (at.parts, 7),
                 (at.sample_rows, 3),
                 (at.params, 66),
                 (at.feed, rows),
@@ -398,13 +424,14 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 2, 5)];
         let rows: Vec<u32> = (0..73).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = Cut { group: 3, all_tiles: false };
+        let cut = Cut { group: 3, all_tiles: false, window: 0 };
         let sizes = sizes(73, &batch, cut, 2);
-        assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, samples: 2 });
+        assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, parts: 1, samples: 2 });
         let layout = Layout::new(sizes);
         let mut block = vec![u32::MAX; layout.words(3)];
         layout.fill(&mut block, &rows, &batch, cut, &[0, 72]).unwrap();
-        assert_eq!(block[..5], [73, 5, 1, 2, 3]);
+        assert_eq!(block[..6], [73, 5, 1, 2, 3, 1]);
+        assert_eq!(block[layout.parts], 0);
         assert_eq!(block[layout.items], 0);
         assert_eq!(block[layout.tiles..][..10], [1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
         assert_eq!(block[layout.seqs + 5..][..5], [1, 70, 70, 1, 1]);
@@ -419,29 +446,29 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 1, 5)];
         let rows: Vec<u32> = (0..72).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = Cut { group: 3, all_tiles: true };
+        let cut = Cut { group: 3, all_tiles: true, window: 0 };
         let sizes = sizes(72, &batch, cut, 2);
         assert_eq!((sizes.tiles, cut.items(&batch), cut.of_single_rows(5)), (6, 0, (0, 5)));
         let layout = Layout::new(sizes);
         let mut block = vec![u32::MAX; layout.words(3)];
         layout.fill(&mut block, &rows, &batch, cut, &[0, 71]).unwrap();
-        assert_eq!(block[..5], [72, 6, 0, 2, 3]);
+        assert_eq!(block[..6], [72, 6, 0, 2, 3, 0]);
         assert_eq!(block[layout.tiles..][..12], [0, 0, 1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
         // Many query heads share one KV head: more than a tile has room for.
-        assert_eq!(Cut { group: 65, all_tiles: true }.of_single_rows(3), (0, 6));
+        assert_eq!(Cut { group: 65, all_tiles: true, window: 0 }.of_single_rows(3), (0, 6));
     }
 
     #[test]
     fn no_step_needs_more_than_the_largest_block() {
         let cuts = [(64, 1), (64, 4), (100, 7), (100, 70)].into_iter().flat_map(|(rows, group)| {
-            [false, true].map(|all_tiles| (rows, Cut { group, all_tiles }))
+            [false, true].map(|all_tiles| (rows, Cut { group, all_tiles, window: 0 }))
         });
         for (rows, cut) in cuts {
-            let most = Layout::new(largest(rows, 4, cut));
+            let most = Layout::new(largest(rows, rows, cut));
             for each in 1..=rows {
                 // As many sequences of `each` rows as there is room for.
                 let seqs: Vec<SeqRows> =
-                    (0..rows / each).map(|i| seq((i * each) as u32, each as u32, 99)).collect();
+                    (0..rows / each).map(|i| seq((i * each) as u32, each as u32, 8199)).collect();
                 let all: Vec<u32> = vec![0; rows / each * each];
                 let batch = Batch { positions: &all, slots: &all, seqs: &seqs, block_tables: &[] };
                 assert!(most.holds(&sizes(all.len(), &batch, cut, 4)), "{rows} {each} {cut:?}");

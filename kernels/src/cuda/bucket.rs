@@ -18,6 +18,16 @@ pub fn decode_bucket(rows: u32, rows_max: u32) -> Option<u32> {
     ROWS.into_iter().find(|bucket| *bucket >= rows).map(|bucket| bucket.min(rows_max))
 }
 
+/// The buckets of all decode steps that have a graph, where steps have at most `rows_max` rows.
+#[must_use]
+pub fn decode_buckets(rows_max: u32) -> Vec<u32> {
+    let mut all: Vec<u32> = (1..=rows_max.min(ROWS[ROWS.len() - 1]))
+        .filter_map(|rows| decode_bucket(rows, rows_max))
+        .collect();
+    all.dedup();
+    all
+}
+
 /// The rows for which a product's algorithm is chosen: close together where a tile more or less
 /// matters, and closest where decode steps are: what is best for 33 rows need not be for 64.
 #[must_use]
@@ -136,6 +146,15 @@ mod tests {
         // Buffers are made for rows_max: no bucket is larger.
         assert_eq!(decode_bucket(9, 10), Some(10));
         assert_eq!(decode_bucket(11, 10), None);
+    }
+
+    #[test]
+    fn buckets_are_listed_once() {
+        assert_eq!(decode_buckets(0), [0; 0]);
+        assert_eq!(decode_buckets(1), [1]);
+        assert_eq!(decode_buckets(10), [1, 2, 4, 8, 10]);
+        assert_eq!(decode_buckets(512), ROWS);
+        assert_eq!(decode_buckets(4096), ROWS);
     }
 
     #[test]

@@ -10,8 +10,8 @@ mod ranks;
 mod sample;
 
 pub use attention::{
-    AttentionIo, HEAD_DIM_MAX, HEAD_DIMS, LayerCache, Partials, QkvFinish, SPLITS_MAX,
-    attention_any, decode_attention, prefill_attention, qkv_finish, splits,
+    AttentionIo, DecodeWork, HEAD_DIM_MAX, HEAD_DIMS, LayerCache, Partials, QkvFinish,
+    attention_any, decode_attention, prefill_attention, qkv_finish,
 };
 pub(super) use ranks::peer_sum_add_rmsnorm;
 pub use ranks::{PEER_BLOCKS, PEER_SLOT, peer_gather, peer_sum, tree_sum};

@@ -3,13 +3,15 @@
 use std::time::Duration;
 
 use super::backend::CudaBackend;
+use super::batch::{Cut, Layout, live, sizes};
 use super::device::Device;
-use super::launch::{self, AttentionIo, LayerCache, Partials, Rows, decode_attention, splits};
+use super::launch::{self, AttentionIo, DecodeWork, LayerCache, Partials, Rows, decode_attention};
 use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr};
+use super::parts::SPLITS_MAX;
 use super::products::small;
 use super::stream::Event;
-use crate::backend::AttentionShape;
+use crate::backend::{AttentionShape, Batch, SeqRows};
 use crate::error::KernelError;
 
 /// Launches that are measured together.
@@ -116,32 +118,40 @@ impl CudaBackend {
         })
     }
 
-    /// How long decode attention of `batch` sequences of `context` tokens takes, of one layer, where
-    /// layers of `cold` bytes at least are taken in turns. Reads `4 * batch * context * num_kv_heads *
-    /// head_dim` bytes.
+    /// How long decode attention of sequences of `contexts` tokens takes, of one layer, where layers of
+    /// `cold` bytes at least are taken in turns. Reads `4 * tokens * num_kv_heads * head_dim` bytes.
     ///
     /// # Errors
     /// [`KernelError`]; `Unsupported` where no kernel is for these heads.
     pub fn measure_attention(
         &mut self,
         shape: &AttentionShape,
-        batch: usize,
-        context: usize,
+        contexts: &[usize],
         cold: usize,
     ) -> Result<Duration, KernelError> {
         const BLOCK_SHIFT: u32 = 4;
         let what = "attention to be measured";
-        let blocks = context.div_ceil(1 << BLOCK_SHIFT);
-        let plane = batch * blocks * ((shape.num_kv_heads * shape.head_dim * 2) << BLOCK_SHIFT);
-        let layers = cold.div_ceil(2 * plane);
-        let mut words = Vec::new();
-        for seq in 0..batch {
-            words.extend([seq, 1, context, seq * blocks, blocks]);
+        let (mut seqs, mut blocks, batch) = (Vec::new(), 0, contexts.len());
+        for (row, &context) in contexts.iter().enumerate() {
+            let own = context.div_ceil(1 << BLOCK_SHIFT);
+            seqs.push(SeqRows {
+                row_start: small(row)?,
+                num_rows: 1,
+                context_len: small(context)?,
+                table_start: small(blocks)?,
+                table_len: small(own)?,
+            });
+            blocks += own;
         }
-        let (items, tables) = (words.len(), words.len() + batch);
-        words.extend(0..batch);
-        words.extend(0..batch * blocks);
-        let words = words.into_iter().map(small).collect::<Result<Vec<u32>, _>>()?;
+        let tables: Vec<u32> = (0..small(blocks)?).collect();
+        let plane = blocks * ((shape.num_kv_heads * shape.head_dim * 2) << BLOCK_SHIFT);
+        let layers = cold.div_ceil(2 * plane);
+        let inputs = Batch { positions: &[], slots: &[], seqs: &seqs, block_tables: &tables };
+        let window = shape.sliding_window.unwrap_or(0);
+        let cut = Cut { group: 1, all_tiles: false, window };
+        let layout = Layout::new(sizes(0, &inputs, cut, 0));
+        let mut words = vec![0; layout.words(tables.len())];
+        layout.fill(&mut words, &[], &inputs, cut, &[])?;
         let Device { context: gpu, stream, .. } = &self.device;
         let lists = DeviceMemory::new(gpu, words.len() * 4, what)?;
         lists.upload(stream, 0, &words)?;
@@ -153,19 +163,27 @@ impl CudaBackend {
         let (out, ml) = Partials::elements(shape, batch);
         let (out, ml) =
             (DeviceMemory::new(gpu, out * 4, what)?, DeviceMemory::new(gpu, ml * 4, what)?);
-        let splits = splits(small(context)?);
+        let multiprocessors = gpu.info().multiprocessors;
+        let at = |words: usize| lists.ptr().offset(words * 4);
         self.measure(|device, turn| {
             let keys = cache.ptr().offset(turn % layers * 2 * plane);
             let io = AttentionIo {
                 q: rows.ptr(),
                 cache: LayerCache { keys, values: keys.offset(plane), block_shift: BLOCK_SHIFT },
-                seqs: lists.ptr(),
-                block_tables: lists.ptr().offset(tables * 4),
+                seqs: at(layout.seqs),
+                block_tables: at(layout.tables),
                 out: result.ptr(),
             };
             let partials = Partials { out: out.ptr(), ml: ml.ptr() };
-            let items = (lists.ptr().offset(items * 4), batch);
-            let calls = decode_attention(&io, shape, items, partials, splits, DevicePtr::default());
+            let work = DecodeWork {
+                parts: at(layout.parts),
+                parts_most: batch * SPLITS_MAX as usize,
+                live_parts: at(live::PARTS),
+                items: at(layout.items),
+                items_most: batch,
+                live_items: at(live::ITEMS),
+            };
+            let calls = decode_attention(&io, shape, &work, partials, multiprocessors);
             let calls = calls.ok_or_else(|| {
                 KernelError::Unsupported(format!("heads of {} elements", shape.head_dim))
             })?;

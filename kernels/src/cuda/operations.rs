@@ -10,7 +10,7 @@ use super::batch::{Capacity, Cut, live};
 use super::context::version_text;
 use super::device::Device;
 use super::experts::{CudaRoutes, CudaStack};
-use super::launch::{self, AttentionIo, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
+use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::memory::DevicePtr;
 use super::products::{addend_fits, bias_fits};
 use super::swap::CudaHostKv;
@@ -400,14 +400,22 @@ impl Backend for CudaBackend {
             unsafe { self.device.launch(prefill) }?;
         }
         if counts.items > 0 {
-            let (out, ml) = Partials::elements(shape, counts.items);
+            let (out, ml) = Partials::elements(shape, counts.seqs);
             let ptr = self.scratch(Which::Partials, (out + ml) * 4)?;
             let partials = Partials { out: ptr, ml: ptr.offset(out * 4) };
-            let items = (self.step.at(layout.items), counts.items);
-            let live = self.step.at(live::ITEMS);
-            let calls = launch::decode_attention(&io, shape, items, partials, counts.splits, live);
+            let work = DecodeWork {
+                parts: self.step.at(layout.parts),
+                parts_most: counts.parts,
+                live_parts: self.step.at(live::PARTS),
+                items: self.step.at(layout.items),
+                items_most: counts.items,
+                live_items: self.step.at(live::ITEMS),
+            };
+            let multiprocessors = self.device.context.info().multiprocessors;
+            let calls = launch::decode_attention(&io, shape, &work, partials, multiprocessors);
             for call in calls.into_iter().flatten() {
-                // SAFETY: as above; the partial results have room for all splits.
+                // SAFETY: as above; the list names sequences of the batch, and the partial results
+                // have room for all splits of each.
                 unsafe { self.device.launch(call) }?;
             }
         }

@@ -9,14 +9,15 @@ use std::time::Duration;
 use super::batch::{Capacity, Cut, Layout, SampleLists, largest, live, sizes};
 use super::bucket::{Stage, StagedCache, decode_bucket};
 use super::context::Context;
-use super::launch::splits;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::parts::SPLITS_MAX;
 use super::stream::{Event, Graph, Stream};
 use crate::backend::{AttentionShape, Batch, StepInputs};
 use crate::error::KernelError;
 
-/// Graphs kept. Each holds a few hundred nodes: about a megabyte.
-const GRAPHS_MAX: usize = 64;
+/// Graphs kept: those of all numbers of rows, each with and without adapters, with sampling over whole
+/// logits, over parts, and left out. Each holds a few hundred nodes: about a megabyte.
+const GRAPHS_MAX: usize = 132;
 /// How long an upload may take.
 const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -25,8 +26,6 @@ const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 pub(super) struct GraphKey {
     /// Rows it is made for.
     rows: u32,
-    /// Parts that sequences are split in by attention's grid.
-    splits: u32,
     /// Sampling is part of it.
     samples: bool,
     /// Each rank looks at its own logits.
@@ -81,10 +80,11 @@ struct Identity {
 pub(super) struct Counts {
     pub(super) rows: usize,
     pub(super) tiles: usize,
+    pub(super) seqs: usize,
+    /// Sequences of one row, and the parts that they are split in.
     pub(super) items: usize,
+    pub(super) parts: usize,
     pub(super) samples: usize,
-    /// Parts that attention's grid splits sequences in.
-    pub(super) splits: u32,
 }
 
 /// See the module's documentation.
@@ -172,6 +172,11 @@ impl Step {
         self.graphs_off.is_none()
     }
 
+    /// Whether decode steps become graphs now: alike on all ranks of a group.
+    pub(super) fn captures(&self) -> bool {
+        self.graphs_off.is_none() && self.graphs_rest.is_none()
+    }
+
     /// Forgets all graphs; none are made for the reason given, until this is called again.
     pub(super) fn use_graphs(&mut self, not: Option<&'static str>) {
         self.graphs.clear();
@@ -209,7 +214,7 @@ impl Step {
     /// How attention's queries are cut into tiles.
     pub(super) fn cut(&self, shape: &AttentionShape) -> Cut {
         let group = shape.num_heads / shape.num_kv_heads.max(1);
-        Cut { group, all_tiles: self.all_tiles }
+        Cut { group, all_tiles: self.all_tiles, window: shape.sliding_window.unwrap_or(0) }
     }
 
     /// Whether a step is under way.
@@ -267,17 +272,16 @@ impl Step {
         let key = self.key(inputs, &found);
         let capacity = key.map_or(found, |key| {
             let rows = key.rows as usize;
-            let (_, tiles) = cut.of_single_rows(rows);
-            Capacity { rows, seqs: rows, tiles, samples: rows }
+            let (items, tiles) = cut.of_single_rows(rows);
+            Capacity { rows, seqs: rows, tiles, parts: items * SPLITS_MAX as usize, samples: rows }
         });
         let (ids, samples) = (inputs.ids, inputs.sample_rows);
         let given = (inputs.feed, inputs.adapters);
         self.stage(context, stream, capacity, ids, given, &inputs.batch, cut, samples)?;
-        if let Some(key) = key {
-            let rows = key.rows as usize;
-            let splits = key.splits;
-            let (items, tiles) = cut.of_single_rows(rows);
-            self.counts = Counts { rows, tiles, items, samples: rows, splits };
+        if key.is_some() {
+            let Capacity { rows, seqs, tiles, parts, samples } = capacity;
+            let (items, _) = cut.of_single_rows(rows);
+            self.counts = Counts { rows, tiles, seqs, items, parts, samples };
         }
         self.identity = Identity {
             ids: place(inputs.ids),
@@ -310,8 +314,7 @@ impl Step {
     /// The graph's key, when the step can be one.
     fn key(&self, inputs: &StepInputs<'_>, found: &Capacity) -> Option<GraphKey> {
         let decodes = inputs.is_plain
-            && self.graphs_off.is_none()
-            && self.graphs_rest.is_none()
+            && self.captures()
             && inputs.batch.seqs.iter().all(|seq| seq.num_rows == 1)
             && found.samples == found.rows
             && found.seqs == found.rows
@@ -321,10 +324,8 @@ impl Step {
         }
         let rows = u32::try_from(found.rows).ok()?;
         let rows_max = u32::try_from(self.rows_max).unwrap_or(u32::MAX);
-        let context = inputs.batch.seqs.iter().map(|seq| seq.context_len).max().unwrap_or(1);
         Some(GraphKey {
             rows: decode_bucket(rows, rows_max)?,
-            splits: splits(context),
             parts: self.may_be_in_parts(),
             adapters: !inputs.adapters.is_empty(),
             samples: !self.lists.edits && self.lists.top == 0 && !inputs.sampling.is_empty(),
@@ -377,10 +378,8 @@ impl Step {
         self.next = 1 - self.next;
         self.layout = layout;
         self.actual = sizes(ids.len(), batch, cut, samples.len());
-        let Capacity { rows, seqs: _, tiles, samples } = self.actual;
-        let context_len = batch.seqs.iter().map(|seq| seq.context_len).max().unwrap_or(1);
-        let items = cut.items(batch);
-        self.counts = Counts { rows, tiles, items, samples, splits: splits(context_len) };
+        let Capacity { rows, seqs, tiles, parts, samples } = self.actual;
+        self.counts = Counts { rows, tiles, seqs, items: cut.items(batch), parts, samples };
         Ok(())
     }
 

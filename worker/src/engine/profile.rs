@@ -1,5 +1,8 @@
-//! The largest steps that the sizes allow, run once on made-up tokens: whatever a device allocates
-//! or chooses at first use is there afterwards, and what memory is left can be measured.
+//! Steps on made-up tokens. The largest that the sizes allow, once: whatever a device allocates or
+//! chooses at first use is there afterwards, and what memory is left can be measured. And decode steps
+//! of every size before the first request: what a device makes of steps of a kind is there, too.
+use std::time::{Duration, Instant};
+
 use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleParams, SampleRow};
 use kernels::{Backend, KernelError};
@@ -7,8 +10,25 @@ use kernels::{Backend, KernelError};
 use super::Engine;
 use crate::model::lora;
 
+/// What steps are made up of, besides tokens.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    greedy: bool,
+    masks: bool,
+    adapters: bool,
+}
+
+/// What came of [`Engine::warm`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Warmed {
+    /// Kinds of steps that are ready.
+    pub kinds: usize,
+    /// Kinds that there are.
+    pub of: usize,
+}
+
 impl<B: Backend> Engine<B> {
-    /// Runs them. Needs memory for one block of cache; every rank of a replica calls it.
+    /// Runs the largest steps. Needs memory for one block of cache; every rank of a replica calls it.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -27,14 +47,63 @@ impl<B: Backend> Engine<B> {
             left -= rows;
         }
         let decode = vec![(1, longest); seqs.min(tokens) as usize];
+        // Every row has a mask: there is room for all of them from now on, on ranks that do not
+        // sample yet too. Room that is made later would cost some ranks their graphs and others not.
+        let kind = Kind { greedy: false, masks: true, adapters: self.decoder.num_adapters() > 0 };
         for steps in [prompts, decode] {
-            self.pretend(&mut cache, &steps)?;
+            self.pretend(&mut cache, &steps, kind)?;
         }
         Ok(())
     }
 
+    /// Runs decode steps of so many rows each, of every kind that plain requests have, twice: the
+    /// second is what a device that records steps records. Rank 0 has `patience` to begin them; every
+    /// rank of a replica calls it, behind [`Engine::start`], with the same rows. What it writes to the
+    /// cache nobody reads.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    pub fn warm(&mut self, rows: &[u32], patience: Duration) -> Result<Warmed, KernelError> {
+        let began = Instant::now();
+        // Ranks that sample in parts do so where all rows are greedy.
+        let greedy = if self.backend.samples_everywhere() { &[true, false][..] } else { &[false] };
+        let adapters = if self.decoder.num_adapters() > 0 { &[false, true][..] } else { &[false] };
+        let kinds = |rows: u32| {
+            greedy.iter().flat_map(move |&greedy| {
+                let kind = move |&adapters| (rows, Kind { greedy, masks: false, adapters });
+                adapters.iter().map(kind)
+            })
+        };
+        let all: Vec<(u32, Kind)> = rows.iter().copied().flat_map(kinds).collect();
+        let Some(mut cache) = self.cache.take() else {
+            return Err(KernelError::Shape { op: "warm", message: "no cache yet".to_owned() });
+        };
+        let mut warmed = Warmed { kinds: 0, of: all.len() };
+        let mut result = Ok(());
+        for (rows, kind) in all {
+            // Whether there is time left is rank 0's to say: the others would count otherwise.
+            let mut goes_on = [u32::from(began.elapsed() < patience)];
+            let steps = vec![(1, 1); rows as usize];
+            result = self.backend.broadcast_tokens(&mut goes_on);
+            for _ in 0..2 * goes_on[0] {
+                result = result.and_then(|()| self.pretend(&mut cache, &steps, kind));
+            }
+            if result.is_err() || goes_on[0] == 0 {
+                break;
+            }
+            warmed.kinds += 1;
+        }
+        self.cache = Some(cache);
+        result.map(|()| warmed)
+    }
+
     /// Computes sequences of (rows, tokens in the cache), all in one block.
-    fn pretend(&mut self, cache: &mut B::KvCache, seqs: &[(u32, u32)]) -> Result<(), KernelError> {
+    fn pretend(
+        &mut self,
+        cache: &mut B::KvCache,
+        seqs: &[(u32, u32)],
+        kind: Kind,
+    ) -> Result<(), KernelError> {
         let block_size = self.config.block_size;
         let (mut positions, mut entries, mut sample_rows) = (Vec::new(), Vec::new(), Vec::new());
         let mut tables = 0;
@@ -50,12 +119,12 @@ impl<B: Backend> Engine<B> {
         let ids = vec![0; positions.len()];
         let slots: Vec<u32> = positions.iter().map(|position| position % block_size).collect();
         let block_tables = vec![0; tables as usize];
-        let params = SampleParams { top_p: 0.9, top_k: 50, ..SampleParams::default() };
-        // Every row has a mask: there is room for all of them from now on, on ranks that do not
-        // sample yet too. Room that is made later would cost some ranks their graphs and others not.
+        let temperature = if kind.greedy { 0.0 } else { 1.0 };
+        let params = SampleParams { temperature, top_p: 0.9, top_k: 50, ..SampleParams::default() };
         let vocab = self.decoder.config().vocab_size;
         let mask = vec![u32::MAX; vocab.div_ceil(32)];
-        let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: Some(&mask) };
+        let allowed = kind.masks.then_some(mask.as_slice());
+        let row = SampleRow { params: &params, prompt: &[], output: &[], allowed };
         let samples = self.backend.rank() == 0 || self.backend.samples_everywhere();
         let sampling = vec![row; sample_rows.len()];
         let batch = Batch {
@@ -65,7 +134,7 @@ impl<B: Backend> Engine<B> {
             block_tables: &block_tables,
         };
         let Self { backend, decoder, .. } = self;
-        let rows = if decoder.num_adapters() > 0 { ids.len() } else { 0 };
+        let rows = if kind.adapters { ids.len() } else { 0 };
         let adapters = vec![lora::row_of(1); rows];
         backend.begin_step(&StepInputs {
             ids: &ids,

@@ -4,16 +4,14 @@ use super::{
     prefill_shared, words,
 };
 use crate::backend::AttentionShape;
+use crate::cuda::parts::{SPLITS_MAX, least_split};
 
 /// Head dimensions with attention kernels of their own.
 pub const HEAD_DIMS: [usize; 5] = [16, 32, 64, 96, 128];
 /// The largest head dimension that any kernel takes.
 pub const HEAD_DIM_MAX: usize = 256;
-/// Into how many parts a sequence's tokens are split at most: a constant, so that the sum of a row
-/// is made alike in every batch.
-pub const SPLITS_MAX: u32 = 64;
-/// Grids of decode attention are rounded up to one of these, so that few graphs are captured.
-const SPLITS: [u32; 10] = [1, 2, 3, 5, 9, 17, 25, 33, 49, 64];
+/// Blocks of decode attention that a multiprocessor runs at once, by head dimension.
+const DECODE_BLOCKS: [usize; HEAD_DIMS.len()] = [5, 5, 4, 3, 3];
 
 /// What `tutti_qkv_finish` reads and writes.
 #[derive(Clone, Copy, Debug)]
@@ -149,47 +147,61 @@ impl Partials {
     }
 }
 
-/// The grid's splits for sequences of at most `context` tokens.
-#[must_use]
-pub fn splits(context: u32) -> u32 {
-    // As in kernels.h: parts of 64 tokens at least, one more where a window cuts the first.
-    let most = (context.div_ceil(64) + 1).min(SPLITS_MAX);
-    SPLITS.into_iter().find(|splits| *splits >= most).unwrap_or(SPLITS_MAX)
+/// What decode attention is to compute.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeWork {
+    /// u32 [..]: every part of every sequence of one row.
+    pub parts: DevicePtr,
+    /// How many of them there may be.
+    pub parts_most: usize,
+    /// A word: how many there are.
+    pub live_parts: DevicePtr,
+    /// u32 [items]: sequences of one row.
+    pub items: DevicePtr,
+    /// How many of them there may be.
+    pub items_most: usize,
+    /// A word: how many there are; null: as many as there may be.
+    pub live_items: DevicePtr,
 }
 
-/// `tutti_decode_attention_*` and `tutti_decode_reduce`; none as above.
+/// `tutti_decode_attention_*`, by as many blocks as so many multiprocessors run at once, and
+/// `tutti_decode_reduce`; none as above.
 #[must_use]
 pub fn decode_attention(
     io: &AttentionIo,
     shape: &AttentionShape,
-    (items, count): (DevicePtr, usize),
+    work: &DecodeWork,
     partials: Partials,
-    splits: u32,
-    live: DevicePtr,
+    multiprocessors: u32,
 ) -> Option<[Call; 2]> {
     let entry = by_head_dim(DECODE, shape)?;
+    let least = least_split(work.items_most);
     let args = Args::new()
         .ptr(io.q)
         .ptr(io.cache.keys)
         .ptr(io.cache.values)
         .ptr(io.seqs)
-        .ptr(items)
+        .ptr(work.parts)
         .ptr(io.block_tables)
         .ptr(partials.out)
-        .ptr(partials.ml);
+        .ptr(partials.ml)
+        .ptr(io.out);
     let args = words(args, [shape.num_heads, shape.num_kv_heads])
         .u32(io.cache.block_shift)
         .u32(window(shape))
         .u32(SPLITS_MAX)
+        .u32(least)
         .f32(scale(shape))
-        .ptr(live);
+        .ptr(work.live_parts);
     let group = shape.num_heads / shape.num_kv_heads;
     let blocks = shape.num_kv_heads * group.div_ceil(16);
-    let attention = call(entry, (splits as usize, blocks, count), 128, args);
-    let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(items).ptr(io.out);
-    let args =
-        words(args, [shape.num_heads, shape.head_dim]).u32(window(shape)).u32(SPLITS_MAX).ptr(live);
-    Some([attention, call(DECODE_REDUCE, (shape.num_heads, count, 1), 128, args)])
+    let at_once = multiprocessors as usize * DECODE_BLOCKS[entry.0 - DECODE.0];
+    let across = (at_once / blocks).clamp(1, work.parts_most.max(1));
+    let attention = call(entry, (across, blocks, 1), 128, args);
+    let args = Args::new().ptr(partials.out).ptr(partials.ml).ptr(io.seqs).ptr(work.items);
+    let args = words(args.ptr(io.out), [shape.num_heads, shape.head_dim]);
+    let args = args.u32(window(shape)).u32(SPLITS_MAX).u32(least).ptr(work.live_items);
+    Some([attention, call(DECODE_REDUCE, (shape.num_heads, work.items_most, 1), 128, args)])
 }
 
 /// `tutti_attention_any`

@@ -67,6 +67,18 @@ const SMALL: Sizes = Sizes { rows: 3, seqs: 3, width: 64, vocab: 100, heads: (8,
 const LARGE: Sizes =
     Sizes { rows: 131_072, seqs: 4096, width: 65_536, vocab: 1 << 20, heads: (256, 64) };
 
+fn work(items: usize) -> DecodeWork {
+    let ptr = DevicePtr(0x1000);
+    DecodeWork {
+        parts: ptr,
+        parts_most: 64 * items,
+        live_parts: ptr,
+        items: ptr,
+        items_most: items,
+        live_items: ptr,
+    }
+}
+
 /// Calls of every kernel.
 fn all(sizes: Sizes) -> Vec<Call> {
     let Sizes { rows: number, seqs, width, vocab, heads: (heads, kv_heads) } = sizes;
@@ -142,7 +154,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
         let shape = shape(head_dim, heads, kv_heads);
         let tiles = 2 * number * heads / kv_heads / 64 + seqs;
         calls.extend(prefill_attention(&io, &shape, ptr, tiles, ptr));
-        calls.extend(decode_attention(&io, &shape, (ptr, seqs), partials, 64, ptr).unwrap());
+        calls.extend(decode_attention(&io, &shape, &work(seqs), partials, 132).unwrap());
     }
     let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
     let most = Routing { num_experts: 1024, top_k: 32, normalise: false };
@@ -266,6 +278,7 @@ fn constants_are_the_headers() {
         "#define TUTTI_NO_MASK 0xffffffffu",
         "#define TUTTI_NO_ROW 0xffffffffu",
         "#define TUTTI_PREFILL_QUERIES 64u",
+        "#define TUTTI_PART_SHIFT 8u",
     ] {
         assert!(HEADER.contains(line), "kernels.h lacks: {line}");
     }
@@ -303,26 +316,45 @@ fn grids_cover_all_rows_features_and_heads() {
         out: ptr,
     };
     let partials = Partials { out: ptr, ml: ptr };
-    let calls = decode_attention(&io, &shape(64, 60, 3), (ptr, 5), partials, 9, ptr).unwrap();
-    assert_eq!(calls[0].launch.grid, (9, 6, 5));
+    let calls = decode_attention(&io, &shape(64, 60, 3), &work(5), partials, 132).unwrap();
+    // 4 at once on each of 132, for 6 that are there anyway.
+    assert_eq!(calls[0].launch.grid, (88, 6, 1));
     assert_eq!(calls[1].launch.grid, (60, 5, 1));
-    assert!(decode_attention(&io, &shape(80, 8, 2), (ptr, 5), partials, 9, ptr).is_none());
+    let across = |items, multiprocessors| {
+        let calls =
+            decode_attention(&io, &shape(128, 32, 8), &work(items), partials, multiprocessors);
+        calls.unwrap()[0].launch.grid.0
+    };
+    // However many sequences there may be, and however long they are.
+    assert_eq!([across(1, 132), across(64, 132), across(4096, 132)], [49, 49, 49]);
+    assert_eq!([across(1, 0), across(1, 1), across(1, 10_000)], [1, 1, 64]);
+    assert!(decode_attention(&io, &shape(80, 8, 2), &work(5), partials, 132).is_none());
     assert!(prefill_attention(&io, &shape(80, 8, 2), ptr, 5, ptr).is_none());
 }
 
-/// The rule of kernels.h, for every length of context and every window below it.
+/// Blocks that loop over parts are to be there all at once: another would begin when one of them ends.
 #[test]
-fn the_grid_has_all_splits_of_every_sequence() {
-    for context in 1..=9000u32 {
-        let grid = splits(context);
-        assert!(grid <= SPLITS_MAX);
-        for visible in [1, context / 3, context / 2, context - 1, context] {
-            let visible = visible.max(1);
-            let len = visible.div_ceil(SPLITS_MAX).next_multiple_of(16).max(64);
-            let most = (visible.div_ceil(len) + 1).min(SPLITS_MAX);
-            assert!(grid >= most, "{context} {visible}: {grid} < {most}");
-        }
+fn decode_attention_has_as_many_blocks_as_run_at_once() {
+    let resources = resources();
+    let ptr = DevicePtr(0x1000);
+    let io = AttentionIo {
+        q: ptr,
+        cache: LayerCache { keys: ptr, values: ptr, block_shift: 4 },
+        seqs: ptr,
+        block_tables: ptr,
+        out: ptr,
+    };
+    let partials = Partials { out: ptr, ml: ptr };
+    for head_dim in HEAD_DIMS {
+        let calls = decode_attention(&io, &shape(head_dim, 1, 1), &work(512), partials, 1).unwrap();
+        let (across, ..) = calls[0].launch.grid;
+        // The registers and the shared memory of a multiprocessor.
+        let images = resources[calls[0].entry.name()].1;
+        let fit = |((registers, shared), memory): ((u32, u32), u32)| {
+            let warp = (registers * 32).next_multiple_of(256);
+            (65_536 / warp / 4).min(memory / (shared + 1024))
+        };
+        let fit: Vec<u32> = images.into_iter().zip([164 << 10, 228 << 10]).map(fit).collect();
+        assert_eq!(across, fit.iter().copied().min().unwrap(), "{head_dim}: {fit:?}");
     }
-    assert_eq!(splits(1), 2);
-    assert_eq!(splits(u32::MAX), 64);
 }
