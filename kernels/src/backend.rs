@@ -175,6 +175,8 @@ pub struct StepInputs<'a> {
     pub batch: Batch<'a>,
     /// Likewise, but for the window.
     pub attention: &'a AttentionShape,
+    /// The windows of all layers, each once, in any order.
+    pub windows: &'a [Option<u32>],
     /// What `lm_head` will be called with, when the step samples.
     pub sample_rows: &'a [u32],
     /// What `sample` will be called with; empty on ranks that do not sample.

@@ -106,6 +106,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
             ids: &ids,
             batch,
             attention: &shape,
+            windows: &[None],
             sample_rows: &ids,
             sampling: &sampling,
             feed: &[],

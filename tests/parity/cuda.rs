@@ -18,6 +18,7 @@ use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use worker::engine::Engine;
 use worker::rank::StepSource;
 
+use crate::checkpoint::Folder;
 use crate::masks;
 use crate::rig::{On, Rig, engine_of, fake_cuda_backend, fake_cuda_with};
 
@@ -263,6 +264,39 @@ fn no_step_of_any_number_and_length_is_captured_after_the_start() {
     let seen = run(&mut warm);
     assert_eq!(warm.backend().num_graphs(), buckets.len());
     assert_eq!(seen, run(&mut engine(false)));
+}
+
+/// Sequences of several parts, where windows leave fewer of them, one, or as many: layers that see
+/// everything and layers that do not read lists of their own.
+#[test]
+fn long_sequences_are_split_by_each_layers_window() {
+    let mixed = Folder::copy_of("qwen3");
+    mixed.configure("sliding_window", 70.into());
+    mixed.configure("use_sliding_window", true.into());
+    mixed.configure("max_window_layers", 1.into());
+    for (model, lengths) in [(variant("mistral-swa"), [130, 300]), (mixed.path().into(), [64, 290])]
+    {
+        let [expected, found] = [On::Cpu, On::FakeCuda].map(|on| {
+            let mut rig = Rig::on(on, &model, 1);
+            let sampling = SamplingParams { logprobs: Some(0), ..SamplingParams::greedy() };
+            let mut seqs = lengths.map(|length| {
+                let tokens: Vec<u32> = (0..length).map(|at| (at * at + 7 * at) % 384).collect();
+                rig.sequence(&tokens, tokens.len(), sampling.clone())
+            });
+            for _ in 0..7 {
+                rig.step(&mut seqs.each_mut(), u32::MAX);
+            }
+            seqs.map(|seq| (seq.output().to_vec(), seq.logprobs))
+        });
+        for ((tokens, logprobs), (others, found)) in expected.iter().zip(&found) {
+            let alike = tokens.iter().zip(others).take_while(|(one, other)| one == other).count();
+            assert!(alike >= 4, "{model:?}: {tokens:?}, {others:?}");
+            for (one, other) in logprobs.iter().zip(found).take(alike) {
+                let error = (f64::from(*one) - f64::from(*other)).abs();
+                assert!(error < TOLERANCE, "{model:?}: {one}, {other}");
+            }
+        }
+    }
 }
 
 /// Rows choose their experts anew in every step, and a graph has more rows than there are.

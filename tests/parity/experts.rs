@@ -200,6 +200,7 @@ fn begin(backend: &mut CudaBackend, rows: u32) {
         ids: &all,
         batch,
         attention: &attention,
+        windows: &[None],
         sample_rows: &all,
         sampling: &vec![row; rows as usize],
         feed: &[],

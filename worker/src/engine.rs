@@ -444,6 +444,7 @@ impl<B: Backend> Engine<B> {
             ids: &step.ids,
             batch,
             attention: decoder.attention(),
+            windows: decoder.windows(),
             sample_rows: &step.sample_rows,
             sampling: &rows,
             feed: &step.feed,

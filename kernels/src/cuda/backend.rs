@@ -11,6 +11,7 @@ use super::device::{CudaOptions, Device, Scratch};
 use super::experts::CudaStack;
 use super::launch::{self, Rows};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::parts::Windows;
 use super::peer::Retired;
 use super::sample::Sampling;
 use super::step::Step;
@@ -224,7 +225,7 @@ impl CudaBackend {
             return Ok(());
         }
         ensure!("attention", !self.step.is_open(), "the batch is not the one the step began with");
-        let cut = self.step.cut(shape);
+        let cut = self.step.cut(shape, Windows::new(&[shape.sliding_window])?);
         let capacity = sizes(0, batch, cut, 0);
         let Device { context, stream, .. } = &self.device;
         self.step.stage(context, stream, capacity, &[], (&[], &[]), batch, cut, &[])

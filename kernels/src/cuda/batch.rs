@@ -2,7 +2,7 @@
 //!
 //! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
 //! finds each array of a bucket's steps at the same place, and only what is used is copied.
-use super::parts::{self, SPLITS_MAX, least_split};
+use super::parts::{self, SPLITS_MAX, Windows, least_split};
 use crate::backend::{Batch, SeqRows};
 use crate::error::KernelError;
 use crate::sampling::SampleRow;
@@ -35,7 +35,8 @@ pub struct Capacity {
     pub seqs: usize,
     /// Tiles of prefill attention.
     pub tiles: usize,
-    /// Parts that decode attention splits sequences of one row in.
+    /// Parts that decode attention splits sequences of one row in: of each window as many as of the one
+    /// that has most.
     pub parts: usize,
     /// Rows of logits.
     pub samples: usize,
@@ -49,13 +50,13 @@ pub struct Cut {
     /// Sequences of one row are tiles as well, none is an item: a row's result is the same bits
     /// then, whether it is a prompt's or a sampled token's.
     pub all_tiles: bool,
-    /// Tokens that a row sees, itself included; 0: all.
-    pub window: u32,
+    /// What layers see.
+    pub windows: Windows,
 }
 
 impl Cut {
     /// For a step without attention.
-    pub const NONE: Self = Self { group: 1, all_tiles: false, window: 0 };
+    pub const NONE: Self = Self { group: 1, all_tiles: false, windows: Windows::ALL };
 
     /// Whether a sequence is an item: decoded by attention that is split over its tokens.
     fn is_item(self, seq: &SeqRows) -> bool {
@@ -87,9 +88,17 @@ impl Cut {
         batch.seqs.iter().filter(move |seq| self.is_item(seq))
     }
 
-    /// Parts of a batch's items.
+    /// Parts of a batch's items, as [`Capacity`] has them.
     fn parts(self, batch: &Batch<'_>) -> usize {
-        parts::count(self.all_items(batch), self.window, least_split(self.items(batch)))
+        let least = least_split(self.items(batch));
+        let of = |window| parts::count(self.all_items(batch), window, least);
+        self.windows.count() * self.windows.iter().map(of).max().unwrap_or(0)
+    }
+
+    /// The most parts that `items` sequences can have, likewise.
+    #[must_use]
+    pub fn most_parts(self, items: usize) -> usize {
+        self.windows.count() * items * SPLITS_MAX as usize
     }
 }
 
@@ -109,7 +118,7 @@ pub struct Layout {
     pub tiles: usize,
     /// `u32 [seqs]`: sequences of one row.
     pub items: usize,
-    /// `u32 [parts]`: what those are split in.
+    /// `u32 [windows, parts of each]`: what those are split in.
     pub parts: usize,
     /// `u32 [samples]`
     pub sample_rows: usize,
@@ -135,7 +144,7 @@ pub mod live {
     pub const SAMPLES: usize = 3;
     /// Sequences.
     pub const SEQS: usize = 4;
-    /// Parts of sequences of one row.
+    /// Parts of sequences of one row, for each window.
     pub const PARTS: usize = 5;
     /// All of them, rounded up to 16 bytes.
     pub(super) const WORDS: usize = 8;
@@ -166,6 +175,12 @@ impl Layout {
             adapters: place(capacity.rows),
             tables: next,
         }
+    }
+
+    /// Where the list of parts for one of the windows is.
+    #[must_use]
+    pub fn parts_of(&self, place: usize, windows: Windows) -> usize {
+        self.parts + place * (self.capacity.parts / windows.count().max(1))
     }
 
     /// Words of a block with `tables` words of block tables.
@@ -220,12 +235,16 @@ impl Layout {
                 tiles += 1;
             }
         }
-        let list = &mut block[self.parts..][..sizes.parts];
-        parts::fill(list, &items, cut.window, least_split(items.len()));
+        let most = sizes.parts / cut.windows.count().max(1);
+        for (place, window) in cut.windows.iter().enumerate() {
+            let list = &mut block[self.parts_of(place, cut.windows)..][..most];
+            let number = parts::fill(list, &items, window, least_split(items.len()));
+            block[live::PARTS + place] = number as u32;
+        }
         block[self.sample_rows..][..samples.len()].copy_from_slice(samples);
         block[self.tables..][..batch.block_tables.len()].copy_from_slice(batch.block_tables);
         let (rows, items) = (batch.positions.len().max(ids.len()), items.len());
-        let counts = [rows, tiles, items, samples.len(), batch.seqs.len(), sizes.parts];
+        let counts = [rows, tiles, items, samples.len(), batch.seqs.len()];
         for (word, count) in block.iter_mut().zip(counts) {
             *word = count as u32;
         }
@@ -258,7 +277,7 @@ pub fn largest(rows: usize, samples: usize, cut: Cut) -> Capacity {
     // `all_tiles`.
     let seqs = if cut.all_tiles { rows } else { rows / 2 };
     let tiles = cut.tiles_of_rows(rows) + seqs;
-    let parts = if cut.all_tiles { 0 } else { samples * SPLITS_MAX as usize };
+    let parts = cut.most_parts(if cut.all_tiles { 0 } else { samples });
     Capacity { rows, seqs: rows, tiles, parts, samples }
 }
 
@@ -424,7 +443,7 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 2, 5)];
         let rows: Vec<u32> = (0..73).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = Cut { group: 3, all_tiles: false, window: 0 };
+        let cut = Cut { group: 3, all_tiles: false, windows: Windows::ALL };
         let sizes = sizes(73, &batch, cut, 2);
         assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, parts: 1, samples: 2 });
         let layout = Layout::new(sizes);
@@ -446,7 +465,7 @@ mod tests {
         let seqs = [seq(0, 1, 9), seq(1, 70, 70), seq(71, 1, 5)];
         let rows: Vec<u32> = (0..72).collect();
         let batch = Batch { positions: &rows, slots: &rows, seqs: &seqs, block_tables: &[7, 8, 9] };
-        let cut = Cut { group: 3, all_tiles: true, window: 0 };
+        let cut = Cut { group: 3, all_tiles: true, windows: Windows::ALL };
         let sizes = sizes(72, &batch, cut, 2);
         assert_eq!((sizes.tiles, cut.items(&batch), cut.of_single_rows(5)), (6, 0, (0, 5)));
         let layout = Layout::new(sizes);
@@ -455,13 +474,16 @@ mod tests {
         assert_eq!(block[..6], [72, 6, 0, 2, 3, 0]);
         assert_eq!(block[layout.tiles..][..12], [0, 0, 1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
         // Many query heads share one KV head: more than a tile has room for.
-        assert_eq!(Cut { group: 65, all_tiles: true, window: 0 }.of_single_rows(3), (0, 6));
+        assert_eq!(
+            Cut { group: 65, all_tiles: true, windows: Windows::ALL }.of_single_rows(3),
+            (0, 6)
+        );
     }
 
     #[test]
     fn no_step_needs_more_than_the_largest_block() {
         let cuts = [(64, 1), (64, 4), (100, 7), (100, 70)].into_iter().flat_map(|(rows, group)| {
-            [false, true].map(|all_tiles| (rows, Cut { group, all_tiles, window: 0 }))
+            [false, true].map(|all_tiles| (rows, Cut { group, all_tiles, windows: Windows::ALL }))
         });
         for (rows, cut) in cuts {
             let most = Layout::new(largest(rows, rows, cut));

@@ -403,10 +403,11 @@ impl Backend for CudaBackend {
             let (out, ml) = Partials::elements(shape, counts.seqs);
             let ptr = self.scratch(Which::Partials, (out + ml) * 4)?;
             let partials = Partials { out: ptr, ml: ptr.offset(out * 4) };
+            let (parts, live_parts, parts_most) = self.step.parts(shape.sliding_window)?;
             let work = DecodeWork {
-                parts: self.step.at(layout.parts),
-                parts_most: counts.parts,
-                live_parts: self.step.at(live::PARTS),
+                parts,
+                parts_most,
+                live_parts,
                 items: self.step.at(layout.items),
                 items_most: counts.items,
                 live_items: self.step.at(live::ITEMS),

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 
 use crate::backend::SeqRows;
+use crate::error::KernelError;
 
 /// Into how many parts a sequence is split at most: a constant, so that the sum of a row is made alike
 /// in every batch.
@@ -22,6 +23,54 @@ pub fn least_split(items: usize) -> u32 {
         0..=64 => 64,
         65..=128 => 128,
         _ => 256,
+    }
+}
+
+/// The windows of a model's layers, each once: tokens that a row sees, itself included; 0: all. Each
+/// splits sequences in its own way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Windows {
+    list: [u32; Self::MOST],
+    len: usize,
+}
+
+impl Windows {
+    /// As many are counted in [`super::batch::live`].
+    pub const MOST: usize = 3;
+
+    /// Layers that see everything.
+    pub const ALL: Self = Self { list: [0; Self::MOST], len: 1 };
+
+    /// # Errors
+    /// [`KernelError::Unsupported`] when there are more than [`Windows::MOST`].
+    pub fn new(windows: &[Option<u32>]) -> Result<Self, KernelError> {
+        let mut list = [0; Self::MOST];
+        let (len, most) = (windows.len(), Self::MOST);
+        if len > most {
+            let message = format!("a model with {len} different windows, {most} at most");
+            return Err(KernelError::Unsupported(message));
+        }
+        for (word, window) in list.iter_mut().zip(windows) {
+            *word = window.unwrap_or(0);
+        }
+        Ok(Self { list, len })
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn count(self) -> usize {
+        self.len
+    }
+
+    /// Each of them.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        self.list[..self.len].iter().copied()
+    }
+
+    /// Which of them this is.
+    #[must_use]
+    pub fn place(self, window: Option<u32>) -> Option<usize> {
+        self.iter().position(|known| known == window.unwrap_or(0))
     }
 }
 
@@ -50,17 +99,20 @@ pub fn count<'a>(items: impl Iterator<Item = &'a SeqRows>, window: u32, least: u
 }
 
 /// Writes the list of all parts to the beginning of `list`: those of long parts come first, since blocks
-/// take them in turns. The names of sequences are those of `items`.
-pub fn fill(list: &mut [u32], items: &[(u32, &SeqRows)], window: u32, least: u32) {
+/// take them in turns. The names of sequences are those of `items`. Returns how many there are.
+pub fn fill(list: &mut [u32], items: &[(u32, &SeqRows)], window: u32, least: u32) -> usize {
     let mut found: Vec<(u32, Splits)> =
         items.iter().map(|(index, seq)| (*index, splits(seq.context_len, window, least))).collect();
     found.sort_by_key(|(_, splits)| Reverse(splits.len));
     let parts = found.into_iter().flat_map(|(index, splits)| {
         (0..splits.count).map(move |split| index << PART_SHIFT | split)
     });
+    let mut number = 0;
     for (word, part) in list.iter_mut().zip(parts) {
         *word = part;
+        number += 1;
     }
+    number
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::batch::{Capacity, Cut, Layout, SampleLists, largest, live, sizes};
 use super::bucket::{Stage, StagedCache, decode_bucket};
 use super::context::Context;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
-use super::parts::SPLITS_MAX;
+use super::parts::Windows;
 use super::stream::{Event, Graph, Stream};
 use crate::backend::{AttentionShape, Batch, StepInputs};
 use crate::error::KernelError;
@@ -110,6 +110,7 @@ pub(super) struct Step {
     /// Bounds that the step's batch was found to keep: every layer asks.
     checked: Vec<(&'static str, [usize; 2])>,
     layout: Layout,
+    windows: Windows,
     counts: Counts,
     actual: Capacity,
     /// The largest number of rows that all buffers have room for.
@@ -137,6 +138,7 @@ impl Step {
             identity: Identity::default(),
             checked: Vec::new(),
             layout: Layout::new(Capacity::default()),
+            windows: Windows::ALL,
             counts: Counts::default(),
             actual: Capacity::default(),
             rows_max: usize::MAX,
@@ -212,9 +214,9 @@ impl Step {
     }
 
     /// How attention's queries are cut into tiles.
-    pub(super) fn cut(&self, shape: &AttentionShape) -> Cut {
+    pub(super) fn cut(&self, shape: &AttentionShape, windows: Windows) -> Cut {
         let group = shape.num_heads / shape.num_kv_heads.max(1);
-        Cut { group, all_tiles: self.all_tiles, window: shape.sliding_window.unwrap_or(0) }
+        Cut { group, all_tiles: self.all_tiles, windows }
     }
 
     /// Whether a step is under way.
@@ -256,7 +258,7 @@ impl Step {
             self.give_up_graphs("a step failed while its graph was captured");
         }
         let shape = inputs.attention;
-        let cut = self.cut(shape);
+        let cut = self.cut(shape, Windows::new(inputs.windows)?);
         if !inputs.feed.is_empty() && inputs.feed.len() != inputs.ids.len() {
             let message = format!("{} rows are fed of {}", inputs.feed.len(), inputs.ids.len());
             return Err(KernelError::Shape { op: "begin_step", message });
@@ -273,7 +275,7 @@ impl Step {
         let capacity = key.map_or(found, |key| {
             let rows = key.rows as usize;
             let (items, tiles) = cut.of_single_rows(rows);
-            Capacity { rows, seqs: rows, tiles, parts: items * SPLITS_MAX as usize, samples: rows }
+            Capacity { rows, seqs: rows, tiles, parts: cut.most_parts(items), samples: rows }
         });
         let (ids, samples) = (inputs.ids, inputs.sample_rows);
         let given = (inputs.feed, inputs.adapters);
@@ -377,6 +379,7 @@ impl Step {
         travelled.record(stream)?;
         self.next = 1 - self.next;
         self.layout = layout;
+        self.windows = cut.windows;
         self.actual = sizes(ids.len(), batch, cut, samples.len());
         let Capacity { rows, seqs, tiles, parts, samples } = self.actual;
         self.counts = Counts { rows, tiles, seqs, items: cut.items(batch), parts, samples };
@@ -417,6 +420,20 @@ impl Step {
     /// Offsets of the step's inputs.
     pub(super) fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// Where the parts are that the layers of a window have, where it is said how many there are, and how
+    /// many there are at most.
+    pub(super) fn parts(
+        &self,
+        window: Option<u32>,
+    ) -> Result<(DevicePtr, DevicePtr, usize), KernelError> {
+        let Some(place) = self.windows.place(window) else {
+            let message = format!("the window {window:?} is none that the step began with");
+            return Err(KernelError::Shape { op: "paged_attention", message });
+        };
+        let list = self.at(self.layout.parts_of(place, self.windows));
+        Ok((list, self.at(live::PARTS + place), self.counts.parts / self.windows.count().max(1)))
     }
 
     /// Rows to launch for an operation on `rows` rows, and the word that says how many there are.

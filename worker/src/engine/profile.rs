@@ -140,6 +140,7 @@ impl<B: Backend> Engine<B> {
             ids: &ids,
             batch,
             attention: decoder.attention(),
+            windows: decoder.windows(),
             sample_rows: &sample_rows,
             sampling: &sampling,
             feed: &[],

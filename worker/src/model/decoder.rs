@@ -16,6 +16,8 @@ pub struct Decoder<B: Backend> {
     shard: Shard,
     /// Of every layer, but for its window.
     attention: AttentionShape,
+    /// Those of all layers, each once.
+    windows: Vec<Option<u32>>,
     buffers: Buffers<B>,
     adapters: Option<Adapters<B>>,
 }
@@ -117,7 +119,10 @@ impl<B: Backend> Decoder<B> {
             norm_eps: config.norm_eps,
             sliding_window: None,
         };
-        Ok(Self { weights, config, shard, attention, buffers, adapters: None })
+        let mut windows = config.sliding_windows.clone();
+        windows.sort_unstable();
+        windows.dedup();
+        Ok(Self { weights, config, shard, attention, windows, buffers, adapters: None })
     }
 
     /// With adapters beside the model, if there are any.
@@ -142,6 +147,12 @@ impl<B: Backend> Decoder<B> {
     #[must_use]
     pub fn attention(&self) -> &AttentionShape {
         &self.attention
+    }
+
+    /// The windows of all layers, each once.
+    #[must_use]
+    pub fn windows(&self) -> &[Option<u32>] {
+        &self.windows
     }
 
     /// Bytes of weights held.
@@ -177,7 +188,7 @@ impl<B: Backend> Decoder<B> {
         batch: &Batch<'_>,
         rows: &[u32],
     ) -> Result<(), KernelError> {
-        let Self { weights, config, shard, attention, buffers, adapters } = self;
+        let Self { weights, config, shard, attention, buffers, adapters, .. } = self;
         let mut adapters = adapters.as_mut().filter(|_| !rows.is_empty());
         if let Some(adapters) = &mut adapters {
             adapters.begin(backend, rows)?;
