@@ -139,6 +139,7 @@ impl Sizes {
 
 impl Shape {
     fn config(&self) -> ModelConfig {
+        let rope = RopeConfig { dim: self.head_dim, theta: 5e5, scaling: RopeScaling::None };
         ModelConfig {
             hidden_size: self.hidden,
             intermediate_size: if self.experts.is_some() { 0 } else { self.inner },
@@ -154,7 +155,7 @@ impl Shape {
             vocab_size: self.vocab,
             max_positions: 8192,
             norm_eps: 1e-5,
-            rope: RopeConfig { theta: 5e5, scaling: RopeScaling::None },
+            ropes: vec![rope; self.layers],
             sliding_windows: vec![None; self.layers],
             tied: self.tied,
             qkv_bias: false,
@@ -244,7 +245,7 @@ impl Shape {
                 mlp,
             });
         }
-        let (cos, sin) = config.rope.tables(config.head_dim, positions);
+        let (cos, sin) = config.ropes[0].tables(config.head_dim, positions);
         let shard = Shard::new(&config, 0, 1)?;
         Ok(Weights {
             embedding,

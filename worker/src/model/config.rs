@@ -43,8 +43,8 @@ pub struct ModelConfig {
     pub max_positions: usize,
     /// Epsilon of every RMSNorm.
     pub norm_eps: f32,
-    /// Rotary embedding.
-    pub rope: RopeConfig,
+    /// Every layer's rotary embedding.
+    pub ropes: Vec<RopeConfig>,
     /// How far each layer's attention reaches back, the current token included, where it is limited.
     pub sliding_windows: Vec<Option<u32>>,
     /// The output head is the embedding.
@@ -188,7 +188,7 @@ impl ModelConfig {
             vocab_size: size("vocab_size", raw.vocab_size)?,
             max_positions: size("max_position_embeddings", raw.max_position_embeddings)?,
             norm_eps: norm_eps as f32,
-            rope: rope(&raw)?,
+            ropes: vec![rope(&raw, head_dim)?; num_layers],
             sliding_windows: sliding_windows(&raw, &architecture, num_layers)?,
             tied: raw.tie_word_embeddings.unwrap_or(false),
             qkv_bias: attention_bias || qwen2,
@@ -291,14 +291,14 @@ fn sliding_windows(
         .collect()
 }
 
-fn rope(raw: &Raw) -> Result<RopeConfig, String> {
+fn rope(raw: &Raw, dim: usize) -> Result<RopeConfig, String> {
     let parameters = raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref());
     let theta = parameters.and_then(|p| p.rope_theta).or(raw.rope_theta).unwrap_or(10_000.0);
     if !(theta.is_finite() && theta > 1.0) {
         return Err(format!("rope_theta is {theta}, it must be finite and above 1"));
     }
     let Some(parameters) = parameters else {
-        return Ok(RopeConfig { theta, scaling: RopeScaling::None });
+        return Ok(RopeConfig { dim, theta, scaling: RopeScaling::None });
     };
     let positive = |key: &str, value: Option<f64>| match value {
         Some(value) if value.is_finite() && value > 0.0 => Ok(value),
@@ -332,7 +332,7 @@ fn rope(raw: &Raw) -> Result<RopeConfig, String> {
             ));
         }
     };
-    Ok(RopeConfig { theta, scaling })
+    Ok(RopeConfig { dim, theta, scaling })
 }
 
 #[cfg(test)]
@@ -394,8 +394,8 @@ mod tests {
         let five = check(
             r#", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}"#,
         );
-        assert_eq!(four.rope, five.unwrap().rope);
-        assert_eq!(check("").unwrap().rope.scaling, RopeScaling::None);
+        assert_eq!(four.ropes, five.unwrap().ropes);
+        assert_eq!(check("").unwrap().ropes[0].scaling, RopeScaling::None);
     }
 
     #[test]

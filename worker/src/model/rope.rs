@@ -1,8 +1,10 @@
 //! PURE: rotary position embedding: frequencies, their scalings, tables of cosines and sines.
 
-/// How positions are turned into angles.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// How positions are turned into angles, in one layer or in many.
+#[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
+    /// Elements of a head that are rotated, the first ones: even, and 0 where positions are not told.
+    pub dim: usize,
     /// Base of the frequencies.
     pub theta: f64,
     /// Stretching for contexts longer than the model was trained on.
@@ -10,7 +12,7 @@ pub struct RopeConfig {
 }
 
 /// Known scalings.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// None.
     None,
@@ -33,12 +35,11 @@ pub enum RopeScaling {
 }
 
 impl RopeConfig {
-    /// Angle per position of each pair of elements, `[head_dim / 2]`.
+    /// Angle per position of each pair of elements that is rotated, `[dim / 2]`.
     #[must_use]
-    pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f64> {
-        (0..head_dim / 2)
-            .map(|i| self.scale(self.theta.powf(-(2.0 * i as f64) / head_dim as f64)))
-            .collect()
+    pub fn inverse_frequencies(&self) -> Vec<f64> {
+        let dim = self.dim as f64;
+        (0..self.dim / 2).map(|i| self.scale(self.theta.powf(-(2.0 * i as f64) / dim))).collect()
     }
 
     fn scale(&self, frequency: f64) -> f64 {
@@ -65,20 +66,23 @@ impl RopeConfig {
         }
     }
 
-    /// Cosines and sines, each `[positions, head_dim / 2]`, row-major. Angles are rounded to f32
-    /// before, as transformers does.
+    /// Cosines and sines, each `[positions, head_dim / 2]`, row-major; of pairs that are not rotated 1
+    /// and 0. Angles are rounded to f32 before, as transformers does.
     #[must_use]
     pub fn tables(&self, head_dim: usize, positions: usize) -> (Vec<f32>, Vec<f32>) {
         let frequencies: Vec<f32> =
-            self.inverse_frequencies(head_dim).into_iter().map(|f| f as f32).collect();
-        let mut cos = Vec::with_capacity(positions * frequencies.len());
-        let mut sin = Vec::with_capacity(positions * frequencies.len());
+            self.inverse_frequencies().into_iter().map(|f| f as f32).collect();
+        let half = head_dim / 2;
+        let mut cos = Vec::with_capacity(positions * half);
+        let mut sin = Vec::with_capacity(positions * half);
         for position in 0..positions {
             for frequency in &frequencies {
                 let angle = f64::from(position as f32 * frequency);
                 cos.push(angle.cos() as f32);
                 sin.push(angle.sin() as f32);
             }
+            cos.resize((position + 1) * half, 1.0);
+            sin.resize((position + 1) * half, 0.0);
         }
         (cos, sin)
     }

@@ -134,7 +134,7 @@ mod tests {
             vocab_size,
             max_positions: 32,
             norm_eps: 1e-5,
-            rope: RopeConfig { theta: 1e4, scaling: RopeScaling::None },
+            ropes: vec![RopeConfig { dim: 16, theta: 1e4, scaling: RopeScaling::None }],
             sliding_windows: vec![None],
             tied: false,
             qkv_bias: false,

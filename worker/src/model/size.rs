@@ -143,7 +143,7 @@ mod tests {
             vocab_size: 128_256,
             max_positions: 131_072,
             norm_eps: 1e-5,
-            rope: RopeConfig { theta: 5e5, scaling: RopeScaling::None },
+            ropes: vec![RopeConfig { dim: 128, theta: 5e5, scaling: RopeScaling::None }; 32],
             sliding_windows: vec![None; 32],
             tied: false,
             qkv_bias: false,

@@ -16,6 +16,7 @@ use super::ModelError;
 use super::config::ModelConfig;
 use super::experts::ExpertParts;
 use super::quantization::Tensors;
+use super::rope::RopeConfig;
 use super::safetensors::{TensorView, WeightFiles};
 use super::shard::Shard;
 
@@ -26,6 +27,8 @@ pub struct LayerWeights<M, S, V> {
     pub input_norm: V,
     /// q, k, v projections.
     pub qkv: QkvWeights<M, V>,
+    /// Which of [`Weights::ropes`] turns q and k.
+    pub rope: usize,
     /// Output projection, row-parallel.
     pub output: Vec<M>,
     /// Its bias; on rank 0 alone, since partial products are summed.
@@ -79,8 +82,8 @@ pub struct Weights<M, S, V> {
     pub layers: Vec<LayerWeights<M, S, V>>,
     /// RMSNorm before the output head.
     pub final_norm: V,
-    /// Rotary tables.
-    pub rope: RopeTable<V>,
+    /// Rotary tables, each once: layers name theirs.
+    pub ropes: Vec<RopeTable<V>>,
     /// Bytes of the shard's matrices: as stored, or quantised.
     pub bytes: u64,
 }
@@ -134,16 +137,33 @@ pub fn load<B: Backend>(
         .flat_map(|layer| layer.qkv.iter().chain(&layer.output).chain(layer.mlp.matrices()));
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
-    let (cos, sin) = config.rope.tables(config.head_dim, max_positions);
     let mut loader = Loader { backend, quantization, progress, done: 0, total, held: 0 };
+    let kinds = kinds(&config.ropes);
     Ok(Weights {
         embedding: loader.small(&embedding)?,
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: loader.vector(&final_norm)?,
-        rope: RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? },
+        ropes: kinds
+            .iter()
+            .map(|rope| {
+                let (cos, sin) = rope.tables(config.head_dim, max_positions);
+                Ok(RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? })
+            })
+            .collect::<Result<_, KernelError>>()?,
         bytes: loader.held,
     })
+}
+
+/// Each rotary embedding once, in the order of the layers that are the first to have it.
+fn kinds(ropes: &[RopeConfig]) -> Vec<&RopeConfig> {
+    let mut kinds: Vec<&RopeConfig> = Vec::new();
+    for rope in ropes {
+        if !kinds.contains(&rope) {
+            kinds.push(rope);
+        }
+    }
+    kinds
 }
 
 fn bytes(matrix: &HostMatrix<'_>) -> u64 {
@@ -164,6 +184,7 @@ fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) 
 /// What one rank takes of one layer: checked, not yet read.
 struct LayerPart<'a> {
     input_norm: Vec<f32>,
+    rope: usize,
     qkv: [HostMatrix<'a>; 3],
     qkv_bias: Option<Vec<f32>>,
     q_norm: Option<Vec<f32>>,
@@ -238,8 +259,10 @@ impl<'a> Part<'a> {
 
         let [q_suffix, k_suffix, v_suffix] =
             columns.map(|(letter, _)| format!("self_attn.{letter}_proj.bias"));
+        let ropes = kinds(&config.ropes);
         Ok(LayerPart {
             input_norm: self.vector(&name("input_layernorm.weight"), hidden)?,
+            rope: ropes.iter().position(|rope| **rope == config.ropes[index]).unwrap_or(0),
             qkv: [
                 rows("self_attn.q_proj.weight", &q)?,
                 rows("self_attn.k_proj.weight", &kv)?,
@@ -347,6 +370,7 @@ impl<B: Backend> Loader<'_, '_, B> {
     fn layer(&mut self, part: &LayerPart<'_>) -> Result<BackendLayer<B>, KernelError> {
         Ok(LayerWeights {
             input_norm: self.vector(&part.input_norm)?,
+            rope: part.rope,
             qkv: QkvWeights {
                 weight: self.matrix(&part.qkv)?,
                 bias: self.optional(part.qkv_bias.as_deref())?,
