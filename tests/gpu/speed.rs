@@ -161,6 +161,7 @@ impl Shape {
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
+            is_fused: false,
             qk_norm: false,
             quantised: None,
             is_bf16: true,

@@ -149,6 +149,7 @@ mod tests {
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
+            is_fused: false,
             qk_norm: false,
             quantised: None,
             is_bf16: true,
