@@ -238,6 +238,7 @@ impl Shape {
                 }
             };
             layers.push(LayerWeights {
+                rope: 0,
                 input_norm: backend.load_vector(&ones)?,
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
                 output: vec![output],
@@ -253,7 +254,10 @@ impl Shape {
             lm_head,
             layers,
             final_norm: backend.load_vector(&ones)?,
-            rope: RopeTable { cos: backend.load_vector(&cos)?, sin: backend.load_vector(&sin)? },
+            ropes: vec![RopeTable {
+                cos: backend.load_vector(&cos)?,
+                sin: backend.load_vector(&sin)?,
+            }],
             bytes: size::weight_bytes(&config, &shard, quantization, &|_, _| false),
         })
     }

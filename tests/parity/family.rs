@@ -1,7 +1,13 @@
 //! What other models of Llama's family do otherwise: scaled rotary embeddings, projections that are one
 //! tensor, text models within others.
+use std::path::Path;
+
+use kernels::backend::DType;
+use kernels::weights::widen;
 use serde_json::{Value, json};
+use shared::protocol::{Adapter, Lora, Quantization};
 use shared::sampling::SamplingParams;
+use testkit::adapters::AdapterSpec;
 use testkit::models::{goldens, goldens_in, repository, variant};
 use worker::model::config::ModelConfig;
 
@@ -161,9 +167,7 @@ fn projections_that_are_one_tensor_make_what_separate_ones_make() {
             let found = run(&mut Rig::on(on, folder.path(), degree), prompt, 8);
             assert_eq!(bits(&found), bits(&expected), "{name} on {on:?} at tp {degree}");
         }
-        let needs = |model: &std::path::Path| {
-            worker::check::model(model, 4, shared::protocol::Quantization::None).unwrap()
-        };
+        let needs = |model: &Path| worker::check::model(model, 4, Quantization::None).unwrap();
         assert_eq!(needs(folder.path()), needs(&apart), "{name}");
     }
     let folder = fused("llama-gqa");
@@ -171,9 +175,71 @@ fn projections_that_are_one_tensor_make_what_separate_ones_make() {
         let joint = tensors.iter_mut().find(|tensor| tensor.name.contains("qkv_proj")).unwrap();
         joint.cut_rows(64);
     });
-    let error = worker::check::model(folder.path(), 1, shared::protocol::Quantization::None);
+    let error = worker::check::model(folder.path(), 1, Quantization::None);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("qkv_proj.weight") && error.contains("[128, 64]"), "{error}");
+}
+
+/// A copy of a symmetric GPTQ checkpoint with the numbers that it stands for, by the format's
+/// definition: words of eight inputs, a scale for each 32.
+fn unpacked(folder: &Folder) -> Folder {
+    let copy = Folder::copy_of("llama-gptq");
+    std::fs::copy(folder.file("config.json"), copy.file("config.json")).unwrap();
+    copy.configure("quantization_config", Value::Null);
+    std::fs::copy(folder.file("model.safetensors"), copy.file("model.safetensors")).unwrap();
+    copy.edit(|tensors| {
+        let all = std::mem::take(tensors);
+        let find = |name: &str| all.iter().find(|tensor| tensor.name == name).unwrap();
+        for tensor in &all {
+            let Some(stem) = tensor.name.strip_suffix("qweight") else {
+                let parts = ["scales", "qzeros", "g_idx"];
+                if !parts.iter().any(|part| tensor.name.ends_with(part)) {
+                    tensors.push(tensor.clone());
+                }
+                continue;
+            };
+            let scales = find(&format!("{stem}scales"));
+            assert_eq!(scales.dtype, "F16");
+            let (words, rows) = (tensor.shape[0], tensor.shape[1]);
+            let mut data = Vec::new();
+            for row in 0..rows {
+                for col in 0..words * 8 {
+                    let word = &tensor.data[(col / 8 * rows + row) * 4..][..4];
+                    let word = u32::from_le_bytes(word.try_into().unwrap());
+                    let scale = &scales.data[(col / 32 * rows + row) * 2..][..2];
+                    let mut wide = [0.0];
+                    widen(DType::F16, scale, &mut wide);
+                    let number = (word >> (col % 8 * 4) & 15) as f32 - 8.0;
+                    data.extend((number * wide[0]).to_le_bytes());
+                }
+            }
+            let (name, shape) = (format!("{stem}weight"), vec![rows, words * 8]);
+            tensors.push(Tensor { name, dtype: "F32".to_owned(), shape, data });
+        }
+    });
+    copy
+}
+
+/// Rows of packed integers in the order in which they are rotated begin anywhere in a word.
+#[test]
+fn packed_rows_of_partly_rotated_heads_are_found() {
+    let packed = fused("llama-gptq");
+    packed.configure("partial_rotary_factor", json!(0.5));
+    let plain = unpacked(&packed);
+    let prompt = &goldens(&variant("llama-gqa"))[2].prompt_ids;
+    let whole = unpacked(&fused("llama-gptq"));
+    let off = |a: &Seq, b: &Seq| {
+        let pairs = a.prompt_logprobs.iter().zip(&b.prompt_logprobs);
+        pairs.map(|(a, b)| (a.1 - b.1).abs()).fold(0.0, f32::max)
+    };
+    let expected = run(&mut Rig::on(On::Reference, plain.path(), 1), prompt, 1);
+    let other = run(&mut Rig::on(On::Reference, whole.path(), 1), prompt, 1);
+    assert!(off(&other, &expected) > 0.1, "how much is rotated makes no difference");
+    for (on, degree) in [(On::Reference, 1), (On::Cpu, 1), (On::Cpu, 4)] {
+        let found = run(&mut Rig::on(on, packed.path(), degree), prompt, 1);
+        let off = off(&found, &expected);
+        assert!(off < 0.05, "{on:?} at tp {degree} is {off} off");
+    }
 }
 
 /// Tensors below another prefix.
@@ -193,17 +259,64 @@ fn plain(name: &str) -> String {
     within.strip_prefix("language_model.").unwrap_or(&within).to_owned()
 }
 
-#[test]
-fn a_text_model_is_served_from_what_holds_it() {
-    let wrapped = variant("mistral3");
-    let prompt = &goldens(&wrapped)[2].prompt_ids;
-    let expected = bits(&run(&mut Rig::on(On::Cpu, &wrapped, 2), prompt, 8));
-    // As it would be alone.
+/// The text model of `mistral3` in a folder of its own.
+fn alone() -> Folder {
     let alone = renamed("mistral3", plain);
     let text = std::fs::read_to_string(alone.file("config.json")).unwrap();
     let mut text = serde_json::from_str::<Value>(&text).unwrap()["text_config"].take();
     text["architectures"] = json!(["MistralForCausalLM"]);
     std::fs::write(alone.file("config.json"), text.to_string()).unwrap();
+    alone
+}
+
+/// PEFT names modules as the model has them that it adapted.
+#[test]
+fn adapters_of_a_model_that_holds_another_are_those_of_the_text_model() {
+    let (wrapped, alone) = (variant("mistral3"), alone());
+    let scratch = tempfile::tempdir().unwrap();
+    let folder = |name: &str| {
+        let folder = scratch.path().join(name);
+        std::fs::create_dir(&folder).unwrap();
+        folder
+    };
+    let plain = folder("plain");
+    AdapterSpec::whole(8, 5).write(alone.path(), &plain).unwrap();
+    let prompt = &goldens(&wrapped)[2].prompt_ids;
+    let answer = |model: &Path, folder: &Path| {
+        let path = folder.to_str().unwrap().to_owned();
+        let adapters = vec![Adapter { name: "it".to_owned(), path }];
+        let lora = Lora { adapters, max_rank: 8 };
+        let mut rig = Rig::adapted(On::Cpu, model, (2, 2), &lora);
+        let mut seq = rig.sequence(prompt, prompt.len(), greedy());
+        seq.adapter = 1;
+        rig.run(&mut seq, 4, u32::MAX);
+        bits(&seq)
+    };
+    let expected = answer(alone.path(), &plain);
+    assert_ne!(expected, bits(&run(&mut Rig::on(On::Cpu, &wrapped, 2), prompt, 4)));
+    for (name, layers) in
+        [("four", "language_model.model.layers"), ("five", "model.language_model.layers")]
+    {
+        let folder = folder(name);
+        let file = "adapter_config.json";
+        std::fs::copy(plain.join(file), folder.join(file)).unwrap();
+        let bytes = std::fs::read(plain.join("adapter_model.safetensors")).unwrap();
+        let (length, rest) = bytes.split_first_chunk::<8>().unwrap();
+        let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+        let header = String::from_utf8(header.to_vec()).unwrap().replace("model.layers", layers);
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes().iter().chain(data));
+        std::fs::write(folder.join("adapter_model.safetensors"), bytes).unwrap();
+        assert_eq!(answer(&wrapped, &folder), expected, "{layers}");
+    }
+}
+
+#[test]
+fn a_text_model_is_served_from_what_holds_it() {
+    let wrapped = variant("mistral3");
+    let prompt = &goldens(&wrapped)[2].prompt_ids;
+    let expected = bits(&run(&mut Rig::on(On::Cpu, &wrapped, 2), prompt, 8));
+    let alone = alone();
     // As transformers 4 and 5 name it.
     let four = renamed("mistral3", |name| match plain(name) {
         name if name.contains("vision") || name.contains("projector") => name,
@@ -217,7 +330,7 @@ fn a_text_model_is_served_from_what_holds_it() {
     for folder in [&alone, &four, &five] {
         let found = bits(&run(&mut Rig::on(On::Cpu, folder.path(), 2), prompt, 8));
         assert_eq!(found, expected);
-        let needs = |model| worker::check::model(model, 1, shared::protocol::Quantization::None);
+        let needs = |model| worker::check::model(model, 1, Quantization::None);
         assert_eq!(needs(folder.path()).unwrap(), needs(&wrapped).unwrap(), "without the tower");
     }
     // What is there twice is not guessed at.
@@ -227,7 +340,7 @@ fn a_text_model_is_served_from_what_holds_it() {
         let again = Tensor { name: "model.norm.weight".to_owned(), ..norm.clone() };
         tensors.push(again);
     });
-    let error = worker::check::model(four.path(), 1, shared::protocol::Quantization::None);
+    let error = worker::check::model(four.path(), 1, Quantization::None);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("model.norm.weight: is there a second time"), "{error}");
 }

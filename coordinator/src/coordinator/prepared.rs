@@ -64,6 +64,15 @@ impl Prepared {
                 text.max_positions
             )));
         }
+        if max_model_len > text.usual_positions {
+            let usual = text.usual_positions;
+            tracing::info!(
+                max_model_len,
+                usual,
+                "sequences may be longer than the model's usual length: short ones are computed a \
+                 little worse for that"
+            );
+        }
         let engine = EngineConfig {
             block_size: options.block_size,
             max_model_len,

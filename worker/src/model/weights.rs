@@ -267,7 +267,8 @@ impl<'a> Part<'a> {
         };
         // Checked on every rank, kept on one.
         let row_parallel_bias = |wanted: bool, module: Module| {
-            let bias = biases(wanted, &[(module, vec![0..hidden])])?;
+            let all = 0..hidden;
+            let bias = biases(wanted, &[(module, vec![all])])?;
             Ok::<_, ModelError>(bias.filter(|_| shard.rank == 0))
         };
         let head_norm = |suffix: &str| {
