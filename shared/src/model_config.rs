@@ -92,6 +92,19 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
     let said = said.ok_or("key max_position_embeddings must be a positive integer")?;
     let all = Positions { most: said, usual: said };
     let Some((table, kind)) = rope_scaling(config) else { return Ok(all) };
+    // Whoever adds the older table to a file in the newer dialect means it, and would not be heard.
+    let kinds = ["rope_parameters", "rope_scaling"].map(|key| {
+        let table = &config[key];
+        table["rope_type"].as_str().or(table["type"].as_str())
+    });
+    if let [Some(newer), Some(older)] = kinds
+        && newer != older
+    {
+        return Err(format!(
+            "rope_parameters is of type \"{newer}\", rope_scaling of type \"{older}\": one of them \
+             has to go, or both to say the same"
+        ));
+    }
     let original = original_positions(config).map_or(said, |n| n as u32).max(1);
     Ok(match (kind, table["factor"].as_f64()) {
         // What is said may be the length before or after it was stretched.
@@ -164,10 +177,13 @@ mod tests {
         assert_eq!(of(40960, yarn.clone()), Ok((131_072, 131_072)));
         assert_eq!(of(131_072, yarn.clone()), Ok((131_072, 131_072)), "or after");
         assert_eq!(of(512, json!({"rope_type": "yarn", "factor": 1.5})), Ok((768, 768)));
-        // The newer dialect counts where both are there.
-        let both = json!({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default"},
-            "rope_scaling": yarn});
-        assert_eq!(bounds(both), Ok((64, 64)));
+        // Both dialects have to say the same.
+        let mut both = json!({"max_position_embeddings": 64, "rope_scaling": yarn,
+            "rope_parameters": {"rope_type": "default"}});
+        let error = bounds(both.clone()).unwrap_err();
+        assert!(error.contains("type \"default\", rope_scaling of type \"yarn\""), "{error}");
+        both["rope_parameters"] = yarn.clone();
+        assert_eq!(bounds(both), Ok((131_072, 131_072)));
         let long = json!({"max_position_embeddings": 131_072,
             "original_max_position_embeddings": 4096,
             "rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1]}});
