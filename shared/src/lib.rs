@@ -9,6 +9,7 @@
 //! - [`wire`]: how those messages become bytes
 //! - [`host`]: what a process and its host use, GPUs included
 //! - [`log`]: the last lines of a process's log
+//! - [`model_config`]: what every role reads alike in a model's `config.json`
 //! - [`membership`]: who is in the cluster, by etcd
 //! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
@@ -22,6 +23,7 @@ pub mod ids;
 pub mod log;
 pub mod membership;
 pub mod metrics;
+pub mod model_config;
 pub mod protocol;
 pub mod sampling;
 pub mod wire;

@@ -24,7 +24,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 11] = [
+pub(crate) const VARIANTS: [&str; 16] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -33,6 +33,11 @@ pub(crate) const VARIANTS: [&str; 11] = [
     "qwen2",
     "qwen3",
     "mistral-swa",
+    "phi3",
+    "phi4-mini",
+    "qwen3-yarn",
+    "smollm3",
+    "mistral3",
     "mixtral",
     "qwen3-moe",
     "qwen3-moe-stacked",

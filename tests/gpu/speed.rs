@@ -147,6 +147,7 @@ impl Sizes {
 
 impl Shape {
     fn config(&self) -> ModelConfig {
+        let rope = RopeConfig { dim: self.head_dim, theta: 5e5, scaling: RopeScaling::None };
         ModelConfig {
             hidden_size: self.hidden,
             intermediate_size: if self.experts.is_some() { 0 } else { self.inner },
@@ -162,12 +163,13 @@ impl Shape {
             vocab_size: self.vocab,
             max_positions: 8192,
             norm_eps: 1e-5,
-            rope: RopeConfig { theta: 5e5, scaling: RopeScaling::None },
+            ropes: vec![rope; self.layers],
             sliding_windows: vec![None; self.layers],
             tied: self.tied,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
+            is_fused: false,
             qk_norm: false,
             quantised: None,
             is_bf16: true,
@@ -244,6 +246,7 @@ impl Shape {
                 }
             };
             layers.push(LayerWeights {
+                rope: 0,
                 input_norm: backend.load_vector(&ones)?,
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
                 output: vec![output],
@@ -252,14 +255,17 @@ impl Shape {
                 mlp,
             });
         }
-        let (cos, sin) = config.rope.tables(config.head_dim, positions);
+        let (cos, sin) = config.ropes[0].tables(config.head_dim, positions);
         let shard = Shard::new(&config, 0, 1)?;
         Ok(Weights {
             embedding,
             lm_head,
             layers,
             final_norm: backend.load_vector(&ones)?,
-            rope: RopeTable { cos: backend.load_vector(&cos)?, sin: backend.load_vector(&sin)? },
+            ropes: vec![RopeTable {
+                cos: backend.load_vector(&cos)?,
+                sin: backend.load_vector(&sin)?,
+            }],
             bytes: size::weight_bytes(&config, &shard, quantization, &|_, _| false),
         })
     }

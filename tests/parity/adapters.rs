@@ -7,7 +7,7 @@ use kernels::collective::single_rank;
 use shared::protocol::{Adapter, Lora};
 use shared::sampling::{Pooling, SamplingParams};
 use tempfile::TempDir;
-use testkit::adapters::{AdapterSpec, Factors};
+use testkit::adapters::{AdapterSpec, FUSED, Factors};
 use testkit::models::{demo, goldens, repository, variant};
 use worker::model::config::ModelConfig;
 use worker::model::lora::LoraFiles;
@@ -114,15 +114,24 @@ fn specs() -> Vec<(&'static str, AdapterSpec)> {
         ("qwen3", AdapterSpec::whole(24, 5)),
         ("mistral-swa", AdapterSpec { alpha: 3.0, ..AdapterSpec::whole(4, 6) }),
         ("mixtral", AdapterSpec::attention(8, 7)),
+        ("phi4-mini", AdapterSpec { modules: FUSED.to_vec(), ..AdapterSpec::whole(8, 8) }),
     ]
+}
+
+/// Another adapter for the same model, of attention alone.
+fn other(spec: &AdapterSpec) -> AdapterSpec {
+    let attention = AdapterSpec::attention(5, 99);
+    match spec.modules.contains(&FUSED[0]) {
+        true => AdapterSpec { modules: FUSED[..2].to_vec(), ..attention },
+        false => attention,
+    }
 }
 
 #[test]
 fn an_adapter_makes_what_merged_weights_make() {
     for (name, spec) in specs() {
         let model = variant(name);
-        let other = AdapterSpec::attention(5, 99);
-        let scratch = Scratch::new(&model, &[other, spec.clone()]);
+        let scratch = Scratch::new(&model, &[other(&spec), spec.clone()]);
         let merged = merged(name, &scratch.factors[1], &spec);
         let mut oracle = Rig::on(On::Reference, merged.path(), 1);
         let mut base = Rig::on(On::Reference, &model, 1);
@@ -250,7 +259,8 @@ fn drafts_are_verified_with_the_sequences_own_adapter() {
 fn what_adapters_take_is_known_before_they_are_loaded() {
     for (name, spec) in specs() {
         let model = variant(name);
-        let scratch = Scratch::new(&model, &[spec, AdapterSpec::attention(5, 99)]);
+        let other = other(&spec);
+        let scratch = Scratch::new(&model, &[spec, other]);
         let config = ModelConfig::load(&model).unwrap();
         let files = scratch.open(&model).unwrap();
         for rank in 0..2 {

@@ -82,6 +82,11 @@ variants! {
     qwen2: "qwen2", 1;
     qwen3: "qwen3", 1;
     mistral_swa: "mistral-swa", 1;
+    phi3: "phi3", 1;
+    phi4_mini_tp2: "phi4-mini", 2;
+    qwen3_yarn: "qwen3-yarn", 1;
+    smollm3: "smollm3", 1;
+    mistral3_tp2: "mistral3", 2;
     mixtral: "mixtral", 1;
     mixtral_tp2: "mixtral", 2;
     qwen3_moe: "qwen3-moe", 1;

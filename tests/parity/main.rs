@@ -9,6 +9,7 @@
 //! - [`drafts`]: drafted tokens change nothing but the number of steps
 //! - `embeddings`: those of transformers, whole and in chunks, on every device and degree
 //! - `experts`: mixtures of experts on one, in many chunks of slots
+//! - `family`: scaled rotary embeddings, projections that are one tensor, text models within others
 //! - [`forming`]: ranks on those as a coordinator has them formed
 //! - [`masks`]: tokens that keep to a rule, on every device and degree
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
@@ -33,6 +34,7 @@ mod cuda_invariance;
 mod drafts;
 mod embeddings;
 mod experts;
+mod family;
 mod forming;
 mod goldens;
 mod invariance;

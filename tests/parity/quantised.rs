@@ -136,6 +136,11 @@ fn biases_and_head_norms() {
     check(&variant("qwen3"), RANDOM);
 }
 
+#[test]
+fn projections_that_are_one_tensor_and_heads_that_are_partly_rotated() {
+    check(&variant("phi4-mini"), RANDOM);
+}
+
 /// FP8 and 4 bits are quantised anew; int8 is taken as it is.
 #[test]
 fn checkpoints_that_are_quantised() {

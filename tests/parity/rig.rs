@@ -4,7 +4,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kernels::collective::{Collective, local_group};
+use kernels::collective::{Collective, local_group, single_rank};
 use kernels::cpu::Precision;
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
@@ -368,6 +368,29 @@ impl Rig {
                 }
             }));
         }
+        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0 }
+    }
+
+    /// One rank on the fast backend, whose sequences have at most so many tokens.
+    pub(crate) fn within(model: &Path, max_model_len: u32) -> Self {
+        let (sender, outputs) = channel();
+        let (plans, received) = channel::<StepPlan>();
+        let model = model.to_owned();
+        let thread = std::thread::spawn(move || {
+            let backend = CpuBackend::new(1, Precision::Float32, single_rank()).unwrap();
+            let sizes = EngineConfig {
+                block_size: BLOCK_SIZE,
+                max_model_len,
+                max_num_seqs: SEQS_MAX,
+                max_num_batched_tokens: TOKENS_MAX,
+                kv_cache_bytes: 1 << 30,
+                swap_bytes: 0,
+            };
+            let mut engine = engine_of(&model, 0, 1, backend, sizes).unwrap();
+            engine.start(NUM_BLOCKS).unwrap();
+            serve(0, engine, received, &sender);
+        });
+        let (plans, threads) = (vec![plans], vec![thread]);
         Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0 }
     }
 

@@ -26,6 +26,10 @@ pub const ATTENTION: [&str; 4] =
 /// The modules of an MLP.
 pub const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 
+/// Of a model whose q, k and v are one module, and gate and up.
+pub const FUSED: [&str; 4] =
+    ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"];
+
 /// One module's matrices.
 #[derive(Clone, Debug)]
 pub struct Factors {
@@ -99,6 +103,8 @@ impl AdapterSpec {
                 let shape = match module.rsplit('.').next() {
                     Some("q_proj") => (heads * head_dim, hidden),
                     Some("k_proj" | "v_proj") => (kv_heads * head_dim, hidden),
+                    Some("qkv_proj") => ((heads + 2 * kv_heads) * head_dim, hidden),
+                    Some("gate_up_proj") => (2 * inner, hidden),
                     Some("o_proj") => (hidden, heads * head_dim),
                     Some("down_proj") => (hidden, inner),
                     _ => (inner, hidden),

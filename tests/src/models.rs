@@ -1,5 +1,5 @@
 //! Where the model folders and their golden values are.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
@@ -53,14 +53,23 @@ pub struct Golden {
 /// # Panics
 /// When the file is missing or malformed: the repository is broken then.
 #[must_use]
+pub fn goldens(model: &Path) -> Vec<Golden> {
+    goldens_in(model, "golden.json")
+}
+
+/// Reads golden values of a model folder from a file of this name.
+///
+/// # Panics
+/// When the file is missing or malformed: the repository is broken then.
+#[must_use]
 #[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
-pub fn goldens(model: &std::path::Path) -> Vec<Golden> {
+pub fn goldens_in(model: &Path, file: &str) -> Vec<Golden> {
     #[derive(Deserialize)]
     struct File {
         prompts: Vec<Golden>,
     }
-    let text = std::fs::read_to_string(model.join("golden.json")).expect("golden.json");
-    serde_json::from_str::<File>(&text).expect("golden.json has the known fields").prompts
+    let text = std::fs::read_to_string(model.join(file)).expect("golden values");
+    serde_json::from_str::<File>(&text).expect("golden values have the known fields").prompts
 }
 
 /// Reference embeddings of one prompt, each of length 1, by transformers in float32.
@@ -84,7 +93,7 @@ pub struct EmbeddingGolden {
 /// When the file is missing or malformed: the repository is broken then.
 #[must_use]
 #[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
-pub fn embedding_goldens(model: &std::path::Path) -> Vec<EmbeddingGolden> {
+pub fn embedding_goldens(model: &Path) -> Vec<EmbeddingGolden> {
     #[derive(Deserialize)]
     struct File {
         prompts: Vec<EmbeddingGolden>,

@@ -7,6 +7,7 @@ use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::experts::ExpertParts;
 use crate::model::lora::LoraFiles;
+use crate::model::modules::{Module, Place};
 use crate::model::quantization::Tensors;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
@@ -50,8 +51,8 @@ pub fn model(
             let name = format!("model.layers.{layer}");
             ExpertParts::find(tensors, experts, &name, config.hidden_size, &all, 1)?;
         }
-        for (suffix, shape) in matrices(&config, layer) {
-            tensors.weight(&format!("model.layers.{layer}.{suffix}.weight"), &shape)?;
+        for Place { name, shape, .. } in Module::places(&config, layer) {
+            tensors.weight(&format!("model.layers.{layer}.{name}.weight"), &shape)?;
         }
     }
     if !config.tied {
@@ -79,24 +80,6 @@ pub fn adapters(folder: &Path, lora: &Lora, degree: u32) -> Result<u64, ModelErr
     let shard = Shard::new(&config, 0, degree)?;
     let (matrices, _) = LoraFiles::open(lora, &config)?.bytes(&config, &shard, 0)?;
     Ok(matrices)
-}
-
-/// A layer's matrices but for those of experts, as `[out, in]`.
-fn matrices(config: &ModelConfig, layer: usize) -> Vec<(&'static str, [usize; 2])> {
-    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-    let (q, kv) = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim);
-    let mut all = vec![
-        ("self_attn.q_proj", [q, hidden]),
-        ("self_attn.k_proj", [kv, hidden]),
-        ("self_attn.v_proj", [kv, hidden]),
-        ("self_attn.o_proj", [hidden, q]),
-    ];
-    if config.experts.as_ref().is_none_or(|experts| !experts.layers[layer]) {
-        all.push(("mlp.gate_proj", [inner, hidden]));
-        all.push(("mlp.up_proj", [inner, hidden]));
-        all.push(("mlp.down_proj", [hidden, inner]));
-    }
-    all
 }
 
 /// Shared memory that `workers` workers of one host take, in groups of `degree`, in bytes: while a

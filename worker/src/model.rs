@@ -4,6 +4,7 @@
 //! - [`safetensors`]: weight files, mapped and checked
 //! - [`size`]: PURE: how much memory a shard takes
 //! - [`shard`]: PURE: which heads, columns and rows a rank holds
+//! - `modules`: PURE: a layer's matrices, and where checkpoints have them
 //! - [`lora`]: adapters beside the model
 //! - [`experts`]: mixtures of experts: their configuration, their tensors
 //! - [`quantization`]: quantised checkpoints
@@ -14,6 +15,7 @@ pub mod config;
 pub mod decoder;
 pub mod experts;
 pub mod lora;
+pub(crate) mod modules;
 pub mod quantization;
 pub mod rope;
 pub mod safetensors;

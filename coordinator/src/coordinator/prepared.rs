@@ -48,12 +48,30 @@ impl Prepared {
             .map_err(|why| StartError::Sizes(format!("--lora-modules: {why}")))?;
         let text =
             Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);
-        let max_model_len = options.max_model_len.unwrap_or(text.max_positions);
+        let max_model_len = options.max_model_len.unwrap_or(text.usual_positions);
+        if options.max_model_len.is_none() && max_model_len < text.max_positions {
+            let most = text.max_positions;
+            tracing::info!(
+                max_model_len,
+                most,
+                "sequences of the length that the model computes best; --max-model-len allows longer \
+                 ones"
+            );
+        }
         if max_model_len > text.max_positions {
             return Err(StartError::Sizes(format!(
                 "--max-model-len {max_model_len} is over the model's own limit of {}",
                 text.max_positions
             )));
+        }
+        if max_model_len > text.usual_positions {
+            let usual = text.usual_positions;
+            tracing::info!(
+                max_model_len,
+                usual,
+                "sequences may be longer than the model's usual length: short ones are computed a \
+                 little worse for that"
+            );
         }
         let engine = EngineConfig {
             block_size: options.block_size,

@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use serde::Deserialize;
 use serde_json::Value;
+use shared::model_config;
 use shared::sampling::Pooling;
 use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
@@ -59,6 +60,8 @@ pub struct TextModel {
     pub vocab_size: u32,
     /// Longest sequence the model was made for.
     pub max_positions: u32,
+    /// Longest sequence unless a longer one is asked for: see [`model_config::Positions`].
+    pub usual_positions: u32,
     /// Numbers of an embedding; 0 where the folder does not say.
     pub hidden_size: u32,
     /// How embeddings are made of what the model gives for each token, or why they are not.
@@ -94,7 +97,10 @@ impl TextModel {
             return Err(TextModelError::new(folder, "there is no such model folder"));
         }
         let config_file = folder.join("config.json");
-        let config = read_json(&config_file)?;
+        let config = model_config::text_model(read_json(&config_file)?)
+            .map_err(|message| TextModelError::new(&config_file, message))?;
+        let positions = model_config::positions(&config)
+            .map_err(|message| TextModelError::new(&config_file, message))?;
         let size = |key: &str| {
             let value = config.get(key).and_then(Value::as_u64).filter(|n| *n > 0);
             let value = value.and_then(|n| u32::try_from(n).ok());
@@ -102,7 +108,7 @@ impl TextModel {
                 TextModelError::new(&config_file, format!("key {key} must be a positive integer"))
             })
         };
-        let (vocab_size, max_positions) = (size("vocab_size")?, size("max_position_embeddings")?);
+        let vocab_size = size("vocab_size")?;
         let file = folder.join("tokenizer.json");
         if !file.is_file() {
             return Err(TextModelError::new(&file, "is missing"));
@@ -150,7 +156,8 @@ impl TextModel {
             end_tokens,
             defaults,
             vocab_size,
-            max_positions,
+            max_positions: positions.most,
+            usual_positions: positions.usual,
             hidden_size: size("hidden_size").unwrap_or(0),
             pooling: pooling::read(folder)?,
             byte_level,
@@ -274,7 +281,16 @@ fn load_template(
             Some(Value::Array(list)) => named(list),
             _ => None,
         };
-        (config_file, source)
+        // Of models that also see.
+        let other = folder.join("chat_template.json");
+        match source {
+            None if other.is_file() => {
+                let read = read_json(&other)?;
+                let source = read.get("chat_template").and_then(Value::as_str).map(str::to_owned);
+                (other, source)
+            }
+            source => (config_file, source),
+        }
     };
     let template = source
         .map(|source| {

@@ -4,20 +4,26 @@ use std::path::Path;
 
 use kernels::backend::Routing;
 use serde::Deserialize;
+use serde_json::Value;
+use shared::model_config;
 
 use super::ModelError;
 use super::experts::ExpertsConfig;
 use super::quantization::{self, Quantised};
-use super::rope::{RopeConfig, RopeScaling};
+use super::rope::RopeConfig;
+
+mod rope;
 
 /// Architectures this worker computes.
-pub const ARCHITECTURES: [&str; 6] = [
+pub const ARCHITECTURES: [&str; 8] = [
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
+    "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM",
 ];
 
 /// A decoder-only model, as much of it as the forward pass needs.
@@ -43,8 +49,8 @@ pub struct ModelConfig {
     pub max_positions: usize,
     /// Epsilon of every RMSNorm.
     pub norm_eps: f32,
-    /// Rotary embedding.
-    pub rope: RopeConfig,
+    /// Every layer's rotary embedding.
+    pub ropes: Vec<RopeConfig>,
     /// How far each layer's attention reaches back, the current token included, where it is limited.
     pub sliding_windows: Vec<Option<u32>>,
     /// The output head is the embedding.
@@ -55,6 +61,8 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// The MLP's projections have biases.
     pub mlp_bias: bool,
+    /// q, k and v are one tensor in the files, and so are gate and up.
+    pub is_fused: bool,
     /// q and k heads are normalised before the rotary embedding.
     pub qk_norm: bool,
     /// The checkpoint's weights are quantised.
@@ -74,11 +82,7 @@ struct Raw {
     num_key_value_heads: Option<usize>,
     head_dim: Option<usize>,
     vocab_size: Option<usize>,
-    max_position_embeddings: Option<usize>,
     rms_norm_eps: Option<f64>,
-    rope_theta: Option<f64>,
-    rope_scaling: Option<RawRope>,
-    rope_parameters: Option<RawRope>,
     sliding_window: Option<u32>,
     use_sliding_window: Option<bool>,
     max_window_layers: Option<usize>,
@@ -87,7 +91,6 @@ struct Raw {
     mlp_bias: Option<bool>,
     hidden_act: Option<String>,
     layer_types: Option<Vec<String>>,
-    partial_rotary_factor: Option<f64>,
     num_experts: Option<usize>,
     num_local_experts: Option<usize>,
     num_experts_per_tok: Option<usize>,
@@ -95,20 +98,9 @@ struct Raw {
     norm_topk_prob: Option<bool>,
     decoder_sparse_step: Option<usize>,
     mlp_only_layers: Option<Vec<usize>>,
-    quantization_config: Option<serde_json::Value>,
+    quantization_config: Option<Value>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
-}
-
-#[derive(Clone, Deserialize)]
-struct RawRope {
-    rope_theta: Option<f64>,
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    factor: Option<f64>,
-    low_freq_factor: Option<f64>,
-    high_freq_factor: Option<f64>,
-    original_max_position_embeddings: Option<f64>,
 }
 
 /// Bounds of every size: far above any model, far below what overflows.
@@ -123,26 +115,28 @@ impl ModelConfig {
         let file = folder.join("config.json");
         let text = std::fs::read_to_string(&file)
             .map_err(|error| ModelError::file(&file, format!("cannot be read: {error}")))?;
-        let raw: Raw = serde_json::from_str(&text).map_err(|error| {
+        let config = serde_json::from_str(&text).map_err(|error| {
             ModelError::file(&file, format!("not a model configuration: {error}"))
         })?;
-        Self::check(raw).map_err(|message| ModelError::file(&file, message))
+        Self::check(config).map_err(|message| ModelError::file(&file, message))
     }
 
-    fn check(raw: Raw) -> Result<Self, String> {
+    fn check(config: Value) -> Result<Self, String> {
+        let config = model_config::text_model(config)?;
+        let raw: Raw = serde_json::from_value(config.clone())
+            .map_err(|error| format!("not a model configuration: {error}"))?;
         let architecture = raw.architectures.as_deref().unwrap_or_default().first().cloned();
         let architecture = architecture.ok_or("key architectures is missing or empty")?;
         if !ARCHITECTURES.contains(&architecture.as_str()) {
-            let known = ARCHITECTURES.join(", ");
+            let known: Vec<&str> =
+                ARCHITECTURES.into_iter().chain(model_config::wrappers()).collect();
+            let known = known.join(", ");
             return Err(format!(
                 "architecture {architecture} is not supported; these are: {known}"
             ));
         }
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
             return Err(format!("hidden_act is \"{act}\", only \"silu\" is supported"));
-        }
-        if let Some(factor) = raw.partial_rotary_factor.filter(|factor| *factor != 1.0) {
-            return Err(format!("partial_rotary_factor is {factor}, only 1 is supported"));
         }
         let quantised = raw.quantization_config.as_ref().map(quantization::check).transpose()?;
         let num_heads = size("num_attention_heads", raw.num_attention_heads)?;
@@ -167,11 +161,14 @@ impl ModelConfig {
         }
         let qwen2 = architecture == "Qwen2ForCausalLM";
         let qwen3 = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"].contains(&architecture.as_str());
-        // Mistral's, Mixtral's and Qwen2's code does not read the key.
-        let reads_bias = qwen3 || architecture == "LlamaForCausalLM";
+        // Mistral's, Mixtral's, Phi-3's and Qwen2's code does not read the key.
+        let llama = ["LlamaForCausalLM", "SmolLM3ForCausalLM"].contains(&architecture.as_str());
+        let reads_bias = qwen3 || llama;
         let attention_bias = reads_bias && raw.attention_bias.unwrap_or(false);
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
         let experts = experts(&raw, &architecture, num_layers)?;
+        let positions = model_config::positions(&config)?;
+        let ropes = rope::ropes(&config, &architecture, head_dim, num_layers)?;
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
             true => size("intermediate_size", raw.intermediate_size)?,
@@ -186,14 +183,16 @@ impl ModelConfig {
             num_kv_heads,
             head_dim,
             vocab_size: size("vocab_size", raw.vocab_size)?,
-            max_positions: size("max_position_embeddings", raw.max_position_embeddings)?,
+            max_positions: size("max_position_embeddings", Some(positions.most as usize))?,
             norm_eps: norm_eps as f32,
-            rope: rope(&raw)?,
-            sliding_windows: sliding_windows(&raw, &architecture, num_layers)?,
-            tied: raw.tie_word_embeddings.unwrap_or(false),
+            sliding_windows: sliding_windows(&raw, &architecture, &ropes)?,
+            ropes,
+            // As transformers has it where nothing is said.
+            tied: raw.tie_word_embeddings.unwrap_or(architecture == "SmolLM3ForCausalLM"),
             qkv_bias: attention_bias || qwen2,
             output_bias: attention_bias,
-            mlp_bias: architecture == "LlamaForCausalLM" && raw.mlp_bias.unwrap_or(false),
+            mlp_bias: llama && raw.mlp_bias.unwrap_or(false),
+            is_fused: architecture == "Phi3ForCausalLM",
             qk_norm: qwen3,
             quantised,
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
@@ -252,28 +251,35 @@ fn experts(
     Ok(Some(ExpertsConfig { routing, intermediate_size, layers }))
 }
 
-/// Mistral, Mixtral and Qwen3-MoE slide in every layer (Qwen if `use_sliding_window`); other Qwen, if `use_sliding_window`, in the layers that `layer_types`
-/// names, or else from layer `max_window_layers` on; Llama never.
+/// Mistral, Mixtral, Phi-3 and Qwen3-MoE slide in every layer (Qwen if `use_sliding_window`); other
+/// Qwen and SmolLM3, if `use_sliding_window`, in the layers that `layer_types` names, or else Qwen
+/// from layer `max_window_layers` on and SmolLM3 where positions are not told; Llama never.
 fn sliding_windows(
     raw: &Raw,
     architecture: &str,
-    num_layers: usize,
+    ropes: &[RopeConfig],
 ) -> Result<Vec<Option<u32>>, String> {
+    let num_layers = ropes.len();
     let window = match architecture {
-        "MistralForCausalLM" | "MixtralForCausalLM" => raw.sliding_window,
+        "MistralForCausalLM" | "MixtralForCausalLM" | "Phi3ForCausalLM" => raw.sliding_window,
         "LlamaForCausalLM" => None,
         _ => raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true)),
     };
     if window == Some(0) {
         return Err("sliding_window is 0, it must be at least 1".to_owned());
     }
-    let everywhere = ["MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"];
+    let everywhere =
+        ["MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM"];
     if window.is_none() || everywhere.contains(&architecture) {
         return Ok(vec![window; num_layers]);
     }
     let Some(types) = &raw.layer_types else {
         let first = raw.max_window_layers.unwrap_or(num_layers);
-        return Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first)).collect());
+        let slides = |layer: usize| match architecture {
+            "SmolLM3ForCausalLM" => ropes[layer].dim == 0,
+            _ => layer >= first,
+        };
+        return Ok((0..num_layers).map(|layer| window.filter(|_| slides(layer))).collect());
     };
     if types.len() != num_layers {
         let len = types.len();
@@ -291,52 +297,9 @@ fn sliding_windows(
         .collect()
 }
 
-fn rope(raw: &Raw) -> Result<RopeConfig, String> {
-    let parameters = raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref());
-    let theta = parameters.and_then(|p| p.rope_theta).or(raw.rope_theta).unwrap_or(10_000.0);
-    if !(theta.is_finite() && theta > 1.0) {
-        return Err(format!("rope_theta is {theta}, it must be finite and above 1"));
-    }
-    let Some(parameters) = parameters else {
-        return Ok(RopeConfig { theta, scaling: RopeScaling::None });
-    };
-    let positive = |key: &str, value: Option<f64>| match value {
-        Some(value) if value.is_finite() && value > 0.0 => Ok(value),
-        Some(value) => Err(format!("rope {key} is {value}, it must be finite and above 0")),
-        None => Err(format!("rope key {key} is missing")),
-    };
-    let scaling = match parameters.rope_type.as_deref().unwrap_or("default") {
-        "default" => RopeScaling::None,
-        "linear" => RopeScaling::Linear { factor: positive("factor", parameters.factor)? },
-        "llama3" => {
-            let low = positive("low_freq_factor", parameters.low_freq_factor)?;
-            let high = positive("high_freq_factor", parameters.high_freq_factor)?;
-            if high <= low {
-                return Err(format!(
-                    "rope high_freq_factor ({high}) must be above low_freq_factor ({low})"
-                ));
-            }
-            RopeScaling::Llama3 {
-                factor: positive("factor", parameters.factor)?,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_positions: positive(
-                    "original_max_position_embeddings",
-                    parameters.original_max_position_embeddings,
-                )?,
-            }
-        }
-        other => {
-            return Err(format!(
-                "rope_type \"{other}\" is not supported; these are: default, linear, llama3"
-            ));
-        }
-    };
-    Ok(RopeConfig { theta, scaling })
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::rope::RopeScaling;
     use super::*;
 
     const LLAMA: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 64,
@@ -394,8 +357,8 @@ mod tests {
         let five = check(
             r#", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}"#,
         );
-        assert_eq!(four.rope, five.unwrap().rope);
-        assert_eq!(check("").unwrap().rope.scaling, RopeScaling::None);
+        assert_eq!(four.ropes, five.unwrap().ropes);
+        assert_eq!(check("").unwrap().ropes[0].scaling, RopeScaling::None);
     }
 
     #[test]
@@ -458,8 +421,7 @@ mod tests {
     fn errors_name_key_value_and_bound() {
         let cases = [
             (r#", "head_dim": 7"#, "head_dim is 7, it must be even"),
-            (r#", "rope_scaling": {"rope_type": "yarn"}"#, "rope_type \"yarn\" is not supported"),
-            (r#", "rope_scaling": {"rope_type": "llama3"}"#, "low_freq_factor is missing"),
+            (r#", "rope_scaling": {"rope_type": "ntk"}"#, "rope_type \"ntk\" is not supported"),
             (r#", "hidden_act": "gelu""#, "hidden_act is \"gelu\""),
             (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor is 0.5, only 1"),
             (

@@ -216,7 +216,7 @@ impl<B: Backend> Decoder<B> {
                 &buffers.normed,
                 &layer.qkv,
                 addend,
-                &weights.rope,
+                &weights.ropes[layer.rope],
                 attention,
                 batch,
                 cache,

@@ -21,9 +21,10 @@ use kernels::{Backend, KernelError};
 use shared::protocol::Lora;
 
 pub use self::config::RANK_MAX;
-use self::files::{AdapterFiles, Module};
+use self::files::AdapterFiles;
 use super::ModelError;
 use super::config::ModelConfig;
+use super::modules::Module;
 use super::shard::Shard;
 
 /// Ranks are filled up to a multiple of this, for products take their inputs by so many.

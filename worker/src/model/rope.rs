@@ -1,8 +1,12 @@
-//! PURE: rotary position embedding: frequencies, their scalings, tables of cosines and sines.
+//! PURE: rotary position embedding: frequencies, their scalings, tables of cosines and sines; and
+//! where checkpoints have what is rotated.
+use std::ops::Range;
 
-/// How positions are turned into angles.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// How positions are turned into angles, in one layer or in many.
+#[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
+    /// Elements of a head that are rotated, the first ones: even, and 0 where positions are not told.
+    pub dim: usize,
     /// Base of the frequencies.
     pub theta: f64,
     /// Stretching for contexts longer than the model was trained on.
@@ -10,7 +14,7 @@ pub struct RopeConfig {
 }
 
 /// Known scalings.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// None.
     None,
@@ -30,55 +34,167 @@ pub enum RopeScaling {
         /// Context the model was trained on.
         original_positions: f64,
     },
+    /// YaRN: frequencies that turn seldom in the original context divided by `factor`, those that
+    /// turn often kept, a ramp over the pairs in between.
+    Yarn {
+        /// The divisor.
+        factor: f64,
+        /// Context the model was trained on.
+        original_positions: f64,
+        /// Turns in that context from which on a frequency is kept.
+        beta_fast: f64,
+        /// Turns up to which it is divided.
+        beta_slow: f64,
+        /// The ramp begins and ends at whole pairs.
+        truncate: bool,
+        /// Cosines and sines are multiplied by this.
+        attention_factor: f64,
+    },
+    /// Every frequency has its divisor, one while no sequence may be longer than the original
+    /// context, another where some may.
+    LongRope {
+        /// Context the model was trained on.
+        original_positions: f64,
+        /// Divisors up to that length, `[dim / 2]`.
+        short: Vec<f64>,
+        /// Divisors beyond, `[dim / 2]`.
+        long: Vec<f64>,
+        /// Cosines and sines are multiplied by this.
+        attention_factor: f64,
+    },
 }
 
 impl RopeConfig {
-    /// Angle per position of each pair of elements, `[head_dim / 2]`.
+    /// Of layers that tell no positions.
     #[must_use]
-    pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f64> {
-        (0..head_dim / 2)
-            .map(|i| self.scale(self.theta.powf(-(2.0 * i as f64) / head_dim as f64)))
-            .collect()
+    pub fn none() -> Self {
+        Self { dim: 0, theta: 1.0, scaling: RopeScaling::None }
     }
 
-    fn scale(&self, frequency: f64) -> f64 {
-        match self.scaling {
-            RopeScaling::None => frequency,
-            RopeScaling::Linear { factor } => frequency / factor,
+    /// Angle per position of each pair of elements that is rotated, `[dim / 2]`, where sequences have
+    /// up to `positions` tokens. All sequences have the same, however long they are.
+    #[must_use]
+    pub fn inverse_frequencies(&self, positions: usize) -> Vec<f64> {
+        let dim = self.dim as f64;
+        let plain = (0..self.dim / 2).map(|i| self.theta.powf(-(2.0 * i as f64) / dim));
+        match &self.scaling {
+            RopeScaling::None => plain.collect(),
+            RopeScaling::Linear { factor } => plain.map(|frequency| frequency / factor).collect(),
             RopeScaling::Llama3 {
                 factor,
                 low_freq_factor,
                 high_freq_factor,
                 original_positions,
+            } => plain
+                .map(|frequency| {
+                    let wavelength = 2.0 * std::f64::consts::PI / frequency;
+                    if wavelength < original_positions / high_freq_factor {
+                        frequency
+                    } else if wavelength > original_positions / low_freq_factor {
+                        frequency / factor
+                    } else {
+                        let smooth = (original_positions / wavelength - low_freq_factor)
+                            / (high_freq_factor - low_freq_factor);
+                        (1.0 - smooth) * frequency / factor + smooth * frequency
+                    }
+                })
+                .collect(),
+            RopeScaling::Yarn {
+                factor,
+                original_positions,
+                beta_fast,
+                beta_slow,
+                truncate,
+                ..
             } => {
-                let wavelength = 2.0 * std::f64::consts::PI / frequency;
-                if wavelength < original_positions / high_freq_factor {
-                    frequency
-                } else if wavelength > original_positions / low_freq_factor {
-                    frequency / factor
-                } else {
-                    let smooth = (original_positions / wavelength - low_freq_factor)
-                        / (high_freq_factor - low_freq_factor);
-                    (1.0 - smooth) * frequency / factor + smooth * frequency
+                // The pair, as a number with a fraction, that turns so often in the original context.
+                let pair = |turns: f64| {
+                    let wavelength = original_positions / (turns * 2.0 * std::f64::consts::PI);
+                    dim * wavelength.ln() / (2.0 * self.theta.ln())
+                };
+                let (mut first, mut last) = (pair(*beta_fast), pair(*beta_slow));
+                if *truncate {
+                    (first, last) = (first.floor(), last.ceil());
                 }
+                (first, last) = (first.max(0.0), last.min(dim - 1.0));
+                if first == last {
+                    last += 0.001;
+                }
+                let divided = |i: usize| ((i as f64 - first) / (last - first)).clamp(0.0, 1.0);
+                let scaled = |(i, frequency)| {
+                    let divided = divided(i);
+                    frequency / factor * divided + frequency * (1.0 - divided)
+                };
+                plain.enumerate().map(scaled).collect()
+            }
+            RopeScaling::LongRope { original_positions, short, long, .. } => {
+                let is_long = positions as f64 > *original_positions;
+                let divisors = if is_long { long } else { short };
+                plain.zip(divisors).map(|(frequency, divisor)| frequency / divisor).collect()
             }
         }
     }
 
-    /// Cosines and sines, each `[positions, head_dim / 2]`, row-major. Angles are rounded to f32
-    /// before, as transformers does.
+    /// What cosines and sines are multiplied by.
+    #[must_use]
+    pub fn attention_factor(&self) -> f64 {
+        match self.scaling {
+            RopeScaling::Yarn { attention_factor, .. }
+            | RopeScaling::LongRope { attention_factor, .. } => attention_factor,
+            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => 1.0,
+        }
+    }
+
+    /// Where in a head of a checkpoint element `i` of a head is. Backends rotate element `i` with
+    /// `i + head_dim / 2`. Where less than the head is rotated, checkpoints have the pairs at
+    /// `i` and `i + dim / 2`, and all that is not rotated behind them. What attention computes of q and
+    /// k does not hang on the order of their elements.
+    #[must_use]
+    pub fn source(&self, head_dim: usize, i: usize) -> usize {
+        let (rotated, half) = (self.dim / 2, head_dim / 2);
+        if self.dim == 0 || i < rotated {
+            i
+        } else if i < half {
+            i + rotated
+        } else if i < half + rotated {
+            i + rotated - half
+        } else {
+            i
+        }
+    }
+
+    /// Rows of some whole heads in a checkpoint, in the order of [`RopeConfig::source`]: as few ranges
+    /// as there can be.
+    pub(super) fn rows(&self, head_dim: usize, heads: Range<usize>) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for head in heads {
+            for row in (0..head_dim).map(|i| head * head_dim + self.source(head_dim, i)) {
+                match ranges.last_mut() {
+                    Some(last) if last.end == row => last.end += 1,
+                    _ => ranges.push(row..row + 1),
+                }
+            }
+        }
+        ranges
+    }
+
+    /// Cosines and sines, each `[positions, head_dim / 2]`, row-major; of pairs that are not rotated 1
+    /// and 0. Angles are rounded to f32 before, as transformers does.
     #[must_use]
     pub fn tables(&self, head_dim: usize, positions: usize) -> (Vec<f32>, Vec<f32>) {
         let frequencies: Vec<f32> =
-            self.inverse_frequencies(head_dim).into_iter().map(|f| f as f32).collect();
-        let mut cos = Vec::with_capacity(positions * frequencies.len());
-        let mut sin = Vec::with_capacity(positions * frequencies.len());
+            self.inverse_frequencies(positions).into_iter().map(|f| f as f32).collect();
+        let (half, factor) = (head_dim / 2, self.attention_factor() as f32);
+        let mut cos = Vec::with_capacity(positions * half);
+        let mut sin = Vec::with_capacity(positions * half);
         for position in 0..positions {
             for frequency in &frequencies {
                 let angle = f64::from(position as f32 * frequency);
-                cos.push(angle.cos() as f32);
-                sin.push(angle.sin() as f32);
+                cos.push(angle.cos() as f32 * factor);
+                sin.push(angle.sin() as f32 * factor);
             }
+            cos.resize((position + 1) * half, 1.0);
+            sin.resize((position + 1) * half, 0.0);
         }
         (cos, sin)
     }

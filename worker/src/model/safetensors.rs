@@ -90,8 +90,40 @@ struct WeightFile {
 pub struct WeightFiles {
     folder: PathBuf,
     files: Vec<WeightFile>,
-    /// Which file has which tensor.
-    tensors: BTreeMap<String, usize>,
+    /// Where each tensor is.
+    tensors: BTreeMap<String, Place>,
+}
+
+#[derive(Debug)]
+struct Place {
+    /// The file's number.
+    file: usize,
+    /// What the tensor is called there.
+    name: String,
+}
+
+/// A tensor and its bytes.
+struct Found<'a> {
+    file: &'a Path,
+    name: &'a str,
+    info: &'a TensorInfo,
+    data: &'a [u8],
+}
+
+/// What a text model's tensors are called where the model is alone. Models that do more have them
+/// below `language_model`, as transformers 4 saves them, or below `model.language_model`, as it holds
+/// them since; adapters have a prefix of their own before that.
+fn name_alone(name: &str) -> String {
+    let adapter = "base_model.model.";
+    let (before, name) = match name.strip_prefix(adapter) {
+        Some(name) => (adapter, name),
+        None => ("", name),
+    };
+    match (name.strip_prefix("language_model."), name.strip_prefix("model.language_model.")) {
+        (Some(own), _) => format!("{before}{own}"),
+        (_, Some(own)) => format!("{before}model.{own}"),
+        _ => format!("{before}{name}"),
+    }
 }
 
 impl WeightFiles {
@@ -108,8 +140,7 @@ impl WeightFiles {
             opened.open_index(&index)?;
         } else if single.is_file() {
             let file = WeightFile::open(single)?;
-            opened.tensors = file.metadata.tensors().into_keys().map(|name| (name, 0)).collect();
-            opened.files.push(file);
+            opened.add(file)?;
         } else {
             let message = "is missing, and so is model.safetensors.index.json";
             return Err(ModelError::file(&single, message));
@@ -123,9 +154,26 @@ impl WeightFiles {
     /// [`ModelError::File`].
     pub(crate) fn of_file(path: PathBuf) -> Result<Self, ModelError> {
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
-        let file = WeightFile::open(path)?;
-        let tensors = file.metadata.tensors().into_keys().map(|name| (name, 0)).collect();
-        Ok(Self { folder, files: vec![file], tensors })
+        let mut opened = Self { folder, files: Vec::new(), tensors: BTreeMap::new() };
+        opened.add(WeightFile::open(path)?)?;
+        Ok(opened)
+    }
+
+    /// A file, all of whose tensors count.
+    fn add(&mut self, file: WeightFile) -> Result<(), ModelError> {
+        let names: Vec<String> = file.metadata.tensors().into_keys().collect();
+        self.files.push(file);
+        names.into_iter().try_for_each(|name| self.insert(self.files.len() - 1, name))
+    }
+
+    fn insert(&mut self, file: usize, name: String) -> Result<(), ModelError> {
+        let place = Place { file, name };
+        let Some(other) = self.tensors.insert(name_alone(&place.name), place) else {
+            return Ok(());
+        };
+        let again = self.tensors.get(&name_alone(&other.name)).map_or("", |place| &place.name);
+        let message = format!("is there a second time, as {again}");
+        Err(wrong(&self.files[other.file].path, &other.name, message))
     }
 
     /// The names of all tensors, in order.
@@ -165,7 +213,7 @@ impl WeightFiles {
                     message: "is not in this file, though the index says so".to_owned(),
                 });
             }
-            self.tensors.insert(tensor, number);
+            self.insert(number, tensor)?;
         }
         Ok(())
     }
@@ -175,10 +223,14 @@ impl WeightFiles {
         &self.folder
     }
 
-    /// How many files there are, and the bytes of weights in them.
+    /// How many files there are, and the bytes of a text model's weights in them.
     #[must_use]
     pub fn size(&self) -> (usize, u64) {
-        let bytes = self.files.iter().map(|file| file.metadata.data_len() as u64).sum();
+        let text = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
+        let all = self.tensors.iter();
+        let all = all.filter(|(name, _)| text.iter().any(|part| name.starts_with(part)));
+        let infos = all.filter_map(|(_, place)| self.files[place.file].metadata.info(&place.name));
+        let bytes = infos.map(|info| (info.data_offsets.1 - info.data_offsets.0) as u64).sum();
         (self.files.len(), bytes)
     }
 
@@ -212,8 +264,8 @@ impl WeightFiles {
         tensor: &str,
         shape: Option<&[usize]>,
     ) -> Result<TensorView<'_>, ModelError> {
-        let (file, info, data) = self.find(tensor)?;
-        let wrong = |file: &Path, message: String| wrong(file, tensor, message);
+        let Found { file, name, info, data } = self.find(tensor)?;
+        let wrong = |file: &Path, message: String| wrong(file, name, message);
         let dtype = match info.dtype {
             safetensors::Dtype::BF16 => DType::Bf16,
             safetensors::Dtype::F16 => DType::F16,
@@ -223,14 +275,14 @@ impl WeightFiles {
             other => {
                 let message =
                     format!("is of type {other:?}; BF16, F16, F32, F8_E4M3 and I8 are supported");
-                return Err(wrong(&file.path, message));
+                return Err(wrong(file, message));
             }
         };
         if let Some(shape) = shape.filter(|shape| info.shape != *shape) {
             let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
-            return Err(wrong(&file.path, message));
+            return Err(wrong(file, message));
         }
-        Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file: &file.path })
+        Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file })
     }
 
     /// A tensor of integers of 32 bits, or of 64.
@@ -238,32 +290,35 @@ impl WeightFiles {
     /// # Errors
     /// [`ModelError::Tensor`] when it is missing or of another type.
     pub(crate) fn integers(&self, tensor: &str) -> Result<IntegersView<'_>, ModelError> {
-        let (file, info, data) = self.find(tensor)?;
+        let Found { file, name, info, data } = self.find(tensor)?;
         let size = match info.dtype {
             safetensors::Dtype::I32 => 4,
             safetensors::Dtype::I64 => 8,
             other => {
                 let message = format!("is of type {other:?}; it has to be I32 or I64 here");
-                return Err(wrong(&file.path, tensor, message));
+                return Err(wrong(file, name, message));
             }
         };
-        Ok(IntegersView { shape: &info.shape, size, data, file: &file.path })
+        Ok(IntegersView { shape: &info.shape, size, data, file })
     }
 
     /// Where a tensor is.
-    fn find(&self, tensor: &str) -> Result<(&WeightFile, &TensorInfo, &[u8]), ModelError> {
-        let file = self.tensors.get(tensor).map(|number| &self.files[*number]);
-        let Some((file, info)) = file.and_then(|file| Some((file, file.metadata.info(tensor)?)))
-        else {
+    fn find(&self, tensor: &str) -> Result<Found<'_>, ModelError> {
+        let place = self.tensors.get(tensor);
+        let found = place.and_then(|Place { file, name }| {
+            let file = &self.files[*file];
+            Some((file, name, file.metadata.info(name)?))
+        });
+        let Some((file, name, info)) = found else {
             return Err(wrong(&self.folder, tensor, "is missing".to_owned()));
         };
         let (start, end) = info.data_offsets;
         let data = file.map.bytes().get(file.data_start + start..file.data_start + end);
         let Some(data) = data else {
             let message = "lies beyond the end of the file".to_owned();
-            return Err(wrong(&file.path, tensor, message));
+            return Err(wrong(&file.path, name, message));
         };
-        Ok((file, info, data))
+        Ok(Found { file: &file.path, name, info, data })
     }
 }
 
@@ -301,5 +356,29 @@ impl WeightFile {
             return Err(ModelError::file(&path, message));
         }
         Ok(Self { path, map, metadata, data_start })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::name_alone;
+
+    #[test]
+    fn names_are_those_of_a_model_alone() {
+        for (name, alone) in [
+            ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+            ("language_model.model.norm.weight", "model.norm.weight"),
+            ("language_model.lm_head.weight", "lm_head.weight"),
+            ("model.language_model.norm.weight", "model.norm.weight"),
+            ("model.vision_tower.ln_pre.weight", "model.vision_tower.ln_pre.weight"),
+            ("base_model.model.model.layers.1.q", "base_model.model.model.layers.1.q"),
+            ("base_model.model.language_model.model.q", "base_model.model.model.q"),
+            (
+                "base_model.model.model.language_model.layers.1.q",
+                "base_model.model.model.layers.1.q",
+            ),
+        ] {
+            assert_eq!(name_alone(name), alone);
+        }
     }
 }

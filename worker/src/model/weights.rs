@@ -15,7 +15,9 @@ use shared::protocol::Quantization;
 use super::ModelError;
 use super::config::ModelConfig;
 use super::experts::ExpertParts;
+use super::modules::Module;
 use super::quantization::Tensors;
+use super::rope::RopeConfig;
 use super::safetensors::{TensorView, WeightFiles};
 use super::shard::Shard;
 
@@ -26,6 +28,8 @@ pub struct LayerWeights<M, S, V> {
     pub input_norm: V,
     /// q, k, v projections.
     pub qkv: QkvWeights<M, V>,
+    /// Which of [`Weights::ropes`] turns q and k.
+    pub rope: usize,
     /// Output projection, row-parallel.
     pub output: Vec<M>,
     /// Its bias; on rank 0 alone, since partial products are summed.
@@ -79,8 +83,8 @@ pub struct Weights<M, S, V> {
     pub layers: Vec<LayerWeights<M, S, V>>,
     /// RMSNorm before the output head.
     pub final_norm: V,
-    /// Rotary tables.
-    pub rope: RopeTable<V>,
+    /// Rotary tables, each once: layers name theirs.
+    pub ropes: Vec<RopeTable<V>>,
     /// Bytes of the shard's matrices: as stored, or quantised.
     pub bytes: u64,
 }
@@ -134,16 +138,33 @@ pub fn load<B: Backend>(
         .flat_map(|layer| layer.qkv.iter().chain(&layer.output).chain(layer.mlp.matrices()));
     let total = embedding.iter().chain(lm_head.iter().flatten()).chain(matrices).map(bytes).sum();
     progress(0, total);
-    let (cos, sin) = config.rope.tables(config.head_dim, max_positions);
     let mut loader = Loader { backend, quantization, progress, done: 0, total, held: 0 };
+    let kinds = kinds(&config.ropes);
     Ok(Weights {
         embedding: loader.small(&embedding)?,
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: loader.vector(&final_norm)?,
-        rope: RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? },
+        ropes: kinds
+            .iter()
+            .map(|rope| {
+                let (cos, sin) = rope.tables(config.head_dim, max_positions);
+                Ok(RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? })
+            })
+            .collect::<Result<_, KernelError>>()?,
         bytes: loader.held,
     })
+}
+
+/// Each rotary embedding once, in the order of the layers that are the first to have it.
+fn kinds(ropes: &[RopeConfig]) -> Vec<&RopeConfig> {
+    let mut kinds: Vec<&RopeConfig> = Vec::new();
+    for rope in ropes {
+        if !kinds.contains(&rope) {
+            kinds.push(rope);
+        }
+    }
+    kinds
 }
 
 fn bytes(matrix: &HostMatrix<'_>) -> u64 {
@@ -164,7 +185,8 @@ fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) 
 /// What one rank takes of one layer: checked, not yet read.
 struct LayerPart<'a> {
     input_norm: Vec<f32>,
-    qkv: [HostMatrix<'a>; 3],
+    rope: usize,
+    qkv: Vec<HostMatrix<'a>>,
     qkv_bias: Option<Vec<f32>>,
     q_norm: Option<Vec<f32>>,
     k_norm: Option<Vec<f32>>,
@@ -176,7 +198,7 @@ struct LayerPart<'a> {
 
 enum MlpPart<'a> {
     Dense {
-        gate_up: [HostMatrix<'a>; 2],
+        gate_up: Vec<HostMatrix<'a>>,
         gate_up_bias: Option<Vec<f32>>,
         down: Vec<HostMatrix<'a>>,
         down_bias: Option<Vec<f32>>,
@@ -202,57 +224,71 @@ impl<'a> Part<'a> {
         let name = |suffix: &str| format!("model.layers.{index}.{suffix}");
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let scaled = |range: &Range<usize>| range.start * head_dim..range.end * head_dim;
-        // All features of q, k, v and the MLP, and the ones of this rank.
-        let q = (config.num_heads * head_dim, scaled(&shard.heads));
-        let kv = (config.num_kv_heads * head_dim, scaled(&shard.kv_heads));
-        let inner = (config.intermediate_size, shard.intermediate.clone());
-        let columns = [("q", &q), ("k", &kv), ("v", &kv)];
+        let rope = &config.ropes[index];
+        // This rank's features of q, k, v and the MLP: those that are rotated in the order in which
+        // backends rotate them.
+        let (q, kv) = (scaled(&shard.heads), scaled(&shard.kv_heads));
+        let inner = shard.intermediate.clone();
+        let qkv = [
+            (Module::Q, rope.rows(head_dim, shard.heads.clone())),
+            (Module::K, rope.rows(head_dim, shard.kv_heads.clone())),
+            (Module::V, vec![kv]),
+        ];
+        let gate_up = [Module::Gate, Module::Up].map(|module| (module, vec![inner.clone()]));
 
-        let rows = |suffix: &str, (all, own): &(usize, Range<usize>)| {
-            Ok::<_, ModelError>(rows_of(&self.weight(&name(suffix), [*all, hidden])?, own))
+        let rows = |modules: &[(Module, Vec<Range<usize>>)]| {
+            let mut parts = Vec::new();
+            for (module, own) in modules {
+                let place = module.place(config);
+                let tensor = self.weight(&name(&format!("{}.weight", place.name)), place.shape)?;
+                parts.extend(own.iter().map(|own| rows_of(&tensor, &module.rows(config, own))));
+            }
+            Ok::<_, ModelError>(parts)
         };
-        let cols = |suffix: &str, (all, own): &(usize, Range<usize>)| {
-            let tensor = self.weight(&name(suffix), [hidden, *all])?;
+        let cols = |module: Module, own: &Range<usize>| {
+            let place = module.place(config);
+            let tensor = self.weight(&name(&format!("{}.weight", place.name)), place.shape)?;
             let width = own.len() / shard.parts;
             let part = |i: usize| own.start + i * width..own.start + (i + 1) * width;
             let parts = (0..shard.parts).map(|i| cols_of(&tensor, &part(i)));
             Ok::<_, ModelError>(parts.collect::<Vec<_>>())
         };
-        let biases = |wanted: bool, parts: &[(&str, &(usize, Range<usize>))]| {
+        let biases = |wanted: bool, modules: &[(Module, Vec<Range<usize>>)]| {
             if !wanted {
                 return Ok(None);
             }
             let mut joined = Vec::new();
-            for (suffix, (all, own)) in parts {
-                joined.extend_from_slice(&self.vector(&name(suffix), *all)?[own.clone()]);
+            for (module, own) in modules {
+                let place = module.place(config);
+                let all = self.vector(&name(&format!("{}.bias", place.name)), place.shape[0])?;
+                own.iter().for_each(|own| joined.extend(&all[module.rows(config, own)]));
             }
             Ok::<_, ModelError>(Some(joined))
         };
         // Checked on every rank, kept on one.
-        let row_parallel_bias = |wanted: bool, suffix: &str| {
-            let bias = biases(wanted, &[(suffix, &(hidden, 0..hidden))])?;
+        let row_parallel_bias = |wanted: bool, module: Module| {
+            let all = 0..hidden;
+            let bias = biases(wanted, &[(module, vec![all])])?;
             Ok::<_, ModelError>(bias.filter(|_| shard.rank == 0))
         };
-        let head_norm =
-            |suffix: &str| config.qk_norm.then(|| self.vector(&name(suffix), head_dim)).transpose();
+        let head_norm = |suffix: &str| {
+            let all = config.qk_norm.then(|| self.vector(&name(suffix), head_dim)).transpose()?;
+            let ordered = |all: Vec<f32>| {
+                (0..head_dim).map(|i| all[rope.source(head_dim, i)]).collect::<Vec<f32>>()
+            };
+            Ok::<_, ModelError>(all.map(ordered))
+        };
 
-        let [q_suffix, k_suffix, v_suffix] =
-            columns.map(|(letter, _)| format!("self_attn.{letter}_proj.bias"));
+        let ropes = kinds(&config.ropes);
         Ok(LayerPart {
             input_norm: self.vector(&name("input_layernorm.weight"), hidden)?,
-            qkv: [
-                rows("self_attn.q_proj.weight", &q)?,
-                rows("self_attn.k_proj.weight", &kv)?,
-                rows("self_attn.v_proj.weight", &kv)?,
-            ],
-            qkv_bias: biases(
-                config.qkv_bias,
-                &[(&q_suffix, &q), (&k_suffix, &kv), (&v_suffix, &kv)],
-            )?,
+            rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
+            qkv: rows(&qkv)?,
+            qkv_bias: biases(config.qkv_bias, &qkv)?,
             q_norm: head_norm("self_attn.q_norm.weight")?,
             k_norm: head_norm("self_attn.k_norm.weight")?,
-            output: cols("self_attn.o_proj.weight", &q)?,
-            output_bias: row_parallel_bias(config.output_bias, "self_attn.o_proj.bias")?,
+            output: cols(Module::O, &q)?,
+            output_bias: row_parallel_bias(config.output_bias, Module::O)?,
             post_norm: self.vector(&name("post_attention_layernorm.weight"), hidden)?,
             mlp: match config.experts.as_ref().filter(|experts| experts.layers[index]) {
                 Some(experts) => {
@@ -268,16 +304,10 @@ impl<'a> Part<'a> {
                     MlpPart::Experts(found?)
                 }
                 None => MlpPart::Dense {
-                    gate_up: [
-                        rows("mlp.gate_proj.weight", &inner)?,
-                        rows("mlp.up_proj.weight", &inner)?,
-                    ],
-                    gate_up_bias: biases(
-                        config.mlp_bias,
-                        &[("mlp.gate_proj.bias", &inner), ("mlp.up_proj.bias", &inner)],
-                    )?,
-                    down: cols("mlp.down_proj.weight", &inner)?,
-                    down_bias: row_parallel_bias(config.mlp_bias, "mlp.down_proj.bias")?,
+                    gate_up: rows(&gate_up)?,
+                    gate_up_bias: biases(config.mlp_bias, &gate_up)?,
+                    down: cols(Module::Down, &inner)?,
+                    down_bias: row_parallel_bias(config.mlp_bias, Module::Down)?,
                 },
             },
         })
@@ -347,6 +377,7 @@ impl<B: Backend> Loader<'_, '_, B> {
     fn layer(&mut self, part: &LayerPart<'_>) -> Result<BackendLayer<B>, KernelError> {
         Ok(LayerWeights {
             input_norm: self.vector(&part.input_norm)?,
+            rope: part.rope,
             qkv: QkvWeights {
                 weight: self.matrix(&part.qkv)?,
                 bias: self.optional(part.qkv_bias.as_deref())?,

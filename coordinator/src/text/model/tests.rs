@@ -14,7 +14,7 @@ fn folders() -> Vec<PathBuf> {
             folders.push(path);
         }
     }
-    assert_eq!(folders.len(), 22);
+    assert_eq!(folders.len(), 27);
     folders
 }
 
@@ -62,6 +62,56 @@ fn what_the_tokenizer_ends_with_ends_text_too() {
         eos(value);
         assert_eq!(ends(), [2], "{value}");
     }
+}
+
+/// Models that also see have it there, and a tokenizer's own comes first.
+#[test]
+fn a_template_may_be_in_a_file_of_its_own() {
+    let (demo, copy) = (&folders()[0], tempfile::tempdir().unwrap());
+    for file in ["config.json", "tokenizer.json"] {
+        std::fs::copy(demo.join(file), copy.path().join(file)).unwrap();
+    }
+    let write = |file: &str, text: &str| {
+        let text = serde_json::json!({"chat_template": text}).to_string();
+        std::fs::write(copy.path().join(file), text).unwrap();
+    };
+    let rendered = || {
+        let template = TextModel::load(copy.path()).unwrap().template?;
+        let message = serde_json::json!({"role": "user", "content": "?"});
+        Some(template.render(&Conversation::new(vec![message])).unwrap())
+    };
+    assert_eq!(rendered(), None);
+    write("chat_template.json", "beside {{ messages[0]['content'] }}");
+    assert_eq!(rendered().as_deref(), Some("beside ?"));
+    write("tokenizer_config.json", "own {{ messages[0]['content'] }}");
+    assert_eq!(rendered().as_deref(), Some("own ?"));
+}
+
+/// What bounds a request is the text model's.
+#[test]
+fn sizes_are_those_of_the_text_model() {
+    let copy = tempfile::tempdir().unwrap();
+    std::fs::copy(folders()[0].join("tokenizer.json"), copy.path().join("tokenizer.json")).unwrap();
+    let load = |config: Value| {
+        std::fs::write(copy.path().join("config.json"), config.to_string()).unwrap();
+        TextModel::load(copy.path()).map_err(|error| error.to_string())
+    };
+    let wrapped = serde_json::json!({
+        "architectures": ["Mistral3ForConditionalGeneration"], "eos_token_id": 2,
+        "text_config": {"vocab_size": 2048, "max_position_embeddings": 64, "hidden_size": 8,
+            "rope_scaling": {"type": "yarn", "factor": 2.0}},
+    });
+    let model = load(wrapped).unwrap();
+    assert_eq!((model.vocab_size, model.max_positions, model.hidden_size), (2048, 128, 8));
+    assert_eq!(model.end_tokens, [2]);
+    let long = serde_json::json!({
+        "vocab_size": 2048, "max_position_embeddings": 512, "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope"},
+    });
+    let model = load(long).unwrap();
+    assert_eq!((model.max_positions, model.usual_positions), (512, 64));
+    let error = load(serde_json::json!({"vocab_size": 2048})).unwrap_err();
+    assert!(error.contains("config.json: key max_position_embeddings must be"), "{error}");
 }
 
 fn in_pieces(model: &TextModel, tokens: &[u32]) -> String {

@@ -8,50 +8,9 @@ use shared::protocol::Adapter;
 use super::config::LoraConfig;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
+use crate::model::modules::{Module, Place};
+use crate::model::rope::RopeConfig;
 use crate::model::safetensors::{TensorView, WeightFiles};
-
-/// Modules of a layer that adapters may change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Module {
-    Q,
-    K,
-    V,
-    O,
-    Gate,
-    Up,
-    Down,
-}
-
-impl Module {
-    const ALL: [Self; 7] = [Self::Q, Self::K, Self::V, Self::O, Self::Gate, Self::Up, Self::Down];
-
-    /// Its name within a layer.
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Q => "self_attn.q_proj",
-            Self::K => "self_attn.k_proj",
-            Self::V => "self_attn.v_proj",
-            Self::O => "self_attn.o_proj",
-            Self::Gate => "mlp.gate_proj",
-            Self::Up => "mlp.up_proj",
-            Self::Down => "mlp.down_proj",
-        }
-    }
-
-    /// Outputs and inputs of its matrix.
-    fn shape(self, config: &ModelConfig) -> (usize, usize) {
-        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let q = config.num_heads * config.head_dim;
-        let kv = config.num_kv_heads * config.head_dim;
-        match self {
-            Self::Q => (q, hidden),
-            Self::K | Self::V => (kv, hidden),
-            Self::O => (hidden, q),
-            Self::Gate | Self::Up => (inner, hidden),
-            Self::Down => (hidden, inner),
-        }
-    }
-}
 
 /// An adapter whose matrices were checked, none of them read yet.
 #[derive(Debug)]
@@ -64,7 +23,12 @@ pub(super) struct AdapterFiles {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Factors<'a> {
     a: TensorView<'a>,
+    /// Of all modules that the adapter changes as one.
     b: TensorView<'a>,
+    /// The module's first row of B.
+    first: usize,
+    /// Elements of a head, and how they are rotated, where the module's outputs are.
+    heads: Option<(usize, &'a RopeConfig)>,
     pub(super) rank: usize,
     pub(super) scale: f32,
 }
@@ -97,7 +61,7 @@ impl AdapterFiles {
         let mut found = Vec::new();
         for tensor in self.files.names() {
             let wrong = |message: String| self.wrong(tensor, message);
-            found.push(place(tensor, config).map_err(wrong)?);
+            found.extend(places(tensor, config).map_err(wrong)?);
         }
         for (layer, module) in &found {
             self.factors(*layer, *module, config)?;
@@ -110,7 +74,8 @@ impl AdapterFiles {
                 let ends = |name: &str, with: &str| {
                     name.strip_suffix(with).is_some_and(|it| it.is_empty() || it.ends_with('.'))
                 };
-                ends(module.name(), target) || ends(target, module.name())
+                let name = module.place(config).name;
+                ends(name, target) || ends(target, name)
             };
             if !found.iter().any(is_of) {
                 let message = "is missing, and target_modules of adapter_config.json names it";
@@ -125,13 +90,14 @@ impl AdapterFiles {
     /// # Errors
     /// [`ModelError::Tensor`] when one of two is missing, or not as the model and the configuration
     /// say.
-    pub(super) fn factors(
-        &self,
+    pub(super) fn factors<'a>(
+        &'a self,
         layer: usize,
         module: Module,
-        config: &ModelConfig,
-    ) -> Result<Option<Factors<'_>>, ModelError> {
-        let name = format!("model.layers.{layer}.{}", module.name());
+        config: &'a ModelConfig,
+    ) -> Result<Option<Factors<'a>>, ModelError> {
+        let Place { name, shape: [rows, cols], first } = module.place(config);
+        let name = format!("model.layers.{layer}.{name}");
         let tensor = |which: &str| format!("base_model.model.{name}.{which}.weight");
         let [a_name, b_name] = ["lora_A", "lora_B"].map(tensor);
         if !self.files.has(&a_name) && !self.files.has(&b_name) {
@@ -140,10 +106,11 @@ impl AdapterFiles {
         let wrong = |message: String| self.wrong(&a_name, message);
         let rank = self.config.rank(&name).map_err(wrong)?;
         let scale = self.config.scale(&name).map_err(wrong)?;
-        let (rows, cols) = module.shape(config);
         let a = self.matrix(&a_name, [rank, cols])?;
         let b = self.matrix(&b_name, [rows, rank])?;
-        Ok(Some(Factors { a, b, rank, scale }))
+        let is_rotated = matches!(module, Module::Q | Module::K);
+        let heads = is_rotated.then_some((config.head_dim, &config.ropes[layer]));
+        Ok(Some(Factors { a, b, first, heads, rank, scale }))
     }
 
     fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'_>, ModelError> {
@@ -168,8 +135,8 @@ impl AdapterFiles {
     }
 }
 
-/// The layer and the module that a tensor is of.
-fn place(tensor: &str, config: &ModelConfig) -> Result<(usize, Module), String> {
+/// The layer and the modules that a tensor is of: several where the model has them as one.
+fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, String> {
     if ["embed_tokens", "lm_head"].iter().any(|it| tensor.split('.').any(|part| part == *it)) {
         return Err("adapters of embeddings and output heads are not supported".to_owned());
     }
@@ -185,19 +152,22 @@ fn place(tensor: &str, config: &ModelConfig) -> Result<(usize, Module), String> 
         return Err("adapters of experts are not supported".to_owned());
     }
     let (layer, name) = rest.split_once('.').unwrap_or((rest, ""));
-    let Some(module) = Module::ALL.into_iter().find(|module| module.name() == name) else {
-        let names = Module::ALL.map(Module::name).join(", ");
+    let modules: Vec<Module> =
+        Module::ALL.into_iter().filter(|module| module.place(config).name == name).collect();
+    if modules.is_empty() {
+        let mut names = Module::ALL.map(|module| module.place(config).name).to_vec();
+        names.dedup();
+        let names = names.join(", ");
         return Err(format!("is of none of the modules that adapters may change: {names}"));
-    };
+    }
     let count = config.num_layers;
     let is_there = |index: &usize| *index < count && index.to_string() == layer;
     let index: Option<usize> = layer.parse().ok().filter(is_there);
     let index = index.ok_or_else(|| format!("is of layer {layer}, the model has {count}"))?;
-    let has_experts = config.experts.as_ref().is_some_and(|experts| experts.layers[index]);
-    if has_experts && matches!(module, Module::Gate | Module::Up | Module::Down) {
+    if modules.iter().any(|module| !module.is_in(config, index)) {
         return Err(format!("layer {index} has experts: adapters of them are not supported"));
     }
-    Ok((index, module))
+    Ok(modules.into_iter().map(|module| (index, module)).collect())
 }
 
 impl Factors<'_> {
@@ -208,9 +178,15 @@ impl Factors<'_> {
         }
     }
 
-    /// Writes row `row` of B, scaled: `rank` numbers.
+    /// Writes the row of B for output `row` of the module, scaled: `rank` numbers.
     pub(super) fn write_b(&self, row: usize, out: &mut [f32]) {
-        widen(&self.b, row, 0, out);
+        let row = match self.heads {
+            Some((head_dim, rope)) => {
+                row / head_dim * head_dim + rope.source(head_dim, row % head_dim)
+            }
+            None => row,
+        };
+        widen(&self.b, self.first + row, 0, out);
         out.iter_mut().for_each(|x| *x *= self.scale);
     }
 }

@@ -1,0 +1,207 @@
+//! PURE: what every role reads alike in a model folder's `config.json`: the text model's part, where
+//! the model does more than text, and how long sequences may be.
+use serde_json::Value;
+
+/// Models that hold a text model, which their `text_config` describes: the architecture, the
+/// `model_type` of its `text_config`, and the text model's own architecture.
+const WRAPPERS: [(&str, &str, &str); 1] =
+    [("Mistral3ForConditionalGeneration", "mistral", "MistralForCausalLM")];
+
+/// Said outside of `text_config` as a rule, and meant for the text model.
+const OUTER: [&str; 6] = [
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "bos_token_id",
+];
+
+/// Longest sequences of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Positions {
+    /// That it was made for, at most.
+    pub most: u32,
+    /// Unless somebody asks for more: a model that computes short sequences worse when it is to
+    /// serve long ones serves short ones.
+    pub usual: u32,
+}
+
+/// The architectures that [`text_model`] takes apart.
+pub fn wrappers() -> impl Iterator<Item = &'static str> {
+    WRAPPERS.iter().map(|(wrapper, ..)| *wrapper)
+}
+
+/// The configuration of a text model as if it were alone: of one that is part of a model that does
+/// more, or the configuration itself.
+///
+/// # Errors
+/// One sentence, where `text_config` is missing or of a kind that is not known.
+pub fn text_model(mut config: Value) -> Result<Value, String> {
+    let architecture = config["architectures"][0].as_str().unwrap_or_default();
+    let known: Vec<_> = WRAPPERS.iter().filter(|(outer, ..)| *outer == architecture).collect();
+    let Some((wrapper, usual, _)) = known.first() else { return Ok(config) };
+    let mut text = match config.get_mut("text_config").map(Value::take) {
+        Some(text @ Value::Object(_)) => text,
+        _ => return Err(format!("key text_config of {wrapper} is missing, or no table")),
+    };
+    let kind = text["model_type"].as_str().unwrap_or(usual);
+    let Some((.., own)) = known.iter().find(|(_, known, _)| *known == kind) else {
+        let kinds: Vec<&str> = known.iter().map(|(_, kind, _)| *kind).collect();
+        return Err(format!(
+            "text_config of {wrapper} has model_type \"{kind}\"; supported is: {}",
+            kinds.join(", ")
+        ));
+    };
+    text["architectures"] = serde_json::json!([own]);
+    for key in OUTER {
+        if text[key].is_null() && !config[key].is_null() {
+            text[key] = config[key].take();
+        }
+    }
+    Ok(text)
+}
+
+/// How a model's rotary embedding is scaled, in either dialect: the table, and the type in it.
+#[must_use]
+pub fn rope_scaling(config: &Value) -> Option<(&Value, &str)> {
+    let tables = ["rope_parameters", "rope_scaling"].map(|key| &config[key]);
+    let table = tables.into_iter().find(|table| table.is_object())?;
+    // Both keys are there where an old configuration was saved again.
+    let kind = table["rope_type"].as_str().or(table["type"].as_str()).unwrap_or("default");
+    // What longrope was called first, by Phi-3 alone.
+    let is_long = kind == "su" || (kind == "yarn" && !table["long_factor"].is_null());
+    Some((table, if is_long { "longrope" } else { kind }))
+}
+
+/// The context that a model was trained on before its rotary embedding was stretched, where it says.
+#[must_use]
+pub fn original_positions(config: &Value) -> Option<f64> {
+    let own = rope_scaling(config)
+        .map_or(&Value::Null, |(table, _)| &table["original_max_position_embeddings"]);
+    own.as_f64().or_else(|| config["original_max_position_embeddings"].as_f64())
+}
+
+/// How long sequences may be.
+///
+/// # Errors
+/// One sentence naming the key and the bounds.
+pub fn positions(config: &Value) -> Result<Positions, String> {
+    let said = config["max_position_embeddings"].as_u64().and_then(|n| u32::try_from(n).ok());
+    let said = said.filter(|n| *n > 0);
+    let said = said.ok_or("key max_position_embeddings must be a positive integer")?;
+    let all = Positions { most: said, usual: said };
+    let Some((table, kind)) = rope_scaling(config) else { return Ok(all) };
+    // Whoever adds the older table to a file in the newer dialect means it, and would not be heard.
+    let kinds = ["rope_parameters", "rope_scaling"].map(|key| {
+        let table = &config[key];
+        table["rope_type"].as_str().or(table["type"].as_str())
+    });
+    if let [Some(newer), Some(older)] = kinds
+        && newer != older
+    {
+        return Err(format!(
+            "rope_parameters is of type \"{newer}\", rope_scaling of type \"{older}\": one of them \
+             has to go, or both to say the same"
+        ));
+    }
+    let original = original_positions(config).map_or(said, |n| n as u32).max(1);
+    Ok(match (kind, table["factor"].as_f64()) {
+        // What is said may be the length before or after it was stretched.
+        ("yarn", Some(factor)) => {
+            let most = f64::from(original) * factor;
+            if !(1.0..=f64::from(u32::MAX)).contains(&most) {
+                return Err(format!(
+                    "original_max_position_embeddings ({original}) times the rope factor ({factor}) \
+                     is {most}, it must be in 1..={}",
+                    u32::MAX
+                ));
+            }
+            Positions { most: most as u32, usual: most as u32 }
+        }
+        ("longrope", _) => Positions { most: said, usual: said.min(original) },
+        // Up to there it is as good as none.
+        ("dynamic", _) => Positions { most: said.min(original), usual: said.min(original) },
+        _ => all,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_text_model_is_taken_out_of_what_holds_it() {
+        let alone = json!({"architectures": ["LlamaForCausalLM"], "text_config": {"a": 1}});
+        assert_eq!(text_model(alone.clone()).unwrap(), alone);
+        let outer = |text: Value| {
+            json!({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text,
+                "vision_config": {"hidden_size": 8}, "torch_dtype": "bfloat16",
+                "quantization_config": {"quant_method": "fp8"}, "eos_token_id": 2,
+                "tie_word_embeddings": true, "hidden_size": 8})
+        };
+        let inner = json!({"model_type": "mistral", "hidden_size": 64, "eos_token_id": null,
+            "tie_word_embeddings": false});
+        assert_eq!(
+            text_model(outer(inner)).unwrap(),
+            json!({"architectures": ["MistralForCausalLM"], "model_type": "mistral",
+                "hidden_size": 64, "torch_dtype": "bfloat16", "eos_token_id": 2,
+                "quantization_config": {"quant_method": "fp8"}, "tie_word_embeddings": false})
+        );
+        let text = text_model(outer(json!({"hidden_size": 64}))).unwrap();
+        assert_eq!(text["architectures"], json!(["MistralForCausalLM"]), "the usual kind");
+        let error = text_model(outer(json!({"model_type": "ministral3"}))).unwrap_err();
+        assert!(error.contains("\"ministral3\"; supported is: mistral"), "{error}");
+        for missing in [Value::Null, json!([1])] {
+            let error = text_model(outer(missing)).unwrap_err();
+            assert!(error.contains("text_config of Mistral3ForConditionalGeneration"), "{error}");
+        }
+    }
+
+    #[test]
+    fn sequences_may_be_as_long_as_the_rotary_embedding_is_stretched() {
+        let bounds = |config: Value| positions(&config).map(|found| (found.most, found.usual));
+        let of = |said: u32, scaling: Value| {
+            bounds(json!({"max_position_embeddings": said, "rope_scaling": scaling}))
+        };
+        assert_eq!(of(4096, Value::Null), Ok((4096, 4096)));
+        let llama = json!({"rope_type": "llama3", "factor": 8.0,
+            "original_max_position_embeddings": 8192});
+        assert_eq!(of(131_072, llama), Ok((131_072, 131_072)));
+        // Qwen2.5's documents say so, Qwen3's with 40960; either is before.
+        let yarn = json!({"type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 32768});
+        assert_eq!(of(32768, yarn.clone()), Ok((131_072, 131_072)));
+        assert_eq!(of(40960, yarn.clone()), Ok((131_072, 131_072)));
+        assert_eq!(of(131_072, yarn.clone()), Ok((131_072, 131_072)), "or after");
+        assert_eq!(of(512, json!({"rope_type": "yarn", "factor": 1.5})), Ok((768, 768)));
+        // Both dialects have to say the same.
+        let mut both = json!({"max_position_embeddings": 64, "rope_scaling": yarn,
+            "rope_parameters": {"rope_type": "default"}});
+        let error = bounds(both.clone()).unwrap_err();
+        assert!(error.contains("type \"default\", rope_scaling of type \"yarn\""), "{error}");
+        both["rope_parameters"] = yarn.clone();
+        assert_eq!(bounds(both), Ok((131_072, 131_072)));
+        let long = json!({"max_position_embeddings": 131_072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1]}});
+        assert_eq!(bounds(long.clone()), Ok((131_072, 4096)));
+        for old in ["su", "yarn"] {
+            let mut config = long.clone();
+            config["rope_scaling"]["type"] = json!(old);
+            assert_eq!(rope_scaling(&config).unwrap().1, "longrope");
+            assert_eq!(bounds(config), Ok((131_072, 4096)), "{old}");
+        }
+        assert_eq!(of(2048, json!({"type": "dynamic", "factor": 4.0})), Ok((2048, 2048)));
+        let stretched = json!({"rope_type": "dynamic", "factor": 4.0,
+            "original_max_position_embeddings": 2048});
+        assert_eq!(of(8192, stretched), Ok((2048, 2048)));
+
+        let error = bounds(json!({"max_position_embeddings": 0})).unwrap_err();
+        assert!(error.contains("max_position_embeddings must be a positive integer"), "{error}");
+        let error = of(4096, json!({"rope_type": "yarn", "factor": 1e9})).unwrap_err();
+        assert!(error.contains("(4096) times the rope factor (1000000000)"), "{error}");
+    }
+}

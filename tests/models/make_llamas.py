@@ -1,0 +1,294 @@
+#!/usr/bin/env python3
+"""Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3 and mistral3 with their golden.json, and
+tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
+
+Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
+divisors are chosen by the served length here, not by how long a sequence has become: golden.json is of
+the long ones, golden-short.json, which phi3 has beside it, of the short ones.
+Needs torch and transformers 5; tokenizer and templates are those of the variant qwen3.
+usage: make_llamas.py OUT_DIR ROPE_JSON [NAME ..]        (SEEDS=12 seeds are tried for each)
+"""
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import (
+    AutoTokenizer, LlamaConfig, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig,
+    Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen3Config, Qwen3ForCausalLM, SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+HERE = Path(__file__).resolve().parent
+torch.set_num_threads(1)
+
+IDS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+BASE = dict(vocab_size=384, hidden_size=64, intermediate_size=128, hidden_act="silu", **IDS)
+SHORT = [1.0, 1.02, 1.05, 1.1, 1.15, 1.3, 1.6, 1.9]
+LONG = [1.05, 1.3, 1.9, 2.6, 3.4, 5.0, 6.5, 8.0]
+
+
+def longrope(divisors, theta, **more):
+    return {"rope_type": "longrope", "rope_theta": theta, "short_factor": SHORT[:divisors],
+            "long_factor": LONG[:divisors], **more}
+
+
+VARIANTS = {
+    # A window, the newer dialect.
+    "phi3": (Phi3ForCausalLM, lambda: Phi3Config(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5,
+        max_position_embeddings=1024, original_max_position_embeddings=256, sliding_window=100,
+        tie_word_embeddings=False, rope_parameters=longrope(8, 10000.0))),
+    # Three quarters of a head are rotated, four heads for one KV head; the older dialect.
+    "phi4-mini": (Phi3ForCausalLM, lambda: Phi3Config(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, rms_norm_eps=1e-5,
+        max_position_embeddings=1024, original_max_position_embeddings=64, sliding_window=None,
+        tie_word_embeddings=True, partial_rotary_factor=0.75,
+        rope_parameters=longrope(6, 10000.0, partial_rotary_factor=0.75))),
+    # The length that is said is the one before it is stretched.
+    "qwen3-yarn": (Qwen3ForCausalLM, lambda: Qwen3Config(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        rms_norm_eps=1e-6, max_position_embeddings=128, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                         "original_max_position_embeddings": 128})),
+    # Every second layer tells no positions, and slides.
+    "smollm3": (SmolLM3ForCausalLM, lambda: SmolLM3Config(
+        **BASE, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6,
+        max_position_embeddings=512, no_rope_layer_interval=2, use_sliding_window=True,
+        sliding_window=24, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0})),
+    # A text model beside a (tiny) vision tower.
+    "mistral3": (Mistral3ForConditionalGeneration, lambda: Mistral3Config(
+        text_config=MistralConfig(
+            **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            rms_norm_eps=1e-5, max_position_embeddings=512, sliding_window=None,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
+        vision_config=PixtralVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            image_size=16, patch_size=8),
+        tie_word_embeddings=False, **IDS)),
+}
+PROMPTS = [
+    ("one", "A"),
+    ("short", "Hello, world!"),
+    ("mid", "The quick brown fox jumps over the lazy dog. 0123456789"),
+    ("long", "One morning the bear and the owl went to the river to look for a lost key. " * 3),
+    ("unicode", "\u00e9\u4f60\U0001f98a"),
+    ("chat", [{"role": "user", "content": "Hi!"}]),
+]
+
+
+def initialised(name, seed):
+    torch.manual_seed(seed)
+    kind, config = VARIANTS[name]
+    model = kind(config())
+    with torch.no_grad():
+        for parameter, p in model.named_parameters():
+            if parameter.endswith("norm.weight"):
+                p.copy_(1 + 0.04 * torch.randn_like(p))
+            elif parameter.endswith("bias"):
+                p.copy_(0.1 * torch.randn_like(p))
+            elif "embed" in parameter:
+                p.copy_((0.3 if model.config.get_text_config().tie_word_embeddings else 1) * torch.randn_like(p))
+            elif "lm_head" in parameter:
+                p.copy_(0.35 * torch.randn_like(p))
+            else:
+                p.copy_(1.1 * torch.randn_like(p) / p.shape[-1] ** 0.5)
+            # The frequencies, which are no parameters, are to stay what they are.
+            p.copy_(p.to(torch.bfloat16))
+    return model
+
+
+def keep(model, long):
+    """One set of divisors for all sequences."""
+    rotary = model.get_decoder().rotary_emb
+    config = model.config.get_text_config()
+    if rotary.rope_type == "longrope":
+        length = config.max_position_embeddings if long else None
+        made, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=length)
+        rotary.register_buffer("inv_freq", made, persistent=False)
+        rotary.original_inv_freq, rotary.attention_scaling = made, scaling
+        # No longer by length.
+        rotary.rope_type = "default"
+    return model.eval()
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+def greedy(model, ids, count):
+    ids = list(ids)
+    new, logprobs, gaps, top5 = [], [], [], None
+    for _ in range(count):
+        values, tokens = torch.log_softmax(logits_of(model, ids)[-1], -1).topk(5)
+        if top5 is None:
+            top5 = [(int(t), round(float(v), 5)) for v, t in zip(values, tokens)]
+        new.append(int(tokens[0]))
+        logprobs.append(round(float(values[0]), 5))
+        gaps.append(round(float(values[0] - values[1]), 5))
+        ids.append(new[-1])
+    return new, logprobs, gaps, top5
+
+
+def prompt_ids(tokenizer, prompt):
+    if isinstance(prompt, str):
+        return None, tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def quality(model, tokenizer):
+    """How far rounding is from changing a choice; nothing for a model that only repeats itself."""
+    model = keep(model, True)
+    worst, varied = 9.0, 0
+    for _, prompt in PROMPTS:
+        new, _, gaps, _ = greedy(model, prompt_ids(tokenizer, prompt)[1], 32)
+        worst = min(worst, min(gaps))
+        varied += len(set(new))
+        if worst < 0.004:
+            return worst
+    return worst if varied / len(PROMPTS) > 10 else worst * 1e-3
+
+
+def goldens(folder, kind, long, file):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def load(dtype):
+        return keep(kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager"), long)
+
+    model, rounded = load(torch.float32), load(torch.bfloat16)
+    end = model.generation_config.eos_token_id
+    cases, errors = [], []
+    for name, prompt in PROMPTS:
+        rendered, ids = prompt_ids(tokenizer, prompt)
+        if rendered is None:
+            case = {"name": name, "kind": "text", "text": prompt, "add_special_tokens": True}
+        else:
+            case = {"name": name, "kind": "chat", "messages": prompt, "rendered": rendered,
+                    "add_special_tokens": False}
+        logprobs = torch.log_softmax(logits_of(model, ids), -1)
+        new, greedy_logprobs, gaps, top5 = greedy(model, ids, 32)
+        other = greedy(rounded, ids, 32)[0]
+        rounded_logprobs = torch.log_softmax(logits_of(rounded, ids), -1)
+        errors += [abs(float(logprobs[i, t] - rounded_logprobs[i, t])) for i, t in enumerate(ids[1:])]
+        first = [{"id": t, "token": tokenizer.convert_ids_to_tokens(t), "logprob": v} for t, v in top5]
+        case.update(
+            prompt_ids=ids,
+            prompt_logprobs=[None] + [round(float(logprobs[i, t]), 5) for i, t in enumerate(ids[1:])],
+            first_step_top5=first,
+            greedy_ids=new,
+            greedy_logprobs=greedy_logprobs,
+            greedy_text=tokenizer.decode(new, skip_special_tokens=False),
+            greedy_stop_index=next((i for i, t in enumerate(new) if t in end), None),
+            greedy_top1_top2_gap=gaps,
+            min_gap=min(gaps),
+            bf16_compute_agree_prefix=next((i for i in range(32) if other[i] != new[i]), 32),
+        )
+        cases.append(case)
+    meta = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "compute": "float32, eager attention, weights as stored (bf16) widened to float32",
+        "decoding": "greedy, 32 new tokens, end tokens NOT stopping; greedy_stop_index is the first "
+                    "end token in greedy_ids (null: none)",
+        "eos_token_ids": end,
+        "prompt_logprobs": "entry i is log p(prompt_ids[i] | prompt_ids[:i]); entry 0 is null",
+        "min_gap": "smallest top1-top2 log-probability gap over the 32 steps",
+    }
+    text = json.dumps({"meta": meta, "prompts": cases}, indent=1, ensure_ascii=True)
+    (folder / file).write_text(text)
+    print(folder.name, file, "min gap", min(c["min_gap"] for c in cases), "bf16 prefix",
+          [c["bf16_compute_agree_prefix"] for c in cases], "bf16 error", round(max(errors), 3),
+          round(sum(errors) / len(errors), 4), flush=True)
+
+
+def rename_for_transformers_4(path, version):
+    """Key names as in most published checkpoints."""
+    config = json.loads(path.read_text())
+    for part in [config] + [config[key] for key in ("text_config",) if key in config]:
+        parameters = part.pop("rope_parameters", None)
+        if parameters is not None:
+            part["rope_theta"] = parameters.pop("rope_theta")
+            parameters.pop("partial_rotary_factor", None)
+            parameters.pop("original_max_position_embeddings", None)
+            kind = parameters.pop("rope_type")
+            part["rope_scaling"] = {"type": kind, **parameters} if kind != "default" else None
+        if "dtype" in part:
+            part["torch_dtype"] = part.pop("dtype")
+    config["transformers_version"] = version
+    path.write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def ropes():
+    """Frequencies and factors of many configurations, by transformers."""
+    base = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=384,
+                intermediate_size=128, rms_norm_eps=1e-5)
+    yarn = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0,
+            "original_max_position_embeddings": 32768}
+    cases = [
+        (128, 32768, 32768, yarn),
+        (128, 40960, 131072, {**yarn, "attention_factor": 1.25, "beta_fast": 64, "beta_slow": 2}),
+        (64, 163840, 163840, {**yarn, "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0,
+                              "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096}),
+        (64, 131072, 131072, {**yarn, "rope_theta": 150000.0, "factor": 32.0, "truncate": False,
+                              "original_max_position_embeddings": 4096}),
+        (16, 128, 512, {**yarn, "rope_theta": 10000.0, "original_max_position_embeddings": 128}),
+        (64, 8192, 8192, {**yarn, "factor": 1.0, "original_max_position_embeddings": 8192}),
+        (64, 8192, 8192, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}),
+        (64, 8192, 8192, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}),
+        (128, 131072, 131072, {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+                               "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                               "original_max_position_embeddings": 8192}),
+        (16, 1024, 256, longrope(8, 10000.0, original_max_position_embeddings=256)),
+        (16, 1024, 257, longrope(8, 10000.0, original_max_position_embeddings=256)),
+        (16, 1024, 1024, longrope(8, 10000.0, original_max_position_embeddings=256,
+                                  attention_factor=1.5)),
+        (16, 1024, 1024, longrope(8, 10000.0, original_max_position_embeddings=256, factor=16.0)),
+        (16, 256, 256, longrope(8, 10000.0, original_max_position_embeddings=256)),
+    ]
+    out = []
+    for head_dim, most, served, parameters in cases:
+        config = LlamaConfig(**base, head_dim=head_dim, max_position_embeddings=most,
+                             rope_parameters=dict(parameters))
+        made, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, None, seq_len=served)
+        out.append({
+            "head_dim": head_dim, "max_position_embeddings": most, "served": served,
+            "rope_parameters": parameters, "inverse_frequencies": made.tolist(),
+            "attention_factor": float(factor),
+        })
+    return out
+
+
+def main():
+    out, only = Path(sys.argv[1]), sys.argv[3:]
+    lines = ",\n".join(json.dumps(case) for case in ropes())
+    Path(sys.argv[2]).write_text("[\n" + lines + "\n]\n")
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "qwen3")
+    for name, (kind, _) in VARIANTS.items():
+        if only and name not in only:
+            continue
+        folder = out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        seeds = range(int(os.environ.get("SEEDS", "12")))
+        best, seed = max((quality(initialised(name, seed), tokenizer), seed) for seed in seeds)
+        model = initialised(name, seed).to(torch.bfloat16)
+        model.generation_config.update(eos_token_id=[2, 6], bos_token_id=1, pad_token_id=0)
+        model.save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(HERE / "qwen3" / file, folder / file)
+        print(name, "seed", seed, "quality", round(best, 5), flush=True)
+        goldens(folder, kind, True, "golden.json")
+        if name == "phi3":
+            goldens(folder, kind, False, "golden-short.json")
+        if name in ("phi4-mini", "mistral3"):
+            rename_for_transformers_4(folder / "config.json", "4.51.0")
+
+
+main()

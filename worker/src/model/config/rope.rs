@@ -1,0 +1,353 @@
+//! What `config.json` says of rotary embeddings.
+use serde::Deserialize;
+use serde_json::Value;
+use shared::model_config;
+
+use super::super::rope::{RopeConfig, RopeScaling};
+
+/// The table, and keys of the same names that stood beside it before.
+#[derive(Default, Deserialize)]
+struct Raw {
+    rope_theta: Option<f64>,
+    partial_rotary_factor: Option<f64>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    beta_fast: Option<f64>,
+    beta_slow: Option<f64>,
+    attention_factor: Option<f64>,
+    mscale: Option<f64>,
+    mscale_all_dim: Option<f64>,
+    truncate: Option<bool>,
+    short_factor: Option<Vec<f64>>,
+    long_factor: Option<Vec<f64>>,
+}
+
+/// Of SmolLM3: layers that tell no positions have a 0, or are every so many.
+#[derive(Deserialize)]
+struct RawLayers {
+    no_rope_layers: Option<Vec<u32>>,
+    no_rope_layer_interval: Option<usize>,
+}
+
+/// Every layer's rotary embedding.
+///
+/// # Errors
+/// The key, its value's problem and the bound.
+pub(super) fn ropes(
+    config: &Value,
+    architecture: &str,
+    head_dim: usize,
+    num_layers: usize,
+) -> Result<Vec<RopeConfig>, String> {
+    let rope = rope(config, architecture, head_dim)?;
+    let told = told(config, architecture, num_layers)?;
+    let of = |told| if told { rope.clone() } else { RopeConfig::none() };
+    Ok(told.into_iter().map(of).collect())
+}
+
+/// For every layer whether it tells positions.
+///
+/// # Errors
+/// As above.
+pub(super) fn told(
+    config: &Value,
+    architecture: &str,
+    num_layers: usize,
+) -> Result<Vec<bool>, String> {
+    if architecture != "SmolLM3ForCausalLM" {
+        return Ok(vec![true; num_layers]);
+    }
+    let raw: RawLayers = serde_json::from_value(config.clone())
+        .map_err(|error| format!("no_rope_layers or no_rope_layer_interval: {error}"))?;
+    let Some(layers) = raw.no_rope_layers else {
+        return match raw.no_rope_layer_interval.unwrap_or(4) {
+            0 => Err("no_rope_layer_interval is 0, it must be at least 1".to_owned()),
+            step => Ok((1..=num_layers).map(|layer| !layer.is_multiple_of(step)).collect()),
+        };
+    };
+    if layers.len() < num_layers {
+        let len = layers.len();
+        return Err(format!("no_rope_layers has {len} entries, num_hidden_layers is {num_layers}"));
+    }
+    if let Some(other) = layers.iter().find(|has| **has > 1) {
+        return Err(format!("no_rope_layers has {other}; 1 (with RoPE) and 0 (without) are known"));
+    }
+    Ok(layers.into_iter().take(num_layers).map(|has| has == 1).collect())
+}
+
+fn rope(config: &Value, architecture: &str, head_dim: usize) -> Result<RopeConfig, String> {
+    let read = |table: &Value| {
+        serde_json::from_value::<Raw>(table.clone())
+            .map_err(|error| format!("rope_parameters, rope_scaling or rope_theta: {error}"))
+    };
+    let (raw, kind) = match model_config::rope_scaling(config) {
+        None => (Raw::default(), "default"),
+        Some((table, kind)) => (read(table)?, kind),
+    };
+    let beside = ["rope_theta", "partial_rotary_factor"].map(|key| config[key].as_f64());
+    let usual = if architecture == "SmolLM3ForCausalLM" { 2e6 } else { 1e4 };
+    let theta = raw.rope_theta.or(beside[0]).unwrap_or(usual);
+    if !(theta.is_finite() && theta > 1.0) {
+        return Err(format!("rope_theta is {theta}, it must be finite and above 1"));
+    }
+    let part = raw.partial_rotary_factor.or(beside[1]).unwrap_or(1.0);
+    if part != 1.0 && architecture != "Phi3ForCausalLM" {
+        return Err(format!(
+            "partial_rotary_factor is {part}, only 1 is supported of {architecture}; others are of \
+             Phi3ForCausalLM"
+        ));
+    }
+    let dim = (head_dim as f64 * part) as usize;
+    if !(part.is_finite() && (2..=head_dim).contains(&dim) && dim.is_multiple_of(2)) {
+        return Err(format!(
+            "partial_rotary_factor is {part}, which is {dim} of a head's {head_dim} elements; they \
+             must be an even number in 2..={head_dim}"
+        ));
+    }
+    let scaling = match kind {
+        // Of sequences up to the original length, and longer ones are not served, the latter changes
+        // nothing.
+        "default" | "dynamic" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: positive("factor", raw.factor)? },
+        "llama3" => llama3(&raw, config)?,
+        "yarn" => yarn(&raw, config)?,
+        "longrope" => longrope(raw, config, dim)?,
+        other => {
+            return Err(format!(
+                "rope_type \"{other}\" is not supported; these are: default, linear, dynamic, \
+                 llama3, yarn, longrope"
+            ));
+        }
+    };
+    Ok(RopeConfig { dim, theta, scaling })
+}
+
+fn positive(key: &str, value: Option<f64>) -> Result<f64, String> {
+    match value {
+        Some(value) if value.is_finite() && value > 0.0 => Ok(value),
+        Some(value) => Err(format!("rope {key} is {value}, it must be finite and above 0")),
+        None => Err(format!("rope key {key} is missing")),
+    }
+}
+
+fn llama3(raw: &Raw, config: &Value) -> Result<RopeScaling, String> {
+    let low = positive("low_freq_factor", raw.low_freq_factor)?;
+    let high = positive("high_freq_factor", raw.high_freq_factor)?;
+    if high <= low {
+        return Err(format!(
+            "rope high_freq_factor ({high}) must be above low_freq_factor ({low})"
+        ));
+    }
+    Ok(RopeScaling::Llama3 {
+        factor: positive("factor", raw.factor)?,
+        low_freq_factor: low,
+        high_freq_factor: high,
+        original_positions: original(model_config::original_positions(config))?,
+    })
+}
+
+fn original(positions: Option<f64>) -> Result<f64, String> {
+    positive("original_max_position_embeddings", positions)
+}
+
+/// The context that was trained on, where the configuration need not say it, and how many times as
+/// long the context is meant to be.
+fn stretched(raw: &Raw, config: &Value) -> Result<(f64, f64), String> {
+    let said = config["max_position_embeddings"].as_f64();
+    let original = original(model_config::original_positions(config).or(said))?;
+    if original <= 1.0 {
+        return Err(format!("original_max_position_embeddings is {original}, it must be above 1"));
+    }
+    let factor = raw.factor.or(said.map(|said| said / original));
+    Ok((original, positive("factor", factor)?))
+}
+
+/// As transformers has it. 0 is as good as nothing there.
+fn yarn(raw: &Raw, config: &Value) -> Result<RopeScaling, String> {
+    let (original_positions, factor) = stretched(raw, config)?;
+    let or = |key: &str, value: Option<f64>, usual: f64| {
+        positive(key, value.filter(|value| *value != 0.0).or(Some(usual)))
+    };
+    let beta_fast = or("beta_fast", raw.beta_fast, 32.0)?;
+    let beta_slow = or("beta_slow", raw.beta_slow, 1.0)?;
+    if beta_fast < beta_slow {
+        return Err(format!(
+            "rope beta_fast ({beta_fast}) must be at least beta_slow ({beta_slow})"
+        ));
+    }
+    let scale = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * factor.ln() + 1.0 };
+    let attention_factor = match (raw.attention_factor, raw.mscale, raw.mscale_all_dim) {
+        (Some(said), ..) => Some(said),
+        (None, Some(one), Some(all)) if one != 0.0 && all != 0.0 => Some(scale(one) / scale(all)),
+        _ => Some(scale(1.0)),
+    };
+    Ok(RopeScaling::Yarn {
+        factor,
+        original_positions,
+        beta_fast,
+        beta_slow,
+        truncate: raw.truncate.unwrap_or(true),
+        attention_factor: positive("attention_factor (or mscale)", attention_factor)?,
+    })
+}
+
+fn longrope(raw: Raw, config: &Value, dim: usize) -> Result<RopeScaling, String> {
+    let (original_positions, factor) = stretched(&raw, config)?;
+    let usual = (1.0 + factor.ln().max(0.0) / original_positions.ln()).sqrt();
+    let attention_factor = positive("attention_factor", raw.attention_factor.or(Some(usual)))?;
+    let divisors = |key: &str, all: Option<Vec<f64>>| {
+        let all = all.ok_or_else(|| format!("rope key {key} is missing"))?;
+        if all.len() != dim / 2 {
+            let len = all.len();
+            return Err(format!("rope {key} has {len} entries, {dim} elements need {}", dim / 2));
+        }
+        all.iter().try_for_each(|one| positive(key, Some(*one)).map(|_| ()))?;
+        Ok(all)
+    };
+    Ok(RopeScaling::LongRope {
+        original_positions,
+        short: divisors("short_factor", raw.short_factor)?,
+        long: divisors("long_factor", raw.long_factor)?,
+        attention_factor,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const PHI: &str = "Phi3ForCausalLM";
+
+    fn of(architecture: &str, scaling: Value) -> Result<RopeConfig, String> {
+        let config = json!({"max_position_embeddings": 512, "rope_scaling": scaling,
+            "rope_theta": 10000.0});
+        rope(&config, architecture, 16)
+    }
+
+    #[test]
+    fn what_is_not_said_is_as_transformers_has_it() {
+        let scaling = |more: Value| {
+            let mut table = json!({"rope_type": "yarn", "factor": 4.0});
+            for (key, value) in more.as_object().unwrap() {
+                table[key] = value.clone();
+            }
+            of("Qwen3ForCausalLM", table).unwrap().scaling
+        };
+        let usual = RopeScaling::Yarn {
+            factor: 4.0,
+            original_positions: 512.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            attention_factor: 0.1 * 4f64.ln() + 1.0,
+        };
+        assert_eq!(scaling(json!({})), usual);
+        assert_eq!(scaling(json!({"beta_fast": 0, "attention_factor": null, "mscale": 1})), usual);
+        let factor = |more| match scaling(more) {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(
+            factor(json!({"attention_factor": 1.25, "mscale": 2, "mscale_all_dim": 1})),
+            1.25
+        );
+        let (one, all) = (0.1 * 0.7 * 4f64.ln() + 1.0, 0.1 * 4f64.ln() + 1.0);
+        assert_eq!(factor(json!({"mscale": 0.7, "mscale_all_dim": 1.0})), one / all);
+        assert_eq!(factor(json!({"factor": 0.5})), 1.0);
+        // The two lengths say how much longer.
+        let table = json!({"rope_type": "yarn", "original_max_position_embeddings": 128});
+        let RopeScaling::Yarn { factor, .. } = of("Qwen3ForCausalLM", table).unwrap().scaling
+        else {
+            panic!("no YaRN");
+        };
+        assert_eq!(factor, 4.0);
+        // Up to the original length that is nothing.
+        let dynamic = json!({"type": "dynamic", "factor": 2.0});
+        assert_eq!(of("LlamaForCausalLM", dynamic).unwrap().scaling, RopeScaling::None);
+    }
+
+    #[test]
+    fn layers_without_positions_are_where_the_model_has_them() {
+        let told = |more: Value| told(&more, "SmolLM3ForCausalLM", 5);
+        assert_eq!(told(json!({})).unwrap(), [true, true, true, false, true]);
+        let step = json!({"no_rope_layer_interval": 2});
+        assert_eq!(told(step).unwrap(), [true, false, true, false, true]);
+        let listed = json!({"no_rope_layers": [0, 1, 1, 1, 0], "no_rope_layer_interval": 2});
+        assert_eq!(told(listed.clone()).unwrap(), [false, true, true, true, false]);
+        assert_eq!(super::told(&listed, "LlamaForCausalLM", 5).unwrap(), [true; 5]);
+        let ropes = ropes(&listed, "SmolLM3ForCausalLM", 16, 5).unwrap();
+        assert_eq!((ropes[0].dim, ropes[1].dim, ropes[1].theta), (0, 16, 2e6));
+        for (more, expected) in [
+            (json!({"no_rope_layers": [1]}), "no_rope_layers has 1 entries"),
+            (json!({"no_rope_layers": [1, 1, 2, 1, 1]}), "no_rope_layers has 2; 1"),
+            (json!({"no_rope_layers": "all"}), "no_rope_layers or no_rope_layer_interval"),
+            (json!({"no_rope_layer_interval": 0}), "no_rope_layer_interval is 0"),
+        ] {
+            let error = told(more).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_head_may_be_rotated() {
+        let dim = |part: f64, architecture: &str| {
+            of(architecture, json!({"rope_type": "default", "partial_rotary_factor": part}))
+                .map(|rope| rope.dim)
+        };
+        assert_eq!(dim(0.75, PHI), Ok(12));
+        assert_eq!(dim(0.8, PHI), Ok(12), "rounded down");
+        assert_eq!(dim(1.0, "LlamaForCausalLM"), Ok(16));
+        let beside = json!({"max_position_embeddings": 512, "partial_rotary_factor": 0.5});
+        assert_eq!(rope(&beside, PHI, 16).unwrap().dim, 8);
+        for (part, architecture, expected) in [
+            (0.5, "LlamaForCausalLM", "partial_rotary_factor is 0.5, only 1 is supported of Llama"),
+            (0.7, PHI, "which is 11 of a head's 16 elements"),
+            (0.0, PHI, "which is 0 of"),
+            (1.5, PHI, "which is 24 of"),
+            (-1.0, PHI, "which is 0 of"),
+        ] {
+            let error = dim(part, architecture).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn errors_name_key_value_and_bound() {
+        let eight = || json!([1, 1, 1, 1, 1, 1, 1, 2.5]);
+        for (scaling, expected) in [
+            (json!({"rope_type": "ntk", "factor": 2.0}), "rope_type \"ntk\" is not supported"),
+            (json!({"rope_type": "llama3"}), "low_freq_factor is missing"),
+            (json!({"rope_type": "linear", "factor": 0}), "rope factor is 0"),
+            (json!({"rope_type": "yarn", "factor": -1}), "rope factor is -1"),
+            (json!({"rope_type": "yarn", "factor": "4"}), "rope_parameters, rope_scaling or"),
+            (
+                json!({"rope_type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 32}),
+                "beta_fast (1) must be at least beta_slow (32)",
+            ),
+            (
+                json!({"rope_type": "yarn", "factor": 4, "attention_factor": -1}),
+                "attention_factor (or mscale) is -1",
+            ),
+            (
+                json!({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 1}),
+                "original_max_position_embeddings is 1, it must be above 1",
+            ),
+            (json!({"rope_type": "longrope", "short_factor": eight()}), "long_factor is missing"),
+            (
+                json!({"rope_type": "longrope", "short_factor": eight(), "long_factor": [1, 1]}),
+                "long_factor has 2 entries, 16 elements need 8",
+            ),
+            (
+                json!({"rope_type": "su", "short_factor": eight(),
+                    "long_factor": [1, 1, 1, 1, 0, 1, 1, 1]}),
+                "long_factor is 0, it must be finite",
+            ),
+        ] {
+            let error = of(PHI, scaling).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! PURE: the matrices of a decoder layer but for those of experts, and where checkpoints have them.
+use std::ops::Range;
+
+use super::config::ModelConfig;
+
+/// A matrix of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Module {
+    Q,
+    K,
+    V,
+    O,
+    Gate,
+    Up,
+    Down,
+}
+
+/// Where a checkpoint has a module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The name, within its layer, of what holds it.
+    pub(crate) name: &'static str,
+    /// Outputs and inputs of that.
+    pub(crate) shape: [usize; 2],
+    /// Which of the outputs is the module's first.
+    pub(crate) first: usize,
+}
+
+impl Module {
+    /// All of them, in the order in which they are joined where they are.
+    pub(crate) const ALL: [Self; 7] =
+        [Self::Q, Self::K, Self::V, Self::O, Self::Gate, Self::Up, Self::Down];
+
+    /// Outputs and inputs of its matrix.
+    pub(crate) fn shape(self, config: &ModelConfig) -> [usize; 2] {
+        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let q = config.num_heads * config.head_dim;
+        let kv = config.num_kv_heads * config.head_dim;
+        match self {
+            Self::Q => [q, hidden],
+            Self::K | Self::V => [kv, hidden],
+            Self::O => [hidden, q],
+            Self::Gate | Self::Up => [inner, hidden],
+            Self::Down => [hidden, inner],
+        }
+    }
+
+    /// Where a model's checkpoint has it.
+    pub(crate) fn place(self, config: &ModelConfig) -> Place {
+        let (name, joined): (_, &[Self]) = match (self, config.is_fused) {
+            (Self::Q | Self::K | Self::V, true) => {
+                ("self_attn.qkv_proj", &[Self::Q, Self::K, Self::V])
+            }
+            (Self::Gate | Self::Up, true) => ("mlp.gate_up_proj", &[Self::Gate, Self::Up]),
+            (Self::Q, false) => ("self_attn.q_proj", &[Self::Q]),
+            (Self::K, false) => ("self_attn.k_proj", &[Self::K]),
+            (Self::V, false) => ("self_attn.v_proj", &[Self::V]),
+            (Self::Gate, false) => ("mlp.gate_proj", &[Self::Gate]),
+            (Self::Up, false) => ("mlp.up_proj", &[Self::Up]),
+            (Self::O, _) => ("self_attn.o_proj", &[Self::O]),
+            (Self::Down, _) => ("mlp.down_proj", &[Self::Down]),
+        };
+        let outputs = |modules: &[Self]| modules.iter().map(|it| it.shape(config)[0]).sum();
+        let before = joined.iter().position(|it| *it == self).unwrap_or(0);
+        let shape = [outputs(joined), self.shape(config)[1]];
+        Place { name, shape, first: outputs(&joined[..before]) }
+    }
+
+    /// Of some of its outputs, in the files' order, which rows they are of what holds it.
+    pub(crate) fn rows(self, config: &ModelConfig, outputs: &Range<usize>) -> Range<usize> {
+        let first = self.place(config).first;
+        first + outputs.start..first + outputs.end
+    }
+
+    /// What holds a layer's modules, each once: all of them, or but for the MLP's where the layer has
+    /// experts.
+    pub(crate) fn places(config: &ModelConfig, layer: usize) -> Vec<Place> {
+        let mut places: Vec<Place> = Vec::new();
+        for module in Self::ALL.into_iter().filter(|module| module.is_in(config, layer)) {
+            let place = module.place(config);
+            if place.first == 0 {
+                places.push(place);
+            }
+        }
+        places
+    }
+
+    /// Whether a layer has it.
+    pub(crate) fn is_in(self, config: &ModelConfig, layer: usize) -> bool {
+        let is_dense = config.experts.as_ref().is_none_or(|experts| !experts.layers[layer]);
+        is_dense || !matches!(self, Self::Gate | Self::Up | Self::Down)
+    }
+}
