@@ -1,8 +1,8 @@
 // Drawing a token: weights, and the cuts by top-k and top-p. One block of 1024 threads.
 //
-// What it costs is passes over the row, of which each is instructions of one multiprocessor: see the
-// README. With top-p there are two, or three where the drawn token is not among the 2048 or so most
-// likely: one weighs the bins of select.cuh, whose sums serve the cut and the draw.
+// What it costs is passes over the row, of which each is instructions of one multiprocessor (see the
+// README). Top-p takes two: one adds up the weights in the bins of select.cuh, for the cut and for the
+// draw; one makes a list of all tokens that are kept. Where those are too many there are two short lists.
 #pragma once
 #include "select.cuh"
 
@@ -15,23 +15,16 @@ struct Weights {
     float max;
     double log2_per_unit; // log2(e) / temperature
     float least;          // tokens with less weight have none: min-p, or a unit
-    // Distances from the largest logit: up to `near` a token has weight, beyond `far` none. Between
-    // them, and where f32 is too narrow for the bounds, it has to be computed.
-    float near;
-    float far;
+    float far;            // no token that is farther from the largest logit has weight
 
     __device__ __forceinline__ Weights(float max, float temperature, float min_p)
         : max(max),
           log2_per_unit(1.4426950408889634 / static_cast<double>(temperature)),
           least(fmaxf(min_p, 1.0f / (1ull << WEIGHT_BITS))) {
-        // Powers of 2 from the largest weight down to the least. 1/1000 more or less is a thousand
-        // times what f32 and `exp2_fast` may be off.
-        const float bits = -log2f(least);
-        const float unit = 0.693147181f * temperature;
-        near = (bits - 0.001f) * unit;
-        far = (bits + 0.001f) * unit;
-        near = near > 1e-30f ? fminf(near, 1e30f) : -1.0f;
-        far = fmaxf(far, 1e-30f);
+        // Powers of 2 from the largest weight down to the least; 1/1000 more is a thousand times what f32
+        // and `exp2_fast` may be off.
+        const float bits = 0.001f - log2f(least);
+        far = fmaxf(bits * 0.693147181f * temperature, 1e-30f);
     }
 
     __device__ __forceinline__ u64 of(float logit) const {
@@ -57,10 +50,9 @@ struct Weights {
                static_cast<uint32_t>(__fmul_rn(lower, 4294967296.0f));
     }
 
-    // Whether it has any.
-    __device__ __forceinline__ bool any(float logit) const {
-        const float distance = __fsub_rn(max, logit);
-        return distance <= near || (distance <= far && of(logit) != 0);
+    // Whether it may have any: so may a few tokens that have none, behind all that have some.
+    __device__ __forceinline__ bool may_be(float logit) const {
+        return __fsub_rn(max, logit) <= far;
     }
 };
 
@@ -155,10 +147,9 @@ __device__ __forceinline__ uint32_t draw_by_id(const Tokens& row, const Weights&
 
 // How many tokens make up bins up to `last`, in 256ths: by what the lightest of a bin may weigh, so a
 // little too many.
-__device__ __forceinline__ u64 tokens_up_to(uint32_t last, const Pair& pair, float bits_per_bin,
-                                            SelectScratch& s) {
+__device__ __forceinline__ u64 tokens_up_to(uint32_t last, const Pair& pair, SelectScratch& s) {
     const auto tokens = [&](uint32_t bin, u64 sum) {
-        const float bits = fminf(static_cast<float>(bin + 1) * bits_per_bin, WEIGHT_BITS);
+        const float bits = fminf(static_cast<float>(bin + 1) * s.bits_per_bin, WEIGHT_BITS);
         const float many = static_cast<float>(sum) * exp2_fast(bits - WEIGHT_BITS);
         return bin <= last ? static_cast<u64>(256.0f * fminf(many, 2.0f * LIST_MAX)) : 0;
     };
@@ -172,26 +163,23 @@ __device__ __forceinline__ u64 tokens_up_to(uint32_t last, const Pair& pair, flo
 __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Tokens& row,
                                          const RowSummary& summary, SelectScratch& s) {
     const Weights weights(logit_of(summary.best), p.temperature, p.min_p);
-    const u64 bits = random_bits(p.seed, p.choice, p.position);
     const bool cuts_rank = p.top_k > 0 && p.top_k < row.count;
     const bool cuts_share = p.top_p < 1.0f;
     if (!cuts_rank && !cuts_share) {
-        return draw_by_id(row, weights, bits, id_of(summary.best), s);
+        const u64 random = random_bits(p.seed, p.choice, p.position);
+        return draw_by_id(row, weights, random, id_of(summary.best), s);
     }
     const Scale scale(summary, weights.far);
     Best best = {0, 0};
     if (cuts_rank) {
         best = best_tokens(
-            row, scale, [&](float x, uint32_t) { return weights.any(x); }, p.top_k, s);
+            row, scale, [&](float x, uint32_t) { return weights.may_be(x); }, p.top_k, s);
     }
     const auto weigh = [&](float x, uint32_t) { return weights.of(x); };
     const auto measure = [&](float x, uint32_t id) {
         return best.last == 0 || order_key(x, id) >= best.last ? weights.of(x) : 0;
     };
-    // The list has the tokens that running sums above `begin`, and up to `end`, lead to.
     uint32_t listed = best.listed;
-    u64 begin = 0;
-    u64 end = 0;
     const auto weigh_list = [&](u64* total) {
         const uint32_t i = 2 * threadIdx.x;
         return pair_of(i < listed ? weights.of(logit_of(s.keys[i])) : 0,
@@ -200,7 +188,6 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
     u64 total;
     if (listed > 0) {
         weigh_list(&total);
-        end = total;
     } else if (best.last == 0) {
         fill_bins(row, scale, weigh, s, &total);
     } else {
@@ -209,7 +196,14 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
     if (total == 0) {
         return id_of(summary.best);
     }
-    const auto drawn = [&](u64 kept) { return __umul64hi(bits << 11, kept) + 1; };
+    if (threadIdx.x == 0) {
+        s.random = random_bits(p.seed, p.choice, p.position);
+        s.bits_per_bin = static_cast<float>(weights.log2_per_unit) / scale.per_unit;
+        s.begin = 0;
+        s.end = listed > 0 ? total : 0;
+    }
+    __syncthreads();
+    const auto drawn = [&](u64 kept) { return __umul64hi(s.random << 11, kept) + 1; };
     u64 wanted = drawn(total);
     if (cuts_share) {
         const double share = ceil(static_cast<double>(total) * static_cast<double>(p.top_p));
@@ -217,15 +211,14 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
         wanted = wanted < total ? wanted : total;
     }
     // First the last token of top-p, then the one drawn among those up to it.
+    bool draws = !cuts_share;
 #pragma unroll 1
-    for (bool draws = !cuts_share;; draws = true) {
-        if (wanted <= begin || wanted > end) {
+    for (;; draws = true) {
+        if (wanted <= s.begin || wanted > s.end) {
             const Pair bins = pair_of_bins(s, &total);
             const Place bin = reach(bins, wanted, s);
             // With all tokens up to it in the list, the one drawn is there as well.
-            const float bits_per_bin = static_cast<float>(weights.log2_per_unit) / scale.per_unit;
-            const bool all =
-                !draws && tokens_up_to(bin.index, bins, bits_per_bin, s) <= 256 * LIST_MAX;
+            const bool all = !draws && tokens_up_to(bin.index, bins, s) <= 256 * LIST_MAX;
             uint32_t first = all ? 0 : bin.index;
 #pragma unroll 1
             for (;; first = bin.index) {
@@ -235,18 +228,25 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
                     break;
                 }
             }
-            begin = first == 0 ? 0 : bin.before;
-            end = listed > LIST_MAX ? begin : bin.before + bin.own;
+            if (listed > LIST_MAX) {
+                break;
+            }
+            if (threadIdx.x == 0) {
+                s.begin = first == 0 ? 0 : bin.before;
+                s.end = bin.before + bin.own;
+            }
         }
-        Reached reached;
-        if (begin < end) {
-            Pair pair = weigh_list(&total);
-            pair.before += begin;
-            const Place place = reach(pair, wanted, s);
-            reached = {s.keys[place.index], place.before + place.own};
-        } else {
-            reached = reach_by_digits(row, measure, wanted, s);
+        Pair pair = weigh_list(&total);
+        pair.before += s.begin;
+        const Place place = reach(pair, wanted, s);
+        if (draws) {
+            return id_of(s.keys[place.index]);
         }
+        wanted = drawn(place.before + place.own);
+    }
+#pragma unroll 1
+    for (;; draws = true) {
+        const Reached reached = reach_by_digits(row, measure, wanted, s);
         if (draws) {
             return id_of(reached.key);
         }

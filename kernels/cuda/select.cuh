@@ -183,10 +183,16 @@ struct SelectScratch {
         Sums digits;
     };
     uint32_t length; // of the list, or what it would be
+    // What is drawn from the row; by how many powers of 2 weights fall from one bin to the next; the
+    // list has the tokens that running sums above `begin`, and up to `end`, lead to. Here and below:
+    // not in registers, of which there are too few.
+    u64 random;
+    float bits_per_bin;
+    u64 begin;
+    u64 end;
     Place place;
     uint32_t found; // an id
-    // The row as it was given, and as it is after masks and edits: not kept in registers, of which
-    // there are too few.
+    // The row as it was given, and as it is after masks and edits.
     RowSummary given;
     RowSummary edited;
     u64 warp_total[32];
@@ -359,7 +365,6 @@ __device__ __forceinline__ Reached reach_by_digits(const Tokens& tokens, const M
                                                    u64 wanted, SelectScratch& s) {
     u64 prefix = 0;
     u64 rest = wanted;
-    u64 own = 0;
     uint32_t shift = 64;
 #pragma unroll 1
     for (uint32_t level = 0; level < 6; level++) {
@@ -384,10 +389,9 @@ __device__ __forceinline__ Reached reach_by_digits(const Tokens& tokens, const M
         const Place place = reach(pair, rest, s);
         prefix = prefix << width | (SELECT_BINS - 1 - place.index);
         rest -= place.before;
-        own = place.own;
         shift = low;
     }
-    return {prefix, wanted - rest + own};
+    return {prefix, wanted - rest + s.place.own};
 }
 
 // The best `wanted` tokens of those that `measure` counts: a sorted list, which has them first, or
