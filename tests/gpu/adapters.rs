@@ -31,7 +31,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Adapters> {
 impl Case for Adapters {
     fn name(&self) -> String {
         let Self { rows, hidden, inner, rank, adapters } = self;
-        format!("{adapters} adapters of rank {rank}, gate and up {rows} x {hidden} -> {inner}")
+        format!("adapters: {adapters}, rank {rank}, gate_up {rows} x {hidden} -> {inner}")
     }
 
     fn tolerance(&self) -> (f32, f32) {

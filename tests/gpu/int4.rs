@@ -6,7 +6,7 @@ use kernels::weights::{Groups, Packed, Packing, int4_groups};
 
 use crate::operations::{Case, ROUNDING, Random, SUM, Writable, bytes, input, poisoned};
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 enum Product {
     Linear,
     GateUp,
@@ -51,8 +51,13 @@ pub(crate) fn cases(quick: bool) -> Vec<Int4> {
 
 impl Case for Int4 {
     fn name(&self) -> String {
-        let Self { product, rows, n, k, first, group } = self;
-        format!("{product:?} {rows} x {k} -> {n}, 4 bits, groups of {group} from {first}")
+        let Self { product, rows, n, k, first, group } = *self;
+        let (what, n) = match product {
+            Product::Linear => ("linear", n),
+            Product::GateUp => ("gate_up_silu", n / 2),
+            Product::Head => ("lm_head", n),
+        };
+        format!("{what} {rows} x {k} -> {n}, 4 bits by {group}, from {first}")
     }
 
     fn tolerance(&self) -> (f32, f32) {
