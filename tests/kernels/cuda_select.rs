@@ -201,3 +201,17 @@ fn all_that_top_p_keeps_can_be_drawn_and_nothing_else() {
         assert!(seen[kept..].iter().all(|&count| count == 0), "{top_p}: {seen:?}");
     }
 }
+
+/// As many tokens as models have, where bins hold hundreds and shares of the weight tens of thousands.
+#[test]
+fn a_whole_vocabulary_is_cut_exactly() {
+    let mut random = Random(83);
+    let logits: Vec<f32> =
+        (0..151_936).map(|_| (0..12).map(|_| random.f32()).sum::<f32>() * 1.2).collect();
+    let row = |top_k, top_p, seed| {
+        let row = Row::of(SampleParams { top_k, top_p, seed, logprobs: Some(8), ..params() });
+        (logits.clone(), row)
+    };
+    let rows = [row(0, 0.95, 1), row(0, 0.02, 2), row(50, 0.9, 3), row(5000, 0.9, 4)];
+    check("a vocabulary", logits.len(), &rows);
+}
