@@ -1,27 +1,34 @@
-// Finding a token by rank or by cumulated weight, without sorting. One block of 1024 threads.
+// Finding a token by rank or by cumulated weight, without sorting a row. One block of 1024 threads.
 //
-// Tokens are ordered by logit, larger first, ties by lower id. `order_key` maps that to one u64
-// whose larger values come first, so any cut ("the k best", "the best until p of the weight") is a
-// threshold on it, found digit by digit from the top: a histogram over one digit, the digit in
-// which the wanted token falls, the next digit among the tokens that share those before.
+// Tokens are ordered by logit, larger first, ties by lower id. `order_key` maps that to one u64 whose
+// larger values come first. A pass over the row counts, or weighs, its tokens in bins of equal
+// distance to the largest logit: a bin's tokens come before all of the next. So the bins' sums say in
+// which of them the wanted token is. A second pass collects that bin's tokens in a list (and those
+// before, where there are few), which is sorted. Where a bin has more tokens than the list has places
+// (a row of equal logits), the key is found digit by digit instead: six passes.
 //
-// Weights are whole multiples of 2^-40 of the largest token's, so sums are exact: independent of
-// the order of threads, and equal however they are divided. 2^20 tokens of weight 2^40 fit 64 bits.
+// Bins are linear because logits are: the float's upper bits, as the first digit has them, put a
+// whole vocabulary into a dozen bins, and adding to one address is done one lane after the other.
+//
+// Weights are whole numbers (see draw.cuh), so sums are exact: independent of the order of threads,
+// and equal however they are divided. 2^20 tokens of weight 2^40 fit 64 bits.
 #pragma once
 #include "device.cuh"
 
 namespace tutti {
 
 constexpr uint32_t SELECT_THREADS = 1024;
-constexpr uint32_t SELECT_BINS = 2048;
-constexpr int WEIGHT_BITS = 40;
+// Two for each thread.
+constexpr uint32_t SELECT_BINS = 2 * SELECT_THREADS;
+constexpr uint32_t LIST_MAX = 2 * SELECT_THREADS;
 
 typedef unsigned long long u64;
 
 // As f32's total order: -infinity, .., -0, +0, .., +infinity.
 __device__ __forceinline__ uint32_t float_key(float x) {
     const uint32_t bits = __float_as_uint(x);
-    return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+    // All bits turn where the first is set, else the first.
+    return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
 __device__ __forceinline__ u64 order_key(float x, uint32_t id) {
@@ -32,16 +39,20 @@ __device__ __forceinline__ uint32_t id_of(u64 key) {
     return 0xffffffffu - static_cast<uint32_t>(key);
 }
 
-// Tokens that may be chosen: those of a row, or of a list in shared memory.
+__device__ __forceinline__ float logit_of(u64 key) {
+    const uint32_t bits = static_cast<uint32_t>(key >> 32);
+    return __uint_as_float((bits & 0x80000000u) != 0 ? bits & 0x7fffffffu : ~bits);
+}
+
+// The tokens of a row.
 struct Tokens {
     const float* logits;
-    const uint32_t* ids; // null: the index is the id
     uint32_t count;
     bool wide; // logits begin at a multiple of 16 bytes
-    const uint32_t* mask; // of a row: a bit for each token, 1 where it may be chosen; null: all may
+    const uint32_t* mask; // a bit for each token, 1 where it may be chosen; null: all may
 
     // The logits of the 4 tokens from `first` on, a multiple of 4; -infinity where there is none or
-    // it may not be chosen. Of a row.
+    // it may not be chosen.
     __device__ __forceinline__ float4 four(uint32_t first) const {
         float4 x = loaded(first);
         if (mask != nullptr && first < count) {
@@ -64,28 +75,23 @@ struct Tokens {
                            first + 3 < count ? logits[first + 3] : -INFINITY);
     }
 
-    // Calls `look(logit, id)` once for every token. Which thread does it depends on `count` alone.
+    // Calls `look(logit, id)` once for every token, and for some ids behind the last, whose logit is
+    // -infinity. A thread's ids grow.
     template <class Look>
     __device__ __forceinline__ void each(const Look& look) const {
-        if (ids != nullptr) {
-            for (uint32_t i = threadIdx.x; i < count; i += SELECT_THREADS) {
-                look(logits[i], ids[i]);
-            }
-            return;
-        }
         constexpr uint32_t STEP = SELECT_THREADS * 4;
-        for (uint32_t first = threadIdx.x * 4; first < count; first += 2 * STEP) {
-            // Both loads are on their way before either is looked at.
-            const float4 both[2] = {four(first), four(first + STEP)};
-#pragma unroll
-            for (uint32_t half = 0; half < 2; half++) {
-                const uint32_t id = first + half * STEP;
-                const float4 x = both[half];
-                if (id < count) look(x.x, id);
-                if (id + 1 < count) look(x.y, id + 1);
-                if (id + 2 < count) look(x.z, id + 2);
-                if (id + 3 < count) look(x.w, id + 3);
-            }
+        uint32_t id = threadIdx.x * 4;
+        float4 x = four(id);
+#pragma unroll 1
+        while (id < count) {
+            // On its way while this is looked at.
+            const float4 next = four(id + STEP);
+            look(x.x, id);
+            look(x.y, id + 1);
+            look(x.z, id + 2);
+            look(x.w, id + 3);
+            x = next;
+            id += STEP;
         }
     }
 };
@@ -94,51 +100,106 @@ struct Tokens {
 __device__ __forceinline__ Tokens row_of_tokens(const float* logits, uint32_t vocab,
                                                 uint32_t stride,
                                                 const uint32_t* mask = nullptr) {
-    return {logits, nullptr, vocab, stride % 4 == 0, mask};
+    return {logits, vocab, stride % 4 == 0, mask};
 }
 
-// e^((logit - max) / temperature), as a whole number of 2^-WEIGHT_BITS, for tokens that are kept.
-struct Weights {
-    float max;
-    double log2_per_unit; // log2(e) / temperature
-    float min_p;          // tokens with less weight have none
-    u64 floor;            // tokens before this order key have none
+// What a pass over a row says first of all.
+struct RowSummary {
+    u64 best;     // the largest order key
+    float lowest; // the smallest logit above -infinity
+    bool sound;   // no NaN, no +infinity, and something above -infinity
+};
 
-    __device__ __forceinline__ u64 of(float logit, u64 key) const {
-        if (key < floor) {
-            return 0;
-        }
-        // f64 where a small temperature makes large exponents, f32 for the power itself.
-        const double exponent = (static_cast<double>(logit) - static_cast<double>(max)) *
-                                log2_per_unit;
-        if (!(exponent > -64.0)) {
-            return 0;
-        }
-        const double whole = rint(exponent);
-        const float part = exp2_fast(static_cast<float>(exponent - whole));
-        const int n = static_cast<int>(whole);
-        const float weight = part * __uint_as_float(static_cast<uint32_t>(127 + n) << 23);
-        if (weight < min_p) {
-            return 0;
-        }
-        return static_cast<u64>(weight * static_cast<float>(1ull << WEIGHT_BITS));
+// Distances from a row's largest logit, in bins of equal width; what is too far is in the last. The
+// distance, and so the bin, never falls as the logit falls: both operations round, and are rounded
+// alike in every pass.
+struct Scale {
+    float max;
+    float per_unit;
+
+    // Covers distances up to `far` at least, or all of the row.
+    __device__ __forceinline__ Scale(const RowSummary& row, float far) : max(logit_of(row.best)) {
+        const float range = fminf(__fsub_rn(max, row.lowest), far);
+        // Never 0, infinity or NaN, of which `place` would make NaN.
+        per_unit = fminf(fmaxf(__fdiv_rn(SELECT_BINS - 1.0f, range), 1e-30f), 1e30f);
+    }
+
+    // Its whole part is the bin.
+    __device__ __forceinline__ float place(float logit) const {
+        return fminf(__fmul_rn(__fsub_rn(max, logit), per_unit), SELECT_BINS - 1.0f);
+    }
+
+    __device__ __forceinline__ uint32_t bin(float logit) const {
+        // Added to 2^23, and rounded down, it is the sum's lower bits.
+        return __float_as_uint(__fadd_rd(place(logit), 8388608.0f)) % SELECT_BINS;
     }
 };
 
-// What all threads of the block share; `name` in their shared memory.
+// Sums of 64 bits, by 32-bit additions alone: shared memory has those, and not the others.
+struct Sums {
+    uint32_t low[SELECT_BINS];
+    uint32_t high[SELECT_BINS];
+
+    __device__ __forceinline__ void clear() {
+        for (uint32_t i = threadIdx.x; i < SELECT_BINS; i += SELECT_THREADS) {
+            low[i] = 0;
+            high[i] = 0;
+        }
+    }
+
+    // A weight. Few are 2^32 or more, and the lower word overflows once in 2^32.
+    __device__ __forceinline__ void add(uint32_t at, u64 x) {
+        const uint32_t own = static_cast<uint32_t>(x);
+        const uint32_t old = atomicAdd(&low[at], own);
+        const uint32_t upper = static_cast<uint32_t>(x >> 32) + (old + own < own ? 1 : 0);
+        if (upper != 0) {
+            atomicAdd(&high[at], upper);
+        }
+    }
+
+    // A count.
+    __device__ __forceinline__ void add(uint32_t at, bool one) {
+        atomicAdd(&low[at], one ? 1u : 0u);
+    }
+
+    __device__ __forceinline__ u64 at(uint32_t i) const {
+        return static_cast<u64>(high[i]) << 32 | low[i];
+    }
+};
+
+// Where a running sum reaches what is wanted.
+struct Place {
+    uint32_t index;
+    u64 before; // the sum in front of it
+    u64 own;
+};
+
+// What all threads of the block share.
 struct SelectScratch {
-    u64 weight[SELECT_BINS];
-    uint32_t count[SELECT_BINS];
+    Sums bins;
+    // Order keys; or the sums of one digit's values, when no list is wanted.
+    union {
+        u64 keys[LIST_MAX];
+        Sums digits;
+    };
+    uint32_t length; // of the list, or what it would be
+    // What is drawn from the row; by how many powers of 2 weights fall from one bin to the next; the
+    // list has the tokens that running sums above `begin`, and up to `end`, lead to. Here and below:
+    // not in registers, of which there are too few.
+    u64 random;
+    float bits_per_bin;
+    u64 begin;
+    u64 end;
+    Place place;
+    uint32_t found; // an id
+    // The row as it was given, and as it is after masks and edits.
+    RowSummary given;
+    RowSummary edited;
     u64 warp_total[32];
-    u64 total;
-    u64 before;   // weight of all tokens in front of the chosen digit
-    uint32_t digit;
-    uint32_t digit_count;
-    u64 found;
-    uint32_t length;
     double warp_sum[32];
     u64 warp_best[32];
-    uint32_t warp_flags[32];
+    uint32_t warp_lowest[32];
+    uint32_t warp_bad[32];
 };
 
 // The inclusive sum over lanes up to this one.
@@ -168,76 +229,198 @@ __device__ __forceinline__ u64 block_sum_before(u64 x, SelectScratch& s, u64* to
     return (warp > 0 ? up_to_warp : 0) + running - x;
 }
 
-// The order key of the first token whose cumulated measure, the best token first, reaches
-// `target(total)`, where `measure(logit, key)` is a weight or 1 and `total` its sum. 0 when the
-// target is more than the total. `target` is at least 1.
-template <class Measure, class Target>
-__device__ __forceinline__ u64 select_token(const Tokens tokens, const Measure measure,
-                                         const Target target, SelectScratch& s) {
-    u64 wanted = 0;
+// Two sums of a thread, of places 2i and 2i + 1, and what is in front of them.
+struct Pair {
+    u64 first;
+    u64 second;
+    u64 before;
+};
+
+__device__ __forceinline__ Pair pair_of(u64 first, u64 second, SelectScratch& s, u64* total) {
+    return {first, second, block_sum_before(first + second, s, total)};
+}
+
+// Where the running sum over all pairs reaches `wanted`, which is at least 1 and at most all.
+__device__ __forceinline__ Place reach(const Pair& pair, u64 wanted, SelectScratch& s) {
+    if (pair.before < wanted && wanted <= pair.before + pair.first + pair.second) {
+        const bool in_first = wanted <= pair.before + pair.first;
+        s.place = {2 * threadIdx.x + (in_first ? 0 : 1),
+                   in_first ? pair.before : pair.before + pair.first,
+                   in_first ? pair.first : pair.second};
+    }
+    __syncthreads();
+    const Place place = s.place;
+    __syncthreads();
+    return place;
+}
+
+// Sorts the list's first `padded` keys, a power of two: the largest first.
+__device__ __forceinline__ void sort_list(uint32_t padded, SelectScratch& s) {
+#pragma unroll 1
+    for (uint32_t size = 2; size <= padded; size *= 2) {
+#pragma unroll 1
+        for (uint32_t stride = size / 2; stride > 0; stride /= 2) {
+            if (threadIdx.x < padded / 2) {
+                const uint32_t i = 2 * threadIdx.x - (threadIdx.x & (stride - 1));
+                const u64 a = s.keys[i];
+                const u64 b = s.keys[i + stride];
+                const bool falls = (i & size) == 0;
+                if ((a < b) == falls) {
+                    s.keys[i] = b;
+                    s.keys[i + stride] = a;
+                }
+            }
+            // Up to this stride a warp's pairs are of 64 keys that no other warp's are of.
+            const uint32_t next = stride > 1 ? stride / 2 : size;
+            if (stride > 32 || next > 32) {
+                __syncthreads();
+            } else {
+                __syncwarp();
+            }
+        }
+    }
+    __syncthreads();
+}
+
+// Makes a sorted list of the tokens that `wanted(logit, id)` names. Returns how many they are: more
+// than LIST_MAX when there is no list.
+template <class Wanted>
+__device__ __forceinline__ uint32_t list_tokens(const Tokens& tokens, const Wanted& wanted,
+                                                SelectScratch& s) {
+    if (threadIdx.x == 0) {
+        s.length = 0;
+    }
+    __syncthreads();
+    tokens.each([&](float x, uint32_t id) {
+        if (wanted(x, id)) {
+            const uint32_t at = atomicAdd(&s.length, 1u);
+            if (at < LIST_MAX) {
+                s.keys[at] = order_key(x, id);
+            }
+        }
+    });
+    __syncthreads();
+    const uint32_t length = s.length;
+    uint32_t padded = 1;
+    while (padded < length && padded < LIST_MAX) {
+        padded *= 2;
+    }
+    // No key is 0: they stay behind the others.
+    for (uint32_t i = length + threadIdx.x; i < padded; i += SELECT_THREADS) {
+        s.keys[i] = 0;
+    }
+    __syncthreads();
+    if (length <= LIST_MAX) {
+        sort_list(padded, s);
+    }
+    return length;
+}
+
+// The same of the tokens in bins `first` to `last` whose measure is not 0.
+template <class Measure>
+__device__ __forceinline__ uint32_t list_bins(const Tokens& tokens, const Scale& scale,
+                                              const Measure& measure, uint32_t first,
+                                              uint32_t last, SelectScratch& s) {
+    const float begin = static_cast<float>(first);
+    const float end = static_cast<float>(last + 1);
+    return list_tokens(
+        tokens,
+        [&](float x, uint32_t id) {
+            const float place = scale.place(x);
+            return begin <= place && place < end && measure(x, id) != 0;
+        },
+        s);
+}
+
+__device__ __forceinline__ Pair pair_of_bins(SelectScratch& s, u64* total) {
+    return pair_of(s.bins.at(2 * threadIdx.x), s.bins.at(2 * threadIdx.x + 1), s, total);
+}
+
+// Fills the bins by what `measure(logit, id)` says of tokens: a weight, or whether to count it.
+template <class Measure>
+__device__ __forceinline__ Pair fill_bins(const Tokens& tokens, const Scale& scale,
+                                          const Measure& measure, SelectScratch& s, u64* total) {
+    s.bins.clear();
+    __syncthreads();
+    tokens.each([&](float x, uint32_t id) {
+        const auto m = measure(x, id);
+        if (m != 0) {
+            s.bins.add(scale.bin(x), m);
+        }
+    });
+    __syncthreads();
+    return pair_of_bins(s, total);
+}
+
+// A token, and the sum up to it and with it.
+struct Reached {
+    u64 key;
+    u64 through;
+};
+
+// The token at which the running sum of `measure`, the best token first, reaches `wanted`, which is
+// at least 1 and at most all. Leaves the bins as they are, but no list.
+template <class Measure>
+__device__ __forceinline__ Reached reach_by_digits(const Tokens& tokens, const Measure& measure,
+                                                   u64 wanted, SelectScratch& s) {
     u64 prefix = 0;
+    u64 rest = wanted;
     uint32_t shift = 64;
 #pragma unroll 1
     for (uint32_t level = 0; level < 6; level++) {
         const uint32_t width = level % 3 == 2 ? 10 : 11;
-        for (uint32_t i = threadIdx.x; i < SELECT_BINS; i += SELECT_THREADS) {
-            s.weight[i] = 0;
-            s.count[i] = 0;
-        }
-        __syncthreads();
         const uint32_t low = shift - width;
-        tokens.each([&](float logit, uint32_t id) {
-            const u64 key = order_key(logit, id);
+        s.digits.clear();
+        __syncthreads();
+        tokens.each([&](float x, uint32_t id) {
+            const u64 key = order_key(x, id);
             if (level == 0 || key >> shift == prefix) {
-                const u64 m = measure(logit, key);
+                const auto m = measure(x, id);
                 if (m != 0) {
-                    const uint32_t bin = static_cast<uint32_t>(key >> low) & ((1u << width) - 1);
-                    atomicAdd(&s.weight[bin], m);
-                    atomicAdd(&s.count[bin], 1u);
+                    s.digits.add(static_cast<uint32_t>(key >> low) & ((1u << width) - 1), m);
                 }
             }
         });
         __syncthreads();
-        // Thread i has the bins 2047 - 2i and 2046 - 2i: the largest first.
-        const uint32_t first_bin = SELECT_BINS - 1 - 2 * threadIdx.x;
-        const u64 first = s.weight[first_bin];
-        const u64 second = s.weight[first_bin - 1];
+        // The largest digit first.
+        const uint32_t first = SELECT_BINS - 1 - 2 * threadIdx.x;
         u64 total;
-        const u64 before = block_sum_before(first + second, s, &total);
-        if (level == 0) {
-            wanted = target(total);
-            if (wanted > total) {
-                __syncthreads();
-                return 0;
-            }
-        }
-        if (before < wanted && wanted <= before + first + second) {
-            const bool in_first = wanted <= before + first;
-            s.digit = in_first ? first_bin : first_bin - 1;
-            s.digit_count = s.count[s.digit];
-            s.before = in_first ? before : before + first;
-        }
-        __syncthreads();
-        prefix = prefix << width | s.digit;
-        wanted -= s.before;
+        const Pair pair = pair_of(s.digits.at(first), s.digits.at(first - 1), s, &total);
+        const Place place = reach(pair, rest, s);
+        prefix = prefix << width | (SELECT_BINS - 1 - place.index);
+        rest -= place.before;
         shift = low;
-        const uint32_t left = s.digit_count;
-        __syncthreads();
-        if (left == 1 || shift == 0) {
-            break;
-        }
     }
-    // One token has this prefix.
-    tokens.each([&](float logit, uint32_t id) {
-        const u64 key = order_key(logit, id);
-        if (key >> shift == prefix && measure(logit, key) != 0) {
-            s.found = key;
-        }
-    });
-    __syncthreads();
-    const u64 found = s.found;
-    __syncthreads();
-    return found;
+    return {prefix, wanted - rest + s.place.own};
+}
+
+// The best `wanted` tokens of those that `measure` counts: a sorted list, which has them first, or
+// where that may be too long (`listed` is 0) the last of them.
+struct Best {
+    uint32_t listed;
+    u64 last;
+};
+
+template <class Measure>
+__device__ __forceinline__ Best best_tokens(const Tokens& tokens, const Scale& scale,
+                                            const Measure& measure, uint32_t wanted,
+                                            SelectScratch& s) {
+    u64 total;
+    const Pair pair = fill_bins(tokens, scale, measure, s, &total);
+    const u64 count = wanted < total ? wanted : total;
+    if (count == 0) {
+        return {0, 0};
+    }
+    const Place bin = reach(pair, count, s);
+    const bool all = bin.before + bin.own <= LIST_MAX;
+    if (!all && bin.own > LIST_MAX) {
+        return {0, reach_by_digits(tokens, measure, count, s).key};
+    }
+    list_bins(tokens, scale, measure, all ? 0 : bin.index, bin.index, s);
+    if (all) {
+        return {static_cast<uint32_t>(count), 0};
+    }
+    return {0, s.keys[count - bin.before - 1]};
 }
 
 }  // namespace tutti

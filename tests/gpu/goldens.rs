@@ -24,7 +24,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 16] = [
+pub(crate) const VARIANTS: [&str; 19] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -41,6 +41,9 @@ pub(crate) const VARIANTS: [&str; 16] = [
     "mixtral",
     "qwen3-moe",
     "qwen3-moe-stacked",
+    "llama-gptq",
+    "llama-w4a16",
+    "qwen3-awq",
 ];
 
 fn engine(

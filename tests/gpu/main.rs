@@ -19,9 +19,11 @@
 //! complete; `--only PART` runs the parts whose names contain this.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
+mod adapters;
 mod experts;
 mod goldens;
 mod head;
+mod int4;
 mod mixed;
 mod operations;
 mod ranks;

@@ -12,13 +12,13 @@ use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError, ReferenceBackend};
 use shared::protocol::Quantization;
 
-use crate::experts;
 use crate::{Options, Step, Table};
+use crate::{adapters, experts, int4};
 
 /// Relative error of one rounding to bf16, and some.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
 /// Relative error of a sum in another order.
-const SUM: f32 = 1e-4;
+pub(crate) const SUM: f32 = 1e-4;
 
 /// Backends whose buffers can be written.
 pub(crate) trait Writable: Backend {
@@ -52,7 +52,7 @@ impl Writable for ReferenceBackend {
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -575,7 +575,13 @@ impl<'a> Cases<'a> {
             let quantization = Quantization::None;
             self.add(Linear { rows, k: 64, n: 40, first, has_bias: false, quantization });
         }
+        for case in int4::cases(quick) {
+            self.add(case);
+        }
         for case in experts::cases(quick) {
+            self.add(case);
+        }
+        for case in adapters::cases(quick) {
             self.add(case);
         }
         self.add(Head { rows: vec![199, 0, 7] });

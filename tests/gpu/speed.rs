@@ -334,6 +334,7 @@ impl Driver<'_> {
         batch: u32,
         (tokens, blocks): (u32, u32),
         together: u32,
+        sampling: &SamplingParams,
     ) -> Result<Vec<SeqId>, String> {
         let first = self.next_seq;
         self.next_seq += u64::from(batch);
@@ -348,7 +349,7 @@ impl Driver<'_> {
                     tokens: ids,
                     num_prompt: tokens,
                     adapter: 0,
-                    sampling: SamplingParams::greedy(),
+                    sampling: sampling.clone(),
                 });
                 let own = slot * blocks..(slot + 1) * blocks;
                 plan.sequences.push(SequenceStep {
@@ -381,6 +382,26 @@ impl Driver<'_> {
                 .map_err(|error| error.to_string())?;
         }
         Ok(())
+    }
+
+    /// What a decode step of `batch` sequences takes.
+    fn step_seconds(
+        &mut self,
+        batch: u32,
+        sizes: &Sizes,
+        together: u32,
+        sampling: &SamplingParams,
+    ) -> Result<f64, String> {
+        let blocks = (sizes.context, sizes.decoded());
+        let seqs = self.prefill(batch, blocks, together, sampling)?;
+        // Warm, captured, and one replay.
+        let (first, warm) = (sizes.context, sizes.context + 3);
+        self.decode(&seqs, first..warm)?;
+        let began = Instant::now();
+        self.decode(&seqs, warm..first + sizes.steps)?;
+        let step = began.elapsed().as_secs_f64() / f64::from(sizes.steps - 3);
+        self.forget(seqs)?;
+        Ok(step)
     }
 
     /// Steps of one sequence with drafts, which stand for what nobody knows: what such a step costs,
@@ -449,15 +470,11 @@ fn cases(
     let vocab = u32::try_from(shape.vocab).unwrap_or(u32::MAX);
     let mut driver = Driver { engine, vocab, step: 0, next_seq: 1 };
     let together = (sizes.prefill / sizes.context).max(1);
+    let greedy = SamplingParams::greedy();
+    // Logits of random weights are a bell without a peak: as many tokens as there can be are drawn from.
+    let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
-        let seqs = driver.prefill(batch, (sizes.context, sizes.decoded()), together)?;
-        // Warm, captured, and one replay.
-        let (first, warm) = (sizes.context, sizes.context + 3);
-        driver.decode(&seqs, first..warm)?;
-        let began = Instant::now();
-        driver.decode(&seqs, warm..first + sizes.steps)?;
-        let step = began.elapsed().as_secs_f64() / f64::from(sizes.steps - 3);
-        driver.forget(seqs)?;
+        let step = driver.step_seconds(batch, sizes, together, &greedy)?;
         let cached = u64::from(batch) * u64::from(sizes.context + sizes.steps / 2) * token;
         let rate = (shape.read_bytes(weights, batch) + cached) as f64 / step;
         table.add(
@@ -470,6 +487,15 @@ fn cases(
                 100.0 * rate / bandwidth
             )),
         );
+        let sampled = driver.step_seconds(batch, sizes, together, &nucleus)?;
+        table.add(
+            format!("{} decode, batch {batch}, top_p {}", shape.name, nucleus.top_p),
+            Ok(format!(
+                "step {:.3} ms, {:.0} us more than greedy",
+                sampled * 1e3,
+                (sampled - step) * 1e6
+            )),
+        );
     }
     drafted(shape, &mut driver, sizes, table)?;
     mixed::cases(shape.name, &mut driver, sizes, table)?;
@@ -477,7 +503,8 @@ fn cases(
     let mut took = 0.0;
     for _ in 0..2 {
         let began = Instant::now();
-        let seqs = driver.prefill(1, (sizes.prefill, sizes.prefill.div_ceil(BLOCK_SIZE)), 1)?;
+        let blocks = sizes.prefill.div_ceil(BLOCK_SIZE);
+        let seqs = driver.prefill(1, (sizes.prefill, blocks), 1, &greedy)?;
         took = began.elapsed().as_secs_f64();
         driver.forget(seqs)?;
     }
@@ -504,7 +531,8 @@ fn drafted(
     table: &mut Table,
 ) -> Result<(), String> {
     let rows = sizes.rows().min(5);
-    let seqs = driver.prefill(1, (sizes.context, sizes.decoded()), 1)?;
+    let greedy = SamplingParams::greedy();
+    let seqs = driver.prefill(1, (sizes.context, sizes.decoded()), 1, &greedy)?;
     let Some(seq) = seqs.first().copied() else { return Ok(()) };
     // Warm, captured, and one replay.
     let (first, end) = (sizes.context, sizes.decoded() * BLOCK_SIZE);

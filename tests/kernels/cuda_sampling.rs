@@ -70,7 +70,7 @@ fn results(
 }
 
 /// Runs the kernel on `logits [rows, stride]`.
-fn sample(logits: &[f32], stride: usize, vocab: usize, rows: &[Row]) -> Vec<Sampled> {
+pub(crate) fn sample(logits: &[f32], stride: usize, vocab: usize, rows: &[Row]) -> Vec<Sampled> {
     let mut biases = Vec::new();
     let mut ids = Vec::new();
     let (mut words, mut masks) = (Vec::new(), Vec::new());

@@ -22,6 +22,7 @@ mod cuda_peers;
 mod cuda_products;
 mod cuda_rows;
 mod cuda_sampling;
+mod cuda_select;
 mod experts;
 mod int4;
 mod invariance;

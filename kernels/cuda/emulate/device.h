@@ -98,7 +98,19 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+// Rounded down: exact sums of f64 are what it is given.
+inline float __fadd_rd(float a, float b) {
+    const double sum = static_cast<double>(a) + static_cast<double>(b);
+    const float nearest = static_cast<float>(sum);
+    return static_cast<double>(nearest) > sum ? nextafterf(nearest, -INFINITY) : nearest;
+}
 inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline int __double2loint(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return static_cast<int>(static_cast<uint32_t>(bits));
+}
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
@@ -185,6 +197,14 @@ template <class T>
 inline T __shfl_down_sync(uint32_t mask, T value, int distance) {
     const int lane = emulate::lane();
     return emulate::shuffle(mask, "shfl.down", value, lane + distance < 32 ? lane + distance : lane);
+}
+
+inline uint32_t __reduce_min_sync(uint32_t mask, uint32_t value) {
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const uint32_t other = __shfl_xor_sync(mask, value, distance);
+        value = other < value ? other : value;
+    }
+    return value;
 }
 
 uint32_t __ballot_sync(uint32_t mask, bool vote);
