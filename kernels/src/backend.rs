@@ -21,7 +21,8 @@
 //! A device may also be given a step before the tokens of the one before are known, so that it never
 //! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
 //! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
-//! order of the steps. Two steps are under way at most.
+//! order of the steps. Two steps whose tokens are not fetched are under way at most; those that sample
+//! nothing stand anywhere among them.
 use crate::collective::Tally;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
@@ -610,8 +611,9 @@ pub trait Backend {
         false
     }
 
-    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. No row may
-    /// want its logits edited, or likely tokens listed.
+    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. Of a row that
+    /// is fed ([`StepInputs::feed`]), the last token of [`SampleRow::output`] is the one that it is fed
+    /// with, whatever stands there.
     ///
     /// # Errors
     /// [`KernelError::Shape`], [`KernelError::Unsupported`].

@@ -180,6 +180,7 @@ impl Backend for CudaBackend {
             step.forget_graphs();
         }
         step.begin(&device.context, &device.stream, inputs)?;
+        sampling.begin(inputs);
         if !inputs.feed.is_empty() {
             // Tokens are words of 32 bits: two of the elements that this kernel moves.
             let tokens = Rows { ptr: sampling.fed(inputs.feed)?, stride: 8 };
