@@ -665,7 +665,7 @@ pub trait Backend {
     /// [`KernelError::OutOfMemory`].
     fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError>;
 
-    /// Copies some rows of a buffer to `out`, one behind the other. `out` is cleared first.
+    /// Copies some rows of a buffer to `out`, one range behind the other. `out` is cleared first.
     ///
     /// # Errors
     /// [`KernelError::Shape`] when a row is not in use; [`KernelError::OutOfMemory`],
@@ -673,17 +673,19 @@ pub trait Backend {
     fn read_rows(
         &mut self,
         buffer: &Self::Buffer,
-        rows: std::ops::Range<usize>,
+        rows: &[std::ops::Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
         out.clear();
         let (all, width) = (self.read_buffer(buffer)?, buffer.width());
-        let values = all.get(rows.start * width..rows.end * width);
-        let values = values.ok_or_else(|| KernelError::Shape {
-            op: "read_rows",
-            message: format!("rows {rows:?} are read, {} are in use", buffer.rows()),
-        })?;
-        out.extend_from_slice(values);
+        for rows in rows {
+            let values = all.get(rows.start * width..rows.end * width);
+            let values = values.ok_or_else(|| KernelError::Shape {
+                op: "read_rows",
+                message: format!("rows {rows:?} are read, {} are in use", buffer.rows()),
+            })?;
+            out.extend_from_slice(values);
+        }
         Ok(())
     }
 

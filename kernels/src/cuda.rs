@@ -10,7 +10,8 @@
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `swap`: blocks in
-//!   host memory; `uploads`: lists on their way to the GPU; `step`: what a step is
+//!   host memory; `uploads`: lists on their way to the GPU; `readback`: rows
+//!   on theirs to the host; `step`: what a step is
 //!   in, and its graph; `operations`, `exchange`, `experts`, `sample`, `results`: the operations;
 //!   `edits`: PURE: rows whose logits are edited
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
@@ -40,6 +41,7 @@ pub mod nccl;
 mod operations;
 pub mod peer;
 mod products;
+mod readback;
 mod results;
 mod sample;
 mod step;

@@ -430,3 +430,27 @@ fn a_gpu_alone_is_not_waited_for_longer_than_it_may_take() {
     let error = backend.read_buffer(&buffer).unwrap_err();
     assert!(matches!(&error, KernelError::Device(why) if why.contains("hangs")), "{error}");
 }
+
+/// Numbers that bf16 has, too, whose rows are padded there.
+#[test]
+fn rows_of_buffers_are_read_together() {
+    let mut backend = fake_cuda_backend(true, single_rank());
+    let (rows, width) = (7, 13);
+    let values: Vec<f32> = (0..rows * width).map(|i| (i as f32 - 40.0) * 0.5).collect();
+    for is_input in [false, true] {
+        let mut buffer = match is_input {
+            false => backend.new_buffer(rows, width).unwrap(),
+            true => backend.new_input_buffer(rows, width).unwrap(),
+        };
+        backend.write_buffer(&mut buffer, &values).unwrap();
+        let mut found = vec![7.0];
+        for ranges in [&[5..7, 0..1, 3..3, 2..4][..], &[], std::slice::from_ref(&(0..7))] {
+            backend.read_rows(&buffer, ranges, &mut found).unwrap();
+            let rows = ranges.iter().flat_map(|rows| &values[rows.start * width..rows.end * width]);
+            assert!(found.iter().eq(rows), "{ranges:?}, input: {is_input}");
+        }
+        assert_eq!(backend.read_buffer(&buffer).unwrap(), values);
+        let error = backend.read_rows(&buffer, &[0..1, 6..8], &mut found).unwrap_err().to_string();
+        assert!(error.contains("6..8") && error.contains("7 are in use"), "{error}");
+    }
+}
