@@ -353,16 +353,6 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
-    tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n) {
-    release_successors();
-    wait_for_predecessors();
-    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
-    for (uint64_t i = first; i < first + 4 && i < n; i++) {
-        out[i] = from_bf16(in[i]);
-    }
-}
-
 // All of a thread's loads are on their way before the first is used, and blocks are small: as many
 // bytes as a multiprocessor can ask for at once.
 extern "C" __global__ void __launch_bounds__(256)

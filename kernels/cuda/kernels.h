@@ -220,9 +220,6 @@ __global__ void tutti_copy_columns(const tutti_bf16* in, tutti_bf16* out, uint32
 __global__ void tutti_interleave_ranks(const float* gathered, float* full, uint32_t rows,
                                        uint32_t width, uint32_t full_stride, const uint32_t* live);
 
-/* out = in, `n` elements. grid (ceil(n / 1024)), block 256. */
-__global__ void tutti_to_f32(const tutti_bf16* in, float* out, uint64_t n);
-
 /* Reads `n` times 16 bytes, and writes what shows that it did: out[i] is the exclusive or of the words
  * that warp i reads, i < 8 ceil(n / 2048). What a GPU's memory gives is measured by it.
  * grid (ceil(n / 2048)), block 256. */

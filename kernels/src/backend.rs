@@ -21,7 +21,8 @@
 //! A device may also be given a step before the tokens of the one before are known, so that it never
 //! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
 //! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
-//! order of the steps. Two steps are under way at most.
+//! order of the steps. Two steps whose tokens are not fetched are under way at most; those that sample
+//! nothing stand anywhere among them.
 use crate::collective::Tally;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
@@ -612,8 +613,9 @@ pub trait Backend {
         false
     }
 
-    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. No row may
-    /// want its logits edited, or likely tokens listed.
+    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. Of a row that
+    /// is fed ([`StepInputs::feed`]), the last token of [`SampleRow::output`] is the one that it is fed
+    /// with, whatever stands there.
     ///
     /// # Errors
     /// [`KernelError::Shape`], [`KernelError::Unsupported`].
@@ -665,7 +667,7 @@ pub trait Backend {
     /// [`KernelError::OutOfMemory`].
     fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError>;
 
-    /// Copies some rows of a buffer to `out`, one behind the other. `out` is cleared first.
+    /// Copies some rows of a buffer to `out`, one range behind the other. `out` is cleared first.
     ///
     /// # Errors
     /// [`KernelError::Shape`] when a row is not in use; [`KernelError::OutOfMemory`],
@@ -673,17 +675,19 @@ pub trait Backend {
     fn read_rows(
         &mut self,
         buffer: &Self::Buffer,
-        rows: std::ops::Range<usize>,
+        rows: &[std::ops::Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
         out.clear();
         let (all, width) = (self.read_buffer(buffer)?, buffer.width());
-        let values = all.get(rows.start * width..rows.end * width);
-        let values = values.ok_or_else(|| KernelError::Shape {
-            op: "read_rows",
-            message: format!("rows {rows:?} are read, {} are in use", buffer.rows()),
-        })?;
-        out.extend_from_slice(values);
+        for rows in rows {
+            let values = all.get(rows.start * width..rows.end * width);
+            let values = values.ok_or_else(|| KernelError::Shape {
+                op: "read_rows",
+                message: format!("rows {rows:?} are read, {} are in use", buffer.rows()),
+            })?;
+            out.extend_from_slice(values);
+        }
         Ok(())
     }
 

@@ -634,13 +634,15 @@ impl Backend for CpuBackend {
     fn read_rows(
         &mut self,
         buffer: &CpuBuffer,
-        rows: Range<usize>,
+        rows: &[Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
         let (len, width) = (buffer.rows(), buffer.width());
-        ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
         out.clear();
-        out.extend_from_slice(&buffer.values()[rows.start * width..rows.end * width]);
+        for rows in rows {
+            ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
+            out.extend_from_slice(&buffer.values()[rows.start * width..rows.end * width]);
+        }
         Ok(())
     }
 

@@ -10,8 +10,10 @@
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
 //! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `swap`: blocks in
-//!   host memory; `step`: what a step is
-//!   in, and its graph; `operations`, `exchange`, `experts`, `sample`: the operations
+//!   host memory; `uploads`: lists on their way to the GPU; `readback`: rows
+//!   on theirs to the host; `step`: what a step is
+//!   in, and its graph; `operations`, `exchange`, `experts`, `sample`, `results`: the operations;
+//!   `edits`: PURE: rows whose logits are edited
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
 mod backend;
@@ -23,6 +25,7 @@ pub mod connect;
 pub mod context;
 pub mod device;
 pub mod devices;
+mod edits;
 mod exchange;
 mod experts;
 mod failure;
@@ -39,11 +42,14 @@ mod operations;
 pub mod parts;
 pub mod peer;
 mod products;
+mod readback;
+mod results;
 mod sample;
 mod step;
 pub mod stream;
 mod swap;
 pub mod tensors;
+mod uploads;
 
 pub use backend::CudaBackend;
 pub use choice::Exchange;

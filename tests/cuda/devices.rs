@@ -2,7 +2,7 @@
 use serde_json::Value;
 use testkit::fake_cuda::fake_cuda;
 
-use crate::{described, options, tutti, with_fake};
+use crate::{described, fake, options, tutti, with_fake};
 
 fn last_line(text: &str) -> &str {
     text.trim_end().lines().last().unwrap_or_default()
@@ -80,6 +80,34 @@ fn a_driver_without_a_symbol_is_no_panic() {
     let (code, stdout, stderr) = described(&tutti(&args, &[]));
     assert_eq!((code, stderr.as_str()), (0, ""));
     assert!(last_line(&stdout).contains("lacks cuGraphLaunch"), "{stdout}");
+}
+
+/// Where pip puts it, for CUDA 12 and 13.
+#[test]
+fn cublaslt_is_found_among_pythons_packages() {
+    let driver = tempfile::tempdir().unwrap();
+    std::fs::copy(fake().libraries.join("libcuda.so"), driver.path().join("libcuda.so")).unwrap();
+    let kernels = fake().kernels.to_str().unwrap();
+    let options = ["--cuda-lib-dir", driver.path().to_str().unwrap(), "--cuda-kernels", kernels];
+    let said = |home: &std::path::Path| {
+        let args: Vec<&str> = ["devices"].into_iter().chain(options).collect();
+        let none = ("CUDA_HOME", "/nowhere");
+        let home = home.to_str().unwrap();
+        let (code, stdout, _) = described(&tutti(&args, &[("HOME", home), none]));
+        assert_eq!(code, 0, "{stdout}");
+        stdout.contains("cuBLASLt: found")
+    };
+    for (package, file) in
+        [("nvidia/cublas/lib", "libcublasLt.so.12"), ("nvidia/cu13/lib", "libcublasLt.so.13")]
+    {
+        let home = tempfile::tempdir().unwrap();
+        assert!(!said(home.path()), "this host has one of its own: nothing is tested");
+        let folder = home.path().join(".local/lib/python3.12/site-packages").join(package);
+        std::fs::create_dir_all(&folder).unwrap();
+        let library = fake().libraries.join("libcublasLt.so");
+        std::fs::copy(library, folder.join(file)).unwrap();
+        assert!(said(home.path()), "{package}");
+    }
 }
 
 #[test]

@@ -150,7 +150,7 @@ fn a_gpu_that_fails_while_it_computes_is_one_line() {
         ("cuEventQuery:8=719", "CUDA_ERROR_LAUNCH_FAILED"),
         ("cuGraphLaunch:2=702", "ran too long"),
         ("cuMemcpyHtoDAsync_v2:30=214", "memory is faulty"),
-        ("cuStreamSynchronize:6=716", "misaligned"),
+        ("cuStreamQuery:6=716", "misaligned"),
     ] {
         let line = fails(&[("FAKE_CUDA_FAIL", fault)]);
         assert!(line.contains(words), "{fault}: {line}");

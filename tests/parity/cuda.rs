@@ -10,9 +10,11 @@ use std::time::Duration;
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
+use kernels::backend::Buffer as _;
 use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::{CudaBackend, CudaOptions};
+use kernels::{Backend as _, KernelError};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
 use worker::engine::Engine;
@@ -461,7 +463,7 @@ pub(crate) fn run_plans(
 /// Masked sequences beside others: what they get is the same, whatever is begun ahead.
 #[test]
 fn masked_steps_are_begun_behind_others_and_others_behind_them() {
-    for (masked, ahead) in [(&[2usize][..], 9), (&[0, 3], 9), (&[0, 1, 2, 3, 4, 5], 0)] {
+    for (masked, ahead) in [(&[2usize][..], 10), (&[0, 3], 10), (&[0, 1, 2, 3, 4, 5], 0)] {
         let plans = plans_with(masked);
         let entries = plans.iter().flat_map(|plan| &plan.sequences);
         let allowed: Vec<_> = entries.map(|entry| entry.allowed.clone()).collect();
@@ -482,12 +484,46 @@ fn masked_steps_are_begun_behind_others_and_others_behind_them() {
 fn steps_begun_ahead_give_the_same_tokens() {
     let mut engine = engine(true);
     let known = run_plans(&mut engine, plans(), true);
-    // All but the first of each run of decode steps, which an empty step parts: 1 to 8, and 11. The
-    // first decode step is begun behind the prompts that end in it.
-    assert_eq!(engine.begun_ahead(), 9);
+    // All decode steps but the first behind an empty one: 0 to 8, and 11.
+    assert_eq!(engine.begun_ahead(), 10);
     let mut engine = self::engine(true);
     assert_eq!(known, run_plans(&mut engine, plans(), false));
     assert_eq!(engine.begun_ahead(), 0);
     let tokens: std::collections::HashSet<u32> = known.iter().map(|(_, token, _)| *token).collect();
     assert!(tokens.len() > 8, "{tokens:?}");
+}
+
+/// As long as it has not finished, it may never do.
+#[test]
+fn a_gpu_alone_is_not_waited_for_longer_than_it_may_take() {
+    let options = CudaOptions { patience: Duration::ZERO, ..CudaOptions::default() };
+    let mut backend = fake_cuda_with(options, single_rank());
+    let mut buffer = backend.new_buffer(1, 8).unwrap();
+    buffer.set_rows(1).unwrap();
+    let error = backend.read_buffer(&buffer).unwrap_err();
+    assert!(matches!(&error, KernelError::Device(why) if why.contains("hangs")), "{error}");
+}
+
+/// Numbers that bf16 has, too, whose rows are padded there.
+#[test]
+fn rows_of_buffers_are_read_together() {
+    let mut backend = fake_cuda_backend(true, single_rank());
+    let (rows, width) = (7, 13);
+    let values: Vec<f32> = (0..rows * width).map(|i| (i as f32 - 40.0) * 0.5).collect();
+    for is_input in [false, true] {
+        let mut buffer = match is_input {
+            false => backend.new_buffer(rows, width).unwrap(),
+            true => backend.new_input_buffer(rows, width).unwrap(),
+        };
+        backend.write_buffer(&mut buffer, &values).unwrap();
+        let mut found = vec![7.0];
+        for ranges in [&[5..7, 0..1, 3..3, 2..4][..], &[], std::slice::from_ref(&(0..7))] {
+            backend.read_rows(&buffer, ranges, &mut found).unwrap();
+            let rows = ranges.iter().flat_map(|rows| &values[rows.start * width..rows.end * width]);
+            assert!(found.iter().eq(rows), "{ranges:?}, input: {is_input}");
+        }
+        assert_eq!(backend.read_buffer(&buffer).unwrap(), values);
+        let error = backend.read_rows(&buffer, &[0..1, 6..8], &mut found).unwrap_err().to_string();
+        assert!(error.contains("6..8") && error.contains("7 are in use"), "{error}");
+    }
 }

@@ -1,6 +1,7 @@
 //! Every model folder against its golden values (transformers, float32), at tp 1, 2 and 4.
 //!
 //! - [`adapters`]: LoRA adapters beside the model
+//! - `ahead`: steps of any mix begun while the one before runs
 //! - [`goldens`]: prompt log-probabilities and greedy tokens
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
@@ -15,6 +16,7 @@
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`quantised`]: weights in int8, and how far that is from the goldens
+//! - `queued`: samples queued behind each other against the sampler by definition
 //! - [`rig`]: ranks as threads, driven by step plans
 //! - [`samplers`]: the fast sampler against the one by definition
 //! - `swapping`: sequences that go to host memory and come back, on every device
@@ -27,6 +29,7 @@
 )]
 
 mod adapters;
+mod ahead;
 mod broken;
 mod checkpoint;
 mod cuda;
@@ -44,6 +47,7 @@ mod odd;
 mod peers;
 mod plans;
 mod quantised;
+mod queued;
 mod rig;
 mod samplers;
 mod swapping;

@@ -37,6 +37,9 @@ struct Outcome {
     preemptions: u32,
     recomputed: u32,
     drafted: u32,
+    /// Steps that rank 0 began while the one before ran: of decode alone, with parts of prompts or
+    /// admissions, and with copies to or from host memory.
+    ahead: [u32; 3],
 }
 
 /// The next plans, of which an engine may see the first.
@@ -48,7 +51,8 @@ struct Plans {
 impl StepSource for Plans {
     fn peek(&mut self) -> Option<&StepPlan> {
         if self.held.is_none() {
-            self.held = self.receiver.try_recv().ok();
+            // An emulated device runs while it is waited for: the next plan shall come before that.
+            self.held = self.receiver.recv_timeout(Duration::from_millis(2)).ok();
         }
         self.held.as_ref()
     }
@@ -89,20 +93,30 @@ fn serve<B: Backend>(
     mut engine: Engine<B>,
     receiver: Receiver<StepPlan>,
     results: &std::sync::mpsc::Sender<Result<Vec<SequenceOutput>, String>>,
-) {
+) -> [u32; 3] {
+    let mut ahead = [0; 3];
     let mut plans = Plans { receiver, held: None };
     while let Some(plan) = plans.held.take().or_else(|| plans.receiver.recv().ok()) {
         let mut outputs = Vec::new();
+        let before = engine.begun_ahead();
         let stepped = engine.step_with(&plan, &mut plans, &mut outputs);
+        if let Some(begun) = plans.held.as_ref().filter(|_| engine.begun_ahead() > before) {
+            let is_mixed = |plan: &StepPlan| plan.sequences.iter().any(|entry| entry.count > 1);
+            let swaps = !begun.swap_out.is_empty() || !begun.swap_in.is_empty();
+            let admits = is_mixed(begun) || !begun.admitted.is_empty();
+            let kind = if swaps { 2 } else { usize::from(admits) };
+            ahead[kind] += 1;
+        }
         let result = stepped.map(|_| outputs).map_err(|error| error.to_string());
         let failed = result.is_err();
         if engine.backend().rank() == 0 || failed {
             let _ = results.send(result);
         }
         if failed {
-            return;
+            break;
         }
     }
+    ahead
 }
 
 /// Runs the load on `degree` ranks that have so many blocks, and so many in host memory.
@@ -134,18 +148,18 @@ fn run<B: Backend>(
     .unwrap();
     let (sender, results) = channel();
     std::thread::scope(|scope| {
-        let mut ranks = Vec::new();
+        let (mut ranks, mut threads) = (Vec::new(), Vec::new());
         let group = local_group(degree as usize, PATIENCE).unwrap();
         for (rank, collective) in (0..degree).zip(group) {
             let (plans, receiver) = channel();
             ranks.push(plans);
             let (sender, sizes) = (sender.clone(), sizes.clone());
-            scope.spawn(move || {
+            threads.push(scope.spawn(move || {
                 let model = variant("llama-gqa");
                 let mut engine = engine_of(&model, rank, degree, make(collective), sizes).unwrap();
                 engine.start_with(blocks, host).unwrap();
-                serve(engine, receiver, &sender);
-            });
+                serve(engine, receiver, &sender)
+            }));
         }
         let (mut effects, mut outcome) = (Vec::new(), Outcome::default());
         scheduler.replica_ready(Epoch(1), blocks, host, &mut effects);
@@ -182,6 +196,8 @@ fn run<B: Backend>(
         }
         let gauges = scheduler.gauges();
         assert_eq!((gauges.blocks_used, gauges.host_used), (0, 0), "nothing is left behind");
+        ranks.clear();
+        outcome.ahead = threads.swap_remove(0).join().unwrap();
         outcome
     })
 }
@@ -196,7 +212,11 @@ const DRAFTS: Speculation = Speculation {
 /// As many as the longest needs, and one.
 const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
 
-fn all_alike<B: Backend>(degree: u32, make: impl Fn(Box<dyn Collective>) -> B + Copy + Send) {
+/// Returns what was begun ahead where sequences were swapped.
+fn all_alike<B: Backend>(
+    degree: u32,
+    make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
+) -> [u32; 3] {
     let undisturbed = run(degree, (100, 0), (true, None), make);
     assert_eq!((undisturbed.preemptions, undisturbed.recomputed), (0, 0));
     assert_eq!(undisturbed.choices.len(), 8);
@@ -219,12 +239,14 @@ fn all_alike<B: Backend>(degree: u32, make: impl Fn(Box<dyn Collective>) -> B + 
     let mixed = run(degree, (FEW, 3), (false, None), make);
     assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);
     assert_eq!(mixed.choices, undisturbed.choices, "some swapped, some computed again");
+    whole.ahead
 }
 
 #[test]
 fn on_the_cpu_by_one_rank_and_by_two() {
     for degree in [1, 2] {
-        all_alike(degree, |collective| CpuBackend::new(2, Precision::Float32, collective).unwrap());
+        let make = |collective| CpuBackend::new(2, Precision::Float32, collective).unwrap();
+        assert_eq!(all_alike(degree, make), [0; 3]);
     }
 }
 
@@ -238,7 +260,8 @@ fn on_the_reference() {
 fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };
     let options = || options.clone();
-    all_alike(1, |collective| fake_cuda_with(options(), collective));
+    let ahead = all_alike(1, |collective| fake_cuda_with(options(), collective));
+    assert!(ahead.iter().all(|steps| *steps > 3), "{ahead:?} steps are begun ahead");
     let two =
         |blocks| run(2, blocks, (false, None), |collective| fake_cuda_with(options(), collective));
     let (undisturbed, swapped) = (two((100, 0)), two((FEW, 100)));

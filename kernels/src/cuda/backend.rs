@@ -1,7 +1,6 @@
 //! A rank on a GPU: what its operations share. Scratch, inputs of a step, copies to and
 //! from the host.
 use std::fmt;
-use std::ops::Range;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -9,10 +8,10 @@ use super::batch::sizes;
 use super::context::Context;
 use super::device::{CudaOptions, Device, Scratch};
 use super::experts::CudaStack;
-use super::launch::{self, Rows};
-use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::memory::DevicePtr;
 use super::parts::Windows;
 use super::peer::Retired;
+use super::readback::Readback;
 use super::sample::Sampling;
 use super::step::Step;
 use super::stream::Stream;
@@ -48,6 +47,7 @@ pub struct CudaBackend {
     /// The most bytes that a step needs room for, of each [`Exchanged`].
     exchanged_most: [usize; 2],
     pub(super) host: Vec<f32>,
+    pub(super) readback: Readback,
     /// Collective operations do nothing: other ranks may still be loading.
     pub(super) alone: bool,
     pub(super) options: CudaOptions,
@@ -86,6 +86,7 @@ impl CudaBackend {
             exchanged: Tally::default(),
             exchanged_most: [0; 2],
             host: Vec::new(),
+            readback: Readback::default(),
             alone: false,
             options,
             device,
@@ -269,42 +270,6 @@ impl CudaBackend {
         let result = operation(self.collective.as_mut());
         self.collective_time += start.elapsed();
         result.map_err(Into::into)
-    }
-
-    /// A buffer's rows, on the host.
-    pub(super) fn download(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {
-        self.download_rows(buffer, 0..buffer.rows())
-    }
-
-    /// Some of a buffer's rows, on the host; they are in use.
-    pub(super) fn download_rows(
-        &mut self,
-        buffer: &CudaBuffer,
-        rows: Range<usize>,
-    ) -> Result<Vec<f32>, KernelError> {
-        self.step.close(&self.device.stream)?;
-        let width = buffer.width();
-        let Rows { ptr, stride } = buffer.at();
-        let (first, count) = (rows.start * stride, rows.len() * stride);
-        let at = first * buffer.element().bytes();
-        let Device { context, stream, .. } = &self.device;
-        let mut host = Pinned::<f32>::new(context, count, "pinned memory to read a buffer")?;
-        match buffer.element() {
-            Element::F32 => buffer.memory().download_pinned(stream, at, &mut host, count)?,
-            Element::Bf16 => {
-                let wide = DeviceMemory::new(context, count * 4, "a buffer in f32")?;
-                if count > 0 {
-                    let from = ptr.offset(at);
-                    // SAFETY: both have `count` elements: the rows are in use.
-                    unsafe { self.device.launch(launch::to_f32(from, wide.ptr(), count)) }?;
-                }
-                wide.download_pinned(stream, 0, &mut host, count)?;
-                stream.synchronize()?;
-            }
-        }
-        self.device.stream.synchronize()?;
-        let rows = host.as_slice()[..count].chunks_exact(stride.max(1));
-        Ok(rows.flat_map(|row| row[..width].iter().copied()).collect())
     }
 
     /// Overwrites an f32 buffer's rows.

@@ -296,7 +296,9 @@ pub struct SampleLists {
     pub mask_words: usize,
     /// The longest list of most likely tokens that is wanted.
     pub top: u32,
-    /// Whether any row's logits are changed before they are looked at, not only masked.
+    /// Of each row whether its logits are changed before they are looked at, not only masked.
+    pub edited: Vec<bool>,
+    /// Whether any row's are.
     pub edits: bool,
     /// Whether of every row only the largest logit counts that its mask leaves.
     pub greedy: bool,
@@ -314,10 +316,11 @@ impl SampleLists {
         self.masks.clear();
         self.mask_words = 0;
         self.top = 0;
-        self.edits = false;
+        self.edited.clear();
         for row in rows {
             self.row(row)?;
         }
+        self.edits = self.edited.contains(&true);
         let greedy =
             |row: &SampleRow<'_>| row.params.temperature <= 0.0 && row.params.logprobs.is_none();
         self.greedy = !self.edits && !rows.is_empty() && rows.iter().all(greedy);
@@ -353,7 +356,8 @@ impl SampleLists {
         let suppress = list(early, &params.suppress_until_min);
         let prompt = list(repeats, row.prompt);
         let output = list(repeats || counts, row.output);
-        self.edits |= !params.logit_bias.is_empty() || suppress[1] > 0 || repeats || counts;
+        let edits = !params.logit_bias.is_empty() || suppress[1] > 0 || repeats || counts;
+        self.edited.push(edits);
         let mask_start = row.allowed.map_or(NO_MASK, |_| self.masks.len() as u32);
         let mask = row.allowed.unwrap_or_default();
         self.masks.extend_from_slice(mask);

@@ -92,7 +92,7 @@ impl Device {
         let modules = load_modules(&context, options)?;
         let kernels =
             (0..NAMES.len()).map(|i| find(&modules, Entry(i))).collect::<Result<_, _>>()?;
-        let stream = Stream::new(&context)?;
+        let stream = Stream::new(&context, options.patience)?;
         // Products of few rows do without, and those of many are slow but right.
         let matmul = Matmul::new(&context, &options.folders);
         Ok(Self { kernels, matmul, stream, context })
@@ -209,18 +209,8 @@ impl Scratch {
 
     /// Copies `words` to its beginning, which [`Scratch::get`] made large enough.
     pub(super) fn upload(&self, device: &Device, words: &[u32]) -> Result<(), KernelError> {
-        self.upload_at(device, 0, words)
-    }
-
-    /// As [`Scratch::upload`], from byte `at` on.
-    pub(super) fn upload_at(
-        &self,
-        device: &Device,
-        at: usize,
-        words: &[u32],
-    ) -> Result<(), KernelError> {
         match &self.memory {
-            Some(memory) => memory.upload(&device.stream, at, words),
+            Some(memory) => memory.upload(&device.stream, 0, words),
             None => Err(KernelError::Shape { op: "upload", message: "no memory yet".to_owned() }),
         }
     }

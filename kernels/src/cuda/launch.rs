@@ -49,7 +49,6 @@ entries! {
     ADD: "tutti_add",
     GATHER_ROWS: "tutti_gather_rows",
     COPY_COLUMNS: "tutti_copy_columns",
-    TO_F32: "tutti_to_f32",
     READ: "tutti_read",
     QKV_FINISH: "tutti_qkv_finish",
     PREFILL: "tutti_prefill_attention_16",
@@ -407,13 +406,6 @@ fn blocks(
     let args = Args::new().ptr(cache).ptr(names).ptr(staging).u64(stride as u64);
     let args = word(args, elements).ptr(DevicePtr::default());
     call(entry, (count, planes, 1), 256, args)
-}
-
-/// `tutti_to_f32`
-#[must_use]
-pub fn to_f32(from: DevicePtr, to: DevicePtr, count: usize) -> Call {
-    let args = Args::new().ptr(from).ptr(to).u64(count as u64);
-    call(TO_F32, (count.div_ceil(1024), 1, 1), 256, args)
 }
 
 /// Bytes that a block of [`read`] reads; it writes [`READ_RESULT`].

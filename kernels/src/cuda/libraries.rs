@@ -34,6 +34,14 @@ impl Wanted {
         }
     }
 
+    /// Where Python's packages have it: of CUDA 13 in one folder with the rest of CUDA.
+    fn packages(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => &[],
+            Self::CublasLt => &["nvidia/cu13/lib", "nvidia/cublas/lib"],
+        }
+    }
+
     /// Every symbol that this program calls.
     fn symbols(self) -> &'static [&'static str] {
         match self {
@@ -61,7 +69,6 @@ const DRIVER_SYMBOLS: &[&str] = &[
     "cuEventElapsedTime_v2",
     "cuEventQuery",
     "cuEventRecord",
-    "cuEventSynchronize",
     "cuFuncLoad",
     "cuFuncSetAttribute",
     "cuGraphDestroy",
@@ -90,7 +97,6 @@ const DRIVER_SYMBOLS: &[&str] = &[
     "cuStreamDestroy_v2",
     "cuStreamEndCapture",
     "cuStreamQuery",
-    "cuStreamSynchronize",
 ];
 
 const CUBLASLT_SYMBOLS: &[&str] = &[
@@ -136,8 +142,36 @@ pub(super) fn usual_folders() -> Vec<PathBuf> {
         .collect()
 }
 
+/// Where pip puts libraries for the Pythons that this process's environment knows: `libraries` within
+/// their folders of packages.
+pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
+    let variable = |name| std::env::var_os(name).map(PathBuf::from);
+    let mut homes: Vec<PathBuf> =
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable).collect();
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let has_python = |folder: &PathBuf| folder.join("python3").exists();
+    let pythons = std::env::split_paths(&path).filter(has_python);
+    homes.extend(pythons.filter_map(|folder| Some(folder.parent()?.to_owned())));
+    homes.extend(variable("HOME").map(|home| home.join(".local")));
+    let mut folders = Vec::new();
+    for home in homes {
+        let Ok(entries) = std::fs::read_dir(home.join("lib")) else { continue };
+        for entry in entries.flatten() {
+            if entry.file_name().to_string_lossy().starts_with("python3") {
+                for packages in ["site-packages", "dist-packages"] {
+                    let packages = entry.path().join(packages);
+                    folders.extend(libraries.iter().map(|library| packages.join(library)));
+                }
+            }
+        }
+    }
+    folders.sort();
+    folders.dedup();
+    folders
+}
+
 /// Looks for a library in `folders`, then where the system's loader does, then (but for the driver)
-/// in CUDA's usual folders, and checks that it has all that is called here.
+/// in CUDA's usual folders and in Python's packages, and checks that it has all that is called here.
 ///
 /// # Errors
 /// [`Missing`]; `cudarc` must not be asked for anything of that library then.
@@ -150,8 +184,11 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
         preload(library, folder).map_err(missing)?;
     }
     if !is_present(library) && library != Wanted::Driver {
-        for folder in usual_folders() {
+        for folder in usual_folders().into_iter().chain(python_folders(library.packages())) {
             preload(library, &folder).map_err(missing)?;
+            if is_present(library) {
+                break;
+            }
         }
     }
     if !is_present(library) {

@@ -175,20 +175,34 @@ impl DeviceMemory {
         to: &mut Pinned<T>,
         count: usize,
     ) -> Result<(), KernelError> {
+        self.download_to(stream, at, to, (0, count))
+    }
+
+    /// As [`DeviceMemory::download_pinned`], to `count` elements from `first` on.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn download_to<T: Plain>(
+        &self,
+        stream: &Stream,
+        at: usize,
+        to: &mut Pinned<T>,
+        (first, count): (usize, usize),
+    ) -> Result<(), KernelError> {
         let bytes = count.saturating_mul(size_of::<T>());
         self.covers(at, bytes, "download")?;
-        if count > to.len {
-            let message = format!("{count} elements into {}", to.len);
+        let len = to.len;
+        let room = to.as_mut_slice().get_mut(first..).and_then(|room| room.get_mut(..count));
+        let Some(room) = room else {
+            let message = format!("{count} elements from {first} on into {len}");
             return Err(KernelError::Shape { op: "download", message });
-        }
+        };
         if bytes == 0 {
             return Ok(());
         }
-        let from = self.ptr.offset(at).0;
+        let (from, to) = (self.ptr.offset(at).0, room.as_mut_ptr().cast());
         // SAFETY: both ranges were checked; `Pinned` outlives the copy, see its `Drop`.
-        let status = unsafe {
-            sys::cuMemcpyDtoHAsync_v2(to.data.as_ptr().cast(), from, bytes, stream.raw())
-        };
+        let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to, from, bytes, stream.raw()) };
         check(status, "copy from the GPU")
     }
 }

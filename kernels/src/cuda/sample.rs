@@ -3,29 +3,33 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::backend::{CudaBackend, Part, Which};
-use super::batch::{PARAMS, TOP_MAX, live};
+use super::batch::{PARAMS, SampleLists, TOP_MAX, live};
 use super::device::{Device, Scratch};
+use super::edits::{self, Together};
 use super::exchange::best_bytes;
 use super::launch::{self, Rows, SampleIo};
-use super::memory::{DeviceMemory, DevicePtr, Pinned};
-use super::stream::Event;
+use super::memory::DevicePtr;
+use super::results::{QUEUED_MAX, Results, SAMPLED};
 use super::tensors::{CudaBuffer, Element};
-use crate::backend::{Backend as _, Buffer, NOT_FED};
+use super::uploads::Uploads;
+use crate::backend::{Backend as _, Buffer, NOT_FED, StepInputs};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
-/// Words of `TuttiSampled`.
-const SAMPLED: usize = 4;
-/// Rows whose logits are edited at a time: each needs 8 bytes per token of the vocabulary.
-const EDITED_ROWS: usize = 32;
-
-/// Steps whose tokens may be on their way.
-const QUEUED_MAX: usize = 2;
-
-/// Where tokens go, of each row whether its log-probability is wanted, and since when they are on
-/// their way.
-type Queued = (usize, Vec<Option<u32>>, Instant);
+/// Tokens on their way.
+#[derive(Debug)]
+struct Queued {
+    /// Where they go.
+    slot: usize,
+    /// Of each row, how many likely tokens are wanted beside its log-probability, or neither.
+    wanted: Vec<Option<u32>>,
+    /// The longest list of likely tokens.
+    top: u32,
+    vocab: usize,
+    /// Since when nothing but their own step keeps them.
+    since: Instant,
+}
 
 /// What sampling needs besides logits.
 #[derive(Debug)]
@@ -34,18 +38,20 @@ pub(super) struct Sampling {
     /// Steps, the oldest first.
     queued: VecDeque<Queued>,
     next: usize,
-    lists: Scratch,
-    edits: Scratch,
+    /// Of each row that the open step samples, the row of the step before whose token is its last.
+    fed: Vec<u32>,
+    lists: Uploads,
+    /// Edited logits, and how often tokens occurred: zero between launches.
+    edited: Scratch,
+    counts: Scratch,
 }
 
-/// Where results go: graphs name both places.
-#[derive(Debug)]
-struct Results {
-    rows: usize,
-    device: DeviceMemory,
-    /// One for each step that may be under way.
-    host: [(Pinned<u32>, Event); QUEUED_MAX],
-    top: Option<(DeviceMemory, Pinned<u32>)>,
+/// Where rows' lists are on the device.
+struct Sent {
+    params: DevicePtr,
+    masks: DevicePtr,
+    biases: DevicePtr,
+    ids: DevicePtr,
 }
 
 impl Sampling {
@@ -54,8 +60,10 @@ impl Sampling {
             results: None,
             queued: VecDeque::new(),
             next: 0,
-            lists: Scratch::new("sampling's lists"),
-            edits: Scratch::new("edited logits"),
+            fed: Vec::new(),
+            lists: Uploads::new("sampling's lists"),
+            edited: Scratch::new("edited logits"),
+            counts: Scratch::new("counts of tokens"),
         }
     }
 
@@ -64,27 +72,28 @@ impl Sampling {
         if self.results.as_ref().is_some_and(|results| results.rows >= rows) {
             return Ok(false);
         }
-        // As many as the largest graph has, at least.
-        let rows = rows.max(512);
         device.stream.synchronize()?;
-        let context = &device.context;
-        let host = || -> Result<_, KernelError> {
-            let what = "pinned memory for sampled tokens";
-            Ok((Pinned::new(context, rows * SAMPLED, what)?, Event::new(context, false)?))
-        };
-        self.queued.clear();
-        self.results = Some(Results {
-            rows,
-            device: DeviceMemory::new(context, rows * SAMPLED * 4, "sampled tokens")?,
-            host: [host()?, host()?],
-            top: None,
-        });
+        let mut made = Results::new(device, rows)?;
+        // What is on its way has arrived: for whoever takes it, and for the step that it is fed to.
+        if let Some(old) = self.results.take().filter(|_| !self.queued.is_empty()) {
+            made.take_over(device, &old)?;
+        }
+        self.results = Some(made);
         Ok(true)
+    }
+
+    /// The open step's rows, and which of them are fed.
+    pub(super) fn begin(&mut self, inputs: &StepInputs<'_>) {
+        self.fed.clear();
+        let fed = |row: &u32| inputs.feed.get(*row as usize).copied().unwrap_or(NOT_FED);
+        if !inputs.feed.is_empty() {
+            self.fed.extend(inputs.sample_rows.iter().map(fed));
+        }
     }
 
     /// Where the tokens are that the step before sampled, whose rows `feed` names.
     pub(super) fn fed(&mut self, feed: &[u32]) -> Result<DevicePtr, KernelError> {
-        let rows = self.queued.back().map_or(0, |(_, rows, _)| rows.len());
+        let rows = self.queued.back().map_or(0, |queued| queued.wanted.len());
         let fed = feed.iter().filter(|row| **row != NOT_FED);
         let most = fed.max().map_or(0, |&row| row as usize + 1);
         ensure!("begin_step", most <= rows, "row {} of {rows} queued ones is fed", most - 1);
@@ -93,12 +102,12 @@ impl Sampling {
 
     /// For how long the oldest queued tokens have been on their way.
     pub(super) fn waited(&self) -> Duration {
-        self.queued.front().map_or(Duration::ZERO, |(.., since)| since.elapsed())
+        self.queued.front().map_or(Duration::ZERO, |queued| queued.since.elapsed())
     }
 
     /// Whether the oldest queued tokens are there.
     pub(super) fn is_done(&mut self) -> Result<bool, KernelError> {
-        let Some(&(slot, ..)) = self.queued.front() else { return Ok(true) };
+        let Some(&Queued { slot, .. }) = self.queued.front() else { return Ok(true) };
         self.results()?.host[slot].1.is_done()
     }
 
@@ -109,7 +118,7 @@ impl Sampling {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         out.clear();
-        let Some((slot, wanted, _)) = self.queued.pop_front() else {
+        let Some(Queued { slot, wanted, top, vocab, .. }) = self.queued.pop_front() else {
             return Err(KernelError::Shape {
                 op: "take_sampled",
                 message: "nothing is queued".to_owned(),
@@ -117,7 +126,12 @@ impl Sampling {
         };
         let results = self.results()?;
         results.host[slot].1.wait(patience)?;
-        out.extend((0..wanted.len()).map(|i| results.row(slot, i, wanted[i], 0, 0)));
+        let count = wanted.len();
+        out.extend((0..count).map(|i| results.row(slot, (i, count), wanted[i], top, vocab)));
+        // The next step's time begins where this one's ends.
+        if let Some(next) = self.queued.front_mut() {
+            next.since = Instant::now();
+        }
         Ok(())
     }
 
@@ -126,77 +140,70 @@ impl Sampling {
         self.queued.clear();
     }
 
+    /// Brings the lists of rows to the device: parameters and masks where the step has not.
+    fn send<'a>(
+        &mut self,
+        device: &Device,
+        lists: &'a SampleLists,
+        staged: bool,
+    ) -> Result<Sent, KernelError> {
+        let fed = if staged { edits::fed_ids(&lists.params, &self.fed) } else { None };
+        let index: &[u32] = fed.as_ref().map_or(&[], |fed| &fed.rows);
+        let only = |wanted: bool, list: &'a [u32]| if wanted { list } else { &[] };
+        let parts = [
+            only(!staged, &lists.params),
+            only(!staged, &lists.masks),
+            only(lists.edits, &lists.biases),
+            only(lists.edits, &lists.ids),
+            index,
+        ];
+        let (mut at, mut words) = ([0; 5], 0);
+        for (at, part) in at.iter_mut().zip(parts) {
+            *at = words;
+            words += part.len().next_multiple_of(4);
+        }
+        let all = if words == 0 {
+            DevicePtr::default()
+        } else {
+            self.lists.send(device, words, |to| {
+                for (at, part) in at.iter().zip(parts) {
+                    to[*at..][..part.len()].copy_from_slice(part);
+                }
+            })?
+        };
+        let [params, masks, biases, ids, index] = at.map(|at| all.offset(at * 4));
+        if let Some(fed) = fed {
+            // Tokens are words of 32 bits: two of the elements that this kernel moves.
+            let tokens = Rows { ptr: self.results()?.device.ptr(), stride: 8 };
+            let to = Rows { ptr: ids.offset(fed.first * 4), stride: 2 };
+            let rows = fed.rows.len();
+            let call = launch::gather_rows(tokens, index, to, 2, rows, DevicePtr::default());
+            // SAFETY: the rows named were sampled by the step before, as its beginning has found; lists
+            // reach as far as the last token that is fed.
+            unsafe { device.launch(call) }?;
+        }
+        Ok(Sent { params, masks, biases, ids })
+    }
+
+    /// Room for edited logits and counts of as many rows as are sampled together.
+    fn scratch(
+        &mut self,
+        device: &Device,
+        vocab: usize,
+        together: &[Together],
+    ) -> Result<Option<(DevicePtr, DevicePtr)>, KernelError> {
+        let edited = together.iter().filter(|together| together.edited);
+        let Some(most) = edited.map(|together| together.count).max() else { return Ok(None) };
+        // Few sizes, so that it does not grow row by row.
+        let bytes = most.next_power_of_two().min(edits::at_once(vocab)).max(most) * vocab * 4;
+        let (logits, _) = self.edited.get(device, bytes)?;
+        // New memory is zeroed, and the kernel leaves the counts so.
+        let (counts, _) = self.counts.get(device, bytes)?;
+        Ok(Some((logits, counts)))
+    }
+
     fn results(&mut self) -> Result<&mut Results, KernelError> {
         self.results.as_mut().ok_or_else(|| KernelError::Device("no memory for tokens".to_owned()))
-    }
-}
-
-impl Results {
-    /// Room for the most likely tokens: ids, then log-probabilities.
-    fn top(
-        &mut self,
-        device: &Device,
-        top: u32,
-    ) -> Result<Option<(DevicePtr, DevicePtr)>, KernelError> {
-        if top == 0 {
-            return Ok(None);
-        }
-        if self.top.is_none() {
-            let words = self.rows * TOP_MAX as usize * 2;
-            let what = "the most likely tokens";
-            let memory = DeviceMemory::new(&device.context, words * 4, what)?;
-            self.top = Some((memory, Pinned::new(&device.context, words, what)?));
-        }
-        Ok(self
-            .top
-            .as_ref()
-            .map(|(memory, _)| (memory.ptr(), memory.ptr().offset(self.rows * top as usize * 4))))
-    }
-
-    /// Copies the results of `count` rows to the host, in stream order.
-    fn download(
-        &mut self,
-        device: &Device,
-        slot: usize,
-        count: usize,
-        top: u32,
-    ) -> Result<(), KernelError> {
-        let (host, done) = &mut self.host[slot];
-        self.device.download_pinned(&device.stream, 0, host, count * SAMPLED)?;
-        if let Some((memory, host)) = &mut self.top
-            && top > 0
-        {
-            // Both halves: log-probabilities begin behind the ids of all rows.
-            let words = self.rows * top as usize * 2;
-            memory.download_pinned(&device.stream, 0, host, words)?;
-        }
-        done.record(&device.stream)
-    }
-
-    /// Row `i` as the caller wants it, with at most `top_n` of the `stride` most likely tokens.
-    fn row(&self, slot: usize, i: usize, top_n: Option<u32>, stride: u32, vocab: usize) -> Sampled {
-        let words = &self.host[slot].0.as_slice()[i * SAMPLED..][..SAMPLED];
-        let corrupted = words[1] != 0;
-        let mut sampled = Sampled {
-            token: if corrupted { 0 } else { words[0] },
-            corrupted,
-            ..Sampled::default()
-        };
-        let Some(top_n) = top_n.filter(|_| !corrupted) else { return sampled };
-        sampled.logprob = f32::from_bits(words[2]);
-        sampled.rank = words[3];
-        if let Some((_, host)) = &self.top
-            && stride > 0
-        {
-            let host = host.as_slice();
-            let (ids, logprobs) = host.split_at((self.rows * stride as usize).min(host.len()));
-            let at = i * stride as usize;
-            let count = (top_n as usize).min(vocab).min(stride as usize);
-            let ids = ids[at..].iter().take(count);
-            let logprobs = logprobs[at..].iter().take(count);
-            sampled.top = ids.zip(logprobs).map(|(id, p)| (*id, f32::from_bits(*p))).collect();
-        }
-        sampled
     }
 }
 
@@ -242,7 +249,7 @@ impl CudaBackend {
         let results = self.sampling.results()?;
         results.host[slot].1.wait(patience)?;
         let row = |(i, row): (usize, &SampleRow<'_>)| {
-            results.row(slot, i, row.params.logprobs, top, vocab)
+            results.row(slot, (i, rows.len()), row.params.logprobs, top, vocab)
         };
         out.extend(rows.iter().enumerate().map(row));
         Ok(())
@@ -271,7 +278,7 @@ impl CudaBackend {
         let slot = sampling.next;
         sampling.next = (slot + 1) % QUEUED_MAX;
         // Of queued tokens too: the slot that is taken is the older one's, which has been taken.
-        let is_free = sampling.queued.iter().all(|(queued, ..)| *queued != slot);
+        let is_free = sampling.queued.iter().all(|queued| queued.slot != slot);
         ensure!("sample", is_free, "{QUEUED_MAX} steps are queued already");
         sampling.results()?.download(device, slot, rows.len(), top)?;
         Ok(slot)
@@ -288,15 +295,15 @@ impl CudaBackend {
         rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         let vocab = self.apart.map_or(vocab, |part| part.count);
         let at = check(op, logits, vocab, 0, rows.len())?;
-        let lists = &self.step.lists;
         ensure!(
             op,
-            self.step.has_sampling(rows) && !lists.edits && lists.top == 0 && !rows.is_empty(),
-            "the rows are not the step's, or want edits or lists"
+            self.step.has_sampling(rows) && !rows.is_empty(),
+            "there are no rows, or they are not the step's"
         );
         let slot = self.launch_sampling(at, vocab, 0, rows)?;
         let wanted = rows.iter().map(|row| row.params.logprobs).collect();
-        self.sampling.queued.push_back((slot, wanted, Instant::now()));
+        let (top, since) = (self.step.lists.top, Instant::now());
+        self.sampling.queued.push_back(Queued { slot, wanted, top, vocab, since });
         Ok(())
     }
 
@@ -355,7 +362,7 @@ impl CudaBackend {
         self.step.close(&self.device.stream)
     }
 
-    /// At once, some rows at a time where their logits are edited.
+    /// At once: rows whose logits are edited some at a time, apart from others.
     fn sample_now(
         &mut self,
         logits: Rows,
@@ -371,51 +378,31 @@ impl CudaBackend {
             step.forget_graphs();
         }
         let lists = &step.lists;
-        let words = |list: &Vec<u32>| list.len().next_multiple_of(4);
-        // Parameters and masks where the step has not brought them; biases; token ids.
-        let parameters = if staged { 0 } else { words(&lists.params) };
-        let (biases, ids) = (words(&lists.biases), words(&lists.ids));
-        let masks_at = (parameters + biases + ids) * 4;
-        let masks = if staged { 0 } else { words(&lists.masks) };
-        let (all, _) = sampling.lists.get(device, masks_at + masks * 4)?;
-        if parameters > 0 {
-            sampling.lists.upload_at(device, 0, &lists.params)?;
-            sampling.lists.upload_at(device, masks_at, &lists.masks)?;
-        }
-        let masks = if staged { step.at(0) } else { all.offset(masks_at) };
-        if lists.edits {
-            sampling.lists.upload_at(device, parameters * 4, &lists.biases)?;
-            sampling.lists.upload_at(device, (parameters + biases) * 4, &lists.ids)?;
-        }
-        let params = if staged { step.at(step.layout().params) } else { all };
-        let at_once = if lists.edits { EDITED_ROWS.min(rows.len()) } else { rows.len() };
-        let scratch = match lists.edits {
-            false => None,
-            true => {
-                // New memory is zeroed, and the kernel leaves the counts so.
-                let (ptr, _) = sampling.edits.get(device, EDITED_ROWS * vocab * 8)?;
-                Some((ptr, ptr.offset(EDITED_ROWS * vocab * 4)))
-            }
+        let sent = sampling.send(device, lists, staged)?;
+        let (params, masks) = match staged {
+            true => (step.at(step.layout().params), step.at(0)),
+            false => (sent.params, sent.masks),
         };
+        let together = edits::together(&lists.edited, edits::at_once(vocab));
+        let scratch = sampling.scratch(device, vocab, &together)?;
         let top_n = lists.top;
-        let edits = lists.edits;
         let results = sampling.results()?;
-        let top = results.top(device, top_n)?;
-        for first in (0..rows.len()).step_by(at_once.max(1)) {
-            let count = at_once.min(rows.len() - first);
+        let top = results.top(device, rows.len(), top_n)?;
+        for Together { first, count, edited } in together {
             let skip = first * top_n as usize * 4;
             let io = SampleIo {
                 logits: Rows { ptr: logits.ptr.offset(first * logits.stride * 4), ..logits },
                 params: params.offset(first * PARAMS * 4),
-                biases: edits.then(|| all.offset(parameters * 4)),
-                ids: edits.then(|| all.offset((parameters + biases) * 4)),
+                biases: edited.then_some(sent.biases),
+                ids: edited.then_some(sent.ids),
                 masks: Some(masks),
-                scratch,
+                scratch: scratch.filter(|_| edited),
                 out: results.device.ptr().offset(first * SAMPLED * 4),
                 top: top.map(|(ids, logprobs)| (ids.offset(skip), logprobs.offset(skip))),
                 top_stride: top_n as usize,
             };
-            // SAFETY: rows were checked; every list and result has room for them.
+            // SAFETY: rows were checked; every list and result has room for them, and scratch for as
+            // many as are sampled together.
             unsafe { device.launch(launch::sample(&io, vocab, count, None)) }?;
         }
         Ok(())
@@ -445,10 +432,10 @@ impl CudaBackend {
         if sampling.reserve(device, targets.len())? {
             step.forget_graphs();
         }
-        let (list, _) = sampling.lists.get(device, size_of_val(targets))?;
-        sampling.lists.upload_at(device, 0, targets)?;
+        let list =
+            sampling.lists.send(device, targets.len(), |words| words.copy_from_slice(targets))?;
         let results = sampling.results()?;
-        let top = results.top(device, top_n)?;
+        let top = results.top(device, targets.len(), top_n)?;
         let sizes = (vocab, top_n, targets.len());
         let call = launch::logprobs(at, list, results.device.ptr(), top, sizes);
         // SAFETY: rows and targets were checked; results have room for them.
@@ -458,7 +445,7 @@ impl CudaBackend {
         results.download(device, 0, targets.len(), top_n)?;
         results.host[0].1.wait(patience)?;
         out.extend(targets.iter().enumerate().map(|(i, target)| {
-            let mut sampled = results.row(0, i, Some(top_n), top_n, vocab);
+            let mut sampled = results.row(0, (i, targets.len()), Some(top_n), top_n, vocab);
             sampled.token = if sampled.corrupted { 0 } else { *target };
             sampled
         }));

@@ -23,25 +23,52 @@ pub(super) fn pause(waited: Duration) {
     }
 }
 
+/// Waits for work on the GPU, at most `patience`; with other ranks in it, not longer than they may
+/// take.
+fn wait(
+    context: &Context,
+    patience: Duration,
+    what: &str,
+    is_done: impl Fn() -> Result<bool, KernelError>,
+) -> Result<(), KernelError> {
+    let began = Instant::now();
+    loop {
+        // Before the look: this process may be stopped at any time, and what is done is good then.
+        let waited = began.elapsed();
+        if is_done()? {
+            return context.group.poll();
+        }
+        if waited >= patience {
+            let message = format!("the GPU did not finish {what} in {patience:?}: it hangs");
+            return Err(context.hangs(message));
+        }
+        context.group.check(waited)?;
+        pause(waited);
+    }
+}
+
 /// A stream. Work on it runs in the order of the calls.
 pub struct Stream {
     raw: sys::CUstream,
+    /// How long all of its work may take.
+    patience: Duration,
     /// What is called is recorded.
     captures: Cell<bool>,
     context: Rc<Context>,
 }
 
 impl Stream {
-    /// A stream that does not wait for the default stream.
+    /// A stream that does not wait for the default stream, and whose work is not waited for longer
+    /// than `patience`.
     ///
     /// # Errors
     /// [`KernelError`].
-    pub fn new(context: &Rc<Context>) -> Result<Self, KernelError> {
+    pub fn new(context: &Rc<Context>, patience: Duration) -> Result<Self, KernelError> {
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
-        Ok(Self { raw, captures: Cell::new(false), context: context.clone() })
+        Ok(Self { raw, patience, captures: Cell::new(false), context: context.clone() })
     }
 
     pub(super) fn raw(&self) -> sys::CUstream {
@@ -55,20 +82,10 @@ impl Stream {
     /// Waits for all work; with other ranks in it, not longer than they may take.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when any of it failed, [`KernelError::Collective`] when the ranks'
-    /// exchange was aborted or failed, or takes too long.
+    /// [`KernelError::Device`] when any of it failed or it takes too long,
+    /// [`KernelError::Collective`] when the ranks' exchange was aborted or failed, or takes too long.
     pub fn synchronize(&self) -> Result<(), KernelError> {
-        if self.context.group.is_empty() {
-            // SAFETY: the stream is alive.
-            return check(unsafe { sys::cuStreamSynchronize(self.raw) }, "wait for the GPU");
-        }
-        let began = Instant::now();
-        while !self.is_idle()? {
-            let waited = began.elapsed();
-            self.context.group.check(waited)?;
-            pause(waited);
-        }
-        self.context.group.poll()
+        wait(&self.context, self.patience, "its work", || self.is_idle())
     }
 
     /// Whether all work is done.
@@ -134,7 +151,7 @@ impl Stream {
         // SAFETY: as above; the instance does not need it.
         let _ = unsafe { sys::cuGraphDestroy(graph) };
         check(status, "make a graph runnable")?;
-        Ok(Graph { raw: exec, _context: self.context.clone() })
+        Ok(Graph { raw: exec, context: self.context.clone() })
     }
 
     /// Ends recording and throws away what was recorded, if anything was.
@@ -169,7 +186,7 @@ impl fmt::Debug for Stream {
 /// A recorded step.
 pub struct Graph {
     raw: sys::CUgraphExec,
-    _context: Rc<Context>,
+    context: Rc<Context>,
 }
 
 impl Graph {
@@ -186,6 +203,9 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: made in `end_capture`.
         let _ = unsafe { sys::cuGraphExecDestroy(self.raw) };
     }
@@ -247,18 +267,7 @@ impl Event {
     /// [`KernelError::Device`] when it failed or takes longer; [`KernelError::Collective`] as
     /// [`Stream::synchronize`].
     pub fn wait(&self, patience: Duration) -> Result<(), KernelError> {
-        let began = Instant::now();
-        while !self.is_done()? {
-            let waited = began.elapsed();
-            if waited > patience {
-                return Err(self
-                    .context
-                    .hangs(format!("the GPU did not finish a step in {patience:?}: it hangs")));
-            }
-            self.context.group.check(waited)?;
-            pause(waited);
-        }
-        self.context.group.poll()
+        wait(&self.context, patience, "a step", || self.is_done())
     }
 
     /// From `earlier` to this mark, both timed and done.
@@ -277,6 +286,9 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
+        if !self.context.is_usable() {
+            return;
+        }
         // SAFETY: made in `new`.
         let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
     }

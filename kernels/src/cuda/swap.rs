@@ -21,9 +21,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub struct CudaHostKv {
     data: Pinned<u16>,
     shape: KvShape,
-    /// Blocks of the cache that the copies under way name, and when they have been read.
-    names: Pinned<u32>,
-    read: Event,
+    /// Blocks of the cache that the copies under way name, and when they have been read: of copies
+    /// out, and of copies back, which may wait behind those.
+    names: [(Pinned<u32>, Event); 2],
 }
 
 /// Host blocks that follow each other.
@@ -56,10 +56,15 @@ impl CudaHostKv {
         let elements = (kv_block_bytes(&shape) / 2).saturating_mul(shape.num_blocks as u64);
         let elements = usize::try_from(elements).unwrap_or(usize::MAX);
         let data = Pinned::new(context, elements, "pinned memory for swapped KV blocks")?;
-        let names = Pinned::new(context, shape.num_blocks, "pinned memory for names of blocks")?;
-        let read = Event::new(context, false)?;
-        read.record(stream)?;
-        Ok(Self { data, shape, names, read })
+        let names = || -> Result<_, KernelError> {
+            let what = "pinned memory for names of blocks";
+            let names = Pinned::new(context, shape.num_blocks, what)?;
+            let read = Event::new(context, false)?;
+            read.record(stream)?;
+            Ok((names, read))
+        };
+        let names = [names()?, names()?];
+        Ok(Self { data, shape, names })
     }
 
     /// Its sizes.
@@ -78,15 +83,16 @@ impl CudaHostKv {
     ) -> Result<(), KernelError> {
         let op = if out { "swap_out" } else { "swap_in" };
         check::swap(op, cache.shape(), &self.shape, pairs, out)?;
-        // The list is read by kernels of the step before, and never longer than the pool.
-        self.read.wait(PATIENCE)?;
-        for (name, (block, _)) in self.names.as_mut_slice().iter_mut().zip(pairs) {
+        let (names, read) = &mut self.names[usize::from(out)];
+        // The list is read by kernels of a step before, and never longer than the pool.
+        read.wait(PATIENCE)?;
+        for (name, (block, _)) in names.as_mut_slice().iter_mut().zip(pairs) {
             *name = *block;
         }
         let planes = 2 * self.shape.num_layers;
         let (elements, stride) = cache.block_and_plane();
         for Run { start, len, host } in runs(pairs) {
-            let names = self.names.device_ptr(start);
+            let names = names.device_ptr(start);
             let staging = self.data.device_ptr(host * planes * elements);
             let sizes = (len, planes, elements, stride);
             let call = if out {
@@ -98,7 +104,7 @@ impl CudaHostKv {
             // has come so far, since freeing it waits for the device.
             unsafe { device.launch(call) }?;
         }
-        self.read.record(&device.stream)
+        read.record(&device.stream)
     }
 }
 

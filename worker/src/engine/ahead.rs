@@ -1,7 +1,11 @@
-//! One step ahead: a decode step is begun while the one before runs, and its tokens are fetched when
-//! the device has them. The device feeds its own last tokens in, so it never waits for its host.
-//! Sequences that the step before has not are fed by the host: those whose tokens are masked are
-//! there in every other step, since their next mask is made of the token before.
+//! One step ahead: a step is begun while the one before runs, and its tokens are fetched when the
+//! device has them. The device feeds its own last tokens in, so it never waits for its host. All else
+//! is fed by the host, which knows it: prompts, and tokens of sequences that the step before has not.
+//! Those whose tokens are masked are there in every other step, since their next mask is made of the
+//! token before.
+//!
+//! What needs its host in between is not begun ahead: drafts are compared with tokens, embeddings and
+//! log-probabilities of prompts are fetched in the middle of their step.
 //!
 //! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
 use std::collections::HashMap;
@@ -9,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use kernels::Backend;
 use kernels::backend::NOT_FED;
-use kernels::sampling::SampleParams;
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{SequenceOutput, SequenceStep, StepPlan};
+use shared::protocol::{NewSequence, SequenceOutput, SequenceStep, StepPlan};
 
-use super::{Engine, EngineError, Sequence, merge_output};
+use super::sequence::prompt_targets;
+use super::{Engine, EngineError, merge_output};
 use crate::rank::StepSource;
 
 /// Steps under way at most.
@@ -24,30 +28,21 @@ const NAP: Duration = Duration::from_micros(50);
 /// Beyond this the backend's own patience decides.
 const POLL: Duration = Duration::from_secs(10);
 
-/// A step whose tokens are on their way.
+/// A step that the device has, and whose tokens, if it samples any, are on their way.
 #[derive(Debug)]
 pub(super) struct Queued {
     step: StepId,
+    /// Those of its sequences that get a token, in the order of the rows that are sampled.
     entries: Vec<Entry>,
 }
 
-/// One of its sequences.
+/// A sequence that gets a token.
 #[derive(Debug)]
 struct Entry {
     step: SequenceStep,
     /// Where in the sequence its token goes.
     place: usize,
     wants_logprobs: bool,
-}
-
-/// Whether the device can choose this sequence's tokens without knowing all before.
-fn is_simple(params: &SampleParams, output: usize) -> bool {
-    params.logit_bias.is_empty()
-        && (output >= params.min_tokens as usize || params.suppress_until_min.is_empty())
-        && params.repetition_penalty == 1.0
-        && params.frequency_penalty == 0.0
-        && params.presence_penalty == 0.0
-        && params.logprobs.is_none_or(|top_n| top_n == 0)
 }
 
 impl<B: Backend> Engine<B> {
@@ -63,27 +58,32 @@ impl<B: Backend> Engine<B> {
 
     /// Whether the plan's tokens can be fetched later.
     pub(super) fn can_queue(&self, plan: &StepPlan) -> bool {
-        let simple = |entry: &SequenceStep| {
-            entry.count == 1
-                && entry.sample
-                && self.sequences.get(&entry.seq).is_some_and(|seq| self.is_simple(seq, entry))
+        let can_queue = |entry: &SequenceStep| {
+            let (num_prompt, scores, is_pooled) = match self.sequences.get(&entry.seq) {
+                Some(seq) => (seq.num_prompt, seq.prompt_logprobs.is_some(), seq.pooling.is_some()),
+                // Plans that are looked at ahead admit sequences that are not held yet.
+                None => match plan.admitted.iter().find(|new| new.seq == entry.seq) {
+                    Some(NewSequence { num_prompt, sampling, .. }) => (
+                        *num_prompt,
+                        sampling.prompt_logprobs.is_some(),
+                        sampling.pooling.is_some(),
+                    ),
+                    None => return false,
+                },
+            };
+            let reports = scores && prompt_targets(entry, num_prompt).is_some();
+            entry.drafts.is_empty() && !is_pooled && !reports
         };
         self.backend.queues_samples()
             && !plan.sequences.is_empty()
-            && plan.sequences.iter().all(simple)
-    }
-
-    fn is_simple(&self, seq: &Sequence, entry: &SequenceStep) -> bool {
-        let output = seq.tokens.len().saturating_sub(seq.num_prompt as usize);
-        is_simple(&seq.params, output)
-            && (seq.prompt_logprobs.is_none() || seq.prompt_targets(entry).is_none())
+            && plan.sequences.iter().all(can_queue)
     }
 
     /// Hands a prepared step to the device.
     pub(super) fn begin(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         self.compute(plan, &mut Vec::new(), true)?;
-        let mut entries = Vec::with_capacity(plan.sequences.len());
-        for step in &plan.sequences {
+        let mut entries = Vec::with_capacity(self.step.sample_rows.len());
+        for step in plan.sequences.iter().filter(|step| step.sample) {
             let Some(seq) = self.sequences.get_mut(&step.seq) else { continue };
             let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
             seq.tokens.push(0);
@@ -99,11 +99,12 @@ impl<B: Backend> Engine<B> {
     /// Whether every token that the plan computes is one that the last begun step samples, or known.
     fn follows(&self, plan: &StepPlan) -> bool {
         let Some(last) = self.queued.back() else { return false };
-        if self.queued.len() >= QUEUED_MAX || !plan.admitted.is_empty() {
+        if self.queued.len() >= QUEUED_MAX {
             return false;
         }
-        // Copies may be of sequences whose tokens are not there yet.
-        if !plan.swap_out.is_empty() || !plan.swap_in.is_empty() {
+        // A token on its way would come to the new sequence of its name.
+        let is_awaited = |seq: SeqId| last.entries.iter().any(|entry| entry.step.seq == seq);
+        if plan.admitted.iter().any(|new| is_awaited(new.seq)) {
             return false;
         }
         // Most plans name their sequences in the order of the one before.
@@ -127,9 +128,11 @@ impl<B: Backend> Engine<B> {
             (0u32..).zip(last).map(|(row, entry)| (entry.step.seq, row)).collect();
         self.admit(plan)?;
         self.prepare(plan)?;
-        let fed = plan.sequences.iter().map(|entry| rows.get(&entry.seq).copied());
-        if fed.clone().any(|row| row.is_some()) {
-            self.step.feed.extend(fed.map(|row| row.unwrap_or(NOT_FED)));
+        if plan.sequences.iter().any(|entry| rows.contains_key(&entry.seq)) {
+            for entry in &plan.sequences {
+                let row = rows.get(&entry.seq).copied().unwrap_or(NOT_FED);
+                self.step.feed.extend(std::iter::repeat_n(row, entry.count as usize));
+            }
         }
         self.begun_ahead += 1;
         self.begin(plan)
@@ -142,6 +145,8 @@ impl<B: Backend> Engine<B> {
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<(), EngineError> {
         let began = Instant::now();
+        // A step that samples nothing is not waited for: all that comes is behind it.
+        let samples = self.queued.front().is_some_and(|queued| !queued.entries.is_empty());
         // One that does not follow now does not before this step is finished.
         let mut looked_at = None;
         // At least once: the device may be quicker than its host.
@@ -153,7 +158,7 @@ impl<B: Backend> Engine<B> {
                 self.begin_ahead(next)?;
             }
             let waited = began.elapsed();
-            if self.backend.is_sampled()? || waited > POLL {
+            if !samples || self.backend.is_sampled()? || waited > POLL {
                 break;
             }
             if waited > SPIN {
@@ -162,7 +167,9 @@ impl<B: Backend> Engine<B> {
                 std::hint::spin_loop();
             }
         }
-        self.backend.take_sampled(&mut self.step.sampled)?;
+        if samples {
+            self.backend.take_sampled(&mut self.step.sampled)?;
+        }
         let Some(queued) = self.queued.pop_front() else { return Ok(()) };
         let reports = self.backend.rank() == 0;
         for (entry, sampled) in queued.entries.iter().zip(self.step.sampled.drain(..)) {

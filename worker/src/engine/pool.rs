@@ -34,17 +34,29 @@ impl<B: Backend> Engine<B> {
         if backend.rank() != 0 {
             return Ok(false);
         }
+        // All rows at once: a device is waited for once.
+        let (mut pooled, mut all) = (Vec::new(), Vec::new());
         for (entry, first) in plan.sequences.iter().zip(&step.entry_rows) {
             // What gets a token has no embedding.
             if entry.sample {
                 continue;
             }
-            let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
+            let Some(seq) = sequences.get(&entry.seq) else { continue };
             let Some(pooling) = seq.pooling else { continue };
             let rows = wanted(pooling, seq, entry, *first as usize);
-            if !rows.is_empty() {
-                decoder.read_hidden(backend, rows, &mut step.hidden)?;
-                add(&mut seq.pooled, &step.hidden, width);
+            pooled.push((entry, pooling, rows.len()));
+            all.extend(Some(rows).filter(|rows| !rows.is_empty()));
+        }
+        if !all.is_empty() {
+            decoder.read_hidden(backend, &all, &mut step.hidden)?;
+        }
+        let mut hidden = step.hidden.as_slice();
+        for (entry, pooling, rows) in pooled {
+            let Some(seq) = sequences.get_mut(&entry.seq) else { continue };
+            let (own, others) = hidden.split_at((rows * width).min(hidden.len()));
+            hidden = others;
+            if rows > 0 {
+                add(&mut seq.pooled, own, width);
             }
             let end = entry.start + entry.count;
             if end as usize != seq.tokens.len() {

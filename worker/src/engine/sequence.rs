@@ -32,6 +32,12 @@ pub(super) struct Sequence {
     pub(super) pooled: Vec<f64>,
 }
 
+/// As [`Sequence::prompt_targets`], of a prompt of so many tokens.
+pub(super) fn prompt_targets(entry: &SequenceStep, num_prompt: u32) -> Option<Range<u32>> {
+    let end = (entry.start + entry.count + 1).min(num_prompt);
+    (entry.start + 1 < end).then_some(entry.start + 1..end)
+}
+
 impl Sequence {
     /// A sequence of which nothing is computed; has room for `tokens_max` tokens.
     pub(super) fn new(new: &NewSequence, tokens_max: usize) -> Self {
@@ -115,8 +121,7 @@ impl Sequence {
     /// Positions of the prompt's tokens that this part's logits tell about; none when there are
     /// none: the logits at position p tell about the token at p + 1, inside the prompt.
     pub(super) fn prompt_targets(&self, entry: &SequenceStep) -> Option<Range<u32>> {
-        let end = (entry.start + entry.count + 1).min(self.num_prompt);
-        (entry.start + 1 < end).then_some(entry.start + 1..end)
+        prompt_targets(entry, self.num_prompt)
     }
 
     /// Where in the cache the K and V of a position are, which its blocks cover.

@@ -269,15 +269,15 @@ impl<B: Backend> Decoder<B> {
         add_norm(backend, buffers, pending, &weights.final_norm, eps, sharded)
     }
 
-    /// What the last norm gave for some of the last batch's rows, `[rows, hidden]`: the same on every
-    /// rank. Clears and fills `out`.
+    /// What the last norm gave for some of the last batch's rows, one range behind the other,
+    /// `[rows, hidden]`: the same on every rank. Clears and fills `out`.
     ///
     /// # Errors
     /// [`KernelError`].
     pub fn read_hidden(
         &self,
         backend: &mut B,
-        rows: std::ops::Range<usize>,
+        rows: &[std::ops::Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
         backend.read_rows(&self.buffers.normed, rows, out)

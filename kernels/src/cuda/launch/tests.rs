@@ -133,7 +133,6 @@ fn all(sizes: Sizes) -> Vec<Call> {
         add(ptr, ptr, width, number, ptr),
         gather_rows(rows, ptr, rows, width, number, ptr),
         copy_columns(rows, rows, 3, width, number, ptr),
-        to_f32(ptr, ptr, number * width),
         read(ptr, ptr, number * width),
         qkv_finish(&qkv, &shape(64, heads, kv_heads), number, ptr),
         attention_any(&io, &shape(80, heads, kv_heads), ptr, number, ptr),

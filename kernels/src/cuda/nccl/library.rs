@@ -9,12 +9,14 @@ use cudarc::driver::sys::CUstream;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::cuda::choice::{NCCL_MIN, Version};
-use crate::cuda::libraries::{Missing, reason, usual_folders};
+use crate::cuda::libraries::{Missing, python_folders, reason, usual_folders};
 
 /// Bytes of what ranks find each other by.
 pub const UNIQUE_ID_BYTES: usize = 128;
 /// File names, the usual one first.
 const FILES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+/// Where Python's packages have it.
+const PACKAGES: &[&str] = &["nvidia/nccl/lib"];
 
 /// `ncclResult_t`
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,36 +201,12 @@ fn open(folders: &[PathBuf], file: Option<&Path>) -> Result<(Library, String), S
             Err(error) => first = first.or(Some(error)),
         }
     }
-    if let Some(path) = in_folders(&usual_folders()).or_else(|| in_folders(&python_folders())) {
+    if let Some(path) =
+        in_folders(&usual_folders()).or_else(|| in_folders(&python_folders(PACKAGES)))
+    {
         return load(&path);
     }
     Err(first.unwrap_or_default())
-}
-
-/// Where pip puts NCCL for the Pythons that this process's environment knows.
-fn python_folders() -> Vec<PathBuf> {
-    let variable = |name| std::env::var_os(name).map(PathBuf::from);
-    let mut homes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable).collect();
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let has_python = |folder: &PathBuf| folder.join("python3").exists();
-    let pythons = std::env::split_paths(&path).filter(has_python);
-    homes.extend(pythons.filter_map(|folder| Some(folder.parent()?.to_owned())));
-    homes.extend(variable("HOME").map(|home| home.join(".local")));
-    let mut folders = Vec::new();
-    for home in homes {
-        let Ok(entries) = std::fs::read_dir(home.join("lib")) else { continue };
-        for entry in entries.flatten() {
-            if entry.file_name().to_string_lossy().starts_with("python3") {
-                for packages in ["site-packages", "dist-packages"] {
-                    folders.push(entry.path().join(packages).join("nvidia/nccl/lib"));
-                }
-            }
-        }
-    }
-    folders.sort();
-    folders.dedup();
-    folders
 }
 
 /// Finds every function.

@@ -1,0 +1,435 @@
+//! Steps of any mix begun while the one before runs, on stand-ins for GPUs: prompts in chunks beside
+//! sequences that decode, admissions, sequences that end late, that are swapped, that come back under
+//! their old names. What every sequence gets is what it gets from steps one after the other.
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use kernels::KernelError;
+use kernels::collective::{Collective, local_group, single_rank};
+use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
+use shared::ids::{BlockId, Epoch, HostBlockId, SeqId, StepId};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, Swap, SwapPair};
+use shared::sampling::{Pooling, SamplingParams};
+use testkit::models::variant;
+use testkit::relay::SharedRelay;
+use worker::engine::{Engine, EngineError};
+
+use crate::cuda::Waiting;
+use crate::rig::{engine_of, fake_cuda_with, fake_nccl_backend, fake_nccl_options};
+
+const BLOCK_SIZE: u32 = 16;
+/// Blocks that each sequence has for itself.
+const BLOCKS: u32 = 8;
+const SEQS: u32 = 10;
+
+/// Sequences as their author has them: how much of them is computed, their own blocks so far, where
+/// they lie in the cache, and whether they are in host memory.
+#[derive(Debug, Default)]
+struct Written {
+    computed: u32,
+    blocks: u32,
+    moved: u32,
+}
+
+/// Writes plans as a coordinator does that does not wait for tokens.
+#[derive(Debug, Default)]
+struct Author {
+    written: BTreeMap<u64, Written>,
+    plans: VecDeque<StepPlan>,
+}
+
+fn prompt(seq: u64, len: u32) -> Vec<u32> {
+    (0..len).map(|i| (seq as u32 * 31 + i * 7) % 384).collect()
+}
+
+/// Greedy and random ones, some with log-probabilities, and some whose logits are edited: by what is
+/// known, or by all tokens so far.
+fn sampling(seq: u64) -> SamplingParams {
+    SamplingParams {
+        repetition_penalty: if seq == 2 { 1.5 } else { 1.0 },
+        presence_penalty: if seq == 4 { 2.0 } else { 0.0 },
+        logit_bias: if seq == 5 { vec![(17, 3.0), (200, 3.0)] } else { Vec::new() },
+        suppress_until_min: if seq == 3 { (0..192).collect() } else { Vec::new() },
+        min_tokens: if seq == 3 { 4 } else { 0 },
+        temperature: if seq.is_multiple_of(2) { 0.0 } else { 1.0 },
+        top_p: if seq.is_multiple_of(3) { 0.9 } else { 1.0 },
+        seed: seq + 9,
+        logprobs: seq.is_multiple_of(3).then(|| seq as u32 - 3),
+        ..SamplingParams::greedy()
+    }
+}
+
+impl Author {
+    /// Begins a plan.
+    fn plan(&mut self) -> &mut Self {
+        let step = StepId(self.plans.len() as u64 + 1);
+        self.plans.push_back(StepPlan { epoch: Epoch(1), step, ..StepPlan::default() });
+        self
+    }
+
+    fn last(&mut self) -> &mut StepPlan {
+        self.plans.back_mut().unwrap()
+    }
+
+    fn admits(&mut self, seq: u64, len: u32) -> &mut Self {
+        self.admits_with(seq, len, sampling(seq))
+    }
+
+    fn admits_with(&mut self, seq: u64, len: u32, sampling: SamplingParams) -> &mut Self {
+        self.written.insert(seq, Written::default());
+        let tokens = prompt(seq, len);
+        let new = NewSequence { seq: SeqId(seq), tokens, num_prompt: len, adapter: 0, sampling };
+        self.last().admitted.push(new);
+        self
+    }
+
+    fn forgets(&mut self, seq: u64) -> &mut Self {
+        self.written.remove(&seq);
+        self.last().finished.push(SeqId(seq));
+        self
+    }
+
+    /// `count` tokens, and one more sampled behind them if so.
+    fn runs(&mut self, seq: u64, count: u32, sample: bool) -> &mut Self {
+        let own = self.written.get_mut(&seq).unwrap();
+        let start = own.computed;
+        own.computed += count;
+        let mut new_blocks = Vec::new();
+        while own.blocks * BLOCK_SIZE < own.computed {
+            new_blocks.push(BlockId(seq as u32 * BLOCKS + (own.blocks + own.moved) % BLOCKS));
+            own.blocks += 1;
+        }
+        self.last().sequences.push(SequenceStep {
+            seq: SeqId(seq),
+            start,
+            count,
+            new_blocks,
+            sample,
+            allowed: None,
+            drafts: Vec::new(),
+        });
+        self
+    }
+
+    fn decodes(&mut self, seqs: &[u64]) -> &mut Self {
+        seqs.iter().for_each(|seq| {
+            self.runs(*seq, 1, true);
+        });
+        self
+    }
+
+    fn pairs(&self, seq: u64) -> Swap {
+        let own = &self.written[&seq];
+        let blocks = (0..own.blocks).map(|at| SwapPair {
+            device: BlockId(seq as u32 * BLOCKS + (at + own.moved) % BLOCKS),
+            host: HostBlockId(seq as u32 * BLOCKS + at),
+        });
+        Swap { seq: SeqId(seq), blocks: blocks.collect() }
+    }
+
+    fn leaves(&mut self, seq: u64) -> &mut Self {
+        let swap = self.pairs(seq);
+        self.last().swap_out.push(swap);
+        self
+    }
+
+    /// To other blocks than it left.
+    fn comes_back(&mut self, seq: u64) -> &mut Self {
+        self.written.get_mut(&seq).unwrap().moved += 3;
+        let swap = self.pairs(seq);
+        self.last().swap_in.push(swap);
+        self.written.get_mut(&seq).unwrap().blocks = 0;
+        self.runs(seq, 1, true)
+    }
+}
+
+/// Steps of every kind; those that can be begun while the one before runs.
+fn mixed() -> (VecDeque<StepPlan>, Vec<u64>) {
+    let mut author = Author::default();
+    author.plan().admits(1, 5).admits(2, 20).runs(1, 5, true).runs(2, 20, true);
+    // A prompt in three chunks; another whole beside it.
+    author.plan().decodes(&[1, 2]).admits(3, 40).runs(3, 16, false);
+    author.plan().decodes(&[2, 1]).runs(3, 16, false).admits(4, 7).runs(4, 7, true);
+    author.plan().decodes(&[1, 2, 4]).runs(3, 8, true);
+    author.plan().decodes(&[1, 2, 3, 4]);
+    author.plan().decodes(&[1, 2, 3, 4]);
+    // The token of 1 on its way is its last, as is found late; 2 waits for a mask.
+    author.plan().forgets(1).decodes(&[4, 3]);
+    // Nothing is sampled.
+    author.plan().admits(5, 30).runs(5, 10, false);
+    author.plan().decodes(&[2, 3, 4]).runs(5, 20, true);
+    // 4 goes to host memory with its token on its way, and comes back elsewhere.
+    author.plan().leaves(4).decodes(&[2, 3, 5]);
+    author.plan().decodes(&[5, 2, 3]).admits(6, 33).runs(6, 33, true);
+    author.plan().comes_back(4).decodes(&[2, 3, 5, 6]);
+    // One leaves and another comes back at once.
+    author.plan().leaves(6).decodes(&[2, 3, 4, 5]);
+    author.plan().leaves(5).comes_back(6).decodes(&[2, 3, 4]);
+    author.plan().comes_back(5).decodes(&[6, 4, 2, 3]);
+    // Preempted while its token is on its way, and admitted again a step later.
+    author.plan().forgets(3).decodes(&[2, 4, 5, 6]);
+    author.plan().admits(3, 48).decodes(&[2, 4, 5, 6]).runs(3, 30, false);
+    author.plan().decodes(&[2, 4, 5, 6]).runs(3, 18, true);
+    let begun = (2..=author.plans.len() as u64).collect();
+    (author.plans, begun)
+}
+
+/// Steps that need their host, or the token before, each among others that do not.
+fn hindered() -> (VecDeque<StepPlan>, Vec<u64>) {
+    let mut author = Author::default();
+    author.plan().admits(1, 5).runs(1, 5, true);
+    // Log-probabilities of a prompt's chunks. The last position's are another prompt's, or none.
+    let scored = SamplingParams { prompt_logprobs: Some(1), ..sampling(2) };
+    author.plan().decodes(&[1]).admits_with(2, 20, scored).runs(2, 10, false);
+    author.plan().decodes(&[1]).runs(2, 10, true);
+    author.plan().decodes(&[1, 2]);
+    author.plan().decodes(&[1, 2]);
+    // An embedding.
+    let pooled = SamplingParams { pooling: Some(Pooling::Mean), ..SamplingParams::greedy() };
+    author.plan().decodes(&[1, 2]).admits_with(3, 9, pooled).runs(3, 9, false);
+    author.plan().forgets(3).decodes(&[1, 2]);
+    author.plan().decodes(&[1, 2]);
+    // Drafts.
+    author.plan().runs(1, 3, true).decodes(&[2]);
+    author.last().sequences[0].drafts = vec![383, 1];
+    author.written.get_mut(&1).unwrap().computed -= 2;
+    author.plan().decodes(&[2]);
+    author.plan().decodes(&[2]);
+    // Its name is given to another while its token is on its way.
+    author.plan().forgets(2).admits(2, 6).runs(2, 6, true);
+    author.plan().decodes(&[2]);
+    // Nobody but the ranks themselves.
+    author.plan();
+    author.plan().decodes(&[2]);
+    author.plan().decodes(&[2]).admits(4, 3).runs(4, 3, true);
+    (author.plans, vec![5, 8, 11, 13, 16])
+}
+
+fn started(backend: CudaBackend, rank: u32, degree: u32) -> Engine<CudaBackend> {
+    let sizes = EngineConfig {
+        block_size: BLOCK_SIZE,
+        max_model_len: BLOCKS * BLOCK_SIZE,
+        max_num_seqs: SEQS,
+        max_num_batched_tokens: 64,
+        kv_cache_bytes: 1 << 30,
+        swap_bytes: 0,
+    };
+    let mut engine = engine_of(&variant("llama-gqa"), rank, degree, backend, sizes).unwrap();
+    engine.backend().set_alone(true);
+    engine.profile().unwrap();
+    engine.backend().set_alone(false);
+    engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+    engine
+}
+
+fn engine(graphs: bool) -> Engine<CudaBackend> {
+    let options = CudaOptions { graphs, ..CudaOptions::default() };
+    started(fake_cuda_with(options, single_rank()), 0, 1)
+}
+
+/// All that a sequence's outputs say at a position: the token, and bits of numbers.
+type Said = (u64, u32, Option<u32>, Vec<u32>);
+
+/// Runs the plans; what was said, and the steps that were begun while the one before ran.
+fn run(
+    engine: &mut Engine<CudaBackend>,
+    plans: &VecDeque<StepPlan>,
+    ahead: bool,
+) -> (Vec<Said>, Vec<u64>) {
+    let (mut said, mut begun) = (Vec::new(), Vec::new());
+    let mut source = Waiting(plans.clone(), 0);
+    while let Some(plan) = source.0.pop_front() {
+        let (mut outputs, before) = (Vec::new(), engine.begun_ahead());
+        if ahead {
+            engine.step_with(&plan, &mut source, &mut outputs).unwrap();
+        } else {
+            engine.step(&plan, &mut outputs).unwrap();
+        }
+        if engine.begun_ahead() > before {
+            begun.push(source.0.front().unwrap().step.0);
+        }
+        for output in outputs {
+            let scores = output.logprobs.iter().chain(&output.prompt_logprobs);
+            let bits = scores.flat_map(|it| [it.token, it.logprob.to_bits()]);
+            let embedding = output.embedding.iter().map(|value| value.to_bits());
+            let bits = bits.chain(embedding).collect();
+            assert!(!output.corrupted);
+            said.push((output.seq.0, output.position, output.token, bits));
+        }
+    }
+    (said, begun)
+}
+
+/// Every token that is due is there once, in the order of plans.
+fn complete(plans: &VecDeque<StepPlan>, said: &[Said]) {
+    let shares = plans.iter().flat_map(|plan| &plan.sequences);
+    let due = shares.filter(|entry| entry.sample && entry.drafts.is_empty());
+    let due: Vec<_> = due.map(|entry| (entry.seq.0, entry.start + entry.count)).collect();
+    let drafting: Vec<_> = plans.iter().flat_map(|plan| &plan.sequences).collect();
+    let is_drafted = |seq: u64, position: u32| {
+        drafting.iter().any(|entry| {
+            let range = entry.start + 1..=entry.start + entry.count;
+            !entry.drafts.is_empty() && entry.seq.0 == seq && range.contains(&position)
+        })
+    };
+    let tokens = said.iter().filter(|said| said.2.is_some() && !is_drafted(said.0, said.1));
+    let tokens: Vec<_> = tokens.map(|(seq, position, ..)| (*seq, *position)).collect();
+    assert_eq!(tokens, due);
+}
+
+#[test]
+fn steps_of_any_mix_are_begun_behind_each_other_and_give_the_same_tokens() {
+    for graphs in [true, false] {
+        let (plans, expected) = mixed();
+        let (known, begun) = run(&mut engine(graphs), &plans, true);
+        assert_eq!(begun, expected, "graphs: {graphs}");
+        let (one_by_one, none) = run(&mut engine(graphs), &plans, false);
+        assert!(none.is_empty());
+        complete(&plans, &one_by_one);
+        assert_eq!(known, one_by_one, "graphs: {graphs}");
+        let tokens: std::collections::HashSet<_> = known.iter().map(|said| said.2).collect();
+        assert!(tokens.len() > 8, "{tokens:?}");
+    }
+}
+
+#[test]
+fn steps_that_need_their_host_or_the_token_before_wait() {
+    let (plans, expected) = hindered();
+    let (known, begun) = run(&mut engine(true), &plans, true);
+    assert_eq!(begun, expected);
+    let (one_by_one, _) = run(&mut engine(true), &plans, false);
+    complete(&plans, &one_by_one);
+    assert_eq!(known, one_by_one);
+    assert!(known.iter().any(|said| said.2.is_none() && said.3.len() > 20), "an embedding");
+}
+
+/// The epoch ends with a step of every kind begun; the next has nothing of it.
+#[test]
+fn an_epoch_may_end_with_any_step_begun() {
+    let (plans, _) = mixed();
+    let mut engine = engine(true);
+    let (expected, _) = run(&mut engine, &plans, false);
+    for ended in 1..plans.len() {
+        engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+        let mut source = Waiting(plans.clone(), 0);
+        let before = engine.begun_ahead();
+        for _ in 0..ended {
+            let plan = source.0.pop_front().unwrap();
+            engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap();
+        }
+        assert_eq!(engine.begun_ahead() - before, ended as u64, "begun behind step {ended}");
+        engine.release();
+    }
+    engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+    let (again, _) = run(&mut engine, &plans, true);
+    assert_eq!(again, expected);
+}
+
+/// A plan that does not fit is an error of the step that it was looked at behind.
+#[test]
+fn a_plan_that_does_not_fit_ends_the_epoch_also_ahead() {
+    let (plans, _) = mixed();
+    let mut engine = engine(true);
+    let mut source = Waiting(plans.clone(), 0);
+    source.0[1].sequences[2].new_blocks = vec![BlockId(SEQS * BLOCKS)];
+    let first = source.0.pop_front().unwrap();
+    let error = engine.step_with(&first, &mut source, &mut Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("step 2: seq-3 is given block-80 of 80"), "{error}");
+    engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+    let (again, _) = run(&mut engine, &plans, true);
+    assert_eq!(again, run(&mut self::engine(true), &plans, false).0);
+}
+
+/// The next step is there for one rank sooner than for the other, or for none.
+#[test]
+fn ranks_begin_mixed_steps_alike_whenever_they_learn_of_them() {
+    let (plans, expected) = mixed();
+    let plans = &plans;
+    let run_both = |ahead: [bool; 2]| {
+        let group = local_group(2, Duration::from_secs(60)).unwrap();
+        let relay = SharedRelay::default();
+        let one = |rank: u32, collective: Box<dyn Collective>, relay: SharedRelay| {
+            let mut engine = started(fake_nccl_backend(rank, collective, relay), rank, 2);
+            let (said, begun) = run(&mut engine, plans, ahead[rank as usize]);
+            (said, begun, engine.digest())
+        };
+        let one = &one;
+        let results: Vec<_> = std::thread::scope(|scope| {
+            let ranks = (0u32..).zip(group);
+            let threads: Vec<_> = ranks
+                .map(|(rank, collective)| {
+                    let relay = relay.clone();
+                    scope.spawn(move || one(rank, collective, relay))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for ((_, begun, _), ahead) in results.iter().zip(ahead) {
+            assert_eq!(*begun, if ahead { expected.clone() } else { Vec::new() });
+        }
+        assert_eq!(results[0].2, results[1].2, "ranks have other tokens");
+        assert!(results[1].0.is_empty(), "only rank 0 tells tokens");
+        results[0].0.clone()
+    };
+    let known = run_both([false, false]);
+    complete(plans, &known);
+    for ahead in [[true, true], [true, false], [false, true]] {
+        assert_eq!(run_both(ahead), known, "{ahead:?}");
+    }
+}
+
+/// The other rank does not come to the step that this one has begun: aborting the epoch frees it, and
+/// its device is good for the next.
+#[test]
+fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
+    const COME: usize = 3;
+    let (plans, _) = mixed();
+    let plans = &plans;
+    let group = local_group(2, Duration::from_secs(60)).unwrap();
+    let relay = SharedRelay::default();
+    let joined = |rank: u32, collective: Box<dyn Collective>, mut relay: SharedRelay| {
+        let mut handles = Vec::new();
+        let mut backend = CudaBackend::new(fake_nccl_options(rank), collective).unwrap();
+        let setup = GroupSetup {
+            timeout: Duration::from_secs(60),
+            is_given_up: &|| false,
+            relay: &mut relay,
+            on_abort_handle: &mut |handle| handles.push(handle),
+        };
+        assert_eq!(backend.join(setup).unwrap().algorithm, "nccl");
+        (started(backend, rank, 2), handles)
+    };
+    std::thread::scope(|scope| {
+        let mut ranks = group.into_iter();
+        let (here, there) = (ranks.next().unwrap(), ranks.next().unwrap());
+        let other = relay.clone();
+        let (over, is_over) = std::sync::mpsc::channel::<()>();
+        let leaver = scope.spawn(move || {
+            let (mut engine, _) = joined(1, there, other);
+            for plan in plans.iter().take(COME) {
+                engine.step(plan, &mut Vec::new()).unwrap();
+            }
+            let _ = is_over.recv();
+        });
+        let (mut engine, handles) = joined(0, here, relay);
+        let mut source = Waiting(plans.clone(), 0);
+        for _ in 0..COME {
+            let plan = source.0.pop_front().unwrap();
+            engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap();
+        }
+        assert_eq!(engine.begun_ahead(), COME as u64);
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            handles.iter().for_each(|handle| handle.abort());
+        });
+        // It is begun; nobody else comes to it.
+        let plan = source.0.pop_front().unwrap();
+        let error = engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap_err();
+        let is_aborted = matches!(&error, EngineError::Kernel(KernelError::Collective(_)));
+        assert!(is_aborted, "{error}");
+        engine.backend().set_collective(single_rank()).unwrap();
+        engine.release();
+        drop(over);
+        leaver.join().unwrap();
+    });
+}
