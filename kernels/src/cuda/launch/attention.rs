@@ -6,7 +6,7 @@ use super::{
 use crate::backend::AttentionShape;
 
 /// Head dimensions with attention kernels of their own.
-pub const HEAD_DIMS: [usize; 5] = [16, 32, 64, 96, 128];
+pub const HEAD_DIMS: [usize; 6] = [16, 32, 64, 96, 128, 256];
 /// The largest head dimension that any kernel takes.
 pub const HEAD_DIM_MAX: usize = 256;
 /// Into how many parts a sequence's tokens are split at most: a constant, so that the sum of a row
