@@ -54,7 +54,7 @@ pub(crate) fn silu(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn gelu_tanh(x: f32) -> f32 {
     // 2 sqrt(2 / pi), and that times 0.044715.
-    const FIRST: f32 = 1.595_769_1;
+    const FIRST: f32 = 1.595_769;
     const THIRD: f32 = 0.071_354_82;
     x / (1.0 + exp(-x * (FIRST + THIRD * x * x)))
 }
