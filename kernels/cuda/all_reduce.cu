@@ -276,7 +276,7 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
             const size_t index = first + i * gridDim.x;
             const float* row = data + index * width;
             float* r = residual + index * width;
-            const auto fetch = [&](uint32_t at, float4 v) {
+            const auto fetch = [&](uint32_t, uint32_t at, float4 v) {
                 v = add4(v, tree<RANKS>(lane, i * width + at, load4(row + at)));
                 store4(r + at, v);
                 return v;

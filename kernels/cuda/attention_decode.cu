@@ -18,9 +18,12 @@
 // end. Weights are rounded to bf16 before they are summed and before they meet V, so numerator and
 // denominator agree: a constant V comes out exact.
 //
+// Heads of 256 have twice the sums: q waits in shared memory instead of registers, V is asked for when K
+// has been used, and the warps are put together 128 dims at a time.
+//
 // Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s, which of one part is o / l: then it is
 // written at once. How a sequence is split depends on its length and the launch's constants alone,
-// hence so does every bit. Limits: head_dim 16, 32, 64, 96 or 128; any group.
+// hence so does every bit. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group.
 #include "attention.cuh"
 
 namespace tutti {
@@ -56,23 +59,80 @@ struct Row {
     }
 };
 
-template <int HEAD_DIM>
-__device__ __forceinline__ void add_scores(float (&c)[4], const Row<HEAD_DIM>& upper,
-                                           const Row<HEAD_DIM>& lower, const Row<HEAD_DIM>& k) {
-#pragma unroll
-    for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
-        const uint32_t even[4] = {upper.full[i].x, lower.full[i].x, upper.full[i].y,
-                                  lower.full[i].y};
-        const uint32_t odd[4] = {upper.full[i].z, lower.full[i].z, upper.full[i].w,
-                                 lower.full[i].w};
-        mma_bf16(c, even, k.full[i].x, k.full[i].y);
-        mma_bf16(c, odd, k.full[i].z, k.full[i].w);
-    }
-    if (Row<HEAD_DIM>::REST != 0) {
-        const uint32_t a[4] = {upper.rest.x, lower.rest.x, upper.rest.y, lower.rest.y};
-        mma_bf16(c, a, k.rest.x, k.rest.y);
-    }
+// c += the products of 32 dims of rows g and g + 8 of q with a token's.
+__device__ __forceinline__ void add_scores(float (&c)[4], uint4 upper, uint4 lower, uint4 k) {
+    const uint32_t even[4] = {upper.x, lower.x, upper.y, lower.y};
+    const uint32_t odd[4] = {upper.z, lower.z, upper.w, lower.w};
+    mma_bf16(c, even, k.x, k.y);
+    mma_bf16(c, odd, k.z, k.w);
 }
+
+// The rows of q that are a block's, zeros where there are fewer than 16.
+template <int HEAD_DIM, bool IN_REGISTERS = HEAD_DIM <= 128>
+struct Queries {
+    Row<HEAD_DIM> upper;
+    Row<HEAD_DIM> lower;
+
+    __device__ __forceinline__ Queries(const tutti_bf16* q, uint32_t heads) {
+        const uint32_t g = threadIdx.x % 32 / 4;
+        const uint32_t t = threadIdx.x % 4;
+        upper.clear();
+        lower.clear();
+        if (g < heads) {
+            upper.load(q + g * HEAD_DIM, t);
+        }
+        if (g + 8 < heads) {
+            lower.load(q + (g + 8) * HEAD_DIM, t);
+        }
+    }
+    __device__ __forceinline__ void add_scores(float (&c)[2][4],
+                                               const Row<HEAD_DIM> (&k)[2]) const {
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+#pragma unroll
+            for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
+                tutti::add_scores(c[part], upper.full[i], lower.full[i], k[part].full[i]);
+            }
+            if (Row<HEAD_DIM>::REST != 0) {
+                const uint32_t a[4] = {upper.rest.x, lower.rest.x, upper.rest.y, lower.rest.y};
+                mma_bf16(c[part], a, k[part].rest.x, k[part].rest.y);
+            }
+        }
+    }
+};
+
+// In shared memory, the 16 bytes that the lanes of a warp read at once one behind the other.
+template <int HEAD_DIM>
+struct Queries<HEAD_DIM, false> {
+    static constexpr int FULL = Row<HEAD_DIM>::FULL;
+    static_assert(Row<HEAD_DIM>::REST == 0, "whole pieces of 32 dims");
+    const uint4* own;
+
+    __device__ __forceinline__ Queries(const tutti_bf16* q, uint32_t heads) {
+        SHARED_ARRAY(uint4, all, FULL * 2 * 32);
+        for (uint32_t at = threadIdx.x; at < FULL * 2 * 32; at += WARPS * 32) {
+            const uint32_t lane = at % 32;
+            const uint32_t head = lane / 4 + at / 32 % 2 * 8;
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (head < heads) {
+                v = load_once(q + head * HEAD_DIM + at / 64 * 32 + lane % 4 * 8);
+            }
+            all[at] = v;
+        }
+        __syncthreads();
+        own = all + threadIdx.x % 32;
+    }
+    __device__ __forceinline__ void add_scores(float (&c)[2][4],
+                                               const Row<HEAD_DIM> (&k)[2]) const {
+#pragma unroll
+        for (int i = 0; i < FULL; i++) {
+            const uint4 upper = own[2 * i * 32];
+            const uint4 lower = own[(2 * i + 1) * 32];
+            tutti::add_scores(c[0], upper, lower, k[0].full[i]);
+            tutti::add_scores(c[1], upper, lower, k[1].full[i]);
+        }
+    }
+};
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
     return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
@@ -129,9 +189,14 @@ template <int HEAD_DIM>
 __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     // 64 dims of V each: lane g has the 8 from 8g.
     constexpr int SETS = (HEAD_DIM + 63) / 64;
+    // What of a row's dims the warps put together at a time.
+    constexpr bool IS_WIDE = HEAD_DIM > 128;
+    constexpr uint32_t PIECE = IS_WIDE ? 128 : HEAD_DIM;
+    constexpr uint32_t PIECE_SETS = SETS / (HEAD_DIM / PIECE);
+    static_assert(HEAD_DIM == PIECE || HEAD_DIM == 2 * PIECE, "one or two pieces");
     SHARED_ARRAY(float, maxima, WARPS * 16);
     SHARED_ARRAY(float, totals, WARPS * 16);
-    using In = Mixed<HEAD_DIM>;
+    using In = Mixed<PIECE>;
     static_assert(In::stores_are_spread() && In::loads_are_spread(), "banks are met twice");
     SHARED_ARRAY(float, mixed, WARPS * 16 * In::WIDTH);
 
@@ -186,18 +251,9 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             wait_for_predecessors();
         }
 
-        Row<HEAD_DIM> upper;
-        Row<HEAD_DIM> lower;
-        upper.clear();
-        lower.clear();
         const tutti_bf16* q_row =
             q + (static_cast<size_t>(seq.row) * num_heads + first_head) * HEAD_DIM;
-        if (g < heads) {
-            upper.load(q_row + g * HEAD_DIM, t);
-        }
-        if (g + 8 < heads) {
-            lower.load(q_row + (g + 8) * HEAD_DIM, t);
-        }
+        const Queries<HEAD_DIM> queries(q_row, heads);
         for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
             const size_t block = next_block;
             next_block = block_of(tile + WARPS * TILE);
@@ -211,24 +267,30 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             };
             Row<HEAD_DIM> k[2];
             uint4 v[SETS][4];
-            k[0].load(k_cache + token(g), t);
-            k[1].load(k_cache + token(g + 8), t);
+            const auto load_v = [&] {
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) {
-                const tutti_bf16* v_row = v_cache + token(2 * t + i % 2 + i / 2 * 8);
+                for (uint32_t i = 0; i < 4; i++) {
+                    const tutti_bf16* v_row = v_cache + token(2 * t + i % 2 + i / 2 * 8);
 #pragma unroll
-                for (int set = 0; set < SETS; set++) {
-                    const uint32_t dim = 64 * set + 8 * g;
-                    v[set][i] = make_uint4(0, 0, 0, 0);
-                    if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
-                        v[set][i] = load_once(v_row + dim);
+                    for (int set = 0; set < SETS; set++) {
+                        const uint32_t dim = 64 * set + 8 * g;
+                        v[set][i] = make_uint4(0, 0, 0, 0);
+                        if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
+                            v[set][i] = load_once(v_row + dim);
+                        }
                     }
                 }
+            };
+            k[0].load(k_cache + token(g), t);
+            k[1].load(k_cache + token(g + 8), t);
+            if (!IS_WIDE) {
+                load_v();
             }
-
             float scores[2][4] = {};
-            add_scores<HEAD_DIM>(scores[0], upper, lower, k[0]);
-            add_scores<HEAD_DIM>(scores[1], upper, lower, k[1]);
+            queries.add_scores(scores, k);
+            if (IS_WIDE) {
+                load_v();
+            }
 #pragma unroll
             for (uint32_t part = 0; part < 2; part++) {
 #pragma unroll
@@ -286,33 +348,6 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             }
         }
         __syncthreads();
-#pragma unroll
-        for (uint32_t half = 0; half < 2; half++) {
-            const uint32_t r = g + 8 * half;
-            float most = NOTHING;
-#pragma unroll
-            for (uint32_t w = 0; w < WARPS; w++) {
-                most = fmaxf(most, maxima[w * 16 + r]);
-            }
-            const float factor = most == NOTHING ? 0.0f : exp2_fast(row[half].maximum - most);
-            if (r < heads) {
-#pragma unroll
-                for (int set = 0; set < SETS; set++) {
-#pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        const uint32_t dim = In::dim_of(set, t, j);
-                        if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
-                            mixed[In::at(warp * 16 + r, dim)] = sums[set][j][2 * half] * factor;
-                        }
-                        if (HEAD_DIM % 64 == 0 || dim + 8 < HEAD_DIM) {
-                            mixed[In::at(warp * 16 + r, dim + 8)] =
-                                sums[set][j][2 * half + 1] * factor;
-                        }
-                    }
-                }
-            }
-        }
-        __syncthreads();
         const size_t first_slot = static_cast<size_t>(index) * num_heads + first_head;
         // Of a head: the largest exponent of all warps, and the sum of weights relative to it.
         const auto maximum_of = [&](uint32_t r) {
@@ -332,20 +367,58 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             }
             return sum;
         };
-        for (uint32_t i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * 32) {
-            const uint32_t r = i / HEAD_DIM;
-            float sum = 0.0f;
+        // A function, not a loop over pieces: that costs narrow heads 56 registers more.
+        const auto put_together = [&](const uint32_t piece) {
 #pragma unroll
-            for (uint32_t w = 0; w < WARPS; w++) {
-                sum += mixed[In::at(w * 16 + r, i % HEAD_DIM)];
+            for (uint32_t half = 0; half < 2; half++) {
+                const uint32_t r = g + 8 * half;
+                float most = NOTHING;
+#pragma unroll
+                for (uint32_t w = 0; w < WARPS; w++) {
+                    most = fmaxf(most, maxima[w * 16 + r]);
+                }
+                const float factor = most == NOTHING ? 0.0f : exp2_fast(row[half].maximum - most);
+                if (r < heads) {
+#pragma unroll
+                    for (int set = 0; set < static_cast<int>(PIECE_SETS); set++) {
+#pragma unroll
+                        for (int j = 0; j < 8; j++) {
+                            const uint32_t dim = In::dim_of(set, t, j);
+                            if (HEAD_DIM % 64 == 0 || dim < HEAD_DIM) {
+                                mixed[In::at(warp * 16 + r, dim)] =
+                                    sums[piece * PIECE_SETS + set][j][2 * half] * factor;
+                            }
+                            if (HEAD_DIM % 64 == 0 || dim + 8 < HEAD_DIM) {
+                                mixed[In::at(warp * 16 + r, dim + 8)] =
+                                    sums[piece * PIECE_SETS + set][j][2 * half + 1] * factor;
+                            }
+                        }
+                    }
+                }
             }
-            if (splits.count == 1) {
-                const size_t row = static_cast<size_t>(seq.row) * num_heads + first_head + r;
-                out[row * HEAD_DIM + i % HEAD_DIM] = to_bf16(sum / total_of(r, maximum_of(r)));
-            } else {
-                const size_t slot = (first_slot + r) * max_splits + split;
-                partial_out[slot * HEAD_DIM + i % HEAD_DIM] = sum;
+            __syncthreads();
+            for (uint32_t i = threadIdx.x; i < heads * PIECE; i += WARPS * 32) {
+                const uint32_t r = i / PIECE;
+                float sum = 0.0f;
+#pragma unroll
+                for (uint32_t w = 0; w < WARPS; w++) {
+                    sum += mixed[In::at(w * 16 + r, i % PIECE)];
+                }
+                if (splits.count == 1) {
+                    const size_t row = static_cast<size_t>(seq.row) * num_heads + first_head + r;
+                    out[row * HEAD_DIM + piece * PIECE + i % PIECE] =
+                        to_bf16(sum / total_of(r, maximum_of(r)));
+                } else {
+                    const size_t slot = (first_slot + r) * max_splits + split;
+                    partial_out[slot * HEAD_DIM + piece * PIECE + i % PIECE] = sum;
+                }
             }
+        };
+        put_together(0);
+        if (IS_WIDE) {
+            // The first piece has been added up.
+            __syncthreads();
+            put_together(1);
         }
         if (splits.count != 1 && threadIdx.x < heads) {
             const uint32_t r = threadIdx.x;
@@ -372,6 +445,7 @@ DECODE(32)
 DECODE(64)
 DECODE(96)
 DECODE(128)
+DECODE(256)
 
 using namespace tutti;
 

@@ -14,7 +14,9 @@
 //
 // Shared memory: rows of head_dim bf16 in pieces of 16 bytes, permuted within a row so that the 8
 // rows that ldmatrix reads at once lie in different banks.
-// Limits: head_dim 16, 32, 64, 96 or 128; any group; blocks of a power of two of tokens.
+// Heads of 256 have twice the sums, so their q stays in shared memory and is read from there for each
+// tile of tokens; they take 160 KiB of it, so a multiprocessor has one block of theirs.
+// Limits: head_dim 16, 32, 64, 96, 128 or 256; any group; blocks of a power of two of tokens.
 #include "attention.cuh"
 
 namespace tutti {
@@ -67,6 +69,7 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     using T = Tile<HEAD_DIM>;
     constexpr uint32_t DIM_STEPS = HEAD_DIM / 16;
     constexpr uint32_t TOKEN_STEPS = TOKENS / 16;
+    constexpr bool IN_REGISTERS = HEAD_DIM <= 128;
     DYNAMIC_SHARED(shared);
     tutti_bf16* q_tile = reinterpret_cast<tutti_bf16*>(shared);
     tutti_bf16* k_tiles = q_tile + QUERIES * HEAD_DIM;
@@ -129,7 +132,10 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     const float to_exponent = scale * LOG2_E;
     Running running[2];
     float sums[HEAD_DIM / 8][4] = {};
-    uint32_t query[DIM_STEPS][4];
+    uint32_t query[IN_REGISTERS ? DIM_STEPS : 1][4];
+    const auto load_query = [&](uint32_t (&to)[4], uint32_t step) {
+        load_matrices(to, q_tile + T::at(warp * 16 + row_down, 2 * step + piece_on));
+    };
 
     bool first_round = true;
     for (uint32_t buffer = 0; start < high; start += TOKENS, buffer ^= 1) {
@@ -141,12 +147,11 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
         commit_copies();
         wait_copies<1>();
         __syncthreads();
-        if (first_round) {
+        if (IN_REGISTERS && first_round) {
             first_round = false;
 #pragma unroll
             for (uint32_t step = 0; step < DIM_STEPS; step++) {
-                load_matrices(query[step],
-                              q_tile + T::at(warp * 16 + row_down, 2 * step + piece_on));
+                load_query(query[IN_REGISTERS ? step : 0], step);
             }
         }
         const tutti_bf16* k_tile = k_tiles + buffer * TOKENS * HEAD_DIM;
@@ -155,12 +160,16 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
         float scores[TOKENS / 8][4] = {};
 #pragma unroll
         for (uint32_t step = 0; step < DIM_STEPS; step++) {
+            uint32_t(&a)[4] = query[IN_REGISTERS ? step : 0];
+            if (!IN_REGISTERS) {
+                load_query(a, step);
+            }
 #pragma unroll
             for (uint32_t j = 0; j < TOKEN_STEPS; j++) {
                 uint32_t b[4];
                 load_matrices(b, k_tile + T::at(16 * j + row_across, 2 * step + piece_across));
-                mma_bf16(scores[2 * j], query[step], b[0], b[1]);
-                mma_bf16(scores[2 * j + 1], query[step], b[2], b[3]);
+                mma_bf16(scores[2 * j], a, b[0], b[1]);
+                mma_bf16(scores[2 * j + 1], a, b[2], b[3]);
             }
         }
 
@@ -228,14 +237,15 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
 }  // namespace
 }  // namespace tutti
 
-#define PREFILL(head_dim)                                                                          \
-    extern "C" __global__ void __launch_bounds__(128, 2)                                           \
+#define PREFILL(head_dim, blocks)                                                                  \
+    extern "C" __global__ void __launch_bounds__(128, blocks)                                      \
         tutti_prefill_attention_##head_dim(TUTTI_PREFILL_ARGUMENTS) {                              \
         tutti::prefill<head_dim>(q, k_cache, v_cache, seqs, tiles, block_tables, out, num_heads,   \
                                  num_kv_heads, block_shift, window, scale, live);                  \
     }
-PREFILL(16)
-PREFILL(32)
-PREFILL(64)
-PREFILL(96)
-PREFILL(128)
+PREFILL(16, 2)
+PREFILL(32, 2)
+PREFILL(64, 2)
+PREFILL(96, 2)
+PREFILL(128, 2)
+PREFILL(256, 1)

@@ -276,4 +276,11 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
+// SiLU, or where `gelu` is not 0 GELU by its approximation with tanh, as x sigmoid(2 y), which is
+// x / 2 (1 + tanh(y)): the constants are 2 sqrt(2 / pi), and that times 0.044715.
+__device__ __forceinline__ float activated(float x, uint32_t gelu) {
+    const float factor = gelu != 0 ? 1.5957691f + 0.07135482f * (x * x) : 1.0f;
+    return x / (1.0f + expf(-x * factor));
+}
+
 }  // namespace tutti

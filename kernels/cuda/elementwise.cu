@@ -1,7 +1,9 @@
-// Rows of activations: embedding, add + RMSNorm, SiLU times up, sums, copies, conversions.
+// Rows of activations: embedding, add + RMSNorm, an activation times up, sums, copies, conversions.
 //
-//   add_rmsnorm: r += d;  y = r / sqrt(mean(r^2) + eps) * w
-//   silu_mul:    y = g / (1 + e^-g) * u
+//   add_rmsnorm:        r += d;  y = r / sqrt(mean(r^2) + eps) * w
+//   add_normed_rmsnorm: r += d / sqrt(mean(d^2) + eps) * v;  y as there
+//   activate_mul:       y = g / (1 + e^-h) * u, where h = g (SiLU) or 2 sqrt(2 / pi) (g + 0.044715 g^3)
+//                       (GELU by tanh)
 //
 // Shapes and launch rules: kernels.h. All are bound by memory; loads and stores are 16 bytes wide
 // where rows allow it (width a multiple of 4), else one element at a time with the same sums in the
@@ -28,7 +30,7 @@ using namespace tutti;
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_embed(const uint32_t* ids, const tutti_bf16* table, float* out, uint32_t width,
-                uint32_t table_stride, uint32_t first_id, uint32_t table_rows,
+                uint32_t table_stride, uint32_t first_id, uint32_t table_rows, float scale,
                 const uint32_t* live) {
     release_successors();
     wait_for_predecessors();
@@ -51,6 +53,10 @@ extern "C" __global__ void __launch_bounds__(256)
             for (uint32_t i = 0; i < 4; i++) {
                 v.v[i] = first + i < width ? from_bf16(from[first + i]) : 0.0f;
             }
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            v.v[i] *= scale;
         }
         store_up_to_4(to, first, width, v);
     }
@@ -76,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     tutti_bf16* y = out + static_cast<size_t>(row) * out_stride;
     if (width % 4 == 0) {
         add_rmsnorm_row(r, weight, weights, y, width, out_stride % 4 == 0, eps, scratch,
-                        [&](uint32_t at, float4 v) {
+                        [&](uint32_t, uint32_t at, float4 v) {
                             if (d != nullptr) {
                                 v = add4(v, load4(d + at));
                                 store4(r + at, v);
@@ -101,9 +107,77 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     }
 }
 
+extern "C" __global__ void __launch_bounds__(512)
+    tutti_add_normed_rmsnorm(float* residual, const float* delta, const float* delta_weight,
+                             const float* weight, tutti_bf16* out, uint32_t width,
+                             uint32_t out_stride, float eps, const uint32_t* live) {
+    SHARED_ARRAY(float, delta_scratch, NORM_WARPS);
+    SHARED_ARRAY(float, scratch, NORM_WARPS);
+    release_successors();
+    const uint32_t items = live_items(live);
+    NormWeights delta_weights;
+    NormWeights weights;
+    if (width % 4 == 0) {
+        delta_weights.load(delta_weight, width);
+        weights.load(weight, width);
+    }
+    wait_for_predecessors();
+    const uint32_t row = blockIdx.x;
+    if (row >= items) {
+        return;
+    }
+    float* r = residual + static_cast<size_t>(row) * width;
+    const float* d = delta + static_cast<size_t>(row) * width;
+    tutti_bf16* y = out + static_cast<size_t>(row) * out_stride;
+    float sum = 0.0f;
+    if (width % 4 == 0) {
+        const uint32_t step = NORM_THREADS * 4;
+        float4 kept[NORM_KEPT];
+#pragma unroll
+        for (uint32_t i = 0; i < NORM_KEPT; i++) {
+            const uint32_t at = threadIdx.x * 4 + i * step;
+            if (at < width) {
+                kept[i] = load4(d + at);
+                sum += squares(kept[i]);
+            }
+        }
+        for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
+            sum += squares(load4(d + at));
+        }
+        const float scale = norm_scale(block_sum<NORM_WARPS>(sum, delta_scratch), width, eps);
+        add_rmsnorm_row(r, weight, weights, y, width, out_stride % 4 == 0, eps, scratch,
+                        [&](uint32_t i, uint32_t at, float4 v) {
+                            const bool is_kept = i < NORM_KEPT;
+                            const float4 add =
+                                is_kept ? scaled4(kept[i % NORM_KEPT], scale,
+                                                  delta_weights.kept[i % NORM_KEPT])
+                                        : scaled4(load4(d + at), scale, load4(delta_weight + at));
+                            v = add4(v, add);
+                            store4(r + at, v);
+                            return v;
+                        });
+        return;
+    }
+    for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {
+        sum += d[at] * d[at];
+    }
+    const float delta_scale = norm_scale(block_sum<NORM_WARPS>(sum, delta_scratch), width, eps);
+    sum = 0.0f;
+    for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {
+        const float v = r[at] + d[at] * delta_scale * delta_weight[at];
+        r[at] = v;
+        sum += v * v;
+    }
+    const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
+    // What a thread reads again here it wrote itself.
+    for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {
+        y[at] = to_bf16(r[at] * scale * weight[at]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256)
-    tutti_silu_mul_f32(const float* input, const float* bias, tutti_bf16* out, uint32_t inner,
-                       uint32_t out_stride, const uint32_t* live) {
+    tutti_activate_mul_f32(const float* input, const float* bias, tutti_bf16* out, uint32_t inner,
+                           uint32_t out_stride, uint32_t gelu, const uint32_t* live) {
     release_successors();
     wait_for_predecessors();
     const uint32_t row = blockIdx.x;
@@ -123,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(256)
             g.v[i] += bias[first + i];
             u.v[i] += bias[inner + first + i];
         }
-        y.v[i] = silu(g.v[i]) * u.v[i];
+        y.v[i] = activated(g.v[i], gelu) * u.v[i];
     }
     store_bf16(out + static_cast<size_t>(row) * out_stride, first, inner,
                whole && out_stride % 4 == 0, y);

@@ -151,12 +151,12 @@ extern "C" {
 
 /* ---- elementwise.cu ------------------------------------------------------------------------ */
 
-/* out[i] = table[ids[i] - first_id], or zeros where that row is not on this rank.
+/* out[i] = table[ids[i] - first_id] * scale, or zeros where that row is not on this rank.
  * ids u32 [rows]; table bf16 [table_rows, table_stride]; out f32 [rows, width] contiguous.
  * grid (rows), block 256. */
 __global__ void tutti_embed(const uint32_t* ids, const tutti_bf16* table, float* out, uint32_t width,
                             uint32_t table_stride, uint32_t first_id, uint32_t table_rows,
-                            const uint32_t* live);
+                            float scale, const uint32_t* live);
 
 /* residual += delta (where not null); out = residual / rms(residual) * weight.
  * residual f32 [rows, width], in and out; delta f32 [rows, width] or null; weight f32 [width];
@@ -165,11 +165,20 @@ __global__ void tutti_add_rmsnorm(float* residual, const float* delta, const flo
                                   tutti_bf16* out, uint32_t width, uint32_t out_stride, float eps,
                                   const uint32_t* live);
 
-/* out = silu(gate) * up, where input row = gate ++ up, each `inner` wide, plus `bias` (f32
- * [2 * inner], or null). input [rows, 2 * inner] contiguous, f32;
+/* residual += delta / rms(delta) * delta_weight; out = residual / rms(residual) * weight. As above;
+ * delta_weight f32 [width]. grid (rows), block 512. */
+__global__ void tutti_add_normed_rmsnorm(float* residual, const float* delta,
+                                         const float* delta_weight, const float* weight,
+                                         tutti_bf16* out, uint32_t width, uint32_t out_stride,
+                                         float eps, const uint32_t* live);
+
+/* out = a(gate) * up, where input row = gate ++ up, each `inner` wide, plus `bias` (f32
+ * [2 * inner], or null), and a is SiLU, or GELU by its approximation with tanh where `gelu` is not 0.
+ * input [rows, 2 * inner] contiguous, f32;
  * out bf16 [rows, out_stride]. grid (rows, ceil(inner / 1024)), block 256; `live` counts rows. */
-__global__ void tutti_silu_mul_f32(const float* input, const float* bias, tutti_bf16* out,
-                                   uint32_t inner, uint32_t out_stride, const uint32_t* live);
+__global__ void tutti_activate_mul_f32(const float* input, const float* bias, tutti_bf16* out,
+                                       uint32_t inner, uint32_t out_stride, uint32_t gelu,
+                                       const uint32_t* live);
 
 /* data += bias, per row. data f32 [rows, width] contiguous; bias f32 [width].
  * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
@@ -290,6 +299,7 @@ __global__ void tutti_prefill_attention_32(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_64(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_96(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
+__global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
 
 /* ---- attention_decode.cu --------------------------------------------------------------------
  * The same for sequences with one row, whose tokens are split into parts, each with a partial result,
@@ -320,6 +330,7 @@ __global__ void tutti_decode_attention_32(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_64(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_96(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_128(TUTTI_DECODE_ARGUMENTS);
+__global__ void tutti_decode_attention_256(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_reduce(const float* partial_out, const float* partial_ml,
                                     const TuttiSeq* seqs, const uint32_t* items, tutti_bf16* out,
                                     uint32_t num_heads, uint32_t head_dim, uint32_t window,
@@ -378,13 +389,13 @@ __global__ void tutti_skinny_int4_8(TUTTI_SKINNY_INT4_ARGUMENTS);
 __global__ void tutti_skinny_int4_16(TUTTI_SKINNY_INT4_ARGUMENTS);
 __global__ void tutti_skinny_int4_32(TUTTI_SKINNY_INT4_ARGUMENTS);
 
-/* out = silu(x Wg^T + bg) * (x Wu^T + bu). As above with w bf16 [2 * inner, w_stride]: gate rows,
+/* out = a(x Wg^T + bg) * (x Wu^T + bu), a as of tutti_activate_mul_f32. As above with w bf16 [2 * inner, w_stride]: gate rows,
  * then up rows; bias f32 [2 * inner] or null; out bf16 [rows, out_stride].
  * grid (ceil(inner / 16), ceil(rows / number)), block 256. */
 #define TUTTI_SKINNY_GATE_UP_ARGUMENTS                                                             \
     const tutti_bf16 *x, const tutti_bf16 *w, const float *bias, tutti_bf16 *out, uint32_t rows,   \
         uint32_t inner, uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride,     \
-        const uint32_t *live
+        uint32_t gelu, const uint32_t *live
 __global__ void tutti_skinny_gate_up_8(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_16(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_32(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
@@ -394,7 +405,7 @@ __global__ void tutti_skinny_gate_up_64(TUTTI_SKINNY_GATE_UP_ARGUMENTS);
 #define TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS                                                        \
     const tutti_bf16 *x, const uint8_t *w, const float *scales, const float *bias,                 \
         tutti_bf16 *out, uint32_t rows, uint32_t inner, uint32_t k, uint32_t x_stride,             \
-        uint32_t w_stride, uint32_t out_stride, const uint32_t *live
+        uint32_t w_stride, uint32_t out_stride, uint32_t gelu, const uint32_t *live
 __global__ void tutti_skinny_gate_up_int8_8(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int8_16(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int8_32(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
@@ -404,7 +415,8 @@ __global__ void tutti_skinny_gate_up_int8_64(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS
 #define TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS                                                        \
     const tutti_bf16 *x, const uint8_t *w, const uint32_t *groups, const float *bias,              \
         tutti_bf16 *out, uint32_t rows, uint32_t inner, uint32_t k, uint32_t x_stride,             \
-        uint32_t w_stride, uint32_t out_stride, uint32_t shift, const uint32_t *live
+        uint32_t w_stride, uint32_t out_stride, uint32_t gelu, uint32_t shift,                     \
+        const uint32_t *live
 __global__ void tutti_skinny_gate_up_int4_8(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int4_16(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int4_32(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS);

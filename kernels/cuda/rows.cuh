@@ -76,6 +76,12 @@ __device__ __forceinline__ void store_bf16(tutti_bf16* row, uint32_t first, uint
     }
 }
 
+// a * scale * weight.
+__device__ __forceinline__ float4 scaled4(float4 a, float scale, float4 weight) {
+    return make_float4(a.x * scale * weight.x, a.y * scale * weight.y, a.z * scale * weight.z,
+                       a.w * scale * weight.w);
+}
+
 __device__ __forceinline__ float norm_scale(float square_sum, uint32_t width, float eps) {
     return 1.0f / sqrtf(square_sum / static_cast<float>(width) + eps);
 }
@@ -96,9 +102,9 @@ struct NormWeights {
     }
 };
 
-// y = x / rms(x) * weight for one row of x, by a block of NORM_THREADS. `fetch(at, v)` makes x's 4
-// elements from `at` of the 4 that are at r + at, and leaves them there. width: a multiple of 4.
-// `whole`: y's stride is one too.
+// y = x / rms(x) * weight for one row of x, by a block of NORM_THREADS. `fetch(i, at, v)` makes x's 4
+// elements from `at`, the i-th four of this thread (NORM_KEPT: any behind those that are kept), of the
+// 4 that are at r + at, and leaves them there. width: a multiple of 4. `whole`: y's stride is one too.
 template <class Fetch>
 __device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* weight,
                                                 const NormWeights& weights, tutti_bf16* y,
@@ -111,12 +117,12 @@ __device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* wei
     for (uint32_t i = 0; i < NORM_KEPT; i++) {
         const uint32_t at = threadIdx.x * 4 + i * step;
         if (at < width) {
-            kept[i] = fetch(at, load4(r + at));
+            kept[i] = fetch(i, at, load4(r + at));
             sum += squares(kept[i]);
         }
     }
     for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
-        sum += squares(fetch(at, load4(r + at)));
+        sum += squares(fetch(NORM_KEPT, at, load4(r + at)));
     }
     const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
 

@@ -124,7 +124,8 @@ __device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typena
                                                Scale scale, const float* bias, tutti_bf16* out,
                                                uint32_t rows, uint32_t inner, uint32_t k,
                                                uint32_t x_stride, uint32_t w_stride,
-                                               uint32_t out_stride, const uint32_t* live) {
+                                               uint32_t out_stride, uint32_t gelu,
+                                               const uint32_t* live) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
     const uint32_t first_feature = blockIdx.x * 16;
@@ -156,6 +157,9 @@ __device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typena
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
+        // Not all rows at once, which would take registers of the loop before: of 16 rows those that
+        // the second block of a multiprocessor has.
+        __syncwarp();
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
             const uint32_t feature = first_feature + g + i / 2 * 8;
@@ -166,7 +170,8 @@ __device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typena
                     scale(sums[0][r][i], feature) + (bias == nullptr ? 0.0f : bias[feature]);
                 const float up =
                     scale(sums[1][r][i], other) + (bias == nullptr ? 0.0f : bias[other]);
-                out[static_cast<size_t>(row) * out_stride + feature] = to_bf16(silu(gate) * up);
+                out[static_cast<size_t>(row) * out_stride + feature] =
+                    to_bf16(activated(gate, gelu) * up);
             }
         }
     }
@@ -199,13 +204,13 @@ SKINNY(64, 2)
         tutti_skinny_gate_up_##number(TUTTI_SKINNY_GATE_UP_ARGUMENTS) {                            \
         using namespace tutti;                                                                     \
         skinny_gate_up<Weights<2>, number / 8>(x, w, Unscaled{}, bias, out, rows, inner, k,        \
-                                               x_stride, w_stride, out_stride, live);              \
+                                               x_stride, w_stride, out_stride, gelu, live);        \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_skinny_gate_up_int8_##number(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS) {                  \
         using namespace tutti;                                                                     \
         skinny_gate_up<Int8Weights<2>, number / 8>(x, w, Scaled{scales}, bias, out, rows, inner,   \
-                                                   k, x_stride, w_stride, out_stride, live);       \
+                                                   k, x_stride, w_stride, out_stride, gelu, live); \
     }
 SKINNY_GATE_UP(8)
 SKINNY_GATE_UP(16)
@@ -226,7 +231,8 @@ SKINNY_GATE_UP(64)
         using namespace tutti;                                                                     \
         const Grouped scale{groups, divide_up(k, 1u << shift), shift};                             \
         skinny_gate_up<Int4Weights<2>, number / 8>(x, w, scale, bias, out, rows, inner, k,         \
-                                                   x_stride, w_stride / 2, out_stride, live);      \
+                                                   x_stride, w_stride / 2, out_stride, gelu,       \
+                                                   live);                                          \
     }
 SKINNY_INT4(8, 1)
 SKINNY_INT4(16, 1)

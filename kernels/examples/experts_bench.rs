@@ -7,7 +7,7 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
-use kernels::backend::{Backend, DType, HostMatrix, Routing};
+use kernels::backend::{Activation, Backend, DType, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuBuffer, Precision};
 use kernels::error::KernelError;
@@ -94,7 +94,7 @@ fn main() -> Result<(), KernelError> {
             sparse_rates.push((used.len() as f64 * expert_bytes / took, flops / took));
             let (up, down) = &dense[round as usize % DENSE];
             let start = Instant::now();
-            backend.gate_up_silu(&x, up, None, None, &mut dense_inner)?;
+            backend.gate_up(&x, up, None, None, Activation::Silu, &mut dense_inner)?;
             backend.linear(&dense_inner, down, None, &mut out)?;
             let took = start.elapsed().as_secs_f64();
             dense_rates.push((expert_bytes * ROUTING.top_k as f64 / took, flops / took));

@@ -131,6 +131,16 @@ pub const NOT_FED: u32 = u32::MAX;
 /// In [`Backend::assign`]: the row goes to no matrix.
 pub const NOT_ASSIGNED: u32 = u32::MAX;
 
+/// What the gate of an MLP goes through before it is multiplied with up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activation {
+    /// `x * sigmoid(x)`.
+    #[default]
+    Silu,
+    /// GELU by its approximation with tanh: `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`.
+    GeluTanh,
+}
+
 /// How the rows of a layer choose among its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Routing {
@@ -347,7 +357,7 @@ pub trait Backend {
         Ok(())
     }
 
-    /// `out[i] = table[ids[i] - first_id]`, or zeros when that row is not on this rank.
+    /// `out[i] = table[ids[i] - first_id] * scale`, or zeros when that row is not on this rank.
     /// `table: [vocab_local, hidden]`, `out: [ids.len(), hidden]` (its rows are set).
     ///
     /// # Errors
@@ -357,6 +367,7 @@ pub trait Backend {
         table: &Self::Matrix,
         ids: &[u32],
         first_id: u32,
+        scale: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
@@ -369,6 +380,22 @@ pub trait Backend {
         &mut self,
         residual: &mut Self::Buffer,
         delta: Option<&Self::Buffer>,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `residual += delta / rms(delta) * delta_weight`, then
+    /// `out = residual / rms(residual) * weight`: what is added is normalised too. All
+    /// `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add_normed_rmsnorm(
+        &mut self,
+        residual: &mut Self::Buffer,
+        delta: &Self::Buffer,
+        delta_weight: &Self::Vector,
         weight: &Self::Vector,
         eps: f32,
         out: &mut Self::Buffer,
@@ -444,18 +471,19 @@ pub trait Backend {
     /// [`KernelError::Shape`].
     fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError>;
 
-    /// `out = silu(x Wg^T + bg + ag) * (x Wu^T + bu + au)`, with `weight: [2 * inner, in]` = gate
+    /// `out = activation(x Wg^T + bg + ag) * (x Wu^T + bu + au)`, with `weight: [2 * inner, in]` = gate
     /// rows, then up rows, and `bias` and the columns of `addend: [rows, 2 * inner]` likewise.
     /// `out: [rows, inner]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
-    fn gate_up_silu(
+    fn gate_up(
         &mut self,
         x: &Self::Buffer,
         weight: &Self::Matrix,
         bias: Option<&Self::Vector>,
         addend: Option<&Self::Buffer>,
+        activation: Activation,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
@@ -488,7 +516,7 @@ pub trait Backend {
         Err(KernelError::Unsupported("rows cannot be assigned to matrices here".to_owned()))
     }
 
-    /// As [`Backend::gate_up_silu`] for every expert that a row goes to: row `r * top_k + j` of `out`
+    /// As [`Backend::gate_up`] with [`Activation::Silu`] for every expert that a row goes to: row `r * top_k + j` of `out`
     /// is of row `r` and its expert `j`. `x: [rows, in]`, `weight: 2 * num_experts` matrices
     /// `[inner, in]`, each expert's gate before its up, `out: [rows * top_k, inner]` (its rows are
     /// set).

@@ -13,8 +13,8 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
-    Routing,
+    Activation, AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights,
+    RopeTable, Routing,
 };
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
@@ -275,6 +275,7 @@ impl Backend for CpuBackend {
         table: &CpuMatrix,
         ids: &[u32],
         first_id: u32,
+        scale: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
         let width = out.width();
@@ -287,7 +288,10 @@ impl Backend for CpuBackend {
                 // SAFETY: every row belongs to one task.
                 let row = unsafe { out.slice(i * width, width) };
                 match ids[i].checked_sub(first_id).map(|id| id as usize) {
-                    Some(id) if id < table.rows() => table.unpack_row(id, row),
+                    Some(id) if id < table.rows() => {
+                        table.unpack_row(id, row);
+                        row.iter_mut().for_each(|x| *x *= scale);
+                    }
                     _ => row.fill(0.0),
                 }
             }
@@ -322,6 +326,47 @@ impl Backend for CpuBackend {
                 let out = unsafe { out.slice(row * width, width) };
                 let delta = delta.map(|delta| delta.row(row));
                 elementwise::add_rmsnorm(isa, residual, delta, weight, eps, out);
+            }
+        })
+    }
+
+    fn add_normed_rmsnorm(
+        &mut self,
+        residual: &mut CpuBuffer,
+        delta: &CpuBuffer,
+        delta_weight: &CpuVector,
+        weight: &CpuVector,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_normed_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
+            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
+        }
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let shape = (delta.rows(), delta.width());
+        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        out.set_rows(rows)?;
+        let isa = self.isa;
+        let residual = Disjoint::new(residual.values_mut());
+        let out = Disjoint::new(out.values_mut());
+        self.pool.run_ranges(rows, (GRAIN / width).max(1), &|range, _| {
+            for row in range {
+                // SAFETY: every row belongs to one task.
+                let residual = unsafe { residual.slice(row * width, width) };
+                // SAFETY: as above.
+                let out = unsafe { out.slice(row * width, width) };
+                let delta = delta.row(row);
+                elementwise::add_normed_rmsnorm(
+                    isa,
+                    residual,
+                    delta,
+                    delta_weight,
+                    weight,
+                    eps,
+                    out,
+                );
             }
         })
     }
@@ -432,15 +477,16 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn gate_up_silu(
+    fn gate_up(
         &mut self,
         x: &CpuBuffer,
         weight: &CpuMatrix,
         bias: Option<&CpuVector>,
         addend: Option<&CpuBuffer>,
+        activation: Activation,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "gate_up_silu";
+        let op = "gate_up";
         let rows = weight.rows();
         ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
         check::product(op, x, weight, bias, rows / 2, out)?;
@@ -474,7 +520,8 @@ impl Backend for CpuBackend {
                         }
                         // SAFETY: the columns belong to one task.
                         let out = unsafe { out.slice(row * inner + start, len) };
-                        elementwise::silu_mul(isa, &gate[..len], &up[..len], out);
+                        let (gate, up) = (&gate[..len], &up[..len]);
+                        elementwise::activate_mul(isa, activation, gate, up, out);
                     }
                 },
             );
@@ -494,7 +541,7 @@ impl Backend for CpuBackend {
                 let (gate, up) = both.split_at(inner);
                 // SAFETY: every row belongs to one task.
                 let out = unsafe { out.slice(row * inner, inner) };
-                elementwise::silu_mul(isa, gate, up, out);
+                elementwise::activate_mul(isa, activation, gate, up, out);
             }
         })
     }

@@ -18,8 +18,8 @@ pub use experts::ReferenceRoutes;
 pub use tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
 
 use crate::backend::{
-    AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
-    Routing,
+    Activation, AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights,
+    RopeTable, Routing,
 };
 use crate::collective::Collective;
 use crate::cpu::check;
@@ -32,7 +32,7 @@ use crate::weights::Int4Groups;
 pub struct ReferenceBackend {
     collective: Box<dyn Collective>,
     collective_time: Duration,
-    /// One row of the QKV projection or of gate and up.
+    /// One row of the QKV projection, of gate and up, or of what is added to the residual stream.
     row: Vec<f32>,
     /// Attention weights of one head over one sequence.
     scores: Vec<f32>,
@@ -116,6 +116,16 @@ fn rmsnorm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
     for ((y, x), w) in out.iter_mut().zip(x).zip(weight) {
         *y = x * scale * w;
+    }
+}
+
+fn activated(activation: Activation, x: f32) -> f32 {
+    match activation {
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            0.5 * x * (1.0 + inner.tanh())
+        }
     }
 }
 
@@ -260,14 +270,20 @@ impl Backend for ReferenceBackend {
         table: &Self::Matrix,
         ids: &[u32],
         first_id: u32,
+        scale: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
         same("embed", "width of out", out.width(), table.cols())?;
         out.set_rows(ids.len())?;
         for (i, &id) in ids.iter().enumerate() {
-            match id.checked_sub(first_id).map(|row| row as usize) {
-                Some(row) if row < table.rows() => out.row_mut(i).copy_from_slice(table.row(row)),
-                _ => out.row_mut(i).fill(0.0),
+            let row = id.checked_sub(first_id).map(|row| row as usize);
+            match row.filter(|row| *row < table.rows()) {
+                Some(row) => {
+                    for (y, x) in out.row_mut(i).iter_mut().zip(table.row(row)) {
+                        *y = x * scale;
+                    }
+                }
+                None => out.row_mut(i).fill(0.0),
             }
         }
         Ok(())
@@ -294,6 +310,33 @@ impl Backend for ReferenceBackend {
                 for (r, d) in residual.row_mut(i).iter_mut().zip(delta.row(i)) {
                     *r += d;
                 }
+            }
+            rmsnorm(residual.row(i), weight, eps, out.row_mut(i));
+        }
+        Ok(())
+    }
+
+    fn add_normed_rmsnorm(
+        &mut self,
+        residual: &mut Self::Buffer,
+        delta: &Self::Buffer,
+        delta_weight: &Self::Vector,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_normed_rmsnorm";
+        same(op, "length of the weight", weight.len(), residual.width())?;
+        same(op, "length of delta's weight", delta_weight.len(), residual.width())?;
+        same(op, "width of out", out.width(), residual.width())?;
+        same(op, "rows of delta", delta.rows(), residual.rows())?;
+        same(op, "width of delta", delta.width(), residual.width())?;
+        out.set_rows(residual.rows())?;
+        self.row.resize(residual.width(), 0.0);
+        for i in 0..residual.rows() {
+            rmsnorm(delta.row(i), delta_weight, eps, &mut self.row);
+            for (r, d) in residual.row_mut(i).iter_mut().zip(&self.row) {
+                *r += d;
             }
             rmsnorm(residual.row(i), weight, eps, out.row_mut(i));
         }
@@ -407,18 +450,19 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn gate_up_silu(
+    fn gate_up(
         &mut self,
         x: &Self::Buffer,
         weight: &Self::Matrix,
         bias: Option<&Self::Vector>,
         addend: Option<&Self::Buffer>,
+        activation: Activation,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
         let inner = out.width();
-        check_product("gate_up_silu", x, weight, bias)?;
-        same("gate_up_silu", "rows of the weight", weight.rows(), 2 * inner)?;
-        check_addend("gate_up_silu", addend, x.rows(), 2 * inner)?;
+        check_product("gate_up", x, weight, bias)?;
+        same("gate_up", "rows of the weight", weight.rows(), 2 * inner)?;
+        check_addend("gate_up", addend, x.rows(), 2 * inner)?;
         out.set_rows(x.rows())?;
         self.row.resize(2 * inner, 0.0);
         for i in 0..x.rows() {
@@ -426,7 +470,7 @@ impl Backend for ReferenceBackend {
             add_row(&mut self.row, addend, i);
             let (gate, up) = self.row.split_at(inner);
             for ((y, g), u) in out.row_mut(i).iter_mut().zip(gate).zip(up) {
-                *y = g / (1.0 + (-g).exp()) * u;
+                *y = activated(activation, *g) * u;
             }
         }
         Ok(())

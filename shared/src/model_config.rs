@@ -2,10 +2,17 @@
 //! the model does more than text, and how long sequences may be.
 use serde_json::Value;
 
+mod gemma3;
+
+/// Gemma 3's text model.
+pub const GEMMA3: &str = "Gemma3ForCausalLM";
+
 /// Models that hold a text model, which their `text_config` describes: the architecture, the
 /// `model_type` of its `text_config`, and the text model's own architecture.
-const WRAPPERS: [(&str, &str, &str); 1] =
-    [("Mistral3ForConditionalGeneration", "mistral", "MistralForCausalLM")];
+const WRAPPERS: [(&str, &str, &str); 2] = [
+    ("Gemma3ForConditionalGeneration", "gemma3_text", GEMMA3),
+    ("Mistral3ForConditionalGeneration", "mistral", "MistralForCausalLM"),
+];
 
 /// Said outside of `text_config` as a rule, and meant for the text model.
 const OUTER: [&str; 6] = [
@@ -33,11 +40,19 @@ pub fn wrappers() -> impl Iterator<Item = &'static str> {
 }
 
 /// The configuration of a text model as if it were alone: of one that is part of a model that does
-/// more, or the configuration itself.
+/// more, or the configuration itself; with what its file leaves to the architecture.
 ///
 /// # Errors
 /// One sentence, where `text_config` is missing or of a kind that is not known.
-pub fn text_model(mut config: Value) -> Result<Value, String> {
+pub fn text_model(config: Value) -> Result<Value, String> {
+    let mut text = taken_out(config)?;
+    if text["architectures"][0] == GEMMA3 {
+        gemma3::complete(&mut text);
+    }
+    Ok(text)
+}
+
+fn taken_out(mut config: Value) -> Result<Value, String> {
     let architecture = config["architectures"][0].as_str().unwrap_or_default();
     let known: Vec<_> = WRAPPERS.iter().filter(|(outer, ..)| *outer == architecture).collect();
     let Some((wrapper, usual, _)) = known.first() else { return Ok(config) };
@@ -158,6 +173,21 @@ mod tests {
             let error = text_model(outer(missing)).unwrap_err();
             assert!(error.contains("text_config of Mistral3ForConditionalGeneration"), "{error}");
         }
+    }
+
+    #[test]
+    fn what_files_of_gemma_3_leave_out_is_said() {
+        // As published of 4B, but for the vision tower.
+        let config = json!({"architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024}});
+        let text = text_model(config).unwrap();
+        assert_eq!(text["architectures"], json!([GEMMA3]));
+        assert_eq!((&text["hidden_size"], &text["vocab_size"]), (&json!(2560), &json!(262_208)));
+        assert_eq!((&text["eos_token_id"], &text["head_dim"]), (&json!([1, 106]), &json!(256)));
+        assert_eq!(positions(&text), Ok(Positions { most: 131_072, usual: 131_072 }));
     }
 
     #[test]

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use kernels::backend::{
-    AttentionShape, Batch, Buffer as _, DType, HostMatrix, KvShape, QkvWeights, RopeTable, SeqRows,
+    Activation, AttentionShape, Batch, Buffer as _, DType, HostMatrix, KvShape, QkvWeights,
+    RopeTable, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cuda::CudaBackend;
@@ -261,6 +262,36 @@ impl Case for Norm {
     }
 }
 
+/// With what is added normalised too.
+struct NormedNorm {
+    rows: usize,
+    width: usize,
+}
+
+impl Case for NormedNorm {
+    fn name(&self) -> String {
+        format!("add_normed_rmsnorm {} x {}", self.rows, self.width)
+    }
+
+    fn tolerance(&self) -> (f32, f32) {
+        (ROUNDING, 1e-4)
+    }
+
+    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
+        let mut random = Random(8);
+        let mut residual = wide(backend, &random.vec(self.rows * self.width), self.width)?;
+        let delta = wide(backend, &random.vec(self.rows * self.width), self.width)?;
+        let delta_weight = backend.load_vector(&random.vec(self.width))?;
+        let weight = backend.load_vector(&random.vec(self.width))?;
+        let mut out = poisoned(backend, self.rows, self.width, true)?;
+        let weights = (&delta_weight, &weight);
+        backend.add_normed_rmsnorm(&mut residual, &delta, weights.0, weights.1, 1e-6, &mut out)?;
+        let mut values = backend.read_buffer(&out)?;
+        values.extend(backend.read_buffer(&residual)?);
+        Ok(values)
+    }
+}
+
 struct Embed;
 
 impl Case for Embed {
@@ -275,7 +306,7 @@ impl Case for Embed {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
         let table = matrix(backend, &Random(2).vec(50 * 64), 64)?;
         let mut out = poisoned(backend, 5, 64, false)?;
-        backend.embed(&table, &[100, 149, 99, 150, 120], 100, &mut out)?;
+        backend.embed(&table, &[100, 149, 99, 150, 120], 100, 33.75, &mut out)?;
         backend.read_buffer(&out)
     }
 }
@@ -319,13 +350,15 @@ struct GateUp {
     k: usize,
     inner: usize,
     has_bias: bool,
+    activation: Activation,
     quantization: Quantization,
 }
 
 impl Case for GateUp {
     fn name(&self) -> String {
+        let Self { rows, k, inner, activation, .. } = self;
         let weights = weights(self.quantization);
-        format!("gate_up_silu {} x {} -> {}{weights}", self.rows, self.k, self.inner)
+        format!("gate_up {activation:?} {rows} x {k} -> {inner}{weights}")
     }
 
     fn tolerance(&self) -> (f32, f32) {
@@ -342,7 +375,7 @@ impl Case for GateUp {
         let bias = backend.load_vector(&random.vec(2 * self.inner))?;
         let mut out = poisoned(backend, self.rows, self.inner, true)?;
         let bias = self.has_bias.then_some(&bias);
-        backend.gate_up_silu(&x, &weight, bias, None, &mut out)?;
+        backend.gate_up(&x, &weight, bias, None, self.activation, &mut out)?;
         backend.read_buffer(&out)
     }
 }
@@ -558,6 +591,7 @@ impl<'a> Cases<'a> {
             for has_delta in [false, true] {
                 self.add(Norm { rows: 3, width, has_delta });
             }
+            self.add(NormedNorm { rows: 3, width });
         }
         let rows: &[usize] = match quick {
             true => &[1, 9, 65],
@@ -568,7 +602,10 @@ impl<'a> Cases<'a> {
             let has_bias = rows % 2 == 1;
             for quantization in [Quantization::None, Quantization::Int8] {
                 self.add(Linear { rows, k, n, first: 0, has_bias, quantization });
-                self.add(GateUp { rows, k, inner: n / 2, has_bias, quantization });
+                for activation in [Activation::Silu, Activation::GeluTanh] {
+                    let inner = n / 2;
+                    self.add(GateUp { rows, k, inner, has_bias, activation, quantization });
+                }
             }
         }
         for (rows, first) in [(5, 8), (5, 3), (70, 8), (70, 3)] {
@@ -594,6 +631,8 @@ impl<'a> Cases<'a> {
                 (6, 2, 64),
                 (4, 2, 96),
                 (32, 8, 128),
+                (4, 1, 256),
+                (8, 4, 256),
                 (20, 1, 64),
                 (4, 2, 80),
             ],

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use kernels::KernelError;
 use kernels::backend::{
-    AttentionShape, Backend, DType, HostMatrix, QkvWeights, RopeTable, Routing,
+    Activation, AttentionShape, Backend, DType, HostMatrix, QkvWeights, RopeTable, Routing,
 };
 use kernels::cuda::CudaBackend;
 use kernels::cuda::measure::{COLD, Multiplier};
@@ -171,6 +171,11 @@ impl Shape {
             mlp_bias: false,
             is_fused: false,
             qk_norm: false,
+            query_scale: 1.0,
+            embedding_scale: 1.0,
+            norm_offset: 0.0,
+            delta_norms: false,
+            activation: Activation::Silu,
             quantised: None,
             is_bf16: true,
         }
@@ -251,14 +256,17 @@ impl Shape {
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
                 output: vec![output],
                 output_bias: None,
+                output_norm: None,
                 post_norm: backend.load_vector(&ones)?,
                 mlp,
+                down_norm: None,
             });
         }
         let (cos, sin) = config.ropes[0].tables(config.head_dim, positions);
         let shard = Shard::new(&config, 0, 1)?;
         Ok(Weights {
             embedding,
+            embedding_scale: 1.0,
             lm_head,
             layers,
             final_norm: backend.load_vector(&ones)?,

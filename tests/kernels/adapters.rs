@@ -2,14 +2,14 @@
 //! to fused products. Each is the same bits as the operation that it stands for.
 use kernels::KernelError;
 use kernels::backend::{
-    AttentionShape, Backend, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvWeights, RopeTable, Routing,
-    SeqRows,
+    Activation, AttentionShape, Backend, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvWeights,
+    RopeTable, Routing, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{Isa, Precision};
 use kernels::reference::ReferenceBackend;
 
-use crate::support::{Random, Weight, backend_in, bits, buffer, poisoned, variants};
+use crate::support::{ACTIVATIONS, Random, Weight, backend_in, bits, buffer, poisoned, variants};
 
 const ROUTING: Routing = Routing { num_experts: 3, top_k: 1, normalise: false };
 
@@ -94,11 +94,14 @@ fn an_addend_is_as_good_as_a_bias() {
                 let x = random.vec(rows * cols);
                 let input = buffer(&mut backend, &x, cols);
                 let addend = buffer(&mut backend, &bias.repeat(rows), inner * 2);
-                let mut want = poisoned(&mut backend, rows, inner);
-                backend.gate_up_silu(&input, &packed, Some(&vector), None, &mut want).unwrap();
-                let mut out = poisoned(&mut backend, rows, inner);
-                backend.gate_up_silu(&input, &packed, None, Some(&addend), &mut out).unwrap();
-                assert_eq!(bits(out.values()), bits(want.values()), "{isa} {precision} {rows}");
+                for activation in ACTIVATIONS {
+                    let [mut want, mut out] = [(); 2].map(|()| poisoned(&mut backend, rows, inner));
+                    let bias = Some(&vector);
+                    backend.gate_up(&input, &packed, bias, None, activation, &mut want).unwrap();
+                    let addend = Some(&addend);
+                    backend.gate_up(&input, &packed, None, addend, activation, &mut out).unwrap();
+                    assert_eq!(bits(out.values()), bits(want.values()), "{isa} {precision} {rows}");
+                }
             }
         }
     }
@@ -175,7 +178,7 @@ fn what_does_not_fit_is_an_error() {
     let mut out = poisoned(&mut backend, 2, 4);
     let narrow = buffer(&mut backend, &[0.5; 14], 7);
     let short = buffer(&mut backend, &[0.5; 8], 8);
-    refused(backend.gate_up_silu(&x, &weight, None, Some(&narrow), &mut out));
-    refused(backend.gate_up_silu(&x, &weight, None, Some(&short), &mut out));
+    refused(backend.gate_up(&x, &weight, None, Some(&narrow), Activation::Silu, &mut out));
+    refused(backend.gate_up(&x, &weight, None, Some(&short), Activation::Silu, &mut out));
     assert!(out.values().iter().all(|x| x.is_nan()), "nothing was written");
 }

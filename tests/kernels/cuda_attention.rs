@@ -357,6 +357,8 @@ fn prefill_attention_matches_softmax_in_f64() {
         (shape(6, 2, 96, 3, 0), vec![(25, 90)]),
         (shape(4, 2, 32, 2, 16), vec![(40, 40), (7, 90), (1, 20)]),
         (shape(4, 2, 16, 0, 0), vec![(20, 31)]),
+        (shape(4, 1, 256, 4, 0), vec![(19, 140), (1, 1)]),
+        (shape(2, 2, 256, 5, 40), vec![(66, 110)]),
         (shape(3, 3, 64, 6, 70), vec![(30, 200)]),
         (shape(5, 1, 64, 4, 1), vec![(14, 80)]),
     ] {
@@ -374,7 +376,7 @@ fn prefill_attention_matches_softmax_in_f64() {
 #[test]
 fn a_prompt_gives_the_same_bits_however_it_is_cut() {
     let mut random = Random(32);
-    for shape in [shape(6, 2, 64, 4, 0), shape(4, 4, 32, 3, 50)] {
+    for shape in [shape(6, 2, 64, 4, 0), shape(4, 4, 32, 3, 50), shape(2, 1, 256, 4, 50)] {
         let whole = Seq::random(&mut random, &shape, 150, 170);
         let device = Device::new(&mut random, shape, std::slice::from_ref(&whole));
         let all = device.prefill(&device.tiles(), Arg::Null);
@@ -406,6 +408,8 @@ fn decode_attention_matches_softmax_in_f64() {
         (shape(6, 2, 96, 3, 0), vec![130, 2], 3),
         (shape(20, 1, 32, 2, 16), vec![40, 7, 17], 8),
         (shape(4, 2, 16, 0, 0), vec![31, 129], 2),
+        (shape(4, 1, 256, 4, 0), vec![1, 63, 330], 64),
+        (shape(40, 2, 256, 3, 100), vec![230, 17], 2),
         (shape(3, 3, 64, 6, 70), vec![230, 69, 70, 71], 2),
         (shape(16, 1, 64, 4, 1), vec![80, 1], 2),
     ] {
@@ -452,26 +456,27 @@ fn sequences_at_the_ends_of_parts_are_decoded_whole() {
 #[test]
 fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
     let mut random = Random(34);
-    let shape = shape(8, 2, 64, 4, 0);
-    let seqs = seqs(&mut random, &shape, &[(1, 90), (1, 333), (1, 1), (1, 128)]);
-    let device = Device::new(&mut random, shape, &seqs);
-    let row = shape.heads * shape.head_dim;
-    // 333 tokens in at most 5 splits: 80 each.
-    let items = [0, 1, 2, 3];
-    let all = device.decode(&items, rule(5), 5, None);
-    // Whoever takes which part when.
-    let mut parts = device.parts(&items, rule(5));
-    parts.reverse();
-    for across in [1, 2, 30] {
-        let out = device.decode_parts((&items, None), rule(5), &parts, across);
-        assert_eq!(bits(&out), bits(&all), "{across} blocks");
-        parts.swap(0, 5);
-    }
-    for (i, seq) in seqs.iter().enumerate() {
-        let alone = Device::new(&mut random, shape, std::slice::from_ref(seq));
-        for across in [1, 9] {
-            let out = alone.decode(&[0], rule(5), across, None);
-            assert_eq!(bits(&out), bits(&all[i * row..][..row]), "{} tokens", seq.context);
+    for shape in [shape(8, 2, 64, 4, 0), shape(4, 2, 256, 4, 0)] {
+        let seqs = seqs(&mut random, &shape, &[(1, 90), (1, 333), (1, 1), (1, 128)]);
+        let device = Device::new(&mut random, shape, &seqs);
+        let row = shape.heads * shape.head_dim;
+        // 333 tokens in at most 5 splits: 80 each.
+        let items = [0, 1, 2, 3];
+        let all = device.decode(&items, rule(5), 5, None);
+        // Whoever takes which part when.
+        let mut parts = device.parts(&items, rule(5));
+        parts.reverse();
+        for across in [1, 2, 30] {
+            let out = device.decode_parts((&items, None), rule(5), &parts, across);
+            assert_eq!(bits(&out), bits(&all), "{across} blocks");
+            parts.swap(0, 5);
+        }
+        for (i, seq) in seqs.iter().enumerate() {
+            let alone = Device::new(&mut random, shape, std::slice::from_ref(seq));
+            for across in [1, 9] {
+                let out = alone.decode(&[0], rule(5), across, None);
+                assert_eq!(bits(&out), bits(&all[i * row..][..row]), "{} tokens", seq.context);
+            }
         }
     }
 }
@@ -479,15 +484,17 @@ fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
 #[test]
 fn constant_values_come_out_exact() {
     let mut random = Random(35);
-    let shape = shape(4, 2, 64, 4, 0);
-    let mut seq = Seq::random(&mut random, &shape, 1, 150);
-    seq.values.fill(0.734_375);
-    let device = Device::new(&mut random, shape, &[seq]);
-    let decoded = device.decode(&[0], rule(4), 4, None);
-    // As one part, whose result is the row's.
-    let whole = device.decode(&[0], Rule { max_splits: 4, least: 192 }, 4, None);
-    let prefilled = device.prefill(&device.tiles(), Arg::Null);
-    assert!(decoded.iter().chain(&whole).chain(&prefilled).all(|&x| x == 0.734_375), "{decoded:?}");
+    for shape in [shape(4, 2, 64, 4, 0), shape(4, 2, 256, 4, 0)] {
+        let mut seq = Seq::random(&mut random, &shape, 1, 150);
+        seq.values.fill(0.734_375);
+        let device = Device::new(&mut random, shape, &[seq]);
+        let decoded = device.decode(&[0], rule(4), 4, None);
+        // As one part, whose result is the row's.
+        let whole = device.decode(&[0], Rule { max_splits: 4, least: 192 }, 4, None);
+        let prefilled = device.prefill(&device.tiles(), Arg::Null);
+        let mut all = decoded.iter().chain(&whole).chain(&prefilled);
+        assert!(all.all(|&x| x == 0.734_375), "{decoded:?}");
+    }
 }
 
 #[test]

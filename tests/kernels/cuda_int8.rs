@@ -4,7 +4,7 @@ use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all, some_f32s,
     u32s,
 };
-use crate::support::{Random, assert_close, assert_gated, bits};
+use crate::support::{ACTIVATIONS, Random, assert_close, assert_gated, bits};
 
 /// Weights as kernels take them: rows of bytes, 128 added, and a scale for each.
 pub(crate) struct Int8 {
@@ -154,8 +154,9 @@ fn a_rows_product_has_the_same_bits_in_every_variant_and_place() {
 
 #[test]
 fn gate_and_up_are_multiplied_in_one() {
-    let mut first: Option<Vec<u32>> = None;
-    for number in [8, 16, 32, 64] {
+    let mut first: [Option<Vec<u32>>; 2] = [None, None];
+    for (number, gelu) in [8, 16, 32, 64].into_iter().flat_map(|number| [(number, 0), (number, 1)])
+    {
         let (rows, inner, k) = (11, 24, 1100);
         let product = Product::random(&mut Random(83), rows, 2 * inner, k, true);
         let ((x, x_stride), (w, scales, w_stride)) = (padded(&product.x, k), product.w.args());
@@ -171,14 +172,16 @@ fn gate_and_up_are_multiplied_in_one() {
             x_stride,
             w_stride,
             Arg::U32(inner as u32 + 1),
+            Arg::U32(gelu as u32),
             u32s(&[rows as u32 - 1]),
         ];
         let name = format!("tutti_skinny_gate_up_int8_{number}");
         let grid = [inner.div_ceil(16), rows.div_ceil(number), 1];
         let out = read_bf16(&launch(&name, grid, 256).run(&args)[4]);
-        assert_gated(&out, (rows, inner), |row, feature| product.want(row, feature), number);
+        let want = |row, feature| product.want(row, feature);
+        assert_gated(&out, (rows, inner), ACTIVATIONS[gelu], want, number);
         let out = bits(&out);
-        assert_eq!(*first.get_or_insert_with(|| out.clone()), out, "variant {number}");
+        assert_eq!(*first[gelu].get_or_insert_with(|| out.clone()), out, "variant {number}");
     }
 }
 

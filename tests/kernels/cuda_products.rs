@@ -4,7 +4,7 @@ use crate::cuda_emulation::{
     Arg, Launch, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all,
     some_f32s, u32s,
 };
-use crate::support::{Random, assert_close, bits};
+use crate::support::{ACTIVATIONS, Random, assert_close, assert_gated, bits};
 
 /// One product.
 struct Product {
@@ -143,11 +143,14 @@ fn rows_that_are_not_live_are_left_alone() {
 #[test]
 fn gate_and_up_are_multiplied_in_one() {
     let mut random = Random(24);
-    let mut first: Option<Vec<f32>> = None;
+    let mut first: [Option<Vec<f32>>; 2] = [None, None];
     for number in [8, 16, 32, 64] {
-        for (rows, inner, k, with_bias) in [(7, 24, 520, true), (number + 3, 17, 1100, false)] {
+        for (rows, inner, k, gelu) in
+            [(7, 24, 520, 0), (7, 24, 520, 1), (number + 3, 17, 1100, 0), (9, 17, 1100, 1)]
+        {
             // The first shape has the same numbers in every variant.
             let mut fixed = Random(25);
+            let with_bias = rows == 7;
             let source = if rows == 7 { &mut fixed } else { &mut random };
             let product = Product::random(source, rows, 2 * inner, k, with_bias);
             let name = format!("tutti_skinny_gate_up_{number}");
@@ -162,29 +165,16 @@ fn gate_and_up_are_multiplied_in_one() {
                 Arg::U32(product.stride() as u32),
                 Arg::U32(product.stride() as u32),
                 Arg::U32(inner as u32 + 1),
+                Arg::U32(gelu as u32),
                 u32s(&[rows as u32 - 1]),
             ];
             let grid = [inner.div_ceil(16), rows.div_ceil(number), 1];
             let results = launch(&name, grid, 256).run(&args);
             let out = read_bf16(&results[if with_bias { 3 } else { 2 }]);
-            for row in 0..rows {
-                for i in 0..inner {
-                    let got = out[row * (inner + 1) + i];
-                    if row == rows - 1 {
-                        assert!(got.is_nan());
-                        continue;
-                    }
-                    let (gate, gate_size) = product.want(row, i);
-                    let (up, up_size) = product.want(row, inner + i);
-                    let want = gate / (1.0 + (-gate).exp()) * up;
-                    let error =
-                        2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
-                    assert_close(got, want, error + want.abs() / 250.0, format!("{number}"));
-                }
-                assert!(out[row * (inner + 1) + inner].is_nan());
-            }
+            let want = |row, feature| product.want(row, feature);
+            assert_gated(&out, (rows, inner), ACTIVATIONS[gelu], want, number);
             if rows == 7 {
-                let same = first.get_or_insert_with(|| out.clone());
+                let same = first[gelu].get_or_insert_with(|| out.clone());
                 assert_eq!(bits(same), bits(&out), "variant {number}");
             }
         }

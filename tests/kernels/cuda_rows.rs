@@ -3,7 +3,8 @@ use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, read_u32, rounded_all,
     some_f32s, u32s,
 };
-use crate::support::{Random, assert_close, bits};
+use crate::rows::normed_twice;
+use crate::support::{ACTIVATIONS, Random, activated, assert_close, bits};
 
 /// Half a unit in the last place of bf16, relative, and a little.
 const BF16: f64 = 1.01 / 256.0;
@@ -15,7 +16,9 @@ fn tiles(width: usize) -> usize {
 #[test]
 fn embeddings_of_other_ranks_are_zero() {
     let mut random = Random(1);
-    for (width, stride) in [(8, 8), (64, 64), (30, 32), (1028, 1032), (5, 5)] {
+    for ((width, stride), scale) in
+        [(8, 8), (64, 64), (30, 32), (1028, 1032), (5, 5)].into_iter().zip([1.0, 33.75].repeat(3))
+    {
         let table = rounded_all(&random.vec(6 * stride));
         // Rows 10 to 15 are here.
         let ids = [10, 15, 9, 16, 0, u32::MAX, 12, 11];
@@ -28,6 +31,7 @@ fn embeddings_of_other_ranks_are_zero() {
             Arg::U32(stride as u32),
             Arg::U32(10),
             Arg::U32(6),
+            Arg::F32(scale),
             u32s(&[7]),
         ];
         let out = read_f32(&launch("tutti_embed", [ids.len(), 1, 1], 256).run(&args)[2]);
@@ -36,7 +40,9 @@ fn embeddings_of_other_ranks_are_zero() {
                 _ if i == 7 => assert!(row.iter().all(|x| x.is_nan())),
                 id @ 10..16 => {
                     let start = (id as usize - 10) * stride;
-                    assert_eq!(bits(row), bits(&table[start..start + width]));
+                    let want: Vec<f32> =
+                        table[start..start + width].iter().map(|x| x * scale).collect();
+                    assert_eq!(bits(row), bits(&want));
                 }
                 _ => assert_eq!(bits(row), vec![0; width]),
             }
@@ -100,9 +106,53 @@ fn add_rmsnorm_is_its_definition() {
 }
 
 #[test]
-fn silu_mul_is_its_definition() {
+fn add_normed_rmsnorm_is_its_definition() {
+    let mut random = Random(13);
+    for width in [4, 64, 100, 63, 1, 2560, 8196, 9999] {
+        let (rows, stride) = (3, width + 4);
+        let (x, delta) = (random.vec(rows * width), random.vec(rows * width));
+        // As small as what is added may be: its norm makes it as large as its weight.
+        let delta: Vec<f32> = delta.iter().map(|x| x / 64.0).collect();
+        let (delta_weight, weight) = (random.vec(width), random.vec(width));
+        let args = [
+            f32s(&x),
+            f32s(&delta),
+            f32s(&delta_weight),
+            f32s(&weight),
+            poison_bf16(rows * stride),
+            Arg::U32(width as u32),
+            Arg::U32(stride as u32),
+            Arg::F32(1e-6),
+            u32s(&[2]),
+        ];
+        let results = launch("tutti_add_normed_rmsnorm", [rows, 1, 1], 512).run(&args);
+        let (residual, out) = (read_f32(&results[0]), read_bf16(&results[4]));
+        for row in 0..rows {
+            let at = row * width..(row + 1) * width;
+            let (x, sums) = (&x[at.clone()], &residual[at.clone()]);
+            let out = &out[row * stride..(row + 1) * stride];
+            assert!(out[width..].iter().all(|x| x.is_nan()), "padding is written");
+            if row == 2 {
+                assert_eq!(bits(sums), bits(x), "not live");
+                assert!(out.iter().all(|x| x.is_nan()), "not live");
+                continue;
+            }
+            let (want_sums, want) = normed_twice(x, &delta[at], &delta_weight, &weight, 1e-6);
+            for i in 0..width {
+                let (sum, want) = (want_sums[i], want[i]);
+                assert_close(sums[i], sum, sum.abs() * 2e-6 + 2e-6, (width, row, i).0);
+                assert_close(out[i], want, want.abs() * BF16 + 1e-5, (width, row, i).0);
+            }
+        }
+    }
+}
+
+#[test]
+fn activated_times_up_is_its_definition() {
     let mut random = Random(3);
-    for (inner, with_bias) in [(4, false), (7, true), (128, true), (1026, false), (2052, true)] {
+    let shapes = [(4, false), (7, true), (128, true), (1026, false), (2052, true)].into_iter();
+    let cases = shapes.flat_map(|shape| ACTIVATIONS.map(|activation| (shape, activation)));
+    for ((inner, with_bias), activation) in cases {
         let rows = 2;
         let stride = inner + inner % 2;
         let values: Vec<f32> =
@@ -114,9 +164,10 @@ fn silu_mul_is_its_definition() {
             poison_bf16(rows * stride),
             Arg::U32(inner as u32),
             Arg::U32(stride as u32),
+            Arg::U32(u32::from(activation == ACTIVATIONS[1])),
             Arg::Null,
         ];
-        let results = launch("tutti_silu_mul_f32", [rows, tiles(inner), 1], 256).run(&args);
+        let results = launch("tutti_activate_mul_f32", [rows, tiles(inner), 1], 256).run(&args);
         let out = read_bf16(results.last().unwrap());
         for row in 0..rows {
             for i in 0..inner {
@@ -125,7 +176,7 @@ fn silu_mul_is_its_definition() {
                     f64::from(values[row * 2 * inner + at]) + bias
                 };
                 let (gate, up) = (of(i), of(inner + i));
-                let want = gate / (1.0 + (-gate).exp()) * up;
+                let want = activated(activation, gate) * up;
                 assert_close(out[row * stride + i], want, want.abs() * BF16 + 1e-6, i);
             }
         }

@@ -1,13 +1,13 @@
 //! Weights of 4 bits on CPUs: against sums in f64 of what the file's integers, zeros and scales stand
 //! for, unrounded; and law 7: a row's bits depend on no other row, nor on the threads.
-use kernels::backend::{Backend, DType, HostMatrix, Routing, Scales};
+use kernels::backend::{Activation, Backend, DType, HostMatrix, Routing, Scales};
 use kernels::cpu::{CpuBackend, CpuMatrix};
 use kernels::reference::ReferenceBackend;
 use kernels::weights::{Groups, Packed, Packing, int4_groups};
 
 use crate::support::{
-    Pretend, Random, Weight, as_taken, assert_close, assert_same_in_batches, backend_in, bits,
-    buffer, isas, poisoned, variants,
+    Pretend, Random, Weight, activated, as_taken, assert_close, assert_same_in_batches, backend_in,
+    bits, buffer, isas, poisoned, variants,
 };
 
 /// As of products of bf16. One bf16 of a weight would be off by some 1e-3 of a term.
@@ -215,14 +215,14 @@ fn rows_are_read_as_the_file_means_them() {
             let table = weight.load(&mut backend);
             let ids: Vec<u32> = (0..72).collect();
             let mut out = poisoned(&mut backend, 72, 48);
-            backend.embed(&table, &ids, 0, &mut out).unwrap();
+            backend.embed(&table, &ids, 0, 1.0, &mut out).unwrap();
             assert_eq!(bits(out.values()), bits(&weight.values), "{isa} {packing:?}");
             // The same as parts, and with rows of zeros behind them.
             let parts = [weight.some_rows(0, 9), weight.some_rows(9, 63), weight.some_rows(72, 5)];
             let table = backend.load_matrix(&parts).unwrap();
             let ids: Vec<u32> = (0..77).collect();
             let mut out = poisoned(&mut backend, 77, 48);
-            backend.embed(&table, &ids, 0, &mut out).unwrap();
+            backend.embed(&table, &ids, 0, 1.0, &mut out).unwrap();
             let want = [&weight.values[..], &[0.0; 5 * 48]].concat();
             assert_eq!(out.values(), want, "{isa} {packing:?}");
         }
@@ -256,7 +256,7 @@ fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
 }
 
 #[test]
-fn gate_up_silu_and_lm_head_match_the_naive_versions() {
+fn gate_up_and_lm_head_match_the_naive_versions() {
     let mut random = Random(64);
     for (isa, precision) in variants() {
         let mut backend = backend_in(isa, precision, 2);
@@ -271,14 +271,14 @@ fn gate_up_silu_and_lm_head_match_the_naive_versions() {
                 let x = random.vec(m * cols);
                 let input = buffer(&mut backend, &x, cols);
                 let mut out = poisoned(&mut backend, m, inner);
-                backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
+                backend.gate_up(&input, &packed, None, None, Activation::Silu, &mut out).unwrap();
                 let mut logits = poisoned(&mut backend, 1, inner * 2);
                 backend.lm_head(&input, &[m as u32 - 1], &packed, &mut logits).unwrap();
                 for (row, (x, out)) in x.chunks(cols).zip(out.values().chunks(inner)).enumerate() {
                     let both = weight.product(&as_taken(precision, x), None);
                     for (j, &got) in out.iter().enumerate() {
                         let ((gate, gate_size), (up, up_size)) = (both[j], both[inner + j]);
-                        let want = gate / (1.0 + (-gate).exp()) * up;
+                        let want = activated(Activation::Silu, gate) * up;
                         let bound = TOLERANCE
                             * (gate_size * (up.abs() + 1.0) * 1.2 + up_size * (gate.abs() + 1.0));
                         assert_close(got, want, bound + 1e-6, format!("{isa} {m}x{cols}x{inner}"));
@@ -330,7 +330,7 @@ fn experts_are_what_their_matrices_are() {
             let both = backend.load_matrix(&both).unwrap();
             let input = buffer(&mut backend, x, hidden);
             let mut inner_alone = poisoned(&mut backend, 1, inner);
-            backend.gate_up_silu(&input, &both, None, None, &mut inner_alone).unwrap();
+            backend.gate_up(&input, &both, None, None, Activation::Silu, &mut inner_alone).unwrap();
             let got = &inners.values()[row * inner..][..inner];
             assert_eq!(bits(got), bits(inner_alone.values()), "{isa} {precision} {row}");
             let matrix = down[best].load(&mut backend);
@@ -361,7 +361,7 @@ fn what_is_not_kept_in_4_bits_is_bf16() {
             let table = backend.load_matrix(&parts).unwrap();
             let ids: Vec<u32> = (0..20 * parts.len() as u32).collect();
             let mut out = poisoned(&mut backend, ids.len(), cols);
-            backend.embed(&table, &ids, 0, &mut out).unwrap();
+            backend.embed(&table, &ids, 0, 1.0, &mut out).unwrap();
             for (row, got) in out.values().chunks(cols).enumerate() {
                 assert_eq!(bits(got), bits(want.row(row)), "{isa}");
                 assert!(got.iter().all(|x| x.to_bits() & 0xFFFF == 0));

@@ -1,12 +1,12 @@
-//! linear, gate_up_silu, lm_head and embed against naive products.
+//! linear, gate_up, lm_head and embed against naive products.
 use kernels::KernelError;
-use kernels::backend::{Backend, Buffer};
+use kernels::backend::{Activation, Backend, Buffer};
 
 use kernels::cpu::{Isa, Precision};
 
 use crate::support::{
-    Random, Weight, as_taken, assert_close, backend, backend_in, bits, buffer, isas, poisoned,
-    variants,
+    ACTIVATIONS, Random, Weight, activated, as_taken, assert_close, backend, backend_in, bits,
+    buffer, isas, poisoned, variants,
 };
 
 /// Per unit of the sum of absolute terms. Rounding activations to one bf16 where the whole f32 is
@@ -103,7 +103,7 @@ fn bfloat16_rounds_activations_to_the_nearest_ties_to_even() {
 }
 
 #[test]
-fn gate_up_silu_matches_the_naive_version() {
+fn gate_up_matches_the_naive_version() {
     let mut random = Random(3);
     for (isa, precision) in variants() {
         let mut backend = backend_in(isa, precision, 2);
@@ -114,18 +114,20 @@ fn gate_up_silu_matches_the_naive_version() {
             let packed = weight.load(&mut backend);
             let bias = random.vec(inner * 2);
             let bias_vector = backend.load_vector(&bias).unwrap();
-            for (m, biased) in [(1, false), (2, true), (6, false), (7, true), (17, false)] {
+            let sizes = [(1, false), (2, true), (6, false), (7, true), (17, false)].into_iter();
+            let cases = sizes.flat_map(|size| ACTIVATIONS.map(|activation| (size, activation)));
+            for ((m, biased), activation) in cases {
                 let x = random.vec(m * cols);
                 let input = buffer(&mut backend, &x, cols);
                 let mut out = poisoned(&mut backend, m, inner);
                 let vector = biased.then_some(&bias_vector);
-                backend.gate_up_silu(&input, &packed, vector, None, &mut out).unwrap();
+                backend.gate_up(&input, &packed, vector, None, activation, &mut out).unwrap();
                 for (x, out) in x.chunks(cols).zip(out.values().chunks(inner)) {
                     let x = as_taken(precision, x);
                     let both = weight.product(&x, biased.then_some(&bias[..]));
                     for (j, &got) in out.iter().enumerate() {
                         let ((gate, gate_size), (up, up_size)) = (both[j], both[inner + j]);
-                        let want = gate / (1.0 + (-gate).exp()) * up;
+                        let want = activated(activation, gate) * up;
                         let bound = TOLERANCE
                             * (gate_size * (up.abs() + 1.0) * 1.2 + up_size * (gate.abs() + 1.0));
                         let what = format!("{isa} {precision} {m}x{cols}x{inner}");
@@ -166,18 +168,18 @@ fn lm_head_takes_the_rows_named() {
 fn embed_returns_rows_of_this_rank_and_zeros() {
     let mut random = Random(5);
     for isa in isas() {
-        for cols in [1, 7, 64] {
+        for (cols, scale) in [(1, 1.0), (7, 1.0), (64, 50.75)] {
             let mut backend = backend(isa, 3);
             let table = Weight::random(&mut random, 100, cols);
             let table = if isa == Isa::Portable { table.quantised() } else { table };
             let packed = table.load(&mut backend);
             let ids = [50, 149, 49, 150, 0, u32::MAX, 113, 50];
             let mut out = poisoned(&mut backend, 9, cols);
-            backend.embed(&packed, &ids, 50, &mut out).unwrap();
+            backend.embed(&packed, &ids, 50, scale, &mut out).unwrap();
             assert_eq!(out.rows(), ids.len());
             for (&id, out) in ids.iter().zip(out.values().chunks(cols)) {
                 let want = match id {
-                    50..150 => table.row(id as usize - 50).to_vec(),
+                    50..150 => table.row(id as usize - 50).iter().map(|x| x * scale).collect(),
                     _ => vec![0.0; cols],
                 };
                 assert_eq!(bits(out), bits(&want), "{isa} id {id}");
@@ -203,11 +205,11 @@ fn shapes_that_do_not_fit_are_errors() {
         backend.linear(&x, &matrix, None, &mut half),
         backend.linear(&x, &matrix, Some(&short), &mut out),
         backend.linear(&x, &matrix, None, &mut few_rows),
-        backend.gate_up_silu(&x, &matrix, None, None, &mut out),
-        backend.gate_up_silu(&x, &odd, None, None, &mut half),
+        backend.gate_up(&x, &matrix, None, None, Activation::Silu, &mut out),
+        backend.gate_up(&x, &odd, None, None, Activation::Silu, &mut half),
         backend.lm_head(&x, &[2], &matrix, &mut out),
         backend.lm_head(&x, &[0, 1, 0], &matrix, &mut out),
-        backend.embed(&matrix, &[1], 0, &mut out),
+        backend.embed(&matrix, &[1], 0, 1.0, &mut out),
         out.set_rows(3),
     ];
     for (i, error) in errors.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! add_rmsnorm against a naive version.
+//! add_rmsnorm and add_normed_rmsnorm against naive versions.
 use kernels::KernelError;
 use kernels::backend::{Backend, Buffer};
 
@@ -37,11 +37,70 @@ fn add_rmsnorm_matches_the_naive_version() {
     }
 }
 
+/// The residual stream and its norm after something normalised was added, in f64.
+pub(crate) fn normed_twice(
+    x: &[f32],
+    delta: &[f32],
+    delta_weight: &[f32],
+    weight: &[f32],
+    eps: f64,
+) -> (Vec<f64>, Vec<f64>) {
+    let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+    let norm = |x: &[f64], weight: &[f32]| {
+        let square: f64 = x.iter().map(|x| x * x).sum();
+        let rms = (square / x.len() as f64 + eps).sqrt();
+        x.iter().zip(weight).map(|(x, &w)| x / rms * f64::from(w)).collect::<Vec<_>>()
+    };
+    let added = norm(&wide(delta), delta_weight);
+    let sums: Vec<f64> = wide(x).iter().zip(added).map(|(x, d)| x + d).collect();
+    let out = norm(&sums, weight);
+    (sums, out)
+}
+
+#[test]
+fn add_normed_rmsnorm_matches_the_naive_version() {
+    let mut random = Random(12);
+    for isa in isas() {
+        let mut backend = backend(isa, 2);
+        for width in [1, 5, 16, 63, 200, 5000] {
+            for rows in [1, 2, 9, 17] {
+                let (x, delta) = (random.vec(rows * width), random.vec(rows * width));
+                let delta: Vec<f32> = delta.iter().map(|x| x / 64.0).collect();
+                let (delta_weight, weight) = (random.vec(width), random.vec(width));
+                let mut residual = buffer(&mut backend, &x, width);
+                let delta_buffer = buffer(&mut backend, &delta, width);
+                let vectors = [&delta_weight, &weight].map(|it| backend.load_vector(it).unwrap());
+                let [first, second] = &vectors;
+                let mut out = poisoned(&mut backend, rows + 1, width);
+                backend
+                    .add_normed_rmsnorm(&mut residual, &delta_buffer, first, second, 1e-6, &mut out)
+                    .unwrap();
+                assert_eq!(out.rows(), rows);
+                for row in 0..rows {
+                    let at = row * width..(row + 1) * width;
+                    let (sums, want) = normed_twice(
+                        &x[at.clone()],
+                        &delta[at.clone()],
+                        &delta_weight,
+                        &weight,
+                        1e-6,
+                    );
+                    let got = residual.values()[at.clone()].iter().zip(sums);
+                    for (&got, want) in got.chain(out.values()[at].iter().zip(want)) {
+                        assert_close(got, want, want.abs() * 4e-6 + 4e-6, isa);
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn shapes_that_do_not_fit_are_errors() {
     let mut backend = backend(kernels::cpu::Isa::Portable, 1);
     let mut residual = buffer(&mut backend, &[1.0; 8], 4);
     let fewer = buffer(&mut backend, &[1.0; 4], 4);
+    let delta = buffer(&mut backend, &[1.0; 8], 4);
     let (weight, long) =
         (backend.load_vector(&[1.0; 4]).unwrap(), backend.load_vector(&[1.0; 5]).unwrap());
     let mut out = poisoned(&mut backend, 2, 4);
@@ -50,6 +109,10 @@ fn shapes_that_do_not_fit_are_errors() {
         backend.add_rmsnorm(&mut residual, Some(&fewer), &weight, 0.0, &mut out),
         backend.add_rmsnorm(&mut residual, None, &long, 0.0, &mut out),
         backend.add_rmsnorm(&mut residual, None, &weight, 0.0, &mut wide),
+        backend.add_normed_rmsnorm(&mut residual, &fewer, &weight, &weight, 0.0, &mut out),
+        backend.add_normed_rmsnorm(&mut residual, &delta, &long, &weight, 0.0, &mut out),
+        backend.add_normed_rmsnorm(&mut residual, &delta, &weight, &long, 0.0, &mut out),
+        backend.add_normed_rmsnorm(&mut residual, &delta, &weight, &weight, 0.0, &mut wide),
     ] {
         assert!(matches!(error, Err(KernelError::Shape { .. })), "{error:?}");
     }

@@ -1,7 +1,7 @@
 //! Inputs, backends and comparisons that the kernel tests share.
 use std::sync::Arc;
 
-use kernels::backend::{Backend, Buffer, DType, HostMatrix};
+use kernels::backend::{Activation, Backend, Buffer, DType, HostMatrix};
 use kernels::collective::{AbortHandle, Collective};
 use kernels::cpu::{CpuBackend, CpuBuffer, CpuMatrix, Isa, Precision};
 use kernels::error::CollectiveError;
@@ -236,11 +236,25 @@ pub(crate) fn assert_close(got: f32, want: f64, tolerance: f64, what: impl std::
     assert!(error <= tolerance, "{what}: got {got}, want {want}, error {error:e} > {tolerance:e}");
 }
 
+pub(crate) const ACTIVATIONS: [Activation; 2] = [Activation::Silu, Activation::GeluTanh];
+
+/// By its definition, in f64.
+pub(crate) fn activated(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            0.5 * x * (1.0 + inner.tanh())
+        }
+    }
+}
+
 /// What `tutti_skinny_gate_up_*` made of `rows` rows, `inner + 1` words apart, of which the last row is
 /// not live, against the products that `want` gives with the sizes of their terms.
 pub(crate) fn assert_gated(
     out: &[f32],
     (rows, inner): (usize, usize),
+    activation: Activation,
     want: impl Fn(usize, usize) -> (f64, f64),
     what: impl std::fmt::Display,
 ) {
@@ -252,8 +266,8 @@ pub(crate) fn assert_gated(
                 continue;
             }
             let ((gate, gate_size), (up, up_size)) = (want(row, i), want(row, inner + i));
-            let want = gate / (1.0 + (-gate).exp()) * up;
-            let error = 2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
+            let want = activated(activation, gate) * up;
+            let error = 2e-6 * (gate_size * (1.2 + up.abs() * 1.2) + up_size * (1.0 + gate.abs()));
             assert_close(got, want, error + want.abs() / 250.0, format!("{what} {row} {i}"));
         }
     }
@@ -270,20 +284,22 @@ pub(crate) fn assert_same_in_batches(
     what: impl std::fmt::Display,
 ) {
     let x = random.vec(67 * cols);
-    let mut reference: Option<(Vec<u32>, Vec<u32>)> = None;
+    let mut reference: Option<(Vec<u32>, [Vec<u32>; 2])> = None;
     for threads in [1, 2, 3] {
         let mut backend = backend_in(isa, precision, threads);
         let packed = load(&mut backend);
         for &m in sizes {
-            let (mut linear, mut gated) = (vec![], vec![]);
+            let (mut linear, mut gated) = (vec![], [vec![], vec![]]);
             for x in x.chunks(m * cols) {
                 let input = buffer(&mut backend, x, cols);
                 let mut out = poisoned(&mut backend, x.len() / cols, rows);
                 backend.linear(&input, &packed, None, &mut out).unwrap();
                 linear.extend(bits(out.values()));
                 let mut out = poisoned(&mut backend, x.len() / cols, rows / 2);
-                backend.gate_up_silu(&input, &packed, None, None, &mut out).unwrap();
-                gated.extend(bits(out.values()));
+                for (activation, gated) in ACTIVATIONS.into_iter().zip(&mut gated) {
+                    backend.gate_up(&input, &packed, None, None, activation, &mut out).unwrap();
+                    gated.extend(bits(out.values()));
+                }
             }
             let got = (linear, gated);
             let same = *reference.get_or_insert_with(|| got.clone()) == got;

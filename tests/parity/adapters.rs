@@ -113,6 +113,7 @@ fn specs() -> Vec<(&'static str, AdapterSpec)> {
         ("qwen2", AdapterSpec { modules: vec!["self_attn.v_proj"], ..AdapterSpec::whole(8, 4) }),
         ("qwen3", AdapterSpec::whole(24, 5)),
         ("mistral-swa", AdapterSpec { alpha: 3.0, ..AdapterSpec::whole(4, 6) }),
+        ("gemma3", AdapterSpec::whole(8, 8)),
         ("mixtral", AdapterSpec::attention(8, 7)),
         ("phi4-mini", AdapterSpec { modules: FUSED.to_vec(), ..AdapterSpec::whole(8, 8) }),
     ]

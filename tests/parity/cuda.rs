@@ -89,6 +89,8 @@ variants! {
     qwen3_yarn: "qwen3-yarn", 1;
     smollm3: "smollm3", 1;
     mistral3_tp2: "mistral3", 2;
+    gemma3: "gemma3", 1;
+    gemma3_tp2: "gemma3", 2;
     mixtral: "mixtral", 1;
     mixtral_tp2: "mixtral", 2;
     qwen3_moe: "qwen3-moe", 1;

@@ -1,9 +1,11 @@
 //! Prompt log-probabilities and greedy tokens of every golden prompt.
 use std::path::Path;
 
+use serde_json::{Value, json};
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
+use crate::checkpoint::Folder;
 use crate::rig::{On, Rig};
 
 /// How far a log-probability may be off.
@@ -110,6 +112,7 @@ variants! {
     qwen3_yarn: "qwen3-yarn",
     smollm3: "smollm3",
     mistral3: "mistral3",
+    gemma3: "gemma3",
     mixtral: "mixtral",
     qwen3_moe: "qwen3-moe",
     qwen3_moe_stacked: "qwen3-moe-stacked",
@@ -123,4 +126,36 @@ variants! {
     qwen3_awq: "qwen3-awq",
     llama_w4a16: "llama-w4a16",
     qwen3_moe_w4a16: "qwen3-moe-w4a16",
+}
+
+/// As transformers 5 saves Gemma 3 with its vision tower: tensors below a prefix, and the text model's
+/// configuration in its newer dialect within another.
+#[test]
+fn gemma3_within_a_model_that_does_more() {
+    let folder = Folder::copy_of("gemma3");
+    folder.edit(|tensors| {
+        for tensor in tensors {
+            let name = tensor.name.strip_prefix("model.").unwrap();
+            tensor.name = format!("model.language_model.{name}");
+        }
+    });
+    let file = folder.file("config.json");
+    let mut text: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let table = text.as_object_mut().unwrap();
+    let older = ["architectures", "rope_theta", "rope_scaling", "rope_local_base_freq"];
+    for key in older.into_iter().chain(["sliding_window_pattern", "torch_dtype", "rms_norm_eps"]) {
+        assert!(table.remove(key).is_some(), "{key}");
+    }
+    let (sliding, full) = ("sliding_attention", "full_attention");
+    text["layer_types"] = json!([sliding, full, sliding]);
+    text["rope_parameters"] = json!({
+        full: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        sliding: {"rope_type": "default", "rope_theta": 1e4},
+    });
+    let config = json!({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "dtype": "bfloat16", "text_config": text, "vision_config": {"hidden_size": 8},
+    });
+    std::fs::write(&file, config.to_string()).unwrap();
+    check_on(On::Cpu, folder.path(), &[1, 2], TOLERANCE);
 }

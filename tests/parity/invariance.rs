@@ -38,7 +38,8 @@ fn same(a: &Seq, b: &Seq, what: &str) {
 
 #[test]
 fn chunked_prefill_gives_the_same_bits() {
-    let models = ["mistral-swa", "smollm3", "qwen3", "qwen3-moe", "llama-gptq", "qwen3-moe-w4a16"];
+    let models =
+        ["mistral-swa", "gemma3", "smollm3", "qwen3", "qwen3-moe", "llama-gptq", "qwen3-moe-w4a16"];
     for model in std::iter::once(demo()).chain(models.map(variant)) {
         for (on, degree) in ON_AND_DEGREES {
             let mut rig = Rig::on(on, &model, degree);
@@ -137,6 +138,7 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         demo(),
         variant("qwen3"),
         variant("mistral-swa"),
+        variant("gemma3"),
         variant("qwen2"),
         variant("phi4-mini"),
         variant("smollm3"),

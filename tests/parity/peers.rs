@@ -43,6 +43,11 @@ fn qwen2_tp2() {
 }
 
 #[test]
+fn gemma3_tp2() {
+    same_bits("gemma3", 2);
+}
+
+#[test]
 fn llama_mha_bias_tp4() {
     same_bits("llama-mha-bias", 4);
 }

@@ -141,6 +141,11 @@ fn projections_that_are_one_tensor_and_heads_that_are_partly_rotated() {
     check(&variant("phi4-mini"), RANDOM);
 }
 
+#[test]
+fn norms_of_what_is_added() {
+    check(&variant("gemma3"), RANDOM);
+}
+
 /// FP8 and 4 bits are quantised anew; int8 is taken as it is.
 #[test]
 fn checkpoints_that_are_quantised() {
@@ -174,6 +179,7 @@ fn kernels_for_gpus_make_the_same() {
     for (model, degree) in [
         ("llama-tied", 1),
         ("qwen2", 2),
+        ("gemma3", 2),
         ("mixtral", 1),
         ("qwen3-moe", 2),
         ("llama-int8", 1),

@@ -84,7 +84,7 @@ fn sample<B: Backend>(backend: &mut B, case: &Case) -> [Sampled; 2] {
     };
     let table = backend.load_matrix(&[row]).unwrap();
     let mut logits = backend.new_buffer(1, WIDTH).unwrap();
-    backend.embed(&table, &[0], 0, &mut logits).unwrap();
+    backend.embed(&table, &[0], 0, 1.0, &mut logits).unwrap();
     let row = SampleRow {
         params: &case.params,
         prompt: &case.prompt,

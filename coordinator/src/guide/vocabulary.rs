@@ -5,7 +5,7 @@ use llguidance::toktrie::{INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie, TokenId, To
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use crate::text::model::{TextModel, byte_of};
+use crate::text::model::{TextModel, byte_of, fallback_byte};
 
 /// The trie has room for tokens of fewer bytes; nobody misses longer ones.
 const TOKEN_BYTES_MAX: usize = 1024;
@@ -165,9 +165,7 @@ impl Dialect {
             let bytes: Option<Vec<u8>> = piece.chars().map(byte_of).collect();
             return bytes.unwrap_or_else(|| piece.as_bytes().to_vec());
         }
-        let hex = piece.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
-        let byte = hex.filter(|hex| self.byte_fallback && hex.len() == 2);
-        match byte.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
+        match fallback_byte(piece).filter(|_| self.byte_fallback) {
             Some(byte) => vec![byte],
             None => piece.replace('\u{2581}', " ").into_bytes(),
         }

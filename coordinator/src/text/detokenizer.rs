@@ -53,8 +53,10 @@ impl IncrementalDecoder {
         if unfinished && !last && self.window.len() < WINDOW_MAX {
             return;
         }
-        if let Some(new) = all.get(before.len()..) {
-            text.push_str(new);
+        match all.strip_prefix(before.as_str()) {
+            Some(new) => text.push_str(new),
+            // Bytes that are no character make others of those before them, which are text already.
+            None => text.push_str(&self.decode(&self.window[self.emitted..])),
         }
         // The window goes on from the tokens just emitted: what follows may depend on them.
         self.window.drain(..self.emitted);

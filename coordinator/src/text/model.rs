@@ -72,6 +72,8 @@ pub struct TextModel {
     pub bytes_per_token: Option<usize>,
     /// The tokenizer writes bytes as printable characters (byte-level BPE).
     byte_level: bool,
+    /// Characters without a token of their own are written as bytes: `<0xE4>`.
+    byte_fallback: bool,
     /// Special tokens by what they are written as.
     special: HashMap<String, u32>,
     guides: OnceLock<Result<Guides, String>>,
@@ -119,7 +121,8 @@ impl TextModel {
         // Padding and truncation are for training.
         tokenizer.with_padding(None);
         let _ = tokenizer.with_truncation(None);
-        let byte_level = bytes.windows(9).any(|window| window == b"ByteLevel");
+        let names = |part: &[u8]| bytes.windows(part.len()).any(|window| window == part);
+        let (byte_level, byte_fallback) = (names(b"ByteLevel"), names(b"\"ByteFallback\""));
         let generation = optional_json(&folder.join("generation_config.json"))?;
         let ends = |source: &Value| match source.get("eos_token_id") {
             Some(Value::Number(id)) => id.as_u64().into_iter().collect(),
@@ -161,6 +164,7 @@ impl TextModel {
             hidden_size: size("hidden_size").unwrap_or(0),
             pooling: pooling::read(folder)?,
             byte_level,
+            byte_fallback,
             special,
             guides: OnceLock::new(),
             grammars: Making::default(),
@@ -238,8 +242,17 @@ impl TextModel {
                 return bytes;
             }
         }
-        piece.replace('\u{2581}', " ").into_bytes()
+        match fallback_byte(&piece).filter(|_| self.byte_fallback) {
+            Some(byte) => vec![byte],
+            None => piece.replace('\u{2581}', " ").into_bytes(),
+        }
     }
+}
+
+/// The byte that is written so by BPE with byte fallback: `<0xE4>`.
+pub(crate) fn fallback_byte(piece: &str) -> Option<u8> {
+    let hex = piece.strip_prefix("<0x")?.strip_suffix('>')?;
+    u8::from_str_radix(hex, 16).ok().filter(|_| hex.len() == 2)
 }
 
 /// The byte that byte-level BPE writes as this character: printable Latin-1 stands for itself, the

@@ -1,7 +1,8 @@
-//! Operations on one row or head at a time: RMSNorm, RoPE, SiLU times up. Compiled per instruction
+//! Operations on one row or head at a time: RMSNorm, RoPE, an activation times up. Compiled per instruction
 //! set; the order of every sum depends on the row's length alone.
-use super::isa::multiversion;
-use super::math::{silu, sum_by};
+use super::isa::{Isa, multiversion};
+use super::math::{gelu_tanh, silu, sum_by};
+use crate::backend::Activation;
 
 multiversion! {
     /// `residual += delta`, then `out = residual / rms(residual) * weight`.
@@ -27,8 +28,41 @@ fn add_rmsnorm_body<const FMA: bool>(
             *x += delta;
         }
     }
-    let scale = rms_scale(residual, eps);
-    for ((out, &x), &weight) in out.iter_mut().zip(residual.iter()).zip(weight) {
+    rmsnorm(residual, weight, eps, out);
+}
+
+multiversion! {
+    /// `residual += delta / rms(delta) * delta_weight`, then `out = residual / rms(residual) * weight`.
+    pub(crate) fn add_normed_rmsnorm(
+        residual: &mut [f32],
+        delta: &[f32],
+        delta_weight: &[f32],
+        weight: &[f32],
+        eps: f32,
+        out: &mut [f32],
+    ) = add_normed_rmsnorm_body
+}
+
+#[inline(always)]
+fn add_normed_rmsnorm_body<const FMA: bool>(
+    residual: &mut [f32],
+    delta: &[f32],
+    delta_weight: &[f32],
+    weight: &[f32],
+    eps: f32,
+    out: &mut [f32],
+) {
+    let scale = rms_scale(delta, eps);
+    for ((x, &delta), &weight) in residual.iter_mut().zip(delta).zip(delta_weight) {
+        *x += delta * scale * weight;
+    }
+    rmsnorm(residual, weight, eps, out);
+}
+
+#[inline(always)]
+fn rmsnorm(row: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let scale = rms_scale(row, eps);
+    for ((out, &x), &weight) in out.iter_mut().zip(row).zip(weight) {
         *out = x * scale * weight;
     }
 }
@@ -73,6 +107,32 @@ multiversion! {
 fn silu_mul_body<const FMA: bool>(gate: &[f32], up: &[f32], out: &mut [f32]) {
     for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
         *out = silu(gate) * up;
+    }
+}
+
+multiversion! {
+    /// `out = gelu_tanh(gate) * up`.
+    fn gelu_tanh_mul(gate: &[f32], up: &[f32], out: &mut [f32]) = gelu_tanh_mul_body
+}
+
+#[inline(always)]
+fn gelu_tanh_mul_body<const FMA: bool>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+        *out = gelu_tanh(gate) * up;
+    }
+}
+
+/// `out = activation(gate) * up`.
+pub(crate) fn activate_mul(
+    isa: Isa,
+    activation: Activation,
+    gate: &[f32],
+    up: &[f32],
+    out: &mut [f32],
+) {
+    match activation {
+        Activation::Silu => silu_mul(isa, gate, up, out),
+        Activation::GeluTanh => gelu_tanh_mul(isa, gate, up, out),
     }
 }
 

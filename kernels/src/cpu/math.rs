@@ -50,6 +50,15 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// GELU by its approximation with tanh, as `x * sigmoid(2 y)`, which is `x / 2 * (1 + tanh(y))`.
+#[inline(always)]
+pub(crate) fn gelu_tanh(x: f32) -> f32 {
+    // 2 sqrt(2 / pi), and that times 0.044715.
+    const FIRST: f32 = 1.595_769;
+    const THIRD: f32 = 0.071_354_82;
+    x / (1.0 + exp(-x * (FIRST + THIRD * x * x)))
+}
+
 /// Sum of `f(x)`: element `i` goes to lane `i % 16`, lanes are added as a tree.
 #[inline(always)]
 pub(crate) fn sum_by(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
@@ -106,6 +115,23 @@ mod tests {
         assert!(silu(-200.0).abs() < 1e-30);
         assert_eq!(silu(200.0), 200.0);
         assert!(silu(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn gelu_is_accurate_and_has_its_ends() {
+        let mut x = -12.0f32;
+        while x < 12.0 {
+            let wide = f64::from(x);
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (wide + 0.044_715 * wide.powi(3));
+            let want = 0.5 * wide * (1.0 + inner.tanh());
+            let error = (f64::from(gelu_tanh(x)) - want).abs();
+            assert!(error < 1e-6 * want.abs() + 1e-7, "gelu_tanh({x}): error {error}");
+            x += 0.0037;
+        }
+        assert_eq!(gelu_tanh(0.0), 0.0);
+        assert_eq!(gelu_tanh(1e30), 1e30);
+        assert!(gelu_tanh(-1e30).abs() < 1e-7);
+        assert!(gelu_tanh(f32::NAN).is_nan());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Sizes reach the kernels as 32-bit words; the callers have checked that they fit.
 use super::memory::DevicePtr;
 use super::module::{Args, Launch};
+use crate::backend::Activation;
 
 mod attention;
 pub mod experts;
@@ -41,7 +42,8 @@ macro_rules! entries {
 entries! {
     EMBED: "tutti_embed",
     ADD_RMSNORM: "tutti_add_rmsnorm",
-    SILU_MUL: "tutti_silu_mul_f32",
+    ADD_NORMED_RMSNORM: "tutti_add_normed_rmsnorm",
+    ACTIVATE_MUL: "tutti_activate_mul_f32",
     ADD_BIAS: "tutti_add_bias",
     SCALE_ADD_BIAS: "tutti_scale_add_bias",
     WIDEN_INT8: "tutti_widen_int8",
@@ -56,11 +58,13 @@ entries! {
     PREFILL_64: "tutti_prefill_attention_64",
     PREFILL_96: "tutti_prefill_attention_96",
     PREFILL_128: "tutti_prefill_attention_128",
+    PREFILL_256: "tutti_prefill_attention_256",
     DECODE: "tutti_decode_attention_16",
     DECODE_32: "tutti_decode_attention_32",
     DECODE_64: "tutti_decode_attention_64",
     DECODE_96: "tutti_decode_attention_96",
     DECODE_128: "tutti_decode_attention_128",
+    DECODE_256: "tutti_decode_attention_256",
     DECODE_REDUCE: "tutti_decode_reduce",
     ATTENTION_ANY: "tutti_attention_any",
     SKINNY_8: "tutti_skinny_8",
@@ -243,12 +247,13 @@ pub fn embed(
     out: Rows,
     width: usize,
     first_id: u32,
+    scale: f32,
     rows: usize,
     live: DevicePtr,
 ) -> Call {
     let args = Args::new().ptr(ids).ptr(table).ptr(out.ptr);
     let args = words(args, [width, out.stride]).u32(first_id);
-    call(EMBED, (rows, 1, 1), 256, word(args, table_rows).ptr(live))
+    call(EMBED, (rows, 1, 1), 256, word(args, table_rows).f32(scale).ptr(live))
 }
 
 /// `tutti_add_rmsnorm`
@@ -267,18 +272,45 @@ pub fn add_rmsnorm(
     call(ADD_RMSNORM, (rows, 1, 1), 512, args)
 }
 
-/// `tutti_silu_mul_f32`
+/// `tutti_add_normed_rmsnorm`: of (what is added, its weight).
 #[must_use]
-pub fn silu_mul(
+pub fn add_normed_rmsnorm(
+    residual: DevicePtr,
+    (delta, delta_weight): (DevicePtr, DevicePtr),
+    weight: DevicePtr,
+    out: Rows,
+    width: usize,
+    eps: f32,
+    rows: usize,
+    live: DevicePtr,
+) -> Call {
+    let args = Args::new().ptr(residual).ptr(delta).ptr(delta_weight).ptr(weight).ptr(out.ptr);
+    let args = words(args, [width, out.stride]).f32(eps).ptr(live);
+    call(ADD_NORMED_RMSNORM, (rows, 1, 1), 512, args)
+}
+
+/// `tutti_activate_mul_f32`
+#[must_use]
+pub fn activate_mul(
     input: DevicePtr,
     bias: Option<DevicePtr>,
     out: Rows,
     inner: usize,
+    activation: Activation,
     rows: usize,
     live: DevicePtr,
 ) -> Call {
     let args = Args::new().ptr(input).maybe(bias).ptr(out.ptr);
-    wide(SILU_MUL, inner, rows, words(args, [inner, out.stride]).ptr(live))
+    let args = words(args, [inner, out.stride]).u32(gelu(activation)).ptr(live);
+    wide(ACTIVATE_MUL, inner, rows, args)
+}
+
+/// As kernels are told of it.
+fn gelu(activation: Activation) -> u32 {
+    match activation {
+        Activation::Silu => 0,
+        Activation::GeluTanh => 1,
+    }
 }
 
 /// `tutti_add_bias`
@@ -458,13 +490,15 @@ pub fn skinny_gate_up(
     bias: Option<DevicePtr>,
     out: Rows,
     (rows, inner, k): (usize, usize, usize),
+    activation: Activation,
     live: DevicePtr,
 ) -> Call {
     let w = w.into();
     let (first, args) = w.choose_any(GATE_UP_8, GATE_UP_INT8, GATE_UP_INT4, x);
     let (entry, number) = by_rows_of(w.kernels(), first, rows);
     let args = args.maybe(bias).ptr(out.ptr);
-    let args = w.shift(words(args, [rows, inner, k, x.stride, w.at.stride, out.stride])).ptr(live);
+    let args = words(args, [rows, inner, k, x.stride, w.at.stride, out.stride]);
+    let args = w.shift(args.u32(gelu(activation))).ptr(live);
     call(entry, (inner.div_ceil(16), rows.div_ceil(number), 1), 256, args)
 }
 

@@ -18,8 +18,8 @@ use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
 };
 use crate::backend::{
-    AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights, RopeTable,
-    Routing, StepInputs,
+    Activation, AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights,
+    RopeTable, Routing, StepInputs,
 };
 use crate::collective::Tally;
 use crate::cpu::check;
@@ -203,6 +203,7 @@ impl Backend for CudaBackend {
         table: &CudaMatrix,
         ids: &[u32],
         first_id: u32,
+        scale: f32,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "embed";
@@ -233,7 +234,7 @@ impl Backend for CudaBackend {
         let from = self.step.at(self.step.layout().ids);
         let live = self.step.at(live::ROWS);
         let table = (table.at().ptr, table.rows());
-        let call = launch::embed(from, table, rows, width, first_id, count, live);
+        let call = launch::embed(from, table, rows, width, first_id, scale, count, live);
         // SAFETY: shapes were checked; ids beyond the table are the kernel's to see.
         unsafe { self.device.launch(call) }
     }
@@ -266,6 +267,40 @@ impl Backend for CudaBackend {
         let most = residual.rows_max().min(out.rows_max());
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    fn add_normed_rmsnorm(
+        &mut self,
+        residual: &mut CudaBuffer,
+        delta: &CudaBuffer,
+        delta_weight: &CudaVector,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_normed_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
+            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
+        }
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let shape = (delta.rows(), delta.width());
+        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        let from = residual.of(Element::F32, op, "residual")?.ptr;
+        let added = delta.of(Element::F32, op, "delta")?.ptr;
+        let to = out.of(Element::Bf16, op, "out")?;
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let added = (added, delta_weight.ptr());
+        let call =
+            launch::add_normed_rmsnorm(from, added, weight.ptr(), to, width, eps, count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }
     }
@@ -470,15 +505,16 @@ impl Backend for CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    fn gate_up_silu(
+    fn gate_up(
         &mut self,
         x: &CudaBuffer,
         weight: &CudaMatrix,
         bias: Option<&CudaVector>,
         addend: Option<&CudaBuffer>,
+        activation: Activation,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        self.multiply_gate_up(x, weight, bias, addend, out)
+        self.multiply_gate_up(x, weight, bias, addend, activation, out)
     }
 
     fn route(

@@ -5,7 +5,7 @@ use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::DevicePtr;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::Buffer;
+use crate::backend::{Activation, Buffer};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
@@ -205,16 +205,17 @@ impl CudaBackend {
         self.product(from, None, weight, bias, to, count, live)
     }
 
-    /// [`Backend::gate_up_silu`]
+    /// [`Backend::gate_up`]
     pub(super) fn multiply_gate_up(
         &mut self,
         x: &CudaBuffer,
         weight: &CudaMatrix,
         bias: Option<&CudaVector>,
         addend: Option<&CudaBuffer>,
+        activation: Activation,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "gate_up_silu";
+        let op = "gate_up";
         let features = weight.rows();
         ensure!(op, features.is_multiple_of(2), "weight has {features} rows, an odd number");
         let inner = features / 2;
@@ -235,7 +236,8 @@ impl CudaBackend {
         let bias = bias.map(CudaVector::ptr);
         if addend.is_none() && self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());
-            let call = launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, live);
+            let call =
+                launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, activation, live);
             // SAFETY: shapes were checked.
             return unsafe { self.device.launch(call) };
         }
@@ -265,7 +267,7 @@ impl CudaBackend {
                 // SAFETY: shapes were checked.
                 unsafe { self.device.launch(call) }?;
             }
-            let call = launch::silu_mul(both, bias, y, inner, part, live);
+            let call = launch::activate_mul(both, bias, y, inner, activation, part, live);
             // SAFETY: shapes were checked.
             unsafe { self.device.launch(call) }?;
             done += part;

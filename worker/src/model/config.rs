@@ -2,20 +2,23 @@
 //! `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`), validated.
 use std::path::Path;
 
-use kernels::backend::Routing;
+use kernels::backend::{Activation, Routing};
 use serde::Deserialize;
 use serde_json::Value;
 use shared::model_config;
 
+use self::gemma3::Gemma3;
 use super::ModelError;
 use super::experts::ExpertsConfig;
 use super::quantization::{self, Quantised};
 use super::rope::RopeConfig;
 
+mod gemma3;
 mod rope;
 
 /// Architectures this worker computes.
-pub const ARCHITECTURES: [&str; 8] = [
+pub const ARCHITECTURES: [&str; 9] = [
+    gemma3::ARCHITECTURE,
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -65,6 +68,16 @@ pub struct ModelConfig {
     pub is_fused: bool,
     /// q and k heads are normalised before the rotary embedding.
     pub qk_norm: bool,
+    /// What q is multiplied by besides `1 / sqrt(head_dim)`; 1 where heads are not normalised.
+    pub query_scale: f32,
+    /// What embeddings are multiplied by.
+    pub embedding_scale: f64,
+    /// What is added to the weights of norms as files have them.
+    pub norm_offset: f32,
+    /// What attention and MLP add to the residual stream is normalised first.
+    pub delta_norms: bool,
+    /// Of the MLP's gate.
+    pub activation: Activation,
     /// The checkpoint's weights are quantised.
     pub quantised: Option<Quantised>,
     /// The checkpoint is bfloat16, as `dtype` or `torch_dtype` says; false where neither does.
@@ -135,7 +148,9 @@ impl ModelConfig {
                 "architecture {architecture} is not supported; these are: {known}"
             ));
         }
-        if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
+        let is_gemma = architecture == gemma3::ARCHITECTURE;
+        let act = raw.hidden_act.as_deref().filter(|act| !is_gemma && *act != "silu");
+        if let Some(act) = act {
             return Err(format!("hidden_act is \"{act}\", only \"silu\" is supported"));
         }
         let quantised = raw.quantization_config.as_ref().map(quantization::check).transpose()?;
@@ -163,12 +178,25 @@ impl ModelConfig {
         let qwen3 = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"].contains(&architecture.as_str());
         // Mistral's, Mixtral's, Phi-3's and Qwen2's code does not read the key.
         let llama = ["LlamaForCausalLM", "SmolLM3ForCausalLM"].contains(&architecture.as_str());
-        let reads_bias = qwen3 || llama;
+        let reads_bias = qwen3 || is_gemma || llama;
         let attention_bias = reads_bias && raw.attention_bias.unwrap_or(false);
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
         let experts = experts(&raw, &architecture, num_layers)?;
         let positions = model_config::positions(&config)?;
-        let ropes = rope::ropes(&config, &architecture, head_dim, num_layers)?;
+        let gemma = match is_gemma {
+            true => Some(Gemma3::check(&config, raw.sliding_window, head_dim, num_layers)?),
+            false => None,
+        };
+        let (ropes, sliding_windows, query_scale) = match gemma {
+            Some(Gemma3 { ropes, sliding_windows, query_scale }) => {
+                (ropes, sliding_windows, query_scale)
+            }
+            None => {
+                let ropes = rope::ropes(&config, &architecture, head_dim, num_layers)?;
+                let windows = sliding_windows(&raw, &architecture, &ropes)?;
+                (ropes, windows, 1.0)
+            }
+        };
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
             true => size("intermediate_size", raw.intermediate_size)?,
@@ -185,7 +213,7 @@ impl ModelConfig {
             vocab_size: size("vocab_size", raw.vocab_size)?,
             max_positions: size("max_position_embeddings", Some(positions.most as usize))?,
             norm_eps: norm_eps as f32,
-            sliding_windows: sliding_windows(&raw, &architecture, &ropes)?,
+            sliding_windows,
             ropes,
             // As transformers has it where nothing is said.
             tied: raw.tie_word_embeddings.unwrap_or(architecture == "SmolLM3ForCausalLM"),
@@ -193,7 +221,12 @@ impl ModelConfig {
             output_bias: attention_bias,
             mlp_bias: llama && raw.mlp_bias.unwrap_or(false),
             is_fused: architecture == "Phi3ForCausalLM",
-            qk_norm: qwen3,
+            qk_norm: qwen3 || is_gemma,
+            query_scale,
+            embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
+            norm_offset: if is_gemma { 1.0 } else { 0.0 },
+            delta_norms: is_gemma,
+            activation: if is_gemma { Activation::GeluTanh } else { Activation::Silu },
             quantised,
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
         })
@@ -265,9 +298,7 @@ fn sliding_windows(
         "LlamaForCausalLM" => None,
         _ => raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true)),
     };
-    if window == Some(0) {
-        return Err("sliding_window is 0, it must be at least 1".to_owned());
-    }
+    let window = self::window(window)?;
     let everywhere =
         ["MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM"];
     if window.is_none() || everywhere.contains(&architecture) {
@@ -297,8 +328,17 @@ fn sliding_windows(
         .collect()
 }
 
+fn window(window: Option<u32>) -> Result<Option<u32>, String> {
+    match window {
+        Some(0) => Err("sliding_window is 0, it must be at least 1".to_owned()),
+        window => Ok(window),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::super::rope::RopeScaling;
     use super::*;
 
@@ -311,6 +351,79 @@ mod tests {
         let text = format!("{LLAMA}{more}}}").replace("LlamaForCausalLM", architecture);
         let text = text.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 4");
         ModelConfig::check(serde_json::from_str(&text).map_err(|error| error.to_string())?)
+    }
+
+    /// As published: of 1B in full, of 4B what is not as the architecture has it, and as transformers 5
+    /// saves the latter.
+    #[test]
+    fn gemma_3_is_what_its_three_dialects_say() {
+        let check = |config: Value| ModelConfig::check(config);
+        let one = json!({"architectures": ["Gemma3ForCausalLM"], "hidden_size": 1152,
+            "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262_144,
+            "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+            "rope_local_base_freq": 10_000, "rope_scaling": null, "query_pre_attn_scalar": 256,
+            "sliding_window": 512, "sliding_window_pattern": 6, "attention_bias": false,
+            "attn_logit_softcapping": null, "final_logit_softcapping": null,
+            "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "bfloat16"});
+        let config = check(one.clone()).unwrap();
+        assert!(config.tied && config.qk_norm && config.delta_norms && config.is_bf16);
+        assert!(!config.qkv_bias && config.experts.is_none());
+        assert_eq!((config.norm_offset, config.query_scale), (1.0, 1.0));
+        assert_eq!(config.embedding_scale, 1152f64.sqrt());
+        assert_eq!(config.activation, Activation::GeluTanh);
+        let rope = |theta, scaling| RopeConfig { dim: 256, theta, scaling };
+        for layer in 0..26 {
+            let is_full = layer % 6 == 5;
+            assert_eq!(config.sliding_windows[layer], (!is_full).then_some(512));
+            let theta = if is_full { 1e6 } else { 1e4 };
+            assert_eq!(config.ropes[layer], rope(theta, RopeScaling::None));
+        }
+
+        let four = json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}});
+        let config = check(four).unwrap();
+        assert_eq!((config.num_heads, config.num_kv_heads, config.head_dim), (8, 4, 256));
+        assert_eq!((config.vocab_size, config.max_positions), (262_208, 131_072));
+        assert_eq!((config.norm_eps, config.tied), (1e-6, true));
+        let full = rope(1e6, RopeScaling::Linear { factor: 8.0 });
+        assert_eq!(config.ropes[5], full);
+        assert_eq!(config.ropes[4], rope(1e4, RopeScaling::None), "only the others are scaled");
+        assert_eq!(
+            config.sliding_windows[..6],
+            [Some(1024), Some(1024), Some(1024), Some(1024), Some(1024), None]
+        );
+        let types: Vec<&str> = (1..=34)
+            .map(|layer| if layer % 6 == 0 { "full_attention" } else { "sliding_attention" })
+            .collect();
+        let newer = json!({"architectures": ["Gemma3ForCausalLM"], "hidden_size": 2560,
+            "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
+            "layer_types": types, "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}});
+        assert_eq!(check(newer).unwrap(), config);
+        let mut scaled = one.clone();
+        scaled["query_pre_attn_scalar"] = json!(1024);
+        assert_eq!(check(scaled).unwrap().query_scale, 0.5);
+
+        for (key, value, expected) in [
+            ("final_logit_softcapping", json!(30.0), "final_logit_softcapping is 30, only null"),
+            ("attn_logit_softcapping", json!(50.0), "attn_logit_softcapping is 50, only null"),
+            ("hidden_activation", json!("gelu"), "hidden_activation is \"gelu\", only \"gelu_pyt"),
+            ("use_bidirectional_attention", json!(true), "use_bidirectional_attention is true"),
+            ("sliding_window_pattern", json!(0), "sliding_window_pattern is 0"),
+            ("sliding_window", json!(0), "sliding_window is 0"),
+            ("query_pre_attn_scalar", json!(0), "query_pre_attn_scalar is 0"),
+            ("layer_types", json!(["full_attention"]), "layer_types has 1 entries, num_hidden"),
+            ("layer_types", json!(vec!["other"; 26]), "layer_types has \"other\""),
+            ("rope_scaling", json!({"rope_type": "linear"}), "rope key factor is missing"),
+        ] {
+            let mut config = one.clone();
+            config[key] = value;
+            let error = check(config).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]
@@ -347,8 +460,8 @@ mod tests {
     }
 
     fn check(more: &str) -> Result<ModelConfig, String> {
-        let raw = serde_json::from_str(&format!("{LLAMA}{more}}}")).map_err(|e| e.to_string())?;
-        ModelConfig::check(raw)
+        let config = serde_json::from_str(&format!("{LLAMA}{more}}}"));
+        ModelConfig::check(config.map_err(|e| e.to_string())?)
     }
 
     #[test]

@@ -193,19 +193,18 @@ impl<B: Backend> Decoder<B> {
         if let Some(adapters) = &mut adapters {
             adapters.begin(backend, rows)?;
         }
-        let eps = config.norm_eps;
+        let norms = Norms { eps: config.norm_eps, sharded: shard.degree > 1 };
         let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
-        backend.embed(&weights.embedding, ids, first_id, &mut buffers.residual)?;
-        let sharded = shard.degree > 1;
-        if sharded {
+        let scale = weights.embedding_scale;
+        backend.embed(&weights.embedding, ids, first_id, scale, &mut buffers.residual)?;
+        if norms.sharded {
             backend.all_reduce(&mut buffers.residual)?;
         }
-        // What the next norm has to add is in `deltas[0]`, and there is something.
-        let mut pending = false;
+        let mut pending = Pending::Nothing;
         for (index, layer) in weights.layers.iter().enumerate() {
             let sliding_window = config.sliding_windows[index];
             let attention = &AttentionShape { sliding_window, ..*attention };
-            add_norm(backend, buffers, pending, &layer.input_norm, eps, sharded)?;
+            norms.add(backend, buffers, pending, &layer.input_norm)?;
             let addend = match &mut adapters {
                 Some(adapters) => {
                     adapters.addend(backend, (index, Site::Qkv), (0, 0), &buffers.normed)?
@@ -235,7 +234,8 @@ impl<B: Backend> Decoder<B> {
             let (at, deltas) = ((index, Site::Output), &mut buffers.deltas);
             let weight = (&layer.output[..], bias);
             row_parallel(backend, &buffers.attended, weight, deltas, &mut adapters, at)?;
-            add_norm(backend, buffers, true, &layer.post_norm, eps, sharded)?;
+            let attended = Pending::of(layer.output_norm.as_ref());
+            norms.add(backend, buffers, attended, &layer.post_norm)?;
             match &layer.mlp {
                 Mlp::Dense { gate_up, gate_up_bias, down, down_bias } => {
                     let inner = room(&mut buffers.inner)?;
@@ -249,7 +249,8 @@ impl<B: Backend> Decoder<B> {
                         )?,
                         None => None,
                     };
-                    backend.gate_up_silu(&buffers.normed, gate_up, bias, addend, inner)?;
+                    let activation = config.activation;
+                    backend.gate_up(&buffers.normed, gate_up, bias, addend, activation, inner)?;
                     let (at, deltas) = ((index, Site::Down), &mut buffers.deltas);
                     let weight = (&down[..], down_bias.as_ref());
                     row_parallel(backend, inner, weight, deltas, &mut adapters, at)?;
@@ -264,9 +265,9 @@ impl<B: Backend> Decoder<B> {
                     })?;
                 }
             }
-            pending = true;
+            pending = Pending::of(layer.down_norm.as_ref());
         }
-        add_norm(backend, buffers, pending, &weights.final_norm, eps, sharded)
+        norms.add(backend, buffers, pending, &weights.final_norm)
     }
 
     /// What the last norm gave for some of the last batch's rows, one range behind the other,
@@ -305,30 +306,64 @@ impl<B: Backend> Decoder<B> {
     }
 }
 
-/// `residual += deltas[0]` of all ranks, if there is something `pending`; `normed` = its norm.
-fn add_norm<B: Backend>(
-    backend: &mut B,
-    buffers: &mut Buffers<B>,
-    pending: bool,
-    weight: &B::Vector,
+/// What the next norm has to add to the residual stream.
+enum Pending<'a, V> {
+    Nothing,
+    /// `deltas[0]`.
+    Delta,
+    /// Its norm, of this weight.
+    Normed(&'a V),
+}
+
+impl<'a, V> Pending<'a, V> {
+    fn of(norm: Option<&'a V>) -> Self {
+        norm.map_or(Self::Delta, Self::Normed)
+    }
+}
+
+/// What all norms of the residual stream have in common.
+struct Norms {
     eps: f32,
+    /// `deltas[0]` is this rank's part of a sum.
     sharded: bool,
-) -> Result<(), KernelError> {
-    let Buffers { residual, normed, deltas, .. } = buffers;
-    match deltas.first_mut().filter(|_| pending) {
-        Some(delta) if sharded => {
-            backend.all_reduce_add_rmsnorm(delta, residual, weight, eps, normed)
+}
+
+impl Norms {
+    /// Adds what is `pending`, of all ranks, to the residual stream; `normed` = its norm.
+    fn add<B: Backend>(
+        &self,
+        backend: &mut B,
+        buffers: &mut Buffers<B>,
+        pending: Pending<'_, B::Vector>,
+        weight: &B::Vector,
+    ) -> Result<(), KernelError> {
+        let Self { eps, sharded } = *self;
+        let Buffers { residual, normed, deltas, .. } = buffers;
+        let [delta, ..] = &mut deltas[..] else { return Err(missing()) };
+        match pending {
+            Pending::Nothing => backend.add_rmsnorm(residual, None, weight, eps, normed),
+            Pending::Delta if sharded => {
+                backend.all_reduce_add_rmsnorm(delta, residual, weight, eps, normed)
+            }
+            Pending::Delta => backend.add_rmsnorm(residual, Some(delta), weight, eps, normed),
+            Pending::Normed(own) => {
+                if sharded {
+                    backend.all_reduce(delta)?;
+                }
+                backend.add_normed_rmsnorm(residual, delta, own, weight, eps, normed)
+            }
         }
-        delta => backend.add_rmsnorm(residual, delta.map(|delta| &*delta), weight, eps, normed),
     }
 }
 
 /// What a layer of this kind needs.
 fn room<T>(made: &mut Option<T>) -> Result<&mut T, KernelError> {
-    made.as_mut().ok_or_else(|| KernelError::Shape {
-        op: "forward",
-        message: "the configuration has no layer of this kind".to_owned(),
-    })
+    made.as_mut().ok_or_else(missing)
+}
+
+fn missing() -> KernelError {
+    let message = "the configuration has no layer of this kind".to_owned();
+    KernelError::Shape { op: "forward", message }
 }
 
 /// `deltas[0] = x W^T + bias`, where the columns of `W` are this rank's part of the whole, so that

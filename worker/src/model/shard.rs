@@ -116,7 +116,7 @@ fn part(size: usize, rank: usize, n: usize) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
-    use kernels::backend::Routing;
+    use kernels::backend::{Activation, Routing};
 
     use super::super::experts::ExpertsConfig;
     use super::super::rope::{RopeConfig, RopeScaling};
@@ -142,6 +142,11 @@ mod tests {
             mlp_bias: false,
             is_fused: false,
             qk_norm: false,
+            query_scale: 1.0,
+            embedding_scale: 1.0,
+            norm_offset: 0.0,
+            delta_norms: false,
+            activation: Activation::Silu,
             quantised: None,
             is_bf16: true,
         }

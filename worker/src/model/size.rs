@@ -122,7 +122,7 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 
 #[cfg(test)]
 mod tests {
-    use kernels::backend::Routing;
+    use kernels::backend::{Activation, Routing};
     use kernels::weights::Packing;
 
     use super::super::experts::ExpertsConfig;
@@ -151,6 +151,11 @@ mod tests {
             mlp_bias: false,
             is_fused: false,
             qk_norm: false,
+            query_scale: 1.0,
+            embedding_scale: 1.0,
+            norm_offset: 0.0,
+            delta_norms: false,
+            activation: Activation::Silu,
             quantised: None,
             is_bf16: true,
         }

@@ -7,7 +7,8 @@
 //! row-parallel matrix is read whole by every rank.
 use std::ops::Range;
 
-use kernels::backend::{Backend, HostMatrix, QkvWeights, RopeTable, Scales};
+use half::{bf16, f16};
+use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable, Scales};
 use kernels::error::KernelError;
 use kernels::weights::{self, Int4Groups, int4_groups};
 use shared::protocol::Quantization;
@@ -34,10 +35,14 @@ pub struct LayerWeights<M, S, V> {
     pub output: Vec<M>,
     /// Its bias; on rank 0 alone, since partial products are summed.
     pub output_bias: Option<V>,
+    /// RMSNorm of what attention adds, where the model has one.
+    pub output_norm: Option<V>,
     /// RMSNorm before the MLP.
     pub post_norm: V,
     /// The MLP, or the experts in its place.
     pub mlp: Mlp<M, S, V>,
+    /// RMSNorm of what that adds, where the model has one.
+    pub down_norm: Option<V>,
 }
 
 /// What a layer has behind its attention.
@@ -77,6 +82,8 @@ type BackendMlp<B> = Mlp<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Ba
 pub struct Weights<M, S, V> {
     /// `[vocab_width, hidden]`.
     pub embedding: M,
+    /// What its rows are multiplied by.
+    pub embedding_scale: f32,
     /// `[vocab_width, hidden]`; absent when tied to the embedding.
     pub lm_head: Option<M>,
     /// The layers.
@@ -131,7 +138,8 @@ pub fn load<B: Backend>(
         (false, _) => Some(part.vocabulary("lm_head.weight", &padding)?),
     };
     let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
-    let final_norm = part.vector("model.norm.weight", config.hidden_size)?;
+    let final_norm = part.norm("model.norm.weight", config.hidden_size)?;
+    let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
     let matrices = layers
         .iter()
@@ -142,6 +150,7 @@ pub fn load<B: Backend>(
     let kinds = kinds(&config.ropes);
     Ok(Weights {
         embedding: loader.small(&embedding)?,
+        embedding_scale: embedding_scale(config.embedding_scale, dtype),
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: loader.vector(&final_norm)?,
@@ -154,6 +163,15 @@ pub fn load<B: Backend>(
             .collect::<Result<_, KernelError>>()?,
         bytes: loader.held,
     })
+}
+
+/// As models compute it that multiply embeddings: in the type of the embedding.
+fn embedding_scale(scale: f64, dtype: DType) -> f32 {
+    match dtype {
+        DType::Bf16 => bf16::from_f32(scale as f32).to_f32(),
+        DType::F16 => f16::from_f32(scale as f32).to_f32(),
+        _ => scale as f32,
+    }
 }
 
 /// Each rotary embedding once, in the order of the layers that are the first to have it.
@@ -192,8 +210,10 @@ struct LayerPart<'a> {
     k_norm: Option<Vec<f32>>,
     output: Vec<HostMatrix<'a>>,
     output_bias: Option<Vec<f32>>,
+    output_norm: Option<Vec<f32>>,
     post_norm: Vec<f32>,
     mlp: MlpPart<'a>,
+    down_norm: Option<Vec<f32>>,
 }
 
 enum MlpPart<'a> {
@@ -272,24 +292,38 @@ impl<'a> Part<'a> {
             Ok::<_, ModelError>(bias.filter(|_| shard.rank == 0))
         };
         let head_norm = |suffix: &str| {
-            let all = config.qk_norm.then(|| self.vector(&name(suffix), head_dim)).transpose()?;
+            let all = config.qk_norm.then(|| self.norm(&name(suffix), head_dim)).transpose()?;
             let ordered = |all: Vec<f32>| {
                 (0..head_dim).map(|i| all[rope.source(head_dim, i)]).collect::<Vec<f32>>()
             };
             Ok::<_, ModelError>(all.map(ordered))
         };
+        // With norms of what is added, `post_attention_layernorm` is one of those.
+        let (output_norm, post_norm, down_norm) = match config.delta_norms {
+            false => (None, "post_attention_layernorm.weight", None),
+            true => (
+                Some("post_attention_layernorm.weight"),
+                "pre_feedforward_layernorm.weight",
+                Some("post_feedforward_layernorm.weight"),
+            ),
+        };
+        let hidden_norm = |suffix: &str| self.norm(&name(suffix), hidden);
 
         let ropes = kinds(&config.ropes);
         Ok(LayerPart {
-            input_norm: self.vector(&name("input_layernorm.weight"), hidden)?,
+            input_norm: hidden_norm("input_layernorm.weight")?,
             rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
             qkv: rows(&qkv)?,
             qkv_bias: biases(config.qkv_bias, &qkv)?,
-            q_norm: head_norm("self_attn.q_norm.weight")?,
+            q_norm: head_norm("self_attn.q_norm.weight")?.map(|mut norm| {
+                norm.iter_mut().for_each(|weight| *weight *= config.query_scale);
+                norm
+            }),
             k_norm: head_norm("self_attn.k_norm.weight")?,
             output: cols(Module::O, &q)?,
             output_bias: row_parallel_bias(config.output_bias, Module::O)?,
-            post_norm: self.vector(&name("post_attention_layernorm.weight"), hidden)?,
+            output_norm: output_norm.map(hidden_norm).transpose()?,
+            post_norm: hidden_norm(post_norm)?,
             mlp: match config.experts.as_ref().filter(|experts| experts.layers[index]) {
                 Some(experts) => {
                     let (layer, own) = (format!("model.layers.{index}"), &shard.expert);
@@ -310,6 +344,7 @@ impl<'a> Part<'a> {
                     down_bias: row_parallel_bias(config.mlp_bias, Module::Down)?,
                 },
             },
+            down_norm: down_norm.map(hidden_norm).transpose()?,
         })
     }
 
@@ -342,6 +377,13 @@ impl<'a> Part<'a> {
         let tensor = self.0.files.tensor(name, &[len])?;
         let mut values = vec![0.0; len];
         weights::widen(tensor.dtype, tensor.data, &mut values);
+        Ok(values)
+    }
+
+    /// The weight of a norm, as it is multiplied with.
+    fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        let mut values = self.vector(name, len)?;
+        values.iter_mut().for_each(|weight| *weight += self.0.config.norm_offset);
         Ok(values)
     }
 
@@ -386,8 +428,10 @@ impl<B: Backend> Loader<'_, '_, B> {
             },
             output: self.parts(&part.output)?,
             output_bias: self.optional(part.output_bias.as_deref())?,
+            output_norm: self.optional(part.output_norm.as_deref())?,
             post_norm: self.vector(&part.post_norm)?,
             mlp: self.mlp(&part.mlp)?,
+            down_norm: self.optional(part.down_norm.as_deref())?,
         })
     }
 

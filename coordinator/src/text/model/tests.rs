@@ -2,7 +2,7 @@
 use proptest::prelude::*;
 
 use super::super::detokenizer::IncrementalDecoder;
-use super::super::template::Conversation;
+use super::super::template::{Conversation, RenderError};
 use super::*;
 
 fn folders() -> Vec<PathBuf> {
@@ -14,7 +14,7 @@ fn folders() -> Vec<PathBuf> {
             folders.push(path);
         }
     }
-    assert_eq!(folders.len(), 27);
+    assert_eq!(folders.len(), 28);
     folders
 }
 
@@ -37,6 +37,27 @@ fn prompts_equal_the_goldens() {
             }
         }
     }
+}
+
+/// As Gemma's is: what the system says is the beginning of the first turn.
+#[test]
+fn a_template_without_system_turns_takes_parts_and_wants_roles_to_alternate() {
+    let [_, model] = of_bytes();
+    assert_eq!(model.end_tokens, [1, 106]);
+    let template = model.template.as_ref().unwrap();
+    let say = |role: &str, content: Value| serde_json::json!({"role": role, "content": content});
+    let text = |text: &str| serde_json::json!([{"type": "text", "text": text}]);
+    let messages = vec![say("system", text("Be brief.")), say("user", text(" Hi "))];
+    let rendered = template.render(&Conversation::new(messages)).unwrap();
+    let want = "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n";
+    assert_eq!(rendered, want);
+    // One token each, and the text's beginning is not marked twice.
+    let tokens = model.encode(&rendered, false).unwrap();
+    assert_eq!(tokens[..2], [2, 105]);
+    assert_eq!(tokens.iter().filter(|token| [2, 105, 106].contains(*token)).count(), 4);
+    let messages = vec![say("user", "a".into()), say("user", "b".into())];
+    let error = template.render(&Conversation::new(messages)).unwrap_err();
+    assert!(matches!(&error, RenderError::Conversation(text) if text.contains("alternate")));
 }
 
 /// Fine-tuned models end turns with a token that their older files do not know of.
@@ -124,30 +145,52 @@ fn in_pieces(model: &TextModel, tokens: &[u32]) -> String {
     text
 }
 
+/// Byte-level BPE, and BPE with byte fallback.
+fn of_bytes() -> [TextModel; 2] {
+    let gemma = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models/gemma3");
+    [folders()[0].clone(), gemma].map(|folder| TextModel::load(&folder).unwrap())
+}
+
 #[test]
 fn no_half_character_is_ever_emitted() {
-    let model = TextModel::load(&folders()[0]).unwrap();
-    let tokens = model.encode("Café — naïve 你好 🦊! done", false).unwrap();
-    let mut decoder = IncrementalDecoder::new(model.tokenizer.clone());
-    let mut text = String::new();
-    for token in &tokens {
-        decoder.push(*token, &mut text);
-        assert!(!text.contains(char::REPLACEMENT_CHARACTER), "{text}");
+    for model in of_bytes() {
+        let tokens = model.encode("Café — naïve  你好 🦊! done", false).unwrap();
+        let mut decoder = IncrementalDecoder::new(model.tokenizer.clone());
+        let mut text = String::new();
+        for token in &tokens {
+            decoder.push(*token, &mut text);
+            assert!(!text.contains(char::REPLACEMENT_CHARACTER), "{text}");
+        }
+        decoder.finish(&mut text);
+        assert_eq!(text, "Café — naïve  你好 🦊! done");
     }
-    decoder.finish(&mut text);
-    assert_eq!(text, "Café — naïve 你好 🦊! done");
     // Cut in the middle of the fox: what is left becomes U+FFFD at the end, as in one piece.
+    let [model, _] = of_bytes();
+    let tokens = model.encode("Café — naïve 你好 🦊! done", false).unwrap();
     let cut = &tokens[..tokens.len() - 4];
     assert_eq!(in_pieces(&model, cut), model.decode(cut));
 }
 
+/// Decoded in one, all bytes of a run are no characters when one is none; those that came before it
+/// are text by then.
+#[test]
+fn bytes_that_are_no_character_lose_no_text() {
+    let [_, model] = of_bytes();
+    let byte = |byte: u8| model.tokenizer.token_to_id(&format!("<0x{byte:02X}>")).unwrap();
+    let [b, e] = ["b", "e"].map(|text| model.tokenizer.token_to_id(text).unwrap());
+    let tokens = [b, byte(0xc3), byte(0xa9), byte(0xe4), e, byte(0xc3), byte(0xa9), b];
+    assert_eq!(in_pieces(&model, &tokens), "bé\u{fffd}eéb");
+    assert_eq!(in_pieces(&model, &tokens[..4]), "bé\u{fffd}");
+}
+
 #[test]
 fn token_bytes_join_to_the_text() {
-    let model = TextModel::load(&folders()[0]).unwrap();
-    let text = "Café — naïve 你好 🦊!\n\tend";
-    let bytes: Vec<u8> =
-        model.encode(text, false).unwrap().into_iter().flat_map(|t| model.token_bytes(t)).collect();
-    assert_eq!(String::from_utf8(bytes).unwrap(), text);
+    for model in of_bytes() {
+        let text = "Café — naïve  你好 🦊!\n\tend";
+        let tokens = model.encode(text, false).unwrap();
+        let bytes: Vec<u8> = tokens.into_iter().flat_map(|t| model.token_bytes(t)).collect();
+        assert_eq!(String::from_utf8(bytes).unwrap(), text);
+    }
 }
 
 proptest! {

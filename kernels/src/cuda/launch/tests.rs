@@ -2,8 +2,7 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::backend::AttentionShape;
-use crate::backend::Routing;
+use crate::backend::{AttentionShape, Routing};
 use crate::cuda::group::FusedNorm;
 
 /// What each kernel takes, as the assembler says.
@@ -123,9 +122,10 @@ fn all(sizes: Sizes) -> Vec<Call> {
         live: ptr,
     };
     let mut calls = vec![
-        embed(ptr, (ptr, vocab), rows, width, 0, number, ptr),
+        embed(ptr, (ptr, vocab), rows, width, 0, 1.0, number, ptr),
         add_rmsnorm((ptr, None), ptr, rows, width, 1e-5, number, ptr),
-        silu_mul(ptr, None, rows, width, number, ptr),
+        add_normed_rmsnorm(ptr, (ptr, ptr), ptr, rows, width, 1e-6, number, ptr),
+        activate_mul(ptr, None, rows, width, Activation::GeluTanh, number, ptr),
         add_bias(ptr, ptr, width, number, ptr),
         scale_add_bias(ptr, ptr, None, width, number, ptr),
         widen_int8(rows, ptr, number),
@@ -179,9 +179,10 @@ fn all(sizes: Sizes) -> Vec<Call> {
         calls.push(skinny((rows, None), rows, None, rows, (count, vocab, width), ptr));
         calls.push(skinny((rows, None), int8, None, rows, (count, vocab, width), ptr));
         calls.push(skinny((rows, None), int4, None, rows, (count, vocab, width), ptr));
-        calls.push(skinny_gate_up(rows, rows, None, rows, (count, width, width), ptr));
-        calls.push(skinny_gate_up(rows, int8, None, rows, (count, width, width), ptr));
-        calls.push(skinny_gate_up(rows, int4, None, rows, (count, width, width), ptr));
+        for weight in [rows.into(), int8, int4] {
+            let sizes = (count, width, width);
+            calls.push(skinny_gate_up(rows, weight, None, rows, sizes, Activation::Silu, ptr));
+        }
     }
     calls
 }

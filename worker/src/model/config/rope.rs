@@ -76,7 +76,15 @@ pub(super) fn told(
     Ok(layers.into_iter().take(num_layers).map(|has| has == 1).collect())
 }
 
-fn rope(config: &Value, architecture: &str, head_dim: usize) -> Result<RopeConfig, String> {
+/// The rotary embedding of a model that has one.
+///
+/// # Errors
+/// As above.
+pub(super) fn rope(
+    config: &Value,
+    architecture: &str,
+    head_dim: usize,
+) -> Result<RopeConfig, String> {
     let read = |table: &Value| {
         serde_json::from_value::<Raw>(table.clone())
             .map_err(|error| format!("rope_parameters, rope_scaling or rope_theta: {error}"))

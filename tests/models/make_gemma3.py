@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+"""Makes the variant gemma3 and its golden.json.
+
+Random weights; a tokenizer in the form of Gemma's (BPE of characters, bytes where a character has no
+token of its own), with few merges. The configuration is written as published ones are: in the dialect
+of transformers 4, without the key tie_word_embeddings. Embeddings are multiplied by sqrt(hidden_size)
+in the type of the checkpoint, so the golden values are of what that is in bf16.
+Needs torch and transformers 5.
+usage: make_gemma3.py OUT_DIR        (SEEDS=24 seeds are tried)
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+torch.set_num_threads(1)
+SEEDS = int(os.environ.get("SEEDS", "24"))
+VOCAB = 384
+# The second layer attends to all tokens, the others to the last 16.
+PATTERN = 2
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+}
+CONFIG = Gemma3TextConfig(
+    vocab_size=VOCAB, hidden_size=96, intermediate_size=96, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=24,
+    max_position_embeddings=512, sliding_window=16, rms_norm_eps=1e-6, rope_parameters=ROPES,
+    layer_types=[
+        "full_attention" if (layer + 1) % PATTERN == 0 else "sliding_attention" for layer in range(3)
+    ],
+    hidden_activation="gelu_pytorch_tanh", bos_token_id=2, eos_token_id=[1, 106], pad_token_id=0,
+)
+MERGES = """t h;h e;th e;▁ t;▁ a;▁ s;i n;e r;o u;▁t he;▁ w;▁ l;a n;an d;▁ and;e n;in g;▁ f;▁ b;a r;o r;▁ o"""
+TEMPLATE = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}
+    {%- else -%}
+        {%- set first_user_prefix = messages[0]['content'][0]['text'] + '\\n\\n' -%}
+    {%- endif -%}
+    {%- set loop_messages = messages[1:] -%}
+{%- else -%}
+    {%- set first_user_prefix = '' -%}
+    {%- set loop_messages = messages -%}
+{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('Roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\\n' + (first_user_prefix if loop.first else '') }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {{ part['text'] | trim }}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<start_of_turn>model\\n' }}
+{%- endif -%}
+"""
+PROMPTS = [
+    ("one", "A"),
+    ("short", "Hello, world!"),
+    ("mid", "The quick brown fox jumps over the lazy dog.  0123456789"),
+    ("long", "One morning the bear and the owl went to the river to look for a lost key. " * 3),
+    ("unicode", "\u00e9\u4f60\U0001f98a"),
+    ("chat", [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hi! "},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "And now?"},
+    ]),
+]
+
+
+def tokenizer_files():
+    """tokenizer.json and tokenizer_config.json."""
+    special = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>",
+               105: "<start_of_turn>", 106: "<end_of_turn>"}
+    merges = [tuple(pair.split(" ")) for pair in MERGES.split(";")]
+    # The merge of a leading space: "▁ t" is the pair of "▁" and "t".
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += ["\u2581", "\n"] + [chr(c) for c in range(0x21, 0x7F)]
+    pieces += [a + b for a, b in merges]
+    pieces += [f"<unused{i}>" for i in range(VOCAB - len(special) - len(pieces))]
+    rest = iter(pieces)
+    vocab = {special.get(i) or next(rest): i for i in range(VOCAB)}
+    added = [
+        {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+        for i, text in special.items()
+    ]
+    bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "},
+                          "behavior": "MergedWithPrevious", "invert": False},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}},
+                     {"SpecialToken": {"id": "<bos>", "type_id": 1}},
+                     {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
+        },
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+        ]},
+        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>",
+                  "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": True,
+                  "byte_fallback": True, "ignore_merges": False, "vocab": vocab,
+                  "merges": [list(pair) for pair in merges]},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>",
+        "pad_token": "<pad>", "unk_token": "<unk>", "add_bos_token": True, "model_max_length": 512,
+        "clean_up_tokenization_spaces": False, "chat_template": TEMPLATE,
+    }
+    return tokenizer, config
+
+
+def initialised(seed):
+    torch.manual_seed(seed)
+    model = Gemma3ForCausalLM(CONFIG).to(torch.float32)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name == "model.norm.weight":
+                # Embeddings are small, so that what layers add counts; logits should not be.
+                p.copy_(3.5 + 0.2 * torch.randn_like(p))
+            elif name.endswith("norm.weight"):
+                p.copy_(0.1 * torch.randn_like(p))
+            elif "embed" in name:
+                p.copy_(0.06 * torch.randn_like(p))
+            else:
+                p.copy_(1.3 * torch.randn_like(p) / p.shape[-1] ** 0.5)
+    return model.to(torch.bfloat16)
+
+
+def as_checkpoint(model):
+    """In float32, but for what transformers computes in the checkpoint's type."""
+    model = model.float().eval()
+    embedding = model.model.embed_tokens
+    scale = torch.tensor(CONFIG.hidden_size**0.5).to(torch.bfloat16).float()
+    assert scale != torch.tensor(CONFIG.hidden_size**0.5)
+    embedding.embed_scale.fill_(scale)
+    return model
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+def greedy(model, ids, count):
+    ids = list(ids)
+    new, logprobs, gaps, top5 = [], [], [], None
+    for _ in range(count):
+        values, tokens = torch.log_softmax(logits(model, ids)[-1], -1).topk(5)
+        if top5 is None:
+            top5 = [(int(t), round(float(v), 5)) for v, t in zip(values, tokens)]
+        new.append(int(tokens[0]))
+        logprobs.append(round(float(values[0]), 5))
+        gaps.append(round(float(values[0] - values[1]), 5))
+        ids.append(new[-1])
+    return new, logprobs, gaps, top5
+
+
+def prompt_ids(tokenizer, prompt):
+    if isinstance(prompt, str):
+        return None, tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def quality(model, tokenizer):
+    """How far rounding is from changing a choice; nothing for a model that only repeats itself."""
+    model = as_checkpoint(model)
+    worst, varied = 9.0, 0
+    for _, prompt in PROMPTS:
+        new, _, gaps, _ = greedy(model, prompt_ids(tokenizer, prompt)[1], 32)
+        worst = min(worst, min(gaps))
+        varied += len(set(new))
+        if worst < 0.004:
+            return worst
+    return worst if varied / len(PROMPTS) > 10 else worst * 1e-3
+
+
+def goldens(folder, tokenizer):
+    def load(dtype):
+        return Gemma3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+
+    model, rounded = as_checkpoint(load(torch.float32)), load(torch.bfloat16).eval()
+    end = model.generation_config.eos_token_id
+    cases = []
+    for name, prompt in PROMPTS:
+        rendered, ids = prompt_ids(tokenizer, prompt)
+        if rendered is None:
+            case = {"name": name, "kind": "text", "text": prompt, "add_special_tokens": True}
+        else:
+            case = {"name": name, "kind": "chat", "messages": prompt, "rendered": rendered,
+                    "add_special_tokens": False}
+        logprobs = torch.log_softmax(logits(model, ids), -1)
+        new, greedy_logprobs, gaps, top5 = greedy(model, ids, 32)
+        other = greedy(rounded, ids, 32)[0]
+        cached = model.generate(
+            input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=32, do_sample=False, temperature=None, top_p=None, top_k=None,
+            eos_token_id=None, pad_token_id=0,
+        )[0, len(ids):].tolist()
+        first = [{"id": t, "token": tokenizer.convert_ids_to_tokens(t), "logprob": v} for t, v in top5]
+        case.update(
+            prompt_ids=ids,
+            prompt_logprobs=[None] + [round(float(logprobs[i, t]), 5) for i, t in enumerate(ids[1:])],
+            first_step_top5=first,
+            greedy_ids=new,
+            greedy_logprobs=greedy_logprobs,
+            greedy_text=tokenizer.decode(new, skip_special_tokens=False),
+            greedy_stop_index=next((i for i, t in enumerate(new) if t in end), None),
+            greedy_top1_top2_gap=gaps,
+            min_gap=min(gaps),
+            bf16_compute_agree_prefix=next((i for i in range(32) if other[i] != new[i]), 32),
+            generate_with_cache_agrees=cached == new,
+        )
+        cases.append(case)
+    meta = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "compute": "float32, eager attention, weights as stored (bf16) widened to float32, embeddings "
+                   "multiplied by sqrt(hidden_size) rounded to bf16",
+        "decoding": "greedy, 32 new tokens, end tokens NOT stopping; greedy_stop_index is the first "
+                    "end token in greedy_ids (null: none)",
+        "eos_token_ids": end,
+        "prompt_logprobs": "entry i is log p(prompt_ids[i] | prompt_ids[:i]); entry 0 is null",
+        "min_gap": "smallest top1-top2 log-probability gap over the 32 steps",
+    }
+    text = json.dumps({"meta": meta, "prompts": cases}, indent=1, ensure_ascii=True)
+    (folder / "golden.json").write_text(text)
+    print(folder.name, "min gap", min(c["min_gap"] for c in cases), "bf16 prefix",
+          [c["bf16_compute_agree_prefix"] for c in cases], "cache",
+          [c["generate_with_cache_agrees"] for c in cases], flush=True)
+
+
+def rename_for_transformers_4(path):
+    """Keys as in published checkpoints."""
+    config = json.loads(path.read_text())
+    parameters = config.pop("rope_parameters")
+    full, local = parameters["full_attention"], parameters["sliding_attention"]
+    config["rope_theta"] = full.pop("rope_theta")
+    config["rope_scaling"] = full
+    config["rope_local_base_freq"] = local["rope_theta"]
+    for key in ("layer_types", "tie_word_embeddings", "use_bidirectional_attention"):
+        config.pop(key, None)
+    config.pop("_sliding_window_pattern", None)
+    config["sliding_window_pattern"] = PATTERN
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.50.0"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def main():
+    folder = Path(sys.argv[1]) / "gemma3"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in zip(("tokenizer.json", "tokenizer_config.json"), tokenizer_files()):
+        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for _, prompt in PROMPTS:
+        ids = prompt_ids(tokenizer, prompt)[1]
+        assert ids[0] == 2 and ids[1] != 2 and 3 not in ids, ids
+    best, seed = max((quality(initialised(seed), tokenizer), seed) for seed in range(SEEDS))
+    model = initialised(seed)
+    model.generation_config.update(eos_token_id=[1, 106], bos_token_id=2, pad_token_id=0)
+    model.save_pretrained(folder)
+    print("seed", seed, "quality", round(best, 5), flush=True)
+    goldens(folder, tokenizer)
+    rename_for_transformers_4(folder / "config.json")
+
+
+main()
