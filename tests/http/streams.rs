@@ -1,7 +1,7 @@
 //! Server-Sent Events, stop strings, failures, disconnects.
 use std::time::{Duration, Instant};
 
-use coordinator::engine::{EngineError, EventSender, TAKEN_WITHIN};
+use coordinator::engine::{EngineError, EngineEvent, EventSender, FinishReason, TAKEN_WITHIN};
 use serde_json::{Value, json};
 use testkit::scrape::Scrape;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -59,7 +59,123 @@ async fn a_chat_stream_begins_with_the_role_and_ends_with_the_reason() {
         .collect();
     assert_eq!(content, TEXT);
     let last = &streamed.events.last().unwrap()["choices"][0];
-    assert_eq!((last["finish_reason"].as_str(), &last["delta"]), (Some("length"), &json!({})));
+    // With the last token: an event of its own would be one more to those who measure the time
+    // between tokens.
+    assert_eq!(last["finish_reason"].as_str(), Some("length"));
+    assert!(TEXT.ends_with(last["delta"]["content"].as_str().unwrap()), "{last}");
+}
+
+/// guidellm always asks for it.
+#[tokio::test]
+async fn every_event_says_what_was_used_so_far_where_that_is_wanted() {
+    let rig = Rig::saying(TEXT);
+    let tokens = rig.text.encode(TEXT, false).unwrap().len() as u64;
+    for (path, prompt) in [
+        ("/v1/completions", ("prompt", json!("x"))),
+        ("/v1/chat/completions", ("messages", json!([{"role": "user", "content": "x"}]))),
+    ] {
+        let options = json!({"include_usage": true, "continuous_usage_stats": true});
+        let mut body =
+            json!({"max_tokens": 200, "stream": true, "n": 2, "stream_options": options});
+        body[prompt.0] = prompt.1;
+        let events = rig.client.stream(path, &body).await.unwrap().events;
+        let (last, pieces) = events.split_last().unwrap();
+        assert_eq!(
+            (&last["choices"], &last["usage"]["completion_tokens"]),
+            (&json!([]), &json!(2 * tokens))
+        );
+        let mut before = 0;
+        for event in pieces {
+            let used = |name: &str| event["usage"][name].as_u64().unwrap();
+            assert_eq!(used("prompt_tokens"), last["usage"]["prompt_tokens"].as_u64().unwrap());
+            let completion = used("completion_tokens");
+            assert!(completion >= before && completion <= 2 * tokens, "{event}");
+            assert_eq!(used("total_tokens"), used("prompt_tokens") + completion);
+            before = completion;
+        }
+        assert_eq!(before, 2 * tokens);
+        if path == "/v1/chat/completions" {
+            assert_eq!(pieces[0]["usage"]["completion_tokens"], 0, "nothing was said yet");
+        }
+        // As at vLLM, the last one's usage is the switch of both.
+        body["stream_options"] = json!({"continuous_usage_stats": true});
+        let events = rig.client.stream(path, &body).await.unwrap().events;
+        assert!(events.iter().all(|event| event.get("usage").is_none()));
+    }
+}
+
+/// What `vllm bench serve` does with a stream: it strips each read, then takes events that end with an
+/// empty line, and the rest as soon as it is JSON.
+#[derive(Default)]
+struct StrippingReader {
+    buffer: String,
+    messages: Vec<String>,
+}
+
+impl StrippingReader {
+    fn read(&mut self, bytes: &[u8]) {
+        let Some(chunk) =
+            std::str::from_utf8(bytes).ok().map(str::trim).filter(|it| !it.is_empty())
+        else {
+            return;
+        };
+        self.buffer.push_str(chunk);
+        while let Some((message, rest)) = self.buffer.split_once("\n\n") {
+            let (message, rest) = (message.trim().to_owned(), rest.to_owned());
+            self.messages.extend(Some(message).filter(|it| !it.is_empty()));
+            self.buffer = rest;
+        }
+        let Some(content) = self.buffer.strip_prefix("data: ").map(str::trim) else { return };
+        if content == "[DONE]" || serde_json::from_str::<Value>(content).is_ok() {
+            self.messages.push(std::mem::take(&mut self.buffer).trim().to_owned());
+        }
+    }
+}
+
+/// Silence is filled with something that no client takes for a part of an event.
+#[tokio::test]
+async fn a_stream_that_is_silent_for_a_while_is_read_by_those_who_strip_what_they_read() {
+    let rig = Rig::new(Script { hang: true, ..Script::default() });
+    rig.script(|script| script.text = "a b".to_owned());
+    let body = json!({"prompt": "x", "max_tokens": 2, "stream": true}).to_string();
+    let mut stream = TcpStream::connect(rig.address).await.unwrap();
+    let head = format!(
+        "POST /v1/completions HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let (mut reader, mut buffer, mut all) = (StrippingReader::default(), [0; 4096], Vec::new());
+    let mut fill = async |stream: &mut TcpStream, until: &dyn Fn(&[u8]) -> bool| {
+        while !until(&all) {
+            let read = tokio::time::timeout(Duration::from_secs(20), stream.read(&mut buffer));
+            let count = read.await.expect("something is sent in silence").unwrap();
+            assert!(count > 0, "{}", String::from_utf8_lossy(&all));
+            let had_body = all.windows(4).any(|it| it == b"\r\n\r\n");
+            all.extend_from_slice(&buffer[..count]);
+            if had_body {
+                reader.read(&buffer[..count]);
+            } else if let Some(at) = all.windows(4).position(|it| it == b"\r\n\r\n") {
+                reader.read(&all[at + 4..]);
+            }
+        }
+    };
+    // The first token, and what fills the silence behind it.
+    fill(&mut stream, &|all| all.ends_with(b"\n\n\n")).await;
+    let events = rig.seen.lock().unwrap().events[0].clone();
+    let token = EngineEvent::Token { choice: 0, token: 300, logprobs: None };
+    events.send(token).unwrap();
+    let end = EngineEvent::Finished { choice: 0, reason: FinishReason::Length, cached: 0 };
+    events.send(end).unwrap();
+    fill(&mut stream, &|all| all.ends_with(b"data: [DONE]\n\n")).await;
+    drop(fill);
+    let (done, events) = reader.messages.split_last().unwrap();
+    assert_eq!((done.as_str(), reader.buffer.as_str()), ("data: [DONE]", ""));
+    assert!(events.len() >= 2, "{events:?}");
+    for event in events {
+        let json = event.strip_prefix("data: ").unwrap_or_else(|| panic!("{event}"));
+        assert!(serde_json::from_str::<Value>(json).is_ok(), "{event}");
+    }
 }
 
 #[tokio::test]

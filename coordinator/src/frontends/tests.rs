@@ -28,6 +28,7 @@ fn receiver_into(
     let serving = Serving {
         model: "m".into(),
         served_model_name: "m".into(),
+        model_aliases: Vec::new(),
         adapters: Vec::new(),
         max_model_len: 100,
         text_fingerprint: text.fingerprint,
@@ -65,6 +66,7 @@ fn request() -> SubmitRequest {
         n: 2,
         stops: vec!["x".into(); 4],
         keep_special: false,
+        goes_on: false,
         guide: None,
         max_tokens: 5,
         open_ended: false,

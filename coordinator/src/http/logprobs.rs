@@ -44,7 +44,8 @@ impl CompletionLogprobs {
         let text = text_of(model, token.token);
         let mut top = Map::new();
         for (id, logprob) in &token.top {
-            top.insert(text_of(model, *id), json!(finite(*logprob)));
+            // The best come first, and tokens of the same text are told apart by nothing.
+            top.entry(text_of(model, *id)).or_insert_with(|| json!(finite(*logprob)));
         }
         // The chosen token is always among the alternatives.
         top.entry(text.clone()).or_insert_with(|| json!(finite(token.logprob)));
@@ -57,6 +58,11 @@ impl CompletionLogprobs {
         self.text_offset.push(self.offset);
         self.offset += text.chars().count();
         self.tokens.push(text);
+    }
+
+    /// Goes on behind so many characters: the text of a prompt is not always its tokens' together.
+    pub fn go_on_behind(&mut self, characters: usize) {
+        self.offset = characters;
     }
 
     /// Characters of text so far, for what follows.
