@@ -117,13 +117,12 @@ async fn numbers_may_be_strings_and_integers_may_have_a_fraction_of_zero() {
 async fn a_stop_token_can_be_part_of_the_text() {
     let rig = Rig::saying("One. Two.<|end|>Three.");
     let token = |text: &str| *rig.text.encode(text, false).unwrap().last().unwrap();
-    let (two, end) = (token("One. Two"), token("<|end|>"));
-    let cut = rig.text.decode(&[two]);
+    let (dot, end) = (token("One."), token("<|end|>"));
     // The model's own end token is no text, whoever names it.
     for (tokens, include, expected) in [
-        (json!([two]), true, format!("One.{cut}")),
-        (json!([two]), false, "One.".to_owned()),
-        (json!([end]), true, "One. Two.".to_owned()),
+        (json!([dot]), true, "One."),
+        (json!([dot]), false, "One"),
+        (json!([end]), true, "One. Two."),
     ] {
         let request = json!({"prompt": "x", "max_tokens": 50, "stop_token_ids": tokens,
             "include_stop_str_in_output": include});

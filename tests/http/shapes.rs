@@ -65,11 +65,16 @@ async fn completion_logprobs_line_up_with_the_text() {
     assert_eq!(logprobs["token_logprobs"][1], -0.5);
     let top = logprobs["top_logprobs"][prompt].as_object().unwrap();
     assert_eq!(top[tokens[prompt].as_str().unwrap()], -0.5);
-    let lengths = tokens.iter().map(|token| token.as_str().unwrap().chars().count());
-    let mut offset = 0;
-    for (length, given) in lengths.zip(logprobs["text_offset"].as_array().unwrap()) {
-        assert_eq!(given, offset);
-        offset += length;
+    assert_eq!(answer["choices"][0]["text"], "HelloHi é!");
+    let text: Vec<char> = "HelloHi é!".chars().collect();
+    for (token, offset) in tokens.iter().zip(logprobs["text_offset"].as_array().unwrap()) {
+        let (token, offset) = (token.as_str().unwrap(), offset.as_u64().unwrap() as usize);
+        // The tokenizer's own beginning is no text, and a token may end within a character.
+        if token == "<|bos|>" {
+            assert_eq!(offset, 0);
+        } else if !token.contains('\u{fffd}') {
+            assert!(text[offset..].starts_with(&token.chars().collect::<Vec<_>>()), "{token:?}");
+        }
     }
 }
 
@@ -79,7 +84,7 @@ async fn a_completion_keeps_the_space_between_prompt_and_text() {
     let rig = Rig::of(Script { text: "and left".to_owned(), ..Script::default() }, stripping());
     let chat = "{% for m in messages %}{{ m.content }}{% endfor %}";
     let ask = async |asked: Value| {
-        let mut body = json!({"prompt": "The owl", "max_tokens": 100});
+        let mut body = json!({"prompt": "The owl", "max_tokens": 20});
         for (name, value) in asked.as_object().unwrap() {
             body[name] = value.clone();
         }

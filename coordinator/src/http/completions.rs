@@ -80,7 +80,8 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         echoed += text.as_ref().map_or(0, String::len) * common.n as usize;
         check_sizes(limits, prompt_tokens, echoed, common.sampling.prompt_logprobs)?;
         for _ in 0..common.n {
-            choices.push(Choice::new(&tokens, text.as_deref(), logprobs.is_some()));
+            let gathered = logprobs.map(|_| CompletionLogprobs::new(common.keep_special));
+            choices.push(Choice::new(&tokens, text.as_deref(), gathered));
         }
         running.push((tokens, max_tokens));
     }
@@ -201,12 +202,12 @@ struct Choice {
 }
 
 impl Choice {
-    fn new(tokens: &[u32], echo: Option<&str>, logprobs: bool) -> Self {
+    fn new(tokens: &[u32], echo: Option<&str>, logprobs: Option<CompletionLogprobs>) -> Self {
         Self {
             text: echo.unwrap_or_default().to_owned(),
             finish_reason: None,
             stop_reason: None,
-            logprobs: logprobs.then(CompletionLogprobs::default),
+            logprobs,
             first: tokens.first().copied().filter(|_| echo.is_some()),
             echoed: echo.map(|echo| echo.chars().count()),
             echo: echo.map(str::to_owned),
@@ -339,10 +340,7 @@ impl Completion {
             return Ok(());
         }
         let text = echo.map(|echo| echo + &piece.text);
-        let logprobs = choice.logprobs.as_mut().map(|gathered| {
-            let rest = CompletionLogprobs::new(gathered.offset());
-            std::mem::replace(gathered, rest).json()
-        });
+        let logprobs = choice.logprobs.as_mut().map(|gathered| gathered.take().json());
         let text = text.as_deref().unwrap_or(&piece.text);
         let (finish_reason, stop_reason) = (piece.finish_reason, piece.stop_reason.as_ref());
         let choice = ChoiceBody { index, text, logprobs, finish_reason, stop_reason };

@@ -61,3 +61,55 @@ impl Sources {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::text::model::TextModel;
+    use crate::text::template::Conversation;
+
+    /// What conversations without tools and with some become, of a folder with these files.
+    fn rendered(config: &Value, files: &[(&str, &str)], chosen: Option<&str>) -> [String; 2] {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+        let folder = tempfile::tempdir().unwrap();
+        for file in ["config.json", "tokenizer.json"] {
+            std::fs::copy(demo.join(file), folder.path().join(file)).unwrap();
+        }
+        let write = |name: &str, text: &str| {
+            let file = folder.path().join(name);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(&file, text).unwrap();
+            file
+        };
+        write("tokenizer_config.json", &json!({"chat_template": config}).to_string());
+        files.iter().for_each(|(name, text)| drop(write(name, text)));
+        let chosen = chosen.map(|text| write("chosen.jinja", text));
+        let template = TextModel::load_with(folder.path(), chosen.as_deref()).unwrap().template;
+        let plain = Conversation::new(vec![json!({"role": "user", "content": "x"})]);
+        let tools = Some(json!([{"type": "function", "function": {"name": "f"}}]));
+        let tools = Conversation { tools, ..plain.clone() };
+        [plain, tools].map(|it| template.as_ref().unwrap().render(&it).unwrap())
+    }
+
+    #[test]
+    fn conversations_with_tools_have_a_template_of_their_own_where_there_is_one() {
+        // As Hermes 3 has it.
+        let named = |name: &str, text: &str| json!({"name": name, "template": text});
+        let list = json!([named("tool_use", "listed"), named("default", "plain")]);
+        let (own, added) = ((FILES[0], "own"), (FILES[1], "added"));
+        for (config, files, chosen, expected) in [
+            (&list, &[][..], None, ["plain", "listed"]),
+            (&list, &[added], None, ["plain", "added"]),
+            (&list, &[own], None, ["own", "own"]),
+            (&list, &[own, added], None, ["own", "added"]),
+            (&json!("one"), &[], None, ["one", "one"]),
+            (&json!([named("rag", "first")]), &[], None, ["first", "first"]),
+            (&Value::Null, &[added], None, ["added", "added"]),
+            (&list, &[own, added], Some("chosen"), ["chosen", "chosen"]),
+        ] {
+            assert_eq!(rendered(config, files, chosen), expected, "{config} {files:?}");
+        }
+    }
+}
