@@ -147,10 +147,13 @@ async fn what_goes_on_from_its_prompt_does_so_here_too() {
         change(&mut submit);
         assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
     };
+    // Whoever drops its events has lost a request, and nobody reads here what the front end is told.
+    let mut kept = Vec::new();
     for (id, goes_on) in [(1, true), (2, false)] {
         ask(&receiver, id, goes_on, &|_| ());
         let command = taken.recv().await.unwrap();
-        let EngineCommand::Submit { mut request, .. } = command else { panic!("{command:?}") };
+        let EngineCommand::Submit { mut request, events } = command else { panic!("{command:?}") };
+        kept.push(events);
         assert_eq!(request.stop_checks[0].push(spaced), goes_on, "whether a space was said");
     }
     let guide = |submit: &mut SubmitRequest| {
@@ -159,7 +162,8 @@ async fn what_goes_on_from_its_prompt_does_so_here_too() {
     ask(&receiver, 4, true, &guide);
     let within = Duration::from_secs(60);
     let command = tokio::time::timeout(within, taken.recv()).await.unwrap().unwrap();
-    let EngineCommand::Submit { request, .. } = command else { panic!("{command:?}") };
+    let EngineCommand::Submit { request, events } = command else { panic!("{command:?}") };
+    kept.push(events);
     assert_eq!(request.id, RequestId(3 << LINK_SHIFT | 4));
     assert!(request.guides[0].allowed().unwrap().allows(spaced));
     // Nothing can begin a text so.

@@ -9,7 +9,7 @@ use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler};
 use crate::engine::EngineError;
 
-/// Choices that may wait for each request that may: one takes about 2 KiB beside its prompt.
+/// Choices that may wait for each request that may.
 const CHOICES_PER_REQUEST: u32 = 2;
 /// Prompt tokens that may wait for each request that may, counted for every choice, which has a copy
 /// of its own: 4 bytes each. With the usual bound of 16,384 requests they take 256 MiB.
