@@ -98,7 +98,7 @@ fn known(guide: &mut Guide) -> &TokenMask {
 /// Many sequences at once, as where a step's tokens are accepted: until all masks are there.
 fn batch(name: &str, guides: &Guides, spec: &GuideSpec, size: usize) {
     let grammar = guides.make(spec).unwrap();
-    let mut sequences: Vec<Guide> = (0..32).map(|_| grammar.guide()).collect();
+    let mut sequences: Vec<Guide> = (0..32).map(|_| grammar.guide(false).unwrap()).collect();
     let (mut dice, mut times) = (Dice(5), Vec::new());
     for _ in 0..40 {
         let mut tokens = Vec::new();
@@ -119,7 +119,7 @@ fn batch(name: &str, guides: &Guides, spec: &GuideSpec, size: usize) {
         times.push((start.elapsed(), accepted));
         for (guide, went) in sequences.iter_mut().zip(went) {
             if went != Ok(Guided::GoesOn) {
-                *guide = grammar.guide();
+                *guide = grammar.guide(false).unwrap();
             }
         }
     }
@@ -155,7 +155,7 @@ fn main() {
         let (mut first, mut times, mut bytes) = (Vec::new(), Vec::new(), 0);
         for seed in 0..20 {
             let mut dice = Dice(seed * 977);
-            let mut guide = grammar.guide();
+            let mut guide = grammar.guide(false).unwrap();
             for at in 0..100 {
                 bytes += known(&mut guide).weight();
                 let allowed: Vec<u32> =

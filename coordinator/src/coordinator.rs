@@ -34,6 +34,7 @@ use crate::frontends::Frontends;
 use crate::http::admin::Admin;
 use crate::http::gate::Gate;
 use crate::http::metrics::{self as metrics_page, MetricsPage};
+use crate::http::models::Models;
 use crate::http::params::Limits;
 use crate::http::server;
 use crate::http::state::{AppState, Readiness, ReadinessCheck};
@@ -173,6 +174,7 @@ impl Coordinator {
         let serving = Serving {
             model: options.model.to_string_lossy().into_owned(),
             served_model_name: options.served_model_name.clone(),
+            model_aliases: options.model_aliases.clone(),
             adapters: options.lora.adapters.clone(),
             max_model_len,
             text_fingerprint: text.fingerprint,
@@ -183,7 +185,7 @@ impl Coordinator {
             clock.clone(),
             handle.commands(),
             text.clone(),
-            serving,
+            serving.clone(),
             readiness.clone(),
             actors.clone(),
             gate.clone(),
@@ -208,7 +210,6 @@ impl Coordinator {
             None => page,
         });
         let state = AppState::new(
-            &options.served_model_name,
             text,
             handle,
             Limits::new(max_model_len).with_priorities(options.priorities),
@@ -217,7 +218,7 @@ impl Coordinator {
             readiness,
             options.run,
         )
-        .with_adapters(&options.lora.adapters)
+        .with_models(Models::of(&serving))
         .with_api(&options.api);
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
         let state = state.with_gate(gate.clone());

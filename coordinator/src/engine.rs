@@ -91,6 +91,9 @@ pub struct GenerateRequest {
     pub stops: Arc<[String]>,
     /// Stop strings are looked for in text with its special tokens: for an engine in another process.
     pub keep_special: bool,
+    /// The text goes on from the prompt's, see [`crate::text::stream::TextStream::behind`]: for an
+    /// engine in another process.
+    pub goes_on: bool,
     /// When the HTTP layer took the request, by the process's clock.
     pub arrived: Duration,
     /// The id of the client's response, for exemplars.
@@ -121,6 +124,7 @@ impl GenerateRequest {
             end_tokens: Vec::new(),
             stops: Arc::default(),
             keep_special: false,
+            goes_on: false,
             arrived: Duration::ZERO,
             response_id: Arc::default(),
         }

@@ -29,6 +29,7 @@ use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
 use crate::http::gate::Gate;
 use crate::http::metrics::MetricsPage;
+use crate::http::models::Models;
 use crate::http::options::ApiOptions;
 use crate::http::params::Limits;
 use crate::http::server;
@@ -157,7 +158,6 @@ impl Frontend {
         let page = MetricsPage::frontend(stats.clone(), clock.clone(), page_options);
         let page = Arc::new(page);
         let state = AppState::new(
-            &serving.served_model_name,
             text,
             engine,
             Limits::new(serving.max_model_len).with_priorities(serving.priorities),
@@ -166,7 +166,7 @@ impl Frontend {
             uplink.readiness(),
             run,
         )
-        .with_adapters(&serving.adapters)
+        .with_models(Models::of(&serving))
         .with_api(&api)
         .with_gate(gate.clone())
         .with_metrics(page);

@@ -6,6 +6,7 @@
 //! tokens ([`crate::engine::TokenGuide`]).
 mod bounds;
 mod cache;
+mod closed;
 mod grammar;
 mod making;
 mod masks;
@@ -15,6 +16,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+pub(crate) use closed::closed;
 pub use grammar::{Grammar, Guide};
 pub(crate) use grammar::{json_schema, whole};
 use llguidance::ParserFactory;

@@ -21,6 +21,7 @@
 //! - [`keys`]: who may use the API
 //! - [`options`]: what an operator may choose of it
 //! - [`pool`]: work on text, off the threads that serve connections
+//! - [`room`]: how much memory the bodies of requests may take together
 //! - `body`: what lives as long as an answer's body
 //! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
 //! - [`error`]: every error a client can see, in one mapping
@@ -47,6 +48,7 @@ pub mod params;
 pub mod pool;
 pub mod refused;
 pub mod responses;
+pub mod room;
 pub mod server;
 pub mod sse;
 pub mod state;

@@ -21,7 +21,8 @@ pub use control::{
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
-    FrontendWelcome, Serving, SubmitRequest, ToFrontend,
+    FrontendWelcome, MODEL_NAME_MAX, MODEL_NAMES_MAX, Serving, SubmitRequest, ToFrontend,
+    check_model_names,
 };
 pub use guide::{GuideSpec, Whitespace};
 pub use lora::{Adapter, Lora};
@@ -38,7 +39,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 11;
+pub const PROTOCOL_VERSION: u16 = 12;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -1,7 +1,7 @@
 //! What LoRA adapters are made of against the reference: rows that go to matrices that others chose, or
 //! to none, down to the rank and up again, and the addition to a fused product.
 use kernels::KernelError;
-use kernels::backend::{DType, HostMatrix, NOT_ASSIGNED, Routing};
+use kernels::backend::{Activation, DType, HostMatrix, NOT_ASSIGNED, Routing};
 
 use crate::operations::{Case, ROUNDING, Random, Writable, bytes, input, matrix, poisoned};
 
@@ -78,7 +78,7 @@ impl Case for Adapters {
         let mut addend = poisoned(backend, rows, 2 * inner, false)?;
         backend.experts_down(&narrow, 0, &up, &routes, &mut addend)?;
         let mut out = poisoned(backend, rows, inner, true)?;
-        backend.gate_up_silu(&x, &own, None, Some(&addend), &mut out)?;
+        backend.gate_up(&x, &own, None, Some(&addend), Activation::Silu, &mut out)?;
         let mut values = backend.read_buffer(&narrow)?;
         values.extend(backend.read_buffer(&addend)?);
         values.extend(backend.read_buffer(&out)?);

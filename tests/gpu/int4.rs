@@ -1,7 +1,7 @@
 //! Products with weights of 4 bits against the reference, which multiplies what their integers, zeros
 //! and scales stand for.
 use kernels::KernelError;
-use kernels::backend::{DType, HostMatrix, Scales};
+use kernels::backend::{Activation, DType, HostMatrix, Scales};
 use kernels::weights::{Groups, Packed, Packing, int4_groups};
 
 use crate::operations::{Case, ROUNDING, Random, SUM, Writable, bytes, input, poisoned};
@@ -118,7 +118,7 @@ impl Case for Int4 {
             }
             Product::GateUp => {
                 let mut out = poisoned(backend, rows, n / 2, true)?;
-                backend.gate_up_silu(&x, &weight, None, None, &mut out)?;
+                backend.gate_up(&x, &weight, None, None, Activation::Silu, &mut out)?;
                 backend.read_buffer(&out)
             }
             Product::Head => {

@@ -148,7 +148,7 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         (b"{\"prompt\": \"x\", \"temperature\": 1e400}", 400),
         (b"{\"prompt\": \"x\", \"temperature\": Infinity}", 400),
         (&[b'['; 100_000], 400),
-        (&[b' '; 2 << 20], 413),
+        (&vec![b' '; (16 << 20) + 1], 413),
     ];
     for (body, expected) in cases {
         let shown = String::from_utf8_lossy(&body[..body.len().min(40)]);
@@ -156,6 +156,11 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         assert_eq!(status, expected, "{shown}: {answer}");
         assert!(answer.contains("\"error\""), "{shown}: {answer}");
     }
+    // Many prompts, of which none is too long: more than a token's share for each of a model's length.
+    let many = json!({"prompt": vec![vec![300; 600]; 500], "max_tokens": 1}).to_string();
+    assert!(many.len() > 1 << 20);
+    let (status, answer) = raw(&rig, &post(COMPLETIONS, "application/json", many.as_bytes()));
+    assert_eq!(status, 200, "{}", &answer[..answer.len().min(400)]);
     let (status, _) = raw(&rig, &post(COMPLETIONS, "text/plain", b"{\"prompt\": \"x\"}"));
     assert_eq!(status, 415);
     let (status, _) =

@@ -63,8 +63,14 @@ async fn a_final_message_can_be_gone_on_with() {
         "add_generation_prompt": false, "continue_final_message": true});
     rig.client.post(CHAT, &request).await.unwrap();
     let expected = "<|bos|><|user|>\nHi<|end|>\n<|assistant|>\nWell, ";
-    let seen = rig.seen.lock().unwrap();
-    assert_eq!(seen.requests[0].prompt, rig.text.encode(expected, false).unwrap());
+    {
+        let seen = rig.seen.lock().unwrap();
+        assert_eq!(seen.requests[0].prompt, rig.text.encode(expected, false).unwrap());
+        assert!(seen.requests[0].goes_on);
+    }
+    let request = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    rig.client.post(CHAT, &request).await.unwrap();
+    assert!(!rig.seen.lock().unwrap().requests[1].goes_on, "an answer begins a text");
 }
 
 /// What agents send back of what models wrote does not end their conversation.

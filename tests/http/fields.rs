@@ -51,11 +51,9 @@ async fn known_fields_that_are_not_supported_are_refused_by_name() {
         ("echo", json!(true), json!(false)),
         ("functions", json!([{}]), json!([])),
         ("function_call", json!("auto"), json!("none")),
-        ("include_reasoning", json!(false), json!(true)),
         ("mm_processor_kwargs", json!({"a": 1}), json!({})),
         ("modalities", json!(["text", "audio"]), json!(["text"])),
         ("prediction", json!({}), json!(null)),
-        ("reasoning_effort", json!("low"), json!(null)),
         ("service_tier", json!("flex"), json!("auto")),
         ("store", json!(true), json!(false)),
         ("tool_choice", json!("required"), json!("auto")),
@@ -79,11 +77,6 @@ async fn known_fields_that_are_not_supported_are_refused_by_name() {
                 assert_eq!(reply.status, 200, "{path} {field} {harmless}: {}", reply.body);
             }
         }
-        let mut request = body(path);
-        request["stream"] = json!(true);
-        request["stream_options"] = json!({"continuous_usage_stats": true});
-        let reply = rig.client.post(path, &request).await.unwrap();
-        assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("stream_options")));
     }
 }
 
@@ -98,6 +91,9 @@ async fn fields_that_nobody_knows_and_hints_are_ignored() {
             ("user", json!("me")),
             ("prompt_cache_key", json!("k")),
             ("parallel_tool_calls", json!(true)),
+            // Of chat: the template does not read the one, and nothing is told apart by the other.
+            ("reasoning_effort", json!("low")),
+            ("include_reasoning", json!(false)),
         ] {
             request[field] = value;
         }
@@ -115,6 +111,25 @@ async fn numbers_may_be_strings_and_integers_may_have_a_fraction_of_zero() {
     assert_eq!((given.temperature, given.top_k), (0.5, 7));
     let request = json!({"messages": [{"role": "user", "content": "x"}], "logprobs": false, "top_logprobs": 0});
     assert_eq!(rig.client.post(CHAT, &request).await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn a_stop_token_can_be_part_of_the_text() {
+    let rig = Rig::saying("One. Two.<|end|>Three.");
+    let token = |text: &str| *rig.text.encode(text, false).unwrap().last().unwrap();
+    let (dot, end) = (token("One."), token("<|end|>"));
+    // The model's own end token is no text, whoever names it.
+    for (tokens, include, expected) in [
+        (json!([dot]), true, "One."),
+        (json!([dot]), false, "One"),
+        (json!([end]), true, "One. Two."),
+    ] {
+        let request = json!({"prompt": "x", "max_tokens": 50, "stop_token_ids": tokens,
+            "include_stop_str_in_output": include});
+        let answer = rig.client.post(COMPLETIONS, &request).await.unwrap().body;
+        assert_eq!(answer["choices"][0]["text"], expected, "{request}");
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+    }
 }
 
 #[tokio::test]
@@ -155,8 +170,8 @@ async fn special_tokens_are_added_where_that_is_wanted() {
 async fn a_prompt_that_is_too_long_can_lose_its_beginning() {
     let rig = Rig::saying("x");
     let long = "word ".repeat(3000);
-    let cases = [(json!(10), 10), (json!(-1), rig.text.max_positions as usize - 4)];
-    for (keep, tokens) in cases {
+    let length = rig.text.max_positions as usize;
+    for (keep, tokens) in [(json!(10), 10), (json!(-1), length - 4)] {
         let request = json!({"prompt": long, "max_tokens": 4, "truncate_prompt_tokens": keep});
         let reply = rig.client.post(COMPLETIONS, &request).await.unwrap();
         assert_eq!(reply.body["usage"]["prompt_tokens"], tokens, "{}", reply.body);
@@ -164,6 +179,13 @@ async fn a_prompt_that_is_too_long_can_lose_its_beginning() {
         let seen = rig.seen.lock().unwrap();
         assert_eq!(seen.requests.last().unwrap().prompt, whole[whole.len() - tokens..]);
     }
+    // A conversation that names no bound keeps a quarter of the model's length for its answer.
+    let messages = json!([{"role": "user", "content": long}]);
+    let request = json!({"messages": messages, "truncate_prompt_tokens": -1});
+    let reply = rig.client.post(CHAT, &request).await.unwrap();
+    assert_eq!(length, 1024);
+    assert_eq!(reply.body["usage"]["prompt_tokens"], 768, "{}", reply.body);
+    assert_eq!(rig.seen.lock().unwrap().requests.last().unwrap().max_tokens, 256);
     for wrong in [json!(0), json!(-2), json!(1 << 20)] {
         let request = json!({"prompt": "x", "truncate_prompt_tokens": wrong});
         let reply = rig.client.post(COMPLETIONS, &request).await.unwrap();

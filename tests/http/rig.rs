@@ -8,6 +8,7 @@ use coordinator::engine::{
     GenerateRequest,
 };
 use coordinator::http::metrics::MetricsPage;
+use coordinator::http::models::Models;
 use coordinator::http::options::ApiOptions;
 use coordinator::http::params::Limits;
 use coordinator::http::server;
@@ -18,7 +19,7 @@ use coordinator::text::model::TextModel;
 use coordinator::text::template::ChatTemplate;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
-use shared::protocol::{Adapter, TokenLogprobs};
+use shared::protocol::{Adapter, Serving, TokenLogprobs};
 use testkit::client::Client;
 use testkit::models::demo;
 use tokio::sync::mpsc;
@@ -114,8 +115,16 @@ impl Rig {
         let hub = Arc::new(Hub::new(Incarnation(1), shared::metrics::Limits::default()));
         let stats = hub.frontend().clone();
         let page = MetricsPage::new(hub, Arc::new(SystemClock::start()), PageOptions::default());
+        let serving = Serving {
+            model: "/models/demo".to_owned(),
+            served_model_name: "demo".to_owned(),
+            model_aliases: vec!["org/demo".to_owned()],
+            adapters: adapters.to_vec(),
+            max_model_len: text.max_positions,
+            text_fingerprint: text.fingerprint,
+            priorities,
+        };
         let state = AppState::new(
-            "demo",
             text.clone(),
             engine,
             Limits::new(text.max_positions).with_priorities(priorities),
@@ -124,7 +133,7 @@ impl Rig {
             Arc::new(|| Readiness { ready: true, message: "serving".to_owned() }),
             7,
         )
-        .with_adapters(adapters)
+        .with_models(Models::of(&serving))
         .with_api(api)
         .with_metrics(Arc::new(page));
         let (model, log, told) = (text.clone(), seen.clone(), script.clone());

@@ -1,8 +1,10 @@
 //! The JSON of every answer.
-use serde_json::{Value, json};
+use coordinator::text::model::TextModel;
+use coordinator::text::template::ChatTemplate;
+use serde_json::{Map, Value, json};
 use shared::protocol::Adapter;
 
-use crate::rig::Rig;
+use crate::rig::{Rig, Script};
 
 const TEXT: &str = "The owl said: \"Good night!\"";
 
@@ -63,12 +65,80 @@ async fn completion_logprobs_line_up_with_the_text() {
     assert_eq!(logprobs["token_logprobs"][1], -0.5);
     let top = logprobs["top_logprobs"][prompt].as_object().unwrap();
     assert_eq!(top[tokens[prompt].as_str().unwrap()], -0.5);
-    let lengths = tokens.iter().map(|token| token.as_str().unwrap().chars().count());
-    let mut offset = 0;
-    for (length, given) in lengths.zip(logprobs["text_offset"].as_array().unwrap()) {
-        assert_eq!(given, offset);
-        offset += length;
+    assert_eq!(answer["choices"][0]["text"], "HelloHi é!");
+    let text: Vec<char> = "HelloHi é!".chars().collect();
+    for (token, offset) in tokens.iter().zip(logprobs["text_offset"].as_array().unwrap()) {
+        let (token, offset) = (token.as_str().unwrap(), offset.as_u64().unwrap() as usize);
+        // The tokenizer's own beginning is no text, and a token may end within a character.
+        if token == "<|bos|>" {
+            assert_eq!(offset, 0);
+        } else if !token.contains('\u{fffd}') {
+            assert!(text[offset..].starts_with(&token.chars().collect::<Vec<_>>()), "{token:?}");
+        }
     }
+}
+
+/// As Llama 2's and Mistral's tokenizers have it: a space that a text begins with is left out.
+#[tokio::test]
+async fn a_completion_keeps_the_space_between_prompt_and_text() {
+    let rig = Rig::of(Script { text: "and left".to_owned(), ..Script::default() }, stripping());
+    let chat = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let ask = async |asked: Value| {
+        let mut body = json!({"prompt": "The owl", "max_tokens": 20});
+        for (name, value) in asked.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        let answer = rig.client.post("/v1/completions", &body).await.unwrap().body;
+        assert!(answer.get("error").is_none(), "{answer}");
+        answer["choices"][0].clone()
+    };
+    assert_eq!(ask(json!({})).await["text"], " and left");
+    let echoed = ask(json!({"echo": true, "logprobs": 1})).await;
+    assert_eq!(echoed["text"], "The owl and left");
+    let logprobs = &echoed["logprobs"];
+    let (tokens, offsets) = (&logprobs["tokens"], &logprobs["text_offset"]);
+    assert_eq!(tokens, &json!([" The", " owl", " and", " left"]));
+    // What is generated stands in the text where its offset says.
+    assert_eq!((&offsets[2], &offsets[3]), (&json!(7), &json!(11)));
+    let stopped = ask(json!({"stop": " and l"})).await;
+    assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&json!(""), &json!("stop")));
+    // Behind other text it may begin with a space, and must where nothing else is left.
+    assert_eq!(ask(json!({"guided_choice": [" and left"]})).await["text"], " and left");
+
+    let text = "and left".to_owned();
+    let mut model = stripping();
+    model.template = Some(ChatTemplate::new(chat, String::new(), String::new()).unwrap());
+    let rig = Rig::of(Script { text, ..Script::default() }, model);
+    let message = |role: &str| json!({"role": role, "content": "The owl"});
+    for (fields, expected) in [
+        (json!({"messages": [message("user")]}), "and left"),
+        (
+            json!({"messages": [message("assistant")], "add_generation_prompt": false,
+                "continue_final_message": true}),
+            " and left",
+        ),
+    ] {
+        let answer = rig.client.post("/v1/chat/completions", &fields).await.unwrap().body;
+        assert_eq!(answer["choices"][0]["message"]["content"], expected, "{answer}");
+    }
+}
+
+/// A model folder with such a tokenizer, and a few words.
+fn stripping() -> TextModel {
+    let words = ["<s>", "</s>", "\u{2581}The", "\u{2581}owl", "\u{2581}and", "\u{2581}left"];
+    let vocabulary: Map<String, Value> =
+        words.iter().enumerate().map(|(id, word)| ((*word).to_owned(), json!(id))).collect();
+    let metaspace = json!({"type": "Metaspace", "replacement": "\u{2581}",
+        "prepend_scheme": "first", "split": true});
+    let tokenizer = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": metaspace, "post_processor": null, "decoder": metaspace,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<s>"}});
+    let config = json!({"vocab_size": 48, "max_position_embeddings": 64, "eos_token_id": 1});
+    let folder = tempfile::tempdir().unwrap();
+    for (file, content) in [("config.json", config), ("tokenizer.json", tokenizer)] {
+        std::fs::write(folder.path().join(file), content.to_string()).unwrap();
+    }
+    TextModel::load(folder.path()).unwrap()
 }
 
 #[tokio::test]
@@ -165,10 +235,14 @@ async fn adapters_are_models_that_requests_name() {
     let list = rig.client.get("/v1/models").await.unwrap().body;
     let cards: Vec<_> = list["data"].as_array().unwrap().iter().collect();
     let named = |card: &Value| (card["id"].clone(), card["root"].clone(), card["parent"].clone());
-    assert_eq!(named(cards[0]), (json!("demo"), json!("demo"), Value::Null));
-    assert_eq!(named(cards[1]), (json!("sql"), json!("/adapters/sql"), json!("demo")));
+    let folder = json!("/models/demo");
+    assert_eq!(named(cards[0]), (json!("demo"), folder.clone(), Value::Null));
+    assert_eq!(named(cards[1]), (json!("org/demo"), folder, Value::Null));
+    assert_eq!(named(cards[2]), (json!("sql"), json!("/adapters/sql"), json!("demo")));
     let other = rig.client.get("/v1/models/org%2Fchat").await.unwrap();
-    assert_eq!((other.status, named(&other.body)), (200, named(cards[2])));
+    assert_eq!((other.status, named(&other.body)), (200, named(cards[3])));
+    let alias = rig.client.get("/v1/models/org/demo").await.unwrap();
+    assert_eq!((alias.status, named(&alias.body)), (200, named(cards[1])));
     let message = json!([{"role": "user", "content": "x"}]);
     for (number, model) in ["demo", "sql", "org/chat"].into_iter().enumerate() {
         for (path, mut body) in [
@@ -186,6 +260,11 @@ async fn adapters_are_models_that_requests_name() {
         let body = json!({"model": model, "prompt": "x"});
         assert_eq!(rig.client.post("/tokenize", &body).await.unwrap().status, 200);
     }
+    // Another name of the model: answers say the first.
+    let body = json!({"model": "org/demo", "prompt": "x"});
+    let reply = rig.client.post("/v1/completions", &body).await.unwrap();
+    assert_eq!((reply.status, &reply.body["model"]), (200, &json!("demo")));
+    assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter, 0);
     // None named: the model alone.
     rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
     assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter, 0);

@@ -1,7 +1,7 @@
 //! Server-Sent Events, stop strings, failures, disconnects.
 use std::time::{Duration, Instant};
 
-use coordinator::engine::{EngineError, EventSender, TAKEN_WITHIN};
+use coordinator::engine::{EngineError, EngineEvent, EventSender, FinishReason, TAKEN_WITHIN};
 use serde_json::{Value, json};
 use testkit::scrape::Scrape;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -59,7 +59,138 @@ async fn a_chat_stream_begins_with_the_role_and_ends_with_the_reason() {
         .collect();
     assert_eq!(content, TEXT);
     let last = &streamed.events.last().unwrap()["choices"][0];
-    assert_eq!((last["finish_reason"].as_str(), &last["delta"]), (Some("length"), &json!({})));
+    assert_eq!(last["finish_reason"].as_str(), Some("length"));
+}
+
+/// An event of its own would be one more token to those who measure the time between them.
+#[tokio::test]
+async fn the_end_comes_with_the_last_token() {
+    let rig = Rig::saying("a b c");
+    for (path, prompt) in [
+        ("/v1/completions", ("prompt", json!("x"))),
+        ("/v1/chat/completions", ("messages", json!([{"role": "user", "content": "x"}]))),
+    ] {
+        let mut body = json!({"max_tokens": 20, "stream": true, "logprobs": true});
+        body[prompt.0] = prompt.1;
+        if path == "/v1/completions" {
+            body["logprobs"] = json!(1);
+        }
+        let mut together = 0;
+        // Where it is there already: a reader may be faster than the engine says both.
+        for _ in 0..20 {
+            let events = rig.client.stream(path, &body).await.unwrap().events;
+            let last = &events.last().unwrap()["choices"][0];
+            assert_eq!(last["finish_reason"], "length");
+            let text = last["text"].as_str().or(last["delta"]["content"].as_str());
+            let texts: String = events
+                .iter()
+                .map(|event| &event["choices"][0])
+                .filter_map(|it| it["text"].as_str().or(it["delta"]["content"].as_str()))
+                .collect();
+            assert_eq!(texts, "a b c");
+            together += usize::from(text == Some(" c") && !last["logprobs"].is_null());
+        }
+        assert!(together > 10, "{path}: {together}");
+    }
+}
+
+/// guidellm always asks for it.
+#[tokio::test]
+async fn every_event_says_what_was_used_so_far_where_that_is_wanted() {
+    let rig = Rig::saying(TEXT);
+    let tokens = rig.text.encode(TEXT, false).unwrap().len() as u64;
+    for (path, prompt) in [
+        ("/v1/completions", ("prompt", json!("x"))),
+        ("/v1/chat/completions", ("messages", json!([{"role": "user", "content": "x"}]))),
+    ] {
+        let options = json!({"include_usage": true, "continuous_usage_stats": true});
+        let mut body =
+            json!({"max_tokens": 200, "stream": true, "n": 2, "stream_options": options});
+        body[prompt.0] = prompt.1;
+        let events = rig.client.stream(path, &body).await.unwrap().events;
+        let (last, pieces) = events.split_last().unwrap();
+        assert_eq!(
+            (&last["choices"], &last["usage"]["completion_tokens"]),
+            (&json!([]), &json!(2 * tokens))
+        );
+        let mut before = 0;
+        for event in pieces {
+            let used = |name: &str| event["usage"][name].as_u64().unwrap();
+            assert_eq!(used("prompt_tokens"), last["usage"]["prompt_tokens"].as_u64().unwrap());
+            let completion = used("completion_tokens");
+            assert!(completion >= before && completion <= 2 * tokens, "{event}");
+            assert_eq!(used("total_tokens"), used("prompt_tokens") + completion);
+            before = completion;
+        }
+        assert_eq!(before, 2 * tokens);
+        if path == "/v1/chat/completions" {
+            assert_eq!(pieces[0]["usage"]["completion_tokens"], 0, "nothing was said yet");
+        }
+        // As at vLLM, the last one's usage is the switch of both.
+        body["stream_options"] = json!({"continuous_usage_stats": true});
+        let events = rig.client.stream(path, &body).await.unwrap().events;
+        assert!(events.iter().all(|event| event.get("usage").is_none()));
+    }
+}
+
+/// What `vllm bench serve` does with a stream: it strips each read, then takes events that end with an
+/// empty line, and the rest as soon as it is JSON.
+#[derive(Default)]
+struct StrippingReader {
+    buffer: String,
+    messages: Vec<String>,
+}
+
+impl StrippingReader {
+    fn read(&mut self, bytes: &[u8]) {
+        let Some(chunk) =
+            std::str::from_utf8(bytes).ok().map(str::trim).filter(|it| !it.is_empty())
+        else {
+            return;
+        };
+        self.buffer.push_str(chunk);
+        while let Some((message, rest)) = self.buffer.split_once("\n\n") {
+            let (message, rest) = (message.trim().to_owned(), rest.to_owned());
+            self.messages.extend(Some(message).filter(|it| !it.is_empty()));
+            self.buffer = rest;
+        }
+        let Some(content) = self.buffer.strip_prefix("data: ").map(str::trim) else { return };
+        if content == "[DONE]" || serde_json::from_str::<Value>(content).is_ok() {
+            self.messages.push(std::mem::take(&mut self.buffer).trim().to_owned());
+        }
+    }
+}
+
+/// Silence is filled with something that no client takes for a part of an event.
+#[tokio::test]
+async fn a_stream_that_is_silent_for_a_while_is_read_by_those_who_strip_what_they_read() {
+    let rig = Rig::new(Script { text: "a b".to_owned(), hang: true, ..Script::default() });
+    let body = json!({"prompt": "x", "max_tokens": 2, "stream": true}).to_string();
+    let url = format!("http://{}/v1/completions", rig.address);
+    let request = reqwest::Client::new().post(url).header("content-type", "application/json");
+    let mut response = request.body(body).send().await.unwrap();
+    let (mut reader, mut all) = (StrippingReader::default(), Vec::new());
+    let mut is_told = false;
+    while let Some(read) = response.chunk().await.unwrap() {
+        reader.read(&read);
+        all.extend_from_slice(&read);
+        // The first token, and what fills the silence behind it.
+        if !is_told && all.ends_with(b"\n\n\n") {
+            is_told = true;
+            let events = rig.seen.lock().unwrap().events[0].clone();
+            events.send(EngineEvent::Token { choice: 0, token: 300, logprobs: None }).unwrap();
+            let end = EngineEvent::Finished { choice: 0, reason: FinishReason::Length, cached: 0 };
+            events.send(end).unwrap();
+        }
+    }
+    assert!(is_told, "{}", String::from_utf8_lossy(&all));
+    let (done, events) = reader.messages.split_last().unwrap();
+    assert_eq!((done.as_str(), reader.buffer.as_str()), ("data: [DONE]", ""));
+    assert!(events.len() >= 2, "{events:?}");
+    for event in events {
+        let json = event.strip_prefix("data: ").unwrap_or_else(|| panic!("{event}"));
+        assert!(serde_json::from_str::<Value>(json).is_ok(), "{event}");
+    }
 }
 
 #[tokio::test]

@@ -50,6 +50,10 @@ async fn every_way_to_say_it_reaches_the_engine() {
         (structured(json!({"json": object.to_string()})), Some(schema(&object))),
         (structured(json!({"json": object, "disable_any_whitespace": true})), Some(compact)),
         (structured(json!({"json": object, "whitespace_pattern": " ?"})), Some(spaced(" ?"))),
+        (
+            structured(json!({"json": object, "disable_additional_properties": true})),
+            Some(schema(&object)),
+        ),
         (structured(json!({"json_object": true, "regex": null})), Some(any)),
         (structured(json!({"regex": "a+", "json_object": false})), Some(regex.clone())),
         (structured(json!({"choice": ["a", "b"]})), Some(choice.clone())),
@@ -119,9 +123,9 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         (structured(json!({"regex": 1})), "structured_outputs", "`structured_outputs.regex` must"),
         (structured(json!({"structural_tag": "a"})), "structured_outputs", "is not supported"),
         (
-            structured(json!({"json": {}, "disable_additional_properties": true})),
+            structured(json!({"json": {}, "disable_additional_properties": 1})),
             "structured_outputs",
-            "is not supported",
+            "must be true or false",
         ),
         (json!({"guided_regex": "("}), "guided_regex", "unclosed group"),
         (json!({"guided_regex": long}), "guided_regex", "the bound is 16384"),

@@ -88,11 +88,9 @@ fn completions_are_streamed_over_tls() {
         let (code, text) = curl(&rig, &ca, "/v1/completions", &[&POST[..], version].concat());
         assert_eq!(code, OK, "{version:?}");
         assert!(text.starts_with("data: {") && text.ends_with("data: [DONE]\n\n"), "{text}");
-        assert_eq!(
-            text.matches("\"text\"").count(),
-            5,
-            "an event for each token, and the end: {text}"
-        );
+        // The end comes with the last token, or in an event of its own if it comes later.
+        let events = text.matches("\"text\"").count();
+        assert!((4..=5).contains(&events), "an event for each token: {text}");
         // HTTP/2 is not offered: the limits are those of HTTP/1.1's connections.
         let write = ["--output", "/dev/null", "--write-out", "%{http_version}"];
         let asked = [version, &write].concat();

@@ -14,7 +14,10 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 from enum import Enum
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Literal, Optional, Union
 
@@ -177,6 +180,14 @@ def check_chat(client, model, chats):
         equal(chunks[-1].choices, [], f"{what}: the last chunk is the usage")
         golden.usage(chunks[-1].usage, what)
         check(all(chunk.usage is None for chunk in chunks[:-1]), f"{what}: usage only at the end")
+
+        what = f"{what}, usage in every chunk"
+        options["continuous_usage_stats"] = True
+        chunks = list(client.chat.completions.create(**request, stream=True, stream_options=options))
+        golden.usage(chunks[-1].usage, what)
+        used = [chunk.usage.completion_tokens for chunk in chunks]
+        check(used == sorted(used) and used[0] == 0, f"{what}: {used} grow from nothing")
+        equal({chunk.usage.prompt_tokens for chunk in chunks}, {golden.prompt_tokens}, what)
 
 
 def check_choices_and_seed(client, model, texts):
@@ -388,6 +399,22 @@ class Dog(BaseModel):
     tricks: list[Literal["sit", "roll"]] = Field(max_length=3)
 
 
+class Sparrow(BaseModel):
+    kind: Literal["sparrow"]
+    sings: bool
+
+
+class Salmon(BaseModel):
+    kind: Literal["salmon"]
+    rivers: int = Field(ge=0, le=9)
+
+
+class Zoo(BaseModel):
+    """A tagged union: `oneOf` of references, as pydantic writes it."""
+
+    animal: Union[Sparrow, Salmon] = Field(discriminator="kind")
+
+
 class Story(BaseModel):
     """What `parse` makes a schema of: references, unions, things that may be null."""
 
@@ -449,6 +476,19 @@ def check_structured(client, model):
             model=model, messages=ask, seed=seed, max_tokens=400, response_format=Story
         ).choices[0].message.parsed
         check(isinstance(parsed, Story) and 1 <= len(parsed.pets) <= 2, f"parse: {parsed!r}")
+    schema = {"name": "zoo", "schema": Zoo.model_json_schema()}
+    check("oneOf" in json.dumps(schema), "pydantic writes a tagged union as oneOf")
+    kinds = set()
+    for seed in range(6):
+        format = Zoo if seed % 2 else {"type": "json_schema", "json_schema": schema}
+        answer = client.chat.completions.create if seed % 2 == 0 else client.chat.completions.parse
+        answer = answer(model=model, messages=ask, seed=seed, temperature=1.3, max_tokens=100,
+                        response_format=format).choices[0].message.content
+        zoo = json.loads(answer)
+        # Nobody said that there may be other properties.
+        equal(len(zoo["animal"]), 2, f"tagged union: {answer}")
+        kinds.add(Zoo.model_validate(zoo).animal.kind)
+    check(kinds <= {"sparrow", "salmon"} and kinds, f"tagged union: {kinds}")
     with client.chat.completions.stream(
         model=model, messages=ask, seed=1, max_tokens=400, response_format=Story
     ) as stream:
@@ -475,6 +515,40 @@ def check_structured(client, model):
         "response_format",
         400,
     )
+
+
+class Silent(BaseHTTPRequestHandler):
+    """Answers with a stream that has silences: empty lines, as Tutti fills them, in reads of their
+    own."""
+
+    def do_POST(self):  # the name that http.server calls
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for piece in ["\n", self.event("a"), "\n", "\n", self.event("b"), "\n", "data: [DONE]\n\n"]:
+            self.wfile.write(piece.encode())
+            self.wfile.flush()
+            time.sleep(0.02)
+
+    @staticmethod
+    def event(text):
+        choice = {"index": 0, "text": text, "finish_reason": None, "logprobs": None}
+        return "data: " + json.dumps({"id": "x", "object": "text_completion", "created": 1,
+                                      "model": "m", "choices": [choice]}) + "\n\n"
+
+    def log_message(self, *_):
+        pass
+
+
+def check_silence():
+    """The client takes empty lines for nothing."""
+    server = HTTPServer(("127.0.0.1", 0), Silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="none")
+    stream = client.completions.create(model="m", prompt="x", stream=True)
+    equal([chunk.choices[0].text for chunk in stream], ["a", "b"], "a stream with silences")
+    server.shutdown()
 
 
 async def check_concurrent(base_url, model, texts, chats):
@@ -525,6 +599,7 @@ def main():
         check_logprobs(client, model, texts, chats)
         check_errors(client, model)
         check_structured(client, model)
+        check_silence()
         asyncio.run(check_concurrent(base_url, model, texts, chats))
     except CheckFailed as failure:
         print(f"openai client: FAILED after {passed} checks: {failure}")

@@ -67,7 +67,7 @@ fn oracle(logits: &[f32], rows: &[SampleRow<'_>]) -> Vec<Sampled> {
     let table = backend.load_matrix(&[table]).unwrap();
     let mut buffer = backend.new_buffer(rows.len(), VOCAB).unwrap();
     let all: Vec<u32> = (0..rows.len() as u32).collect();
-    backend.embed(&table, &all, 0, &mut buffer).unwrap();
+    backend.embed(&table, &all, 0, 1.0, &mut buffer).unwrap();
     let mut sampled = Vec::new();
     backend.sample(&buffer, VOCAB, 0, rows, &mut sampled).unwrap();
     sampled
@@ -104,6 +104,7 @@ fn queue(
             ids: &all,
             batch,
             attention: &attention,
+            windows: &[None],
             sample_rows: &all,
             sampling,
             feed,

@@ -11,9 +11,10 @@ use shared::protocol::{
     Adapter, CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent,
     FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId,
     FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, Lora,
-    NewSequence, NodeResources, Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start,
-    Started, StepFailed, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair,
-    ToFrontend, ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
+    MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Quantization, Rejoin,
+    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult,
+    StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs, TokenMask,
+    Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -219,13 +220,15 @@ fn what_names_all_adapters_fits_into_its_frame() {
     };
     let adapters: Vec<Adapter> = (0..ADAPTERS_MAX).map(adapter).collect();
     let lora = Lora { adapters: adapters.clone(), max_rank: 512 };
-    assert_eq!(lora.check(&"m".repeat(1024)), Ok(()));
+    let name = "m".repeat(MODEL_NAME_MAX);
+    assert_eq!(lora.check([name.as_str()].into_iter()), Ok(()));
     let welcome = FrontendWelcome {
         frontend: FrontendId(u32::MAX),
         stats_interval_ms: u64::MAX,
         serving: Serving {
             model: "/".repeat(4096),
-            served_model_name: "m".repeat(1024),
+            served_model_name: name.clone(),
+            model_aliases: vec![name; MODEL_NAMES_MAX - 1],
             adapters,
             max_model_len: u32::MAX,
             text_fingerprint: u64::MAX,
@@ -282,6 +285,7 @@ fn submit() -> SubmitRequest {
         n: 2,
         stops: vec!["\u{e9}nd".to_owned()],
         keep_special: true,
+        goes_on: true,
         guide: Some(GuideSpec::Json {
             schema: r#"{"type":"object"}"#.to_owned(),
             whitespace: Whitespace::Pattern(" ?".to_owned()),
@@ -343,6 +347,7 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         serving: Serving {
             model: "/models/m".to_owned(),
             served_model_name: "m".to_owned(),
+            model_aliases: vec!["n".to_owned()],
             adapters: vec![adapter()],
             max_model_len: 4096,
             text_fingerprint: u64::MAX,

@@ -32,7 +32,7 @@ pub(crate) struct ApiArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
     /// Most bytes of a request's body: bytes, or with a suffix KiB, MiB, GiB [default: 16 per token
-    /// of --max-model-len, at least 1MiB]
+    /// of --max-model-len, at least 16MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) max_body_bytes: Option<u64>,
     /// Most alternatives per token that a request may ask for (logprobs, top_logprobs)

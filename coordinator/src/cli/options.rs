@@ -379,9 +379,10 @@ pub(crate) struct ServingArgs {
     /// [default: models/demo]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// The model's name in the API [default: the folder's name]
-    #[arg(long, value_name = "NAME")]
-    pub(crate) served_model_name: Option<String>,
+    /// The model's names in the API, separated by spaces or commas: requests may give any, answers
+    /// say the first [default: the folder's name]
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    pub(crate) served_model_name: Vec<String>,
     /// What matrix products take of their activations: bfloat16 (rounded to it; twice as fast where
     /// the CPU has bf16 instructions), float32, or auto: bfloat16 when the model's config.json says
     /// so, when its weights are packed integers (GPTQ, AWQ), and on GPUs, else float32
@@ -453,9 +454,9 @@ pub(crate) struct ServingArgs {
     #[arg(long, value_name = "POLICY", value_enum, default_value_t = PolicyArg::Fcfs)]
     pub(crate) scheduling_policy: PolicyArg,
     /// Most requests of each replica that wait for their first step; beyond it clients get 429. Their
-    /// choices (n) and prompt tokens have bounds, too: 8 and 32,768 times as many, and no less than
-    /// 8,192 and 33,554,432
-    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    /// choices (n) and prompt tokens have bounds, too: 2 and 4,096 times as many, and no less than
+    /// 16,384 and 33,554,432
+    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,
     /// Give up an engine step after this many seconds and form the replica again
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]

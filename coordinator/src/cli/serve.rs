@@ -88,12 +88,12 @@ pub(crate) fn coordinator_options(
     };
     let model = std::path::absolute(&model).unwrap_or(model);
     let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
-    let name = args
-        .served_model_name
-        .clone()
-        .or_else(|| model.file_name().map(|name| name.to_string_lossy().into_owned()));
+    let mut names = args.served_model_name.iter().cloned();
+    let folder = || model.file_name().map(|name| name.to_string_lossy().into_owned());
+    let name = names.next().or_else(folder).unwrap_or_else(|| "model".to_owned());
     Ok(CoordinatorOptions {
-        served_model_name: name.unwrap_or_else(|| "model".to_owned()),
+        served_model_name: name,
+        model_aliases: names.collect(),
         model,
         dtype: args.dtype,
         quantization: args.quantization,

@@ -35,6 +35,16 @@ fn a_file_supplies_what_the_command_line_does_not_say() {
 }
 
 #[test]
+fn a_model_may_have_several_names() {
+    let names = |words: &[&str], file: &str| up(words, file).unwrap().serving.served_model_name;
+    let words = ["--served-model-name", "a", "org/b", "--workers", "1"];
+    assert_eq!(names(&words, ""), ["a", "org/b"]);
+    assert_eq!(names(&["--served-model-name", "a,b"], ""), ["a", "b"]);
+    assert_eq!(names(&[], "served-model-name = \"a,b\""), ["a", "b"]);
+    assert!(names(&[], "").is_empty(), "the folder's name");
+}
+
+#[test]
 fn keys_of_other_roles_are_left_alone() {
     let args = up(&[], "coordinator = \"10.0.0.1:8001\"\nlisten = \"127.0.0.1:9\"").unwrap();
     assert_eq!(args.serving.listen.port(), 9);

@@ -31,6 +31,8 @@ pub struct CoordinatorOptions {
     pub lora: Lora,
     /// The model's name in the API.
     pub served_model_name: String,
+    /// Its other names there.
+    pub model_aliases: Vec<String>,
     /// Ranks per replica.
     pub tensor_parallel: u32,
     /// Fewest ranks per replica when workers are missing.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use shared::ids::Incarnation;
 use shared::metrics;
-use shared::protocol::EngineConfig;
+use shared::protocol::{EngineConfig, check_model_names};
 
 use super::options::{CoordinatorOptions, StartError};
 use crate::http::tls::{Tls, scheme};
@@ -42,9 +42,13 @@ impl Prepared {
     /// # Errors
     /// [`StartError`].
     pub fn new(options: CoordinatorOptions) -> Result<Self, StartError> {
+        let names = [&options.served_model_name].into_iter().chain(&options.model_aliases);
+        let names: Vec<String> = names.cloned().collect();
+        check_model_names(&names)
+            .map_err(|why| StartError::Sizes(format!("--served-model-name: {why}")))?;
         options
             .lora
-            .check(&options.served_model_name)
+            .check(names.iter().map(String::as_str))
             .map_err(|why| StartError::Sizes(format!("--lora-modules: {why}")))?;
         let text =
             Arc::new(TextModel::load_with(&options.model, options.api.chat_template.as_deref())?);

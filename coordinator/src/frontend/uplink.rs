@@ -407,6 +407,7 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         n,
         stops: request.stops.to_vec(),
         keep_special: request.keep_special,
+        goes_on: request.goes_on,
         guide: request.guide_spec.map(Arc::unwrap_or_clone),
         max_tokens: request.max_tokens,
         open_ended: request.open_ended,

@@ -8,6 +8,7 @@ use shared::ids::RequestId;
 use super::{Frontends, RemoteEvents};
 use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide};
 use crate::guide::{Grammar, GrammarError};
+use crate::text::stream::StopRules;
 
 /// Those of one link, with where their events go: a request that is cancelled ends at once, however
 /// long its grammar takes. Clones are the same.
@@ -33,7 +34,13 @@ impl Making {
             // Its client may have left meanwhile: the front end has forgotten it.
             let Some(events) = making.take(id).filter(|events| !events.is_closed()) else { return };
             match made {
-                Ok(grammar) => frontends.enter(guided(request, &grammar), events),
+                Ok(grammar) => match frontends.guided(request, &grammar) {
+                    Ok(request) => frontends.enter(request, events),
+                    Err(message) => {
+                        let error = EngineError::Guide { message };
+                        frontends.refuse(&EventSender::Remote(events), error);
+                    }
+                },
                 Err(error) => frontends.refuse(&EventSender::Remote(events), engine_error(error)),
             }
         });
@@ -74,10 +81,21 @@ fn engine_error(error: GrammarError) -> EngineError {
     }
 }
 
-fn guided(mut request: Box<GenerateRequest>, grammar: &Arc<Grammar>) -> Box<GenerateRequest> {
-    let guide = |_| Box::new(grammar.guide()) as Box<dyn TokenGuide>;
-    request.guides = request.sampling.iter().map(guide).collect();
-    request
+impl Frontends {
+    /// With a guide for each choice.
+    fn guided(
+        &self,
+        mut request: Box<GenerateRequest>,
+        grammar: &Arc<Grammar>,
+    ) -> Result<Box<GenerateRequest>, String> {
+        let rules = StopRules { keep_special: request.keep_special, ..StopRules::default() };
+        let prompt = request.goes_on.then_some(&request.prompt);
+        let behind_text = self.text.stream(Arc::new(rules), prompt).has_text_before();
+        let guide =
+            |_| Ok::<_, String>(Box::new(grammar.guide(behind_text)?) as Box<dyn TokenGuide>);
+        request.guides = request.sampling.iter().map(guide).collect::<Result<_, _>>()?;
+        Ok(request)
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use shared::sampling::SUPPRESSED_MAX;
 
 use super::Frontends;
 use crate::engine::{GenerateRequest, StopCheck};
-use crate::text::stream::{StopRules, TextStream};
+use crate::text::stream::StopRules;
 
 /// Bytes of a response's id.
 const RESPONSE_ID_MAX: usize = 256;
@@ -94,6 +94,7 @@ impl Frontends {
             end_tokens: submit.end_tokens,
             stops: submit.stops.into(),
             keep_special: submit.keep_special,
+            goes_on: submit.goes_on,
             arrived: self.clock.now().saturating_sub(waited),
             response_id: submit.response_id.into(),
         })
@@ -109,9 +110,10 @@ impl Frontends {
             min_tokens: submit.sampling.min_tokens,
             // Where text ends is the front end's business.
             include_stop: false,
+            shown: Vec::new(),
             keep_special: submit.keep_special,
         });
-        let stream = TextStream::new(self.text.tokenizer.clone(), rules);
+        let stream = self.text.stream(rules, submit.goes_on.then_some(&submit.prompt));
         (0..submit.n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
     }
 }

@@ -9,6 +9,7 @@ use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
 use super::link::LINK_SHIFT;
 use super::*;
 use crate::http::state::Readiness;
+use crate::text::samples::sentencepiece_bpe;
 
 fn receiver() -> (Receiver, mpsc::Receiver<EngineCommand>) {
     receiver_of(false)
@@ -20,14 +21,23 @@ fn receiver_of(priorities: bool) -> (Receiver, mpsc::Receiver<EngineCommand>) {
 
 fn receiver_into(
     priorities: bool,
-    (commands, taken): (mpsc::Sender<EngineCommand>, mpsc::Receiver<EngineCommand>),
+    channel: (mpsc::Sender<EngineCommand>, mpsc::Receiver<EngineCommand>),
 ) -> (Receiver, mpsc::Receiver<EngineCommand>) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
-    let text = Arc::new(TextModel::load(&folder).unwrap());
+    receiver_for(TextModel::load(&folder).unwrap(), priorities, channel)
+}
+
+fn receiver_for(
+    text: TextModel,
+    priorities: bool,
+    (commands, taken): (mpsc::Sender<EngineCommand>, mpsc::Receiver<EngineCommand>),
+) -> (Receiver, mpsc::Receiver<EngineCommand>) {
+    let text = Arc::new(text);
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let serving = Serving {
         model: "m".into(),
         served_model_name: "m".into(),
+        model_aliases: Vec::new(),
         adapters: Vec::new(),
         max_model_len: 100,
         text_fingerprint: text.fingerprint,
@@ -65,6 +75,7 @@ fn request() -> SubmitRequest {
         n: 2,
         stops: vec!["x".into(); 4],
         keep_special: false,
+        goes_on: false,
         guide: None,
         max_tokens: 5,
         open_ended: false,
@@ -120,6 +131,47 @@ fn priorities_of_front_ends_count_where_they_are_followed() {
         let EngineCommand::Submit { request, .. } = command else { panic!("{command:?}") };
         assert_eq!(request.priority, expected);
     }
+}
+
+/// The coordinator finds the end of a text where the front end does: behind its prompt.
+#[actix_rt::test]
+async fn what_goes_on_from_its_prompt_does_so_here_too() {
+    let model = sentencepiece_bpe();
+    let token = |piece: &str| model.tokenizer.token_to_id(piece).unwrap();
+    let (before, spaced) = (token("b"), token("\u{2581}a"));
+    let (receiver, mut taken) = receiver_for(sentencepiece_bpe(), false, mpsc::channel(64));
+    let ask = |receiver: &Receiver, id: u64, goes_on: bool, change: Change<'_>| {
+        let mut submit = SubmitRequest { id: RequestId(id), goes_on, ..request() };
+        (submit.prompt, submit.stops) = (vec![before], vec![" a".into()]);
+        submit.end_tokens.clear();
+        change(&mut submit);
+        assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
+    };
+    // Whoever drops its events has lost a request, and nobody reads here what the front end is told.
+    let mut kept = Vec::new();
+    for (id, goes_on) in [(1, true), (2, false)] {
+        ask(&receiver, id, goes_on, &|_| ());
+        let command = taken.recv().await.unwrap();
+        let EngineCommand::Submit { mut request, events } = command else { panic!("{command:?}") };
+        kept.push(events);
+        assert_eq!(request.stop_checks[0].push(spaced), goes_on, "whether a space was said");
+    }
+    let guide = |submit: &mut SubmitRequest| {
+        submit.guide = Some(GuideSpec::Regex(" a".to_owned()));
+    };
+    ask(&receiver, 4, true, &guide);
+    let within = Duration::from_secs(60);
+    let command = tokio::time::timeout(within, taken.recv()).await.unwrap().unwrap();
+    let EngineCommand::Submit { request, events } = command else { panic!("{command:?}") };
+    kept.push(events);
+    assert_eq!(request.id, RequestId(3 << LINK_SHIFT | 4));
+    assert!(request.guides[0].allowed().unwrap().allows(spaced));
+    // Nothing can begin a text so.
+    ask(&receiver, 3, false, &guide);
+    while !receiver.making.is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(taken.try_recv().is_err());
 }
 
 #[test]

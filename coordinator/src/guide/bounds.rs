@@ -86,7 +86,7 @@ impl<'a> Found<'a> {
 }
 
 /// Whether what is described here is made of several schemas.
-fn merges(object: &Map<String, Value>) -> bool {
+pub(super) fn merges(object: &Map<String, Value>) -> bool {
     let has = |key: &str| object.contains_key(key);
     let parts = object.get("allOf").and_then(Value::as_array).map_or(0, Vec::len);
     let chooses = has("anyOf") || has("oneOf");

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 
 use super::bounds;
+use super::closed::closed;
 use super::masks::Masks;
 use crate::engine::{Guided, TokenGuide};
 use crate::text::reply::grammar;
@@ -28,7 +29,10 @@ const ERROR_CHARS: usize = 400;
 /// A specification, ready to be followed. Every sequence goes its own way through it.
 pub struct Grammar {
     way: Way,
-    first: TokenMask,
+    /// The tokens that it may begin with behind other text.
+    first: Arc<TokenMask>,
+    /// Where nothing comes before it; or why it cannot begin there.
+    first_of_all: Result<Arc<TokenMask>, String>,
     /// What it takes in memory, about.
     bytes: usize,
 }
@@ -48,7 +52,7 @@ impl fmt::Debug for Grammar {
 }
 
 impl Grammar {
-    /// Makes a grammar of a specification; `barred` are tokens that no output begins with.
+    /// Makes a grammar of a specification; `barred` are tokens that no text begins with.
     ///
     /// # Errors
     /// One sentence for the client.
@@ -67,15 +71,20 @@ impl Grammar {
         let lexer = parser.as_ref().map_or(0, |parser| parser.parser.lexer_stats().num_bytes);
         let mut matcher = Matcher::new(parser);
         let mut first = matcher.compute_mask().map_err(|error| short(&error.to_string()))?;
+        let behind = Arc::new(mask(vocab, &first)?);
         for token in barred {
             first.disallow_token(*token);
         }
-        let first = mask(vocab, &first)?;
+        let first_of_all = match barred {
+            [] => Ok(behind.clone()),
+            _ => mask(vocab, &first).map(Arc::new),
+        };
+        let first = behind;
         let is_json = matches!(spec, GuideSpec::Json { .. });
         let matcher = Arc::new(Mutex::new(matcher));
         let way = Way::Matched { matcher, is_json, vocab, masks };
-        let bytes = GRAMMAR_BYTES + lexer + first.weight() + BYTES_PER_BYTE * spec.bytes();
-        Ok(Self { way, first, bytes })
+        let bytes = GRAMMAR_BYTES + lexer + 2 * first.weight() + BYTES_PER_BYTE * spec.bytes();
+        Ok(Self { way, first, first_of_all, bytes })
     }
 
     fn of_tokens(tokens: &[u32], vocab: u32) -> Result<Self, String> {
@@ -84,8 +93,8 @@ impl Grammar {
         list.dedup();
         let first = TokenMask::Only(list);
         first.check(vocab)?;
-        let bytes = first.weight();
-        Ok(Self { way: Way::Free, first, bytes })
+        let (bytes, first) = (first.weight(), Arc::new(first));
+        Ok(Self { way: Way::Free, first_of_all: Ok(first.clone()), first, bytes })
     }
 
     /// What it takes in memory, about: what the library keeps cannot be counted whole.
@@ -93,10 +102,13 @@ impl Grammar {
         self.bytes
     }
 
-    /// A sequence's place in it, before its first token.
-    #[must_use]
-    pub fn guide(self: &Arc<Self>) -> Guide {
-        Guide { grammar: self.clone(), place: Place::Beginning(None) }
+    /// A sequence's place in it, before its first token, behind other text or not.
+    ///
+    /// # Errors
+    /// One sentence when no token can be the first there.
+    pub fn guide(self: &Arc<Self>, behind_text: bool) -> Result<Guide, String> {
+        let first = if behind_text { self.first.clone() } else { self.first_of_all.clone()? };
+        Ok(Guide { grammar: self.clone(), first, place: Place::Beginning(None) })
     }
 }
 
@@ -141,13 +153,16 @@ pub(crate) fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value
     if schema.contains_key(key) {
         return Err(format!("`{key}` is not supported"));
     }
-    let options = match whitespace {
+    let mut options = match whitespace {
         Whitespace::Usual => json!({"whitespace_pattern": USUAL_WHITESPACE}),
         Whitespace::None => json!({"whitespace_flexible": false}),
         Whitespace::Pattern(pattern) => json!({"whitespace_pattern": pattern}),
     };
+    // Where members exclude each other it comes to the same, and the library cannot tell where they
+    // are references, as those of tagged unions are.
+    options["coerce_one_of"] = json!(true);
     schema.insert(key.to_owned(), options);
-    let schema = Value::Object(schema);
+    let schema = closed(&Value::Object(schema));
     bounds::check(&schema)?;
     Ok(schema)
 }
@@ -195,6 +210,7 @@ fn mask(vocab: u32, allowed: &SimpleVob) -> Result<TokenMask, String> {
 /// See [`Grammar::guide`].
 pub struct Guide {
     grammar: Arc<Grammar>,
+    first: Arc<TokenMask>,
     place: Place,
 }
 
@@ -310,7 +326,7 @@ impl TokenGuide for Guide {
 
     fn allowed(&self) -> Option<&TokenMask> {
         match &self.place {
-            Place::Beginning(_) => Some(&self.grammar.first),
+            Place::Beginning(_) => Some(&self.first),
             Place::Known(_, mask) => Some(mask),
             Place::Behind(_) | Place::Computed(_) | Place::Ended => None,
         }

@@ -8,6 +8,7 @@ use shared::protocol::{TokenMask, Whitespace};
 
 use super::*;
 use crate::engine::{Guided, TokenGuide};
+use crate::text::samples::{folder, numbered, sentencepiece_bpe, sentencepiece_that_keeps_spaces};
 
 fn model(folder: &str) -> TextModel {
     TextModel::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(folder)).unwrap()
@@ -65,7 +66,7 @@ fn follow_behind(
     most: usize,
 ) -> Option<String> {
     let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    let mut guide = grammar.guide();
+    let mut guide = grammar.guide(false).unwrap();
     let mut tokens = model.encode(said, false).unwrap();
     for token in &tokens {
         known(&mut guide);
@@ -193,7 +194,7 @@ fn whitespace_is_bounded_or_not_there() {
 fn tokens_alone_are_a_mask_that_stays() {
     let model = model("models/demo");
     let grammar = Guides::new(&model).unwrap().make(&GuideSpec::Tokens(vec![300, 9, 300])).unwrap();
-    let mut guide = grammar.guide();
+    let mut guide = grammar.guide(false).unwrap();
     for token in [9, 300, 300, 9] {
         assert_eq!(known(&mut guide), &TokenMask::Only(vec![9, 300]));
         assert_eq!(guide.accept(token), Ok(Guided::GoesOn));
@@ -228,98 +229,6 @@ fn what_cannot_be_a_grammar_is_refused_in_one_line() {
         assert!(!error.contains('\n') && error.len() < 2000, "{error}");
     }
     assert!(guides.make(&GuideSpec::Regex("fine".to_owned())).is_ok(), "it has harmed nothing");
-}
-
-/// A model folder with this tokenizer, whose last tokens are an end token and a special one.
-fn folder(vocabulary: &[String], tokenizer: &Value) -> TextModel {
-    let size = vocabulary.len();
-    let folder = tempfile::tempdir().unwrap();
-    let special = |id: usize, content: &str| {
-        json!({"id": id, "content": content,
-        "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false})
-    };
-    let mut whole = json!({"version": "1.0", "truncation": null, "padding": null,
-        "post_processor": null,
-        "added_tokens": [special(size, "<|end|>"), special(size + 1, "<|tool|>")]});
-    for (name, value) in tokenizer.as_object().unwrap() {
-        whole[name] = value.clone();
-    }
-    // Two ids more than there are tokens, as where embeddings are padded.
-    let config =
-        json!({"vocab_size": size + 4, "max_position_embeddings": 64, "eos_token_id": size});
-    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
-    std::fs::write(folder.path().join("tokenizer.json"), whole.to_string()).unwrap();
-    TextModel::load(folder.path()).unwrap()
-}
-
-/// Pieces as sentencepiece writes them, with bytes for what is no piece.
-fn pieces() -> Vec<String> {
-    let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
-    let pieces = [
-        "\u{2581}",
-        "a",
-        "b",
-        "{",
-        "}",
-        "\"",
-        ":",
-        "1",
-        "\u{2581}a",
-        "\u{2581}{",
-        "\u{2581}\"",
-        "\"a",
-        "\u{2581}\u{2581}",
-        "ä",
-        "x\u{2581}y",
-        "<0xZZ>",
-        "é\u{2581}",
-        "[",
-        "]",
-        ",",
-    ];
-    bytes.chain(pieces.map(str::to_owned)).collect()
-}
-
-fn numbered(words: &[String]) -> Value {
-    Value::Object(words.iter().enumerate().map(|(id, word)| (word.clone(), json!(id))).collect())
-}
-
-/// As Llama 2 and Mistral have it: a space that the text begins with is left out.
-fn sentencepiece_bpe() -> TextModel {
-    let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
-    let pieces = pieces();
-    folder(
-        &pieces,
-        &json!({
-            "normalizer": {"type": "Sequence", "normalizers": [
-                {"type": "Prepend", "prepend": "\u{2581}"}, replace(" ", "\u{2581}")]},
-            "pre_tokenizer": null,
-            "decoder": {"type": "Sequence", "decoders": [replace("\u{2581}", " "),
-                {"type": "ByteFallback"}, {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": true,
-                "continuing_subword_prefix": null, "end_of_word_suffix": null, "byte_fallback": true,
-                "vocab": numbered(&pieces), "merges": []},
-        }),
-    )
-}
-
-/// As Gemma has it: no space is left out.
-fn sentencepiece_that_keeps_spaces() -> TextModel {
-    let pieces = pieces();
-    folder(
-        &pieces,
-        &json!({
-            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"},
-            "pre_tokenizer": null,
-            "decoder": {"type": "Sequence", "decoders": [
-                {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "},
-                {"type": "ByteFallback"}, {"type": "Fuse"}]},
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": true,
-                "continuing_subword_prefix": null, "end_of_word_suffix": null, "byte_fallback": true,
-                "vocab": numbered(&pieces), "merges": []},
-        }),
-    )
 }
 
 /// Every token that is text adds its bytes to the text, wherever it stands but at the beginning.
@@ -387,12 +296,70 @@ fn other_tokenizers_are_followed_as_well() {
 #[test]
 fn a_space_that_would_be_left_out_is_not_asked_of_the_model() {
     let begins = |model: &TextModel, regex: &str| {
-        Guides::new(model).unwrap().make(&GuideSpec::Regex(regex.to_owned())).map(|_| ())
+        let grammar = Guides::new(model).unwrap().make(&GuideSpec::Regex(regex.to_owned()))?;
+        // Behind other text nothing is left out.
+        assert!(grammar.guide(true).unwrap().allowed().is_some());
+        grammar.guide(false).map(|_| ())
     };
     let error = begins(&sentencepiece_bpe(), " a").unwrap_err();
     assert!(error.contains("no token of this model's vocabulary"), "{error}");
     assert_eq!(begins(&sentencepiece_that_keeps_spaces(), " a"), Ok(()));
     assert!(texts(&sentencepiece_bpe(), &GuideSpec::Regex(" ?a".into()), 9).contains(&"a".into()));
+}
+
+/// What pydantic makes of `Union[Cat, Dog]` with a discriminator, within a model.
+#[test]
+fn tagged_unions_are_followed() {
+    let animal = |kind: &str, name: &str, schema: Value| {
+        json!({"properties": {"kind": {"const": kind, "title": "Kind", "type": "string"}, name: schema},
+            "required": ["kind", name], "title": kind, "type": "object"})
+    };
+    let schema = json!({
+        "$defs": {
+            "Cat": animal("cat", "lives", json!({"type": "integer", "minimum": 1, "maximum": 9})),
+            "Dog": animal("dog", "tame", json!({"type": "boolean"})),
+        },
+        "properties": {"pet": {
+            "discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"},
+                "propertyName": "kind"},
+            "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "title": "Pet"}},
+        "required": ["pet"], "title": "Owner", "type": "object"});
+    let texts = texts(&model("models/demo"), &json_spec(&schema), 400);
+    let mut seen = [0, 0];
+    for text in texts {
+        let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
+        let (owner, pet) = (value.as_object().unwrap(), value["pet"].as_object().unwrap());
+        // No other properties: nobody said that there may be any.
+        assert_eq!((owner.len(), pet.len()), (1, 2), "{text}");
+        match pet["kind"].as_str().unwrap() {
+            "cat" => assert!((1..=9).contains(&pet["lives"].as_u64().unwrap()), "{text}"),
+            _ => assert!(pet["tame"].is_boolean(), "{text}"),
+        }
+        seen[usize::from(pet["kind"] == "dog")] += 1;
+    }
+    assert!(seen[0] > 5 && seen[1] > 5, "{seen:?}");
+}
+
+#[test]
+fn objects_have_other_properties_where_the_schema_lets_them() {
+    let schema = |open: Option<bool>| {
+        let mut schema = json!({"type": "object", "properties": {"a": {"type": "null"}}});
+        if let Some(open) = open {
+            schema["additionalProperties"] = open.into();
+        }
+        json_spec(&schema)
+    };
+    let model = model("models/demo");
+    let guides = Guides::new(&model).unwrap();
+    let takes = |open, text: &str| {
+        let mut guide = guides.make(&schema(open)).unwrap().guide(false).unwrap();
+        let tokens = model.encode(text, false).unwrap();
+        tokens.iter().all(|token| known(&mut guide).allows(*token) && guide.accept(*token).is_ok())
+    };
+    for (open, others) in [(None, false), (Some(false), false), (Some(true), true)] {
+        assert!(takes(open, "{\"a\":null}"), "{open:?}");
+        assert_eq!(takes(open, "{\"b\":null}"), others, "{open:?}");
+    }
 }
 
 #[test]
@@ -469,7 +436,7 @@ fn hostile_grammars_cost_what_is_bounded() {
                 continue;
             }
         };
-        let (mut guide, mut dice) = (grammar.guide(), Dice(7));
+        let (mut guide, mut dice) = (grammar.guide(false).unwrap(), Dice(7));
         for _ in 0..50 {
             let Ok(allowed) = wait(&mut guide) else { break };
             let text = |token: &u32| allowed.allows(*token) && !model.end_tokens.contains(token);
@@ -619,14 +586,18 @@ fn marks_are_tokens_where_there_are_some() {
     for format in [CallFormat::Hermes, CallFormat::Mistral] {
         let rules = grammar::calls("calls", format, &functions, true, &special);
         let made = guides.make(&GuideSpec::Made(grammar::whole("calls", &rules))).unwrap();
-        assert_eq!(known(&mut made.guide()), &TokenMask::Only(vec![token]), "{format:?}");
+        assert_eq!(
+            known(&mut made.guide(false).unwrap()),
+            &TokenMask::Only(vec![token]),
+            "{format:?}"
+        );
     }
     // The end of reasoning too: any text may come before it.
     let special = |text: &str| (text == "</think>").then_some(token);
     let rules = grammar::choice("answer", &["yes".to_owned()]);
     let text = grammar::reasoned("answer", &rules, true, &special);
     let made = guides.make(&GuideSpec::Made(text)).unwrap();
-    let mut guide = made.guide();
+    let mut guide = made.guide(false).unwrap();
     for token in model.encode("Well </think> ", false).unwrap() {
         let _ = known(&mut guide);
         assert_eq!(guide.accept(token), Ok(Guided::GoesOn));

@@ -2,10 +2,10 @@
 use std::sync::Arc;
 
 use llguidance::toktrie::{INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
-use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use crate::text::model::{TextModel, byte_of, fallback_byte};
+use crate::text::dialect::Dialect;
+use crate::text::model::TextModel;
 
 /// The trie has room for tokens of fewer bytes; nobody misses longer ones.
 const TOKEN_BYTES_MAX: usize = 1024;
@@ -13,18 +13,6 @@ const TOKEN_BYTES_MAX: usize = 1024;
 const TRIE_BYTES_MAX: usize = 1 << 22;
 /// No text has this byte: a token that begins with it is not matched as text.
 const MARKER: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
-
-/// How a tokenizer writes text in its tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Dialect {
-    /// Every byte is a printable character of its own (byte-level BPE); otherwise tokens are text
-    /// with U+2581 for spaces.
-    byte_level: bool,
-    /// `<0xE9>` is a byte.
-    byte_fallback: bool,
-    /// A space that the output begins with is left out.
-    strips_space: bool,
-}
 
 /// The tokens' bytes, in the form that grammars are matched with.
 pub(super) struct Vocabulary {
@@ -40,9 +28,7 @@ impl Vocabulary {
     /// One sentence when the tokenizer's tokens do not say by themselves which text they stand for.
     pub(super) fn new(model: &TextModel) -> Result<Self, String> {
         let tokenizer = model.tokenizer.clone();
-        let decoder = serde_json::to_value(tokenizer.get_decoder());
-        let decoder = decoder.map_err(|error| format!("the tokenizer's decoder: {error}"))?;
-        let dialect = Dialect::of(&decoder)?;
+        let dialect = model.dialect.clone()?;
         let added = tokenizer.get_added_tokens_decoder();
         let word = |id: u32| -> Vec<u8> {
             let Some(piece) = tokenizer.id_to_token(id) else { return Vec::new() };
@@ -112,62 +98,5 @@ impl TokenizerEnv for Vocabulary {
     /// it by. Tokenizers that put a space before every text have none for its middle.
     fn tokenize_is_canonical(&self) -> bool {
         self.dialect.byte_level
-    }
-}
-
-impl Dialect {
-    /// That of a tokenizer with this decoder.
-    fn of(decoder: &Value) -> Result<Self, String> {
-        let mut dialect = Self { byte_level: false, byte_fallback: false, strips_space: false };
-        let mut has_spaces = false;
-        let parts = match decoder.get("decoders").and_then(Value::as_array) {
-            Some(parts) => parts.as_slice(),
-            None => std::slice::from_ref(decoder),
-        };
-        for part in parts {
-            let text = |key: &str| part.get(key).and_then(Value::as_str);
-            let number = |key: &str| part.get(key).and_then(Value::as_u64).unwrap_or(0);
-            match text("type") {
-                Some("ByteLevel") => dialect.byte_level = true,
-                Some("ByteFallback") => dialect.byte_fallback = true,
-                Some("Fuse") => {}
-                Some("Replace")
-                    if part.pointer("/pattern/String") == Some(&Value::from("\u{2581}"))
-                        && text("content") == Some(" ") =>
-                {
-                    has_spaces = true;
-                }
-                Some("Metaspace") if text("replacement") == Some("\u{2581}") => {
-                    has_spaces = true;
-                    dialect.strips_space |= text("prepend_scheme") != Some("never");
-                }
-                Some("Strip") if text("content") == Some(" ") && number("stop") == 0 => {
-                    dialect.strips_space |= number("start") > 0;
-                }
-                kind => {
-                    let kind = kind.unwrap_or("none");
-                    return Err(format!(
-                        "structured output needs a tokenizer whose tokens are text by themselves; \
-                         of this model's, the decoder ({kind}) says otherwise"
-                    ));
-                }
-            }
-        }
-        if dialect.byte_level == has_spaces {
-            return Err("the tokenizer's decoder is of no known kind".to_owned());
-        }
-        Ok(dialect)
-    }
-
-    /// The bytes of a token that is text.
-    fn bytes(self, piece: &str) -> Vec<u8> {
-        if self.byte_level {
-            let bytes: Option<Vec<u8>> = piece.chars().map(byte_of).collect();
-            return bytes.unwrap_or_else(|| piece.as_bytes().to_vec());
-        }
-        match fallback_byte(piece).filter(|_| self.byte_fallback) {
-            Some(byte) => vec![byte],
-            None => piece.replace('\u{2581}', " ").into_bytes(),
-        }
     }
 }

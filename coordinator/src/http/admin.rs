@@ -201,7 +201,7 @@ async fn status(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespo
     let mut status = admin.cluster.send(GetStatus).await.map_err(gone)?;
     let readiness = (state.readiness)();
     (status.ready, status.message) = (readiness.ready, readiness.message);
-    status.model = state.models.base().to_string();
+    status.model = state.models.name(0).to_string();
     status.commands.stored = admin.membership.as_ref().map(|view| {
         let count = status.commands.count;
         count == 0 || is_stored(&view.borrow(), admin.run, count)

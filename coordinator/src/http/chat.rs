@@ -11,7 +11,7 @@ use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::chat_logprob;
 use super::message::{CallIds, Delta, Message};
-use super::params::{Common, Fields};
+use super::params::{Common, Fields, StreamUsage};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
@@ -149,9 +149,21 @@ impl Chat {
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
     }
 
-    fn push(&self, choice: ChunkChoice<'_>, out: &mut Events) -> Result<(), ApiError> {
-        let usage = self.common.include_usage.then_some(&Value::Null);
-        out.push(&self.envelope.with(&[choice], usage))
+    /// An event that comes when so many tokens were said.
+    fn push(
+        &self,
+        choice: ChunkChoice<'_>,
+        completion: u64,
+        out: &mut Events,
+    ) -> Result<(), ApiError> {
+        let usage = match self.common.usage {
+            StreamUsage::Never => None,
+            StreamUsage::Last => Some(Value::Null),
+            StreamUsage::Every => {
+                Some(usage(self.running.prompt_tokens, self.running.cached_tokens, completion))
+            }
+        };
+        out.push(&self.envelope.with(&[choice], usage.as_ref()))
     }
 
     /// The first event of each choice, which names the role.
@@ -162,7 +174,7 @@ impl Chat {
         let delta = &Delta::greeting();
         (0..self.common.n).try_for_each(|index| {
             let (logprobs, finish_reason, stop_reason) = (None, None, None);
-            self.push(ChunkChoice { index, delta, logprobs, finish_reason, stop_reason }, out)
+            self.push(ChunkChoice { index, delta, logprobs, finish_reason, stop_reason }, 0, out)
         })
     }
 
@@ -177,7 +189,7 @@ impl Chat {
         }
         let stop_reason = piece.stop_reason.as_ref();
         let choice = ChunkChoice { index, delta: &delta, logprobs, finish_reason, stop_reason };
-        self.push(choice, out)
+        self.push(choice, self.running.completion_tokens, out)
     }
 
     fn delta(&mut self, piece: &mut Piece) -> Delta {
@@ -200,7 +212,7 @@ impl EventSource for Chat {
                 self.greet(out).and_then(|()| self.push_piece(piece, out))
             }
             Some(Ok(Next::Prompt(_) | Next::Embedding(_))) => Ok(()),
-            None if self.common.include_usage => {
+            None if self.common.usage != StreamUsage::Never => {
                 return out.push_last(&self.envelope.with::<Value>(&[], Some(&self.usage())));
             }
             None => return None,

@@ -12,7 +12,7 @@ use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::CompletionLogprobs;
-use super::params::{Common, Fields, Limits, token_id};
+use super::params::{Common, Fields, Limits, StreamUsage, token_id};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
@@ -34,6 +34,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let limits = &state.limits;
     let mut common = Common::read(&fields, limits, &state.text, &state.models)?;
     refused::check(&fields, Endpoint::Completions)?;
+    common.goes_on = true;
     let echo = fields.boolean("echo", false)?;
     let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
@@ -55,8 +56,11 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     }
     let id: Arc<str> = fields.response_id("cmpl-", limits)?.into();
     let fit = common.fit(limits);
-    let encode = move |text: &_| encode(text, prompts, echo, special, fit);
-    let bytes = fields.bytes();
+    let (bytes, share) = (fields.bytes(), fields.share());
+    let encode = move |text: &_| {
+        let _share = share;
+        encode(text, prompts, echo, special, fit)
+    };
     // It may be much larger than what is kept of it.
     drop(fields);
     state.make_guide(&mut common).await?;
@@ -76,7 +80,8 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         echoed += text.as_ref().map_or(0, String::len) * common.n as usize;
         check_sizes(limits, prompt_tokens, echoed, common.sampling.prompt_logprobs)?;
         for _ in 0..common.n {
-            choices.push(Choice::new(&tokens, text.as_deref(), logprobs.is_some()));
+            let gathered = logprobs.map(|_| CompletionLogprobs::new(common.keep_special));
+            choices.push(Choice::new(&tokens, text.as_deref(), gathered));
         }
         running.push((tokens, max_tokens));
     }
@@ -190,18 +195,21 @@ struct Choice {
     logprobs: Option<CompletionLogprobs>,
     /// The prompt's first token, when it is echoed with log-probabilities.
     first: Option<u32>,
+    /// Characters of the text to echo, until the first token behind it.
+    echoed: Option<usize>,
     /// The text to echo, until it is in the stream.
     echo: Option<String>,
 }
 
 impl Choice {
-    fn new(tokens: &[u32], echo: Option<&str>, logprobs: bool) -> Self {
+    fn new(tokens: &[u32], echo: Option<&str>, logprobs: Option<CompletionLogprobs>) -> Self {
         Self {
             text: echo.unwrap_or_default().to_owned(),
             finish_reason: None,
             stop_reason: None,
-            logprobs: logprobs.then(CompletionLogprobs::default),
+            logprobs,
             first: tokens.first().copied().filter(|_| echo.is_some()),
+            echoed: echo.map(|echo| echo.chars().count()),
             echo: echo.map(str::to_owned),
         }
     }
@@ -287,6 +295,9 @@ impl Completion {
             if let Some(first) = choice.first.take() {
                 gathered.push_first(&self.state.text, first);
             }
+            if let Some(characters) = choice.echoed.take() {
+                gathered.go_on_behind(characters);
+            }
             gathered.push(&self.state.text, token);
         }
         Some((index, piece))
@@ -317,6 +328,11 @@ impl Completion {
 
     /// The event of a piece; none for a piece that only holds text back.
     fn push(&mut self, index: usize, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
+        let usage = match self.common.usage {
+            StreamUsage::Never => None,
+            StreamUsage::Last => Some(Value::Null),
+            StreamUsage::Every => Some(self.usage()),
+        };
         let choice = &mut self.choices[index];
         let echo = choice.echo.take();
         let silent = piece.text.is_empty() && piece.finish_reason.is_none();
@@ -324,15 +340,11 @@ impl Completion {
             return Ok(());
         }
         let text = echo.map(|echo| echo + &piece.text);
-        let logprobs = choice.logprobs.as_mut().map(|gathered| {
-            let rest = CompletionLogprobs::new(gathered.offset());
-            std::mem::replace(gathered, rest).json()
-        });
+        let logprobs = choice.logprobs.as_mut().map(|gathered| gathered.take().json());
         let text = text.as_deref().unwrap_or(&piece.text);
         let (finish_reason, stop_reason) = (piece.finish_reason, piece.stop_reason.as_ref());
         let choice = ChoiceBody { index, text, logprobs, finish_reason, stop_reason };
-        let usage = self.common.include_usage.then_some(&Value::Null);
-        out.push(&self.envelope.with(&[choice], usage))
+        out.push(&self.envelope.with(&[choice], usage.as_ref()))
     }
 }
 
@@ -352,7 +364,7 @@ impl EventSource for Completion {
             Some(Err(error)) => Err(error),
             Some(Ok(Some((index, piece)))) => self.push(index, &piece, out),
             Some(Ok(None)) => Ok(()),
-            None if self.common.include_usage => {
+            None if self.common.usage != StreamUsage::Never => {
                 return out.push_last(&self.envelope.with::<Value>(&[], Some(&self.usage())));
             }
             None => return None,

@@ -8,9 +8,9 @@ use crate::text::model::TextModel;
 use crate::text::reply::Reasoning;
 use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError};
 
-/// Variables that vLLM takes from fields of their own. A template that does not read one cannot
-/// heed it.
-const VARIABLES: [&str; 1] = ["reasoning_effort"];
+/// A variable that has a field of its own. Clients send it to whatever model they are set to, and a
+/// template that does not read it has nothing to heed, so it is no error there.
+const EFFORT: &str = "reasoning_effort";
 
 /// Reads a conversation.
 ///
@@ -31,15 +31,15 @@ pub fn read(
         ));
     }
     let mut variables = variables(fields)?;
-    for name in VARIABLES {
-        if let Some(value) = fields.string(name, 64)? {
-            known(template, name)?;
-            variables.insert(name.to_owned(), value.into());
-        }
+    if let Some(value) = fields.string(EFFORT, 64)?
+        && template.knows(EFFORT, tools.is_some())
+    {
+        variables.insert(EFFORT.to_owned(), value.into());
     }
     let documents = objects(fields, "documents", limits.messages)?;
-    if documents.is_some() {
-        known(template, "documents")?;
+    if documents.is_some() && !template.knows("documents", tools.is_some()) {
+        let message = "`documents` is not supported: the model's chat template does not read it";
+        return Err(ApiError::field("documents", message));
     }
     Ok(Conversation {
         messages: messages(fields, limits)?,
@@ -124,14 +124,6 @@ pub fn no_template() -> ApiError {
         "this model has no chat template; use /v1/completions, or give the server one \
          (--chat-template)",
     )
-}
-
-fn known(template: &ChatTemplate, name: &str) -> Result<(), ApiError> {
-    if template.knows(name) {
-        return Ok(());
-    }
-    let message = format!("`{name}` is not supported: the model's chat template does not read it");
-    Err(ApiError::field(name, message))
 }
 
 fn variables(fields: &Fields) -> Result<Map<String, Value>, ApiError> {

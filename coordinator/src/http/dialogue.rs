@@ -66,22 +66,19 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         rules.calls = None;
     }
     let conversation = conversation::read(&fields, limits, template, tools.told())?;
+    common.goes_on = conversation.continue_final_message;
     let shows_reasoning = fields.boolean("include_reasoning", true)?;
-    if !shows_reasoning && state.reasoning == Reasoning::Untold {
-        let message = "`include_reasoning` cannot be false: reasoning is not told from the answer \
-                       (the server's --reasoning-parser does)";
-        return Err(ApiError::field("include_reasoning", message));
-    }
     let special = fields.boolean("add_special_tokens", false)?;
     let prefix = if form == Form::Chat { "chatcmpl-" } else { "resp_" };
     let id: Arc<str> = fields.response_id(prefix, limits)?.into();
-    let (bytes, fit) = (fields.bytes(), common.fit(limits));
+    let (bytes, share, fit) = (fields.bytes(), fields.share(), common.fit(limits));
     // It may be much larger than what is kept of it.
     drop(fields);
     let lets_reason = wanted.as_ref().is_none_or(Wanted::lets_reason);
     let reasoning = if lets_reason { state.reasoning } else { Reasoning::Untold };
     rules.reasoning = reasoning != Reasoning::Untold;
     let encode = move |text: &TextModel| {
+        let _share = share;
         let rendered = conversation::encode(text, &conversation, special, fit, reasoning)?;
         let opened = (reasoning != Reasoning::Untold).then_some(rendered.begins_reasoning);
         let token = |mark: &str| text.special_token(mark);

@@ -92,7 +92,8 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .try_collect::<Vec<_>>()
         .await?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
-    let tail = Tail { model: state.models.name(common.adapter), usage };
+    let model = state.models.name(common.adapter);
+    let tail = Tail { model: &model, usage };
     let (head, tail) = (serde_json::to_string(&*id), serde_json::to_string(&tail));
     let failed = |error: serde_json::Error| ApiError::internal(error.to_string());
     let pieces = pieces(&head.map_err(failed)?, &tail.map_err(failed)?, vectors, format);

@@ -37,7 +37,7 @@ impl Envelope {
     /// Of the request whose answer has this id, for the model or one of its adapters.
     #[must_use]
     pub fn new(state: &AppState, adapter: u32, id: Arc<str>, object: &'static str) -> Self {
-        let model = state.models.name(adapter).clone();
+        let model = state.models.name(adapter);
         Self { id, object, created: since_1970(), model }
     }
 

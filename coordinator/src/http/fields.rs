@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::access::Tally;
 use super::error::ApiError;
 use super::params::Limits;
+use super::room::Share;
 
 /// A body's fields.
 #[derive(Clone, Debug)]
@@ -18,6 +19,8 @@ pub struct Fields {
     bytes: usize,
     /// What counts the request's tokens.
     tally: Tally,
+    /// What they take of the room that bodies have.
+    share: Share,
 }
 
 impl Fields {
@@ -36,6 +39,7 @@ impl Fields {
                 request_id: String::new(),
                 bytes: body.len(),
                 tally: Tally::default(),
+                share: Share::default(),
             }),
             Ok(_) => Err(ApiError::body("The body must be a JSON object")),
             Err(error) => Err(ApiError::body(format!("The body is not valid JSON: {error}"))),
@@ -48,6 +52,18 @@ impl Fields {
         Self { request_id: request_id.to_owned(), ..self }
     }
 
+    /// With what they take of the room that bodies have.
+    #[must_use]
+    pub fn in_room(self, share: Share) -> Self {
+        Self { share, ..self }
+    }
+
+    /// What they take of that room: kept by whoever keeps what they say.
+    #[must_use]
+    pub fn share(&self) -> Share {
+        self.share.clone()
+    }
+
     /// With what counts the request's tokens.
     #[must_use]
     pub fn counted_in(self, tally: Tally) -> Self {
@@ -57,8 +73,9 @@ impl Fields {
     /// The same request, said in other fields.
     #[must_use]
     pub fn said_as(&self, map: Map<String, Value>) -> Self {
-        let Self { map: _, request_id, bytes, tally } = self;
-        Self { map, request_id: request_id.clone(), bytes: *bytes, tally: tally.clone() }
+        let Self { map: _, request_id, bytes, tally, share } = self;
+        let (request_id, tally, share) = (request_id.clone(), tally.clone(), share.clone());
+        Self { map, request_id, bytes: *bytes, tally, share }
     }
 
     /// What counts the request's tokens.

@@ -54,6 +54,8 @@ pub enum Next {
 #[derive(Debug)]
 pub struct RunningPrompt {
     generation: Generation,
+    /// What came with a token and was no end of its choice.
+    next: Option<EngineEvent>,
     choices: Vec<TextStream>,
     tally: Tally,
     /// End tokens that the request did not name.
@@ -85,9 +87,11 @@ impl RunningPrompt {
             end_tokens: common.end_tokens.clone(),
             min_tokens: common.sampling.min_tokens,
             include_stop: common.include_stop,
+            shown: common.shown_end_tokens(),
             keep_special: common.keep_special,
         });
-        let stream = TextStream::new(state.text.tokenizer.clone(), rules);
+        let stream = state.text.stream(rules, common.goes_on.then_some(&prompt));
+        let guides = common.guides(stream.has_text_before())?;
         let mut sampling = common.sampling.clone();
         if !common.seeded {
             sampling.seed = state.draw_seed(id);
@@ -105,8 +109,8 @@ impl RunningPrompt {
                 .map(|choice| shared::sampling::SamplingParams { choice, ..sampling.clone() })
                 .collect(),
             stop_checks,
-            guides: common.guides(),
-            guide_spec: common.guide.as_ref().map(|(spec, _)| spec.clone()),
+            guides,
+            guide_spec: common.guide.as_ref().map(|it| it.spec.clone()),
             max_tokens,
             open_ended: common.is_open_ended(),
             priority: common.priority,
@@ -115,6 +119,7 @@ impl RunningPrompt {
             end_tokens: common.end_tokens.clone(),
             stops: common.stops.as_slice().into(),
             keep_special: common.keep_special,
+            goes_on: common.goes_on,
             arrived,
             response_id: response_id.clone(),
         };
@@ -125,6 +130,7 @@ impl RunningPrompt {
         common.tally.prompt(prompt_tokens);
         Ok(Self {
             generation,
+            next: None,
             choices,
             tally: common.tally.clone(),
             model_end_tokens: common.model_end_tokens.clone(),
@@ -144,8 +150,34 @@ impl RunningPrompt {
 
     /// As [`RunningPrompt::next`], for callers that wait for several at once.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Next, ApiError>>> {
-        let event = ready!(self.generation.poll_next(context));
-        Poll::Ready(event.map(|event| self.take(event)))
+        let event = match self.next.take() {
+            Some(event) => Some(event),
+            None => ready!(self.generation.poll_next(context)),
+        };
+        let Some(event) = event else { return Poll::Ready(None) };
+        let mut next = self.take(event);
+        if let Ok(Next::Piece(piece)) = &mut next
+            && piece.finish_reason.is_none()
+        {
+            self.end_with(piece, context);
+        }
+        Poll::Ready(Some(next))
+    }
+
+    /// A choice's end is said with its last token, if it is there already: an event of its own would
+    /// look like one more token to clients that measure the time between them.
+    fn end_with(&mut self, piece: &mut Piece, context: &mut Context<'_>) {
+        match self.generation.poll_next(context) {
+            Poll::Ready(Some(EngineEvent::Finished { choice, reason, cached }))
+                if choice == piece.choice =>
+            {
+                let end = self.finished(choice, reason, cached);
+                piece.text.push_str(&end.text);
+                (piece.finish_reason, piece.stop_reason) = (end.finish_reason, end.stop_reason);
+            }
+            Poll::Ready(other) => self.next = other,
+            Poll::Pending => {}
+        }
     }
 
     fn take(&mut self, event: EngineEvent) -> Result<Next, ApiError> {
@@ -162,22 +194,7 @@ impl RunningPrompt {
                 Ok(Next::Piece(Piece { choice, text, logprobs, ..Piece::default() }))
             }
             EngineEvent::Finished { choice, reason, cached } => {
-                // The other choices find what the first one computes.
-                if choice == 0 {
-                    self.cached_tokens = u64::from(cached);
-                }
-                let mut text = String::new();
-                if let Some(stream) = self.choices.get_mut(choice as usize) {
-                    stream.finish(&mut text);
-                }
-                let finish_reason = Some(match reason {
-                    FinishReason::EndToken(_)
-                    | FinishReason::StopString
-                    | FinishReason::Complete => "stop",
-                    FinishReason::Length => "length",
-                });
-                let stop_reason = self.stop_reason(choice, reason);
-                Ok(Next::Piece(Piece { choice, text, logprobs: None, finish_reason, stop_reason }))
+                Ok(Next::Piece(self.finished(choice, reason, cached)))
             }
             EngineEvent::Failed(error) => Err(error.into()),
         }
@@ -185,6 +202,24 @@ impl RunningPrompt {
 }
 
 impl RunningPrompt {
+    /// A choice's last piece.
+    fn finished(&mut self, choice: u32, reason: FinishReason, cached: u32) -> Piece {
+        // The other choices find what the first one computes.
+        if choice == 0 {
+            self.cached_tokens = u64::from(cached);
+        }
+        let mut text = String::new();
+        if let Some(stream) = self.choices.get_mut(choice as usize) {
+            stream.finish(&mut text);
+        }
+        let finish_reason = Some(match reason {
+            FinishReason::EndToken(_) | FinishReason::StopString | FinishReason::Complete => "stop",
+            FinishReason::Length => "length",
+        });
+        let stop_reason = self.stop_reason(choice, reason);
+        Piece { choice, text, logprobs: None, finish_reason, stop_reason }
+    }
+
     fn stop_reason(&self, choice: u32, reason: FinishReason) -> Option<StopReason> {
         match reason {
             FinishReason::EndToken(token) => {

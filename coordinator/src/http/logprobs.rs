@@ -22,19 +22,29 @@ pub struct CompletionLogprobs {
     token_logprobs: Vec<Value>,
     top_logprobs: Vec<Value>,
     text_offset: Vec<usize>,
+    /// Characters of text so far.
     offset: usize,
+    /// Special tokens are part of the text.
+    keep_special: bool,
 }
 
 impl CompletionLogprobs {
-    /// Starts behind `offset` characters of text.
+    /// Of a text whose special tokens are part of it, or are not.
     #[must_use]
-    pub fn new(offset: usize) -> Self {
-        Self { offset, ..Self::default() }
+    pub fn new(keep_special: bool) -> Self {
+        Self { keep_special, ..Self::default() }
+    }
+
+    /// What was gathered; what comes goes on behind it.
+    #[must_use]
+    pub fn take(&mut self) -> Self {
+        let rest = Self { offset: self.offset, ..Self::new(self.keep_special) };
+        std::mem::replace(self, rest)
     }
 
     /// Adds a prompt's first token, which has no log-probability.
     pub fn push_first(&mut self, model: &TextModel, token: u32) {
-        self.push_text(text_of(model, token));
+        self.push_text(model, token, text_of(model, token));
         self.token_logprobs.push(Value::Null);
         self.top_logprobs.push(Value::Null);
     }
@@ -44,25 +54,29 @@ impl CompletionLogprobs {
         let text = text_of(model, token.token);
         let mut top = Map::new();
         for (id, logprob) in &token.top {
-            top.insert(text_of(model, *id), json!(finite(*logprob)));
+            // The best come first, and tokens of the same text are told apart by nothing.
+            top.entry(text_of(model, *id)).or_insert_with(|| json!(finite(*logprob)));
         }
         // The chosen token is always among the alternatives.
         top.entry(text.clone()).or_insert_with(|| json!(finite(token.logprob)));
-        self.push_text(text);
+        self.push_text(model, token.token, text);
         self.token_logprobs.push(json!(finite(token.logprob)));
         self.top_logprobs.push(Value::Object(top));
     }
 
-    fn push_text(&mut self, text: String) {
+    fn push_text(&mut self, model: &TextModel, token: u32, text: String) {
         self.text_offset.push(self.offset);
-        self.offset += text.chars().count();
+        let is_text = self.keep_special || model.special_token(&text) != Some(token);
+        // A character that tokens share begins with the first of them.
+        let begins = |byte: &&u8| **byte & 0xc0 != 0x80;
+        let bytes = if is_text { model.token_bytes(token) } else { Vec::new() };
+        self.offset += bytes.iter().filter(begins).count();
         self.tokens.push(text);
     }
 
-    /// Characters of text so far, for what follows.
-    #[must_use]
-    pub fn offset(&self) -> usize {
-        self.offset
+    /// Goes on behind so many characters: the text of a prompt is not always its tokens' together.
+    pub fn go_on_behind(&mut self, characters: usize) {
+        self.offset = characters;
     }
 
     /// The JSON.
@@ -87,4 +101,29 @@ pub fn chat_logprob(model: &TextModel, token: &TokenLogprobs) -> Value {
     let mut chosen = entry(token.token, token.logprob);
     chosen["top_logprobs"] = token.top.iter().map(|(id, logprob)| entry(*id, *logprob)).collect();
     chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::samples::sentencepiece_bpe;
+
+    #[test]
+    fn of_alternatives_that_read_the_same_the_best_is_told() {
+        let model = sentencepiece_bpe();
+        let id = |piece: &str| model.tokenizer.token_to_id(piece).unwrap();
+        let (first, second, third) = (id("<0xE2>"), id("<0x82>"), id("a"));
+        let top = vec![(first, -0.5), (third, -1.0), (second, -2.0)];
+        let token = TokenLogprobs { token: second, logprob: -2.0, rank: 3, top };
+        let mut gathered = CompletionLogprobs::default();
+        gathered.push(&model, &token);
+        let expected = json!({"\u{fffd}": -0.5, "a": -1.0});
+        assert_eq!(gathered.json()["top_logprobs"], json!([expected]));
+        // Chat tells them apart by their bytes.
+        let told = chat_logprob(&model, &token);
+        assert_eq!(
+            (&told["bytes"], &told["top_logprobs"][0]["bytes"]),
+            (&json!([0x82]), &json!([0xe2]))
+        );
+    }
 }

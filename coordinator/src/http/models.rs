@@ -3,55 +3,73 @@
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use shared::protocol::Adapter;
+use shared::protocol::{Adapter, Serving};
 
 use super::error::ApiError;
 use super::state::AppState;
 
 /// The names that requests may give as `model`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Models {
-    /// The model's own.
-    base: Arc<str>,
+    /// The model's own. The first is what answers say.
+    names: Arc<[Arc<str>]>,
+    /// Its folder.
+    folder: Arc<str>,
     adapters: Arc<[(Arc<str>, Adapter)]>,
 }
 
 impl Models {
-    /// A model and its adapters, in the order of their numbers.
+    /// What is served.
     #[must_use]
-    pub fn new(base: &str, adapters: &[Adapter]) -> Self {
+    pub fn of(serving: &Serving) -> Self {
+        let names = [&serving.served_model_name].into_iter().chain(&serving.model_aliases);
         let named = |adapter: &Adapter| (adapter.name.as_str().into(), adapter.clone());
-        Self { base: base.into(), adapters: adapters.iter().map(named).collect() }
-    }
-
-    /// The model's own name.
-    #[must_use]
-    pub fn base(&self) -> &Arc<str> {
-        &self.base
+        Self {
+            names: names.map(|name| name.as_str().into()).collect(),
+            folder: serving.model.as_str().into(),
+            adapters: serving.adapters.iter().map(named).collect(),
+        }
     }
 
     /// Which adapter is named, 0 for the model alone; none when nothing has that name.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<u32> {
-        let mut names = std::iter::once(&self.base).chain(self.adapters.iter().map(|(it, _)| it));
-        names.position(|known| **known == *name).and_then(|at| u32::try_from(at).ok())
+        if self.names.iter().any(|known| **known == *name) {
+            return Some(0);
+        }
+        let place = self.adapters.iter().position(|(known, _)| **known == *name)?;
+        u32::try_from(place + 1).ok()
     }
 
-    /// The name of an adapter, or of the model.
+    /// The name of an adapter, or of the model where it is 0.
     #[must_use]
-    pub fn name(&self, adapter: u32) -> &Arc<str> {
+    pub fn name(&self, adapter: u32) -> Arc<str> {
         let place = adapter.checked_sub(1).map(|place| place as usize);
         let found = place.and_then(|place| self.adapters.get(place));
-        found.map_or(&self.base, |(name, _)| name)
+        found.map(|(name, _)| name).or(self.names.first()).cloned().unwrap_or_default()
+    }
+
+    /// Everything that has a name, as vLLM shows it: the model's root is its folder, as an adapter's
+    /// is, whose parent is the model.
+    fn cards(&self, state: &AppState) -> Vec<Value> {
+        let card = |id: &str, root: &str, parent: Option<&str>| {
+            json!({
+                "id": id, "object": "model", "created": state.created,
+                "owned_by": "tutti", "root": root, "parent": parent,
+                "max_model_len": state.limits.max_model_len,
+            })
+        };
+        let models = self.names.iter().map(|name| card(name, &self.folder, None));
+        let parent = self.names.first().map(|name| &**name);
+        let adapters = self.adapters.iter();
+        models.chain(adapters.map(|(name, it)| card(name, &it.path, parent))).collect()
     }
 }
 
 /// The list.
 #[must_use]
 pub fn list(state: &AppState) -> Value {
-    let count = u32::try_from(state.models.adapters.len()).unwrap_or(u32::MAX);
-    let cards: Vec<Value> = (0..=count).map(|adapter| card(state, adapter)).collect();
-    json!({"object": "list", "data": cards})
+    json!({"object": "list", "data": state.models.cards(state)})
 }
 
 /// One model.
@@ -59,22 +77,6 @@ pub fn list(state: &AppState) -> Value {
 /// # Errors
 /// 404 for one that is not served.
 pub fn get(state: &AppState, id: &str) -> Result<Value, ApiError> {
-    let adapter = state.models.find(id).ok_or_else(|| ApiError::unknown_model(id))?;
-    Ok(card(state, adapter))
-}
-
-/// As vLLM has it: an adapter's root is its folder, its parent the model.
-fn card(state: &AppState, adapter: u32) -> Value {
-    let Models { base, adapters } = &state.models;
-    let place = adapter.checked_sub(1).map(|place| place as usize);
-    let found = place.and_then(|place| adapters.get(place));
-    let (id, root, parent) = match found {
-        Some((name, adapter)) => (name, adapter.path.as_str(), Some(&**base)),
-        None => (base, &**base, None),
-    };
-    json!({
-        "id": &**id, "object": "model", "created": state.created,
-        "owned_by": "tutti", "root": root, "parent": parent,
-        "max_model_len": state.limits.max_model_len,
-    })
+    let card = state.models.cards(state).into_iter().find(|card| card["id"] == id);
+    card.ok_or_else(|| ApiError::unknown_model(id))
 }

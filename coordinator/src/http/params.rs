@@ -68,8 +68,10 @@ pub struct Limits {
     pub priorities: bool,
 }
 
-/// Bodies of so many bytes are taken whatever the model.
-const BODY_BYTES_MIN: usize = 1 << 20;
+/// Bodies of so many bytes are taken whatever the model: many prompts of a short model, or a
+/// conversation whose messages carry much that the template leaves out. All of them together have a
+/// bound of their own, see [`super::room`].
+const BODY_BYTES_MIN: usize = 16 << 20;
 /// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than 16.
 const BODY_BYTES_PER_TOKEN: usize = 16;
 
@@ -125,6 +127,13 @@ impl Limits {
         }
     }
 
+    /// Tokens that are kept for the output of a prompt that is cut to what fits, where the request
+    /// does not say how many it wants.
+    #[must_use]
+    pub fn reserved_output(&self) -> u32 {
+        (self.max_model_len / 4).clamp(1, 1024)
+    }
+
     /// Checks what a request's prompts take, which every choice has a copy of: `tokens` of all
     /// choices' prompts together.
     ///
@@ -169,8 +178,8 @@ pub struct Common {
     pub model_end_tokens: Vec<u32>,
     /// Answer in Server-Sent Events.
     pub stream: bool,
-    /// End the stream with a usage event.
-    pub include_usage: bool,
+    /// Which events of the stream say what was used.
+    pub usage: StreamUsage,
     /// The stop string that ends a choice is part of its text.
     pub include_stop: bool,
     /// Special tokens are part of the text.
@@ -180,9 +189,34 @@ pub struct Common {
     /// What the output must be.
     pub asked: Option<Asked>,
     /// What was made of it.
-    pub guide: Option<(Arc<GuideSpec>, Arc<Grammar>)>,
+    pub guide: Option<Guidance>,
+    /// The text goes on from the prompt's, as that of completions does.
+    pub goes_on: bool,
     /// What counts the request's tokens.
     pub tally: Tally,
+}
+
+/// What the output must be, ready to be followed.
+#[derive(Clone, Debug)]
+pub struct Guidance {
+    /// The field that asked for it.
+    pub field: &'static str,
+    /// What was asked for.
+    pub spec: Arc<GuideSpec>,
+    /// What was made of it.
+    pub grammar: Arc<Grammar>,
+}
+
+/// Which events of a stream say what was used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StreamUsage {
+    /// None.
+    #[default]
+    Never,
+    /// One of its own, the last.
+    Last,
+    /// That, and every other says what was used so far.
+    Every,
 }
 
 /// The adapter that a request's `model` names; 0 for the model alone, also where it names none.
@@ -259,7 +293,7 @@ impl Common {
             prompt_logprobs: None,
             pooling: None,
         };
-        let include_usage = include_usage(fields, stream)?;
+        let usage = stream_usage(fields, stream)?;
         Ok(Self {
             n,
             max_tokens: None,
@@ -273,21 +307,37 @@ impl Common {
             end_tokens,
             model_end_tokens,
             stream,
-            include_usage,
+            usage,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
             keep_special: !fields.boolean("skip_special_tokens", true)?,
             truncation: truncation(fields, limits)?,
             asked: structured::read(fields, text.vocab_size)?,
             guide: None,
+            goes_on: false,
             tally: fields.tally().clone(),
         })
     }
 
-    /// A guide for each choice, where the output must be something.
+    /// A guide for each choice, where the output must be something; text comes before it or does
+    /// not.
+    ///
+    /// # Errors
+    /// 400 naming the field, where it cannot begin so.
+    pub fn guides(&self, behind_text: bool) -> Result<Vec<Box<dyn TokenGuide>>, ApiError> {
+        let Some(Guidance { field, grammar, .. }) = &self.guide else { return Ok(Vec::new()) };
+        let guide = |_| match grammar.guide(behind_text) {
+            Ok(guide) => Ok(Box::new(guide) as Box<dyn TokenGuide>),
+            Err(why) => Err(structured::wrong(field, &format!("cannot begin: {why}"))),
+        };
+        (0..self.n).map(guide).collect()
+    }
+
+    /// End tokens that are part of the text: those that the request names, where what ends its text
+    /// is to be in it.
     #[must_use]
-    pub fn guides(&self) -> Vec<Box<dyn TokenGuide>> {
-        let Some((_, grammar)) = &self.guide else { return Vec::new() };
-        (0..self.n).map(|_| Box::new(grammar.guide()) as Box<dyn TokenGuide>).collect()
+    pub fn shown_end_tokens(&self) -> Vec<u32> {
+        let named = self.end_tokens.iter().filter(|it| !self.model_end_tokens.contains(it));
+        named.copied().filter(|_| self.include_stop).collect()
     }
 
     /// Most tokens of a prompt that is not truncated.
@@ -303,7 +353,8 @@ impl Common {
             None => return false,
             Some(Truncation::To(max)) => max,
             Some(Truncation::Fit) => {
-                limits.max_model_len.saturating_sub(self.max_tokens.unwrap_or(1)).max(1)
+                let output = self.max_tokens.unwrap_or_else(|| limits.reserved_output());
+                limits.max_model_len.saturating_sub(output).max(1)
             }
         };
         let over = tokens.len().saturating_sub(max as usize);
@@ -353,22 +404,28 @@ impl Common {
     }
 }
 
-fn include_usage(fields: &Fields, stream: bool) -> Result<bool, ApiError> {
+fn stream_usage(fields: &Fields, stream: bool) -> Result<StreamUsage, ApiError> {
     let name = "stream_options";
-    match fields.get(name) {
-        None => Ok(false),
+    let options = match fields.get(name) {
+        None => return Ok(StreamUsage::Never),
         Some(Value::Object(_)) if !stream => {
-            Err(ApiError::field(name, format!("`{name}` is allowed only with `stream`: true")))
+            let message = format!("`{name}` is allowed only with `stream`: true");
+            return Err(ApiError::field(name, message));
         }
-        Some(Value::Object(options)) => match options.get("include_usage") {
-            None | Some(Value::Null) => Ok(false),
-            Some(Value::Bool(include)) => Ok(*include),
-            Some(other) => {
-                Err(Fields::wrong("stream_options.include_usage", other, "true or false"))
-            }
-        },
-        Some(other) => Err(Fields::wrong(name, other, "an object")),
-    }
+        Some(Value::Object(options)) => options,
+        Some(other) => return Err(Fields::wrong(name, other, "an object")),
+    };
+    let flag = |option: &str| match options.get(option) {
+        None | Some(Value::Null) => Ok(false),
+        Some(Value::Bool(flag)) => Ok(*flag),
+        Some(other) => Err(Fields::wrong(&format!("{name}.{option}"), other, "true or false")),
+    };
+    // As at vLLM: every event's is of use to those alone who want the last one's.
+    Ok(match (flag("include_usage")?, flag("continuous_usage_stats")?) {
+        (false, _) => StreamUsage::Never,
+        (true, false) => StreamUsage::Last,
+        (true, true) => StreamUsage::Every,
+    })
 }
 
 fn truncation(fields: &Fields, limits: &Limits) -> Result<Option<Truncation>, ApiError> {

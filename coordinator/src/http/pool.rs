@@ -13,8 +13,9 @@ use super::error::ApiError;
 
 /// Longest wait for a core.
 const QUEUE_DEADLINE: Duration = Duration::from_secs(30);
-/// Most pieces of work that wait.
-const QUEUE_MAX: usize = 2048;
+/// Most pieces of work that wait: as many as requests may wait for a replica where nothing else is
+/// said. What they take is bounded by [`super::room`].
+const QUEUE_MAX: usize = 16 << 10;
 /// Texts of more bytes are large.
 pub const LARGE: usize = 64 << 10;
 

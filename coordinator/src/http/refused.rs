@@ -150,11 +150,6 @@ pub fn check(fields: &Fields, endpoint: Endpoint) -> Result<(), ApiError> {
             return Err(ApiError::field(name, format!("`{name}` is not supported{}", why(name))));
         }
     }
-    let option = "stream_options.continuous_usage_stats";
-    let value = fields.get("stream_options").and_then(|it| it.get("continuous_usage_stats"));
-    if value.is_some_and(|value| !value.is_null() && !False.holds(value)) {
-        return Err(ApiError::field("stream_options", format!("`{option}` is not supported")));
-    }
     Ok(())
 }
 

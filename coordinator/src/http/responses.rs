@@ -109,7 +109,7 @@ impl Answering {
             id: id.clone(),
             object: "response",
             created_at: since_1970(),
-            model: state.models.name(common.adapter).clone(),
+            model: state.models.name(common.adapter),
             background: false,
             previous_response_id: (),
             service_tier: "default",

@@ -8,7 +8,7 @@ use actix_web::dev::{Server, ServiceRequest, ServiceResponse};
 use actix_web::http::ConnectionType;
 use actix_web::http::header::{CONTENT_ENCODING, CONTENT_TYPE, ContentType};
 use actix_web::middleware::{Compress, Condition, Next, from_fn};
-use actix_web::web::{self, Bytes, Data, Payload, ServiceConfig};
+use actix_web::web::{self, BytesMut, Data, Payload, ServiceConfig};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route, guard, http};
 use futures_util::StreamExt as _;
 use serde_json::json;
@@ -17,7 +17,8 @@ use shared::metrics::labels::{Method, RejectReason};
 use super::body::{Companion, accompanied};
 use super::error::ApiError;
 use super::gate::{self, Visit};
-use super::params::{Fields, Limits};
+use super::params::Fields;
+use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
 use super::{
     access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, tls,
@@ -268,32 +269,31 @@ async fn read(state: &AppState, request: &HttpRequest, body: Payload) -> Result<
     if let Some(encoding) = encoding.filter(|it| !it.as_bytes().eq_ignore_ascii_case(b"identity")) {
         return Err(ApiError::content_encoding(&String::from_utf8_lossy(encoding.as_bytes())));
     }
-    let bytes = collect(body, &state.limits);
+    let bytes = collect(body, &state.room);
     let deadline = Duration::from_secs(BODY_DEADLINE_S);
-    let bytes = tokio::time::timeout(deadline, bytes)
+    let (bytes, share) = tokio::time::timeout(deadline, bytes)
         .await
         .map_err(|_| ApiError::too_slow(BODY_DEADLINE_S))??;
     let id = access::request_id(request);
     let fields = if bytes.len() > pool::LARGE {
         let limits = state.limits.clone();
-        state.with_text(bytes.len(), move |_| Fields::parse(&bytes, &limits)).await
+        state
+            .with_text(bytes.len(), move |_| Ok(Fields::parse(&bytes, &limits)?.in_room(share)))
+            .await
     } else {
         Fields::parse(&bytes, &state.limits)
     };
     Ok(fields?.of_request(&id).counted_in(access::tally(request)))
 }
 
-async fn collect(mut body: Payload, limits: &Limits) -> Result<Bytes, ApiError> {
-    let mut bytes = web::BytesMut::new();
+async fn collect(mut body: Payload, room: &Room) -> Result<(BytesMut, Share), ApiError> {
+    let mut whole = room.body();
     while let Some(chunk) = body.next().await {
         let chunk =
             chunk.map_err(|error| ApiError::body(format!("The body broke off: {error}")))?;
-        if bytes.len() + chunk.len() > limits.body_bytes {
-            return Err(ApiError::too_large(limits.body_bytes));
-        }
-        bytes.extend_from_slice(&chunk);
+        whole.push(&chunk)?;
     }
-    Ok(bytes.freeze())
+    Ok(whole.whole())
 }
 
 async fn get_models(state: Data<AppState>) -> HttpResponse {

@@ -6,7 +6,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use shared::clock::Clock;
 use shared::ids::RequestId;
-use shared::protocol::Adapter;
 
 use super::admin::Admin;
 use super::error::ApiError;
@@ -16,8 +15,9 @@ use super::keys::ApiKeys;
 use super::metrics::MetricsPage;
 use super::models::Models;
 use super::options::ApiOptions;
-use super::params::{Common, Limits, adapter};
+use super::params::{Common, Guidance, Limits, adapter};
 use super::pool::TextPool;
+use super::room::Room;
 use super::structured::Asked;
 use super::tls::Tls;
 use crate::engine::EngineHandle;
@@ -88,6 +88,8 @@ pub struct AppState {
     pub reasoning: Reasoning,
     /// How HTTPS is served, where it is.
     pub tls: Option<Tls>,
+    /// How much the bodies of requests may take together.
+    pub room: Room,
     /// Where work on text is done.
     texts: TextPool,
 }
@@ -102,7 +104,6 @@ impl AppState {
     /// Puts the state together. `run` is drawn at random for this process.
     #[must_use]
     pub fn new(
-        model_name: &str,
         text: Arc<TextModel>,
         engine: EngineHandle,
         limits: Limits,
@@ -112,9 +113,10 @@ impl AppState {
         run: u64,
     ) -> Self {
         Self {
-            models: Models::new(model_name, &[]),
+            models: Models::default(),
             text,
             engine,
+            room: Room::new(limits.body_bytes),
             limits: Arc::new(limits),
             clock,
             stats,
@@ -139,8 +141,10 @@ impl AppState {
     /// With what the operator chose.
     #[must_use]
     pub fn with_api(self, options: &ApiOptions) -> Self {
+        let limits = (*self.limits).clone().chosen(options);
         Self {
-            limits: Arc::new((*self.limits).clone().chosen(options)),
+            room: Room::new(limits.body_bytes),
+            limits: Arc::new(limits),
             keys: options.keys.clone(),
             allowed_origins: options.allowed_origins.as_slice().into(),
             access_log: options.access_log,
@@ -151,10 +155,10 @@ impl AppState {
         }
     }
 
-    /// With adapters beside the model.
+    /// With the names that requests give.
     #[must_use]
-    pub fn with_adapters(self, adapters: &[Adapter]) -> Self {
-        Self { models: Models::new(self.models.base(), adapters), ..self }
+    pub fn with_models(self, models: Models) -> Self {
+        Self { models, ..self }
     }
 
     /// Refuses requests for a model that is not served.
@@ -217,7 +221,7 @@ impl AppState {
             GrammarError::Busy => ApiError::overloaded(error.to_string()),
             GrammarError::Broke => ApiError::internal(error.to_string()),
         })?;
-        common.guide = Some((Arc::new(spec), made));
+        common.guide = Some(Guidance { field, spec: Arc::new(spec), grammar: made });
         Ok(())
     }
 

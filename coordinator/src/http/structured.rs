@@ -221,9 +221,10 @@ fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
                 Some(pattern) => whitespace = Whitespace::Pattern(pattern.to_owned()),
                 None => return Err(ApiError::field(field, format!("`{name}` must be a string"))),
             },
-            // They ask for nothing more.
-            "disable_fallback" | "disable_additional_properties" if !flag()? => {}
-            "disable_fallback" => {}
+            // There is nothing to fall back on, and objects are closed anyway.
+            "disable_fallback" | "disable_additional_properties" => {
+                flag()?;
+            }
             _ => return Err(ApiError::field(field, format!("`{name}` is not supported"))),
         }
     }

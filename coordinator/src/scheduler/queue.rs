@@ -10,12 +10,13 @@ use super::{Effect, Scheduler};
 use crate::engine::EngineError;
 
 /// Choices that may wait for each request that may.
-const CHOICES_PER_REQUEST: u32 = 8;
-/// Prompt tokens that may wait for each request that may, counted for every choice.
-const TOKENS_PER_REQUEST: u32 = 32 << 10;
+const CHOICES_PER_REQUEST: u32 = 2;
+/// Prompt tokens that may wait for each request that may, counted for every choice, which has a copy
+/// of its own: 4 bytes each. With the usual bound of 16,384 requests they take 256 MiB.
+const TOKENS_PER_REQUEST: u32 = 4 << 10;
 /// So many requests' share may wait however few requests may: a few may have many choices, or long
 /// prompts.
-const SHARES_MIN: u32 = 1024;
+const SHARES_MIN: u32 = 8 << 10;
 
 /// What waits, or one request of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -27,7 +27,7 @@ pub fn bytes_per_token(tokenizer: &Value) -> Option<usize> {
                 let mut chars = token.chars();
                 chars.next().filter(|_| chars.next().is_none())
             })
-            .filter(|c| super::model::byte_of(*c).is_some())
+            .filter(|c| super::dialect::byte_of(*c).is_some())
             .collect();
         if single.len() < 256 {
             return None;
@@ -100,7 +100,7 @@ mod tests {
 
     fn byte_level(pre_tokenizer: &Value, normalizer: &Value, added: &Value) -> Option<usize> {
         let bytes = (0..=0x143u32).filter_map(char::from_u32);
-        let bytes = bytes.filter(|c| crate::text::model::byte_of(*c).is_some());
+        let bytes = bytes.filter(|c| crate::text::dialect::byte_of(*c).is_some());
         let mut vocab: serde_json::Map<String, Value> =
             bytes.map(|c| (c.to_string(), json!(0))).collect();
         assert_eq!(vocab.len(), 256);

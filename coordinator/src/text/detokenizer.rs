@@ -3,6 +3,9 @@
 //! A token may end within a character; then nothing is emitted until the character is whole. What
 //! is emitted, piece by piece, is what decoding all tokens at once would give. Each token costs the
 //! decoding of a few tokens before it, never of the whole text.
+//!
+//! Text that goes on from other text begins behind its last tokens: decoders leave out a space that
+//! their tokens begin with, which is one to keep there.
 use std::sync::Arc;
 
 use tokenizers::Tokenizer;
@@ -21,6 +24,9 @@ pub struct IncrementalDecoder {
 
 /// A window longer than this is emitted as it is: no character takes so many tokens.
 const WINDOW_MAX: usize = 64;
+/// Tokens of what comes before that are looked at: more than a character takes, and than special
+/// tokens stand in a row.
+const BEFORE_MAX: usize = 8;
 
 impl IncrementalDecoder {
     /// A decoder that has seen nothing.
@@ -33,6 +39,19 @@ impl IncrementalDecoder {
     #[must_use]
     pub fn keeping_special(self, keep_special: bool) -> Self {
         Self { keep_special, ..self }
+    }
+
+    /// Goes on behind these tokens, which are not part of the text.
+    #[must_use]
+    pub fn behind(self, tokens: &[u32]) -> Self {
+        let window = tokens[tokens.len().saturating_sub(BEFORE_MAX)..].to_vec();
+        Self { emitted: window.len(), window, ..self }
+    }
+
+    /// Whether text comes before what is next.
+    #[must_use]
+    pub fn has_text_before(&self) -> bool {
+        !self.decode(&self.window[..self.emitted]).is_empty()
     }
 
     /// Takes a token; appends the text that is certain now to `text`.
@@ -53,10 +72,20 @@ impl IncrementalDecoder {
         if unfinished && !last && self.window.len() < WINDOW_MAX {
             return;
         }
-        match all.strip_prefix(before.as_str()) {
+        let new = all.strip_prefix(before.as_str()).or_else(|| {
+            // What comes before ended within a character, which is whole now.
+            all.strip_prefix(before.trim_end_matches(char::REPLACEMENT_CHARACTER))
+        });
+        let had = text.len();
+        match new {
             Some(new) => text.push_str(new),
             // Bytes that are no character make others of those before them, which are text already.
             None => text.push_str(&self.decode(&self.window[self.emitted..])),
+        }
+        // Of tokens that are no text, such as special ones, none is what comes before: without those
+        // before them, the next would seem to begin the text.
+        if text.len() == had && self.window.len() < WINDOW_MAX {
+            return;
         }
         // The window goes on from the tokens just emitted: what follows may depend on them.
         self.window.drain(..self.emitted);
@@ -68,5 +97,72 @@ impl IncrementalDecoder {
             return String::new();
         }
         self.tokenizer.decode(tokens, !self.keep_special).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::text::model::TextModel;
+    use crate::text::samples::{sentencepiece_bpe, sentencepiece_that_keeps_spaces};
+
+    fn behind(model: &TextModel, prompt: &[u32], tokens: &[u32]) -> String {
+        let mut decoder = IncrementalDecoder::new(model.tokenizer.clone()).behind(prompt);
+        let mut text = String::new();
+        tokens.iter().for_each(|token| decoder.push(*token, &mut text));
+        decoder.finish(&mut text);
+        text
+    }
+
+    fn tokens(model: &TextModel, pieces: &[&str]) -> Vec<u32> {
+        pieces.iter().map(|piece| model.tokenizer.token_to_id(piece).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_space_is_left_out_at_the_beginning_of_a_text_alone() {
+        let model = sentencepiece_bpe();
+        let of = |pieces: &[&str]| tokens(&model, pieces);
+        let said = of(&["\u{2581}a", "b", "\u{2581}a"]);
+        assert_eq!(behind(&model, &[], &said), "ab a");
+        assert_eq!(behind(&model, &of(&["\u{2581}b"][..0]), &said), "ab a");
+        assert_eq!(behind(&model, &of(&["\u{2581}a", "b"]), &said), " ab a");
+        // Special tokens are no text, neither before it nor within it.
+        assert_eq!(behind(&model, &of(&["<|tool|>"]), &said), "ab a");
+        assert_eq!(behind(&model, &of(&["b", "<|tool|>"]), &said), " ab a");
+        let special = of(&["b", "<|tool|>", "<|tool|>", "\u{2581}a"]);
+        assert_eq!(behind(&model, &[], &special), "b a");
+        assert_eq!(behind(&model, &of(&["a"]), &of(&["\u{2581}\u{2581}", "b"])), "  b");
+        // However much came before.
+        assert_eq!(behind(&model, &of(&["b"; 100]), &said), " ab a");
+    }
+
+    #[test]
+    fn a_character_that_the_prompt_began_is_part_of_the_text() {
+        for model in [sentencepiece_bpe(), sentencepiece_that_keeps_spaces()] {
+            let of = |pieces: &[&str]| tokens(&model, pieces);
+            let (begun, rest) = (of(&["a", "<0xE2>", "<0x82>"]), of(&["<0xAC>", "b"]));
+            assert_eq!(behind(&model, &begun, &rest), "\u{20ac}b");
+            // One that stays unfinished is the prompt's.
+            assert_eq!(behind(&model, &begun, &of(&["b", "a"])), "ba");
+            assert_eq!(behind(&model, &rest, &begun[..1]), "a");
+        }
+    }
+
+    proptest! {
+        /// Prompt and text are together what decoding all tokens at once gives.
+        #[test]
+        fn the_text_goes_on_where_the_prompt_ends(
+            prompt in prop::collection::vec(256u32..277, 1..20),
+            said in prop::collection::vec(256u32..277, 0..20),
+        ) {
+            for model in [sentencepiece_bpe(), sentencepiece_that_keeps_spaces()] {
+                let before = model.decode(&prompt);
+                prop_assume!(!before.is_empty());
+                let all = model.decode(&[prompt.clone(), said.clone()].concat());
+                prop_assert_eq!(before + &behind(&model, &prompt, &said), all);
+            }
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! What a model folder says about text: tokenizer, chat template, end tokens, sampling defaults,
 //! and the two sizes that bound a request.
 mod pooling;
+mod templates;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,10 @@ use shared::model_config;
 use shared::sampling::Pooling;
 use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
+use self::templates::Sources;
 use super::bound;
+use super::dialect::Dialect;
+use super::stream::{StopRules, TextStream};
 use super::template::ChatTemplate;
 use crate::guide::{Guides, Making};
 
@@ -70,10 +74,8 @@ pub struct TextModel {
     pub fingerprint: u64,
     /// Bytes of text that one token stands for at most, where that can be told.
     pub bytes_per_token: Option<usize>,
-    /// The tokenizer writes bytes as printable characters (byte-level BPE).
-    byte_level: bool,
-    /// Characters without a token of their own are written as bytes: `<0xE4>`.
-    byte_fallback: bool,
+    /// How its tokens are text, or why that cannot be told.
+    pub dialect: Result<Dialect, String>,
     /// Special tokens by what they are written as.
     special: HashMap<String, u32>,
     guides: OnceLock<Result<Guides, String>>,
@@ -121,8 +123,6 @@ impl TextModel {
         // Padding and truncation are for training.
         tokenizer.with_padding(None);
         let _ = tokenizer.with_truncation(None);
-        let names = |part: &[u8]| bytes.windows(part.len()).any(|window| window == part);
-        let (byte_level, byte_fallback) = (names(b"ByteLevel"), names(b"\"ByteFallback\""));
         let generation = optional_json(&folder.join("generation_config.json"))?;
         let ends = |source: &Value| match source.get("eos_token_id") {
             Some(Value::Number(id)) => id.as_u64().into_iter().collect(),
@@ -152,6 +152,7 @@ impl TextModel {
         let added = tokenizer.get_added_tokens_decoder().into_iter();
         let special = added.filter(|(_, token)| token.special);
         let special = special.map(|(id, token)| (token.content, id)).collect();
+        let dialect = Dialect::of(&tokenizer);
         let tokenizer = Arc::new(tokenizer);
         Ok(Self {
             tokenizer,
@@ -163,8 +164,7 @@ impl TextModel {
             usual_positions: positions.usual,
             hidden_size: size("hidden_size").unwrap_or(0),
             pooling: pooling::read(folder)?,
-            byte_level,
-            byte_fallback,
+            dialect,
             special,
             guides: OnceLock::new(),
             grammars: Making::default(),
@@ -226,6 +226,16 @@ impl TextModel {
         Ok(tokens)
     }
 
+    /// The text of a choice, which goes on from this prompt's, if one is given.
+    #[must_use]
+    pub fn stream(&self, rules: Arc<StopRules>, prompt: Option<&Vec<u32>>) -> TextStream {
+        let stream = TextStream::new(self.tokenizer.clone(), rules);
+        match prompt {
+            Some(prompt) => stream.behind(prompt),
+            None => stream,
+        }
+    }
+
     /// Tokens to text, without special tokens.
     #[must_use]
     pub fn decode(&self, tokens: &[u32]) -> String {
@@ -236,34 +246,11 @@ impl TextModel {
     #[must_use]
     pub fn token_bytes(&self, token: u32) -> Vec<u8> {
         let Some(piece) = self.tokenizer.id_to_token(token) else { return Vec::new() };
-        if self.byte_level {
-            let bytes: Option<Vec<u8>> = piece.chars().map(byte_of).collect();
-            if let Some(bytes) = bytes {
-                return bytes;
-            }
-        }
-        match fallback_byte(&piece).filter(|_| self.byte_fallback) {
-            Some(byte) => vec![byte],
-            None => piece.replace('\u{2581}', " ").into_bytes(),
+        match &self.dialect {
+            Ok(dialect) => dialect.bytes(&piece),
+            Err(_) => piece.replace('\u{2581}', " ").into_bytes(),
         }
     }
-}
-
-/// The byte that is written so by BPE with byte fallback: `<0xE4>`.
-pub(crate) fn fallback_byte(piece: &str) -> Option<u8> {
-    let hex = piece.strip_prefix("<0x")?.strip_suffix('>')?;
-    u8::from_str_radix(hex, 16).ok().filter(|_| hex.len() == 2)
-}
-
-/// The byte that byte-level BPE writes as this character: printable Latin-1 stands for itself, the
-/// other 68 bytes are moved behind U+0100.
-pub(crate) fn byte_of(c: char) -> Option<u8> {
-    let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-    let code = u32::from(c);
-    if code < 256 {
-        return printable(code).then_some(code as u8);
-    }
-    (0..=255u32).filter(|b| !printable(*b)).nth(code.checked_sub(256)? as usize).map(|b| b as u8)
 }
 
 fn load_template(
@@ -279,41 +266,22 @@ fn load_template(
         }
         _ => String::new(),
     };
-    let jinja = folder.join("chat_template.jinja");
-    let jinja = chosen.map_or(jinja, Path::to_owned);
-    let (file, source) = if chosen.is_some() || jinja.is_file() {
-        let text = std::fs::read_to_string(&jinja).map_err(|e| TextModelError::new(&jinja, e))?;
-        (jinja, Some(text))
-    } else {
-        let named = |list: &Vec<Value>| {
-            let default = list.iter().find(|entry| entry.get("name") == Some(&"default".into()));
-            default.or(list.first())?.get("template")?.as_str().map(str::to_owned)
-        };
-        let source = match config.get("chat_template") {
-            Some(Value::String(text)) => Some(text.clone()),
-            Some(Value::Array(list)) => named(list),
-            _ => None,
-        };
-        // Of models that also see.
-        let other = folder.join("chat_template.json");
-        match source {
-            None if other.is_file() => {
-                let read = read_json(&other)?;
-                let source = read.get("chat_template").and_then(Value::as_str).map(str::to_owned);
-                (other, source)
+    let sources = Sources::find(folder, chosen, config.get("chat_template"), &config_file)?;
+    let template = sources.default.map(|(file, source)| {
+        let named = |message| TextModelError::new(&file, message);
+        let template = ChatTemplate::new(&source, token("bos_token"), token("eos_token"));
+        let template = template.map_err(named)?;
+        match &sources.tool_use {
+            Some((file, source)) => {
+                template.with_tool_use(source).map_err(|message| TextModelError::new(file, message))
             }
-            source => (config_file, source),
+            None => Ok(template),
         }
-    };
-    let template = source
-        .map(|source| {
-            ChatTemplate::new(&source, token("bos_token"), token("eos_token"))
-                .map_err(|message| TextModelError::new(&file, message))
-        })
-        .transpose()?;
+    });
+    let template = template.transpose()?;
     if let Some(Err(error)) = template.as_ref().map(ChatTemplate::probe) {
         // It may be meant for other conversations than the plainest.
-        tracing::warn!(file = %file.display(), %error, "a plain conversation has no prompt");
+        tracing::warn!(folder = %folder.display(), %error, "a plain conversation has no prompt");
     }
     Ok(template)
 }
@@ -325,7 +293,8 @@ fn fingerprint(folder: &Path, chat_template: Option<&Path>) -> u64 {
         "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
-        "chat_template.jinja",
+        templates::FILES[0],
+        templates::FILES[1],
         "chat_template.json",
         pooling::FILES[0],
         pooling::FILES[1],

@@ -16,8 +16,10 @@ use crate::engine::StopCheck;
 pub struct StopRules {
     /// Stop strings.
     pub stops: Vec<String>,
-    /// Tokens that end the sequence and are not part of its text.
+    /// Tokens that end the sequence and are not part of its text, unless they are among `shown`.
     pub end_tokens: Vec<u32>,
+    /// End tokens that are part of the text.
+    pub shown: Vec<u32>,
     /// Nothing ends the sequence before it has so many tokens.
     pub min_tokens: u32,
     /// The stop string is part of the text, though not what its last token has behind it.
@@ -60,6 +62,18 @@ impl TextStream {
         }
     }
 
+    /// Goes on behind these tokens, those of a prompt: what it says is no text of its own.
+    #[must_use]
+    pub fn behind(self, prompt: &[u32]) -> Self {
+        Self { decoder: self.decoder.behind(prompt), ..self }
+    }
+
+    /// Whether text comes before what is next.
+    #[must_use]
+    pub fn has_text_before(&self) -> bool {
+        self.decoder.has_text_before()
+    }
+
     /// Tokens taken.
     #[must_use]
     pub fn num_tokens(&self) -> u32 {
@@ -77,12 +91,14 @@ impl TextStream {
     pub fn push_token(&mut self, token: u32, text: &mut String) -> bool {
         self.num_tokens += 1;
         let may_stop = self.num_tokens >= self.rules.min_tokens;
-        if self.stopped || (may_stop && self.rules.end_tokens.contains(&token)) {
+        let ends = may_stop && self.rules.end_tokens.contains(&token);
+        if self.stopped || (ends && !self.rules.shown.contains(&token)) {
             return false;
         }
         self.piece.clear();
         self.decoder.push(token, &mut self.piece);
-        self.stopped = self.matcher.push(&self.piece, may_stop, text);
+        // The token ends the sequence before a stop string within it does.
+        self.stopped = self.matcher.push(&self.piece, may_stop && !ends, text);
         self.stopped
     }
 

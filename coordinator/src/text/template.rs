@@ -93,10 +93,17 @@ pub struct ChatTemplate {
     bos_token: String,
     eos_token: String,
     calls: Option<CallFormat>,
+    /// There is one for conversations with tools.
+    has_tool_use: bool,
 }
 
 /// The template's name in its environment.
 const NAME: &str = "chat_template";
+/// The name of the one for conversations with tools, in its environment and in model folders.
+pub const TOOL_USE: &str = "tool_use";
+/// Stands where the content of a message ends that is to be gone on with. No keyboard writes it, and
+/// its last character tells whether the template trims.
+const END_MARK: &str = "\u{f8ff}\u{e000}\u{f8ff} ";
 
 impl ChatTemplate {
     /// Compiles a template.
@@ -122,7 +129,25 @@ impl ChatTemplate {
             .add_template_owned(NAME, without_generation_blocks(source))
             .map_err(|error| describe(&error))?;
         let calls = CallFormat::of_template(source);
-        Ok(Self { environment, bos_token, eos_token, calls })
+        Ok(Self { environment, bos_token, eos_token, calls, has_tool_use: false })
+    }
+
+    /// With another template for conversations with tools.
+    ///
+    /// # Errors
+    /// The template's mistake, with its line.
+    pub fn with_tool_use(mut self, source: &str) -> Result<Self, String> {
+        let source_without = without_generation_blocks(source);
+        let added = self.environment.add_template_owned(TOOL_USE, source_without);
+        added.map_err(|error| format!("{TOOL_USE}: {}", describe(&error)))?;
+        self.calls = CallFormat::of_template(source).or(self.calls);
+        self.has_tool_use = true;
+        Ok(self)
+    }
+
+    /// The name of the template for conversations with tools, or without.
+    fn name(&self, has_tools: bool) -> &'static str {
+        if has_tools && self.has_tool_use { TOOL_USE } else { NAME }
     }
 
     /// How it teaches the model to write calls of tools, as far as its text tells.
@@ -131,10 +156,10 @@ impl ChatTemplate {
         self.calls
     }
 
-    /// Whether the template reads a variable of this name.
+    /// Whether the template reads a variable of this name, in conversations with tools or without.
     #[must_use]
-    pub fn knows(&self, variable: &str) -> bool {
-        let template = self.environment.get_template(NAME);
+    pub fn knows(&self, variable: &str, has_tools: bool) -> bool {
+        let template = self.environment.get_template(self.name(has_tools));
         template.is_ok_and(|template| template.undeclared_variables(false).contains(variable))
     }
 
@@ -166,10 +191,15 @@ impl ChatTemplate {
                 RenderError::Template(describe(&error))
             }
         };
-        let template = self.environment.get_template(NAME).map_err(failed)?;
+        let name = self.name(conversation.tools.is_some());
+        let template = self.environment.get_template(name).map_err(failed)?;
         let mut variables = conversation.variables.clone();
+        let mut messages = json!(conversation.messages);
+        if conversation.continue_final_message {
+            mark_end(&mut messages)?;
+        }
         for (name, value) in [
-            ("messages", json!(conversation.messages)),
+            ("messages", messages),
             ("tools", json!(conversation.tools)),
             ("documents", json!(conversation.documents)),
             ("add_generation_prompt", json!(conversation.add_generation_prompt)),
@@ -186,27 +216,38 @@ impl ChatTemplate {
             )));
         }
         if conversation.continue_final_message {
-            return open_ended(text, conversation.messages.last());
+            return open_ended(text);
         }
         Ok(text)
     }
 }
 
+/// Marks where the last message's content ends: what it says may stand elsewhere in the prompt, too.
+fn mark_end(messages: &mut serde_json::Value) -> Result<(), RenderError> {
+    let content = messages.as_array_mut().and_then(|list| list.last_mut()?.get_mut("content"));
+    if let Some(serde_json::Value::String(content)) = content
+        && !content.trim().is_empty()
+    {
+        content.push_str(END_MARK);
+        return Ok(());
+    }
+    let message = "`continue_final_message`: the last message's content is empty";
+    Err(RenderError::Conversation(message.to_owned()))
+}
+
 /// The prompt up to where its last message's content ends, as transformers cuts it.
-fn open_ended(mut text: String, last: Option<&serde_json::Value>) -> Result<String, RenderError> {
-    let content = last.and_then(|message| message.get("content")?.as_str()).unwrap_or_default();
-    let at = Some(content.trim()).filter(|it| !it.is_empty()).and_then(|it| text.rfind(it));
-    let Some(at) = at else {
-        return Err(RenderError::Conversation(
-            "`continue_final_message`: the last message's content is empty or the chat template \
-             leaves it out"
-                .to_owned(),
-        ));
+fn open_ended(mut text: String) -> Result<String, RenderError> {
+    let Some(at) = text.rfind(END_MARK.trim_end()) else {
+        let message = "`continue_final_message`: the chat template leaves out the last message's \
+                       content";
+        return Err(RenderError::Conversation(message.to_owned()));
     };
     // Unless the template trims it, the content ends with the white space the client wrote.
-    let whole = content.trim_start();
-    let length = if text[at..].starts_with(whole) { whole.len() } else { content.trim().len() };
-    text.truncate(at + length);
+    let trims = !text[at..].starts_with(END_MARK);
+    text.truncate(at);
+    if trims {
+        text.truncate(text.trim_end().len());
+    }
     Ok(text)
 }
 

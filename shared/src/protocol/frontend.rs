@@ -57,6 +57,35 @@ pub struct FrontendWelcome {
     pub serving: Serving,
 }
 
+/// Most names of one model in the API, and bytes of each.
+pub const MODEL_NAMES_MAX: usize = 16;
+/// See [`MODEL_NAMES_MAX`].
+pub const MODEL_NAME_MAX: usize = 1024;
+
+/// Checks the names that a model is to have in the API.
+///
+/// # Errors
+/// Which bound is broken, in one sentence.
+pub fn check_model_names(names: &[String]) -> Result<(), String> {
+    let count = names.len();
+    if !(1..=MODEL_NAMES_MAX).contains(&count) {
+        return Err(format!("{count} names, it must be 1 to {MODEL_NAMES_MAX}"));
+    }
+    for (index, name) in names.iter().enumerate() {
+        if !(1..=MODEL_NAME_MAX).contains(&name.len()) || name.chars().any(char::is_control) {
+            let len = name.len();
+            return Err(format!(
+                "a name of {len} bytes: it must have 1 to {MODEL_NAME_MAX}, and no control \
+                 characters"
+            ));
+        }
+        if names[..index].contains(name) {
+            return Err(format!("the name {name} is given twice"));
+        }
+    }
+    Ok(())
+}
+
 /// What a front end must know of the model to take requests for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Serving {
@@ -64,6 +93,8 @@ pub struct Serving {
     pub model: String,
     /// The model's name in the API.
     pub served_model_name: String,
+    /// Its other names there.
+    pub model_aliases: Vec<String>,
     /// The adapters beside it.
     pub adapters: Vec<Adapter>,
     /// Longest sequence, in tokens.
@@ -82,6 +113,7 @@ impl Serving {
         let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
         let names = |(a, b): (&Adapter, &Adapter)| a.name == b.name;
         self.served_model_name == other.served_model_name
+            && self.model_aliases == other.model_aliases
             && of(self) == of(other)
             && self.adapters.len() == other.adapters.len()
             && self.adapters.iter().zip(&other.adapters).all(names)
@@ -103,6 +135,9 @@ pub struct SubmitRequest {
     pub stops: Vec<String>,
     /// They are looked for in text with its special tokens.
     pub keep_special: bool,
+    /// The text of each choice goes on from the prompt's: a space that its first token begins with is
+    /// part of it, whatever the tokenizer does at the beginning of a text.
+    pub goes_on: bool,
     /// Most tokens per choice.
     pub max_tokens: u32,
     /// The client named no bound: fewer will do where the KV cache has no room for as many.
@@ -272,10 +307,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_model_has_some_names_each_once() {
+        let names = |list: &[&str]| list.iter().map(|it| (*it).to_owned()).collect::<Vec<_>>();
+        assert_eq!(check_model_names(&names(&["a", "org/b"])), Ok(()));
+        let long = "x".repeat(MODEL_NAME_MAX + 1);
+        for (list, what) in [
+            (names(&[]), "0 names"),
+            (names(&["a", "b", "a"]), "a is given twice"),
+            (names(&["a", ""]), "a name of 0 bytes"),
+            (names(&[&long]), "a name of 1025 bytes"),
+            (names(&["a\n"]), "control characters"),
+            ((0..17).map(|n| n.to_string()).collect(), "17 names"),
+        ] {
+            let error = check_model_names(&list).unwrap_err();
+            assert!(error.contains(what), "{error}");
+        }
+    }
+
+    #[test]
     fn the_same_is_served_wherever_its_folder_lies() {
         let serving = Serving {
             model: "/models/m".into(),
             served_model_name: "m".into(),
+            model_aliases: Vec::new(),
             adapters: Vec::new(),
             max_model_len: 64,
             text_fingerprint: 7,
@@ -284,6 +338,7 @@ mod tests {
         assert!(serving.is_same(&Serving { model: "/data/m".into(), ..serving.clone() }));
         let others = [
             Serving { served_model_name: "n".into(), ..serving.clone() },
+            Serving { model_aliases: vec!["n".into()], ..serving.clone() },
             Serving { max_model_len: 65, ..serving.clone() },
             Serving { text_fingerprint: 8, ..serving.clone() },
             Serving {

@@ -34,12 +34,12 @@ impl Lora {
     ///
     /// # Errors
     /// Which bound, in one sentence.
-    pub fn check(&self, served_model_name: &str) -> Result<(), String> {
+    pub fn check<'a>(&'a self, model_names: impl Iterator<Item = &'a str>) -> Result<(), String> {
         let count = self.adapters.len();
         if count > ADAPTERS_MAX {
             return Err(format!("{count} adapters, the bound is {ADAPTERS_MAX}"));
         }
-        let mut names = BTreeSet::from([served_model_name]);
+        let mut names: BTreeSet<&str> = model_names.collect();
         for Adapter { name, path } in &self.adapters {
             if !(1..=ADAPTER_NAME_MAX).contains(&name.len()) || name.chars().any(char::is_control) {
                 return Err(format!(
@@ -73,13 +73,14 @@ mod tests {
 
     #[test]
     fn names_mean_one_thing_and_bounds_are_named() {
-        assert_eq!(lora(&["a", "org/b"]).check("m"), Ok(()));
+        assert_eq!(lora(&["a", "org/b"]).check(["m"].into_iter()), Ok(()));
         let refused = |lora: Lora, words: &str| {
-            let error = lora.check("m").unwrap_err();
+            let error = lora.check(["m", "n"].into_iter()).unwrap_err();
             assert!(error.contains(words), "{error}");
         };
         refused(lora(&["a", "a"]), "name a is given twice");
         refused(lora(&["a", "m"]), "name m is given twice");
+        refused(lora(&["n"]), "name n is given twice");
         refused(lora(&[""]), "1 to 128 bytes");
         refused(lora(&["a\n"]), "no control characters");
         let many: Vec<String> = (0..=ADAPTERS_MAX).map(|n| n.to_string()).collect();

@@ -18,6 +18,7 @@ fn serving() -> Serving {
     Serving {
         model: "m".to_owned(),
         served_model_name: "m".to_owned(),
+        model_aliases: Vec::new(),
         adapters: Vec::new(),
         max_model_len: 1 << 20,
         text_fingerprint: 1,

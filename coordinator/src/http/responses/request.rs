@@ -124,7 +124,7 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
     logprobs(fields, limits, &mut chat)?;
     truncation(fields, &mut chat)?;
     let text = text(fields, &mut chat)?;
-    let reasoning = reasoning(state, fields, &mut chat)?;
+    let reasoning = reasoning(fields, &mut chat)?;
     let (tools, choice) = tools(fields, &mut chat)?;
     for (name, value) in [
         ("instructions", fields.get("instructions").cloned().into()),
@@ -259,13 +259,9 @@ fn text(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, ApiErro
     Ok(text.into())
 }
 
-/// `reasoning.effort` goes to a template that reads it; what else `reasoning` says is of summaries,
+/// `reasoning.effort` is chat's `reasoning_effort`; what else `reasoning` says is of summaries,
 /// which there are none of: reasoning comes as it is.
-fn reasoning(
-    state: &AppState,
-    fields: &Fields,
-    chat: &mut Map<String, Value>,
-) -> Result<Value, ApiError> {
+fn reasoning(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, ApiError> {
     let name = "reasoning";
     let reasoning = match fields.get(name) {
         None => return Ok(json!({"effort": null, "summary": null})),
@@ -282,12 +278,8 @@ fn reasoning(
     };
     let effort = word("effort")?;
     word("summary")?;
-    let variable = "reasoning_effort";
-    let template = state.text.template.as_ref();
-    if let Some(effort) = effort
-        && template.is_some_and(|template| template.knows(variable))
-    {
-        chat.insert(variable.to_owned(), effort.as_str().into());
+    if let Some(effort) = effort {
+        chat.insert("reasoning_effort".to_owned(), effort.as_str().into());
     }
     Ok(json!({"effort": effort, "summary": null}))
 }

@@ -55,8 +55,8 @@ fn many_clients_that_leave_take_nobody_elses_place() {
 #[test]
 fn choices_and_their_prompts_have_a_bound_too() {
     let mut choices = scheduler(3);
-    choices.submit(request(0, 3, 8192)).unwrap();
-    assert_eq!(choices.submit(request(1, 3, 1)), Err(full(8192, 8192)));
+    choices.submit(request(0, 3, 16_384)).unwrap();
+    assert_eq!(choices.submit(request(1, 3, 1)), Err(full(16_384, 16_384)));
     let mut tokens = scheduler(3);
     tokens.submit(request(0, 131_000, 256)).unwrap();
     assert_eq!(tokens.submit(request(1, 9_217, 2)), Err(full(33_536_000, 32 << 20)));

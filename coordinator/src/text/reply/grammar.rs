@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::format::{self, CallFormat};
 use super::{THINK, THINK_END};
+use crate::guide;
 
 /// What may stand between the parts of arguments: as in the calls that models were taught by.
 const WHITESPACE: &str = " ?";
@@ -78,9 +79,10 @@ impl Function {
         }
         schema.entry("type").or_insert_with(|| "object".into());
         // Clients do not write the schemas of all tools that they offer.
-        let guidance = json!({"whitespace_pattern": WHITESPACE, "lenient": !self.strict});
+        let guidance = json!({"whitespace_pattern": WHITESPACE, "lenient": !self.strict,
+            "coerce_one_of": true});
         schema.insert("x-guidance".to_owned(), guidance);
-        Value::Object(schema)
+        guide::closed(&Value::Object(schema))
     }
 }
 

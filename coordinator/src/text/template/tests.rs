@@ -122,6 +122,16 @@ fn a_final_message_is_left_open_where_its_content_ends() {
         assert_eq!(template(source).render(&conversation).unwrap(), kept);
         assert_eq!(template(&trimming).render(&conversation).unwrap(), trimmed);
     }
+    // What it says may stand in the prompt again, behind it or within it.
+    let source = "{% for m in messages %}[{{ m.content }}]{% endfor %} Say b or end.";
+    for last in ["b", "end", "[", "a b"] {
+        let conversation = Conversation {
+            messages: vec![json!({"content": "a b "}), json!({"content": last})],
+            continue_final_message: true,
+            ..user("")
+        };
+        assert_eq!(template(source).render(&conversation).unwrap(), format!("[a b ][{last}"));
+    }
     let lost = Conversation { continue_final_message: true, ..user("gone") };
     assert!(matches!(template("x").render(&lost), Err(RenderError::Conversation(_))));
     let empty = Conversation { continue_final_message: true, ..user(" ") };
@@ -131,7 +141,21 @@ fn a_final_message_is_left_open_where_its_content_ends() {
 #[test]
 fn what_a_template_reads_is_known() {
     let template = template("{% if tools is defined and tools %}{{ tools }}{% endif %}{{ x.y }}");
-    assert!(template.knows("tools") && template.knows("x") && !template.knows("documents"));
+    let knows = |name| template.knows(name, false) && template.knows(name, true);
+    assert!(knows("tools") && knows("x") && !knows("documents"));
+}
+
+#[test]
+fn conversations_with_tools_may_have_a_template_of_their_own() {
+    let template = template("plain {{ x }}").with_tool_use("tools {{ documents }}").unwrap();
+    let with = |tools| Conversation { tools, ..user("a") };
+    assert_eq!(template.render(&with(None)).unwrap(), "plain ");
+    let tools = with(Some(json!([{"type": "function"}])));
+    assert_eq!(template.render(&tools).unwrap(), "tools None");
+    assert!(template.knows("x", false) && !template.knows("x", true));
+    assert!(template.knows("documents", true) && !template.knows("documents", false));
+    let wrong = ChatTemplate::new("x", String::new(), String::new()).unwrap();
+    assert!(wrong.with_tool_use("{% if %}").unwrap_err().contains("tool_use"));
 }
 
 #[test]

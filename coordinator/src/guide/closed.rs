@@ -1,0 +1,175 @@
+//! PURE: schemas whose objects have no other properties than those they name, where they do not say
+//! what others there may be. JSON Schema allows any; models held to that write on for ever, and
+//! vLLM's grammars close them too.
+//!
+//! What is merged with something else (`allOf`, or what stands beside `anyOf`, `oneOf` and `$ref`)
+//! stays as it is: parts that were closed one by one would leave nothing.
+use std::collections::HashSet;
+
+use serde_json::{Map, Value};
+
+use super::bounds::merges;
+
+/// Keywords that hold schemas by names of their own.
+const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+/// Keywords that hold a schema, or a list of them, for something within what is described.
+const WITHIN: [&str; 4] = ["items", "prefixItems", "additionalItems", "additionalProperties"];
+/// Keywords that hold schemas, or a list of them, for the very thing that is described.
+const IN_PLACE: [&str; 3] = ["allOf", "anyOf", "oneOf"];
+
+/// The schema with its objects closed.
+#[must_use]
+pub(crate) fn closed(schema: &Value) -> Value {
+    let mut found = Found { root: schema, seen: HashSet::new(), open: HashSet::new() };
+    found.all();
+    let Found { seen, open, .. } = found;
+    let closes = |map: &Map<String, Value>| {
+        let (place, has) = (std::ptr::from_ref(map), |key: &str| map.contains_key(key));
+        seen.contains(&place)
+            && !open.contains(&place)
+            && (has("properties") || has("patternProperties"))
+            && !has("additionalProperties")
+            && !has("unevaluatedProperties")
+    };
+    copy(schema, &closes)
+}
+
+fn copy(value: &Value, closes: &impl Fn(&Map<String, Value>) -> bool) -> Value {
+    match value {
+        Value::Object(map) => {
+            let mut copied: Map<String, Value> =
+                map.iter().map(|(key, value)| (key.clone(), copy(value, closes))).collect();
+            if closes(map) {
+                copied.insert("additionalProperties".to_owned(), Value::Bool(false));
+            }
+            Value::Object(copied)
+        }
+        Value::Array(list) => list.iter().map(|it| copy(it, closes)).collect(),
+        other => other.clone(),
+    }
+}
+
+/// The objects of a JSON text that are schemas, by where they are: references may lead anywhere, and
+/// what is a constant or a default only looks like one.
+struct Found<'a> {
+    root: &'a Value,
+    seen: HashSet<*const Map<String, Value>>,
+    /// Those that are merged with others.
+    open: HashSet<*const Map<String, Value>>,
+}
+
+impl<'a> Found<'a> {
+    /// Finds them all. Not by recursion: references may follow one another for thousands.
+    fn all(&mut self) {
+        let mut waiting = vec![(self.root, false)];
+        while let Some((value, merged)) = waiting.pop() {
+            if let Some(map) = value.as_object() {
+                self.schema(map, merged, &mut waiting);
+            }
+        }
+    }
+
+    /// Takes a schema, which is a part of what is merged or is not.
+    fn schema(
+        &mut self,
+        map: &'a Map<String, Value>,
+        merged: bool,
+        waiting: &mut Vec<(&'a Value, bool)>,
+    ) {
+        let place = std::ptr::from_ref(map);
+        let merged = merged || merges(map);
+        // One that was seen is looked at once more where it turns out to be part of something.
+        let is_new = self.seen.insert(place);
+        let opens = merged && self.open.insert(place);
+        if !is_new && !opens {
+            return;
+        }
+        for (key, value) in map {
+            match (key.as_str(), value) {
+                (key, Value::Object(named)) if NAMED.contains(&key) => {
+                    waiting.extend(named.values().map(|it| (it, false)));
+                }
+                (key, Value::Array(list)) if WITHIN.contains(&key) => {
+                    waiting.extend(list.iter().map(|it| (it, false)));
+                }
+                (key, value) if WITHIN.contains(&key) => waiting.push((value, false)),
+                (key, Value::Array(list)) if IN_PLACE.contains(&key) => {
+                    waiting.extend(list.iter().map(|it| (it, merged)));
+                }
+                ("$ref", Value::String(to)) => {
+                    let target = to.strip_prefix('#').and_then(|to| self.root.pointer(to));
+                    waiting.extend(target.map(|target| (target, merged)));
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn object(more: &Value) -> Value {
+        let mut object = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+        for (key, value) in more.as_object().unwrap() {
+            object[key] = value.clone();
+        }
+        object
+    }
+
+    #[test]
+    fn objects_that_say_nothing_of_other_properties_have_none() {
+        let (open, shut) = (object(&json!({})), object(&json!({"additionalProperties": false})));
+        let within = |it: &Value| {
+            json!({"$defs": {"d": it}, "type": "array", "prefixItems": [it, {"$ref": "#/$defs/d"}],
+                "items": {"anyOf": [it, {"type": "null"}]}})
+        };
+        assert_eq!(closed(&within(&open)), within(&shut));
+        let nested = |it: &Value| {
+            let mut outer = object(&json!({"additionalProperties": it}));
+            outer["properties"]["b"] = it.clone();
+            outer
+        };
+        assert_eq!(closed(&nested(&open)), nested(&shut));
+        // As old versions of pydantic refer to a schema beside a description.
+        let described = |it: &Value| json!({"allOf": [{"$ref": "#/other/d"}], "description": "x", "other": {"d": it}});
+        assert_eq!(closed(&described(&open)), described(&shut));
+        let patterns = json!({"patternProperties": {"^a": {}}});
+        assert_eq!(closed(&patterns)["additionalProperties"], json!(false));
+    }
+
+    #[test]
+    fn what_says_it_and_what_is_merged_stays_as_it_is() {
+        let base = object(&json!({}));
+        for stays in [
+            object(&json!({"additionalProperties": true})),
+            object(&json!({"additionalProperties": {"type": "null"}})),
+            json!({"type": "object"}),
+            json!({"allOf": [base, {"properties": {"b": {}}}]}),
+            json!({"$ref": "#/$defs/d", "properties": {"b": {}}, "$defs": {"d": base}}),
+            json!({"anyOf": [base, {"$ref": "#/$defs/d"}], "properties": {"b": {}},
+                "$defs": {"d": base}}),
+            // Seen alone before it is seen as a part, and behind another reference.
+            json!({"prefixItems": [{"$ref": "#/$defs/d"},
+                {"allOf": [{"$ref": "#/$defs/e"}, {"properties": {"b": {}}}]}],
+                "$defs": {"d": base, "e": {"$ref": "#/$defs/d"}}}),
+            // Values, no schemas.
+            json!({"const": base, "default": base, "enum": [base], "examples": [base]}),
+        ] {
+            assert_eq!(closed(&stays), stays);
+        }
+        // Names are no keywords; references may go round.
+        let named = json!({"properties": {"properties": {"const": base}, "allOf": {"$ref": "#"}}});
+        let mut expected = named.clone();
+        expected["additionalProperties"] = json!(false);
+        assert_eq!(closed(&named), expected);
+        // Properties of what is merged are closed as any other.
+        let merged = json!({"allOf": [{"properties": {"b": base}}, {"properties": {"c": base}}]});
+        let made = closed(&merged);
+        assert_eq!(made["allOf"][0]["properties"]["b"]["additionalProperties"], json!(false));
+        assert_eq!(made["allOf"][0].get("additionalProperties"), None);
+    }
+}
