@@ -156,7 +156,7 @@ pub struct DecodeWork {
     pub parts_most: usize,
     /// A word: how many there are.
     pub live_parts: DevicePtr,
-    /// u32 [items]: sequences of one row.
+    /// `u32 [items]`: sequences of one row.
     pub items: DevicePtr,
     /// How many of them there may be.
     pub items_most: usize,
