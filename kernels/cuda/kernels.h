@@ -305,8 +305,9 @@ __global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
  * The same for sequences with one row, whose tokens are split into parts, each with a partial result,
  * which a second kernel puts together. The split depends on the sequence's length, the window,
  * `max_splits` and `least_split` alone: `max_splits` is a constant of the model (64 is good, 128 the
- * most), `least_split`, a multiple of 64, too, but where bits may depend on the batch. With n = the
- * tokens from the first visible one, rounded down to a multiple of 16, to the last:
+ * most); `least_split`, a multiple of 64, is the host's choice by how many sequences there are, and the
+ * one thing by which a result may depend on the batch. With n = the tokens from the first visible one,
+ * rounded down to a multiple of 16, to the last:
  * split_len = max(least_split, round_up(ceil(n / max_splits), 16)),
  * splits = ceil(n / split_len) <= max_splits.
  * parts u32 [*live]: index into `seqs` << TUTTI_PART_SHIFT | number of the split, each split of each

@@ -68,7 +68,8 @@ async fn adapters_are_models_of_their_own_on_every_endpoint() {
     let cards = list["data"].as_array().unwrap();
     let ids: Vec<&str> = cards.iter().map(|card| card["id"].as_str().unwrap()).collect();
     assert_eq!(ids, MODELS);
-    assert_eq!((&cards[0]["parent"], &cards[0]["root"]), (&Value::Null, &json!("demo")));
+    assert_eq!(cards[0]["parent"], Value::Null);
+    assert!(cards[0]["root"].as_str().unwrap().ends_with("models/demo"), "{}", cards[0]);
     for (card, module) in cards[1..].iter().zip(&modules) {
         let (_, path) = module.split_once('=').unwrap();
         assert_eq!((&card["parent"], &card["root"]), (&json!("demo"), &json!(path)));

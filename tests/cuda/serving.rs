@@ -74,6 +74,8 @@ async fn graphs_are_captured_before_the_first_request() {
         let path = log.path().to_str().unwrap();
         let mut variables = vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)];
         variables.push(("FAKE_CUDA_MULTIPROCESSORS", multiprocessors));
+        // As little as any GPU has: kernels that need more are not launched.
+        variables.push(("FAKE_CUDA_SHARED_MEMORY", "101376"));
         let cluster = up(args, &variables).await;
         let captured = || {
             let text = std::fs::read_to_string(log.path()).unwrap();

@@ -12,6 +12,7 @@
 // - FAKE_CUDA_VERSION: of the driver; default 13000
 // - FAKE_CUDA_CAPABILITY: default 90
 // - FAKE_CUDA_MULTIPROCESSORS: default 132
+// - FAKE_CUDA_SHARED_MEMORY: bytes that a block may ask for; default 227 KiB
 // - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
@@ -159,6 +160,7 @@ uint64_t setting(const char* name, uint64_t otherwise) {
     const char* text = getenv(name);
     return text == nullptr ? otherwise : strtoull(text, nullptr, 10);
 }
+unsigned shared_memory() { return static_cast<unsigned>(setting("FAKE_CUDA_SHARED_MEMORY", 227 * 1024)); }
 
 void log_line(const char* format, ...) {
     static FILE* file = [] {
@@ -406,7 +408,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         case 16: *value = static_cast<int>(setting("FAKE_CUDA_MULTIPROCESSORS", 132)); return SUCCESS;
         case 75: *value = capability / 10; return SUCCESS;
         case 76: *value = capability % 10; return SUCCESS;
-        case 97: *value = 227 * 1024; return SUCCESS;
+        case 97: *value = static_cast<int>(shared_memory()); return SUCCESS;
         default: return INVALID_VALUE;
     }
 }
@@ -816,7 +818,8 @@ int cuFuncLoad(const Kernel* kernel) {
 }
 int cuFuncSetAttribute(const Kernel* kernel, int attribute, int value) {
     ENTER("cuFuncSetAttribute");
-    if (attribute != 8 || value < 0 || static_cast<unsigned>(value) + kernel->shared > 227u * 1024) {
+    if (attribute != 8 || value < 0 ||
+        static_cast<unsigned>(value) + kernel->shared > shared_memory()) {
         return INVALID_VALUE;
     }
     dynamic_shared[kernel] = static_cast<unsigned>(value);

@@ -24,7 +24,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 19] = [
+pub(crate) const VARIANTS: [&str; 20] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -38,6 +38,7 @@ pub(crate) const VARIANTS: [&str; 19] = [
     "qwen3-yarn",
     "smollm3",
     "mistral3",
+    "gemma3",
     "mixtral",
     "qwen3-moe",
     "qwen3-moe-stacked",

@@ -13,6 +13,20 @@ use crate::rig::Rig;
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 
+/// What is made of a body may be many times as large, whatever field it is in.
+#[tokio::test]
+async fn a_body_has_so_many_values() {
+    let rig = Rig::saying("x");
+    let values = |count: usize| json!({"prompt": "x", "max_tokens": 1, "ignored": vec![0; count]});
+    let most = Limits::new(1024).json_values;
+    let reply = rig.client.post(COMPLETIONS, &values(most - 9)).await.unwrap();
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    let reply = rig.client.post(COMPLETIONS, &values(most + 1)).await.unwrap();
+    let message = reply.body["error"]["message"].as_str().unwrap();
+    assert_eq!(reply.status, 400);
+    assert!(message.contains(&format!("values, the bound is {most}")), "{message}");
+}
+
 #[tokio::test]
 async fn every_field_is_bounded_and_named() {
     let rig = Rig::saying("x");

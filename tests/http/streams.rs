@@ -90,7 +90,7 @@ async fn the_end_comes_with_the_last_token() {
             assert_eq!(texts, "a b c");
             together += usize::from(text == Some(" c") && !last["logprobs"].is_null());
         }
-        assert!(together > 10, "{path}: {together}");
+        assert!(together > 0, "{path}");
     }
 }
 

@@ -26,7 +26,7 @@ fn full_queue() -> Scheduler {
         max_model_len: 1024,
         max_num_seqs: 4,
         max_num_batched_tokens: 64,
-        max_queued_requests: 1 << 15,
+        max_queued_requests: 1 << 16,
         max_steps_in_flight: 2,
         prefix_caching: false,
         speculation: None,

@@ -290,7 +290,14 @@ impl Device for CudaDevice {
         let sizes = engine.config();
         let rows = decode_buckets(sizes.max_num_seqs.min(sizes.max_num_batched_tokens));
         let patience = if is_new { self.warmup } else { Duration::ZERO };
-        let Warmed { kinds, of } = engine.warm(&rows, patience)?;
+        let Warmed { kinds, of } = match engine.warm(&rows, patience) {
+            // One rank goes on without graphs: the next step gives them up. Several form anew.
+            Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
+                tracing::warn!(reason, "decode steps are not captured");
+                return Ok(());
+            }
+            warmed => warmed?,
+        };
         let (graphs, took) = (engine.backend().num_graphs(), began.elapsed());
         if kinds > 0 {
             tracing::info!(graphs, of, ?took, "decode steps captured");

@@ -537,7 +537,7 @@ pub(crate) struct ComputeArgs {
     pub(crate) no_cuda_graphs: bool,
     /// How many seconds a worker that has loaded its weights may capture CUDA graphs for before it
     /// serves; what is left then, or all with 0, is captured when steps first need it
-    #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=120))]
     pub(crate) cuda_warmup: u64,
     /// Give a request the same tokens on a GPU whatever else is in the batch, and when it goes on
     /// elsewhere after a failure; slower. CPUs always do

@@ -10,8 +10,10 @@ use serde_json::{Map, Value};
 
 use super::bounds::merges;
 
-/// Keywords that hold schemas by names of their own.
-const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+/// Keywords that hold schemas for properties.
+const NAMED: [&str; 2] = ["properties", "patternProperties"];
+/// Keywords that hold schemas to be referred to.
+const DEFINED: [&str; 2] = ["$defs", "definitions"];
 /// Keywords that hold a schema, or a list of them, for something within what is described.
 const WITHIN: [&str; 4] = ["items", "prefixItems", "additionalItems", "additionalProperties"];
 /// Keywords that hold schemas, or a list of them, for the very thing that is described.
@@ -30,8 +32,19 @@ pub(crate) fn closed(schema: &Value) -> Value {
             && (has("properties") || has("patternProperties"))
             && !has("additionalProperties")
             && !has("unevaluatedProperties")
+            && !requires_unnamed(map)
     };
     copy(schema, &closes)
+}
+
+/// Whether it requires a property that it does not name, which must be one of the others then.
+fn requires_unnamed(map: &Map<String, Value>) -> bool {
+    let named = map.get("properties").and_then(Value::as_object);
+    let required = map.get("required").and_then(Value::as_array);
+    let is_named = |name: &Value| {
+        name.as_str().is_none_or(|name| named.is_some_and(|named| named.contains_key(name)))
+    };
+    required.is_some_and(|required| !required.iter().all(is_named))
 }
 
 fn copy(value: &Value, closes: &impl Fn(&Map<String, Value>) -> bool) -> Value {
@@ -84,15 +97,20 @@ impl<'a> Found<'a> {
         if !is_new && !opens {
             return;
         }
+        // The same property, or what is in the same place, may be described by several parts.
+        let within = merged || NAMED.iter().all(|key| map.contains_key(*key));
         for (key, value) in map {
             match (key.as_str(), value) {
-                (key, Value::Object(named)) if NAMED.contains(&key) => {
+                (key, Value::Object(named)) if DEFINED.contains(&key) => {
                     waiting.extend(named.values().map(|it| (it, false)));
                 }
-                (key, Value::Array(list)) if WITHIN.contains(&key) => {
-                    waiting.extend(list.iter().map(|it| (it, false)));
+                (key, Value::Object(named)) if NAMED.contains(&key) => {
+                    waiting.extend(named.values().map(|it| (it, within)));
                 }
-                (key, value) if WITHIN.contains(&key) => waiting.push((value, false)),
+                (key, Value::Array(list)) if WITHIN.contains(&key) => {
+                    waiting.extend(list.iter().map(|it| (it, within)));
+                }
+                (key, value) if WITHIN.contains(&key) => waiting.push((value, within)),
                 (key, Value::Array(list)) if IN_PLACE.contains(&key) => {
                     waiting.extend(list.iter().map(|it| (it, merged)));
                 }
@@ -139,6 +157,13 @@ mod tests {
         assert_eq!(closed(&described(&open)), described(&shut));
         let patterns = json!({"patternProperties": {"^a": {}}});
         assert_eq!(closed(&patterns)["additionalProperties"], json!(false));
+        let both = json!({"properties": {"a": open}, "patternProperties": {"^a": open}});
+        let made = closed(&both);
+        assert_eq!(made["additionalProperties"], json!(false));
+        assert_eq!((&made["properties"]["a"], &made["patternProperties"]["^a"]), (&open, &open));
+        let required = |it: &Value| json!({"properties": {"a": it}, "required": ["a"]});
+        assert_eq!(closed(&required(&open))["properties"], required(&shut)["properties"]);
+        assert_eq!(closed(&required(&open))["additionalProperties"], json!(false));
     }
 
     #[test]
@@ -156,6 +181,11 @@ mod tests {
             json!({"prefixItems": [{"$ref": "#/$defs/d"},
                 {"allOf": [{"$ref": "#/$defs/e"}, {"properties": {"b": {}}}]}],
                 "$defs": {"d": base, "e": {"$ref": "#/$defs/d"}}}),
+            // What describes one property in two places.
+            json!({"allOf": [{"properties": {"b": base}}, {"properties": {"b": {"properties": {"c": {}}}}}]}),
+            json!({"allOf": [{"items": base}, {"items": {"properties": {"c": {}}}}]}),
+            // One of the others is required.
+            object(&json!({"required": ["a", "b"]})),
             // Values, no schemas.
             json!({"const": base, "default": base, "enum": [base], "examples": [base]}),
         ] {
@@ -166,10 +196,5 @@ mod tests {
         let mut expected = named.clone();
         expected["additionalProperties"] = json!(false);
         assert_eq!(closed(&named), expected);
-        // Properties of what is merged are closed as any other.
-        let merged = json!({"allOf": [{"properties": {"b": base}}, {"properties": {"c": base}}]});
-        let made = closed(&merged);
-        assert_eq!(made["allOf"][0]["properties"]["b"]["additionalProperties"], json!(false));
-        assert_eq!(made["allOf"][0].get("additionalProperties"), None);
     }
 }

@@ -73,11 +73,14 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         Truncation::To(max) => max.min(limits.max_model_len) as usize,
         Truncation::Fit => limits.max_model_len as usize,
     });
-    let bytes = fields.bytes();
+    let (bytes, share) = (fields.bytes(), fields.share());
     // It may be much larger than what is kept of it.
     drop(fields);
     let max = limits.max_model_len;
-    let encode = move |text: &_| encode(text, inputs, special, keep, max);
+    let encode = move |text: &_| {
+        let _share = share;
+        encode(text, inputs, special, keep, max)
+    };
     let encoded = state.with_text(bytes, encode).await?;
     let tokens: usize = encoded.iter().map(Vec::len).sum();
     if tokens > limits.prompt_tokens {

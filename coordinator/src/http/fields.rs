@@ -29,7 +29,14 @@ impl Fields {
     /// # Errors
     /// 400 when it is no JSON object within the bounds.
     pub fn parse(body: &[u8], limits: &Limits) -> Result<Self, ApiError> {
-        if depth(body) > limits.json_depth {
+        let (depth, values) = extent(body);
+        if values > limits.json_values {
+            let max = limits.json_values;
+            return Err(ApiError::body(format!(
+                "The JSON has {values} values, the bound is {max}"
+            )));
+        }
+        if depth > limits.json_depth {
             let max = limits.json_depth;
             return Err(ApiError::body(format!("The JSON is nested deeper than {max} levels")));
         }
@@ -217,16 +224,19 @@ fn whole(value: &Value) -> Option<i64> {
     }
 }
 
-/// Greatest nesting of arrays and objects, outside of strings.
-fn depth(json: &[u8]) -> usize {
-    let (mut depth, mut deepest) = (0usize, 0usize);
+/// Greatest nesting of arrays and objects, and how many values there are, or some more. Each takes many
+/// times the two bytes that it may be written in.
+fn extent(json: &[u8]) -> (usize, usize) {
+    let (mut depth, mut deepest, mut values) = (0usize, 0usize, 1);
     let (mut in_string, mut escaped) = (false, false);
     for byte in json {
         match byte {
             _ if escaped => escaped = false,
             b'\\' if in_string => escaped = true,
             b'"' => in_string = !in_string,
+            b',' if !in_string => values += 1,
             b'[' | b'{' if !in_string => {
+                values += 1;
                 depth += 1;
                 deepest = deepest.max(depth);
             }
@@ -234,5 +244,5 @@ fn depth(json: &[u8]) -> usize {
             _ => {}
         }
     }
-    deepest
+    (deepest, values)
 }

@@ -21,6 +21,8 @@ pub struct Piece {
     pub choice: u32,
     /// Text that is certain now; may be empty.
     pub text: String,
+    /// It is of a token, and not of a choice's end alone.
+    pub is_token: bool,
     /// The token's log-probabilities, when asked for.
     pub logprobs: Option<TokenLogprobs>,
     /// Set with the choice's last piece.
@@ -191,7 +193,13 @@ impl RunningPrompt {
                 if let Some(stream) = self.choices.get_mut(choice as usize) {
                     stream.push_token(token, &mut text);
                 }
-                Ok(Next::Piece(Piece { choice, text, logprobs, ..Piece::default() }))
+                Ok(Next::Piece(Piece {
+                    choice,
+                    text,
+                    is_token: true,
+                    logprobs,
+                    ..Piece::default()
+                }))
             }
             EngineEvent::Finished { choice, reason, cached } => {
                 Ok(Next::Piece(self.finished(choice, reason, cached)))
@@ -217,7 +225,7 @@ impl RunningPrompt {
             FinishReason::Length => "length",
         });
         let stop_reason = self.stop_reason(choice, reason);
-        Piece { choice, text, logprobs: None, finish_reason, stop_reason }
+        Piece { choice, text, is_token: false, logprobs: None, finish_reason, stop_reason }
     }
 
     fn stop_reason(&self, choice: u32, reason: FinishReason) -> Option<StopReason> {

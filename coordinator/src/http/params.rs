@@ -26,6 +26,8 @@ pub struct Limits {
     pub body_bytes: usize,
     /// Nesting of its JSON.
     pub json_depth: usize,
+    /// Values of the request's JSON: what it is parsed to takes some 72 bytes for each.
+    pub json_values: usize,
     /// Prompts of one completions request.
     pub prompts: usize,
     /// Inputs of one embeddings request.
@@ -101,6 +103,8 @@ impl Limits {
             body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
             // Schemas of tools nest deeper than anything else.
             json_depth: 64,
+            // Token ids, and as many others.
+            json_values: (16 * max_model_len as usize).max(2 << 20),
             prompts: 512,
             // OpenAI's.
             inputs: 2048,

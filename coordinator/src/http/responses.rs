@@ -198,8 +198,7 @@ impl Answering {
                 reasons = reasoned || reader.reasons() || said;
             }
         }
-        // Every piece but the last is a token.
-        self.reasoning_tokens += u64::from(reasons && piece.finish_reason.is_none());
+        self.reasoning_tokens += u64::from(reasons && piece.is_token);
         self.is_cut |= piece.finish_reason == Some("length");
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
         self.pending.extend(entry);

@@ -27,6 +27,8 @@ const WINDOW_MAX: usize = 64;
 /// Tokens of what comes before that are looked at: more than a character takes, and than special
 /// tokens stand in a row.
 const BEFORE_MAX: usize = 8;
+/// Bytes of a character.
+const BYTES_MAX: usize = 4;
 
 impl IncrementalDecoder {
     /// A decoder that has seen nothing.
@@ -41,11 +43,22 @@ impl IncrementalDecoder {
         Self { keep_special, ..self }
     }
 
-    /// Goes on behind these tokens, which are not part of the text.
+    /// Goes on behind these tokens, which are not part of the text. A character that they leave
+    /// unfinished is.
     #[must_use]
     pub fn behind(self, tokens: &[u32]) -> Self {
-        let window = tokens[tokens.len().saturating_sub(BEFORE_MAX)..].to_vec();
-        Self { emitted: window.len(), window, ..self }
+        let start = tokens.len().saturating_sub(BEFORE_MAX);
+        // One byte that is no character's makes all bytes behind it none: not within a character.
+        let is_whole = |start: &usize| {
+            !self.decode(&tokens[*start..]).starts_with(char::REPLACEMENT_CHARACTER)
+        };
+        let earlier = start.saturating_sub(BYTES_MAX - 1)..=start;
+        let window = tokens[earlier.rev().find(is_whole).unwrap_or(start)..].to_vec();
+        let ends_whole =
+            |end: &usize| !self.decode(&window[..*end]).ends_with(char::REPLACEMENT_CHARACTER);
+        let ends = window.len().saturating_sub(BYTES_MAX - 1)..=window.len();
+        let emitted = ends.rev().find(ends_whole).unwrap_or(window.len());
+        Self { emitted, window, ..self }
     }
 
     /// Whether text comes before what is next.
@@ -144,19 +157,36 @@ mod tests {
             let of = |pieces: &[&str]| tokens(&model, pieces);
             let (begun, rest) = (of(&["a", "<0xE2>", "<0x82>"]), of(&["<0xAC>", "b"]));
             assert_eq!(behind(&model, &begun, &rest), "\u{20ac}b");
-            // One that stays unfinished is the prompt's.
-            assert_eq!(behind(&model, &begun, &of(&["b", "a"])), "ba");
+            // Whole ones before it are the prompt's.
+            let euro = ["<0xE2>", "<0x82>", "<0xAC>"];
+            let two = of(&[&["a"][..], &euro, &euro[..2]].concat());
+            assert_eq!(behind(&model, &two, &rest), "\u{20ac}b");
+            // However many there are.
+            for count in 1..7 {
+                let prompt = of(&[&["b"][..], &euro.repeat(count)].concat());
+                let text = behind(&model, &prompt, &of(&[&euro[..], &["a"]].concat()));
+                assert_eq!(text, "\u{20ac}a", "{count}");
+            }
             assert_eq!(behind(&model, &rest, &begun[..1]), "a");
         }
+    }
+
+    /// A token that is text or none, or a character byte by byte.
+    fn character() -> impl Strategy<Value = Vec<u32>> {
+        let bytes = "\u{e4}\u{20ac}\u{1f600}".chars().map(|it| it.to_string().into_bytes());
+        let bytes: Vec<Vec<u32>> =
+            bytes.map(|it| it.into_iter().map(u32::from).collect()).collect();
+        prop_oneof![3 => (256u32..277).prop_map(|token| vec![token]), 1 => prop::sample::select(bytes)]
     }
 
     proptest! {
         /// Prompt and text are together what decoding all tokens at once gives.
         #[test]
         fn the_text_goes_on_where_the_prompt_ends(
-            prompt in prop::collection::vec(256u32..277, 1..20),
-            said in prop::collection::vec(256u32..277, 0..20),
+            prompt in prop::collection::vec(character(), 1..20),
+            said in prop::collection::vec(character(), 0..20),
         ) {
+            let (prompt, said) = (prompt.concat(), said.concat());
             for model in [sentencepiece_bpe(), sentencepiece_that_keeps_spaces()] {
                 let before = model.decode(&prompt);
                 prop_assume!(!before.is_empty());

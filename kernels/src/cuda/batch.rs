@@ -1,7 +1,8 @@
 //! PURE: a step's inputs as the kernels read them: one block of words, uploaded by one copy.
 //!
 //! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
-//! finds each array of a bucket's steps at the same place, and only what is used is copied.
+//! finds each array of a bucket's steps at the same place. Of block tables what is used is copied, of all
+//! else what there is room for.
 use super::parts::{self, SPLITS_MAX, Windows, least_split};
 use crate::backend::{Batch, SeqRows};
 use crate::error::KernelError;

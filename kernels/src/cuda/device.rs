@@ -98,6 +98,12 @@ impl Device {
         Ok(Self { kernels, matmul, stream, context })
     }
 
+    /// Whether this GPU has the shared memory that a launch takes: those of capability 8.6, 8.9 and 12.0
+    /// have 99 KiB, less than prefill attention takes for heads of 256.
+    pub(super) fn has_room(&self, call: &Call) -> bool {
+        self.kernels.get(call.entry.0).is_some_and(|kernel| kernel.has_room(call.launch.shared))
+    }
+
     /// Launches a kernel, in stream order.
     ///
     /// # Safety

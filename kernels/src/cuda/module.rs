@@ -136,7 +136,8 @@ impl Module {
         Ok(Self { raw, overlaps, context: context.clone(), _image: aligned })
     }
 
-    /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory.
+    /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory, or 48 KiB where the
+    /// GPU does not have so much.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] naming it, when it is not there.
@@ -150,16 +151,11 @@ impl Module {
         // a kernel, also for one that waits for another rank, and does not load within a capture.
         // SAFETY: the function belongs to the loaded module.
         check(unsafe { sys::cuFuncLoad(raw) }, name)?;
-        let shared_max = shared.max(48 << 10);
+        let has_room = shared <= self.context.info().shared_memory;
+        let shared_max = if has_room { shared.max(48 << 10) } else { 48 << 10 };
         let overlaps = self.overlaps;
         let kernel = Kernel { raw, name, shared_max, overlaps, module: self.clone() };
-        if shared > 48 << 10 {
-            let most = self.context.info().shared_memory;
-            if shared > most {
-                return Err(KernelError::Unsupported(format!(
-                    "{name} needs {shared} bytes of shared memory, this GPU has {most}"
-                )));
-            }
+        if shared_max > 48 << 10 {
             use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function belongs to the loaded module.
@@ -200,6 +196,12 @@ pub struct Kernel {
 }
 
 impl Kernel {
+    /// Whether it may be launched with so many bytes of dynamic shared memory.
+    #[must_use]
+    pub fn has_room(&self, shared: u32) -> bool {
+        shared <= self.shared_max
+    }
+
     /// Its name.
     #[must_use]
     pub fn name(&self) -> &'static str {
@@ -222,7 +224,7 @@ impl Kernel {
         args: &mut Args,
     ) -> Result<(), KernelError> {
         let Launch { grid, block, shared } = launch;
-        if shared > self.shared_max || grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
+        if !self.has_room(shared) || grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
             let message = format!("{} cannot be launched so: {launch:?}", self.name);
             return Err(KernelError::Shape { op: self.name, message });
         }

@@ -425,7 +425,7 @@ impl Backend for CudaBackend {
         let tiles = self.step.at(layout.tiles);
         let live_tiles = self.step.at(live::TILES);
         let prefill = launch::prefill_attention(&io, shape, tiles, counts.tiles, live_tiles);
-        let Some(prefill) = prefill else {
+        let Some(prefill) = prefill.filter(|call| self.device.has_room(call)) else {
             let (seqs, live) = (self.step.at(live::SEQS), self.step.at(live::ROWS));
             let call = launch::attention_any(&io, shape, seqs, counts.rows, live);
             // SAFETY: shapes and block tables were checked.

@@ -27,7 +27,7 @@ struct Queued {
     /// The longest list of likely tokens.
     top: u32,
     vocab: usize,
-    /// Since when nothing but their own step keeps them.
+    /// Since when nothing but their own step keeps them, and steps before it that sample nothing.
     since: Instant,
 }
 
