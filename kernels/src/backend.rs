@@ -23,56 +23,18 @@
 //! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
 //! order of the steps. Two steps whose tokens are not fetched are under way at most; those that sample
 //! nothing stand anywhere among them.
+mod arguments;
+
+pub use arguments::{
+    Activation, AttentionShape, Batch, Choices, KvShape, NOT_ASSIGNED, NOT_FED, QkvWeights,
+    RopeTable, Routing, SeqRows, StepInputs,
+};
+
 use crate::collective::Tally;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 use crate::weights::Int4Groups;
 pub use crate::weights::{BlockScales, DType, HostMatrix, Scales};
-
-/// Sizes of a paged KV cache on one rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvShape {
-    /// Decoder layers.
-    pub num_layers: usize,
-    /// KV heads held by this rank.
-    pub num_kv_heads: usize,
-    /// Elements per head.
-    pub head_dim: usize,
-    /// Tokens per block.
-    pub block_size: usize,
-    /// Blocks.
-    pub num_blocks: usize,
-}
-
-/// One sequence's rows in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SeqRows {
-    /// First row.
-    pub row_start: u32,
-    /// Rows (tokens computed), at least 1.
-    pub num_rows: u32,
-    /// Tokens in the KV cache after this step's K and V are written: row `i` of the sequence is the
-    /// token at position `context_len - num_rows + i`.
-    pub context_len: u32,
-    /// Where its block table begins in `Batch::block_tables`.
-    pub table_start: u32,
-    /// Blocks in it; covers at least `context_len` tokens.
-    pub table_len: u32,
-}
-
-/// What is in a step. Checked by the caller: every block id below the cache's `num_blocks`, every
-/// position below the RoPE tables' length.
-#[derive(Clone, Copy, Debug)]
-pub struct Batch<'a> {
-    /// Position of every row's token in its sequence, `[rows]`.
-    pub positions: &'a [u32],
-    /// Where every row's K and V are written: block id * block_size + offset, `[rows]`.
-    pub slots: &'a [u32],
-    /// The sequences, in row order, covering all rows.
-    pub seqs: &'a [SeqRows],
-    /// Block tables, concatenated.
-    pub block_tables: &'a [u32],
-}
 
 /// Activations `[rows, width]` with room for more rows.
 pub trait Buffer {
@@ -85,121 +47,6 @@ pub trait Buffer {
     /// # Errors
     /// When `rows` exceeds the capacity given at creation.
     fn set_rows(&mut self, rows: usize) -> Result<(), KernelError>;
-}
-
-/// RoPE tables: cos and sin of position x frequency, for half the head dimension ("rotate half":
-/// element `i` pairs with `i + head_dim / 2`).
-#[derive(Debug)]
-pub struct RopeTable<V> {
-    /// `[max_positions, head_dim / 2]`, row-major.
-    pub cos: V,
-    /// `[max_positions, head_dim / 2]`, row-major.
-    pub sin: V,
-}
-
-/// Weights of the fused QKV projection of one layer on one rank.
-#[derive(Debug)]
-pub struct QkvWeights<M, V> {
-    /// `[(num_heads + 2 * num_kv_heads) * head_dim, hidden]`: q rows, then k rows, then v rows.
-    pub weight: M,
-    /// Same number of rows, where the model has biases.
-    pub bias: Option<V>,
-    /// RMSNorm over each q head, `[head_dim]` (Qwen3), applied before RoPE.
-    pub q_norm: Option<V>,
-    /// RMSNorm over each k head, `[head_dim]`.
-    pub k_norm: Option<V>,
-}
-
-/// Shape of attention on one rank.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionShape {
-    /// Query heads on this rank, a multiple of `num_kv_heads`.
-    pub num_heads: usize,
-    /// KV heads on this rank.
-    pub num_kv_heads: usize,
-    /// Elements per head.
-    pub head_dim: usize,
-    /// Epsilon of `q_norm` and `k_norm`.
-    pub norm_eps: f32,
-    /// Attend to the last `n` tokens only, the current one included; `None` attends to all.
-    pub sliding_window: Option<u32>,
-}
-
-/// In [`StepInputs::feed`]: the row's own id is its token.
-pub const NOT_FED: u32 = u32::MAX;
-
-/// In [`Backend::assign`]: the row goes to no matrix.
-pub const NOT_ASSIGNED: u32 = u32::MAX;
-
-/// What the gate of an MLP goes through before it is multiplied with up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Activation {
-    /// `x * sigmoid(x)`.
-    #[default]
-    Silu,
-    /// GELU by its approximation with tanh: `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`.
-    GeluTanh,
-}
-
-/// How the rows of a layer choose among its experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Routing {
-    /// Experts of the layer.
-    pub num_experts: usize,
-    /// Experts that each row goes to: at least 1, at most `num_experts`.
-    pub top_k: usize,
-    /// The weights of a row's experts are divided by their sum.
-    pub normalise: bool,
-}
-
-impl Routing {
-    /// Most experts of a layer, and most of them that a row may go to.
-    pub const MOST: (usize, usize) = (1024, 32);
-
-    /// That rows can choose so.
-    ///
-    /// # Errors
-    /// [`KernelError::Shape`].
-    pub fn check(&self) -> Result<(), KernelError> {
-        let Self { num_experts, top_k, .. } = *self;
-        let (experts_most, top_most) = Self::MOST;
-        if num_experts <= experts_most && (1..=num_experts.min(top_most)).contains(&top_k) {
-            return Ok(());
-        }
-        let message = format!(
-            "{top_k} of {num_experts} experts cannot be chosen: at least 1, at most all and \
-             {top_most}, of at most {experts_most}"
-        );
-        Err(KernelError::Shape { op: "new_routes", message })
-    }
-}
-
-/// What rows chose: their experts' numbers, `[rows, top_k]`, and these experts' weights, likewise.
-pub type Choices = (Vec<u32>, Vec<f32>);
-
-/// Everything that a step reads, named before it: see the module's documentation.
-#[derive(Clone, Copy, Debug)]
-pub struct StepInputs<'a> {
-    /// What `embed` will be called with.
-    pub ids: &'a [u32],
-    /// What attention will be called with.
-    pub batch: Batch<'a>,
-    /// Likewise, but for the window.
-    pub attention: &'a AttentionShape,
-    /// The windows of all layers, each once, in any order.
-    pub windows: &'a [Option<u32>],
-    /// What `lm_head` will be called with, when the step samples.
-    pub sample_rows: &'a [u32],
-    /// What `sample` will be called with; empty on ranks that do not sample.
-    pub sampling: &'a [SampleRow<'a>],
-    /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
-    /// whose token takes the place of `ids`; [`NOT_FED`] where `ids` has the token.
-    pub feed: &'a [u32],
-    /// What `assign` will be called with; empty when it is not.
-    pub adapters: &'a [u32],
-    /// Nothing else will be called than one forward pass, and `lm_head` and `sample` once each if
-    /// the step samples.
-    pub is_plain: bool,
 }
 
 /// A device. Methods are called from its executor thread alone.

@@ -316,17 +316,9 @@ impl Backend for CpuBackend {
         }
         out.set_rows(rows)?;
         let isa = self.isa;
-        let residual = Disjoint::new(residual.values_mut());
-        let out = Disjoint::new(out.values_mut());
-        self.pool.run_ranges(rows, (GRAIN / width).max(1), &|range, _| {
-            for row in range {
-                // SAFETY: every row belongs to one task.
-                let residual = unsafe { residual.slice(row * width, width) };
-                // SAFETY: as above.
-                let out = unsafe { out.slice(row * width, width) };
-                let delta = delta.map(|delta| delta.row(row));
-                elementwise::add_rmsnorm(isa, residual, delta, weight, eps, out);
-            }
+        self.each_normed(residual, out, &|row, residual, out| {
+            let delta = delta.map(|delta| delta.row(row));
+            elementwise::add_rmsnorm(isa, residual, delta, weight, eps, out);
         })
     }
 
@@ -349,25 +341,9 @@ impl Backend for CpuBackend {
         ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
         out.set_rows(rows)?;
         let isa = self.isa;
-        let residual = Disjoint::new(residual.values_mut());
-        let out = Disjoint::new(out.values_mut());
-        self.pool.run_ranges(rows, (GRAIN / width).max(1), &|range, _| {
-            for row in range {
-                // SAFETY: every row belongs to one task.
-                let residual = unsafe { residual.slice(row * width, width) };
-                // SAFETY: as above.
-                let out = unsafe { out.slice(row * width, width) };
-                let delta = delta.row(row);
-                elementwise::add_normed_rmsnorm(
-                    isa,
-                    residual,
-                    delta,
-                    delta_weight,
-                    weight,
-                    eps,
-                    out,
-                );
-            }
+        self.each_normed(residual, out, &|row, residual, out| {
+            let delta = delta.row(row);
+            elementwise::add_normed_rmsnorm(isa, residual, delta, delta_weight, weight, eps, out);
         })
     }
 
@@ -707,6 +683,26 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
+    /// Calls `norm` with every row's number, its residual and its result, of buffers of one width.
+    fn each_normed(
+        &mut self,
+        residual: &mut CpuBuffer,
+        out: &mut CpuBuffer,
+        norm: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
+    ) -> Result<(), KernelError> {
+        let (rows, width) = (residual.rows(), residual.width());
+        let residual = Disjoint::new(residual.values_mut());
+        let out = Disjoint::new(out.values_mut());
+        self.pool.run_ranges(rows, (GRAIN / width).max(1), &|range, _| {
+            for row in range {
+                // SAFETY: every row belongs to one task.
+                let residual = unsafe { residual.slice(row * width, width) };
+                // SAFETY: as above.
+                norm(row, residual, unsafe { out.slice(row * width, width) });
+            }
+        })
+    }
+
     /// Fills `out` with what `operation` makes of rows `0..count`, rows in parallel.
     fn each_row(
         &mut self,

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
+
+import golden
 
 HERE = Path(__file__).resolve().parent
 # How much of what layers add in the routers' directions stays.
@@ -119,40 +120,26 @@ def logits_and_routing(model, ids):
     return logits, torch.stack(gaps).min(0).values
 
 
-def greedy(model, ids, count):
-    ids = list(ids)
-    new, logprobs, gaps, top5, routing = [], [], [], None, 9.0
-    for _ in range(count):
+def looking(gaps):
+    """Logits as greedy texts need them, which leave each step's smallest gap in `gaps`."""
+    def look(model, ids):
         logits, routed = logits_and_routing(model, ids)
-        routing = min(routing, float(routed.min()))
-        values, tokens = torch.log_softmax(logits[-1], -1).topk(5)
-        if top5 is None:
-            top5 = [(int(t), round(float(v), 5)) for v, t in zip(values, tokens)]
-        new.append(int(tokens[0]))
-        logprobs.append(round(float(values[0]), 5))
-        gaps.append(round(float(values[0] - values[1]), 5))
-        ids.append(new[-1])
-    return new, logprobs, gaps, top5, routing
+        gaps.append(float(routed.min()))
+        return logits
+
+    return look
 
 
-def prompt_ids(tokenizer, prompt):
-    if isinstance(prompt, str):
-        return None, tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def quality(model, tokenizer):
-    """How far rounding is from changing a choice; nothing for a model that only repeats itself."""
+def robust(model, tokenizer):
     model = model.float().eval()
-    worst, varied = 9.0, 0
-    for _, prompt in PROMPTS:
-        new, _, gaps, _, routing = greedy(model, prompt_ids(tokenizer, prompt)[1], 32)
-        worst = min(worst, min(gaps), routing / 20)
-        varied += len(set(new))
-        if worst < 0.004:
-            return worst
-    return worst if varied / len(PROMPTS) > 10 else worst * 1e-3
+
+    def run(prompt):
+        routing = []
+        ids = golden.prompt_ids(tokenizer, prompt)[1]
+        new, _, gaps, _ = golden.greedy(model, ids, looking(routing))
+        return new, min(min(gaps), min(routing) / 20)
+
+    return golden.quality(PROMPTS, run)
 
 
 def goldens(folder):
@@ -163,56 +150,20 @@ def goldens(folder):
         return model.eval()
 
     model, rounded = load(torch.float32), load(torch.bfloat16)
-    end = model.generation_config.eos_token_id
     cases = []
     for name, prompt in PROMPTS:
-        rendered, ids = prompt_ids(tokenizer, prompt)
-        if rendered is None:
-            case = {"name": name, "kind": "text", "text": prompt, "add_special_tokens": True}
-        else:
-            case = {"name": name, "kind": "chat", "messages": prompt, "rendered": rendered,
-                    "add_special_tokens": False}
-        logprobs = torch.log_softmax(logits_and_routing(model, ids)[0], -1)
-        new, greedy_logprobs, gaps, top5, routing = greedy(model, ids, 32)
-        other = greedy(rounded, ids, 32)[0]
-        cached = model.generate(
-            input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            max_new_tokens=32, do_sample=False, temperature=None, top_p=None, eos_token_id=None,
-            pad_token_id=0,
-        )[0, len(ids):].tolist()
-        first = [{"id": t, "token": tokenizer.convert_ids_to_tokens(t), "logprob": v} for t, v in top5]
-        case.update(
-            prompt_ids=ids,
-            prompt_logprobs=[None] + [round(float(logprobs[i, t]), 5) for i, t in enumerate(ids[1:])],
-            first_step_top5=first,
-            greedy_ids=new,
-            greedy_logprobs=greedy_logprobs,
-            greedy_text=tokenizer.decode(new, skip_special_tokens=False),
-            greedy_stop_index=next((i for i, t in enumerate(new) if t in end), None),
-            greedy_top1_top2_gap=gaps,
-            min_gap=min(gaps),
-            min_routing_gap=round(routing, 5),
-            bf16_compute_agree_prefix=next((i for i in range(32) if other[i] != new[i]), 32),
-            generate_with_cache_agrees=cached == new,
-        )
-        cases.append(case)
-    meta = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "compute": "float32, eager attention, weights as stored (bf16) widened to float32",
-        "decoding": "greedy, 32 new tokens, end tokens NOT stopping; greedy_stop_index is the first "
-                    "end token in greedy_ids (null: none)",
-        "eos_token_ids": end,
-        "prompt_logprobs": "entry i is log p(prompt_ids[i] | prompt_ids[:i]); entry 0 is null",
-        "min_gap": "smallest top1-top2 log-probability gap over the 32 steps",
-        "min_routing_gap": "smallest gap between the router logits of the last expert chosen and the "
-                           "first not chosen, over all layers and positions, in standard deviations",
-    }
-    text = json.dumps({"meta": meta, "prompts": cases}, indent=1, ensure_ascii=True)
-    (folder / "golden.json").write_text(text)
-    print(folder.name, "min gap", min(c["min_gap"] for c in cases), "min routing gap",
-          min(c["min_routing_gap"] for c in cases), "bf16 prefix",
-          [c["bf16_compute_agree_prefix"] for c in cases], flush=True)
+        routing = []
+        entry, _ = golden.case(tokenizer, name, prompt, model, looking(routing))
+        entry["min_routing_gap"] = round(min(routing), 5)
+        entry["bf16_compute_agree_prefix"] = golden.agree_prefix(entry, rounded)
+        entry["generate_with_cache_agrees"] = golden.cache_agrees(entry, model)
+        cases.append(entry)
+    golden.write(
+        folder / "golden.json", model, cases,
+        min_routing_gap="smallest gap between the router logits of the last expert chosen and the "
+                        "first not chosen, over all layers and positions, in standard deviations",
+    )
+    print("min routing gap", min(c["min_routing_gap"] for c in cases), flush=True)
 
 
 def rename_for_transformers_4(path):
@@ -238,7 +189,7 @@ def main():
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         seeds = range(int(os.environ.get("SEEDS", "12")))
-        best, seed = max((quality(initialised(config, seed), tokenizer), seed) for seed in seeds)
+        best, seed = max((robust(initialised(config, seed), tokenizer), seed) for seed in seeds)
         model = initialised(config, seed)
         model.generation_config.update(eos_token_id=[2, 6], bos_token_id=1, pad_token_id=0)
         # The original format is that of published checkpoints: a tensor for each expert's projection.

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+import golden
 
 torch.set_num_threads(1)
 SEEDS = int(os.environ.get("SEEDS", "24"))
@@ -158,43 +159,14 @@ def as_checkpoint(model):
     return model
 
 
-def logits(model, ids):
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-
-
-def greedy(model, ids, count):
-    ids = list(ids)
-    new, logprobs, gaps, top5 = [], [], [], None
-    for _ in range(count):
-        values, tokens = torch.log_softmax(logits(model, ids)[-1], -1).topk(5)
-        if top5 is None:
-            top5 = [(int(t), round(float(v), 5)) for v, t in zip(values, tokens)]
-        new.append(int(tokens[0]))
-        logprobs.append(round(float(values[0]), 5))
-        gaps.append(round(float(values[0] - values[1]), 5))
-        ids.append(new[-1])
-    return new, logprobs, gaps, top5
-
-
-def prompt_ids(tokenizer, prompt):
-    if isinstance(prompt, str):
-        return None, tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def quality(model, tokenizer):
-    """How far rounding is from changing a choice; nothing for a model that only repeats itself."""
+def robust(model, tokenizer):
     model = as_checkpoint(model)
-    worst, varied = 9.0, 0
-    for _, prompt in PROMPTS:
-        new, _, gaps, _ = greedy(model, prompt_ids(tokenizer, prompt)[1], 32)
-        worst = min(worst, min(gaps))
-        varied += len(set(new))
-        if worst < 0.004:
-            return worst
-    return worst if varied / len(PROMPTS) > 10 else worst * 1e-3
+
+    def run(prompt):
+        new, _, gaps, _ = golden.greedy(model, golden.prompt_ids(tokenizer, prompt)[1])
+        return new, min(gaps)
+
+    return golden.quality(PROMPTS, run)
 
 
 def goldens(folder, tokenizer):
@@ -202,54 +174,14 @@ def goldens(folder, tokenizer):
         return Gemma3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
     model, rounded = as_checkpoint(load(torch.float32)), load(torch.bfloat16).eval()
-    end = model.generation_config.eos_token_id
     cases = []
     for name, prompt in PROMPTS:
-        rendered, ids = prompt_ids(tokenizer, prompt)
-        if rendered is None:
-            case = {"name": name, "kind": "text", "text": prompt, "add_special_tokens": True}
-        else:
-            case = {"name": name, "kind": "chat", "messages": prompt, "rendered": rendered,
-                    "add_special_tokens": False}
-        logprobs = torch.log_softmax(logits(model, ids), -1)
-        new, greedy_logprobs, gaps, top5 = greedy(model, ids, 32)
-        other = greedy(rounded, ids, 32)[0]
-        cached = model.generate(
-            input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            max_new_tokens=32, do_sample=False, temperature=None, top_p=None, top_k=None,
-            eos_token_id=None, pad_token_id=0,
-        )[0, len(ids):].tolist()
-        first = [{"id": t, "token": tokenizer.convert_ids_to_tokens(t), "logprob": v} for t, v in top5]
-        case.update(
-            prompt_ids=ids,
-            prompt_logprobs=[None] + [round(float(logprobs[i, t]), 5) for i, t in enumerate(ids[1:])],
-            first_step_top5=first,
-            greedy_ids=new,
-            greedy_logprobs=greedy_logprobs,
-            greedy_text=tokenizer.decode(new, skip_special_tokens=False),
-            greedy_stop_index=next((i for i, t in enumerate(new) if t in end), None),
-            greedy_top1_top2_gap=gaps,
-            min_gap=min(gaps),
-            bf16_compute_agree_prefix=next((i for i in range(32) if other[i] != new[i]), 32),
-            generate_with_cache_agrees=cached == new,
-        )
-        cases.append(case)
-    meta = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "compute": "float32, eager attention, weights as stored (bf16) widened to float32, embeddings "
-                   "multiplied by sqrt(hidden_size) rounded to bf16",
-        "decoding": "greedy, 32 new tokens, end tokens NOT stopping; greedy_stop_index is the first "
-                    "end token in greedy_ids (null: none)",
-        "eos_token_ids": end,
-        "prompt_logprobs": "entry i is log p(prompt_ids[i] | prompt_ids[:i]); entry 0 is null",
-        "min_gap": "smallest top1-top2 log-probability gap over the 32 steps",
-    }
-    text = json.dumps({"meta": meta, "prompts": cases}, indent=1, ensure_ascii=True)
-    (folder / "golden.json").write_text(text)
-    print(folder.name, "min gap", min(c["min_gap"] for c in cases), "bf16 prefix",
-          [c["bf16_compute_agree_prefix"] for c in cases], "cache",
-          [c["generate_with_cache_agrees"] for c in cases], flush=True)
+        entry, _ = golden.case(tokenizer, name, prompt, model)
+        entry["bf16_compute_agree_prefix"] = golden.agree_prefix(entry, rounded)
+        entry["generate_with_cache_agrees"] = golden.cache_agrees(entry, model, top_k=None)
+        cases.append(entry)
+    scaled = ", embeddings multiplied by sqrt(hidden_size) rounded to bf16"
+    golden.write(folder / "golden.json", model, cases, scaled)
 
 
 def rename_for_transformers_4(path):
@@ -276,9 +208,9 @@ def main():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for _, prompt in PROMPTS:
-        ids = prompt_ids(tokenizer, prompt)[1]
+        ids = golden.prompt_ids(tokenizer, prompt)[1]
         assert ids[0] == 2 and ids[1] != 2 and 3 not in ids, ids
-    best, seed = max((quality(initialised(seed), tokenizer), seed) for seed in range(SEEDS))
+    best, seed = max((robust(initialised(seed), tokenizer), seed) for seed in range(SEEDS))
     model = initialised(seed)
     model.generation_config.update(eos_token_id=[1, 106], bos_token_id=2, pad_token_id=0)
     model.save_pretrained(folder)

@@ -15,13 +15,14 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import (
     AutoTokenizer, LlamaConfig, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig,
     Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen3Config, Qwen3ForCausalLM, SmolLM3Config,
     SmolLM3ForCausalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import golden
 
 HERE = Path(__file__).resolve().parent
 torch.set_num_threads(1)
@@ -118,43 +119,14 @@ def keep(model, long):
     return model.eval()
 
 
-def logits_of(model, ids):
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-
-
-def greedy(model, ids, count):
-    ids = list(ids)
-    new, logprobs, gaps, top5 = [], [], [], None
-    for _ in range(count):
-        values, tokens = torch.log_softmax(logits_of(model, ids)[-1], -1).topk(5)
-        if top5 is None:
-            top5 = [(int(t), round(float(v), 5)) for v, t in zip(values, tokens)]
-        new.append(int(tokens[0]))
-        logprobs.append(round(float(values[0]), 5))
-        gaps.append(round(float(values[0] - values[1]), 5))
-        ids.append(new[-1])
-    return new, logprobs, gaps, top5
-
-
-def prompt_ids(tokenizer, prompt):
-    if isinstance(prompt, str):
-        return None, tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def quality(model, tokenizer):
-    """How far rounding is from changing a choice; nothing for a model that only repeats itself."""
+def robust(model, tokenizer):
     model = keep(model, True)
-    worst, varied = 9.0, 0
-    for _, prompt in PROMPTS:
-        new, _, gaps, _ = greedy(model, prompt_ids(tokenizer, prompt)[1], 32)
-        worst = min(worst, min(gaps))
-        varied += len(set(new))
-        if worst < 0.004:
-            return worst
-    return worst if varied / len(PROMPTS) > 10 else worst * 1e-3
+
+    def run(prompt):
+        new, _, gaps, _ = golden.greedy(model, golden.prompt_ids(tokenizer, prompt)[1])
+        return new, min(gaps)
+
+    return golden.quality(PROMPTS, run)
 
 
 def goldens(folder, kind, long, file):
@@ -164,49 +136,16 @@ def goldens(folder, kind, long, file):
         return keep(kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager"), long)
 
     model, rounded = load(torch.float32), load(torch.bfloat16)
-    end = model.generation_config.eos_token_id
     cases, errors = [], []
     for name, prompt in PROMPTS:
-        rendered, ids = prompt_ids(tokenizer, prompt)
-        if rendered is None:
-            case = {"name": name, "kind": "text", "text": prompt, "add_special_tokens": True}
-        else:
-            case = {"name": name, "kind": "chat", "messages": prompt, "rendered": rendered,
-                    "add_special_tokens": False}
-        logprobs = torch.log_softmax(logits_of(model, ids), -1)
-        new, greedy_logprobs, gaps, top5 = greedy(model, ids, 32)
-        other = greedy(rounded, ids, 32)[0]
-        rounded_logprobs = torch.log_softmax(logits_of(rounded, ids), -1)
-        errors += [abs(float(logprobs[i, t] - rounded_logprobs[i, t])) for i, t in enumerate(ids[1:])]
-        first = [{"id": t, "token": tokenizer.convert_ids_to_tokens(t), "logprob": v} for t, v in top5]
-        case.update(
-            prompt_ids=ids,
-            prompt_logprobs=[None] + [round(float(logprobs[i, t]), 5) for i, t in enumerate(ids[1:])],
-            first_step_top5=first,
-            greedy_ids=new,
-            greedy_logprobs=greedy_logprobs,
-            greedy_text=tokenizer.decode(new, skip_special_tokens=False),
-            greedy_stop_index=next((i for i, t in enumerate(new) if t in end), None),
-            greedy_top1_top2_gap=gaps,
-            min_gap=min(gaps),
-            bf16_compute_agree_prefix=next((i for i in range(32) if other[i] != new[i]), 32),
-        )
-        cases.append(case)
-    meta = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "compute": "float32, eager attention, weights as stored (bf16) widened to float32",
-        "decoding": "greedy, 32 new tokens, end tokens NOT stopping; greedy_stop_index is the first "
-                    "end token in greedy_ids (null: none)",
-        "eos_token_ids": end,
-        "prompt_logprobs": "entry i is log p(prompt_ids[i] | prompt_ids[:i]); entry 0 is null",
-        "min_gap": "smallest top1-top2 log-probability gap over the 32 steps",
-    }
-    text = json.dumps({"meta": meta, "prompts": cases}, indent=1, ensure_ascii=True)
-    (folder / file).write_text(text)
-    print(folder.name, file, "min gap", min(c["min_gap"] for c in cases), "bf16 prefix",
-          [c["bf16_compute_agree_prefix"] for c in cases], "bf16 error", round(max(errors), 3),
-          round(sum(errors) / len(errors), 4), flush=True)
+        entry, logprobs = golden.case(tokenizer, name, prompt, model)
+        entry["bf16_compute_agree_prefix"] = golden.agree_prefix(entry, rounded)
+        cases.append(entry)
+        ids = entry["prompt_ids"]
+        others = torch.log_softmax(golden.logits_of(rounded, ids), -1)
+        errors += [abs(float(logprobs[i, t] - others[i, t])) for i, t in enumerate(ids[1:])]
+    golden.write(folder / file, model, cases)
+    print("bf16 error", round(max(errors), 3), round(sum(errors) / len(errors), 4), flush=True)
 
 
 def rename_for_transformers_4(path, version):
@@ -277,7 +216,7 @@ def main():
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         seeds = range(int(os.environ.get("SEEDS", "12")))
-        best, seed = max((quality(initialised(name, seed), tokenizer), seed) for seed in seeds)
+        best, seed = max((robust(initialised(name, seed), tokenizer), seed) for seed in seeds)
         model = initialised(name, seed).to(torch.bfloat16)
         model.generation_config.update(eos_token_id=[2, 6], bos_token_id=1, pad_token_id=0)
         model.save_pretrained(folder)

@@ -1,13 +1,12 @@
 //! Experts on the CUDA backend (kernels emulated) that group their slots in many chunks: what
 //! thousands of rows do on a GPU, with a few. Against the reference, and bit by bit against one chunk.
-use kernels::backend::{
-    AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, Routing, SeqRows, StepInputs,
-};
+use kernels::backend::{Backend, Buffer, DType, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use kernels::reference::ReferenceBackend;
 use kernels::sampling::{SampleParams, SampleRow};
 
+use crate::queued;
 use crate::rig::fake_cuda_with;
 
 /// Slots of a chunk: 8 rows, or the one that a row of more experts needs.
@@ -174,42 +173,6 @@ fn a_rows_choice_depends_on_no_other_row() {
     }
 }
 
-/// Begins a decode step of `rows` sequences, each at its first token.
-fn begin(backend: &mut CudaBackend, rows: u32) {
-    let all: Vec<u32> = (0..rows).collect();
-    let seq = |row: u32| SeqRows {
-        row_start: row,
-        num_rows: 1,
-        context_len: 1,
-        table_start: row,
-        table_len: 1,
-    };
-    let seqs: Vec<SeqRows> = (0..rows).map(seq).collect();
-    let positions = vec![0; rows as usize];
-    let batch = Batch { positions: &positions, slots: &positions, seqs: &seqs, block_tables: &all };
-    let attention = AttentionShape {
-        num_heads: 1,
-        num_kv_heads: 1,
-        head_dim: 16,
-        norm_eps: 1e-6,
-        sliding_window: None,
-    };
-    let params = SampleParams::default();
-    let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: None };
-    let inputs = StepInputs {
-        ids: &all,
-        batch,
-        attention: &attention,
-        windows: &[None],
-        sample_rows: &all,
-        sampling: &vec![row; rows as usize],
-        feed: &[],
-        adapters: &[],
-        is_plain: true,
-    };
-    backend.begin_step(&inputs).unwrap();
-}
-
 /// A step that may become a graph is launched for more rows than there are (12 for 9, the last 4 in a
 /// chunk of their own): nothing is made of those, in any chunk.
 #[test]
@@ -234,7 +197,9 @@ fn rows_that_are_not_there_are_not_written_in_later_chunks() {
     backend.write_buffer(&mut x, &numbers(4, there * hidden)).unwrap();
     backend.poison(&middle).unwrap();
     backend.poison(&out).unwrap();
-    begin(&mut backend, there as u32);
+    let params = SampleParams::default();
+    let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: None };
+    queued::begin(&mut backend, &vec![row; there], &[]);
     backend.route(&x, &router, &mut routes).unwrap();
     backend.experts_gate_up_silu(&x, &gate_up, &routes, &mut middle).unwrap();
     backend.experts_down(&middle, 0, &down, &routes, &mut out).unwrap();

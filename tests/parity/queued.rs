@@ -73,13 +73,8 @@ fn oracle(logits: &[f32], rows: &[SampleRow<'_>]) -> Vec<Sampled> {
     sampled
 }
 
-/// Queues a step of sequences of one row each.
-fn queue(
-    backend: &mut CudaBackend,
-    logits: &<CudaBackend as Backend>::Buffer,
-    sampling: &[SampleRow<'_>],
-    feed: &[u32],
-) {
+/// Begins a decode step of sequences that are each at their first token.
+pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed: &[u32]) {
     let rows = sampling.len() as u32;
     let all: Vec<u32> = (0..rows).collect();
     let seq = |row: u32| SeqRows {
@@ -99,19 +94,28 @@ fn queue(
         norm_eps: 1e-6,
         sliding_window: None,
     };
-    backend
-        .begin_step(&StepInputs {
-            ids: &all,
-            batch,
-            attention: &attention,
-            windows: &[None],
-            sample_rows: &all,
-            sampling,
-            feed,
-            adapters: &[],
-            is_plain: true,
-        })
-        .unwrap();
+    let inputs = StepInputs {
+        ids: &all,
+        batch,
+        attention: &attention,
+        windows: &[None],
+        sample_rows: &all,
+        sampling,
+        feed,
+        adapters: &[],
+        is_plain: true,
+    };
+    backend.begin_step(&inputs).unwrap();
+}
+
+/// Queues a step of sequences of one row each.
+fn queue(
+    backend: &mut CudaBackend,
+    logits: &<CudaBackend as Backend>::Buffer,
+    sampling: &[SampleRow<'_>],
+    feed: &[u32],
+) {
+    begin(backend, sampling, feed);
     backend.queue_sample(logits, VOCAB, sampling).unwrap();
     backend.end_step().unwrap();
 }

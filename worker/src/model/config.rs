@@ -312,6 +312,11 @@ fn sliding_windows(
         };
         return Ok((0..num_layers).map(|layer| window.filter(|_| slides(layer))).collect());
     };
+    Ok(slides(types, num_layers)?.into_iter().map(|slides| window.filter(|_| slides)).collect())
+}
+
+/// Which layers `layer_types` says slide.
+fn slides(types: &[String], num_layers: usize) -> Result<Vec<bool>, String> {
     if types.len() != num_layers {
         let len = types.len();
         return Err(format!("layer_types has {len} entries, num_hidden_layers is {num_layers}"));
@@ -319,8 +324,8 @@ fn sliding_windows(
     types
         .iter()
         .map(|kind| match kind.as_str() {
-            "sliding_attention" => Ok(window),
-            "full_attention" => Ok(None),
+            "sliding_attention" => Ok(true),
+            "full_attention" => Ok(false),
             _ => Err(format!(
                 "layer_types has \"{kind}\"; supported are: full_attention, sliding_attention"
             )),

@@ -88,20 +88,7 @@ fn slides(raw: &Raw, num_layers: usize) -> Result<Vec<bool>, String> {
             step => Ok((1..=num_layers).map(|layer| !layer.is_multiple_of(step)).collect()),
         };
     };
-    if types.len() != num_layers {
-        let len = types.len();
-        return Err(format!("layer_types has {len} entries, num_hidden_layers is {num_layers}"));
-    }
-    types
-        .iter()
-        .map(|kind| match kind.as_str() {
-            "sliding_attention" => Ok(true),
-            "full_attention" => Ok(false),
-            _ => Err(format!(
-                "layer_types has \"{kind}\"; supported are: full_attention, sliding_attention"
-            )),
-        })
-        .collect()
+    super::slides(types, num_layers)
 }
 
 /// How layers that attend to all tokens are rotated, and those that slide, each said as of a model with
