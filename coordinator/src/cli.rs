@@ -3,16 +3,19 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the device asked for cannot be
 //! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one will
-//! stand by; or a worker of `tutti up` was signalled), 78 another process has this one's name.
+//! stand by; or a worker process that another supervises was signalled), 78 another process has this one's name.
 mod api;
 mod asking;
 mod bench;
+mod children;
+mod claims;
 mod config_file;
 mod devices;
 mod doctor;
 mod elected;
 mod etcd;
 mod front;
+mod host;
 mod logging;
 mod lora;
 mod open_files;
@@ -51,7 +54,7 @@ pub(crate) enum CliError {
     /// Another coordinator leads.
     #[error("{0}")]
     Superseded(String),
-    /// A worker of `tutti up` ended by a signal that was not its parent's.
+    /// A supervised worker ended by a signal that was not its parent's.
     #[error("{0}")]
     Again(String),
     /// Another process has the same name.
@@ -87,7 +90,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
     let result = match command {
         Command::Up(args) => up::run(&args),
         Command::Coordinator(args) => serve::run(&args),
-        Command::Worker(args) => work::run(&args),
+        Command::Worker(role) => work::run(&role, &args),
         Command::Frontend(args) => front::run(&args),
         Command::Status(args) => operate::status(&args),
         Command::Logs(args) => operate::logs(&args),

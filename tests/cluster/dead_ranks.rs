@@ -10,7 +10,11 @@ use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
 /// Asks until `wanted` holds, for a while; what was answered last.
-async fn ask_until(client: &Client, path: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+pub(crate) async fn ask_until(
+    client: &Client,
+    path: &str,
+    wanted: impl Fn(&Value) -> bool,
+) -> Value {
     let mut last = Value::Null;
     for _ in 0..400 {
         last = client.get(path).await.unwrap().body;

@@ -46,6 +46,7 @@ mod draining;
 mod etcd;
 mod failures;
 mod front_ends;
+mod hosts;
 mod openai_client;
 mod placing;
 mod prefixes;

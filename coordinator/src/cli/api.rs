@@ -1,5 +1,6 @@
 //! The options of the HTTP API, of every role that serves it.
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -75,8 +76,9 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Checks the options, and reads the file of keys.
-pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
+/// Checks the options, and reads the file of keys. HTTP that is served to everybody at `listen` is said
+/// to be.
+pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, CliError> {
     for origin in &args.allowed_origins {
         let page = ["http://", "https://"].iter().find_map(|scheme| origin.strip_prefix(scheme));
         if origin != "*" && page.is_none_or(|page| page.is_empty() || page.contains('/')) {
@@ -86,8 +88,16 @@ pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
             )));
         }
     }
+    let keys = keys(args)?;
+    if is_open(listen, &keys, args) {
+        tracing::warn!(
+            %listen,
+            "whoever reaches this address may use the API: there are no keys (--api-key-file), and \
+             no certificates of clients are asked for (--tls-client-ca)"
+        );
+    }
     Ok(ApiOptions {
-        keys: keys(args)?,
+        keys,
         chat_template: args.chat_template.clone(),
         max_body_bytes: args.max_body_bytes,
         max_logprobs: args.max_logprobs,
@@ -101,6 +111,11 @@ pub(crate) fn options(args: &ApiArgs) -> Result<ApiOptions, CliError> {
             Some(_) => Reasoning::Marked,
         },
     })
+}
+
+/// Whether other hosts may use the API without showing anything.
+fn is_open(listen: SocketAddr, keys: &ApiKeys, args: &ApiArgs) -> bool {
+    !listen.ip().to_canonical().is_loopback() && keys.is_empty() && args.tls_client_ca.is_none()
 }
 
 fn parse_format(name: &str) -> Result<CallFormat, String> {
@@ -176,9 +191,13 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
+    use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
     use clap::Parser;
 
     use super::*;
+
+    const LOOPBACK: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8000);
 
     #[derive(Parser)]
     struct Line {
@@ -189,7 +208,7 @@ mod tests {
     fn parse(words: &[&str]) -> Result<ApiOptions, String> {
         let line = Line::try_parse_from([&["x"], words].concat()).map_err(|e| e.to_string())?;
         assert!(!format!("{:?}", line.api).contains("hidden"), "keys are never shown");
-        options(&line.api).map_err(|error| error.to_string())
+        options(&line.api, LOOPBACK).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -216,6 +235,18 @@ mod tests {
         assert!(parse(&["--api-key-file", "/no/such"]).unwrap_err().contains("/no/such"));
         let error = parse(&["--api-key", "hidden key"]).unwrap_err();
         assert!(error.contains("--api-key") && !error.contains("hidden"), "{error}");
+    }
+
+    #[test]
+    fn an_open_api_is_noticed() {
+        let open = |ip: IpAddr, words: &[&str]| {
+            let api = Line::try_parse_from([&["x"], words].concat()).unwrap().api;
+            is_open(SocketAddr::new(ip, 8000), &keys(&api).unwrap(), &api)
+        };
+        let all = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+        assert!(open(all, &[]) && open(IpAddr::V6(Ipv6Addr::UNSPECIFIED), &[]));
+        assert!(!open(all, &["--api-key", "a"]) && !open(all, &["--tls-client-ca", "ca.pem"]));
+        assert!(!open(LOOPBACK.ip(), &[]) && !open("::ffff:127.0.0.1".parse().unwrap(), &[]));
     }
 
     #[test]

@@ -4,10 +4,10 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use worker::device::{CpuDevice, CudaDevice, DeviceChoice, Isa, Survey, bytes_text, survey};
 
-use super::CliError;
-use super::options::{ComputeArgs, CudaArgs, Device, DevicesArgs, TENSOR_PARALLEL};
+use super::options::{ComputeArgs, CudaArgs, Device, DevicesArgs, TENSOR_PARALLEL, Workers};
 use super::output::print_line;
 use super::work::cores;
+use super::{CliError, claims};
 
 /// Prints what there is.
 pub(crate) fn run(args: &DevicesArgs) {
@@ -92,7 +92,7 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
         Device::Cpu => return Ok(cpu),
         Device::Auto => {
             let found = look(&args.cuda);
-            let Some(ordinal) = found.roomiest() else {
+            let Some(ordinal) = free_gpu(&found) else {
                 let reason = found.unusable().unwrap_or_default();
                 tracing::info!(reason, "no usable GPU; computing on the CPU");
                 return Ok(cpu);
@@ -101,10 +101,11 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
         }
         Device::Cuda(wanted) => {
             let found = look(&args.cuda);
-            let ordinal = wanted.or_else(|| found.roomiest()).unwrap_or(0);
+            let ordinal = wanted.or_else(|| free_gpu(&found)).unwrap_or(0);
             if let Some(reason) = found.refusal(ordinal) {
                 return Err(CliError::NoDevice(format!("--device cuda: {reason}")));
             }
+            claims::claim(uuid(&found, ordinal));
             (found, ordinal)
         }
     };
@@ -124,6 +125,35 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
     let warmup = Duration::from_secs(args.cuda_warmup);
     let device = CudaDevice { options, memory_utilization, memory_free, warmup, uuid };
     Ok(DeviceChoice::Cuda(device))
+}
+
+/// The usable GPU with the most free memory that no other process of this program computes on. With
+/// all of them taken, the one with the most memory.
+fn free_gpu(found: &Survey) -> Option<u32> {
+    let by_room: Vec<(u32, &str)> =
+        found.by_room().map(|ordinal| (ordinal, uuid(found, ordinal))).collect();
+    let free = by_room.iter().find(|(_, uuid)| claims::claim(uuid));
+    if let (None, Some((gpu, _))) = (free, by_room.first()) {
+        tracing::warn!(gpu, "every usable GPU has a worker of this host already; this one shares");
+    }
+    free.or(by_room.first()).map(|(ordinal, _)| *ordinal)
+}
+
+fn uuid(found: &Survey, ordinal: u32) -> &str {
+    let device = found.devices.iter().find(|device| device.info.ordinal == ordinal);
+    device.map_or("", |device| device.info.uuid.as_str())
+}
+
+/// How many workers this host is to have.
+pub(crate) fn of_host(args: &ComputeArgs, workers: Workers) -> u32 {
+    match (workers, args.device) {
+        (Workers::Number(number), _) => number,
+        (Workers::All, Device::Cpu | Device::Cuda(Some(_))) => 1,
+        (Workers::All, Device::Auto | Device::Cuda(None)) => {
+            let found = look(&args.cuda);
+            u32::try_from(found.by_room().count()).unwrap_or(1).max(1)
+        }
+    }
 }
 
 /// The workers of this host.
@@ -178,8 +208,8 @@ pub(crate) fn share_out(
     let short = match found.unusable() {
         Some(reason) => Some(reason),
         None if (usable.len() as u64) < u64::from(count) => Some(format!(
-            "{} usable GPU(s) for {count} workers: for the GPU say --workers {} and a \
-             --tensor-parallel that divides it",
+            "{} usable GPU(s) for {count} workers: for the GPU say --workers {} (and a \
+             --tensor-parallel that divides it)",
             usable.len(),
             usable.len()
         )),

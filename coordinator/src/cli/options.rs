@@ -95,6 +95,36 @@ fn parse_device(text: &str) -> Result<Device, String> {
         .ok_or_else(|| "expected auto, cpu, cuda or cuda:N, where N numbers GPUs from 0".to_owned())
 }
 
+/// Worker processes of one host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Workers {
+    /// As many as there is something to compute on.
+    All,
+    /// So many.
+    Number(u32),
+}
+
+impl Workers {
+    /// The number, where one was said.
+    pub(crate) fn number(self) -> Option<u32> {
+        match self {
+            Self::All => None,
+            Self::Number(number) => Some(number),
+        }
+    }
+}
+
+/// Parses `all` or a number.
+fn parse_workers(text: &str) -> Result<Workers, String> {
+    if text == "all" {
+        return Ok(Workers::All);
+    }
+    let number = text.parse().ok().filter(|number| (1..=LOCAL_WORKERS_MAX).contains(number));
+    number
+        .map(Workers::Number)
+        .ok_or_else(|| format!("expected a number from 1 to {LOCAL_WORKERS_MAX}, or all"))
+}
+
 /// Parses one of [`Exchange::NAMES`].
 fn parse_exchange(text: &str) -> Result<Exchange, String> {
     let found = Exchange::NAMES.iter().find(|(name, _)| *name == text);
@@ -145,8 +175,8 @@ pub(crate) struct UpArgs {
     pub(crate) compute: ComputeArgs,
     /// Local worker processes to start; more than --tensor-parallel makes more replicas [default: one
     /// for each usable GPU; on the CPU 2, or --tensor-parallel]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(LOCAL_WORKERS_MAX)))]
-    pub(crate) workers: Option<u32>,
+    #[arg(long, value_name = "N", value_parser = parse_workers)]
+    pub(crate) workers: Option<Workers>,
 }
 
 /// Options of `tutti coordinator`.
@@ -185,9 +215,14 @@ pub(crate) struct WorkerArgs {
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
-    /// This worker's name, unique in the cluster [default: HOSTNAME-PID-RANDOM]
+    /// This worker's name, unique in the cluster; of several they are NAME-0, NAME-1 ..
+    /// [default: HOSTNAME-PID-RANDOM]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
+    /// Worker processes of this host: a number, or all for one on each usable GPU. One process
+    /// supervises them; on the CPU they share the cores [default: 1]
+    #[arg(long, value_name = "N", value_parser = parse_workers)]
+    pub(crate) workers: Option<Workers>,
     /// Where this worker accepts other ranks of its replica (TCP collective), as other hosts reach
     /// it [default: any port of the address that leads to the coordinator]
     #[arg(long, value_name = "IP:PORT")]

@@ -114,7 +114,7 @@ pub(crate) fn coordinator_options(
         swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
         speculation: args.speculative_config,
-        api: api::options(&args.api)?,
+        api: api::options(&args.api, args.listen)?,
         priorities: args.scheduling_policy == PolicyArg::Priority,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {

@@ -1,6 +1,7 @@
 //! Options and configuration files: precedence and error texts.
 use std::io::Write as _;
 
+use super::options::Workers;
 use super::*;
 
 fn parse_words(words: &[&str]) -> Result<Command, String> {
@@ -29,7 +30,8 @@ fn up(words: &[&str], text: &str) -> Result<UpArgs, String> {
 fn a_file_supplies_what_the_command_line_does_not_say() {
     let args = up(&["--workers", "3"], "workers = 8\ntensor-parallel = 4\nmax-num-seqs = 7\n");
     let args = args.unwrap();
-    assert_eq!((args.workers, args.serving.tensor_parallel), (Some(3), Some(4)));
+    assert_eq!(args.workers, Some(Workers::Number(3)));
+    assert_eq!(args.serving.tensor_parallel, Some(4));
     assert_eq!(args.serving.max_num_seqs, 7);
     assert_eq!(args.serving.block_size, 16);
 }
@@ -61,7 +63,7 @@ fn an_unknown_key_is_named_with_its_nearest_neighbour() {
 #[test]
 fn a_bad_value_is_named_with_its_bound_and_file() {
     let error = up(&[], "workers = 0").unwrap_err();
-    assert!(error.contains("--workers") && error.contains("1..=256"), "{error}");
+    assert!(error.contains("--workers") && error.contains("1 to 256"), "{error}");
     assert!(error.contains(".toml"), "{error}");
     let error = up(&[], "workers = [1]").unwrap_err();
     assert!(error.contains("'workers' is an array"), "{error}");

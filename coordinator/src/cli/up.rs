@@ -1,5 +1,4 @@
 //! `tutti up`: a coordinator in this process, workers as child processes.
-mod children;
 mod progress;
 
 use std::net::SocketAddr;
@@ -10,17 +9,25 @@ use coordinator::coordinator::Coordinator;
 use coordinator::http::admin::ScaleWorkers;
 use tokio::sync::{mpsc, watch};
 
-use self::children::{ChildEvent, Children, WorkerCommand};
 use self::progress::LoadBar;
+use super::children::{ChildEvent, Children, WorkerCommand};
+use super::options::Workers;
 use super::output::print_line;
 use super::serve::{BATCHED_TOKENS_GPU, coordinator_options, finish};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging};
 
+/// How long a worker that was asked to stop may take before it is killed.
+const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
-    let shared = devices::share_out(&args.compute, args.workers, args.serving.tensor_parallel)?;
+    let shared = devices::share_out(
+        &args.compute,
+        args.workers.and_then(Workers::number),
+        args.serving.tensor_parallel,
+    )?;
     let devices::Shared { workers, degree, devices, on_gpus, text: on } = shared;
     if workers < degree {
         return Err(CliError::Usage(format!(
@@ -112,8 +119,9 @@ fn worker_command(
         "--exit-with-stdin".to_owned(),
     ];
     let args = args.into_iter().chain(files.flatten()).chain(folders).chain(flags);
-    let args = args.chain(interface).collect();
-    Ok(WorkerCommand { program, args, threads, devices })
+    let args = args.chain(interface).map(Into::into).collect();
+    let (name, patience) = ("local".to_owned(), STOP_PATIENCE);
+    Ok(WorkerCommand { program, args, threads, devices, name, patience })
 }
 
 /// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot be

@@ -1,4 +1,5 @@
-//! `tutti worker`: one rank, until it is told to stop.
+//! `tutti worker`: one rank, until it is told to stop; several as processes of their own (`host`).
+use std::ffi::OsString;
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::io::Read as _;
 use std::net::IpAddr;
@@ -17,7 +18,7 @@ use worker::run::WorkerOptions;
 
 use super::output::error_line;
 use super::signals::Signals;
-use super::{CliError, WorkerArgs, devices, etcd, logging, secret};
+use super::{CliError, WorkerArgs, devices, etcd, host, logging, secret};
 
 /// The interface that NCCL's connections use, as far as that is known.
 fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
@@ -30,7 +31,11 @@ fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
     args.compute.nccl_interface.as_deref().or(here)
 }
 
-pub(crate) fn run(args: &WorkerArgs) -> Result<(), CliError> {
+pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError> {
+    let workers = args.workers.map_or(1, |workers| devices::of_host(&args.compute, workers));
+    if workers > 1 {
+        return host::run(args, given, workers);
+    }
     // While this is the only thread.
     let interface = nccl_interface(args);
     let prepared = prepare_nccl(interface);

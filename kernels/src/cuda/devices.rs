@@ -1,4 +1,5 @@
 //! What of CUDA there is on this host, and why it cannot be used if it cannot: for people.
+use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 
 use super::choice::Version;
@@ -105,15 +106,22 @@ impl Survey {
         self.devices.iter().filter(|device| device.unusable().is_none())
     }
 
+    /// The usable GPUs, the one with the most free memory first.
+    pub fn by_room(&self) -> impl Iterator<Item = u32> + use<> {
+        let mut usable: Vec<_> = match self.unusable() {
+            None => self.usable().collect(),
+            Some(_) => Vec::new(),
+        };
+        // Stable: equals stay in the driver's order.
+        usable.sort_by_key(|device| Reverse(*device.memory_free.as_ref().unwrap_or(&0)));
+        let ordinals: Vec<u32> = usable.iter().map(|device| device.info.ordinal).collect();
+        ordinals.into_iter()
+    }
+
     /// The usable GPU with the most free memory.
     #[must_use]
     pub fn roomiest(&self) -> Option<u32> {
-        if self.unusable().is_some() {
-            return None;
-        }
-        let free = |device: &&FoundDevice| *device.memory_free.as_ref().unwrap_or(&0);
-        // The first of equals.
-        self.usable().min_by_key(|device| u64::MAX - free(device)).map(|device| device.info.ordinal)
+        self.by_room().next()
     }
 
     /// Why GPU `ordinal` cannot be used, in one line; none when it can.
@@ -217,6 +225,7 @@ mod tests {
             device(4, (9, 0), Err("busy".to_owned())),
         ]);
         assert_eq!(survey.unusable(), None);
+        assert_eq!(survey.by_room().collect::<Vec<_>>(), [2, 3, 0]);
         assert_eq!(survey.roomiest(), Some(2));
         assert_eq!(survey.usable().count(), 3);
         assert!(survey.refusal(4).unwrap().contains("busy"));

@@ -1,10 +1,11 @@
-//! The worker processes of `tutti up`: started, watched, restarted with backoff, stopped.
+//! The worker processes of `tutti up` and of `tutti worker --workers`: started, watched, restarted with backoff, stopped.
 //!
 //! A worker's stderr goes on to ours; its end is kept with the exit status, for `tutti logs`.
 //!
 //! A worker must never outlive its parent, however that ends: each has a pipe as stdin whose other
 //! end this process holds, and exits when it closes.
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{IsTerminal as _, Read as _, Write as _};
 use std::os::unix::process::ExitStatusExt as _;
@@ -20,29 +21,30 @@ use shared::log::{LogLimits, SharedLog};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::super::logging::COLOURS;
-
-/// How long a worker that was asked to stop may take before it is killed.
-const STOP_PATIENCE: Duration = Duration::from_secs(3);
+use super::logging::COLOURS;
 
 /// How long the last lines of an ended worker's stderr are waited for.
 const TAIL_PATIENCE: Duration = Duration::from_millis(500);
 
 /// How to start the workers.
 #[derive(Clone, Debug)]
-pub(super) struct WorkerCommand {
-    pub(super) program: PathBuf,
+pub(crate) struct WorkerCommand {
+    pub(crate) program: PathBuf,
     /// Arguments but for threads, device and the node's name.
-    pub(super) args: Vec<String>,
+    pub(crate) args: Vec<OsString>,
     /// Threads of each.
-    pub(super) threads: u32,
+    pub(crate) threads: u32,
     /// Values of `--device`: worker i takes the i-th, and so on round.
-    pub(super) devices: Vec<String>,
+    pub(crate) devices: Vec<String>,
+    /// What the nodes' names begin with; a number follows.
+    pub(crate) name: String,
+    /// How long one that was asked to stop may take before it is killed.
+    pub(crate) patience: Duration,
 }
 
 /// What the workers' watchers report.
 #[derive(Debug)]
-pub(super) enum ChildEvent {
+pub(crate) enum ChildEvent {
     /// A worker is watched from now on, and started again so often in a row.
     Started { node: String, max_restarts: u32 },
     /// A worker process ended, whatever follows from it.
@@ -57,7 +59,7 @@ pub(super) enum ChildEvent {
 
 /// The running workers.
 #[derive(Debug)]
-pub(super) struct Children {
+pub(crate) struct Children {
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
     kick: watch::Receiver<Option<(String, u32)>>,
@@ -71,7 +73,7 @@ pub(super) struct Children {
 
 impl Children {
     /// Starts `count` workers, each watched by a task of its own.
-    pub(super) fn start(
+    pub(crate) fn start(
         command: WorkerCommand,
         count: u32,
         events: mpsc::Sender<ChildEvent>,
@@ -95,46 +97,46 @@ impl Children {
     }
 
     /// How many there shall be.
-    pub(super) fn count(&self) -> u32 {
+    pub(crate) fn count(&self) -> u32 {
         self.count
     }
 
     /// Threads that each computes with.
-    pub(super) fn threads(&self) -> u32 {
+    pub(crate) fn threads(&self) -> u32 {
         self.command.threads
     }
 
     /// How many there are, without those given up.
-    pub(super) fn num_tried(&self) -> u32 {
+    pub(crate) fn num_tried(&self) -> u32 {
         self.count - u32::try_from(self.given_up.len()).unwrap_or(self.count)
     }
 
     /// The node name of the last, unless that one was given up.
-    pub(super) fn last_node(&self) -> Option<String> {
+    pub(crate) fn last_node(&self) -> Option<String> {
         let last = self.count.checked_sub(1)?;
-        (!self.given_up.contains(&last)).then(|| node(last))
+        (!self.given_up.contains(&last)).then(|| self.node(last))
     }
 
     /// The last one leaves; its process ends by itself.
-    pub(super) fn forget_last(&mut self) {
+    pub(crate) fn forget_last(&mut self) {
         self.count = self.count.saturating_sub(1);
         self.given_up.remove(&self.count);
     }
 
     /// A worker keeps failing.
-    pub(super) fn give_up(&mut self, name: &str) {
-        self.given_up.extend((0..self.count).find(|index| node(*index) == name));
+    pub(crate) fn give_up(&mut self, name: &str) {
+        self.given_up.extend((0..self.count).find(|index| self.node(*index) == name));
     }
 
     /// Tries those again that were given up.
-    pub(super) fn try_again(&mut self) {
+    pub(crate) fn try_again(&mut self) {
         for index in std::mem::take(&mut self.given_up) {
             self.start_one(index);
         }
     }
 
     /// Starts one more.
-    pub(super) fn add(&mut self) {
+    pub(crate) fn add(&mut self) {
         self.start_one(self.count);
         self.count += 1;
     }
@@ -143,7 +145,7 @@ impl Children {
         let devices = &self.command.devices;
         let turn = index as usize % devices.len().max(1);
         let watcher = Watcher {
-            node: node(index),
+            node: self.node(index),
             device: devices.get(turn).cloned().unwrap_or_else(|| "auto".to_owned()),
             command: self.command.clone(),
             events: self.events.clone(),
@@ -154,17 +156,17 @@ impl Children {
         self.tasks.push(tokio::spawn(watcher.run()));
     }
 
+    fn node(&self, index: u32) -> String {
+        format!("{}-{index}", self.command.name)
+    }
+
     /// Stops all workers and waits for their ends.
-    pub(super) async fn stop(self) {
+    pub(crate) async fn stop(self) {
         let _ = self.stop.send(true);
         for task in self.tasks {
             let _ = task.await;
         }
     }
-}
-
-fn node(index: u32) -> String {
-    format!("local-{index}")
 }
 
 struct Watcher {
@@ -267,7 +269,7 @@ impl Watcher {
                 }
                 _ = self.stopped.changed() => {
                     drop(stdin);
-                    if tokio::time::timeout(STOP_PATIENCE, child.wait()).await.is_err() {
+                    if tokio::time::timeout(self.command.patience, child.wait()).await.is_err() {
                         let _ = child.kill().await;
                     }
                     return None;

@@ -1,0 +1,142 @@
+//! `tutti worker --workers N`: the workers of a host, each a process of its own with its own GPU or
+//! its share of the cores. This process supervises them; it is not a member of the cluster itself.
+use std::ffi::OsString;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+
+use super::children::{ChildEvent, Children, WorkerCommand};
+use super::output::print_line;
+use super::signals::Signals;
+use super::work::{cores, default_node};
+use super::{CliError, WorkerArgs, devices, logging};
+
+/// How long workers may take to say goodbye.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+/// Workers that kept failing are tried again after so long: a GPU may have been reset meanwhile.
+const TRIED_AGAIN: Duration = Duration::from_secs(300);
+
+/// Runs `workers` of them, with the options that were `given` to this process.
+pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result<(), CliError> {
+    let _log = logging::init(&args.common.log_level);
+    if let Some(address) = args.collective_listen.filter(|address| address.port() != 0) {
+        return Err(CliError::Usage(format!(
+            "--collective-listen {address} is one worker's, and there are {workers}: give port 0"
+        )));
+    }
+    let shared = devices::share_out(&args.compute, Some(workers), Some(1))?;
+    let on = shared.text;
+    let command = command(args, given, shared.devices, workers)?;
+    actix::System::new().block_on(async move {
+        let mut signals = Signals::listen()?;
+        print_line(&format!("{workers} {on} workers, {0}-0 to {0}-{1}", command.name, workers - 1));
+        let (events, ends) = mpsc::channel(64);
+        let (_kick, kicked) = watch::channel(None);
+        let mut children = Children::start(command, workers, events, kicked);
+        let outcome = tokio::select! {
+            () = signals.next() => Ok(()),
+            outcome = watch_over(&mut children, ends) => outcome,
+        };
+        children.stop().await;
+        outcome
+    })
+}
+
+fn command(
+    args: &WorkerArgs,
+    given: &[OsString],
+    devices: Vec<String>,
+    workers: u32,
+) -> Result<WorkerCommand, CliError> {
+    let program = std::env::current_exe()
+        .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
+    let mut passed = passed_on(given);
+    passed.extend(["--workers", "1", "--exit-with-stdin"].map(OsString::from));
+    Ok(WorkerCommand {
+        program,
+        args: passed,
+        threads: args.compute.threads.unwrap_or_else(|| (cores() / workers).max(1)),
+        devices,
+        name: args.node.clone().unwrap_or_else(default_node),
+        patience: STOP_PATIENCE,
+    })
+}
+
+/// The options of each worker: those given, but for what differs between them.
+fn passed_on(given: &[OsString]) -> Vec<OsString> {
+    const OWN: [&str; 4] = ["--workers", "--node", "--device", "--threads"];
+    let mut given = given.iter().skip(1);
+    let mut passed = Vec::with_capacity(given.len());
+    while let Some(argument) = given.next() {
+        let text = argument.to_string_lossy();
+        let (name, has_value) = match text.split_once('=') {
+            Some((name, _)) => (name, true),
+            None => (&*text, false),
+        };
+        match OWN.contains(&name) {
+            true if has_value => {}
+            true => drop(given.next()),
+            false => passed.push(argument.clone()),
+        }
+    }
+    passed
+}
+
+/// Ends when no worker is left: all were told to leave, or what is left keeps failing.
+async fn watch_over(
+    children: &mut Children,
+    mut ends: mpsc::Receiver<ChildEvent>,
+) -> Result<(), CliError> {
+    let first = tokio::time::Instant::now() + TRIED_AGAIN;
+    let mut again = tokio::time::interval_at(first, TRIED_AGAIN);
+    let mut left = 0;
+    loop {
+        let last = tokio::select! {
+            _ = again.tick() => {
+                children.try_again();
+                continue;
+            }
+            event = ends.recv() => match event {
+                None | Some(ChildEvent::Started { .. } | ChildEvent::Ended(_)) => continue,
+                Some(ChildEvent::Restarting { node, status, after }) => {
+                    tracing::warn!(node, status, ?after, "a worker ended; starting it again");
+                    continue;
+                }
+                Some(ChildEvent::Left { node }) => {
+                    tracing::info!(node, "a worker left");
+                    left += 1;
+                    Ok(())
+                }
+                Some(ChildEvent::GaveUp { node, reason }) => {
+                    children.give_up(&node);
+                    tracing::error!(node, reason, again = ?TRIED_AGAIN, "a worker keeps failing");
+                    Err(CliError::Failed(format!("worker {node}: {reason}")))
+                }
+            },
+        };
+        if children.num_tried() <= left {
+            return last;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_get_all_options_but_those_that_differ() {
+        let given = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
+        let passed = |text| passed_on(&given(text));
+        assert_eq!(
+            passed("tutti worker --workers 8 --etcd http://a:1,http://b:1 --node=n --device cuda"),
+            given("worker --etcd http://a:1,http://b:1")
+        );
+        assert_eq!(
+            passed("tutti worker --node n --config f.toml --workers=all --batch-invariant"),
+            given("worker --config f.toml --batch-invariant")
+        );
+        assert_eq!(passed("tutti worker --nodes --threads 3"), given("worker --nodes"));
+        assert_eq!(passed("tutti worker --workers"), given("worker"));
+    }
+}
