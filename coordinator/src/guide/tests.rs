@@ -549,6 +549,7 @@ fn calls_that_must_be_made_are_read_as_such() {
                     Part::Arguments { text, .. } => arguments.last_mut().unwrap().push_str(&text),
                     Part::Content(said) => panic!("{format:?}: {said:?} of {text:?}"),
                     Part::Reasoning(_) => assert!(begins.is_some(), "{text:?}"),
+                    Part::End => panic!("{text:?}"),
                 }
             }
             assert!(!arguments.is_empty() && (several || arguments.len() == 1), "{text:?}");
