@@ -351,3 +351,25 @@ async fn the_form_is_told_by_the_template_or_an_operator() {
         assert_eq!((&message["reasoning"], &message["content"]), (&json!("a"), &json!("b")));
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_openai_package_reads_it() {
+    let Some(python) = std::env::var_os("TUTTI_TEST_PYTHON") else {
+        assert!(std::env::var_os("CI").is_none(), "CI must set TUTTI_TEST_PYTHON; run tests/run");
+        return;
+    };
+    let answering = ANSWER.replace("2 + 2 = 4 \u{1f98a}", "{\"sum\": 4}");
+    let rigs = [rig(CALL), rig(&answering)];
+    let url = |rig: &Rig| format!("http://{}/v1", rig.address);
+    let output = std::process::Command::new(&python)
+        .arg(repository().join("tests/openai/test_harmony.py"))
+        .env("TUTTI_CALLING_URL", url(&rigs[0]))
+        .env("TUTTI_ANSWERING_URL", url(&rigs[1]))
+        .env("NO_PROXY", "127.0.0.1")
+        .output()
+        .unwrap();
+    let (out, err) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{out}\n{err}");
+    assert!(out.contains("checks passed"), "{out}\n{err}");
+}
