@@ -205,6 +205,21 @@ mod tests {
     }
 
     #[test]
+    fn harmony_is_one_format_under_two_names() {
+        let both = ["--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss"];
+        let options = parse(&both).unwrap();
+        assert_eq!(options.tool_calls, Some(CallFormat::Harmony));
+        assert_eq!(options.reasoning, Some(Reasoning::Harmony));
+        assert_eq!(parse(&both[2..]).unwrap().tool_calls, None);
+        assert_eq!(parse(&[]).unwrap().reasoning, None);
+        for wrong in [["openai", "qwen3"], ["hermes", "openai_gptoss"]] {
+            let words = ["--tool-call-parser", wrong[0], "--reasoning-parser", wrong[1]];
+            let error = parse(&words).unwrap_err();
+            assert!(error.contains(wrong[0]) && error.contains("exclude each other"), "{error}");
+        }
+    }
+
+    #[test]
     fn keys_come_from_the_line_and_a_file_and_bad_ones_are_not_shown() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(&file, "hidden-a\n\n  hidden-b  \n").unwrap();

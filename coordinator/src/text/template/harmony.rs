@@ -124,7 +124,7 @@ mod tests {
             let given = messages(list);
             let said: Vec<&str> = given.iter().map(|it| text(it, "content")).collect();
             assert_eq!(said, ["x", "", "of a", "", "of b", "", "of c", "x"]);
-            assert_eq!(given[1], calls(&[a.clone()]));
+            assert_eq!(given[1], calls(std::slice::from_ref(&a)));
             assert_eq!((&given[3], &given[5]), (&alone(&b), &alone(&c)));
         }
         // Results of nothing are the template's to object to, and calls may wait for theirs.

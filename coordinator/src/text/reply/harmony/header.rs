@@ -183,9 +183,9 @@ fn may_be_header(text: &str) -> bool {
         let is = |known: &&str| *known == word || (is_last && known.starts_with(word));
         if !is_to && (word.starts_with(TO) || (is_last && TO.starts_with(word))) {
             is_to = true;
-        } else if !is_on && CHANNELS.iter().any(|it| is(&it)) {
+        } else if !is_on && CHANNELS.iter().any(&is) {
             is_on = true;
-        } else if (is_to || is_on) && !is_of && KINDS.iter().any(|it| is(&it)) {
+        } else if (is_to || is_on) && !is_of && KINDS.iter().any(&is) {
             is_of = true;
         } else {
             return false;
