@@ -32,7 +32,7 @@ async fn messages_reach_the_template_whole() {
         "[{\"role\": \"user\", \"name\": \"Ann\", \"content\": \"a\\nb\"}, \
         {\"role\": \"assistant\", \"reasoning_content\": \"hm\", \"tool_calls\": [\
         {\"id\": \"1\", \"type\": \"function\", \"function\": {\"name\": \"f\", \"arguments\": {\"z\": 1, \"a\": \"b\"}}}, \
-        {\"id\": \"2\", \"type\": \"function\", \"function\": {\"name\": \"g\", \"arguments\": {}}}], \"content\": \"\"}, \
+        {\"id\": \"2\", \"type\": \"function\", \"function\": {\"name\": \"g\", \"arguments\": {}}}], \"content\": \"\", \"thinking\": \"hm\"}, \
         {\"role\": \"tool\", \"tool_call_id\": \"1\", \"content\": \"c\"}]"
     );
 }

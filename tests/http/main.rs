@@ -7,6 +7,7 @@
 //! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field is ignored that would change the answer
 //! - [`conversations`]: what templates are given of a chat request
+//! - [`harmony`]: gpt-oss' format, in which replies are messages
 //! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, limits that an operator chooses
 //! - [`structured`]: fields that say what the output must be
@@ -20,6 +21,7 @@ mod bounds;
 mod conversations;
 mod embeddings;
 mod fields;
+mod harmony;
 mod options;
 mod responses;
 mod rig;

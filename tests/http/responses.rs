@@ -15,8 +15,11 @@ const THOUGHT: &str = "<think>\nHm, so.\n</think>\n\nI look.\n<tool_call>\n{\"na
 
 fn thinking(text: &str) -> Rig {
     let calls = Some(CallFormat::Hermes);
-    let options =
-        ApiOptions { tool_calls: calls, reasoning: Reasoning::Marked, ..ApiOptions::default() };
+    let options = ApiOptions {
+        tool_calls: calls,
+        reasoning: Some(Reasoning::Marked),
+        ..ApiOptions::default()
+    };
     let rig = Rig::with_api(&options);
     rig.script(|script| script.text = text.to_owned());
     rig

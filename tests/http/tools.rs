@@ -12,7 +12,7 @@ const CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\"
     \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call><|end|>";
 
 fn rig(text: &str, calls: Option<CallFormat>, reasoning: bool) -> Rig {
-    let reasoning = if reasoning { Reasoning::Marked } else { Reasoning::Untold };
+    let reasoning = reasoning.then_some(Reasoning::Marked);
     let rig = Rig::with_api(&ApiOptions { tool_calls: calls, reasoning, ..ApiOptions::default() });
     rig.script(|script| script.text = text.to_owned());
     rig

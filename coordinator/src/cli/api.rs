@@ -43,13 +43,14 @@ pub(crate) struct ApiArgs {
     /// [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
-    /// How the model writes calls of tools: hermes, llama3_json, mistral or qwen3_coder
+    /// How the model writes calls of tools: hermes, llama3_json, mistral, qwen3_coder or openai (gpt-oss)
     /// [default: what its chat template tells]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     pub(crate) tool_call_parser: Option<CallFormat>,
     /// Tell the reasoning of models that write it between <think> and </think> apart from their
-    /// answer: think, or vLLM's names of such models' parsers (qwen3, deepseek_r1)
-    #[arg(long, value_name = "PARSER", value_parser = ["think", "qwen3", "deepseek_r1"])]
+    /// answer: think, or vLLM's names of such models' parsers (qwen3, deepseek_r1); that of gpt-oss
+    /// (openai_gptoss) needs no saying where the chat template tells
+    #[arg(long, value_name = "PARSER", value_parser = ["think", "qwen3", "deepseek_r1", "openai_gptoss"])]
     pub(crate) reasoning_parser: Option<String>,
     /// Serve HTTPS: PEM file with the server's certificate, then those that lead to its authority.
     /// Read again when it changes
@@ -96,6 +97,21 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
              no certificates of clients are asked for (--tls-client-ca)"
         );
     }
+    let reasoning = args.reasoning_parser.as_deref().map(|parser| match parser {
+        "deepseek_r1" => Reasoning::First,
+        "openai_gptoss" => Reasoning::Harmony,
+        _ => Reasoning::Marked,
+    });
+    if let (Some(calls), Some(reasoning)) = (args.tool_call_parser, reasoning)
+        && (calls == CallFormat::Harmony) != (reasoning == Reasoning::Harmony)
+    {
+        return Err(CliError::Usage(format!(
+            "--tool-call-parser {} and --reasoning-parser {} exclude each other: openai and \
+             openai_gptoss are one format",
+            calls.name(),
+            args.reasoning_parser.as_deref().unwrap_or_default()
+        )));
+    }
     Ok(ApiOptions {
         keys,
         chat_template: args.chat_template.clone(),
@@ -105,11 +121,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         access_log: args.access_log,
         tls: tls(args)?,
         tool_calls: args.tool_call_parser,
-        reasoning: match args.reasoning_parser.as_deref() {
-            None => Reasoning::Untold,
-            Some("deepseek_r1") => Reasoning::First,
-            Some(_) => Reasoning::Marked,
-        },
+        reasoning,
     })
 }
 
@@ -209,6 +221,21 @@ mod tests {
         let line = Line::try_parse_from([&["x"], words].concat()).map_err(|e| e.to_string())?;
         assert!(!format!("{:?}", line.api).contains("hidden"), "keys are never shown");
         options(&line.api, LOOPBACK).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn harmony_is_one_format_under_two_names() {
+        let both = ["--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss"];
+        let options = parse(&both).unwrap();
+        assert_eq!(options.tool_calls, Some(CallFormat::Harmony));
+        assert_eq!(options.reasoning, Some(Reasoning::Harmony));
+        assert_eq!(parse(&both[2..]).unwrap().tool_calls, None);
+        assert_eq!(parse(&[]).unwrap().reasoning, None);
+        for wrong in [["openai", "qwen3"], ["hermes", "openai_gptoss"]] {
+            let words = ["--tool-call-parser", wrong[0], "--reasoning-parser", wrong[1]];
+            let error = parse(&words).unwrap_err();
+            assert!(error.contains(wrong[0]) && error.contains("exclude each other"), "{error}");
+        }
     }
 
     #[test]

@@ -112,6 +112,8 @@ impl Frontends {
             include_stop: false,
             shown: Vec::new(),
             keep_special: submit.keep_special,
+            // What stands around special tokens is between a front end and itself.
+            fenced: None,
         });
         let stream = self.text.stream(rules, submit.goes_on.then_some(&submit.prompt));
         (0..submit.n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()

@@ -10,7 +10,7 @@ use super::envelope::Envelope;
 use super::error::ApiError;
 use super::generation::{Next, Piece, RunningPrompt, StopReason, usage};
 use super::logprobs::chat_logprob;
-use super::message::{CallIds, Delta, Message};
+use super::message::{CallIds, Delta, Lines, Message};
 use super::params::{Common, Fields, StreamUsage};
 use super::refused::{self, Endpoint};
 use super::sse::{self, EventSource, Events};
@@ -51,6 +51,8 @@ struct Choice {
     logprobs: Vec<Value>,
     /// Where something is looked for in the reply.
     reader: Option<ReplyReader>,
+    /// Between the messages of the reply.
+    lines: Lines,
     /// What it finds of reasoning is shown.
     shows_reasoning: bool,
     /// Tools were called.
@@ -59,8 +61,7 @@ struct Choice {
 
 impl Choice {
     fn new(rules: ReplyRules, shows_reasoning: bool) -> Self {
-        let reads = rules.reasoning || rules.calls.is_some();
-        let reader = reads.then(|| ReplyReader::new(Arc::new(rules)));
+        let reader = rules.reads().then(|| ReplyReader::new(Arc::new(rules)));
         Self { reader, shows_reasoning, ..Self::default() }
     }
 
@@ -71,6 +72,7 @@ impl Choice {
         if piece.finish_reason.is_some() {
             reader.finish(parts);
         }
+        parts.iter_mut().for_each(|part| self.lines.join(part));
         parts.retain(|part| self.shows_reasoning || !matches!(part, Part::Reasoning(_)));
         self.called |= parts.iter().any(|part| matches!(part, Part::Call { .. }));
     }

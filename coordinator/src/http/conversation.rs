@@ -5,12 +5,15 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Limits;
 use crate::text::model::TextModel;
-use crate::text::reply::Reasoning;
-use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError};
+use crate::text::reply::harmony::Opening;
+use crate::text::reply::{CallFormat, Reasoning};
+use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, harmony};
 
 /// A variable that has a field of its own. Clients send it to whatever model they are set to, and a
 /// template that does not read it has nothing to heed, so it is no error there.
 const EFFORT: &str = "reasoning_effort";
+/// What it may be in harmony: the words that gpt-oss was trained with.
+const EFFORTS: [&str; 3] = ["low", "medium", "high"];
 
 /// Reads a conversation.
 ///
@@ -30,10 +33,16 @@ pub fn read(
             "`continue_final_message` needs `add_generation_prompt`: false",
         ));
     }
+    let is_harmony = template.calls() == Some(CallFormat::Harmony);
     let mut variables = variables(fields)?;
     if let Some(value) = fields.string(EFFORT, 64)?
         && template.knows(EFFORT, tools.is_some())
     {
+        if is_harmony && !EFFORTS.contains(&value) {
+            let message =
+                format!("`{EFFORT}` must be one of {} with this model", EFFORTS.join(", "));
+            return Err(ApiError::field(EFFORT, message));
+        }
         variables.insert(EFFORT.to_owned(), value.into());
     }
     let documents = objects(fields, "documents", limits.messages)?;
@@ -41,9 +50,14 @@ pub fn read(
         let message = "`documents` is not supported: the model's chat template does not read it";
         return Err(ApiError::field("documents", message));
     }
+    let (mut messages, mut tools) = (messages(fields, limits)?, tools.cloned());
+    if is_harmony {
+        messages = harmony::messages(messages);
+        tools = tools.map(harmony::tools);
+    }
     Ok(Conversation {
-        messages: messages(fields, limits)?,
-        tools: tools.cloned(),
+        messages,
+        tools,
         documents,
         add_generation_prompt,
         continue_final_message,
@@ -58,10 +72,12 @@ pub struct Rendered {
     pub tokens: Vec<u32>,
     /// The reply begins within the model's reasoning.
     pub begins_reasoning: bool,
+    /// Where in a message it begins, if it is in harmony.
+    pub opening: Option<Opening>,
 }
 
 /// Renders a conversation and turns it into tokens: a prompt that has to fit `max_tokens` of them,
-/// if a number is given.
+/// if a number is given. In harmony, a reply that is to be the answer alone begins within it.
 ///
 /// # Errors
 /// 400 for what the template objects to and for what cannot fit, 500 for the template's own faults.
@@ -71,9 +87,10 @@ pub fn encode(
     add_special_tokens: bool,
     max_tokens: Option<u32>,
     reasoning: Reasoning,
+    answers_at_once: bool,
 ) -> Result<Rendered, ApiError> {
     let template = text.template.as_ref().ok_or_else(no_template)?;
-    let rendered = template.render(conversation).map_err(|error| match error {
+    let mut rendered = template.render(conversation).map_err(|error| match error {
         RenderError::Conversation(message) => ApiError::field("messages", message),
         // What a variable may be only the template knows.
         RenderError::Template(message) if !conversation.variables.is_empty() => {
@@ -84,6 +101,13 @@ pub fn encode(
             ApiError::internal(format!("The model's chat template fails: {message}"))
         }
     })?;
+    let mut opening = (reasoning == Reasoning::Harmony).then(|| Opening::after(&rendered));
+    if let Some(opening) = &mut opening
+        && answers_at_once
+    {
+        rendered.push_str(opening.to_answer());
+        *opening = Opening::after(&rendered);
+    }
     check_fits(text, "messages", &rendered, max_tokens)?;
     let tokens = text.encode(&rendered, add_special_tokens);
     let tokens = tokens.map_err(|error| ApiError::field("messages", error))?;
@@ -91,7 +115,7 @@ pub fn encode(
         true => reasoning.goes_on_in(&rendered),
         false => reasoning.begins_after(&rendered),
     };
-    Ok(Rendered { tokens, begins_reasoning })
+    Ok(Rendered { tokens, begins_reasoning, opening })
 }
 
 /// Refuses a text that cannot fit so many tokens, without making tokens of it.
@@ -198,7 +222,7 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
         _ => None,
     };
     let content = content.ok_or_else(|| wrong(".content", "a string or a list of text parts"))?;
-    for name in ["name", "tool_call_id", "reasoning_content", "reasoning"] {
+    for name in ["name", "tool_call_id", "reasoning_content", "reasoning", "thinking"] {
         if fields.get(name).is_some_and(|value| !value.is_string() && !value.is_null()) {
             return Err(wrong(&format!(".{name}"), "a string"));
         }
@@ -209,10 +233,11 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     let role = if role == "developer" { "system" } else { role };
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), content.into());
-    // Answers say it by two names; templates know the one.
-    let name = "reasoning_content";
-    if let Some(said) = message.get("reasoning").filter(|_| !message.contains_key(name)).cloned() {
-        message.insert(name.to_owned(), said);
+    // It has several names, of which each template knows one: as transformers gives them.
+    let names = ["reasoning_content", "thinking", "reasoning"];
+    if let Some(said) = names.iter().find_map(|name| message.get(*name)).cloned() {
+        message.entry("thinking").or_insert_with(|| said.clone());
+        message.insert("reasoning_content".to_owned(), said);
     }
     // To templates, calls that are there are some.
     if message.get("tool_calls").and_then(Value::as_array).is_some_and(Vec::is_empty) {

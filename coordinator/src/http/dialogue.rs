@@ -8,9 +8,9 @@ use super::generation::RunningPrompt;
 use super::message::CallIds;
 use super::params::{Common, Fields};
 use super::state::AppState;
-use super::tools::{Tools, Wanted};
+use super::tools::{Begins, Tools, Wanted};
 use crate::text::model::TextModel;
-use crate::text::reply::{Reasoning, ReplyRules};
+use crate::text::reply::{Harmony, Reasoning, ReplyRules};
 
 /// Which API the fields are answered in; they have the names of chat's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,22 +75,35 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     // It may be much larger than what is kept of it.
     drop(fields);
     let lets_reason = wanted.as_ref().is_none_or(Wanted::lets_reason);
-    let reasoning = if lets_reason { state.reasoning } else { Reasoning::Untold };
-    rules.reasoning = reasoning != Reasoning::Untold;
+    let is_harmony = state.reasoning == Reasoning::Harmony;
+    let reasoning = if lets_reason || is_harmony { state.reasoning } else { Reasoning::Untold };
+    rules.reasoning = matches!(reasoning, Reasoning::Marked | Reasoning::First);
     let encode = move |text: &TextModel| {
         let _share = share;
-        let rendered = conversation::encode(text, &conversation, special, fit, reasoning)?;
-        let opened = (reasoning != Reasoning::Untold).then_some(rendered.begins_reasoning);
+        let rendered =
+            conversation::encode(text, &conversation, special, fit, reasoning, !lets_reason)?;
+        let begins = match (&rendered.opening, reasoning) {
+            (Some(opening), _) if lets_reason => Begins::Message(opening.clone()),
+            (Some(_), _) | (None, Reasoning::Untold) => Begins::Plain,
+            _ => Begins::Reasoned(rendered.begins_reasoning),
+        };
         let token = |mark: &str| text.special_token(mark);
-        let asked = wanted.map(|wanted| wanted.made(opened, &token)).transpose()?;
+        let asked = wanted.map(|wanted| wanted.made(&begins, &token)).transpose()?;
         Ok((rendered, asked))
     };
     let (rendered, asked) = state.with_text(bytes, encode).await?;
     rules.begins_reasoning = rendered.begins_reasoning;
+    let marks =
+        |rules: &ReplyRules| rules.marks().any(|mark| state.text.special_token(mark).is_some());
+    rules.harmony = rendered.opening.map(|opening| Harmony { fenced: false, opening });
+    if let Some(harmony) = &mut rules.harmony {
+        common.fences = harmony.is_fenced(&|mark| state.text.special_token(mark));
+        harmony.fenced = common.fences;
+    }
     common.asked = asked;
     state.make_guide(&mut common).await?;
     // A mark that is left out would be missed.
-    common.keep_special |= rules.marks().any(|mark| state.text.special_token(mark).is_some());
+    common.keep_special |= marks(&rules);
     let mut tokens = rendered.tokens;
     if tokens.is_empty() {
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));

@@ -91,6 +91,7 @@ impl RunningPrompt {
             include_stop: common.include_stop,
             shown: common.shown_end_tokens(),
             keep_special: common.keep_special,
+            fenced: common.fences.then(|| state.text.special_tokens().clone()),
         });
         let stream = state.text.stream(rules, common.goes_on.then_some(&prompt));
         let guides = common.guides(stream.has_text_before())?;

@@ -4,6 +4,51 @@ use serde_json::{Map, Value, json};
 
 use crate::text::reply::Part;
 
+/// Replies of several messages where there is one reasoning and one answer: a line's end stands
+/// between two of a kind, as vLLM has it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lines {
+    reasoning: Line,
+    content: Line,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+enum Line {
+    #[default]
+    Empty,
+    Begun,
+    Ended,
+}
+
+impl Line {
+    fn end(&mut self) {
+        if matches!(self, Self::Begun) {
+            *self = Self::Ended;
+        }
+    }
+
+    fn go_on(&mut self, text: &mut String) {
+        if matches!(std::mem::replace(self, Self::Begun), Self::Ended) {
+            text.insert(0, '\n');
+        }
+    }
+}
+
+impl Lines {
+    /// Puts what stands between messages before what the reply said next.
+    pub fn join(&mut self, part: &mut Part) {
+        match part {
+            Part::Reasoning(text) => self.reasoning.go_on(text),
+            Part::Content(text) => self.content.go_on(text),
+            Part::End => {
+                self.reasoning.end();
+                self.content.end();
+            }
+            Part::Call { .. } | Part::Arguments { .. } => {}
+        }
+    }
+}
+
 /// As far as it has come.
 #[derive(Clone, Debug, Default)]
 pub struct Message {
@@ -30,6 +75,7 @@ impl Message {
                     call.arguments.push_str(&text);
                 }
             }
+            Part::End => {}
         }
     }
 
@@ -141,6 +187,7 @@ impl Delta {
                     }),
                 }
             }
+            Part::End => {}
         }
     }
 }

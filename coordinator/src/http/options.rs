@@ -22,8 +22,8 @@ pub struct ApiOptions {
     pub access_log: bool,
     /// How the model writes calls of tools, where its chat template does not say it.
     pub tool_calls: Option<CallFormat>,
-    /// How the model's reasoning is told from its answer.
-    pub reasoning: Reasoning,
+    /// How the model's reasoning is told from its answer, where that is not as its calls tell.
+    pub reasoning: Option<Reasoning>,
     /// How HTTPS is served, where it is instead of HTTP.
     pub tls: Option<Tls>,
 }
@@ -41,8 +41,45 @@ impl Default for ApiOptions {
             allowed_origins: Vec::new(),
             access_log: false,
             tool_calls: None,
-            reasoning: Reasoning::default(),
+            reasoning: None,
             tls: None,
+        }
+    }
+}
+
+/// How calls are written and how reasoning is told from the answer, by what the operator chose and
+/// what the chat template tells of calls. In harmony the one is the other.
+#[must_use]
+pub fn forms(options: &ApiOptions, told: Option<CallFormat>) -> (Option<CallFormat>, Reasoning) {
+    let harmony = Some(CallFormat::Harmony);
+    let calls = options.tool_calls.or(told);
+    match options.reasoning {
+        Some(Reasoning::Harmony) => (harmony, Reasoning::Harmony),
+        None if calls == harmony => (calls, Reasoning::Harmony),
+        // The operator knows of another form, whatever the template looks like.
+        reasoning => (calls.filter(|it| Some(*it) != harmony), reasoning.unwrap_or_default()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn harmony_is_both_or_neither() {
+        use CallFormat::{Harmony, Hermes};
+        for (chosen, reasoning, told, expected) in [
+            (None, None, None, (None, Reasoning::Untold)),
+            (None, None, Some(Hermes), (Some(Hermes), Reasoning::Untold)),
+            (None, Some(Reasoning::Marked), Some(Hermes), (Some(Hermes), Reasoning::Marked)),
+            (None, None, Some(Harmony), (Some(Harmony), Reasoning::Harmony)),
+            (Some(Harmony), None, None, (Some(Harmony), Reasoning::Harmony)),
+            (None, Some(Reasoning::Harmony), Some(Hermes), (Some(Harmony), Reasoning::Harmony)),
+            (None, Some(Reasoning::First), Some(Harmony), (None, Reasoning::First)),
+            (Some(Hermes), None, Some(Harmony), (Some(Hermes), Reasoning::Untold)),
+        ] {
+            let options = ApiOptions { tool_calls: chosen, reasoning, ..ApiOptions::default() };
+            assert_eq!(forms(&options, told), expected, "{chosen:?} {reasoning:?} {told:?}");
         }
     }
 }

@@ -188,6 +188,8 @@ pub struct Common {
     pub include_stop: bool,
     /// Special tokens are part of the text.
     pub keep_special: bool,
+    /// They can be told from text that spells them: see [`StopRules::fenced`](crate::text::stream::StopRules::fenced).
+    pub fences: bool,
     /// What is kept of a prompt that is too long.
     pub truncation: Option<Truncation>,
     /// What the output must be.
@@ -314,6 +316,7 @@ impl Common {
             usage,
             include_stop: fields.boolean("include_stop_str_in_output", false)?,
             keep_special: !fields.boolean("skip_special_tokens", true)?,
+            fences: false,
             truncation: truncation(fields, limits)?,
             asked: structured::read(fields, text.vocab_size)?,
             guide: None,

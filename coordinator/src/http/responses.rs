@@ -104,7 +104,7 @@ struct Response<'a> {
 impl Answering {
     fn new(state: &AppState, started: Started, echo: Map<String, Value>) -> Self {
         let Started { common, running, rules, shows_reasoning, ids, id, .. } = started;
-        let reads = rules.reasoning || rules.calls.is_some();
+        let reads = rules.reads();
         let head = Head {
             id: id.clone(),
             object: "response",

@@ -14,7 +14,7 @@ use super::gate::Gate;
 use super::keys::ApiKeys;
 use super::metrics::MetricsPage;
 use super::models::Models;
-use super::options::ApiOptions;
+use super::options::{ApiOptions, forms};
 use super::params::{Common, Guidance, Limits, adapter};
 use super::pool::TextPool;
 use super::room::Room;
@@ -25,6 +25,7 @@ use crate::guide::GrammarError;
 use crate::metrics::FrontendStats;
 use crate::text::model::TextModel;
 use crate::text::reply::{CallFormat, Reasoning};
+use crate::text::template::ChatTemplate;
 
 /// Whether requests can be served now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -142,14 +143,16 @@ impl AppState {
     #[must_use]
     pub fn with_api(self, options: &ApiOptions) -> Self {
         let limits = (*self.limits).clone().chosen(options);
+        let told = self.text.template.as_ref().and_then(ChatTemplate::calls);
+        let (tool_calls, reasoning) = forms(options, told);
         Self {
             room: Room::new(limits.body_bytes),
             limits: Arc::new(limits),
             keys: options.keys.clone(),
             allowed_origins: options.allowed_origins.as_slice().into(),
             access_log: options.access_log,
-            tool_calls: options.tool_calls.or_else(|| self.text.template.as_ref()?.calls()),
-            reasoning: options.reasoning,
+            tool_calls,
+            reasoning,
             tls: options.tls.clone(),
             ..self
         }

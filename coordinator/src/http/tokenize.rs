@@ -31,7 +31,7 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<String, ApiEr
         let conversation = conversation::read(fields, &limits, template, tools.as_ref())?;
         let bytes = fields.bytes();
         let encode = move |text: &_| {
-            conversation::encode(text, &conversation, special, None, Reasoning::Untold)
+            conversation::encode(text, &conversation, special, None, Reasoning::Untold, false)
         };
         state.with_text(bytes, encode).await?.tokens
     } else {

@@ -9,6 +9,7 @@ use super::fields::Fields;
 use super::params::Limits;
 use super::structured::{self, Asked};
 use crate::text::reply::grammar::{self, Function, Special};
+use crate::text::reply::harmony::{self, Opening};
 use crate::text::reply::{CallFormat, Parameters, ReplyRules};
 
 /// Whether tools are called.
@@ -137,6 +138,17 @@ pub enum Wanted {
     Calls(Calls, Option<Asked>),
 }
 
+/// Where a reply begins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Begins {
+    /// With what is asked for.
+    Plain,
+    /// With reasoning, which the prompt has opened or the model may.
+    Reasoned(bool),
+    /// With a message in harmony, or within one.
+    Message(Opening),
+}
+
 /// Calls that are written as their functions say.
 #[derive(Clone, Debug)]
 pub struct Calls {
@@ -161,15 +173,14 @@ impl Wanted {
         !matches!(self, Self::Answer(answer) if answer.is_whole())
     }
 
-    /// What the engine is asked for. Where reasoning is told apart, `opened` says whether the prompt
-    /// has opened it; `special` are the vocabulary's special tokens by their text. Work that grows
-    /// with tools and schemas.
+    /// What the engine is asked for, of a reply that begins so; `special` are the vocabulary's special
+    /// tokens by their text. Work that grows with tools and schemas.
     ///
     /// # Errors
     /// 400 naming the field.
-    pub fn made(self, opened: Option<bool>, special: Special<'_>) -> Result<Asked, ApiError> {
+    pub fn made(self, begins: &Begins, special: Special<'_>) -> Result<Asked, ApiError> {
         let (body, field, rules) = match self {
-            Self::Answer(answer) if opened.is_none() => return Ok(answer),
+            Self::Answer(answer) if *begins == Begins::Plain => return Ok(answer),
             Self::Answer(answer) => match answer.rules("answer")? {
                 Some(rules) => ("answer", answer.field, rules),
                 None => return Ok(answer),
@@ -180,9 +191,18 @@ impl Wanted {
                 ("calls | answer", answer.field, rules)
             }
         };
-        let grammar = match opened {
-            None => grammar::whole(body, &rules),
-            Some(is_open) => grammar::reasoned(body, &rules, is_open, special),
+        let grammar = match begins {
+            Begins::Plain => grammar::whole(body, &rules),
+            Begins::Reasoned(is_open) => grammar::reasoned(body, &rules, *is_open, special),
+            Begins::Message(opening) => {
+                let message = harmony::grammar::answer("message", "answer", special);
+                let (last, rules, rest) = match body {
+                    "answer" => ("message", rules + &message, Some(body)),
+                    "calls" => ("calls", rules, None),
+                    _ => ("calls | message", rules + &message, Some("answer")),
+                };
+                harmony::grammar::whole(opening, last, rest, &rules, special)
+            }
         };
         let spec = GuideSpec::Made(grammar);
         spec.check().map_err(|error| structured::wrong(field, &error))?;
@@ -192,6 +212,9 @@ impl Wanted {
 
 impl Calls {
     fn rules(&self, special: Special<'_>) -> String {
+        if self.format == CallFormat::Harmony {
+            return harmony::grammar::calls("calls", &self.functions, special);
+        }
         grammar::calls("calls", self.format, &self.functions, self.several, special)
     }
 }

@@ -78,6 +78,13 @@ impl IncrementalDecoder {
         self.advance(text, true);
     }
 
+    /// Appends what is left, as [`finish`](Self::finish) does, and goes on as if nothing came before.
+    pub fn interrupt(&mut self, text: &mut String) {
+        self.finish(text);
+        self.window.clear();
+        self.emitted = 0;
+    }
+
     fn advance(&mut self, text: &mut String, last: bool) {
         let before = self.decode(&self.window[..self.emitted]);
         let all = self.decode(&self.window);

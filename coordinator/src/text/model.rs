@@ -16,6 +16,7 @@ use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 use self::templates::Sources;
 use super::bound;
 use super::dialect::Dialect;
+use super::reply::{CallFormat, harmony};
 use super::stream::{StopRules, TextStream};
 use super::template::ChatTemplate;
 use crate::guide::{Guides, Making};
@@ -78,6 +79,7 @@ pub struct TextModel {
     pub dialect: Result<Dialect, String>,
     /// Special tokens by what they are written as.
     special: HashMap<String, u32>,
+    special_by_id: Arc<HashMap<u32, String>>,
     guides: OnceLock<Result<Guides, String>>,
     /// Where grammars are made for requests.
     pub grammars: Making,
@@ -151,7 +153,17 @@ impl TextModel {
         let template = load_template(folder, chat_template)?;
         let added = tokenizer.get_added_tokens_decoder().into_iter();
         let special = added.filter(|(_, token)| token.special);
-        let special = special.map(|(id, token)| (token.content, id)).collect();
+        let special_by_id: HashMap<u32, String> =
+            special.map(|(id, token)| (id, token.content)).collect();
+        let special: HashMap<String, u32> =
+            special_by_id.iter().map(|(id, text)| (text.clone(), *id)).collect();
+        if template.as_ref().and_then(ChatTemplate::calls) == Some(CallFormat::Harmony) {
+            // Whatever the folder says: behind them the model makes up what others say.
+            let ends = harmony::ENDS.iter().filter_map(|text| special.get(*text)).copied();
+            end_tokens.extend(ends.filter(|id| *id < vocab_size));
+            end_tokens.sort_unstable();
+            end_tokens.dedup();
+        }
         let dialect = Dialect::of(&tokenizer);
         let tokenizer = Arc::new(tokenizer);
         Ok(Self {
@@ -166,6 +178,7 @@ impl TextModel {
             pooling: pooling::read(folder)?,
             dialect,
             special,
+            special_by_id: Arc::new(special_by_id),
             guides: OnceLock::new(),
             grammars: Making::default(),
             bytes_per_token,
@@ -190,6 +203,12 @@ impl TextModel {
     #[must_use]
     pub fn special_token(&self, text: &str) -> Option<u32> {
         self.special.get(text).copied()
+    }
+
+    /// All special tokens by their ids.
+    #[must_use]
+    pub fn special_tokens(&self) -> &Arc<HashMap<u32, String>> {
+        &self.special_by_id
     }
 
     /// Text to tokens.

@@ -5,7 +5,9 @@
 //! like a call at first and turns out to be none is text, and nothing of it is lost.
 mod format;
 pub mod grammar;
+pub mod harmony;
 mod json;
+mod rules;
 #[cfg(test)]
 mod tests;
 mod xml;
@@ -13,57 +15,10 @@ mod xml;
 use std::sync::Arc;
 
 pub use self::format::CallFormat;
+pub use self::harmony::Harmony;
 use self::json::{CallObject, Taken};
+pub use self::rules::{Part, Reasoning, ReplyRules};
 pub use self::xml::Parameters;
-
-/// What the text said next.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Of the reasoning.
-    Reasoning(String),
-    /// Of the answer.
-    Content(String),
-    /// A call begins.
-    Call {
-        /// Which call of the reply; the first has the index 0.
-        index: u32,
-        /// The function.
-        name: String,
-    },
-    /// More of a call's arguments: all together a JSON object, if the model wrote one.
-    Arguments {
-        /// Which call of the reply.
-        index: u32,
-        /// More of it.
-        text: String,
-    },
-}
-
-/// What is looked for in a reply.
-#[derive(Clone, Debug, Default)]
-pub struct ReplyRules {
-    /// `<think>` .. `</think>` is reasoning.
-    pub reasoning: bool,
-    /// The prompt ends within the reasoning: the template has opened it.
-    pub begins_reasoning: bool,
-    /// How calls are written; none are looked for otherwise.
-    pub calls: Option<CallFormat>,
-    /// All calls but the first are left out.
-    pub single_call: bool,
-    /// The model can write nothing else: what is no call is one that was cut short.
-    pub only_calls: bool,
-    /// The functions' parameters, for the format whose values have no types of their own.
-    pub parameters: Parameters,
-}
-
-impl ReplyRules {
-    /// What is looked for in the text.
-    pub fn marks(&self) -> impl Iterator<Item = &'static str> {
-        let thought: &[&str] = if self.reasoning { &[THINK, THINK_END] } else { &[] };
-        let calls = self.calls.map_or(&[][..], CallFormat::marks);
-        thought.iter().chain(calls).copied()
-    }
-}
 
 const THINK: &str = "<think>";
 const THINK_END: &str = "</think>";
@@ -71,39 +26,6 @@ const THINK_END: &str = "</think>";
 const SPACE_MAX: usize = 4096;
 /// Written by some before a call, where the tokenizer shows it.
 const PYTHON_TAG: &str = "<|python_tag|>";
-
-/// How a model's reasoning is told from its answer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Reasoning {
-    /// It is not.
-    #[default]
-    Untold,
-    /// It is what stands between `<think>` and `</think>`; the prompt may have opened it.
-    Marked,
-    /// It is what comes before `</think>`, whether or not it was opened, unless the prompt ends with
-    /// that: models of DeepSeek's R1 are trained to reason first.
-    First,
-}
-
-impl Reasoning {
-    /// Whether what goes on with this prompt's last message does so within its reasoning.
-    #[must_use]
-    pub fn goes_on_in(self, prompt: &str) -> bool {
-        self != Self::Untold
-            && prompt.rfind(THINK).is_some_and(|at| !prompt[at..].contains(THINK_END))
-    }
-
-    /// Whether a reply to this prompt begins within the reasoning.
-    #[must_use]
-    pub fn begins_after(self, prompt: &str) -> bool {
-        let prompt = prompt.trim_end();
-        match self {
-            Self::Untold => false,
-            Self::Marked => prompt.ends_with(THINK),
-            Self::First => !prompt.ends_with(THINK_END),
-        }
-    }
-}
 
 /// Reads one reply.
 #[derive(Clone, Debug)]
@@ -115,6 +37,8 @@ pub struct ReplyReader {
     /// Bytes of it that a call's end was looked for in.
     looked: usize,
     num_calls: u32,
+    /// Reads instead, where the reply is messages.
+    messages: Option<harmony::Reader>,
 }
 
 #[derive(Clone, Debug)]
@@ -147,11 +71,15 @@ impl ReplyReader {
         } else {
             State::Start { thought: false }
         };
-        Self { rules, state, held: String::new(), looked: 0, num_calls: 0 }
+        let messages = harmony::Reader::new(&rules);
+        Self { rules, state, held: String::new(), looked: 0, num_calls: 0, messages }
     }
 
     /// Takes more text; appends what it says, as far as that is certain.
     pub fn push(&mut self, text: &str, parts: &mut Vec<Part>) {
+        if let Some(messages) = &mut self.messages {
+            return messages.push(text, parts);
+        }
         self.held.push_str(text);
         while !self.held.is_empty() && self.advance(parts) {}
     }
@@ -159,11 +87,17 @@ impl ReplyReader {
     /// Whether what comes next is reasoning, as far as the text was read.
     #[must_use]
     pub fn reasons(&self) -> bool {
-        matches!(self.state, State::Reasoning { .. })
+        match &self.messages {
+            Some(messages) => messages.reasons(),
+            None => matches!(self.state, State::Reasoning { .. }),
+        }
     }
 
     /// The text is over: appends what was held back.
     pub fn finish(&mut self, parts: &mut Vec<Part>) {
+        if let Some(messages) = &mut self.messages {
+            return messages.finish(parts);
+        }
         let held = std::mem::take(&mut self.held);
         match std::mem::replace(&mut self.state, State::Content { begun: true }) {
             // What must be a call is none yet.

@@ -1,4 +1,6 @@
 //! Tokenizers of other kinds than that of the shipped models, as small as they can be: for tests.
+use std::path::Path;
+
 use serde_json::{Value, json};
 
 use super::model::TextModel;
@@ -93,4 +95,28 @@ pub(crate) fn sentencepiece_that_keeps_spaces() -> TextModel {
                 "vocab": numbered(&pieces), "merges": []},
         }),
     )
+}
+
+/// The demo model's, with the special tokens and a chat template of harmony.
+pub(crate) fn harmony() -> TextModel {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let read = |file: &str| std::fs::read_to_string(root.join("models/demo").join(file)).unwrap();
+    let json = |file: &str| serde_json::from_str::<Value>(&read(file)).unwrap();
+    let (mut tokenizer, mut config) = (json("tokenizer.json"), json("config.json"));
+    let first = config["vocab_size"].as_u64().unwrap();
+    let marks = ["start", "message", "channel", "constrain", "return", "call", "endoftext"];
+    let added = tokenizer["added_tokens"].as_array_mut().unwrap();
+    added.extend((first..).zip(marks).map(|(id, mark)| {
+        json!({"id": id, "content": format!("<|{mark}|>"), "special": true, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false})
+    }));
+    config["vocab_size"] = json!(first + 7);
+    config["eos_token_id"] = json!(first + 6);
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    write("tokenizer.json", &tokenizer.to_string());
+    write("config.json", &config.to_string());
+    let template = std::fs::read_to_string(root.join("tests/models/harmony.jinja")).unwrap();
+    write("chat_template.jinja", &template);
+    TextModel::load(folder.path()).unwrap()
 }

@@ -2,12 +2,14 @@
 //!
 //! The engine runs the same code to know at which token a stop string is complete, so both sides
 //! agree on the sequence's last token.
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use tokenizers::Tokenizer;
 
 use super::detokenizer::IncrementalDecoder;
+use super::reply::harmony::FENCE;
 use super::stop::StopMatcher;
 use crate::engine::StopCheck;
 
@@ -26,6 +28,8 @@ pub struct StopRules {
     pub include_stop: bool,
     /// Special tokens that do not end the sequence are part of its text.
     pub keep_special: bool,
+    /// Those, by their ids: each stands between two of [`FENCE`] in the text. None otherwise.
+    pub fenced: Option<Arc<HashMap<u32, String>>>,
 }
 
 /// One choice's text.
@@ -96,7 +100,15 @@ impl TextStream {
             return false;
         }
         self.piece.clear();
-        self.decoder.push(token, &mut self.piece);
+        match self.rules.fenced.as_ref().and_then(|fenced| fenced.get(&token)) {
+            Some(special) => {
+                self.decoder.interrupt(&mut self.piece);
+                self.piece.push(FENCE);
+                self.piece.push_str(special);
+                self.piece.push(FENCE);
+            }
+            None => self.decoder.push(token, &mut self.piece),
+        }
         // The token ends the sequence before a stop string within it does.
         self.stopped = self.matcher.push(&self.piece, may_stop && !ends, text);
         self.stopped

@@ -1,6 +1,7 @@
 //! Conversations to prompts, by the model's own Jinja template, in a sandbox: no files, no includes,
 //! bounded steps and output. What templates may use beyond Jinja is what transformers gives them.
 mod date;
+pub mod harmony;
 mod json;
 
 use std::error::Error as _;

@@ -217,6 +217,7 @@ impl Output {
                 self.open(Kind::Call { call_id: self.ids.id(0, index), name }, sink)
             }
             Part::Arguments { text, .. } => self.add(&text, Vec::new(), sink),
+            Part::End => self.close(Status::Completed, sink),
         }
     }
 

@@ -63,6 +63,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
     ("max_completion_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
     ("response_format", "text.format"),
     ("json_schema.", "text.format."),
 ];

@@ -11,6 +11,8 @@ pub enum CallFormat {
     Mistral,
     /// `<tool_call><function=..><parameter=..>..</parameter></function></tool_call>`: Qwen3-Coder.
     Qwen3Coder,
+    /// A message to `functions.NAME`: gpt-oss ([`super::harmony`]).
+    Harmony,
 }
 
 pub(super) const TOOL_CALL: &str = "<tool_call>";
@@ -23,7 +25,8 @@ const CALL_ID: &str = "[CALL_ID]";
 
 impl CallFormat {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Hermes, Self::Llama3Json, Self::Mistral, Self::Qwen3Coder];
+    pub const ALL: [Self; 5] =
+        [Self::Hermes, Self::Llama3Json, Self::Mistral, Self::Qwen3Coder, Self::Harmony];
 
     /// Its name.
     #[must_use]
@@ -33,6 +36,7 @@ impl CallFormat {
             Self::Llama3Json => "llama3_json",
             Self::Mistral => "mistral",
             Self::Qwen3Coder => "qwen3_coder",
+            Self::Harmony => "openai",
         }
     }
 
@@ -41,6 +45,7 @@ impl CallFormat {
     pub fn of_template(source: &str) -> Option<Self> {
         // What each template tells its model to write, the more special first.
         let marks = [
+            ("<|channel|>final<|message|>", Self::Harmony),
             ("<function=", Self::Qwen3Coder),
             (TOOL_CALL, Self::Hermes),
             (MISTRAL, Self::Mistral),
@@ -53,7 +58,7 @@ impl CallFormat {
     pub(super) fn openings(self) -> &'static [&'static str] {
         match self {
             Self::Hermes => &[TOOL_CALL],
-            Self::Llama3Json => &[],
+            Self::Llama3Json | Self::Harmony => &[],
             Self::Mistral => &[MISTRAL],
             // The model at times forgets the first.
             Self::Qwen3Coder => &[TOOL_CALL, super::xml::FUNCTION],
@@ -64,7 +69,7 @@ impl CallFormat {
     pub(super) fn marks(self) -> &'static [&'static str] {
         match self {
             Self::Hermes => &[TOOL_CALL, TOOL_CALL_END],
-            Self::Llama3Json => &[],
+            Self::Llama3Json | Self::Harmony => &[],
             Self::Mistral => &[MISTRAL, ARGUMENTS],
             Self::Qwen3Coder => &[TOOL_CALL, TOOL_CALL_END, super::xml::FUNCTION],
         }

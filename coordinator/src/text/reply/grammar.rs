@@ -63,7 +63,8 @@ pub fn calls(
         CallFormat::Llama3Json => list("call", "\"; \" "),
         CallFormat::Mistral if named => list(&format!("{opening} call"), ""),
         CallFormat::Mistral => format!("{opening} \"[\" {} \"]\"", list("call", "\", \" ")),
-        CallFormat::Hermes | CallFormat::Qwen3Coder => {
+        // Replies of harmony have a grammar of their own.
+        CallFormat::Hermes | CallFormat::Qwen3Coder | CallFormat::Harmony => {
             let (open, close) = (mark(format::TOOL_CALL), mark(format::TOOL_CALL_END));
             list(&format!("{open} \"\\n\" call \"\\n\" {close}"), "\"\\n\" ")
         }
@@ -72,7 +73,7 @@ pub fn calls(
 }
 
 impl Function {
-    fn schema(&self) -> Value {
+    pub(super) fn schema(&self) -> Value {
         let mut schema = self.parameters.clone().unwrap_or_default();
         if !self.strict {
             schema.values_mut().for_each(without_look_around);
@@ -154,11 +155,11 @@ pub fn reasoned(body: &str, rules: &str, is_open: bool, special: Special<'_>) ->
 }
 
 /// A mark of a form: a token, where the vocabulary has one that is no text.
-fn mark(text: &str, special: Special<'_>) -> String {
+pub(super) fn mark(text: &str, special: Special<'_>) -> String {
     special(text).map_or_else(|| quoted(text), |token| format!("<[{token}]>"))
 }
 
 /// Text as Lark's strings are written: as JSON's.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }

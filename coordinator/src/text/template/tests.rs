@@ -1,4 +1,6 @@
 //! What templates may use, against what transformers and Python give.
+use std::path::Path;
+
 use serde_json::json;
 
 use super::*;
@@ -169,4 +171,46 @@ fn indentation_makes_no_more_text_than_a_prompt_may_have() {
     let conversation = Conversation { tools: Some(tools), ..user("x") };
     let error = template.render(&conversation).unwrap_err();
     assert!(matches!(&error, RenderError::Conversation(it) if it.contains("tojson")), "{error:?}");
+}
+
+/// What conversations in harmony become, as transformers renders them on one day: the template uses
+/// what that of gpt-oss does.
+#[test]
+fn harmony_is_rendered_as_transformers_does() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models");
+    let read = |file: &str| std::fs::read_to_string(folder.join(file)).unwrap();
+    let golden: serde_json::Value = serde_json::from_str(&read("harmony.json")).unwrap();
+    let mut template = template(&read("harmony.jinja"));
+    assert_eq!(template.calls(), Some(CallFormat::Harmony));
+    for has_tools in [false, true] {
+        assert!(template.knows("reasoning_effort", has_tools));
+        assert!(template.knows("builtin_tools", has_tools));
+    }
+    let noon = |format: &str| date::strftime(format, 1_751_112_000);
+    template.environment.add_function("strftime_now", noon);
+    let cases = golden.as_array().unwrap();
+    assert!(cases.len() > 15);
+    for case in cases {
+        let is = |name: &str, default: bool| case[name].as_bool().unwrap_or(default);
+        let given = ["model_identity", "reasoning_effort", "builtin_tools"];
+        let given =
+            given.iter().filter_map(|name| Some(((*name).to_owned(), case.get(name)?.clone())));
+        let conversation = Conversation {
+            tools: case.get("tools").cloned(),
+            add_generation_prompt: is("add_generation_prompt", true),
+            continue_final_message: is("continue_final_message", false),
+            variables: given.collect(),
+            ..Conversation::new(case["messages"].as_array().unwrap().clone())
+        };
+        let rendered = template.render(&conversation);
+        match case["rendered"].as_str() {
+            Some(expected) => assert_eq!(rendered.as_deref(), Ok(expected), "{}", case["name"]),
+            None => {
+                let raised = case["raises"].as_str().unwrap();
+                let is_raised = matches!(&rendered,
+                    Err(RenderError::Conversation(message)) if message.contains(raised));
+                assert!(is_raised, "{}: {rendered:?}", case["name"]);
+            }
+        }
+    }
 }

@@ -1,0 +1,64 @@
+//! Replies in harmony that must call functions, or whose answer must be what was asked for: grammars
+//! in Lark's notation. They are of all messages: the model reasons as it likes, then comes the one
+//! that is asked for.
+use super::super::grammar::{Function, Special, mark, quoted};
+use super::{Body, CHANNEL, CONSTRAIN, END, MESSAGE, Of, Opening, START, State, header};
+
+/// The rule `head`, with those it needs: a call of one of these functions. It ends the reply.
+#[must_use]
+pub fn calls(head: &str, functions: &[Function], special: Special<'_>) -> String {
+    let mark = |text: &str| mark(text, special);
+    let (channel, constrain, message) = (mark(CHANNEL), mark(CONSTRAIN), mark(MESSAGE));
+    let mut rules = String::new();
+    for (index, function) in functions.iter().enumerate() {
+        let to = format!(" to=functions.{}", function.name);
+        let (before, within) = (quoted(&to), quoted(&format!("commentary{to}")));
+        rules += &format!(
+            "call{index}: ({channel} {within} | {before} {channel} \"commentary\") of_json \
+             {message} arguments{index}\narguments{index}: %json {}\n",
+            function.schema()
+        );
+    }
+    let any: Vec<String> = (0..functions.len()).map(|index| format!("call{index}")).collect();
+    format!(
+        "{head}: {}\nof_json: (\" \"? {constrain} \"json\" | \" json\")?\n{rules}",
+        any.join(" | ")
+    )
+}
+
+/// The rule `head`: the message of an answer that `body` is the rule of.
+#[must_use]
+pub fn answer(head: &str, body: &str, special: Special<'_>) -> String {
+    let mark = |text: &str| mark(text, special);
+    let (channel, constrain, message) = (mark(CHANNEL), mark(CONSTRAIN), mark(MESSAGE));
+    format!("{head}: {channel} \"final\" (\" \"? {constrain} \"json\")? {message} {body}\n")
+}
+
+/// The grammar of a reply that goes on from `opening` and ends with `last`, one of `rules`; `body` is
+/// what is left of that one where the prompt has begun it.
+#[must_use]
+pub fn whole(
+    opening: &Opening,
+    last: &str,
+    body: Option<&str>,
+    rules: &str,
+    special: Special<'_>,
+) -> String {
+    let mark = |text: &str| mark(text, special);
+    let next = format!("{} \"assistant\"", mark(START));
+    let start = match (&opening.0, body) {
+        (State::Body(Body { of: Of::Content, .. }), Some(body)) => body.to_owned(),
+        (State::Body(_), _) => format!("until_end {next} thought* ({last})"),
+        (State::Between, _) => format!("{next} thought* ({last})"),
+        (State::Header(_), _) => format!("thought* ({last})"),
+    };
+    // A token that is no text ends any text.
+    let lazy = if special(END).is_some() { "" } else { "[lazy]" };
+    format!(
+        "start: {start}\nthought: {} \"{}\" {} until_end {next}\nuntil_end{lazy}: /(?s:.*)/ {}\n{rules}",
+        mark(CHANNEL),
+        header::ANALYSIS,
+        mark(MESSAGE),
+        mark(END)
+    )
+}
