@@ -129,7 +129,9 @@ impl Case {
                 &mut q,
             )
             .unwrap();
-        backend.paged_attention(&q, &self.shape, &batch, cache, LAYERS - 1, &mut out).unwrap();
+        backend
+            .paged_attention(&q, None, &self.shape, &batch, cache, LAYERS - 1, &mut out)
+            .unwrap();
         (q.values().to_vec(), out.values().to_vec())
     }
 
@@ -365,7 +367,7 @@ fn shapes_that_do_not_fit_are_errors() {
     let mut out = poisoned(&mut backend, 2, 8);
     let mut attend = |seqs: &[SeqRows], block_tables: &[u32]| {
         let batch = Batch { seqs, block_tables, ..batch };
-        backend.paged_attention(&q, &good, &batch, cache, 0, &mut out)
+        backend.paged_attention(&q, None, &good, &batch, cache, 0, &mut out)
     };
     attend(&seqs, &[0]).unwrap();
     let errors = [

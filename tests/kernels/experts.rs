@@ -1,7 +1,7 @@
 //! Mixtures of experts on CPUs: against a naive version in f64 and the reference backend; and law 7:
 //! a row's bits depend on no other row, nor on the threads.
 use kernels::KernelError;
-use kernels::backend::{Backend, Buffer, DType, HostMatrix, Routing};
+use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuRoutes, CpuStack, Isa, Precision};
 use kernels::reference::ReferenceBackend;
@@ -81,12 +81,21 @@ impl Layer {
         let rows = x.len() / self.hidden;
         let input = buffer(backend, x, self.hidden);
         let mut routes = backend.new_routes(rows + 2, self.routing).unwrap();
-        backend.route(&input, &loaded.router, &mut routes).unwrap();
+        backend.route(&input, &loaded.router, None, &mut routes).unwrap();
         let mut inner = poisoned(backend, rows * self.routing.top_k + 1, self.inner);
-        backend.experts_gate_up_silu(&input, &loaded.gate_up, &routes, &mut inner).unwrap();
+        backend
+            .experts_gate_up(
+                &input,
+                &loaded.gate_up,
+                None,
+                ExpertActivation::Silu,
+                &routes,
+                &mut inner,
+            )
+            .unwrap();
         assert_eq!(inner.rows(), rows * self.routing.top_k);
         let mut out = poisoned(backend, rows + 1, self.hidden);
-        backend.experts_down(&inner, 0, &loaded.down, &routes, &mut out).unwrap();
+        backend.experts_down(&inner, 0, &loaded.down, None, &routes, &mut out).unwrap();
         assert_eq!(out.rows(), rows);
         (routes, inner.values().to_vec(), out.values().to_vec())
     }
@@ -194,13 +203,15 @@ fn the_reference_makes_the_same() {
         let mut input = reference.new_buffer(9, 24).unwrap();
         input.values_mut().copy_from_slice(&x);
         let mut found = reference.new_routes(9, routing).unwrap();
-        reference.route(&input, &router, &mut found).unwrap();
+        reference.route(&input, &router, None, &mut found).unwrap();
         let (same, close) = reference.read_routes(&found).unwrap();
         assert_eq!(experts, same);
         let mut middle = reference.new_buffer(9 * routing.top_k, 20).unwrap();
-        reference.experts_gate_up_silu(&input, &gate_up, &found, &mut middle).unwrap();
+        reference
+            .experts_gate_up(&input, &gate_up, None, ExpertActivation::Silu, &found, &mut middle)
+            .unwrap();
         let mut sum = reference.new_buffer(9, 24).unwrap();
-        reference.experts_down(&middle, 0, &down, &found, &mut sum).unwrap();
+        reference.experts_down(&middle, 0, &down, None, &found, &mut sum).unwrap();
         for (a, b) in [(&weights, &close), (&inner, &middle.values().to_vec())]
             .into_iter()
             .chain([(&out, &sum.values().to_vec())])
@@ -226,7 +237,7 @@ fn choices_have_the_same_bits_with_every_instruction_set() {
             let router = router.load(&mut backend);
             let x = buffer(&mut backend, &x, hidden);
             let mut routes = backend.new_routes(rows, routing).unwrap();
-            backend.route(&x, &router, &mut routes).unwrap();
+            backend.route(&x, &router, None, &mut routes).unwrap();
             let (experts, weights) = backend.read_routes(&routes).unwrap();
             let found = (experts, bits(&weights));
             let same = *first.get_or_insert_with(|| found.clone()) == found;
@@ -275,7 +286,7 @@ fn parts_of_the_columns_add_up() {
             parts.iter_mut().for_each(|part| (part.cols, part.col_start) = (12, first));
             let down = backend.load_stack(&parts).unwrap();
             let mut out = poisoned(&mut backend, 6, 32);
-            backend.experts_down(&inner, first, &down, &routes, &mut out).unwrap();
+            backend.experts_down(&inner, first, &down, None, &routes, &mut out).unwrap();
             sum.iter_mut().zip(out.values()).for_each(|(sum, part)| *sum += part);
         }
         for (a, b) in sum.iter().zip(&whole) {
@@ -298,20 +309,36 @@ fn experts_that_do_not_fit_are_errors() {
     let refused = |result: Result<(), KernelError>| {
         assert!(matches!(result, Err(KernelError::Shape { .. })), "{result:?}");
     };
-    refused(backend.route(&x, &loaded.router, &mut routes));
+    refused(backend.route(&x, &loaded.router, None, &mut routes));
     let mut routes = backend.new_routes(2, layer.routing).unwrap();
     let mut inner = backend.new_buffer(4, 6).unwrap();
     // Nothing is routed yet.
-    refused(backend.experts_gate_up_silu(&x, &loaded.gate_up, &routes, &mut inner));
-    backend.route(&x, &loaded.router, &mut routes).unwrap();
-    refused(backend.experts_gate_up_silu(&x, &loaded.down, &routes, &mut inner));
-    backend.experts_gate_up_silu(&x, &loaded.gate_up, &routes, &mut inner).unwrap();
+    refused(backend.experts_gate_up(
+        &x,
+        &loaded.gate_up,
+        None,
+        ExpertActivation::Silu,
+        &routes,
+        &mut inner,
+    ));
+    backend.route(&x, &loaded.router, None, &mut routes).unwrap();
+    refused(backend.experts_gate_up(
+        &x,
+        &loaded.down,
+        None,
+        ExpertActivation::Silu,
+        &routes,
+        &mut inner,
+    ));
+    backend
+        .experts_gate_up(&x, &loaded.gate_up, None, ExpertActivation::Silu, &routes, &mut inner)
+        .unwrap();
     let mut out = backend.new_buffer(2, 8).unwrap();
-    refused(backend.experts_down(&inner, 1, &loaded.down, &routes, &mut out));
-    refused(backend.experts_down(&inner, 0, &loaded.gate_up, &routes, &mut out));
+    refused(backend.experts_down(&inner, 1, &loaded.down, None, &routes, &mut out));
+    refused(backend.experts_down(&inner, 0, &loaded.gate_up, None, &routes, &mut out));
     let mut narrow = backend.new_buffer(2, 7).unwrap();
-    refused(backend.experts_down(&inner, 0, &loaded.down, &routes, &mut narrow));
-    backend.experts_down(&inner, 0, &loaded.down, &routes, &mut out).unwrap();
+    refused(backend.experts_down(&inner, 0, &loaded.down, None, &routes, &mut narrow));
+    backend.experts_down(&inner, 0, &loaded.down, None, &routes, &mut out).unwrap();
     let other = Weight::random(&mut Random(66), 5, 8);
     let two = [layer.gate_up[0].host(), other.host()];
     assert!(matches!(backend.load_stack(&two), Err(KernelError::Shape { .. })));

@@ -36,10 +36,10 @@ pub fn weight_bytes(
         Quantization::Int8 => rows * (cols + SCALE),
     };
     let matrix = |rows: u64, cols: u64, is_stack: bool| {
-        let groups = packed.map(|form| {
+        let groups = packed.filter(|form| is_stack || !form.is_of_experts()).map(|form| {
             let len = form.group.map_or(cols, n).max(1);
             let (len, count) = (len as usize, cols.div_ceil(len) as usize);
-            Int4Groups { first: 0, first_len: len, len, count }
+            Int4Groups { first: 0, first_len: len, len, count, is_float: form.is_of_experts() }
         });
         match groups.filter(|groups| keeps_int4(groups, is_stack)) {
             Some(groups) => groups.bytes(rows, cols),
@@ -122,7 +122,7 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 
 #[cfg(test)]
 mod tests {
-    use kernels::backend::{Activation, Routing};
+    use kernels::backend::{Activation, ExpertActivation, Routing};
     use kernels::weights::Packing;
 
     use super::super::experts::ExpertsConfig;
@@ -136,6 +136,7 @@ mod tests {
             hidden_size: 4096,
             intermediate_size: 14336,
             experts: None,
+            sinks: false,
             num_layers: 32,
             num_heads: 32,
             num_kv_heads: 8,
@@ -211,7 +212,13 @@ mod tests {
     fn experts_are_counted_in_the_layers_that_have_them() {
         // Qwen3-30B-A3B: 48 layers of 128 experts of 768, and no MLP.
         let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
-        let experts = ExpertsConfig { routing, intermediate_size: 768, layers: vec![true; 48] };
+        let experts = ExpertsConfig {
+            routing,
+            intermediate_size: 768,
+            layers: vec![true; 48],
+            activation: ExpertActivation::Silu,
+            is_interleaved: false,
+        };
         let sparse = ModelConfig {
             hidden_size: 2048,
             intermediate_size: 0,

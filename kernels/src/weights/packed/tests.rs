@@ -183,7 +183,10 @@ fn a_number_is_rounded_once() {
 fn what_stays_in_4_bits_is_decided_by_the_file_and_the_columns() {
     let file = File::new(Packing::Compressed);
     let groups = |cols: std::ops::Range<usize>| int4_groups(&[matrix(file.packed(), 2, cols)]);
-    let some = |first, first_len, count| Some(Int4Groups { first, first_len, len: GROUP, count });
+    let some = |first, first_len, count| {
+        let (len, is_float) = (GROUP, false);
+        Some(Int4Groups { first, first_len, len, count, is_float })
+    };
     assert_eq!(groups(0..24), some(0, 8, 3));
     assert_eq!(groups(8..20), some(1, 8, 2));
     // Within one group no edge is in the way, wherever it begins.
