@@ -91,7 +91,7 @@ impl Four {
                     transposed(&scales, groups),
                 )
             }
-            Packing::Compressed => {
+            Packing::Compressed | Packing::Mxfp4 { .. } => {
                 let by_group = words(&transposed(&zeros, groups), rows, STRAIGHT);
                 let by_word = transposed(by_group.as_chunks::<4>().0, rows.div_ceil(8));
                 let zeros = by_word.into_iter().flatten().collect();

@@ -520,7 +520,13 @@ mod tests {
         let config = parse("MixtralForCausalLM", mixtral).unwrap();
         let routing = Routing { num_experts: 8, top_k: 2, normalise: true };
         let layers = vec![true; 4];
-        let experts = ExpertsConfig { routing, intermediate_size: 128, layers };
+        let experts = ExpertsConfig {
+            routing,
+            intermediate_size: 128,
+            layers,
+            activation: ExpertActivation::Silu,
+            is_interleaved: false,
+        };
         assert_eq!((config.experts, config.intermediate_size), (Some(experts), 0));
 
         // Either dialect's name; not normalised unless that is said.

@@ -256,6 +256,46 @@ mod tests {
         );
     }
 
+    /// gpt-oss-20b: 24 layers of 32 experts, whose matrices have 4 bits in groups of 32; attention,
+    /// embedding and head are bf16.
+    #[test]
+    fn experts_alone_of_mxfp4_stay_small() {
+        let experts = ExpertsConfig {
+            routing: Routing { num_experts: 32, top_k: 4, normalise: true },
+            intermediate_size: 2880,
+            layers: vec![true; 24],
+            activation: ExpertActivation::Silu,
+            is_interleaved: true,
+        };
+        let raw = serde_json::json!({"quant_method": "mxfp4"});
+        let config = ModelConfig {
+            hidden_size: 2880,
+            intermediate_size: 0,
+            experts: Some(experts),
+            sinks: true,
+            num_layers: 24,
+            num_heads: 64,
+            num_kv_heads: 8,
+            head_dim: 64,
+            vocab_size: 201_088,
+            quantised: Some(crate::model::quantization::check(&raw).unwrap()),
+            ..config()
+        };
+        let whole = Shard::new(&config, 0, 1).unwrap();
+        let expert_weights = 24 * 32 * 3 * 2880 * 2880u64;
+        let others = 24 * 2880 * (2 * 4096 + 2 * 512 + 32) + 2 * 201_088 * 2880u64;
+        let bf16 = plain_bytes(&config, &whole, Quantization::None);
+        assert_eq!(bf16, 2 * (expert_weights + others));
+        // A scale in f32 and room for a zero for each group.
+        let int4 = int4_bytes(&config, &whole, Quantization::None);
+        assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 5 + 2 * others);
+        // Groups that a division cuts have a scale in each part.
+        let quarter = Shard::new(&config, 3, 4).unwrap();
+        assert_eq!(quarter.expert, 2160..2880);
+        let all = 4 * int4_bytes(&config, &quarter, Quantization::None);
+        assert!(all > int4 && all < int4 * 51 / 50, "{all} of {int4}");
+    }
+
     #[test]
     fn a_sequence_takes_128_kib_a_token() {
         let config = config();

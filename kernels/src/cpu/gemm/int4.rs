@@ -435,6 +435,40 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_float_is_exact_in_any_place() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            // Each of 64 outputs has other floats.
+            let code = |output: usize, place: usize| (output * 5 + place * 3) % 16;
+            let mut row = [[0u32; 16]; 4];
+            for (output, word) in row.as_flattened_mut().iter_mut().enumerate() {
+                for pair in 0..4 {
+                    *word |= (code(output, 2 * pair) << (4 * pair)) as u32;
+                    *word |= (code(output, 2 * pair + 1) << (4 * pair + 16)) as u32;
+                }
+            }
+            let rows = [row, row];
+            let group = Int4Group {
+                rows: &rows,
+                first_pair: 0,
+                pairs: 7,
+                scales: &[1.0; PANEL],
+                zeros: None,
+                is_float: true,
+            };
+            let mut room = [[[u32::MAX; 16]; 4]; ROOM];
+            widen(isa, &group, 0..7, &mut room);
+            for (pair, words) in room[..7].iter().enumerate() {
+                for (output, word) in words.as_flattened().iter().enumerate() {
+                    let want = [0, 1].map(|half| E2M1[code(output, 2 * (pair % 4) + half)]);
+                    let got = [word << 16, word & 0xFFFF_0000];
+                    // Zeros keep their sign.
+                    assert_eq!(got, want.map(f32::to_bits), "{isa} {pair} {output}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn every_integer_less_every_zero_is_exact_in_any_place() {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
             for zero in 0..16i8 {
