@@ -96,7 +96,8 @@ fn activated(activation: ExpertActivation, gate: f32, up: f32) -> f32 {
     match activation {
         ExpertActivation::Silu => gate / (1.0 + (-gate).exp()) * up,
         ExpertActivation::Clamped { alpha, limit } => {
-            let gate = gate.min(limit);
+            // What is no number stays none, as with `clamp`.
+            let gate = if gate > limit { limit } else { gate };
             gate / (1.0 + (-alpha * gate).exp()) * (up.clamp(-limit, limit) + 1.0)
         }
     }

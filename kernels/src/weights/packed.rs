@@ -269,10 +269,11 @@ pub struct Int4Groups {
 }
 
 impl Int4Groups {
-    /// Bytes of `rows` x `cols` weights, each group with a scale in f32 and a zero.
+    /// Bytes of `rows` x `cols` weights, each group with a scale in f32 and, of integers, a zero.
     #[must_use]
     pub fn bytes(&self, rows: u64, cols: u64) -> u64 {
-        rows * (cols.div_ceil(2) + 5 * self.count as u64)
+        let each = if self.is_float { 4 } else { 5 };
+        rows * (cols.div_ceil(2) + each * self.count as u64)
     }
 }
 

@@ -286,9 +286,9 @@ mod tests {
         let others = 24 * 2880 * (2 * 4096 + 2 * 512 + 32) + 2 * 201_088 * 2880u64;
         let bf16 = plain_bytes(&config, &whole, Quantization::None);
         assert_eq!(bf16, 2 * (expert_weights + others));
-        // A scale in f32 and room for a zero for each group.
+        // A scale in f32 for each group.
         let int4 = int4_bytes(&config, &whole, Quantization::None);
-        assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 5 + 2 * others);
+        assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 4 + 2 * others);
         // Groups that a division cuts have a scale in each part.
         let quarter = Shard::new(&config, 3, 4).unwrap();
         assert_eq!(quarter.expert, 2160..2880);

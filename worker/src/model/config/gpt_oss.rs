@@ -84,6 +84,13 @@ mod tests {
             config,
             check(|raw| raw["layer_types"][2] = json!("sliding_attention")).unwrap()
         );
+        // The newer dialect has rope_theta within the table.
+        let newer = check(|raw| {
+            let mut table = raw.remove("rope_scaling").unwrap();
+            table["rope_theta"] = raw.remove("rope_theta").unwrap();
+            raw.insert("rope_parameters".to_owned(), table);
+        });
+        assert_eq!(newer, check(|_| ()));
         let plain = check(|raw| raw["sliding_window"] = Value::Null).unwrap();
         assert_eq!(plain.sliding_windows, [None; 3]);
     }
